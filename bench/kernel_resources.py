@@ -178,7 +178,8 @@ def decode_cases() -> Cases:
             ("dense, scores", keys, None, scoring), ("selected, found by address", elsewhere, selection, None),
             ("scores, found by address", elsewhere, None, scoring),
         ):  # fmt: skip
-            call = partial(decode_triton.decode, q, view, chosen_tokens, scale=0.1, scoring=scores)
+            out = torch.zeros_like(q) if view is pages else None  # as vLLM gives one
+            call = partial(decode_triton.decode, q, view, chosen_tokens, scale=0.1, scoring=scores, out=out)
             yield f"head size {dim}, {name}", call
         yield f"head size {dim}, append", partial(append.append_newest, elsewhere, q[:, :2], q[:, :2])
 

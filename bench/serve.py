@@ -39,7 +39,7 @@ COLUMNS: Columns = {
     "at once": ("at_once", number("d")),
     "requests": ("requests", number("d")),
     "density": ("density", number(".3f")),
-    "read": ("share", number(".3f")),
+    "decoded": ("decoded", number("d")),
     "first s dense": ("dense_ms", number(".3f", 1e3)),
     "sparse": ("sparse_ms", number(".3f", 1e3)),
     "speedup": ("speedup", number(".2f")),
@@ -191,7 +191,7 @@ def bench_serve(
 ) -> Iterator[Row]:
     """Times every load, and gives its row as soon as it is known. A load that fails is a row with a note.
 
-    `share` is that of the cached tokens that decode reads. `dense_ms` and `sparse_ms` are up to the first token; all
+    `decoded` are tokens of answers that attended to a choice. `dense_ms` and `sparse_ms` are up to the first token; all
     times are medians over the repeats of medians over the requests, all rates (of all answers together) medians over
     the repeats. `failures` are chunks and steps of a layer that were to be sparse and that vLLM's own kernel computed
     after an error.
@@ -199,7 +199,7 @@ def bench_serve(
     Args:
         words: what the plan is, for the rows.
     """
-    host = {"share": None, "failures": 0, "host": f"vLLM {engines.release}", "model": model.name}
+    host = {"decoded": None, "failures": 0, "host": f"vLLM {engines.release}", "model": model.name}
     host |= {"weights": "random" if model.random else "loaded", "plan": words}
     with (progress or Progress()).stage("serve", total=len(bench.loads)) as step:
         for load in bench.loads:
@@ -239,7 +239,7 @@ def _timed(row: Row, engines: Engines, prompts: Sequence[Sequence[int]], repeats
         failed,
         backend=serving_backend(engines.sparse) or row.backend,
         density=stats.prefill_density,
-        share=stats.decode_share,
+        decoded=stats.decode_sparse,
         failures=stats.failures,
         **dict(zip(("dense_ms", "dense_token_ms", "dense_tokens_per_second"), _medians(dense), strict=True)),
         **dict(zip(("sparse_ms", "token_ms", "tokens_per_second"), _medians(sparse), strict=True)),

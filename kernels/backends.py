@@ -204,6 +204,7 @@ def decode_attention(
     window: int | None = None,
     want_lse: bool = False,
     scoring: Scoring | None = None,
+    out: torch.Tensor | None = None,
     backend: str,
 ) -> AttentionOutput:
     """Attention of the newest token of each batch row. Lengths, counts and lists stay on the device.
@@ -216,6 +217,8 @@ def decode_attention(
         window: the layer's own sliding window in tokens, or None; selected tokens outside it are left out.
         want_lse: whether to return the natural log-sum-exp of each row.
         scoring: also return how much attention each token gets, in these rows; without selection and window.
+        out: where the output goes, of the shape of q and with stride 1 in its last dimension; rows of length 0 are left
+            as they are.
         backend: the name that `choose_backend` gave.
 
     Raises:
@@ -223,9 +226,9 @@ def decode_attention(
         BackendError: the backend does not exist, or cannot run these tensors.
     """
     module = _module(backend, _DECODE)
-    check_keys(q_BHQD, keys, scale)
+    check_keys(q_BHQD, keys, scale, _any_strides(backend))
     found: AttentionOutput = module.decode(
-        q_BHQD, keys, selection, scale=scale, window=window, want_lse=want_lse, scoring=scoring
+        q_BHQD, keys, selection, scale=scale, window=window, want_lse=want_lse, scoring=scoring, out=out
     )
     return found
 
@@ -239,9 +242,14 @@ def decode_scores(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scal
     Raises:
         ShapeError, BackendError: as `decode_attention`.
     """
-    check_keys(q_BHQD, keys, scale)
-    found: torch.Tensor = _module(backend, _DECODE).score(q_BHQD, keys, scoring, scale=scale)
+    module = _module(backend, _DECODE)
+    check_keys(q_BHQD, keys, scale, _any_strides(backend))
+    found: torch.Tensor = module.score(q_BHQD, keys, scoring, scale=scale)
     return found
+
+
+def _any_strides(backend: str) -> bool:
+    return _DECODE[backend] == _DECODE["cpu"]
 
 
 def _module(backend: str, modules: dict[str, str]) -> Any:

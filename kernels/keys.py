@@ -24,7 +24,7 @@ COLUMNS = 6
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyView:
     """Keys and values of every batch row, contiguous by token or in pages. Nothing is copied and no stride is assumed
-    but 1 in the last dimension.
+    but 1 in the last dimension (the torch operations of the CPU assume none).
 
     With `where`, the tensors only say shape, dtype and where to count from: kernels read `[B, G, tokens, D]` without
     gaps, at the offsets that stand there when they run. So a captured step serves one cache after another. For Triton
@@ -113,13 +113,15 @@ def full_view(k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> KeyView:
     return KeyView(k_BGSD, v_BGSD, lengths_B)
 
 
-def check_keys(q_BHQD: torch.Tensor, keys: KeyView, scale: float) -> None:
+def check_keys(q_BHQD: torch.Tensor, keys: KeyView, scale: float, any_strides: bool = False) -> None:
     """One query token a batch row, and keys that fit to it. No check asks the device.
+
+    `any_strides` is as of `check_qkv`.
 
     Raises:
         ShapeError: they do not fit; the message says what and how to fix it.
     """
-    check_qkv(q_BHQD, keys.k, keys.v, scale)
+    check_qkv(q_BHQD, keys.k, keys.v, scale, any_strides)
     if q_BHQD.shape[2] != 1:
         raise ShapeError(
             f"decode attention takes one query token a call, found {q_BHQD.shape[2]}: "

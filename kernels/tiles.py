@@ -143,15 +143,19 @@ def _bits_of_word(device: torch.device) -> torch.Tensor:
     return torch.arange(WORD, dtype=torch.int32, device=device)
 
 
-def check_qkv(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, scale: float) -> None:
-    """Query, key and value tensors fit together, but for the batch, and their head dimension is contiguous.
+def check_qkv(
+    q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, scale: float, any_strides: bool = False
+) -> None:
+    """Query, key and value tensors fit together, but for the batch, and their head dimension is contiguous, unless keys
+    and values of `any_strides` are taken.
 
     Raises:
         ShapeError: they do not; the message says which and how to fix it.
     """
     named = {"q": q_BHSD, "k": k_BGKD, "v": v_BGKD}
     for name, tensor in named.items():
-        if tensor.dim() != 4 or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+        strided = tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and (name == "q" or not any_strides)
+        if tensor.dim() != 4 or strided:
             raise ShapeError(
                 f"{name} must be [batch or pages, heads, tokens, head size] with stride 1 in its last dimension, found "
                 f"shape {tuple(tensor.shape)}, strides {tensor.stride()}: call .contiguous() before attention"

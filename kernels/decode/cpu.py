@@ -35,13 +35,23 @@ def decode(
     window: int | None = None,
     want_lse: bool = False,
     scoring: Scoring | None = None,
+    out: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """One query token a batch row; arguments as in `decode_attention`."""
     lengths = keys.lengths_B.tolist()
-    if selection is None and scoring is None and not want_lse and keys.table_BP is None and len(set(lengths)) == 1:
+    plain = selection is None and scoring is None and out is None and not want_lse
+    if plain and keys.table_BP is None and len(set(lengths)) == 1:
         k_BGSD, v_BGSD = keys.contiguous(lengths[0])
         return AttentionOutput(attend_newest(q_BHQD, k_BGSD, v_BGSD, scale=scale, window=window), None)
-    return _attend(q_BHQD, keys, selection, scoring, scale=scale, window=window, want_lse=want_lse)
+    found = _attend(q_BHQD, keys, selection, scoring, scale=scale, window=window, want_lse=want_lse)
+    return found if out is None else _into(out, found, lengths)
+
+
+def _into(out_BHQD: torch.Tensor, found: AttentionOutput, lengths: list[int]) -> AttentionOutput:
+    for out_HQD, found_HQD, length in zip(out_BHQD, found.out_BHSD, lengths, strict=True):
+        if length:
+            out_HQD.copy_(found_HQD)
+    return AttentionOutput(out_BHQD, found.lse_BHS, found.scores_gT)
 
 
 @torch.no_grad()

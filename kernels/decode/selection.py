@@ -69,3 +69,4 @@ class Scoring:
     starts_B: torch.Tensor  # int32; -1 where a row is not scored
     tokens: int  # room for the tokens of all rows
     lists: int  # g: 1 (one score for all heads) or G (one for the heads of each KV head)
+    scratch: torch.Tensor | None = None  # float32 for the logits and scores of Triton; allocated where there is none

@@ -12,6 +12,7 @@ In the kernels: R query heads of a KV head (padded to 16 or more for the product
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, no_type_check
 
@@ -49,6 +50,7 @@ def decode(
     window: int | None = None,
     want_lse: bool = False,
     scoring: Scoring | None = None,
+    out: torch.Tensor | None = None,
     launch: Launch | None = None,
 ) -> AttentionOutput:
     """One query token a batch row; arguments as in `decode_attention`.
@@ -56,7 +58,7 @@ def decode(
     Args:
         launch: in place of what suits the GPU.
     """
-    found_BHQD, lse_BHQ, scores_gT = _run(q_BHQD, keys, selection, scale, window, want_lse, scoring, launch)
+    found_BHQD, lse_BHQ, scores_gT = _run(q_BHQD, keys, selection, scale, window, want_lse, scoring, launch, out)
     return AttentionOutput(found_BHQD, lse_BHQ if want_lse else None, scores_gT)
 
 
@@ -64,14 +66,14 @@ def score(
     q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float, launch: Launch | None = None
 ) -> torch.Tensor:
     """The scores alone, float32 [g, T]; arguments as in `decode_scores`."""
-    _, _, scores_gT = _run(q_BHQD, keys, None, scale, None, True, scoring, launch, attends=False)
+    _, _, scores_gT = _run(q_BHQD, keys, None, scale, None, True, scoring, launch, None, attends=False)
     assert scores_gT is not None
     return scores_gT
 
 
 def _run(
     q_BHQD: torch.Tensor, keys: KeyView, selection: Selection | None, scale: float, window: int | None, want_lse: bool,
-    scoring: Scoring | None, launch: Launch | None, attends: bool = True,
+    scoring: Scoring | None, launch: Launch | None, out: torch.Tensor | None, attends: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Output, log-sum-exp and scores. Where it does not attend, the output is not written and no value is read."""
     B, H, _, D = q_BHQD.shape
@@ -79,9 +81,9 @@ def _run(
     launch = launch or launch_for(device, B * G, q_BHQD.dtype, D)
     part_BHPD = torch.empty((B, H, launch.splits, D if attends else 0), dtype=torch.float32, device=device)
     part_lse_BHP = torch.empty((B, H, launch.splits), dtype=torch.float32, device=device)
-    out_BHQD = torch.empty_like(q_BHQD)
+    out_BHQD = torch.empty_like(q_BHQD) if out is None else out
     lse_BHQ = torch.empty((B, H, 1), dtype=torch.float32, device=device)
-    logits_HT = None if scoring is None else torch.empty((H, scoring.tokens), dtype=torch.float32, device=device)
+    logits_HT, scores_gT = (None, None) if scoring is None else _score_memory(scoring, H, device)
     block_d, overlapping = triton.next_power_of_2(D), overlap(launch.overlap)
     with torch.cuda.device_of(q_BHQD):
         decode_kernel[(launch.splits, G, B)](
@@ -95,22 +97,31 @@ def _run(
             num_warps=launch.warps, **overlapping,
         )  # fmt: skip
         merge_kernel[(H, B)](
-            part_BHPD, part_lse_BHP, out_BHQD, lse_BHQ, *out_BHQD.stride()[:2], H, launch.splits,
+            part_BHPD, part_lse_BHP, out_BHQD, lse_BHQ, keys.lengths_B, *out_BHQD.stride()[:2], H, launch.splits,
             D=D, BLOCK_D=block_d, BLOCK_P=triton.next_power_of_2(launch.splits),
-            WANT_LSE=want_lse or scoring is not None, ATTENDS=attends, num_warps=4 if D <= 128 else 8, **overlapping,
+            WANT_LSE=want_lse or scoring is not None, ATTENDS=attends, SKIPS=out is not None,
+            num_warps=4 if D <= 128 else 8, **overlapping,
         )  # fmt: skip
-    scores_gT = None
-    if scoring is not None and logits_HT is not None:
-        scores_gT = _scores(logits_HT, lse_BHQ, keys, scoring, overlapping)
+    if scoring is not None and logits_HT is not None and scores_gT is not None:
+        _score(logits_HT, lse_BHQ, keys, scoring, scores_gT, overlapping)
     return out_BHQD, lse_BHQ, scores_gT
 
 
-def _scores(
-    logits_HT: torch.Tensor, lse_BHQ: torch.Tensor, keys: KeyView, scoring: Scoring, overlapping: dict[str, bool]
-) -> torch.Tensor:
-    """[g, T], float32."""
+def _score_memory(scoring: Scoring, heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """For logits [H, T] and scores [g, T], float32."""
+    shape_XT = (heads + scoring.lists, scoring.tokens)
+    if scoring.scratch is None:
+        memory_XT = torch.empty(shape_XT, dtype=torch.float32, device=device)
+    else:
+        memory_XT = scoring.scratch[: math.prod(shape_XT)].view(shape_XT)
+    return memory_XT[:heads], memory_XT[heads:]
+
+
+def _score(
+    logits_HT: torch.Tensor, lse_BHQ: torch.Tensor, keys: KeyView, scoring: Scoring, scores_gT: torch.Tensor,
+    overlapping: dict[str, bool],
+) -> None:  # fmt: skip
     heads, tokens = logits_HT.shape
-    scores_gT = torch.empty((scoring.lists, tokens), dtype=torch.float32, device=logits_HT.device)
     blocks = triton.cdiv(min(keys.capacity, tokens), _SCORED_AT_ONCE)
     with torch.cuda.device_of(logits_HT):
         score_kernel[(blocks, scoring.lists, keys.batch)](
@@ -118,7 +129,6 @@ def _scores(
             HEADS=heads // scoring.lists, BLOCK_H=triton.next_power_of_2(heads // scoring.lists),
             BLOCK_N=_SCORED_AT_ONCE, num_warps=4, **overlapping,
         )  # fmt: skip
-    return scores_gT
 
 
 def _table_of(keys: KeyView) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -303,11 +313,14 @@ def decode_kernel(
 @no_type_check
 @triton.jit(do_not_specialize=["splits", "heads"])
 def merge_kernel(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr, out_stride_B, out_stride_H, heads, splits,
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, lengths_ptr, out_stride_B, out_stride_H, heads, splits,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, WANT_LSE: tl.constexpr, ATTENDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SKIPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (query heads, batch). Merges the splits of a head: each weighs by the exponential of its log-sum-exp."""
+    """Grid: (query heads, batch). Merges the splits of a head: each weighs by the exponential of its log-sum-exp.
+
+    With SKIPS the output of rows without tokens is not written.
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -327,7 +340,10 @@ def merge_kernel(
         part_PD = tl.where((weight_P > 0.0)[:, None], part_PD, 0.0)  # those without weight were not written
         out_D = tl.sum(part_PD * weight_P[:, None], 0) / tl.where(total > 0.0, total, 1.0)
         out_at = out_ptr + batch.to(tl.int64) * out_stride_B + head.to(tl.int64) * out_stride_H + lanes_D
-        tl.store(out_at, out_D.to(out_ptr.dtype.element_ty), mask=lanes_D < D)
+        written_D = lanes_D < D
+        if SKIPS:
+            written_D = written_D & (tl.load(lengths_ptr + batch) > 0)
+        tl.store(out_at, out_D.to(out_ptr.dtype.element_ty), mask=written_D)
     if WANT_LSE:
         lse = tl.where(total > 0.0, base + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
         tl.store(lse_ptr + batch * heads + head, lse * 0.6931471805599453)

@@ -18,9 +18,10 @@ SCORE_BYTES = 512 << 20  # scratch for the logits of one filter layer
 _EVERYTHING = DecodeBudget(fraction=1.0, at_most=1 << 40)
 
 
-def scored_tokens(heads: int) -> int:
-    """Tokens of all rows together that the scratch of a filter layer with so many query heads has room for."""
-    return SCORE_BYTES // (4 * heads)
+def scored_tokens(heads: int, scratch: torch.Tensor | None = None, lists: int = 0) -> int:
+    """Tokens of all rows together that the scratch of a filter layer with so many query heads has room for; where the
+    host gave memory for it, `scratch`, with the scores of its lists."""
+    return SCORE_BYTES // (4 * heads) if scratch is None else scratch.numel() // (heads + lists)
 
 
 def counts_of(segment: SegmentProgram, program: Program, lengths: Sequence[int]) -> list[int]:
@@ -38,11 +39,11 @@ class Budgets:
 
     Args:
         segments: of one program, so that they share the bounds of their buckets.
-        heads: query heads of each segment's filter layer.
+        rooms: tokens that the scratch of each segment's filter layer has room for; see `scored_tokens`.
         device: of the lengths to come.
     """
 
-    def __init__(self, segments: Sequence[SegmentProgram], heads: Sequence[int], device: torch.device) -> None:
+    def __init__(self, segments: Sequence[SegmentProgram], rooms: Sequence[int], device: torch.device) -> None:
         budgets = [[bucket.budget if bucket else _EVERYTHING for bucket in segment.buckets] for segment in segments]
         self._bounds_N = torch.tensor(segments[0].bounds, dtype=torch.int32, device=device)
         self._most_SN = torch.tensor([[b.most for b in row] for row in budgets], device=device)
@@ -52,7 +53,7 @@ class Budgets:
             self._share_SN = torch.tensor(share, dtype=torch.float64, device=device)
         edges = [segment.sink + segment.recent for segment in segments]
         self._edges_S = torch.tensor(edges, dtype=torch.int32, device=device)
-        self._room_S = torch.tensor([scored_tokens(count) for count in heads], dtype=torch.int64, device=device)
+        self._room_S = torch.tensor(rooms, dtype=torch.int64, device=device)
 
     def of(self, lengths_B: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Chosen tokens of every row, or ALL, and where its scores begin, or -1: int32 [S, B] each.
@@ -73,13 +74,25 @@ class Budgets:
 
     def by_torch(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`of`, in operations of torch."""
+        chosen_SB, chooses_SB = self._wanted(lengths_B)
+        ends_SB = (lengths_B * chooses_SB).cumsum(1)
+        chooses_SB &= ends_SB <= self._room_S[:, None]
+        starts_SB = torch.where(chooses_SB, ends_SB - lengths_B, -1)
+        return torch.where(chooses_SB, chosen_SB, ALL).int(), starts_SB.int()
+
+    def tally(self, lengths_B: torch.Tensor) -> tuple[int, int]:
+        """Rows that choose for all segments that they are to choose for, and rows that the scratch has no room for in
+        some; asks the device."""
+        wanted_SB = self._wanted(lengths_B)[1]
+        held_SB = self.by_torch(lengths_B)[0] != ALL
+        missing_B = (wanted_SB & ~held_SB).any(0)
+        return int((wanted_SB.any(0) & ~missing_B).sum()), int(missing_B.sum())
+
+    def _wanted(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens to choose, and whether a row chooses where the scratch has room: [S, B] each."""
         bucket_B = torch.bucketize(lengths_B, self._bounds_N)
         chosen_SB = self._most_SN[:, bucket_B]
         if self._share_SN is not None:  # rounded as budgets are
             share_SB = (self._share_SN[:, bucket_B] * lengths_B - 1e-9).ceil_().long()
             chosen_SB = torch.minimum(share_SB, chosen_SB)
-        chooses_SB = chosen_SB + self._edges_S[:, None] < lengths_B
-        ends_SB = (lengths_B * chooses_SB).cumsum(1)
-        chooses_SB &= ends_SB <= self._room_S[:, None]
-        starts_SB = torch.where(chooses_SB, ends_SB - lengths_B, -1)
-        return torch.where(chooses_SB, chosen_SB, ALL).int(), starts_SB.int()
+        return chosen_SB, chosen_SB + self._edges_S[:, None] < lengths_B

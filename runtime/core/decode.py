@@ -72,6 +72,7 @@ def decode(
     *,
     scale: float,
     backend: str,
+    out_BH1D: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one new token in every row.
 
@@ -82,6 +83,7 @@ def decode(
         state: of the step: `begin` was called, and filter layers come before the layers of their segments.
         scale: softmax scale.
         backend: the name that `choose_backend` gave.
+        out_BH1D: where the output goes; rows without keys are left as they are.
 
     Returns:
         [B, H, 1, D].
@@ -89,7 +91,7 @@ def decode(
     state.remember_step(layer, q_BH1D)
     device = q_BH1D.device  # layers may be spread over devices
     lengths_B = state.lengths_B.to(device)
-    attend = partial(decode_attention, scale=scale, backend=backend)
+    attend = partial(decode_attention, scale=scale, backend=backend, out=out_BH1D)
     if layer.chooses_for_itself:
         choose_alone(layer, q_BH1D, source.view(lengths_B), state, scale=scale, backend=backend)
     selection = selected_for(layer, state, device) if layer.follows else None

@@ -15,9 +15,8 @@ from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.scores import token_scores
-from sparsekv.runtime.core.budgets import scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, SegmentProgram
-from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.core.state import DecodeState, lists_of
 
 
 def selector_weights(selector: str, queries: int) -> tuple[float, ...]:
@@ -39,8 +38,8 @@ def scoring_for(layer: LayerProgram, keys: KeyView, state: DecodeState, backend:
     segment = layer.filters
     assert segment is not None
     _, starts_B = state.budget(segment, backend)
-    room = min(scored_tokens(layer.heads), keys.batch * keys.capacity)
-    return Scoring(starts_B.to(keys.k.device), room, 1 if segment.heads == "max" else layer.kv_heads)
+    room = min(state.room(layer), keys.batch * keys.capacity)
+    return Scoring(starts_B.to(keys.k.device), room, lists_of(layer), state.scratch)
 
 
 def choose_tokens(

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.plans.errors import UsageError
-from sparsekv.runtime.core.budgets import Budgets
+from sparsekv.runtime.core.budgets import Budgets, scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
 
 ReduceMax = Callable[[torch.Tensor], torch.Tensor]
@@ -22,6 +22,12 @@ OnChoice = Callable[[SegmentProgram, Selection], None]
 """Is told what a segment's filter layer chose, before its layers follow."""
 
 
+def lists_of(layer: LayerProgram) -> int:
+    """Lists that a filter layer chooses: one for all KV heads, or one for each."""
+    assert layer.filters is not None
+    return 1 if layer.filters.heads == "max" else layer.kv_heads
+
+
 class DecodeState:
     """The state of one batch of sequences. Nothing in it asks the device, so that a step can be captured.
 
@@ -29,13 +35,18 @@ class DecodeState:
         program: what the layers compute.
         reduce_max: all-reduces a filter layer's scores; needed where `program.reduces`.
         on_choice: what to do right behind every choice.
+        scratch: float32 memory of the host for the scores of one filter layer after another; its size bounds them.
 
     Raises:
         UsageError: the program reduces over ranks and there is no `reduce_max`.
     """
 
     def __init__(
-        self, program: Program, reduce_max: ReduceMax | None = None, on_choice: OnChoice | None = None
+        self,
+        program: Program,
+        reduce_max: ReduceMax | None = None,
+        on_choice: OnChoice | None = None,
+        scratch: torch.Tensor | None = None,
     ) -> None:
         if program.reduces and reduce_max is None:
             raise UsageError(
@@ -43,6 +54,7 @@ class DecodeState:
                 f"found none; pass the all-reduce of maxima over the ranks, or plan with `scope: local`"
             )
         self.reduce_max = reduce_max
+        self.scratch = scratch
         self._on_choice = on_choice
         self._windows = {
             layer.layer: layer.filters.queries
@@ -60,6 +72,7 @@ class DecodeState:
         self.lengths: tuple[int, ...] | None = None  # of the step under way, where the host knows them
         self._lengths_B: torch.Tensor | None = None
         self._budgets_2FB: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._choosing_FB: torch.Tensor | None = None
         self._selected: dict[int, Selection | None] = {}
         self._moved: dict[tuple[int, torch.device], Selection] = {}  # to the devices of other layers
         self._slots: dict[tuple[int, torch.device], SlotMap] = {}
@@ -79,7 +92,7 @@ class DecodeState:
         self._selected.clear()
         self._moved.clear()
         self._remembered.clear()
-        self._budgets_2FB = None
+        self._budgets_2FB = self._choosing_FB = None
         if isinstance(lengths, torch.Tensor):
             self._lengths_B = lengths
             return
@@ -93,17 +106,32 @@ class DecodeState:
     def budget(self, segment: SegmentProgram, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens that every row chooses in this step, or ALL, and where its scores begin, or -1: int32 [B] each.
         `backend` is that of the attention."""
-        if self._budgets_2FB is None:
-            self._budgets_2FB = self._budgets(self.lengths_B.device).of(self.lengths_B, backend)
-        counts_FB, starts_FB = self._budgets_2FB
+        counts_FB, starts_FB = self._budget(backend)
         number = self._numbers[segment.filter]
         return counts_FB[number], starts_FB[number]
 
-    def _budgets(self, device: torch.device) -> Budgets:
+    def choosing(self, segment: SegmentProgram, backend: str) -> torch.Tensor:
+        """int32 [B]: lengths of the rows that choose for the segment in this step, 0 for those that attend to
+        everything."""
+        if self._choosing_FB is None:
+            self._choosing_FB = self.lengths_B * (self._budget(backend)[0] != ALL)
+        return self._choosing_FB[self._numbers[segment.filter]]
+
+    def room(self, layer: LayerProgram) -> int:
+        """Tokens of all rows together that a filter layer can score."""
+        return scored_tokens(layer.heads, self.scratch, lists_of(layer))
+
+    def _budget(self, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._budgets_2FB is None:
+            self._budgets_2FB = self.budgets(self.lengths_B.device).of(self.lengths_B, backend)
+        return self._budgets_2FB
+
+    def budgets(self, device: torch.device) -> Budgets:
+        """Of all segments, for lengths on the device."""
         if device not in self._tables:
             segments = [layer.filters for layer in self._filters if layer.filters]
             with torch.inference_mode(False):
-                self._tables[device] = Budgets(segments, [layer.heads for layer in self._filters], device)
+                self._tables[device] = Budgets(segments, [self.room(layer) for layer in self._filters], device)
         return self._tables[device]
 
     def constant(self, values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -172,6 +200,10 @@ class DecodeState:
         if key not in self._moved:
             self._moved[key] = selection.to(device)
         return self._moved[key]
+
+    def has_chosen(self, segment: SegmentProgram) -> bool:
+        """Whether the filter layer came before in this step."""
+        return segment.filter in self._selected
 
     def slots(self, layer: LayerProgram, device: torch.device) -> SlotMap:
         """The hot set of a layer of a segment, shared with the segment's layers on the device that take the very same

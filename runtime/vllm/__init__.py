@@ -1,1 +1,1 @@
-"""The vLLM host: a plan's sparse prefill as an attention backend of vLLM's engine."""
+"""The vLLM host: a plan as an attention backend of vLLM's engine."""

@@ -1,7 +1,7 @@
-"""vLLM's own attention backend with sparse prefill by a plan; without a plan all rows go to vLLM's own kernel.
+"""vLLM's own attention backend with a plan; without one all rows go to vLLM's own kernel.
 
-Prefill rows go request by request through the core where the plan is sparse at their length; all other rows of a step,
-decode rows among them, go to vLLM's kernel. vLLM imports this file when it makes the first attention layer.
+Prefill rows go request by request through the core where the plan is sparse at their length, decode rows that choose
+together; all other rows of a step go to vLLM's kernel. vLLM imports this file when it makes the first attention layer.
 
 Shapes: T tokens of the step, H query heads, G KV heads, N pages, S tokens of a page, D head size.
 """
@@ -20,11 +20,12 @@ from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.vllm import internals as vllm
+from sparsekv.runtime.vllm.decode_step import DecodeHost, DecodeRows
 from sparsekv.runtime.vllm.engine_facts import check_layer
 from sparsekv.runtime.vllm.engine_options import plan_path, read_options
 from sparsekv.runtime.vllm.metrics import publish
 from sparsekv.runtime.vllm.plan_host import PlanHost, start_host
-from sparsekv.runtime.vllm.step_rows import PrefillRows, StepRows, prefill_rows, split_rows
+from sparsekv.runtime.vllm.step_rows import PrefillRows, Rest, StepRows, decode_rows, prefill_rows, split_rows
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
 _Backend: Any
@@ -107,12 +108,20 @@ class SparseImpl(_Impl):
         step: StepRows | None = getattr(attn_metadata, _STEP, None)
         if host is None or self.program is None or step is None:
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)
+        decode = step.decode if self.program.follows or self.program.filters else None
         done = self._sparse(host, self.program, step, (query, key, value), kv_cache, output)
-        if not done:
+        if not done and decode is None:
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)
-        for rest in step.rest(done):
+        parts = step.rest(done if decode is None else done.union(decode.requests))
+        if decode is not None:  # whose rows are the first of the step
+            others = decode.rest(self.program, attn_metadata, vllm.platform.of_lengths)
+            parts = (Rest(slice(len(decode.requests)), others), *parts)
+        for rest in parts:
             q_THD, k_TGD, v_TGD, out_THD = (x[rest.tokens] for x in (query, key, value, output))
             dense(layer, q_THD, k_TGD, v_TGD, kv_cache, rest.metadata, out_THD)
+        if decode is not None:
+            rows, pages = slice(len(decode.requests)), vllm.platform.pages_of(kv_cache)
+            decode.attend(self.program, query[rows], pages, output[rows], self.scale)
         return output
 
     def _sparse(
@@ -159,6 +168,9 @@ class SparseBuilder(_Builder):
         pages = vllm.check_pages(vllm_config, own[0].impl, own[0], kv_cache_spec, device)
         self._host.scratch.copy(pages, torch.ones(1, dtype=torch.int32, device=device), 1)  # compiles what copies
         self._programs = tuple(layer.impl.program_of(self._host, layer) for layer in own)
+        self._graph_rows = vllm.graph_rows(vllm_config)
+        if self._host.decode is not None:
+            self._host.decode.warm_up(self._programs, pages, vllm_config.model_config.max_model_len)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -173,19 +185,44 @@ class SparseBuilder(_Builder):
         """vLLM's metadata of a step, with the prefill rows beside it."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self._host is not None:
-            starts, lengths, prefilling = vllm.requests_of(common_attn_metadata)
-            prefill = prefill_rows(starts, lengths, prefilling)
-            if self._counts:
-                self._report(self._host, bool(prefill))  # of the steps before: the layers of this one have not run yet
-                self._host.count_step(prefill)
-            if any(self._host.is_sparse(rows.chunk) for rows in prefill):
-                part_of = partial(self._part_of, common_attn_metadata)
-                step = StepRows(tuple(starts), prefill, common_attn_metadata.block_table_tensor, part_of)
+            step = self._step(self._host, common_attn_metadata)
+            if step is not None:
                 setattr(metadata, _STEP, step)
-            else:  # nothing for the layers to ask
-                for rows in prefill:
-                    self._host.count_dense(self._programs, rows.chunk)
         return metadata
+
+    def _step(self, host: PlanHost, common: Any) -> StepRows | None:
+        """What the layers ask of a step; None where all of it is vLLM's."""
+        starts, lengths, unfinished = vllm.requests_of(common)
+        # Captured graphs do not tell a prompt's single row from a decoded one: it goes with those, and is dense.
+        alone = [False] * len(lengths) if vllm.platform.captures else unfinished
+        prefill = prefill_rows(starts, lengths, alone)
+        decoding = decode_rows(starts, prefill)
+        if self._counts:
+            self._report(host, bool(prefill))  # of the steps before: the layers of this one have not run yet
+            host.count_step(prefill)
+        decode = None if host.decode is None else self._decode(host.decode, common, lengths, unfinished, decoding)
+        if not any(host.is_sparse(rows.chunk) for rows in prefill):
+            for rows in prefill:
+                host.count_dense(self._programs, rows.chunk)
+            prefill = ()
+        if not prefill and decode is None:
+            return None
+        part_of = partial(self._part_of, common)
+        return StepRows(tuple(starts), prefill, common.block_table_tensor, part_of, decode)
+
+    def _decode(
+        self, decode: DecodeHost, common: Any, lengths: list[int], unfinished: list[bool], rows: int
+    ) -> DecodeRows | None:
+        """The decode rows of a step, the first of its requests. What graphs read is there whatever the lengths are."""
+        prompts = [row for row in range(rows) if unfinished[row]]
+        seen = [length for length, is_prompt in zip(lengths[:rows], unfinished, strict=False) if not is_prompt]
+        if self._counts:
+            decode.count(seen)
+        alone = rows == len(lengths)
+        if not rows or not (decode.chooses(seen) or (alone and rows <= self._graph_rows)):
+            return None
+        part_of = None if alone else partial(self._part_of, common, 0, rows)
+        return decode.begin(common.seq_lens[:rows], prompts, common.block_table_tensor[:rows], part_of)
 
     @staticmethod
     def _report(host: PlanHost, prefilling: bool) -> None:
@@ -210,7 +247,7 @@ def _host_of(config: Any) -> PlanHost | None:
     if path is None:  # and nothing else of vLLM has been looked at
         return None
     host = start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config))
-    vllm.logger.info("sparsekv: prefill by %s, kernels: %s", path, host.backend)
+    vllm.logger.info("sparsekv: %s by %s, kernels: %s", host.phases, path, host.backend)
     return host
 
 

@@ -1,4 +1,4 @@
-"""What an engine prefilled by a plan: counters, and when an engine reports them."""
+"""What an engine computed by a plan: counters, and when an engine reports them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ class ServingStats:
     sparse_tokens: int  # of chunks that the plan computes sparse; again after a preemption counts again
     dense_tokens: int  # of chunks that it leaves dense
     failures: int  # chunks of a layer that were to be sparse, and that vLLM's own kernel computed after an error
+    decode_sparse: int = 0  # decoded tokens that attended to a choice in all layers of segments
+    decode_dense: int = 0  # that attended to everything in some
+    decode_left: int = 0  # of these, those that the score scratch had no room for
 
     @property
     def prefill_density(self) -> float | None:
@@ -35,6 +38,9 @@ class ServingStats:
             self.sparse_tokens - before.sparse_tokens,
             self.dense_tokens - before.dense_tokens,
             self.failures - before.failures,
+            self.decode_sparse - before.decode_sparse,
+            self.decode_dense - before.decode_dense,
+            self.decode_left - before.decode_left,
         )
 
     def __str__(self) -> str:
@@ -42,8 +48,19 @@ class ServingStats:
         failed = f", {self.failures:,} chunks of a layer dense after an error" if self.failures else ""
         return (
             f"prefill density {density}, {self.sparse_tokens:,} prompt tokens sparse, "
-            f"{self.dense_tokens:,} dense{failed}"
+            f"{self.dense_tokens:,} dense{failed}{self._decoded}"
         )
+
+    @property
+    def _decoded(self) -> str:
+        left = f" ({self.decode_left:,} for want of scratch)" if self.decode_left else ""
+        some = self.decode_sparse or self.decode_dense
+        return f"; {self.decode_sparse:,} decoded tokens sparse, {self.decode_dense:,} dense{left}" if some else ""
+
+    @property
+    def tokens(self) -> int:
+        """All that were counted."""
+        return self.sparse_tokens + self.dense_tokens + self.decode_sparse + self.decode_dense
 
 
 _NONE = ServingStats(0.0, 0, 0, 0, 0)
@@ -59,6 +76,7 @@ class Counters:
         """Starts counting anew."""
         self.meter = Meter()
         self.sparse_tokens = self.dense_tokens = self.failures = 0
+        self.decode_sparse = self.decode_dense = self.decode_left = 0
         self._reported = _NONE
         self._reported_at = -math.inf
         self._waiting_since: float | None = None
@@ -67,18 +85,20 @@ class Counters:
         """The counts so far; waits for the device."""
         run: RunStats = self.meter.read()
         return ServingStats(
-            run.prefill_tiles_computed, run.prefill_tiles_causal, self.sparse_tokens, self.dense_tokens, self.failures
-        )
+            run.prefill_tiles_computed, run.prefill_tiles_causal, self.sparse_tokens, self.dense_tokens, self.failures,
+            self.decode_sparse, self.decode_dense, self.decode_left,
+        )  # fmt: skip
 
     def report(self, now: float, prefilling: bool) -> ServingStats | None:
-        """The counts since the last report, where it is time for one: at most once in REPORT_SECONDS, after prompts,
-        and while prompts go on without end in between. It waits for the device.
+        """The counts since the last report, where it is time for one: at most once in REPORT_SECONDS, after prompts
+        and among decoded tokens, and while prompts go on without end in between. It waits for the device.
 
         Args:
             now: seconds of a clock that never goes back.
             prefilling: whether the step that begins prefills as well.
         """
-        if self.sparse_tokens + self.dense_tokens == self._reported.sparse_tokens + self._reported.dense_tokens:
+        decoded = self.decode_sparse + self.decode_dense
+        if self.sparse_tokens + self.dense_tokens + decoded == self._reported.tokens:
             return None
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
         if now - (self._waiting_since if prefilling else self._reported_at) < REPORT_SECONDS:

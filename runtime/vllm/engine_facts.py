@@ -32,6 +32,7 @@ class EngineFacts:
     kv_connector: str | None = None
     encoder_decoder: bool = False
     latent: bool = False  # multi-head latent attention
+    micro_batches: bool = False  # two halves of a step in turn
 
 
 def check_installed() -> None:
@@ -49,7 +50,7 @@ def check_engine(facts: EngineFacts, plan: Plan, allow_untested: bool) -> None:
     Raises:
         UnsupportedError: it names everything that stands in the way, and what to do.
     """
-    obstacles = [*_untested(facts, allow_untested), *_obstacles(facts), *_cut_segments(facts, plan)]
+    obstacles = [*_untested(facts, allow_untested), *_obstacles(facts), *_decode_obstacles(facts, plan)]
     if obstacles:
         listed = "\n".join(f"  {line}" for line in obstacles)
         raise UnsupportedError(
@@ -121,13 +122,16 @@ def _obstacles(facts: EngineFacts) -> Iterator[str]:
         yield "multi-head latent attention (MLA): plans are for attention with keys and values of each head"
 
 
-def _cut_segments(facts: EngineFacts, plan: Plan) -> Iterator[str]:
-    segments = {
-        (segment.filter, segment.layers)
-        for bucket in (plan.decode.lengths if plan.decode else ())
-        for segment in bucket.segments
-    }
-    for chosen_by, layers in sorted(segments):
+def _decode_obstacles(facts: EngineFacts, plan: Plan) -> Iterator[str]:
+    segments = [segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments]
+    if any(segment.selector != "last" and segment.window > 1 for segment in segments):
+        yield (
+            "a plan whose filter layers choose by several queries, which vLLM does not keep: plan with the selector "
+            '"last", or decode dense with "decode": false'
+        )
+    if segments and facts.micro_batches:
+        yield "micro-batches (--enable-dbo) with sparse decode: turn them off"
+    for chosen_by, layers in sorted({(segment.filter, segment.layers) for segment in segments}):
         if facts.stages and not any({chosen_by, *layers} <= set(stage) for stage in facts.stages):
             yield (
                 f"pipeline stages that part filter layer {chosen_by} from layers of its segment (up to "

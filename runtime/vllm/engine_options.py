@@ -18,9 +18,10 @@ class Options(BaseModel):
     """The settings of an engine.
 
     `plan` is a plan file or a folder with a sparsekv.yaml; without it, the sparsekv.yaml beside the model is taken
-    where there is one. `backend` names the kernels of sparse prefill. `allow_untested` runs on releases and devices of
+    where there is one. `backend` names the kernels of sparse attention. `allow_untested` runs on releases and devices of
     vLLM that this version was not tested on, `allow_mismatch` takes a plan of another architecture as far as its layers
-    and heads fit. `dense` leaves everything to vLLM, whatever plan lies beside the model.
+    and heads fit. `dense` leaves everything to vLLM, whatever plan lies beside the model. `decode` is whether decode
+    follows the plan: by default on a CPU alone, as it has not run on a GPU yet.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -30,6 +31,7 @@ class Options(BaseModel):
     allow_untested: StrictBool = False
     allow_mismatch: StrictBool = False
     dense: StrictBool = False
+    decode: StrictBool | None = None
 
 
 def read_options(additional_config: Any) -> Options:

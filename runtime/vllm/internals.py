@@ -9,6 +9,7 @@ Shapes: N pages, G KV heads, S tokens of a page, D head size, T tokens of a step
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,11 @@ class OnCpu:
         parts = kv_cache.view(pages, heads, 2, tokens * both // 2)
         k_NGSD = parts[:, :, 0].view(pages, heads, both // 2, tokens).transpose(2, 3)
         return k_NGSD, parts[:, :, 1].view(pages, heads, tokens, both // 2)
+
+    @staticmethod
+    def of_lengths(metadata: Any, lengths_B: torch.Tensor) -> Any:
+        """The same rows: its kernel does not take rows without tokens, so those that choose are computed in vain."""
+        return metadata
 
     @staticmethod
     def attention(
@@ -158,6 +164,14 @@ class OnCuda:
         return k_NGSD, v_NGSD
 
     @staticmethod
+    def of_lengths(metadata: Any, lengths_B: torch.Tensor) -> Any:
+        """The metadata with other lengths; rows of length 0 read nothing and their output is 0. The schedule of a step,
+        made for the true lengths, remains: it says into how many parts a row is split at most."""
+        other = copy(metadata)
+        other.seq_lens = lengths_B
+        return other
+
+    @staticmethod
     def attention(
         q_THD: torch.Tensor,
         cache: torch.Tensor,
@@ -209,6 +223,7 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         kv_connector=None if transfer is None else transfer.kv_connector,
         encoder_decoder=model.is_encoder_decoder,
         latent=model.use_mla,
+        micro_batches=parallel.use_ubatching,
     )
 
 
@@ -224,6 +239,7 @@ def engine_model(config: VllmConfig) -> EngineModel:
         longest=model.max_model_len,
         page=config.cache_config.block_size,
         step=config.scheduler_config.max_num_batched_tokens,
+        rows=config.scheduler_config.max_num_seqs,
     )
 
 
@@ -329,17 +345,22 @@ def without_prefill(support: AttentionCGSupport) -> AttentionCGSupport:
     return min(support, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda one: one.value)
 
 
+def graph_rows(config: VllmConfig) -> int:
+    """The most requests of a step that decodes in one captured graph; 0 where none is captured."""
+    compilation = config.compilation_config
+    if not platform.captures or not compilation.cudagraph_mode.has_full_cudagraphs():
+        return 0
+    return compilation.max_cudagraph_capture_size or 0
+
+
 def requests_of(common: CommonAttentionMetadata) -> tuple[list[int], list[int], list[bool]]:
     """Of a step, without asking the device: the first row of each request and the end of the last, their lengths, and
     which are still prompts.
-
-    Where steps of one row a request are captured, such a row is decoded whether or not it ends a prompt.
     """
     starts, bound, unfinished = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound, common.is_prefilling
     lengths = (common.seq_lens if bound is None else bound).tolist()  # exact without speculative decoding
-    if unfinished is None or platform.captures:
-        return starts.tolist(), lengths, [False] * len(lengths)
-    return starts.tolist(), lengths, unfinished.tolist()
+    prompts = [] if unfinished is None else unfinished.tolist()
+    return starts.tolist(), lengths, prompts + [False] * (len(lengths) - len(prompts))
 
 
 def part_of(common: CommonAttentionMetadata, first: int, end: int) -> CommonAttentionMetadata:

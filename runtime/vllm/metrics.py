@@ -1,4 +1,4 @@
-"""What an engine prefilled by a plan, for Prometheus.
+"""What an engine computed by a plan, for Prometheus.
 
 These counts are made where the model runs, which is another process than the one that answers /metrics. A server shows
 them where Prometheus collects from several processes: with several API servers, for which vLLM arranges that, and with
@@ -23,6 +23,11 @@ _TILES = Counter(
 _FAILURES = Counter(
     "sparsekv_prefill_failures", "Chunks of a layer that were to be sparse and ran dense after an error."
 )
+_DECODED = Counter(
+    "sparsekv_decode_tokens",
+    "Decoded tokens: sparse in all layers of segments, dense in some, dense for want of score scratch (of the dense).",
+    ["plan"],
+)
 
 
 def publish(new: ServingStats) -> None:
@@ -32,3 +37,6 @@ def publish(new: ServingStats) -> None:
     _TILES.labels("computed").inc(new.tiles_computed)
     _TILES.labels("causal").inc(new.tiles_causal)
     _FAILURES.inc(new.failures)
+    _DECODED.labels("sparse").inc(new.decode_sparse)
+    _DECODED.labels("dense").inc(new.decode_dense)
+    _DECODED.labels("no_scratch").inc(new.decode_left)

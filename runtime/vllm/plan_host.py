@@ -1,4 +1,4 @@
-"""A plan in an engine: what its layers compute, and the scratch that a request's past is copied into.
+"""A plan in an engine: what its layers compute, its decode phase, and the scratch that a request's past is copied into.
 
 Shapes: G KV heads, H query heads, T rows of a request's chunk, N pages in memory, S tokens of a page, P pages of a
 request, K tokens of a request, D head size.
@@ -27,6 +27,7 @@ from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name
 from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.vllm.counters import Counters
+from sparsekv.runtime.vllm.decode_step import DecodeHost
 from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layers
 from sparsekv.runtime.vllm.engine_options import Options
 from sparsekv.runtime.vllm.step_rows import PrefillRows, causal_tiles
@@ -44,6 +45,7 @@ class EngineModel:
     longest: int  # tokens of the longest request
     page: int  # tokens
     step: int  # most tokens that are computed at once
+    rows: int  # most requests
 
 
 class Scratch:
@@ -122,11 +124,17 @@ class PlanHost:
     def __init__(self, program: Program, backend: str, scratch: Scratch, longest: int) -> None:
         self.program = program
         self.scratch = scratch
+        self.decode: DecodeHost | None = None  # where the plan has a sparse one
         self.counters = Counters()
         self._longest = longest
         self._fallback = Fallback(backend)
         self._warm: set[frozenset[str]] = set()
         self._failures: set[type[Exception]] = set()
+
+    @property
+    def phases(self) -> str:
+        """What is executed."""
+        return "prefill" if self.decode is None else "prefill and decode"
 
     @property
     def backend(self) -> str:
@@ -209,6 +217,9 @@ def start_host(path: Path, options: Options, facts: EngineFacts, model: EngineMo
         BackendError: no kernel runs here.
     """
     plan = load_plan(path)
+    if not (model.device.type == "cpu" if options.decode is None else options.decode):
+        _say_dense(plan, path, options)
+        plan = plan.model_copy(update={"decode": None})
     check_engine(facts, plan, options.allow_untested)
     found = describe_config(model.config, model.name, model.revision)
     _check_model(plan, found, options.allow_mismatch)
@@ -219,7 +230,11 @@ def start_host(path: Path, options: Options, facts: EngineFacts, model: EngineMo
     check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), "vllm", model.step)
     _announce(plan, path)
     scratch = Scratch(model.longest + model.page, group.kv_heads * group.head_dim, model.dtype, model.device)
-    return PlanHost(Program.of(plan.prefill, None, found), choice.name, scratch, model.longest)
+    program = Program.of(plan.prefill, plan.decode, found)
+    host = PlanHost(program, choice.name, scratch, model.longest)
+    if program.filters:
+        host.decode = DecodeHost(program, choice.name, model.rows, model.longest, model.device, host.counters)
+    return host
 
 
 def _check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool) -> None:
@@ -231,10 +246,21 @@ def _check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool) -> None:
         ) from None
 
 
-def _announce(plan: Plan, path: Path) -> None:
-    if plan.decode is not None and any(bucket.segments for bucket in plan.decode.lengths):
+def _say_dense(plan: Plan, path: Path, options: Options) -> None:
+    if options.decode is None and plan.decode is not None and any(bucket.segments for bucket in plan.decode.lengths):
         warnings.warn(
-            f"the decode phase of {path} is not executed under vLLM yet: decode runs dense", PlanWarning, stacklevel=2
-        )
-    if plan.prefill is None or not any(bucket.heads for bucket in plan.prefill.lengths):
-        warnings.warn(f"the prefill phase of {path} is dense at every length: it changes nothing here", PlanWarning, 2)
+            f"decode runs dense: that of {path} has not run on a GPU in vLLM yet; --additional-config "
+            '\'{"sparsekv": {"decode": true}}\' tries it',
+            PlanWarning, stacklevel=3,
+        )  # fmt: skip
+
+
+def _announce(plan: Plan, path: Path) -> None:
+    decodes = plan.decode is not None and any(bucket.segments for bucket in plan.decode.lengths)
+    if plan.decode is not None and plan.decode.offload is not None:
+        warnings.warn(
+            f"{path} allows some layers in host memory, which vLLM ignores: their pages stay on the device",
+            PlanWarning, stacklevel=2,
+        )  # fmt: skip
+    if not decodes and (plan.prefill is None or not any(bucket.heads for bucket in plan.prefill.lengths)):
+        warnings.warn(f"{path} is dense at every length: it changes nothing here", PlanWarning, stacklevel=2)

@@ -16,6 +16,7 @@ import torch
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.vllm.decode_step import DecodeRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +42,17 @@ class StepRows:
 
     Args:
         starts: the first row of each request, then the end of the last one. Requests without rows are padding.
-        prefill: a chunk of each request that prefills.
+        prefill: a chunk of each request that prefills; none where all of them are dense.
         table: the block table, int32 [requests, pages].
         part_of: builds what vLLM's kernel takes for the requests from the first to before the second number.
+        decode: the rows that decode, where some may attend to a choice.
     """
 
     starts: tuple[int, ...]
     prefill: tuple[PrefillRows, ...]
     table: torch.Tensor
     part_of: Callable[[int, int], Any]
+    decode: DecodeRows | None = None
     _built: dict[frozenset[int], tuple[Rest, ...]] = field(default_factory=dict)
 
     def rest(self, done: frozenset[int]) -> tuple[Rest, ...]:
@@ -95,6 +98,12 @@ def prefill_rows(starts: Sequence[int], lengths: Sequence[int], prefilling: Sequ
         if rows > 1 or (rows == 1 and unfinished):
             found.append(PrefillRows(request, slice(first, end), Chunk.uniform(1, length - rows, length)))
     return tuple(found)
+
+
+def decode_rows(starts: Sequence[int], prefill: Sequence[PrefillRows]) -> int:
+    """How many requests decode: the first of the step, a row each, with the padding behind them where nothing else is.
+    vLLM sorts them so."""
+    return min((rows.request for rows in prefill), default=len(starts) - 1)
 
 
 def split_rows(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.cache import handed_over
 
 BUDGET = 512  # tokens of a step
 LONGEST = 3072
@@ -20,6 +23,7 @@ PAGES = 64  # of 128 tokens
 NEW = 8  # tokens of an answer
 CROSSOVER = 384
 TILE = 64  # rows and keys of a tile
+DECODE_BOUND = 740  # tokens up to which decode is dense
 
 
 def make_engine(model: str, **settings: Any) -> Any:
@@ -38,11 +42,11 @@ def make_engine(model: str, **settings: Any) -> Any:
     return LLM(model, **(given | settings))
 
 
-def generate(llm: Any, prompts: Sequence[Sequence[int]]) -> list[Any]:
-    """The engine's outputs for prompts that it gets at once: NEW tokens each, greedy."""
+def generate(llm: Any, prompts: Sequence[Sequence[int]], new: int = NEW) -> list[Any]:
+    """The engine's outputs for prompts that it gets at once: `new` tokens each, greedy."""
     from vllm import SamplingParams
 
-    asked = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0)
+    asked = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, logprobs=0)
     return llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], asked, use_tqdm=False)
 
 
@@ -56,13 +60,13 @@ def tokens_of(output: Any) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
-def chunks_of(lengths: Sequence[int]) -> list[list[int]]:
+def chunks_of(lengths: Sequence[int], new: int = NEW) -> list[list[int]]:
     """Where the engine cuts prompts that it gets at once: a step spends BUDGET tokens, requests that run come first."""
     done, made, cuts = [0] * len(lengths), [0] * len(lengths), [[] for _ in lengths]
-    while any(new < NEW for new in made):
+    while any(count < new for count in made):
         left = BUDGET
         for number, length in enumerate(lengths):
-            if made[number] == NEW or not left:
+            if made[number] == new or not left:
                 continue
             rows = min(length - done[number], left) if done[number] < length else 1
             left -= rows
@@ -88,28 +92,45 @@ class Oracle:
     def __init__(self, model: Any, plan: Plan | None) -> None:
         self.model, self._plan = model, plan
 
+    @cached_property
+    def for_single_rows(self) -> Oracle:
+        """What computes single rows of a prompt, which elsewhere look like a decode step."""
+        plan = self._plan and self._plan.model_copy(update={"decode": None})
+        return Oracle(copy.deepcopy(self.model), plan)
+
     def applied(self) -> AbstractContextManager[Any]:
         """The plan at work in the model; gives its handle, or None without a plan."""
-        return nullcontext() if self._plan is None else apply(self.model, self._plan, decode=False)
+        return nullcontext() if self._plan is None else apply(self.model, self._plan)
 
-    def __call__(self, prompt: Sequence[int], cuts: Sequence[int]) -> Answer:
-        """NEW tokens, where chunks end at `cuts` and at the end of the prompt."""
+    def __call__(self, prompt: Sequence[int], cuts: Sequence[int], new: int = NEW) -> Answer:
+        """`new` tokens, where chunks end at `cuts` and at the end of the prompt."""
         with self.applied() as handle:
-            answer = self._decode(prompt, cuts)
+            answer = self._decode(prompt, cuts, new, handle)
             return Answer(*answer, handle and handle.stats().prefill_density)
 
     @torch.no_grad()
-    def _decode(self, prompt: Sequence[int], cuts: Sequence[int]) -> tuple[list[int], list[float]]:
+    def _decode(
+        self, prompt: Sequence[int], cuts: Sequence[int], count: int, handle: Any
+    ) -> tuple[list[int], list[float]]:
         cache, new, logprobs = None, [], []
         for first, end in pairwise((0, *cuts, len(prompt))):
-            out = self.model(torch.tensor([prompt[first:end]]), past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-        for _ in range(NEW):
+            out, cache = self.piece(torch.tensor([prompt[first:end]]), cache, first, handle)
+        for _ in range(count):
             best = out.logits[0, -1].log_softmax(0).max(0)
             new.append(int(best.indices))
             logprobs.append(float(best.values))
             out = self.model(torch.tensor([new[-1:]]), past_key_values=cache, use_cache=True)
         return new, logprobs
+
+    def piece(self, tokens_1T: torch.Tensor, cache: Any, past: int, handle: Any) -> tuple[Any, Any]:
+        """A piece of a prompt: output and cache."""
+        if handle is None or not past or tokens_1T.shape[1] > 1:
+            out = self.model(tokens_1T, past_key_values=cache, use_cache=True)
+            return out, out.past_key_values
+        with self.for_single_rows.applied() as other:
+            cached = other.cache_of(list(handed_over(cache, past)))
+            out = self.for_single_rows.model(tokens_1T, past_key_values=cached, use_cache=True)
+            return out, handle.cache_of(list(handed_over(out.past_key_values, past + 1)))
 
 
 def same(output: Any, answer: Answer) -> bool:

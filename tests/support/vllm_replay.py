@@ -32,6 +32,7 @@ class Rows:
     tokens_T: torch.Tensor
     past: int
     pages: tuple[int, ...]  # of the request up to these rows
+    prompt: bool  # not yet whole
     logits_V: torch.Tensor | None  # behind the last row, as the engine computed them; None where it did not
 
     @property
@@ -44,7 +45,7 @@ class Rows:
         pages, logits_V = self.pages[: -(-(self.past + end) // PAGE)], self.logits_V
         if end < len(self.tokens_T):
             logits_V = None
-        return Rows(self.tokens_T[first:end], self.past + first, pages, logits_V)
+        return Rows(self.tokens_T[first:end], self.past + first, pages, self.prompt, logits_V)
 
 
 def plan_host_of(engine: Any) -> Any:
@@ -62,23 +63,22 @@ def recorded(engine: Any) -> Iterator[list[Rows]]:
     host, (model,) = plan_host_of(engine), engine.apply_model(lambda model: model)
     build, compute_logits = SparseBuilder.build, model.compute_logits
     found: list[Rows] = []
-    steps: list[tuple[list[int], list[int], torch.Tensor]] = []
+    steps: list[tuple[list[int], list[int], list[bool], torch.Tensor]] = []
     inputs: list[torch.Tensor] = []
 
     def recording_build(self: Any, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
         if self._host is host:
-            starts, lengths, _ = requests_of(common)
-            steps.append((starts, lengths, common.block_table_tensor.clone()))
+            steps.append((*requests_of(common), common.block_table_tensor.clone()))
         return build(self, common_prefix_len, common, fast_build)
 
     def recording_logits(hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = compute_logits(hidden)
         if steps:  # else of prompt log-probabilities, which come after those of the last rows
-            (starts, lengths, table), tokens = steps.pop(), inputs.pop()
+            (starts, lengths, prompts, table), tokens = steps.pop(), inputs.pop()
             step = [
-                Rows(tokens[first:end], length - (end - first), tuple(pages_P[: -(-length // PAGE)].tolist()), logits_V)
-                for first, end, length, pages_P, logits_V in zip(
-                    starts[:-1], starts[1:], lengths, table, logits.clone(), strict=True
+                Rows(tokens[first:end], length - (end - first), _used(pages_P, length), prompt, logits_V)
+                for first, end, length, prompt, pages_P, logits_V in zip(
+                    starts[:-1], starts[1:], lengths, prompts, table, logits.clone(), strict=True
                 )
                 if first < end
             ]
@@ -94,6 +94,10 @@ def recorded(engine: Any) -> Iterator[list[Rows]]:
         stack.enter_context(patch.object(model, "compute_logits", recording_logits))
         stack.callback(model.register_forward_pre_hook(record_input, with_kwargs=True).remove)
         yield found
+
+
+def _used(pages_P: torch.Tensor, length: int) -> tuple[int, ...]:
+    return tuple(pages_P[: -(-length // PAGE)].tolist())
 
 
 class _Pages:
@@ -123,11 +127,14 @@ class _Pages:
 def assert_replayed(oracle: Oracle, recording: Sequence[Rows]) -> None:
     """Every row that the engine computed has the logits of the transformers host, within float32's reach."""
     pages, wrong = _Pages(oracle.model), []
-    with oracle.applied() as handle:
-        new_cache = DynamicCache if handle is None else handle.cache_of
+    others = oracle.for_single_rows
+    with oracle.applied() as handle, others.applied() as other:
         for number, rows in enumerate(recording):
+            is_piece = rows.prompt and len(rows.tokens_T) == 1
+            by, owner = (others, other) if is_piece else (oracle, handle)
+            new_cache = DynamicCache if owner is None else owner.cache_of
             cache = new_cache(pages.before(rows)) if rows.past else None
-            out = oracle.model(rows.tokens_T[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = by.model(rows.tokens_T[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
             pages.write(rows, handed_over(out.past_key_values, rows.length))
             if rows.logits_V is not None:
                 expected_V = out.logits[0, -1]

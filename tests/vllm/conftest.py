@@ -15,7 +15,7 @@ if find_spec("vllm"):  # before anything imports it; elsewhere these would only 
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a line that counts log-probabilities: a minute
 
-from vllm_engine import CROSSOVER, TILE, Oracle, make_engine
+from vllm_engine import CROSSOVER, DECODE_BOUND, TILE, Oracle, make_engine
 
 from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
 from sparsekv.plans.files import write_plan
@@ -34,7 +34,8 @@ def reference() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def plan(reference: LoadedModel) -> Plan:
-    """Sparse from CROSSOVER on, in all layers but one, which is sparse from 1536 on; a decode phase nobody runs."""
+    """Sparse from CROSSOVER on, in all layers but one, which is sparse from 1536 on. Decode is sparse from DECODE_BOUND
+    on, in two segments, of which the second chooses by KV head and its filter layer for itself as well."""
     lines = VerticalSlash(vertical=tokens(64), slash=tokens(256), last_q=64, max_tiles=fraction(0.4))
     patterns = (lines, BlockSparse(keep=fraction(0.3)), AShape(sink=tokens(64), window=tokens(256)), Dense())
 
@@ -52,8 +53,21 @@ def plan(reference: LoadedModel) -> Plan:
             PrefillBucket(up_to=None, heads=heads(everywhere)),
         ),
     )
-    chosen = Segment(filter=0, layers=(1, 2), budget=DecodeBudget(tokens=64), sink=4, recent=32)
-    decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=(chosen,)),))
+
+    def segments(*budgets: int) -> tuple[Segment, ...]:
+        first, second = (DecodeBudget(tokens=budget) for budget in budgets)
+        return (
+            Segment(filter=1, layers=(2, 3, 4), budget=first, sink=4, recent=32),
+            Segment(filter=6, layers=(6, 7, 8, 9), budget=second, sink=4, recent=16, heads="per_kv_head"),
+        )
+
+    decode = DecodePlan(
+        lengths=(
+            DecodeBucket(up_to=DECODE_BOUND, dense=True),
+            DecodeBucket(up_to=1536, segments=segments(48, 64)),
+            DecodeBucket(up_to=None, segments=segments(96, 1600)),  # which covers some contexts whole
+        )
+    )
     return Plan(status="unverified", model=reference.info, prefill=prefill, decode=decode)
 
 

@@ -19,11 +19,13 @@ SAMPLES = {
     "tiles_causal": ("sparsekv_prefill_tiles_total", {"kind": "causal"}),
     "failures": ("sparsekv_prefill_failures_total", {}),
 }
+DECODED = {kind: ("sparsekv_decode_tokens_total", {"plan": kind}) for kind in ("sparse", "dense", "no_scratch")}
 PUBLISHES = """
 from sparsekv.runtime.vllm.counters import ServingStats
 from sparsekv.runtime.vllm.metrics import publish
 
-publish(ServingStats(tiles_computed=25.5, tiles_causal=100, sparse_tokens=700, dense_tokens=30, failures=2))
+prompts = {"tiles_computed": 25.5, "tiles_causal": 100, "sparse_tokens": 700, "dense_tokens": 30, "failures": 2}
+publish(ServingStats(**prompts, decode_sparse=9, decode_dense=5, decode_left=1))
 """
 
 
@@ -43,7 +45,8 @@ def test_a_server_in_another_process_shows_them_where_prometheus_collects_from_s
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     subprocess.run([sys.executable, "-c", PUBLISHES], check=True)
     registry = get_prometheus_registry()
-    shown = {name: registry.get_sample_value(*sample) for name, sample in SAMPLES.items()}
+    shown = {name: registry.get_sample_value(*sample) for name, sample in (SAMPLES | DECODED).items()}
     assert shown == {
-        "sparse_tokens": 700, "dense_tokens": 30, "tiles_computed": 25.5, "tiles_causal": 100, "failures": 2
+        "sparse_tokens": 700, "dense_tokens": 30, "tiles_computed": 25.5, "tiles_causal": 100, "failures": 2,
+        "sparse": 9, "dense": 5, "no_scratch": 1,
     }  # fmt: skip

@@ -12,6 +12,8 @@ from vllm import SamplingParams
 from vllm_engine import Oracle, preemptions
 from vllm_replay import PAGE, assert_replayed, recorded
 
+from sparsekv.runtime.vllm.counters import serving_stats
+
 FUZZ_FIRST, FUZZ_COUNT = (
     int(os.environ.get(name, default)) for name, default in (("FUZZ_FIRST", 100), ("FUZZ_COUNT", 30))
 )
@@ -92,6 +94,7 @@ def test_every_step_of_cramped_requests_has_the_logits_of_the_transformers_host(
     preempted, hits = check(engine, sparse, prompts, seed)
     assert preempted > 0
     assert hits > 0
+    assert serving_stats(engine).decode_sparse > 0
 
 
 @pytest.mark.fuzz

@@ -138,6 +138,52 @@ def test_paged_keys_give_what_contiguous_keys_give_bit_for_bit(backend: str, pag
     assert torch.equal(attend(contiguous, backend).out_BHSD, attend(paged, backend).out_BHSD)
 
 
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])
+@pytest.mark.parametrize("chosen", [(70, 5, ALL, ALL), None])
+def test_rows_without_tokens_are_left_as_they_are_in_a_given_output(backend: str, chosen: tuple[int, ...]) -> None:
+    """As vLLM has it: token-major pages, and an output in which other rows are another kernel's."""
+    case = DecodeCase("x", (300, 130, 0, 41), chosen, page=16, interleaved=True)
+    check_given_output(case, backend, "cpu")
+
+
+@pytest.mark.gpu
+def test_rows_without_tokens_are_left_as_they_are_in_a_given_output_on_a_gpu() -> None:
+    check_given_output(
+        DecodeCase("x", (300, 130, 0, 41), (70, 5, ALL, ALL), page=16, interleaved=True), "triton", "cuda"
+    )
+
+
+def check_given_output(case: DecodeCase, backend: str, device: str) -> None:
+    problem = draw(case, device)
+    out_BHQD = torch.full((4, 9, 64), 7.0, device=device)[:, 2:6, None]  # heads of a wider tensor
+    found = decode_attention(
+        problem.q_BHQD, problem.keys, problem.selection, scale=problem.scale, out=out_BHQD, backend=backend
+    )
+    assert found.out_BHSD.data_ptr() == out_BHQD.data_ptr()
+    assert (out_BHQD[2] == 7.0).all()
+    out_BHQD[2] = 0.0
+    assert_close(replace(found, lse_BHS=None), problem)
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])
+def test_scores_in_memory_of_the_host_are_those_in_memory_of_their_own(backend: str) -> None:
+    problem = draw(DecodeCase("x", (300, 41), None, page=16))
+    scoring = Scoring(torch.tensor([0, -1], dtype=torch.int32), 320, 2)
+    given = replace(scoring, scratch=torch.full((320 * 6 + 5,), 3.0))
+    scores = [
+        decode_attention(problem.q_BHQD, problem.keys, scale=problem.scale, scoring=one, backend=backend).scores_gT
+        for one in (scoring, given)
+    ]
+    assert torch.equal(scores[0][:, :300], scores[1][:, :300])
+    assert (given.scratch[-5:] == 3.0).all()
+
+
+def test_the_cpu_backend_takes_pages_with_transposed_keys_as_vllm_has_them_there() -> None:
+    problem = draw(DecodeCase("x", (300, 41), (60, ALL), page=32))
+    keys = replace(problem.keys, k=problem.keys.k.mT.contiguous().mT)
+    assert_close(attend(replace(problem, keys=keys), "cpu"), problem)
+
+
 def test_the_oracle_takes_pages_too() -> None:
     problem = draw(DecodeCase("x", (300, 41), (60, ALL), page=32))
     k, v = problem.keys.contiguous(problem.keys.capacity)
@@ -160,16 +206,16 @@ def test_misfits_are_refused_with_what_was_found() -> None:
     problem = draw(DecodeCase("x"))
     keys = problem.keys
 
-    def refuse(message: str, *, q=problem.q_BHQD, keys=keys) -> None:
+    def refuse(message: str, *, q=problem.q_BHQD, keys=keys, backend: str = "cpu") -> None:
         with pytest.raises(ShapeError, match=message):
-            decode_attention(q, keys, problem.selection, scale=0.1, backend="cpu")
+            decode_attention(q, keys, problem.selection, scale=0.1, backend=backend)
 
     table = torch.zeros((1, 30), dtype=torch.int32)
     refuse("found 2", q=problem.q_BHQD.expand(-1, -1, 2, -1))
     refuse("int32 \\(1,\\)", keys=KeyView(keys.k, keys.v, keys.lengths_B.long()))
     refuse("300", keys=KeyView(keys.k, keys.v, keys.lengths_B, table))
     refuse("32\\)", keys=KeyView(keys.k, keys.v[..., :32], keys.lengths_B))
-    refuse("contiguous", keys=KeyView(keys.k.mT, keys.v.mT, keys.lengths_B))
+    refuse("contiguous", keys=KeyView(keys.k.mT, keys.v.mT, keys.lengths_B), backend="triton")
     refuse("k must", keys=KeyView(keys.k[0], keys.v[0], keys.lengths_B))
     refuse("torch.float32", keys=KeyView(keys.k.half(), keys.v.half(), keys.lengths_B))
     twice = KeyView(*(x.expand(2, -1, -1, -1) for x in (keys.k, keys.v)), keys.lengths_B)

@@ -8,7 +8,7 @@ from tiny_plans import decode_plan, segment
 from sparsekv.kernels.decode.selection import ALL
 from sparsekv.kernels.keys import KeyView
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan
-from sparsekv.runtime.core.budgets import Budgets
+from sparsekv.runtime.core.budgets import Budgets, scored_tokens
 from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.select import selected_for, selector_weights
@@ -110,7 +110,8 @@ def test_counts_on_the_device_are_those_on_the_host(length: int):
         DecodeBucket(up_to=None, segments=(segment(0, (1,), all_of_it),)),
     )
     lowered = Program.of(None, DecodePlan(lengths=buckets), MODEL).layers[0].filters
-    found, _ = Budgets([lowered], [4], torch.device("cpu")).of(torch.tensor([length], dtype=torch.int32), "cpu")
+    tables = Budgets([lowered], [scored_tokens(4)], torch.device("cpu"))
+    found, _ = tables.of(torch.tensor([length], dtype=torch.int32), "cpu")
     bucket = next(b for b in buckets if b.up_to is None or length <= b.up_to)
     expected = None if bucket.dense else bucket.segments[0].chosen_tokens(length)
     assert found[0].tolist() == [lowered.count(length)] == [ALL if expected is None else expected]
@@ -138,7 +139,7 @@ def check_budgets(fractions: bool, device: str) -> None:
     )
     lowered = Program.of(None, DecodePlan(lengths=buckets), MODEL).layers[0].filters
     # the second filter layer has scratch for 134,217 tokens
-    tables = Budgets([lowered, lowered], [4, 1000], torch.device(device))
+    tables = Budgets([lowered, lowered], [scored_tokens(4), scored_tokens(1000)], torch.device(device))
     source = torch.Generator().manual_seed(int(fractions))
     edges = (1, 99, 100, 101, 4999, 5000, 5001, 100_000)
     draws = [torch.randint(1, 9000, (rows,), generator=source).tolist() for rows in (1, 2, 7, 64)]

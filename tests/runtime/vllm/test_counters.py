@@ -36,7 +36,8 @@ def test_reports_keep_their_distance_and_come_in_the_midst_of_prompts_that_do_no
 def test_failures_are_told_and_a_reset_forgets_everything() -> None:
     counters = Counters()
     counted(counters, 700)
-    counters.failures = 3
+    counters.failures, counters.decode_sparse, counters.decode_dense, counters.decode_left = 3, 70, 9, 2
     assert "3 chunks" in str(counters.read())
+    assert "70 decoded tokens sparse, 9 dense (2 for" in str(counters.read())
     counters.reset()
-    assert (counters.read().prefill_density, counters.read().failures) == (None, 0)
+    assert counters.read() == Counters().read()

@@ -37,6 +37,7 @@ def test_a_plain_engine_is_taken() -> None:
         ({"kv_connector": "LMCache"}, "the KV connector LMCache", "--kv-transfer-config"),
         ({"encoder_decoder": True}, "cross-attention", "only decoders"),
         ({"latent": True}, "MLA", "each head"),
+        ({"micro_batches": True}, "micro-batches", "turn them off"),
         ({"stages": (range(8), range(8, 12))}, "pipeline parallelism over 2 stages", '"allow_untested": true'),
         ({"release": "0.31.0"}, "vLLM 0.31.0 on cpu", '"allow_untested": true'),
         ({"release": "0.32.0", "device": "cuda"}, "vLLM 0.32.0 on cuda", "0.32.0 on cpu and 0.26.0 on cuda"),
@@ -65,6 +66,21 @@ def test_pipeline_stages_that_cut_a_segment_are_refused_and_others_are_not() -> 
     plan = small_plan()  # layer 2 chooses for layers 4 to 7
     assert "layer 2" in refusal(plan, True, stages=(range(5), range(5, 12)))
     check_engine(EngineFacts(**FACTS, stages=(range(8), range(8, 12))), plan, True)
+
+
+def test_a_choice_by_several_queries_is_refused_and_a_plan_without_decode_is_not() -> None:
+    plan = small_plan()
+    buckets = tuple(
+        bucket.model_copy(
+            update={
+                "segments": tuple(s.model_copy(update={"selector": "uniform", "window": 4}) for s in bucket.segments)
+            }
+        )
+        for bucket in plan.decode.lengths
+    )
+    windows = plan.model_copy(update={"decode": plan.decode.model_copy(update={"lengths": buckets})})
+    assert '"decode": false' in refusal(windows)
+    check_engine(EngineFacts(**FACTS, micro_batches=True), plan.model_copy(update={"decode": None}), False)
 
 
 def test_patterns_in_sliding_layers_are_refused_and_dense_sliding_layers_are_not() -> None:

@@ -14,6 +14,7 @@ from sparsekv.plans.errors import PlanMismatchError, PlanWarning, UnsupportedErr
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.model import Fingerprint
 from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.plans.phases import Offload
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.vllm.engine_facts import EngineFacts
 from sparsekv.runtime.vllm.engine_options import Options
@@ -36,19 +37,26 @@ def plan(model: Any) -> Plan:
 
 def start(model: Any, plan: Plan, folder: Path, facts: EngineFacts = FACTS, **options: Any) -> PlanHost:
     write_plan(plan, folder / "sparsekv.yaml")
-    engine = EngineModel(str(folder), None, model.config, torch.float32, CPU, longest=1024, page=128, step=2048)
+    engine = EngineModel(str(folder), None, model.config, torch.float32, CPU, longest=1024, page=128, step=2048, rows=4)
     return start_host(folder / "sparsekv.yaml", Options(**options), facts, engine)
 
 
-def test_a_plan_starts_with_scratch_for_the_longest_request_and_says_once_that_decode_is_dense(
+def test_a_plan_starts_with_scratch_for_the_longest_request_and_both_phases(
     model: Any, plan: Plan, tmp_path: Path
 ) -> None:
-    with pytest.warns(PlanWarning) as caught:
-        host = start(model, plan, tmp_path)
-    assert [f"decode phase of {tmp_path / 'sparsekv.yaml'}" in str(one.message) for one in caught] == [True]
+    host = start(model, plan, tmp_path)
+    assert host.phases == "prefill and decode"
+    assert start(model, plan, tmp_path, decode=False).decode is None
     assert host.is_sparse(Chunk.uniform(1, 0, 1024))
     group = plan.model.attention[0]
     assert host.scratch.bytes == 2 * (1024 + 128) * group.kv_heads * group.head_dim * 4
+
+
+def test_offload_is_ignored_with_one_line(model: Any, plan: Plan, tmp_path: Path) -> None:
+    offload = Offload(layers=(1,), hot=tokens(128))
+    with pytest.warns(PlanWarning, match="host memory") as caught:
+        start(model, plan.model_copy(update={"decode": plan.decode.model_copy(update={"offload": offload})}), tmp_path)
+    assert len(caught) == 1
 
 
 def test_another_models_plan_is_refused_unless_it_is_allowed(model: Any, plan: Plan, tmp_path: Path) -> None:

@@ -5,7 +5,15 @@ import torch
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.vllm.step_rows import PrefillRows, Rest, StepRows, contiguous_ranges, prefill_rows, split_rows
+from sparsekv.runtime.vllm.step_rows import (
+    PrefillRows,
+    Rest,
+    StepRows,
+    contiguous_ranges,
+    decode_rows,
+    prefill_rows,
+    split_rows,
+)
 
 SPARSE = (AShape(sink=tokens(64), window=tokens(64)),) * 2
 LAYER = LayerProgram(0, heads=2, kv_heads=1, window=None, bounds=(512,), patterns=((), SPARSE))
@@ -19,6 +27,13 @@ def test_decode_rows_and_padding_are_no_prefill_and_single_prompt_tokens_are() -
         PrefillRows(3, slice(101, 102), Chunk((512,), (513,))),
         PrefillRows(4, slice(102, 152), Chunk((0,), (50,))),
     )
+
+
+def test_requests_before_the_first_chunk_decode_with_the_padding_of_a_captured_step() -> None:
+    chunk = prefill_rows([0, 1, 2, 40], [80, 90, 400], [False, False, True])
+    assert decode_rows((0, 1, 2, 40), chunk) == 2
+    assert decode_rows((0, 1, 2, 2, 2), ()) == 4
+    assert decode_rows((0, 40), prefill_rows([0, 40], [40], [True])) == 0
 
 
 def test_a_chunk_is_sparse_by_the_length_at_its_end() -> None:

@@ -1,0 +1,168 @@
+"""Decode by the plan in an engine: what a step's decode rows share, read from vLLM's own pages.
+
+A layer of a segment is computed by two kernels, as one captured graph serves every step: vLLM's own for the rows that
+attend to everything (short ones, single rows of a prompt, those that the score scratch has no room for), to which the
+others have no tokens; ours for the rows that choose, which writes no others.
+
+Shapes: B decode rows, H query heads, G KV heads, N pages in memory, S tokens of a page, P pages of a row, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sparsekv.kernels.keys import PAGE_SIZES, KeyView
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.runtime.core import budgets
+from sparsekv.runtime.core.decode import Resident, decode
+from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
+from sparsekv.runtime.core.state import DecodeState, lists_of
+from sparsekv.runtime.vllm.counters import Counters
+
+_SCRATCH_SHARE = 256  # of the device's memory for scores: one part in so many
+
+
+class DecodeHost:
+    """The decode phase of a plan in one worker. What captured graphs read lies at fixed addresses; nothing that belongs
+    to a row lasts from one step to the next, in which vLLM may have moved it.
+
+    Args:
+        program: what every layer computes, with a segment at least.
+        backend: of the kernels.
+        rows: of a step, at most.
+        longest: tokens of the longest request.
+        device: of the engine.
+        counters: of the engine.
+    """
+
+    def __init__(
+        self, program: Program, backend: str, rows: int, longest: int, device: torch.device, counters: Counters
+    ) -> None:
+        self._backend, self._counters = backend, counters
+        self._state = DecodeState(program, scratch=_scratch(program, rows * longest, device))
+        self._lengths_B = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._tally = self._state.budgets(torch.device("cpu"))
+        self._whole_up_to = min(layer.filters.whole_up_to for layer in program.filters if layer.filters)
+
+    def chooses(self, lengths: Sequence[int]) -> bool:
+        """Whether a row of such a step may attend to a choice, as far as the host knows."""
+        return max(lengths, default=0) > self._whole_up_to
+
+    def count(self, lengths: Sequence[int]) -> None:
+        """Counts the decode rows of a step by lengths; those below 2 are of steps that vLLM makes up."""
+        real = [length for length in lengths if length > 1]
+        chosen = left = 0
+        if self.chooses(real):
+            chosen, left = self._tally.tally(torch.tensor(real, dtype=torch.int32, device="cpu"))
+        self._counters.decode_sparse += chosen
+        self._counters.decode_dense += len(real) - chosen
+        self._counters.decode_left += left
+
+    def begin(
+        self, lengths_B: torch.Tensor, prompts: Sequence[int], table_BP: torch.Tensor, part_of: Callable[[], Any] | None
+    ) -> DecodeRows:
+        """The decode rows of a step that begins.
+
+        Args:
+            lengths_B: int32, tokens of each request, the new one included; 0 for padding.
+            prompts: rows that are the end of a prompt: they attend to everything.
+            table_BP: their pages.
+            part_of: builds vLLM's metadata of these rows where the step has others.
+        """
+        own_B = self._lengths_B[: len(lengths_B)]
+        own_B.copy_(lengths_B)
+        for row in prompts:
+            own_B[row].zero_()
+        self._state.begin(own_B, own_B.device)
+        return DecodeRows(self._state, self._backend, lengths_B, table_BP, part_of)
+
+    def warm_up(self, layers: Sequence[LayerProgram], pages: tuple[torch.Tensor, torch.Tensor], longest: int) -> None:
+        """Runs layers over rows without tokens, at every number of rows that kernels are compiled for.
+
+        Raises:
+            UnsupportedError: pages are of another size than the kernels take.
+        """
+        page, size = pages[0].shape[2:]
+        if page not in PAGE_SIZES:
+            sizes = ", ".join(map(str, PAGE_SIZES))
+            raise UnsupportedError(
+                f"expected pages of {sizes} tokens for sparse decode, found {page}; set --block-size, or decode dense: "
+                '--additional-config \'{"sparsekv": {"decode": false}}\''
+            )
+        most = len(self._lengths_B)
+        for rows in sorted({*(1 << power for power in range(most.bit_length())), most}):
+            table_BP = self._lengths_B.new_zeros((rows, -(-longest // page)))
+            step = self.begin(table_BP[:, 0], (), table_BP, None)
+            for layer in layers:
+                chosen_by = layer.follows or layer.filters
+                # A filter layer may have another kind of cache than layers of its segment.
+                if chosen_by and (layer.filters or self._state.has_chosen(chosen_by)):
+                    q_BHD = pages[0].new_zeros((rows, layer.heads, size))
+                    step.attend(layer, q_BHD, pages, torch.empty_like(q_BHD), 1.0)
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The decode rows of a step: its first requests, a row each."""
+
+    state: DecodeState
+    backend: str
+    lengths_B: torch.Tensor
+    table_BP: torch.Tensor
+    part_of: Callable[[], Any] | None
+    _rest: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def requests(self) -> range:
+        """Their numbers in the step."""
+        return range(len(self.lengths_B))
+
+    def rest(self, layer: LayerProgram, metadata: Any, without: Callable[[Any, torch.Tensor], Any]) -> Any:
+        """What vLLM's kernel takes for the rows that do not choose for this layer; built once a step and segment.
+
+        Args:
+            metadata: vLLM's of the step.
+            without: gives metadata other lengths, 0 for rows that choose.
+        """
+        segment = _segment(layer)
+        if segment.filter not in self._rest:
+            whole = metadata if self.part_of is None else self.part_of()
+            others_B = self.lengths_B - self.state.choosing(segment, self.backend)
+            self._rest[segment.filter] = without(whole, others_B)
+        return self._rest[segment.filter]
+
+    def attend(
+        self, layer: LayerProgram, q_BHD: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out_BHD: torch.Tensor,
+        scale: float,
+    ) -> None:  # fmt: skip
+        """Writes the output of the rows that choose for this layer, and of no others.
+
+        Args:
+            q_BHD: queries of all decode rows.
+            pages: keys and values, [N, G, S, D] each, of any strides.
+            out_BHD: of all decode rows.
+        """
+        keys = KeyView(*pages, self.state.choosing(_segment(layer), self.backend), self.table_BP)
+        decode(
+            layer, q_BHD[:, :, None], Resident(keys), self.state, scale=scale, backend=self.backend,
+            out_BH1D=out_BHD[:, :, None],
+        )  # fmt: skip
+
+
+def _segment(layer: LayerProgram) -> SegmentProgram:
+    segment = layer.follows or layer.filters
+    assert segment is not None
+    return segment
+
+
+def _scratch(program: Program, tokens: int, device: torch.device) -> torch.Tensor:
+    """For the scores of as many tokens as all rows of a step can have, as far as there is memory for it."""
+    memory = budgets.SCORE_BYTES
+    if device.type == "cuda":
+        memory = min(memory, torch.cuda.get_device_properties(device).total_memory // _SCRATCH_SHARE)
+    wanted = tokens * max(layer.heads + lists_of(layer) for layer in program.filters)
+    return torch.empty(min(wanted, memory // 4), dtype=torch.float32, device=device)

@@ -1,0 +1,159 @@
+"""The decode rows of an engine's step, from pages as vLLM has them, against each row alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from plans_samples import model_info
+from tiny_plans import segment
+
+from sparsekv.kernels.keys import KeyView
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan
+from sparsekv.runtime.core.decode import Resident, decode
+from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.vllm.counters import Counters
+from sparsekv.runtime.vllm.decode_step import DecodeHost
+
+HEADS, GROUPS, SIZE, PAGE, ROWS, LONGEST = 4, 2, 64, 16, 8, 320
+BUDGET = DecodeBudget(tokens=40)
+PLAN = DecodePlan(
+    lengths=(
+        DecodeBucket(up_to=90, dense=True),
+        DecodeBucket(up_to=None, segments=(segment(0, (1,), BUDGET), segment(2, (2, 3), BUDGET, heads="per_kv_head"))),
+    )
+)
+PROGRAM = Program.of(None, PLAN, model_info(layers=4, heads=HEADS, kv_heads=GROUPS))
+UNTOUCHED = 7.0
+
+needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
+BACKENDS = ["cpu", pytest.param("triton", marks=needs_interpreter)]
+
+
+def host_of(backend: str, device: str = "cpu", scratch: int | None = None) -> DecodeHost:
+    host = DecodeHost(PROGRAM, backend, ROWS, LONGEST, torch.device(device), Counters())
+    if scratch is not None:
+        host._state.scratch = torch.empty(scratch, device=device)
+    return host
+
+
+class Rows:
+    """Random queries of every layer, pages and a block table."""
+
+    def __init__(self, rows: int, device: str = "cpu", seed: int = 0) -> None:
+        source = torch.Generator().manual_seed(seed)
+        pages = LONGEST // PAGE
+        cache = torch.randn(rows * pages + 1, GROUPS, PAGE, 2 * SIZE, generator=source).to(device)
+        self.pages = cache.split(SIZE, -1)
+        self.table_BP = (torch.randperm(rows * pages, generator=source).int() + 1).view(rows, pages).to(device)
+        self.q_LBHD = torch.randn(len(PROGRAM.layers), rows, HEADS, SIZE, generator=source).to(device)
+        self.out_LBHD = torch.full_like(self.q_LBHD, UNTOUCHED)
+
+    def step(self, host: DecodeHost, lengths_B: torch.Tensor, prompts: tuple[int, ...] = ()) -> None:
+        """Every layer of a step."""
+        rows = host.begin(lengths_B, prompts, self.table_BP, None)
+        for layer, q_BHD, out_BHD in zip(PROGRAM.layers, self.q_LBHD, self.out_LBHD, strict=True):
+            rows.attend(layer, q_BHD, self.pages, out_BHD, SIZE**-0.5)
+
+    def alone(self, row: int, length: int) -> torch.Tensor:
+        """[L, H, D]: all layers of one row, by torch operations."""
+        lengths_B, state, found = torch.tensor([length], dtype=torch.int32), DecodeState(PROGRAM), []
+        keys = KeyView(*(x.cpu() for x in self.pages), lengths_B, self.table_BP[row, None].cpu())
+        state.begin((length,), lengths_B.device)
+        for layer, q_BHD in zip(PROGRAM.layers, self.q_LBHD.cpu(), strict=True):
+            q_BH1D = q_BHD[row, None, :, None]
+            found.append(decode(layer, q_BH1D, Resident(keys), state, scale=SIZE**-0.5, backend="cpu")[0, :, 0])
+        return torch.stack(found)
+
+    def check(self, lengths: tuple[int, ...], choosing: tuple[int, ...]) -> None:
+        """Rows that choose have their output; the others are not written to."""
+        for row, length in enumerate(lengths):
+            found_LHD = self.out_LBHD[:, row].cpu()
+            if row in choosing:
+                torch.testing.assert_close(found_LHD, self.alone(row, length), rtol=1e-4, atol=1e-4)
+            else:
+                assert (found_LHD == UNTOUCHED).all(), row
+
+
+def as_lengths(lengths: tuple[int, ...], device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_rows_that_choose_are_written(backend: str) -> None:
+    """Beside them: short ones, the single row of a long prompt, padding, and one that its budget covers."""
+    lengths = (300, 91, 90, 240, 0, 72, 131)
+    rows = Rows(len(lengths))
+    rows.step(host_of(backend), as_lengths(lengths), prompts=(3,))
+    rows.check(lengths, choosing=(0, 1, 6))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_beyond_the_scratch_are_left_to_the_dense_kernel_and_counted(backend: str) -> None:
+    lengths, counters = (300, 80, 200, 120), Counters()
+    rows, host = Rows(len(lengths)), host_of(backend, scratch=(HEADS + GROUPS) * 430)
+    host._state._tables.clear()
+    host._tally, host._counters = host._state.budgets(torch.device("cpu")), counters
+    rows.step(host, as_lengths(lengths))
+    host.count(lengths)
+    # Of the first segment, whose scores are one list, the scratch holds 516 tokens.
+    assert (rows.out_LBHD[2:, 2:] == UNTOUCHED).all()
+    assert (counters.decode_sparse, counters.decode_dense, counters.decode_left) == (1, 3, 2)
+
+
+def test_a_row_is_computed_alike_wherever_it_stands_in_the_batch() -> None:
+    """vLLM moves rows between steps; the host is the same."""
+    lengths, host, rows = (300, 91, 70, 240), host_of("cpu"), Rows(4)
+    rows.step(host, as_lengths(lengths))
+    first_LBHD, order = rows.out_LBHD.clone(), [3, 1, 0, 2]
+    rows.table_BP, rows.q_LBHD = rows.table_BP[order], rows.q_LBHD[:, order]
+    rows.out_LBHD.fill_(UNTOUCHED)
+    rows.step(host, as_lengths(lengths)[order])
+    assert torch.equal(rows.out_LBHD, first_LBHD[:, order])
+
+
+def test_the_lengths_that_graphs_read_stay_where_they_are() -> None:
+    host, rows = host_of("cpu"), Rows(3)
+    first = host.begin(as_lengths((300, 1, 2)), (), rows.table_BP, None).state.lengths_B
+    assert (
+        host.begin(as_lengths((5, 300)), (0,), rows.table_BP[:2], None).state.lengths_B.data_ptr() == first.data_ptr()
+    )
+    assert first.tolist() == [0, 300, 2]
+
+
+def test_vllms_metadata_is_asked_for_once_a_segment_with_no_tokens_in_rows_that_choose() -> None:
+    rows, asked = Rows(3).table_BP, []
+    step = host_of("cpu").begin(as_lengths((300, 50, 200)), (2,), rows, None)
+
+    def without(metadata: Any, lengths_B: torch.Tensor) -> Any:
+        asked.append((metadata, lengths_B.tolist()))
+        return len(asked)
+
+    assert [step.rest(layer, "whole", without) for layer in PROGRAM.layers] == [1, 1, 2, 2]
+    assert asked == [("whole", [0, 50, 200])] * 2
+
+
+def test_pages_that_the_kernels_do_not_take_are_refused_when_the_engine_starts() -> None:
+    odd = torch.zeros(2, 2, GROUPS, 48, SIZE).unbind()
+    with pytest.raises(UnsupportedError, match="found 48"):
+        host_of("cpu").warm_up(PROGRAM.layers, odd, LONGEST)
+    host_of("cpu").warm_up(PROGRAM.layers, Rows(1).pages, LONGEST)
+
+
+@pytest.mark.gpu
+def test_one_captured_step_serves_rows_that_grow_come_and_go() -> None:
+    host, rows, lengths_B = host_of("triton", "cuda"), Rows(4, "cuda"), as_lengths((1, 1, 1, 1), "cuda")
+    host.warm_up(PROGRAM.layers, rows.pages, LONGEST)
+    rows.step(host, lengths_B)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step = host.begin(lengths_B, (), rows.table_BP, None)
+        for layer, q_BHD, out_BHD in zip(PROGRAM.layers, rows.q_LBHD, rows.out_LBHD, strict=True):
+            step.attend(layer, q_BHD, rows.pages, out_BHD, SIZE**-0.5)
+    for lengths, choosing in (((300, 40, 91, 0), (0, 2)), ((90, 301, 92, 120), (1, 2, 3)), ((1, 1, 1, 1), ())):
+        lengths_B.copy_(as_lengths(lengths))
+        rows.out_LBHD.fill_(UNTOUCHED)
+        graph.replay()
+        rows.check(lengths, choosing)
