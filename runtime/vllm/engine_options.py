@@ -18,10 +18,10 @@ class Options(BaseModel):
     """The settings of an engine.
 
     `plan` is a plan file or a folder with a sparsekv.yaml; without it, the sparsekv.yaml beside the model is taken
-    where there is one. `backend` names the kernels of sparse attention. `allow_untested` runs on releases and devices of
-    vLLM that this version was not tested on, `allow_mismatch` takes a plan of another architecture as far as its layers
-    and heads fit. `dense` leaves everything to vLLM, whatever plan lies beside the model. `decode` is whether decode
-    follows the plan: by default on a CPU alone, as it has not run on a GPU yet.
+    where there is one. `backend` names the kernels of sparse attention. `decode` is whether decode follows the plan: by
+    default on a CPU alone, as it has not run on a GPU yet. `allow_untested` runs on releases and devices of vLLM that
+    this version was not tested on, `allow_mismatch` takes a plan of another architecture as far as its layers and heads
+    fit. `dense` leaves everything to vLLM, whatever plan lies beside the model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
