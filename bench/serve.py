@@ -1,19 +1,21 @@
-"""`sparsekv bench serve`: requests through vLLM's engine, by a plan and without one, in turn.
+"""`sparsekv bench serve`: requests through vLLM's engine, by a plan and without one.
 
-Both engines are in this process, with the same settings and half of the device each; the dense one attends as vLLM
-chooses. Prompts are random tokens without a common beginning, prefix caching is off, and answers have a fixed length.
+Both engines are in this process, with the same settings and half of the device each, and take turns; or, where a load
+needs more memory, one after the other with nearly all of it. The dense one attends as vLLM chooses. Prompts are random
+tokens without a common beginning, prefix caching is off, and answers have a fixed length.
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sparsekv.bench.harness import Columns, Row, in_short, number, repeat_in_turn
 from sparsekv.bench.random_model import stretched_config
-from sparsekv.planner.progress import Progress
+from sparsekv.planner.progress import Progress, Step
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.files import write_plan
@@ -49,7 +51,7 @@ COLUMNS: Columns = {
     "sparse  ": ("tokens_per_second", number(".0f")),
 }
 DENSE, SPARSE = "dense", "sparse"
-MEMORY_SHARE = 0.45  # of the device, for each of the two engines
+BESIDE, ALONE = 0.45, 0.9  # shares of the device: of each of two engines, of the only one
 _TIMES = ("token_ms", "dense_token_ms", "tokens_per_second", "dense_tokens_per_second")
 _WARM_UP = (2, 4)  # requests, and tokens of an answer
 
@@ -78,6 +80,7 @@ class ServeBench:
         repeats: of each load, in turn.
         step_tokens: that an engine computes in a step at most (vLLM's `max_num_batched_tokens`).
         backend: of the kernels that prefill sparse, or "auto".
+        alone: one engine at a time.
     """
 
     loads: tuple[Load, ...]
@@ -87,6 +90,7 @@ class ServeBench:
     step_tokens: int = 8192
     backend: str = "auto"
     seed: int = 0
+    alone: bool = False
 
     @property
     def longest(self) -> int:
@@ -105,7 +109,8 @@ class ServeBench:
             "skip_tokenizer_init": True,
             "seed": self.seed,
         }
-        on_device = {"gpu_memory_utilization": MEMORY_SHARE} if self.device.type == "cuda" else {}
+        share = ALONE if self.alone else BESIDE
+        on_device = {"gpu_memory_utilization": share} if self.device.type == "cuda" else {}
         return own | on_device
 
 
@@ -151,21 +156,34 @@ def served_model(name: str, random_weights: bool, longest: int) -> Iterator[Serv
         yield ServedModel(folder, info, config.vocab_size, name, random=True, note="; ".join(notes))
 
 
-@dataclass(frozen=True)
-class Engines:
-    """Two engines of vLLM that differ in the plan alone."""
+@dataclass
+class Measured:
+    """What was measured of a load.
 
-    dense: Any
-    sparse: Any
-    release: str
+    Attributes:
+        turns: of each way, as often as it was repeated.
+        counted: of the engine with the plan (`serving_stats`).
+        backend: of its prefill.
+    """
 
-    def __getitem__(self, way: str) -> Any:
-        return self.dense if way == DENSE else self.sparse
+    turns: dict[str, list[Served]] = field(default_factory=dict)
+    counted: Any = None
+    backend: str | None = None
+    note: str = ""
 
 
-@contextmanager
-def start_engines(model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator[Engines]:
-    """Both engines.
+def bench_serve(
+    model: ServedModel, plan: Plan, words: str, bench: ServeBench, progress: Progress | None = None
+) -> Iterator[Row]:
+    """Times every load, and gives its row as soon as it is known. A load that fails is a row with a note.
+
+    `decoded` are tokens of answers that attended to a choice. `dense_ms` and `sparse_ms` are up to the first token,
+    `token_ms` between steps in which every request decodes; all times are medians over the repeats of medians, all
+    rates (of all answers together) medians over the repeats. `failures` are chunks and steps of a layer that were to be
+    sparse and that vLLM's own kernel computed after an error.
+
+    Args:
+        words: what the plan is, for the rows.
 
     Raises:
         PlanMismatchError: the plan is another model's.
@@ -174,35 +192,10 @@ def start_engines(model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator
     preset_vllm()
     from sparsekv.runtime.vllm import internals as vllm
 
-    settings = bench.engine | ({"load_format": "dummy"} if model.random else {})
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "sparsekv.yaml"
-        write_plan(plan, path)
-        ours = vllm.asking_for_ours() | {
-            "additional_config": {"sparsekv": {"plan": str(path), "backend": bench.backend, "decode": True}}
-        }
-        sparse = vllm.make_engine(model.folder, **settings, **ours)  # first: it refuses what cannot be served
-        dense = vllm.make_engine(model.folder, **settings, additional_config={"sparsekv": {"dense": True}})
-        yield Engines(dense, sparse, vllm.release)
-
-
-def bench_serve(
-    engines: Engines, model: ServedModel, words: str, bench: ServeBench, progress: Progress | None = None
-) -> Iterator[Row]:
-    """Times every load, and gives its row as soon as it is known. A load that fails is a row with a note.
-
-    `decoded` are tokens of answers that attended to a choice. `dense_ms` and `sparse_ms` are up to the first token; all
-    times are medians over the repeats of medians over the requests, all rates (of all answers together) medians over
-    the repeats. `failures` are chunks and steps of a layer that were to be sparse and that vLLM's own kernel computed
-    after an error.
-
-    Args:
-        words: what the plan is, for the rows.
-    """
-    host = {"decoded": None, "failures": 0, "host": f"vLLM {engines.release}", "model": model.name}
+    host = {"decoded": None, "failures": 0, "host": f"vLLM {vllm.release}", "model": model.name}
     host |= {"weights": "random" if model.random else "loaded", "plan": words}
-    with (progress or Progress()).stage("serve", total=len(bench.loads)) as step:
-        for load in bench.loads:
+    with (progress or Progress()).stage("serve", total=(2 if bench.alone else 1) * len(bench.loads)) as step:
+        for load, found in (_one_by_one if bench.alone else _in_turn)(model, plan, bench, step):
             own = {"answer": load.answer, "at_once": load.at_once, "requests": load.requests}
             row = Row(
                 name="serve",
@@ -213,37 +206,96 @@ def bench_serve(
                 own=own | {"step_tokens": bench.step_tokens} | dict.fromkeys(_TIMES) | host,
                 note=model.note,
             )
-            step.advance(0, note=f"{load.requests} of {format_length(load.prompt)} + {load.answer} tokens")
-            try:
-                yield _timed(row, engines, _prompts(load, model.vocabulary, bench.seed), bench.repeats)
-            except Exception as error:  # out of memory
-                yield row.plus(in_short(error))
+            yield _filled(row, found)
+
+
+def _in_turn(model: ServedModel, plan: Plan, bench: ServeBench, step: Step) -> Iterator[tuple[Load, Measured]]:
+    # By the plan first: that engine refuses what cannot be served.
+    with _engine(SPARSE, model, plan, bench) as sparse, _engine(DENSE, model, plan, bench) as dense:
+        engines = {DENSE: dense, SPARSE: sparse}
+        for load in bench.loads:
+            step.advance(0, note=_words(load))
+            found = Measured()
+            with _noting(found):
+                _measure(engines, load, model, bench, found)
+            yield load, found
             step.advance()
 
 
-def _timed(row: Row, engines: Engines, prompts: Sequence[Sequence[int]], repeats: int) -> Row:
+def _one_by_one(model: ServedModel, plan: Plan, bench: ServeBench, step: Step) -> Iterator[tuple[Load, Measured]]:
+    all_found = [(load, Measured()) for load in bench.loads]
+    for way in (SPARSE, DENSE):
+        with _engine(way, model, plan, bench) as engine:
+            for load, found in all_found:
+                step.advance(0, note=f"{way}, {_words(load)}")
+                with _noting(found):
+                    _measure({way: engine}, load, model, bench, found)
+                step.advance()
+    yield from all_found
+
+
+def _words(load: Load) -> str:
+    return f"{load.requests} of {format_length(load.prompt)} + {load.answer} tokens"
+
+
+@contextmanager
+def _noting(found: Measured) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # out of memory
+        found.note = found.note or in_short(error)
+
+
+@contextmanager
+def _engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator[Any]:
+    """An engine, shut down behind it, with its memory free again."""
+    from sparsekv.runtime.vllm import internals as vllm
+
+    settings = bench.engine | ({"load_format": "dummy"} if model.random else {})
+    own: dict[str, Any] = {"dense": True}
+    with tempfile.TemporaryDirectory() as folder:
+        if way == SPARSE:
+            write_plan(plan, path := Path(folder) / "sparsekv.yaml")
+            own = {"plan": str(path), "backend": bench.backend, "decode": True}
+            settings |= vllm.asking_for_ours()
+        engine = vllm.make_engine(model.folder, **settings, additional_config={"sparsekv": own})
+        try:
+            yield engine
+        finally:
+            if bench.alone:
+                engine.llm_engine.engine_core.shutdown()
+                del engine
+                gc.collect()
+
+
+def _measure(engines: Mapping[str, Any], load: Load, model: ServedModel, bench: ServeBench, found: Measured) -> None:
     from sparsekv.runtime.vllm.counters import reset_stats, serving_backend, serving_stats
 
-    answer, at_once = row.own["answer"], row.own["at_once"]
+    prompts = _prompts(load, model.vocabulary, bench.seed)
 
     def run(way: str) -> Served:
-        return serve(engines[way], prompts, answer, at_once)
+        return serve(engines[way], prompts, load.answer, load.at_once)
 
-    for way in (DENSE, SPARSE):
-        serve(engines[way], prompts[: _WARM_UP[0]], min(_WARM_UP[1], answer), at_once)
-    reset_stats(engines.sparse)
-    turns = {way: [run(way)] for way in (DENSE, SPARSE)}
-    failed = repeat_in_turn(turns, run, repeats)
-    stats, (dense, sparse) = serving_stats(engines.sparse), (turns[way] for way in (DENSE, SPARSE))
-    return row.plus(
-        failed,
-        backend=serving_backend(engines.sparse) or row.backend,
-        density=stats.prefill_density,
-        decoded=stats.decode_sparse,
-        failures=stats.failures,
-        **dict(zip(("dense_ms", "dense_token_ms", "dense_tokens_per_second"), _medians(dense), strict=True)),
-        **dict(zip(("sparse_ms", "token_ms", "tokens_per_second"), _medians(sparse), strict=True)),
-    )
+    for engine in engines.values():
+        serve(engine, prompts[: _WARM_UP[0]], min(_WARM_UP[1], load.answer), load.at_once)
+    if SPARSE in engines:
+        reset_stats(engines[SPARSE])
+    turns = {way: [run(way)] for way in engines}
+    found.turns |= turns
+    found.note = "; ".join(filter(None, (found.note, repeat_in_turn(turns, run, bench.repeats))))
+    if SPARSE in engines:
+        found.counted, found.backend = serving_stats(engines[SPARSE]), serving_backend(engines[SPARSE])
+
+
+def _filled(row: Row, found: Measured) -> Row:
+    names = {DENSE: ("dense_ms", "dense_token_ms", "dense_tokens_per_second")}
+    names[SPARSE] = ("sparse_ms", "token_ms", "tokens_per_second")
+    for way, runs in found.turns.items():
+        row = row.plus(**dict(zip(names[way], _medians(runs), strict=True)))
+    if found.counted is not None:
+        stats = found.counted
+        row = row.plus(density=stats.prefill_density, decoded=stats.decode_sparse, failures=stats.failures)
+    return row.plus(found.note, backend=found.backend or row.backend)
 
 
 def _prompts(load: Load, vocabulary: int, seed: int) -> list[list[int]]:
@@ -277,16 +329,12 @@ class Served:
 
     timings: tuple[Timing, ...]
     answer: int  # tokens
+    token_seconds: tuple[float, ...] = ()  # between steps in which every request decodes
 
     @property
     def first_seconds(self) -> tuple[float, ...]:
         """Up to the first token of each request, from when it was given to the engine."""
         return tuple(one.first - one.given for one in self.timings)
-
-    @property
-    def token_seconds(self) -> tuple[float, ...]:
-        """Between two tokens of each request's answer, on average; empty where answers are of one token."""
-        return tuple((one.last - one.first) / (self.answer - 1) for one in self.timings) if self.answer > 1 else ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -314,13 +362,19 @@ def serve(llm: Any, prompts: Sequence[Sequence[int]], answer: int, at_once: int)
     given: dict[str, float] = {}
     first: dict[str, float] = {}
     last: dict[str, float] = {}
+    between: list[float] = []
+    before = 0.0
     try:
         while waiting or engine.has_unfinished_requests():
             while waiting and len(given) - len(last) < at_once:
                 name, prompt = waiting.popleft()
                 given[name] = time.perf_counter()
                 engine.add_request(name, {"prompt_token_ids": prompt}, asked)
+            decodes = given.keys() == first.keys()
             outputs, now = engine.step(), time.perf_counter()
+            if decodes and outputs:
+                between.append(now - before)
+            before = now
             for output in outputs:
                 first.setdefault(output.request_id, now)
                 if output.finished:
@@ -330,4 +384,4 @@ def serve(llm: Any, prompts: Sequence[Sequence[int]], answer: int, at_once: int)
         raise
     if given.keys() != last.keys():
         raise BackendError(f"expected {len(given)} answers of vLLM's engine, found {len(last)}; its log says why")
-    return Served(tuple(Timing(given[name], first[name], last[name]) for name in given), answer)
+    return Served(tuple(Timing(given[name], first[name], last[name]) for name in given), answer, tuple(between))

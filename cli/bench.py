@@ -424,6 +424,7 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
         Layers, Flag("These filter layers; three by depth by default.", ("--filters", "--filter-layers"), "LAYERS")
     ] = ()
     dense_decode: Annotated[bool, Flag("Decode without the plan.")] = False
+    alone: Annotated[bool, Flag("One engine at a time, for loads that do not fit the device twice.")] = False
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
@@ -442,7 +443,7 @@ def serve(flags: ServeFlags) -> None:
     named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan, None)
     used = checked(flags, named, flags.lengths).plan
     from sparsekv.bench.hand_plans import HandDecode, dense_up_to, dummy_plan, hand_plan
-    from sparsekv.bench.serve import COLUMNS, Load, ServeBench, bench_serve, served_model, start_engines
+    from sparsekv.bench.serve import COLUMNS, Load, ServeBench, bench_serve, served_model
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.settled import density_for
 
@@ -450,7 +451,7 @@ def serve(flags: ServeFlags) -> None:
     wanted = flags.lengths or _SERVE_LENGTHS[hardware.type]
     loads = tuple(Load(length, flags.answer, flags.at_once, flags.requests or flags.at_once) for length in wanted)
     drawn = (flags.repeats, flags.step_tokens, machine.backend, flags.seed)
-    bench = ServeBench(loads, hardware, precision, *drawn)
+    bench = ServeBench(loads, hardware, precision, *drawn, flags.alone)
     words = "given"
     with served_model(flags.model, flags.random_weights, bench.longest) as subject:
         if used is None:
@@ -465,8 +466,7 @@ def serve(flags: ServeFlags) -> None:
             used = used.model_copy(update={"decode": None})
         if subject.note:
             tell(subject.note)
-        with start_engines(subject, used, bench) as engines:
-            rows = list(bench_serve(engines, subject, words, bench, BarProgress()))
+        rows = list(bench_serve(subject, used, words, bench, BarProgress()))
     own = rows[0].data()
     what = ", ".join(str(own[name]) for name in ("model", "device", "dtype", "host"))
     what += f", {own['backend']} kernels, steps of {flags.step_tokens}"

@@ -1,13 +1,16 @@
 """Requests that are timed, and the rows of `bench serve`."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sparsekv.bench.serve import Engines, Load, ServeBench, ServedModel, bench_serve, serve
+from sparsekv.bench import serve as serving
+from sparsekv.bench.serve import SPARSE, Load, ServeBench, ServedModel, bench_serve, serve
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.vllm.counters import serving_stats
@@ -42,15 +45,22 @@ class Delayed:
         return self._engine.step()
 
 
+@pytest.mark.parametrize("alone", [False, True])
 def test_a_row_has_the_times_of_each_engine_and_the_density_of_the_sparse_one(
-    engine: Any, plain: Any, reference: LoadedModel, plan: Plan
+    engine: Any, plain: Any, reference: LoadedModel, plan: Plan, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = Load(prompt=6 * 128 - 8, answer=2, at_once=2, requests=2)  # 120 rows behind five cached pages are sparse
-    bench = ServeBench((load,), torch.device("cpu"), torch.float32, repeats=2)
+    bench = ServeBench((load,), torch.device("cpu"), torch.float32, repeats=2, alone=alone)
     model = ServedModel("", reference.info, reference.model.config.vocab_size, "tiny-retriever", random=False)
     slow = SimpleNamespace(llm_engine=Delayed(plain.llm_engine))
-    (row,) = (row.data() for row in bench_serve(Engines(slow, engine, "0.32.0"), model, "given", bench))
-    assert (row["note"], row["failures"], row["backend"], row["host"]) == ("", 0, "cpu", "vLLM 0.32.0")
+
+    @contextmanager
+    def started(way: str, *_: Any) -> Iterator[Any]:
+        yield engine if way == SPARSE else slow
+
+    monkeypatch.setattr(serving, "_engine", started)
+    (row,) = (row.data() for row in bench_serve(model, plan, "given", bench))
+    assert (row["note"], row["failures"], row["backend"]) == ("", 0, "cpu")
     assert min(row["dense_ms"], row["dense_token_ms"]) >= 1e3 * DELAY
     assert row["dense_tokens_per_second"] <= 2 * load.answer / (2 * DELAY)
     assert min(row["sparse_ms"], row["token_ms"], row["tokens_per_second"]) > 0
