@@ -30,6 +30,8 @@ def make_engine(model: str, **settings: Any) -> Any:
     """An engine on the CPU."""
     from vllm import LLM
 
+    from sparsekv.runtime.vllm.internals import register
+
     given = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -39,6 +41,7 @@ def make_engine(model: str, **settings: Any) -> Any:
         "num_gpu_blocks_override": PAGES,
         "disable_log_stats": False,
     }
+    register()  # where sparsekv is not installed, but found otherwise
     return LLM(model, **(given | settings))
 
 
