@@ -49,7 +49,7 @@ from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
-from sparsekv.runtime.model_config import attention_groups, device_name, dtype_name
+from sparsekv.runtime.model_config import attention_groups, device_name, dtype_name, rope_switch
 from sparsekv.runtime.plan_checks import check_plan
 
 COLUMNS: Columns = {
@@ -153,7 +153,8 @@ class PrefillRuns:
             wait_for(device)
             start = time.perf_counter()
             at = 0
-            for size in [length] if self.bench.chunk is None else piece_sizes(length, self.bench.chunk):
+            switch = rope_switch(self.model.config)
+            for size in [length] if self.bench.chunk is None else piece_sizes(length, self.bench.chunk, switch):
                 self.model(ids_1S[:, at : at + size], past_key_values=cache, use_cache=True, logits_to_keep=1)
                 at += size
             wait_for(device)

@@ -2,14 +2,13 @@
 long inputs and memory estimates read it, and so does vLLM. A new architecture is a record here and a row of
 tests/support/tiny_models.py.
 
-Every one of them calls its attention through `AttentionInterface`, and its decoder has `layers`, `rotary_emb` and
-`norm`. Scores with a soft cap cannot be computed: no kernel has one.
+Every one of them calls its attention through `AttentionInterface`, and its decoder has `layers` and `norm`, which it
+calls one after the other. Scores with a soft cap cannot be computed: no kernel has one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from sparsekv.plans.errors import UnsupportedError
@@ -20,59 +19,74 @@ class Architecture:
     """Names of attributes.
 
     Attributes:
-        model_type: of the config; also of the module of transformers that has its classes.
+        model_type: of the config.
+        package: of transformers.models, that has its classes; the model type where empty.
         attention: of a layer.
-        mlp: of a layer.
-        norms: of a layer, before its attention and before its MLP.
-        projections: of an attention: to queries, keys and values; one name where a single projection gives all three.
+        mlp: of a layer; may be a mixture of experts.
+        norms: of a layer, before its attention and before its MLP; empty where it has none there.
+        norms_after: of a layer, of what its attention and its MLP add to the hidden states.
         output: of an attention, its last projection.
-        head_norms: of an attention, of single queries and keys before they are rotated; none where it has none.
-        window: the path from an attention to its sliding window; empty where no layer slides.
-        width: of a config, that of the MLP.
+        residual: of a layer, the number by which it multiplies what it adds.
+        idle: of a layer, modules that do nothing in evaluation.
+        experts: of a config, the width of an expert; empty where the MLP is dense.
     """
 
     model_type: str
+    package: str = ""
     attention: str = "self_attn"
     mlp: str = "mlp"
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
-    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    norms_after: tuple[str, str] = ("", "")
     output: str = "o_proj"
-    head_norms: tuple[str, ...] = ()
-    window: str = ""
-    width: str = "intermediate_size"
+    residual: str = ""
+    idle: tuple[str, ...] = ()
+    experts: str = ""
 
     @property
     def home(self) -> str:
         """The module of transformers with its classes."""
-        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
-
-    def window_of(self, attention: Any) -> int | None:
-        """The sliding window of an attention module; None where it sees everything."""
-        return attrgetter(self.window)(attention) if self.window else None
+        package = self.package or self.model_type
+        return f"transformers.models.{package}.modeling_{package}"
 
     def width_of(self, config: Any) -> int:
-        """Of the MLP of a model with this config."""
-        return int(getattr(config, self.width))
+        """A third of the numbers that an MLP of a model with this config has of each token: gate, up and product. Each
+        expert that a token goes to has them too, and beside them four hidden states: copied, projected, weighted and
+        in order."""
+        dense = int(config.intermediate_size)
+        if not self.experts:
+            return dense
+        expert = getattr(config, self.experts) + -(-4 * config.hidden_size // 3)
+        shared = getattr(config, "shared_expert_intermediate_size", 0)
+        return max(dense, int(config.num_experts_per_tok * expert + shared))
 
     def has_parts(self, layer: Any) -> bool:
-        """Whether a layer and its attention have the parts that are named here, and no others."""
-        attention = getattr(layer, self.attention, None)
-        if attention is None:
-            return False
-        inside = {self.output, *self.projections, *self.head_norms}
-        return dict(layer.named_children()).keys() == {self.attention, self.mlp, *self.norms} and (
-            dict(attention.named_children()).keys() == inside
-        )
+        """Whether a layer has the parts that are named here, and no others."""
+        parts = {self.attention, self.mlp, *self.norms, *self.norms_after, *self.idle} - {""}
+        return dict(layer.named_children()).keys() == parts and hasattr(getattr(layer, self.attention), self.output)
 
+
+_BEFORE = ("input_layernorm", "pre_feedforward_layernorm")
+_AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 ARCHITECTURES = {
     record.model_type: record
     for record in (
+        Architecture("ernie4_5"),
+        Architecture("gemma3_text", package="gemma3", norms=_BEFORE, norms_after=_AFTER),
         Architecture("glm"),
+        Architecture("granite", residual="residual_multiplier"),
+        Architecture("granitemoe", mlp="block_sparse_moe", residual="residual_multiplier", experts="intermediate_size"),
         Architecture("llama"),
-        Architecture("mistral", window="config.sliding_window"),
-        Architecture("qwen2", window="sliding_window"),
-        Architecture("qwen3", window="sliding_window", head_norms=("q_norm", "k_norm")),
+        Architecture("mistral"),
+        Architecture("mixtral", experts="intermediate_size"),
+        Architecture("olmo2", norms=("", ""), norms_after=_AFTER),
+        Architecture("phi3", idle=("resid_attn_dropout", "resid_mlp_dropout")),
+        Architecture("qwen2"),
+        Architecture("qwen2_moe", experts="moe_intermediate_size"),
+        Architecture("qwen3"),
+        Architecture("qwen3_moe", experts="moe_intermediate_size"),
+        Architecture("seed_oss"),
+        Architecture("smollm3"),
     )
 }
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo, architecture_fingerprint, is_model_id
 from sparsekv.plans.schema import DtypeName
 from sparsekv.runtime.architecture import architecture_of
@@ -19,8 +20,14 @@ if TYPE_CHECKING:
 
 
 def describe_config(config: PreTrainedConfig, source: str | None = None, revision: str | None = None) -> ModelInfo:
-    """What a config alone says of a model: all but the fingerprint of its weights. See `describe_model`."""
+    """What a config alone says of a model: all but the fingerprint of its weights. See `describe_model`.
+
+    Raises:
+        UnsupportedError: its architecture is not supported, or its attention is not causal.
+    """
     architecture_of(config.model_type)
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedError("expected causal attention, found use_bidirectional_attention; choose a decoder")
     groups, rope = attention_groups(config), _plain(getattr(config, "rope_parameters", None) or {})
     facts = {
         "model_type": config.model_type,
@@ -58,11 +65,20 @@ def attention_groups(config: PreTrainedConfig) -> tuple[AttentionGroup, ...]:
     )
 
 
+def rope_switch(config: PreTrainedConfig) -> int:
+    """The most tokens that rotate by the short angles of a long rope, the only kind that has two sets and takes one of
+    them for all tokens (LongRoPE, arXiv 2402.13753); 0 of other ropes."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else 0
+
+
 def _window(config: PreTrainedConfig, layer: int) -> int | None:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    slides = window is not None if kinds is None else kinds[layer] == "sliding_attention"
-    return int(window) if slides and window is not None else None
+    slides = kinds is None or kinds[layer] == "sliding_attention"
+    if window is None or not slides or window >= config.max_position_embeddings:  # one that reaches over every context
+        return None
+    return int(window)
 
 
 def _identifier(source: str) -> str:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.tasks import Kit, Sample
 from sparsekv.planner.tasks.text import Ids
+from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.model_config import attention_groups
 
 # Tokens that are fed of a text that is no answer: each is a decode step of every mode. No answer of a task is longer
@@ -126,5 +127,5 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     cached = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in attention_groups(config))
     # Two hidden states, queries, the output of attention; then the MLP: what is gated, its gate, their product.
     held = 2 * config.hidden_size + 2 * config.num_attention_heads * attention_groups(config)[0].head_dim
-    widest: int = held + 3 * config.intermediate_size
+    widest: int = held + 3 * architecture_of(config.model_type).width_of(config)
     return (cached + max(cached, widest)) * model.dtype.itemsize

@@ -11,17 +11,17 @@ sequence a row, token by token. Anything else is refused before it gives wrong t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial, wraps
 from threading import RLock
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.runtime.architecture import architecture_of
@@ -29,6 +29,7 @@ from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, c
 from sparsekv.runtime.hf.cache import Progress, begin_pass, progress_of, sparse_cache
 from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
+from sparsekv.runtime.model_config import attention_groups, rope_switch
 
 _PATIENCE = 5.0  # seconds: a `generate` that has streamed its last token is about to return
 _ABSENT = object()
@@ -129,12 +130,15 @@ class Attached:
         self._engine = engine
         self._configs = configs
         self._attentions = attention_modules(model)
+        groups = {layer: group for group in attention_groups(model.config) for layer in group.layers}
+        self.windows: Sequence[int | None] = tuple(groups[layer].window for layer in range(len(self._attentions)))
         self._own: Callable[..., Any] = self.decoder.forward
         self._names = tuple(inspect.signature(self._own).parameters)
         self._executors: tuple[Executor, ...] = ()
         if "forward" not in vars(self.decoder):  # somebody else's runs whole
             self._own = partial(type(self.decoder).forward, self.decoder)
             self._executors = (LongInputs(chunking, model.config.model_type), *engine.executors())
+        self._switch = rope_switch(model.config)
         self._placed: list[tuple[nn.Module, str, Any, Any]] = []  # with what was there before
         self._prompt: Prompt | None = None
         self._turn = RLock()
@@ -158,6 +162,8 @@ class Attached:
         if self._model.can_generate():
             generate: Any = self._model.generate
             self._put(self._model, "generate", self._guarded(generate))
+            if self._switch:
+                self._put(self._model, "prepare_inputs_for_generation", self._prepared)
         for module in {id(module): module for module in (self._model, self.decoder)}.values():
             self._put(module, "__deepcopy__", partial(self._copied, module))
 
@@ -200,6 +206,18 @@ class Attached:
                     self._prompt = before
 
         return guarded
+
+    def _prepared(self, input_ids: torch.Tensor, past_key_values: Cache | None = None, **kwargs: Any) -> Any:
+        """What a step of `generate` runs. Where the angles of a long rope change, the whole sequence, over the same
+        cache: transformers' own method leaves the caller's cache for another one, an empty one too."""
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if 0 < past <= self._switch < input_ids.shape[1]:
+            assert past_key_values is not None
+            past_key_values.reset()
+            kwargs["next_sequence_length"] = None
+        return GenerationMixin.prepare_inputs_for_generation(
+            cast(Any, self._model), cast(Any, input_ids), past_key_values=past_key_values, **kwargs
+        )
 
     def _inside(self, forward: Callable[..., Any], run: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """A forward in whose midst passes run. The last one over a cache ends when the outermost forward returns: what
@@ -276,7 +294,7 @@ class Attached:
     @contextmanager
     def alone(self, layer: int) -> Iterator[None]:
         """Inside it, one layer attends, called by itself and without a cache."""
-        before, self.under_way = self.under_way, Pass(self._engine, Phase.PREFILL, None, layer)
+        before, self.under_way = self.under_way, Pass(self._engine, Phase.PREFILL, None, self.windows, layer)
         try:
             yield
         finally:
@@ -296,6 +314,11 @@ class Attached:
                 progress.end()
             lengths = begin_pass(cache, config.num_hidden_layers)
         past, prompt = max(lengths, default=0), self._prompt
+        if tokens is not None and tokens.shape[1] > 1 and 0 < past <= self._switch < past + tokens.shape[1]:
+            raise UnsupportedError(
+                f"expected the first {self._switch + 1} tokens in one piece, as the rotary angles of longer inputs are "
+                f"others, found {past} cached; use longer pieces, or start a new cache"
+            )
         if prompt is None or not prompt.ran(cache, past):
             check_call(self.decoder, inputs, tokens, past)
         if len(set(lengths)) > 1 and tokens is not None and inputs.get("position_ids") is None:
@@ -307,7 +330,7 @@ class Attached:
             phase = Phase.DECODE if alone else Phase.PREFILL
         if phase is Phase.DECODE and cache is not None and tokens is not None:
             self._engine.begin_step(cache, tuple(length + 1 for length in lengths), tokens.device)
-        return Pass(self._engine, phase, cache)
+        return Pass(self._engine, phase, cache, self.windows)
 
 
 def _restore(module: nn.Module, name: str, value: Any, former: Any) -> None:

@@ -76,14 +76,15 @@ class Pass:
     engine: Engine
     phase: Phase
     cache: Cache | None
+    windows: Sequence[int | None]  # the sliding window of each layer
     layer: int = 0  # the one that attends next
+    projects: bool = False  # the layers are asked for queries, keys and values alone
 
     def attend(
         self,
         layer: int,
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         scale: float,
-        window: int | None,
         q_is_spare: bool = False,
     ) -> torch.Tensor:
         """[B, H, S, D]: the attention of the next layer, in the dtype of the cache; under autocast the output has its
@@ -91,13 +92,16 @@ class Pass:
 
         Raises:
             UsageError: it is another one's turn.
+            Projected: the pass `projects`.
         """
+        if self.projects:
+            raise Projected(*qkv, scale)
         check_layer(self.layer, layer)
         self.layer += 1
         entry, found = self.entry(layer), attention_dtype(qkv[0])
         dtype = found if entry is None else entry.dtype_for(qkv[0])
         q_BHSD, k_BGSD, v_BGSD = (x.to(dtype) for x in qkv)
-        call = LayerCall(layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, window, q_is_spare)
+        call = LayerCall(layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, self.windows[layer], q_is_spare)
         with _without_autocast(q_BHSD.device.type):
             return self._attend(call).to(found)
 
@@ -116,6 +120,10 @@ class Pass:
         entry = self.cache.layers[layer]
         assert isinstance(entry, SparseLayer)
         return entry
+
+
+class Projected(Exception):  # noqa: N818 - how a part of a forward ends, no error
+    """Leaves an attention module where it would attend, with its queries, keys, values and softmax scale as `args`."""
 
 
 def _without_autocast(kind: str) -> AbstractContextManager[Any]:
@@ -139,10 +147,12 @@ class Attachment(Protocol):
 
     Attributes:
         decoder: the module with the layers.
+        windows: the sliding window of each layer; None where it has none.
         under_way: the forward pass under way.
     """
 
     decoder: PreTrainedModel
+    windows: Sequence[int | None]
     under_way: Pass | None
 
     def run_own(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
@@ -230,10 +240,11 @@ def attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as `AttentionInterface` wants it: q [B, H, S, D], new k and v [B, G, S, D], output [B, S, H, D].
+
+    Windows are those of the config: not every architecture hands them in.
 
     Raises:
         UsageError: the model shares its config with one that a plan was applied to, or a layer was called by itself, or
@@ -253,7 +264,7 @@ def attention_forward(
             f"custom masks are not supported, pass none"
         )
     layer: Any = module.layer_idx
-    out_BHSD = attached.under_way.attend(layer, (query, key, value), scaling, sliding_window)
+    out_BHSD = attached.under_way.attend(layer, (query, key, value), scaling)
     return out_BHSD.transpose(1, 2).contiguous(), None
 
 

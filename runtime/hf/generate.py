@@ -23,7 +23,7 @@ from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.types import LEAST_CHUNK
 from sparsekv.runtime.hf.cache import reserve
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.model_config import dtype_name
+from sparsekv.runtime.model_config import dtype_name, rope_switch
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,24 +148,35 @@ def _prefill_most(model: PreTrainedModel, ids_BS: torch.Tensor, cache: Cache, ch
     """Fills the cache in pieces until one piece is left. (Not by generate's own prefill_chunk_size, which in some
     versions of transformers passes the cached tokens again.)
     """
+    switch = rope_switch(model.config)
+    if cache.get_seq_length() <= switch < ids_BS.shape[1]:
+        cache.reset()  # other angles
     start = cache.get_seq_length()
-    for size in piece_sizes(ids_BS.shape[1] - start, chunk)[:-1]:
+    for size in piece_sizes(ids_BS.shape[1] - start, chunk, 0 if start else switch)[:-1]:
         model(ids_BS[:, start : start + size], past_key_values=cache, logits_to_keep=1)
         start += size
 
 
-def piece_sizes(tokens: int, chunk: int) -> list[int]:
+def piece_sizes(tokens: int, chunk: int, switch: int = 0) -> list[int]:
     """How many tokens each piece of a chunked prefill has; the last one has two or more, as one alone would be a
     decode step.
+
+    Args:
+        tokens: of all pieces.
+        chunk: most of a piece.
+        switch: more tokens than this rotate by other angles (`rope_switch`): the first piece then has as many.
 
     Raises:
         UsageError: the chunk is too small to be sensible.
     """
     if chunk < LEAST_CHUNK:
         raise UsageError(f"expected a chunk of at least {LEAST_CHUNK} tokens, found {chunk}; thousands are sensible")
-    sizes = []
+    first = switch + 1 if tokens > switch else 0
+    if tokens < first + 2:
+        return [tokens]
+    sizes: list[int] = []
     while tokens > chunk:
-        sizes.append(min(chunk, tokens - 2))
+        sizes.append(min(chunk if sizes else max(chunk, first), tokens - 2))
         tokens -= sizes[-1]
     return [*sizes, tokens]
 

@@ -119,7 +119,7 @@ class StepGraph:
         def step() -> torch.Tensor:
             self._state.begin(self.lengths_B, self.lengths_B.device)
             inputs = {"input_ids": self.ids_B1, "position_ids": self.positions_B1}
-            under_way = Pass(engine, Phase.DECODE, cache)
+            under_way = Pass(engine, Phase.DECODE, cache, attached.windows)
             found = attached.run_own(under_way, {**inputs, "past_key_values": cache, "use_cache": True})
             self.stores.join()
             hidden_B1E: torch.Tensor = found.last_hidden_state

@@ -174,11 +174,13 @@ def _read_gguf_config(found: ModelSource, options: dict[str, Any]) -> PreTrained
 
 
 _COUNTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
-_COUNTS_IF_ANY = ("num_key_value_heads", "head_dim", "sliding_window")
+_COUNTS_IF_ANY = ("num_key_value_heads", "head_dim")
 
 
 def _check_config(config: PreTrainedConfig, where: str) -> None:
-    for name in (*_COUNTS, *_COUNTS_IF_ANY):
+    kinds = getattr(config, "layer_types", None)
+    windows = ("sliding_window",) if kinds is None or "sliding_attention" in kinds else ()  # else it may be 0
+    for name in (*_COUNTS, *_COUNTS_IF_ANY, *windows):
         count = getattr(config, name, None)
         if (count is None and name in _COUNTS) or (count is not None and not (isinstance(count, int) and count >= 1)):
             raise UsageError(f"expected {name} of 1 or more {where}, found {count!r:.40}")

@@ -3,20 +3,22 @@
 A Hugging Face decoder layer makes float32 copies of its whole input in each norm, several copies of the queries in its
 rotary embedding, and tensors of the MLP's width: 100 GB at 1M tokens of an 8B model. Here a layer writes queries, keys
 and values chunk by chunk into preallocated tensors, attends once, and adds the output projection and the MLP to its
-input in place, again chunk by chunk. It calls the model's own norms, projections, rotary function and MLP.
+input in place, again chunk by chunk. It calls the model's own norms, attention (up to where that attends), output
+projection and MLP.
 
-The executor takes the place of the decoder's forward where the input is long and nothing unknown is asked for. A layer
-that is not as transformers made it (another forward, other parts, hooks) is called whole, and what it has seen is not
-overwritten.
+The executor runs the decoder's own forward, with such a forward in place of that of its layers and of its last norm,
+where the input is long and nothing unknown is asked for. A layer that is not as transformers made it (another forward,
+other parts, hooks) is called whole, and what it has seen is not overwritten.
 
 Shapes: B batch, S tokens, E hidden size, H query heads, G KV heads, D head size, R rotated part of a head.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,9 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.modules import module as torch_modules
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sparsekv.runtime.architecture import Architecture, architecture_of
-from sparsekv.runtime.hf.attention import Attachment, Pass
+from sparsekv.runtime.hf.attention import Attachment, Pass, Projected
 from sparsekv.runtime.stores.store import Layout
 
 _DORMANT = "transformers.utils.output_capturing"  # hooks that stay behind once hidden states were asked for
@@ -67,8 +68,7 @@ class LayerInput:
     """What one decoder layer is called with."""
 
     hidden_BSE: torch.Tensor
-    cos_BSR: torch.Tensor
-    sin_BSR: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [B, S, R] each
     under_way: Pass
 
 
@@ -102,47 +102,70 @@ class LongInputs:
         """Whether these modules are of transformers' classes for this model type."""
         return all(type(part).__module__ == self._architecture.home for part in parts)
 
-    def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> BaseModelOutputWithPast:
+    def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> Any:
         """What the decoder's own forward returns."""
         decoder: Any = attached.decoder
-        given_BSE, cache = inputs.get("inputs_embeds"), under_way.cache
-        own = given_BSE is None and type(decoder.embed_tokens) is nn.Embedding and not is_touched(decoder.embed_tokens)
-        hidden_BSE = decoder.embed_tokens(inputs["input_ids"]) if given_BSE is None else given_BSE
-        positions_BS = inputs.get("position_ids")
-        if positions_BS is None:
-            past = 0 if cache is None else cache.get_seq_length()
-            positions_BS = torch.arange(past, past + hidden_BSE.shape[1], device=hidden_BSE.device)[None]
-        rotary = decoder.rotary_emb(hidden_BSE, positions_BS)
-        pieces = list(self._chunking.pieces(*hidden_BSE.shape[:2]))
-        with attached.attending(under_way):
-            for layer in decoder.layers[: decoder.config.num_hidden_layers]:
-                if self._can_cut(layer):
-                    given = LayerInput(hidden_BSE, rotary[0], rotary[1], under_way)
-                    into_BSE = hidden_BSE if own else torch.empty_like(hidden_BSE)
-                    hidden_BSE = forward_in_pieces(layer, self._architecture, given, pieces, into_BSE)
-                    own = True
-                else:
-                    options = {"past_key_values": cache, "use_cache": inputs.get("use_cache")}
-                    whole = {"attention_mask": None, "position_ids": positions_BS, "position_embeddings": rotary}
-                    hidden_BSE, own = layer(hidden_BSE, **whole, **options), False
-        out_BSE = self._norm(decoder.norm, hidden_BSE, pieces, own)
-        return BaseModelOutputWithPast(last_hidden_state=out_BSE, past_key_values=cache)
-
-    def _norm(self, norm: nn.Module, hidden_BSE: torch.Tensor, pieces: Sequence[slice], own: bool) -> torch.Tensor:
-        if not self._is_own(norm) or not type(norm).__name__.endswith("RMSNorm") or is_touched(norm):
-            return norm(hidden_BSE)  # type: ignore[no-any-return]
-        out_BSE = hidden_BSE if own else torch.empty_like(hidden_BSE)
-        for rows in pieces:
-            out_BSE[:, rows] = norm(hidden_BSE[:, rows])
-        return out_BSE
+        embed, ids = decoder.embed_tokens, inputs.get("input_ids")
+        own = type(embed) is nn.Embedding or self._is_own(embed)
+        fresh = ids is not None and own and not is_touched(embed)
+        rows = _Rows(self._architecture, under_way, self._chunking, decoder.layers[0] if fresh else None)
+        with ExitStack() as undo:
+            for layer in filter(self._can_cut, decoder.layers):
+                undo.enter_context(_forward_of(layer, partial(rows.layer, layer)))
+            if self._is_own(decoder.norm) and not is_touched(decoder.norm):
+                undo.enter_context(_forward_of(decoder.norm, partial(rows.norm, decoder.norm)))
+            return attached.run_own(under_way, inputs)
 
     def _can_cut(self, layer: nn.Module) -> bool:
         """Whether the layer is as transformers made it."""
         record: Any = self._architecture
         if not record.has_parts(layer) or any(map(is_touched, layer.modules())):
             return False
-        parts = [layer, *(getattr(layer, name) for name in (record.attention, record.mlp, *record.norms))]
+        names = (record.attention, record.mlp, *record.norms, *record.norms_after)
+        parts = [layer, *(getattr(layer, name) for name in names if name)]
         return self._is_own(*parts) and all(_has_own_forward(part) for part in parts[:2])
+
+
+@contextmanager
+def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside it, the module has another forward."""
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+
+
+class _Rows:
+    """The forwards of a pass in pieces of rows.
+
+    Args:
+        first: the layer whose input nobody else has; None where the embeddings are somebody's.
+    """
+
+    def __init__(
+        self, architecture: Architecture, under_way: Pass, chunking: Chunking, first: nn.Module | None
+    ) -> None:
+        self._architecture = architecture
+        self._under_way = under_way
+        self._chunking = chunking
+        self._first = first
+        self._spare: torch.Tensor | None = None  # hidden states that nobody else has
+
+    def layer(self, layer: nn.Module, hidden_BSE: torch.Tensor, **given: Any) -> torch.Tensor:
+        """Of a decoder layer."""
+        spare = layer is self._first or hidden_BSE is self._spare
+        self._spare = hidden_BSE if spare else torch.empty_like(hidden_BSE)
+        called_with = LayerInput(hidden_BSE, given["position_embeddings"], self._under_way)
+        pieces = list(self._chunking.pieces(*hidden_BSE.shape[:2]))
+        return forward_in_pieces(layer, self._architecture, called_with, pieces, self._spare)
+
+    def norm(self, norm: nn.Module, hidden_BSE: torch.Tensor) -> torch.Tensor:
+        """Of the decoder's last norm."""
+        out_BSE = hidden_BSE if hidden_BSE is self._spare else torch.empty_like(hidden_BSE)
+        for rows in self._chunking.pieces(*hidden_BSE.shape[:2]):
+            out_BSE[:, rows] = type(norm).forward(norm, hidden_BSE[:, rows])
+        return out_BSE
 
 
 def _has_own_forward(module: nn.Module) -> bool:
@@ -154,7 +177,8 @@ def _has_own_forward(module: nn.Module) -> bool:
 def asks_for_more(decoder: Any, inputs: dict[str, Any]) -> bool:
     """Whether a forward pass wants anything but the last hidden state of tokens and their cache."""
     asked = {name: value for name, value in inputs.items() if name not in _INPUTS}
-    plain = asked.pop("return_dict", None) is not False and not decoder.config.output_hidden_states
+    recorded = decoder.config.output_hidden_states or getattr(decoder.config, "output_router_logits", False)
+    plain = asked.pop("return_dict", None) is not False and not recorded
     return not plain or any(value is not None and value is not False for value in asked.values())
 
 
@@ -180,14 +204,21 @@ def forward_in_pieces(
         into_BSE: where the result goes; may be the input itself.
     """
     attention, mlp = getattr(layer, architecture.attention), getattr(layer, architecture.mlp)
-    project, norm = getattr(attention, architecture.output), getattr(layer, architecture.norms[1])
+    project, norm = getattr(attention, architecture.output), _part(layer, architecture.norms[1])
+    after_attention, after_mlp = (_part(layer, name) for name in architecture.norms_after)
+    scale = getattr(layer, architecture.residual) if architecture.residual else 1
     out_BHSD = _attend(layer, architecture, given, pieces)
     for rows in pieces:
         attended_BSE = out_BHSD[:, :, rows].transpose(1, 2).flatten(2)
         hidden_BSE = into_BSE[:, rows]
-        torch.add(given.hidden_BSE[:, rows], project(attended_BSE), out=hidden_BSE)
-        hidden_BSE += mlp(norm(hidden_BSE))
+        torch.add(given.hidden_BSE[:, rows], after_attention(project(attended_BSE)) * scale, out=hidden_BSE)
+        hidden_BSE += after_mlp(mlp(norm(hidden_BSE))) * scale
     return into_BSE
+
+
+def _part(layer: nn.Module, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A norm of a layer; what it is given where it has none there."""
+    return getattr(layer, name) if name else lambda x_BSE: x_BSE
 
 
 def _attend(layer: nn.Module, architecture: Architecture, given: LayerInput, pieces: Sequence[slice]) -> torch.Tensor:
@@ -205,37 +236,24 @@ def _attend(layer: nn.Module, architecture: Architecture, given: LayerInput, pie
     dtype = q_BHSD.dtype if entry is None else entry.dtype_for(q_BHSD)
     layout = Layout(batch, kv_heads, size, dtype, q_BHSD.device)
     k_BGSD, v_BGSD = (layout.empty(tokens), layout.empty(tokens)) if entry is None else entry.room(tokens, layout)
+    norm = _part(layer, architecture.norms[0])
     for rows in pieces:
-        q_BHSD[:, :, rows], k_BGSD[:, :, rows], v_BGSD[:, :, rows] = _project(layer, architecture, given, rows)
+        *qkv, scale = _projected(attention, norm(given.hidden_BSE[:, rows]), given, rows)
+        q_BHSD[:, :, rows], k_BGSD[:, :, rows], v_BGSD[:, :, rows] = qkv
     if entry is not None:
         entry.commit(k_BGSD, v_BGSD)
-    window = architecture.window_of(attention)
-    qkv = q_BHSD, k_BGSD, v_BGSD
-    return given.under_way.attend(attention.layer_idx, qkv, attention.scaling, window, q_is_spare=True)
+    return given.under_way.attend(attention.layer_idx, (q_BHSD, k_BGSD, v_BGSD), scale, q_is_spare=True)
 
 
-def _project(
-    layer: nn.Module, architecture: Architecture, given: LayerInput, rows: slice
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotated queries and keys, and values, of some tokens: what the attention's own forward makes of them."""
-    attention = getattr(layer, architecture.attention)
-    x_BSE = getattr(layer, architecture.norms[0])(given.hidden_BSE[:, rows])
-    q_BSHD, k_BSGD, v_BSGD = _projected(attention, architecture, x_BSE)
-    if architecture.head_norms:
-        q_norm, k_norm = (getattr(attention, name) for name in architecture.head_norms)
-        q_BSHD, k_BSGD = q_norm(q_BSHD), k_norm(k_BSGD)
-    rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb  # what its own forward would call now
-    q_BHSD, k_BGSD = rotate(
-        q_BSHD.transpose(1, 2), k_BSGD.transpose(1, 2), given.cos_BSR[:, rows], given.sin_BSR[:, rows]
-    )
-    return q_BHSD, k_BGSD, v_BSGD.transpose(1, 2)
-
-
-def _projected(attention: Any, architecture: Architecture, x_BSE: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Queries, keys and values, [B, S, heads, D] each."""
-    config, size = attention.config, attention.head_dim
-    found = [getattr(attention, name)(x_BSE) for name in architecture.projections]
-    if len(found) == 1:
-        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        found = list(found[0].split([count * size for count in heads], -1))
-    return [x_BSF.unflatten(-1, (-1, size)) for x_BSF in found]
+def _projected(attention: nn.Module, x_BSE: torch.Tensor, given: LayerInput, rows: slice) -> tuple[Any, ...]:
+    """Queries and keys as they attend, values and softmax scale: what the attention's own forward makes of some tokens
+    up to where it attends."""
+    rotary = tuple(angles_BSR[:, rows] for angles_BSR in given.rotary)
+    given.under_way.projects = True
+    try:
+        attention(hidden_states=x_BSE, position_embeddings=rotary, attention_mask=None)
+    except Projected as found:
+        return found.args
+    finally:
+        given.under_way.projects = False
+    raise AssertionError("expected an attention that calls its interface")

@@ -44,9 +44,9 @@ def random_model(draw: Random) -> PreTrainedModel:
     kv_heads = draw.choice([1, 1, 2, 3])
     heads = kv_heads * draw.choice([1, 2, 3, 4, 7, 16] if kv_heads == 1 else [1, 2, 4])
     options = {}
-    if architecture == "mistral":
+    if architecture in ("mistral", "mixtral", "phi3"):
         options = {"sliding_window": draw.choice([None, draw.randint(1, 300)])}
-    elif architecture.startswith("qwen") and draw.random() < 0.5:
+    elif architecture in ("gemma3_text", "qwen2", "qwen3", "smollm3") and draw.random() < 0.5:
         kinds = ["full_attention", *draw.choices(["full_attention", "sliding_attention"], k=layers - 1)]
         options = {"use_sliding_window": True, "sliding_window": draw.randint(1, 300), "layer_types": kinds}
     return tiny_model(
@@ -55,7 +55,7 @@ def random_model(draw: Random) -> PreTrainedModel:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=draw.choice([4, 8, 12, 16, 32, 64, 80, 128, 256]),
-        hidden=-(-draw.choice([32, 64]) // heads) * heads,  # configs want a multiple
+        hidden=-(-draw.choice([32, 64]) // (4 * heads)) * 4 * heads,  # configs want a multiple, experts one of 4
         ffn=32,
         seed=draw.randrange(1 << 30),
         **options,

@@ -8,26 +8,71 @@ from typing import Any, cast
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GlmConfig,
     GlmForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 ARCHITECTURES = {
+    "ernie4_5": (Ernie4_5Config, Ernie4_5ForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "glm": (GlmConfig, GlmForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
+    "granitemoe": (GraniteMoeConfig, GraniteMoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+}
+_FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_experts": 4, "num_local_experts": 4}
+_OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leaving it out shows
+    "gemma3_text": {"sliding_window_pattern": 1, "query_pre_attn_scalar": 20},
+    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 3.0},
+    "granitemoe": _FEW_EXPERTS | {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 3.0},
+    "mistral": {"sliding_window": None},
+    "mixtral": _FEW_EXPERTS,
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "qwen2_moe": _FEW_EXPERTS | {"shared_expert_intermediate_size": 40},
+    "qwen3_moe": _FEW_EXPERTS | {"mlp_only_layers": [1]},
+    "smollm3": {"no_rope_layer_interval": 2},
 }
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 END = len(CHARACTERS)
@@ -63,7 +108,7 @@ def tiny_model(
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
-        **({"sliding_window": None} if architecture == "mistral" else {}) | options,
+        **_OWN.get(architecture, {}) | options,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -51,7 +51,12 @@ def talk(model, cache=None):
     said = random_tokens(1, 70)
     for turn in range(3):
         out = model.generate(
-            said, past_key_values=cache, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True
+            said,
+            attention_mask=torch.ones_like(said),
+            past_key_values=cache,
+            max_new_tokens=NEW,
+            do_sample=False,
+            return_dict_in_generate=True,
         )
         cache = out.past_key_values
         said = torch.cat((out.sequences, random_tokens(1, 20, seed=turn)), 1)

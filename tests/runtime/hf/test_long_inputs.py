@@ -342,7 +342,7 @@ def test_layers_that_compute_something_else_run_whole(monkeypatch, cuts):
 
 def test_layers_with_a_part_more_run_whole(cuts):
     model, prompt = tiny_model(), random_tokens(1, 50)
-    model.model.layers[1].self_attn.add_module("gate", torch.nn.Identity())
+    model.model.layers[1].add_module("gate", torch.nn.Identity())
     check_pieces(model, prompt, cuts, [3, 3])
 
 

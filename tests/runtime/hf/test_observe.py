@@ -24,7 +24,7 @@ def test_every_layer_is_seen_in_order_and_the_output_stays_dense(architecture: s
         assert call.k_BGKD.shape == call.v_BGKD.shape == (2, 2, 70, 32)
         assert call.chunk.past == (0, 0)
         assert call.chunk.lengths == (70, 70)
-        assert call.scale == pytest.approx(32**-0.5)
+        assert call.scale == pytest.approx(model.model.layers[call.layer].self_attn.scaling)
         assert call.window is None
     assert model.config._attn_implementation == "sdpa"
 

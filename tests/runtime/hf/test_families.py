@@ -1,0 +1,140 @@
+"""What is special to a family of models holds under a plan: long ropes, local layers, experts."""
+
+import pytest
+import torch
+from brute_force import BruteForce
+from tiny_models import random_tokens, tiny_model
+from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
+from torch.profiler import profile
+from transformers import DynamicCache
+
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.generate import piece_sizes
+from sparsekv.runtime.hf.long_inputs import Chunking
+from sparsekv.runtime.hf.memory import MemoryModel, ModelSize, Request
+from sparsekv.runtime.hf.placement import Placement
+from sparsekv.runtime.model_config import describe_config
+
+SWITCH = 64
+CUT = Chunking(above=20, rows=17, output_bytes=1)
+FULL = (AShape(sink=tokens(1), window=fraction(1.0)), BlockSparse(keep=fraction(1.0)), Dense())
+SPARSE = (
+    AShape(sink=tokens(64), window=tokens(64)),
+    VerticalSlash(vertical=tokens(9), slash=tokens(30), last_q=16, max_tiles=fraction(1.0)),
+    Dense(),
+)
+
+
+@pytest.fixture(scope="module")
+def long_rope():
+    pairs = 4  # of half a head of 16
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": SWITCH,
+        "short_factor": [1.0] * pairs,
+        "long_factor": [1.0 + number for number in range(pairs)],
+    }
+    return tiny_model("phi3", head_dim=16, rope_parameters=rope, original_max_position_embeddings=SWITCH)
+
+
+def full_plan(model):
+    return plan_for(model, every_head(model, *FULL), decode_plan(segment(0, (1, 2), EVERYTHING)))
+
+
+@pytest.mark.parametrize("length", [SWITCH - 3, SWITCH - 1, SWITCH, SWITCH + 1, 150])
+def test_a_long_rope_takes_the_angles_of_the_whole_length(long_rope, length: int) -> None:
+    prompt = random_tokens(1, length)
+    ask = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False, "output_logits": True}
+    dense = long_rope.generate(prompt, **ask, return_dict_in_generate=True)
+    with apply(long_rope, full_plan(long_rope), chunking=CUT) as handle:
+        cache = handle.new_cache(length + 6)
+        found = long_rope.generate(prompt, **ask, return_dict_in_generate=True, past_key_values=cache)
+    assert torch.equal(found.sequences, dense.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(dense.logits), atol=2e-4, rtol=2e-4)
+    assert found.past_key_values is cache
+    assert cache.get_seq_length() == length + 5
+
+
+@pytest.mark.parametrize("length", [SWITCH, SWITCH + 1, SWITCH + 2, SWITCH + 3, 150])
+def test_pieces_of_a_prompt_have_the_angles_of_the_whole(long_rope, length: int) -> None:
+    prompt, cache, at = random_tokens(1, length), None, 0
+    with torch.no_grad():
+        expected = long_rope(prompt, logits_to_keep=1).logits
+        with apply(long_rope, full_plan(long_rope)):
+            for size in piece_sizes(length, 20, SWITCH):
+                out = long_rope(prompt[:, at : at + size], past_key_values=cache, logits_to_keep=1)
+                cache, at = out.past_key_values, at + size
+    torch.testing.assert_close(out.logits, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_a_piece_across_the_change_of_angles_is_refused(long_rope) -> None:
+    prompt = random_tokens(1, 150)
+    with torch.no_grad(), apply(long_rope, full_plan(long_rope)):
+        cache = long_rope(prompt[:, :40]).past_key_values
+        with pytest.raises(UnsupportedError):
+            long_rope(prompt[:, 40:], past_key_values=cache)
+
+
+GLOBAL_THIRD = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 24,
+    "layers": 6,
+}
+
+
+@pytest.mark.parametrize("length", [23, 24, 25, 64, 65, 127, 128, 150])
+def test_local_layers_run_as_they_are_between_planned_ones(length: int) -> None:
+    model, text = tiny_model("gemma3_text", head_dim=256, hidden=32, **GLOBAL_THIRD), random_tokens(2, length + 4)
+    own = segment(2, (2, 4, 5), 9, sink=2, recent=3)
+    plan = plan_for(model, every_head(model, *SPARSE), decode_plan(own))
+    pieces = [text[:, :length], *text[:, length:].split(1, 1)]
+
+    def logits(cache):
+        return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], 1)
+
+    with torch.no_grad():
+        with BruteForce(model, plan):
+            expected = logits(DynamicCache())
+        with apply(model, plan, chunking=CUT, kv_host_layers=[4, 5]):
+            torch.testing.assert_close(logits(DynamicCache()), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_local_layers_are_never_filters_and_windows_beyond_the_context_are_none() -> None:
+    model = tiny_model("gemma3_text", **GLOBAL_THIRD)
+    assert {group.layers: (group.kind, group.window) for group in describe_model(model).attention} == {
+        (0, 1, 3, 4): ("sliding", 24),
+        (2, 5): ("full", None),
+    }
+    with pytest.raises(UnsupportedError):
+        apply(model, plan_for(model, None, decode_plan(segment(0, (2,), 9))))
+    assert describe_model(tiny_model("phi3", sliding_window=4096)).full_layers == (0, 1, 2)
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe"])
+def test_a_long_pass_through_experts_takes_no_more_than_was_said(architecture: str) -> None:
+    model, chunking = tiny_model(architecture, ffn=256, hidden=128), Chunking(above=500, rows=500)
+    size = ModelSize.of(model, describe_model(model))
+    said = MemoryModel(size, None, None, on_cpu=True, chunking=chunking).use(Request(2000), Placement())
+    prompt, held, most = random_tokens(1, 2000), 0, 0
+    with torch.no_grad(), apply(model, plan_for(model), chunking=chunking) as handle:
+        cache = handle.new_cache(2000)
+        with profile(profile_memory=True) as recorded:
+            model(prompt, past_key_values=cache, logits_to_keep=1)
+    changes = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    assert said.prefill / 2 < most <= 1.02 * said.prefill  # a few numbers of the router
+    assert said.weights == sum(weight.nbytes for weight in (*model.parameters(), *model.buffers()))
+
+
+def test_attention_that_is_not_causal_is_refused() -> None:
+    config = tiny_model("gemma3_text").config
+    config.use_bidirectional_attention = True
+    with pytest.raises(UnsupportedError):
+        describe_config(config)
