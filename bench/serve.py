@@ -7,17 +7,18 @@ tokens without a common beginning, prefix caching is off, and answers have a fix
 
 from __future__ import annotations
 
-import gc
 import random
 import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -51,6 +52,7 @@ COLUMNS: Columns = {
     "sparse  ": ("tokens_per_second", number(".0f")),
 }
 DENSE, SPARSE = "dense", "sparse"
+Found = TypeVar("Found")
 BESIDE, ALONE = 0.45, 0.9  # shares of the device: of each of two engines, of the only one
 _TIMES = ("token_ms", "dense_token_ms", "tokens_per_second", "dense_tokens_per_second")
 _WARM_UP = (2, 4)  # requests, and tokens of an answer
@@ -171,6 +173,11 @@ class Measured:
     backend: str | None = None
     note: str = ""
 
+    def with_dense(self, dense: Measured) -> Measured:
+        """Both ways, each measured by itself."""
+        note = "; ".join(filter(None, (self.note, dense.note)))
+        return replace(self, turns=self.turns | dense.turns, note=note)
+
 
 def bench_serve(
     model: ServedModel, plan: Plan, words: str, bench: ServeBench, progress: Progress | None = None
@@ -223,15 +230,27 @@ def _in_turn(model: ServedModel, plan: Plan, bench: ServeBench, step: Step) -> I
 
 
 def _one_by_one(model: ServedModel, plan: Plan, bench: ServeBench, step: Step) -> Iterator[tuple[Load, Measured]]:
-    all_found = [(load, Measured()) for load in bench.loads]
+    both = []
     for way in (SPARSE, DENSE):
-        with _engine(way, model, plan, bench) as engine:
-            for load, found in all_found:
-                step.advance(0, note=f"{way}, {_words(load)}")
-                with _noting(found):
-                    _measure({way: engine}, load, model, bench, found)
-                step.advance()
-    yield from all_found
+        step.advance(0, note=way)
+        both.append(_elsewhere(_alone, way, model, plan, bench))
+        step.advance(len(bench.loads))
+    yield from ((load, sparse.with_dense(dense)) for load, sparse, dense in zip(bench.loads, *both, strict=True))
+
+
+def _elsewhere(run: Callable[..., Found], *args: Any) -> Found:
+    """A call in a process of its own, whose device memory is free behind it: vLLM keeps some of an engine's."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(run, *args).result()
+
+
+def _alone(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> list[Measured]:
+    found = [Measured() for _ in bench.loads]
+    with _engine(way, model, plan, bench) as engine:
+        for load, one in zip(bench.loads, found, strict=True):
+            with _noting(one):
+                _measure({way: engine}, load, model, bench, one)
+    return found
 
 
 def _words(load: Load) -> str:
@@ -248,7 +267,6 @@ def _noting(found: Measured) -> Iterator[None]:
 
 @contextmanager
 def _engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator[Any]:
-    """An engine, shut down behind it, with its memory free again."""
     from sparsekv.runtime.vllm import internals as vllm
 
     settings = bench.engine | ({"load_format": "dummy"} if model.random else {})
@@ -256,16 +274,9 @@ def _engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> Iter
     with tempfile.TemporaryDirectory() as folder:
         if way == SPARSE:
             write_plan(plan, path := Path(folder) / "sparsekv.yaml")
-            own = {"plan": str(path), "backend": bench.backend, "decode": True}
+            own = {"plan": str(path), "backend": bench.backend}
             settings |= vllm.asking_for_ours()
-        engine = vllm.make_engine(model.folder, **settings, additional_config={"sparsekv": own})
-        try:
-            yield engine
-        finally:
-            if bench.alone:
-                engine.llm_engine.engine_core.shutdown()
-                del engine
-                gc.collect()
+        yield vllm.make_engine(model.folder, **settings, additional_config={"sparsekv": own})
 
 
 def _measure(engines: Mapping[str, Any], load: Load, model: ServedModel, bench: ServeBench, found: Measured) -> None:

@@ -187,8 +187,11 @@ class _Chooser:
         )
 
     def _pays(self, segments: tuple[Segment, ...], length: int) -> bool:
-        step = step_us(segments, self._cost, length, self._model)
-        return step is not None and pays(step, dense_step_us(self._cost, length, self._model))
+        for rows in self._cost.batches:
+            step = step_us(segments, self._cost, length, self._model, rows=rows)
+            if step is None or not pays(step, dense_step_us(self._cost, length, self._model, rows=rows)):
+                return False
+        return True
 
     def _crossing(self, segments: tuple[Segment, ...], length: int, above: int) -> int | None:
         if not self._options.crossover:
@@ -214,8 +217,8 @@ class _Chooser:
         # Without a crossover the file is to be sparse whatever this device makes of it: tokens stand in for time.
         dense_us, sparse_us, choose_us = list(map(float, visible)), float(attended), 1.0
         if options.crossover:
-            dense_us = [cost.priced("decode_dense").us(seen) for seen in visible]
-            sparse_us, choose_us = cost.priced("decode_sparse").us(attended), cost.priced("decode_choose").us(length)
+            dense_us = [cost.decode_dense.us(seen) for seen in visible]
+            sparse_us, choose_us = cost.decode_sparse.us(attended), cost.decode_choose.us(length)
         dense_ns = np.array([round(us * 1e3) for us in dense_us])
         sparse_ns, choose_ns = (np.full(len(groups), round(us * 1e3)) for us in (sparse_us, choose_us))
         loss = np.max([one.loss for one in self._lengths[first:]], 0)

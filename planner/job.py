@@ -17,7 +17,7 @@ import torch
 
 from sparsekv.planner.allocate import check_profiled
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
-from sparsekv.planner.cost.measure import PrefillHost
+from sparsekv.planner.cost.measure import Host
 from sparsekv.planner.data_files import check_model
 from sparsekv.planner.evaluation import EvalSamples
 from sparsekv.planner.evaluation.batches import batches
@@ -63,7 +63,7 @@ class Job:
     given: Profile | None = None
     profile: Profile | None = None
     cost: DeviceCost | None = None
-    host: PrefillHost | None = None
+    host: Host | None = None
     remarks: tuple[str, ...] = ()
 
     @property
@@ -164,7 +164,7 @@ def head_shape(model: ModelInfo) -> HeadShape:
     return HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim)
 
 
-def _vllm(options: PlanOptions, device: Any) -> PrefillHost:
+def _vllm(options: PlanOptions, device: Any) -> Host:
     from sparsekv.planner.cost.vllm_host import VllmHost
 
     return VllmHost(options.prefill_chunk, device)

@@ -157,9 +157,7 @@ class Targets(Options):
         Field(gt=1.0, le=1e4),
         Flag("Instead of a density: how much faster prefill attention must become.", metavar="X"),
     ] = None
-    host: Annotated[
-        HostName, Flag("What will run the plan, whose prefill is timed; for vllm prefill alone is planned.")
-    ] = "transformers"
+    host: Annotated[HostName, Flag("What will run the plan, whose attention is timed.")] = "transformers"
     phases: Annotated[
         tuple[Phase, ...],
         Field(min_length=1),
@@ -350,9 +348,7 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
         if self.decode_loss is not None:
             self.refuse(("decode_kl",), "each is a bound on what is lost", "decode_loss")
         if self.host == "vllm":
-            self.refuse(DecodeSearch.model_fields, "decode is not planned for vLLM yet", "host")
-            if "prefill" not in self.phases:
-                self.refuse(("phases",), "decode is not planned for vLLM yet", "host")
+            self.refuse(("offload",), "vLLM keeps all pages on the device", "host")
         return self
 
     @model_validator(mode="after")

@@ -31,9 +31,6 @@ _PRICES = {
 }
 
 
-_OF_DECODE = ("decode_dense", "decode_sparse", "decode_choose")  # where the host's decode is measured
-
-
 # Microseconds of a launch, a tile or a token. No device comes near the bound, which keeps every sum finite.
 Price = Annotated[float, Field(strict=True, ge=0.0, le=1e8, allow_inf_nan=False), AfterValidator(rounded)]
 
@@ -99,15 +96,16 @@ class DeviceCost(Part):
     """Prices of one device. The first price of every line is what a launch costs, however little it computes.
 
     Attributes:
-        host: the program whose kernels and way to prefill were timed; its decode was where there are prices of it.
+        host: the program whose kernels and way to prefill were timed.
         chunk: most tokens of a prompt that it prefills at once; None is all.
+        batches: rows of the decode steps that were timed; a plan's must pay with each.
         prefill_dense: of (1, causal tiles over all heads), the fastest dense kernel.
         prefill_sparse: of (1, query tiles over all heads, computed tiles over all heads, single columns in tiles).
             A query tile has its queries to read and its output to write however few tiles it computes.
         prefill_copy: of (1, tokens): making the keys of a chunk with a past contiguous for sparse attention; None where
             the host has no need to.
         index: per pattern, of (1, heads x keys, heads x rows x keys) of a chunk: building the index of those heads.
-        decode_dense: of (1, tokens attended), one step.
+        decode_dense: of (1, tokens attended by all rows), one step.
         decode_sparse: the same, over chosen tokens.
         decode_choose: of (1, tokens scored): choosing tokens in a filter layer.
         decode_choose_alone: of (1, tokens scored): the same in a filter layer that attends to its own choice, where no
@@ -122,6 +120,7 @@ class DeviceCost(Part):
     device: Text
     host: HostName = "transformers"
     chunk: Length | None = None
+    batches: tuple[Count, ...] = (1,)
     dtype: DtypeName
     backend: BackendName
     shape: HeadShape
@@ -131,9 +130,9 @@ class DeviceCost(Part):
     prefill_sparse: Line
     prefill_copy: Line | None = None
     index: dict[Family, Line]
-    decode_dense: Line | None = None
-    decode_sparse: Line | None = None
-    decode_choose: Line | None = None
+    decode_dense: Line
+    decode_sparse: Line
+    decode_choose: Line
     decode_choose_alone: Line | None = None
     decode_host: Line | None = None
     timings: tuple[Timing, ...] = ()
@@ -150,16 +149,7 @@ class DeviceCost(Part):
             for one in line.values() if isinstance(line, dict) else [line]:
                 if one is not None and len(one.prices) != count:
                     raise FieldError(f"expected {count} prices of {name}, found {len(one.prices)}", name)
-        for name in _OF_DECODE if self.host == "transformers" else ():
-            if getattr(self, name) is None:
-                raise FieldError(f"expected prices of {name}, found none", name)
         return self
-
-    def priced(self, name: Literal["decode_dense", "decode_sparse", "decode_choose"]) -> Line:
-        """A line of decode, which is planned only for hosts whose decode was measured."""
-        line: Line | None = getattr(self, name)
-        assert line is not None, "checked by `check_cost`"
-        return line
 
     def prefill_dense_us(self, tiles: float, length: int) -> float:
         """A dense layer over a whole prompt.

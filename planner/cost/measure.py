@@ -60,20 +60,20 @@ _FEWEST = 3
 _ROUND = 128
 
 
-class PrefillHost:
-    """How the program that runs the plan prefills, as far as that has a price: here transformers, which takes whole
+class Host:
+    """How the program that runs the plan attends, as far as that has a price: here transformers, which takes whole
     prompts, dense by the fastest kernel of our own, in a contiguous cache.
 
     Attributes:
         name: of the host.
         chunk: most tokens of a prompt at once; None is all.
-        decodes: whether decode is planned for it, and timed.
+        batches: rows of the decode steps that are timed.
         versions: of what is timed here and nowhere else.
     """
 
     name: HostName = "transformers"
     chunk: int | None = None
-    decodes = True
+    batches: tuple[int, ...] = (1,)
     versions: Mapping[str, str] = MappingProxyType({})
 
     def dense(
@@ -89,6 +89,18 @@ class PrefillHost:
     def take(self, out_BHTD: torch.Tensor) -> None:
         """What comes after sparse attention."""
 
+    def views(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, rows: int, copies: int) -> list[KeyView]:
+        """Such keys and values of a step's rows, as often as steps need to read them cold."""
+        return [full_view(k_BGSD, v_BGSD), *(full_view(k_BGSD.clone(), v_BGSD.clone()) for _ in range(copies - 1))]
+
+    def dense_step(self, q_BH1D: torch.Tensor, keys: KeyView, scale: float, backend: str) -> Callable[[], object]:
+        """A launch of its dense attention of a decode step."""
+        return partial(decode_attention, q_BH1D, keys, scale=scale, backend=backend)
+
+    def idle_step(self, q_BH1D: torch.Tensor, keys: KeyView, scale: float) -> Callable[[], object] | None:
+        """What a layer launches for rows that attend to everything where none does; None for nothing."""
+        return None
+
 
 def measure_cost(
     shape: HeadShape,
@@ -100,7 +112,7 @@ def measure_cost(
     families: Collection[Family] = FAMILIES,
     backend: str = "auto",
     offload: bool = False,
-    host: PrefillHost | None = None,
+    host: Host | None = None,
     progress: Progress | None = None,
 ) -> DeviceCost:
     """Times dense and sparse attention, index building and decode on this device, and fits lines to them.
@@ -119,7 +131,7 @@ def measure_cost(
     """
     choice = choose_backend(device, dtype, shape.head_dim, backend, tile)
     timed_families = tuple(name for name in KNOWN_FAMILIES if name in FAMILIES or name in families)
-    program = host or PrefillHost()
+    program = host or Host()
     bench = Bench(shape, device, dtype, tile, timed_families, choice.name, offload, program)
     timed = timed_lengths(shape, lengths, device.type)
     timings: list[Timing] = []
@@ -131,6 +143,7 @@ def measure_cost(
         device=device_name(device),
         host=program.name,
         chunk=program.chunk,
+        batches=program.batches,
         dtype=dtype_name(dtype),
         backend=cast(BackendName, choice.name),
         shape=shape,
@@ -140,9 +153,9 @@ def measure_cost(
         prefill_sparse=fit_line(timings, "sparse prefill"),
         prefill_copy=_line_of(timings, "copy"),
         index={name: fit_line(timings, f"index {name}") for name in timed_families},
-        decode_dense=_line_of(timings, "dense decode"),
-        decode_sparse=_line_of(timings, "sparse decode"),
-        decode_choose=_line_of(timings, "choose"),
+        decode_dense=fit_line(timings, "dense decode"),
+        decode_sparse=fit_line(timings, "sparse decode"),
+        decode_choose=fit_line(timings, "choose"),
         decode_choose_alone=_line_of(timings, "choose alone"),
         decode_host=_line_of(timings, "host decode"),
         timings=tuple(timings),
@@ -271,15 +284,16 @@ class Bench:
     families: tuple[Family, ...]
     backend: str
     offload: bool  # whether steps over rows in host memory are timed too
-    host: PrefillHost
+    host: Host
 
     def run(self, length: int) -> Iterator[Timing]:
         """Every timing at one length."""
         q_BHSD, k_BGSD, v_BGSD = self._random(length)
         scale = self.shape.head_dim**-0.5
         yield from self._prefill(length, q_BHSD, k_BGSD, v_BGSD, scale)
-        if self.host.decodes:
-            yield from self._decode(length, q_BHSD[:, :, -1:], k_BGSD, v_BGSD, scale)
+        for rows in self.host.batches:
+            q_BH1D = q_BHSD[:, :, -1:].repeat(rows, 1, 1, 1)
+            yield from self._decode(length, q_BH1D, self._views(k_BGSD, v_BGSD, rows), scale)
 
     def _prefill(
         self, length: int, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, scale: float
@@ -303,11 +317,8 @@ class Bench:
     def _taken(self, attend: Callable[[], AttentionOutput]) -> None:
         self.host.take(attend().out_BHSD)
 
-    def _decode(
-        self, length: int, q_BH1D: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, scale: float
-    ) -> Iterator[Timing]:
-        views = self._views(k_BGSD, v_BGSD)
-        keys = views[0]
+    def _decode(self, length: int, q_BH1D: torch.Tensor, views: Sequence[KeyView], scale: float) -> Iterator[Timing]:
+        keys, rows = views[0], len(q_BH1D)
 
         def step(layer: LayerProgram, keys: KeyView) -> tuple[Callable[[], object], DecodeState]:
             """A step of the layer, to be run time and again, and its state."""
@@ -320,11 +331,14 @@ class Bench:
             return run, state
 
         heads = self.shape.heads
-        dense_us = self._step_us([step(LayerProgram(0, heads, view.kv_heads, None), view)[0] for view in views])
-        yield _timing("dense decode", length, (1.0, float(length)), dense_us)
-        filter_us = self._step_us([step(_filter(length // 10, heads, view), view)[0] for view in views])
-        yield _timing("choose", length, (1.0, float(length)), max(_LEAST_US, filter_us - dense_us))
-        yield _timing("choose alone", length, (1.0, float(length)), self._alone_us(length // 10, q_BH1D, views, scale))
+        read = (1.0, float(rows * length))
+        dense_us = self._step_us([self.host.dense_step(q_BH1D, view, scale, self.backend) for view in views])
+        yield _timing("dense decode", length, read, dense_us)
+        idle = [one for view in views if (one := self.host.idle_step(q_BH1D, view, scale))]
+        idle_us = self._step_us(idle) if idle else 0.0
+        filter_us = self._step_us([step(_filter(length // 10, heads, view), view)[0] for view in views]) + idle_us
+        yield _timing("choose", length, read, max(_LEAST_US, filter_us - dense_us))
+        yield _timing("choose alone", length, read, self._alone_us(length // 10, q_BH1D, views, scale))
         for count in (length // _FEW, length // 4):
             layer = _filter(count, heads, keys)
             assert layer.filters is not None
@@ -333,8 +347,8 @@ class Bench:
             selection = state.chosen(layer.filters)
             assert selection is not None, "fewer tokens than there are"
             attend = partial(decode_attention, q_BH1D, scale=scale, backend=self.backend)
-            sparse_us = self._step_us([partial(attend, view, selection) for view in views])
-            yield _timing("sparse decode", length, (1.0, float(selection.most)), sparse_us)
+            sparse_us = self._step_us([partial(attend, view, selection) for view in views]) + idle_us
+            yield _timing("sparse decode", length, (1.0, float(rows * selection.most)), sparse_us)
             if self.offload:
                 yield from self._host(selection, q_BH1D, keys, scale)
 
@@ -414,13 +428,12 @@ class Bench:
         # What else runs on the cores takes time slices: the fastest of several is what the work takes.
         return 1e6 * min(*found.times, *(timer.timeit(found.number_per_run).mean for _ in range(_FEWEST_RUNS)))
 
-    def _views(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> list[KeyView]:
-        """The same keys and values, as often as steps need to read them cold."""
+    def _views(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, rows: int) -> list[KeyView]:
         copies = 1
         if self.device.type == "cuda":
             cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-            copies = copies_to_read_cold((k_BGSD.nbytes + v_BGSD.nbytes) // _FEW, cache)
-        return [full_view(k_BGSD, v_BGSD), *(full_view(k_BGSD.clone(), v_BGSD.clone()) for _ in range(copies - 1))]
+            copies = copies_to_read_cold(rows * (k_BGSD.nbytes + v_BGSD.nbytes) // _FEW, cache)
+        return self.host.views(k_BGSD, v_BGSD, rows, copies)
 
     def _step_us(self, launches: Sequence[Callable[[], object]]) -> float:
         """Of one of these, as part of a decode step: on a GPU in a CUDA graph, as steps run there."""

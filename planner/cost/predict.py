@@ -260,11 +260,11 @@ def _of_decode(profile: Profile, length: int, plan: DecodePlan, cost: DeviceCost
 
 
 def dense_step_us(
-    cost: DeviceCost, length: int, model: ModelInfo, without: Collection[int] = frozenset[int]()
+    cost: DeviceCost, length: int, model: ModelInfo, without: Collection[int] = frozenset[int](), rows: int = 1
 ) -> float:
     """Attention of one dense decode step over all layers but some, in microseconds."""
     return sum(
-        len(set(group.layers).difference(without)) * cost.priced("decode_dense").us(visible_tokens(group, length))
+        len(set(group.layers).difference(without)) * cost.decode_dense.us(rows * visible_tokens(group, length))
         for group in model.attention
     )
 
@@ -275,10 +275,11 @@ def visible_tokens(group: AttentionGroup, length: int) -> int:
 
 
 def step_us(
-    segments: Sequence[Segment], cost: DeviceCost, length: int, model: ModelInfo, offload: Offload | None = None
-) -> float | None:
-    """Attention of one decode step over all layers, in microseconds; None where a choice of that kind, or rows in host
-    memory, have no price.
+    segments: Sequence[Segment], cost: DeviceCost, length: int, model: ModelInfo, offload: Offload | None = None,
+    rows: int = 1,
+) -> float | None:  # fmt: skip
+    """Attention of one decode step of rows of this length over all layers, in microseconds; None where a choice of that
+    kind, or rows in host memory, have no price.
 
     A filter layer costs what a dense one does, and its choice on top; one that attends to its own choice costs that
     choice, in a pass over the keys, and sparse attention. The rest of a step, weights and sampling, is not
@@ -288,17 +289,17 @@ def step_us(
     hosted = frozenset(offload.layers if offload else ())
     if hosted - sparse:
         return None  # it reads back everything it has, in every step
-    total = dense_step_us(cost, length, model, without=sparse)
+    total = dense_step_us(cost, length, model, sparse, rows)
     for segment in segments:
         chosen, moved = segment.chosen_tokens(length), len(hosted.intersection(segment.layers))
         if chosen is None:  # all of the context is attended to, and nothing is chosen
-            total += (len(segment.layers) - moved) * cost.priced("decode_dense").us(length)
+            total += (len(segment.layers) - moved) * cost.decode_dense.us(rows * length)
         else:
             choose = cost.decode_choose_alone if segment.filter_is_sparse else cost.decode_choose
             if choose is None:
                 return None
-            total += choose.us(length)
-            total += (len(segment.layers) - moved) * cost.priced("decode_sparse").us(attended_tokens(segment, length))
+            total += choose.us(rows * length)
+            total += (len(segment.layers) - moved) * cost.decode_sparse.us(rows * attended_tokens(segment, length))
         if offload and moved:
             hot = offload.hot.resolve(length)
             cold = max(0, length - hot) if chosen is None else missed(chosen, hot, length)

@@ -1,4 +1,4 @@
-"""What vLLM's engine adds to the prices of sparse prefill, and what it runs in its place.
+"""What vLLM's engine adds to the prices of sparse attention, and what it runs in its place.
 
 Its own kernels are timed by themselves, over pages that lie scattered as an engine's do, and not within an engine. The
 time to a first token is that of the whole model: at short lengths, where the crossover lies, attention is a few percent
@@ -9,22 +9,33 @@ Shapes: H query heads, G KV heads, T tokens of a chunk, S tokens, P pages of a r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
+from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.cost.measure import PrefillHost
+from sparsekv.planner.cost.measure import Host
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.settings import preset_vllm
 from sparsekv.runtime.vllm.engine_facts import TESTED, check_installed
 from sparsekv.runtime.vllm.plan_host import Scratch
 
 
-class VllmHost(PrefillHost):
-    """See `PrefillHost`. Dense attention is vLLM's own kernel. For sparse attention a chunk's past is copied from
-    pages, and its result into the step's rows.
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedKeys(KeyView):
+    """Keys and values in the cache of a layer of vLLM."""
+
+    cache: Any = None
+
+
+class VllmHost(Host):
+    """See `Host`. Dense attention is vLLM's own kernel. For sparse prefill a chunk's past is copied from pages, and its
+    result into the step's rows; sparse decode reads pages, behind a launch of vLLM's kernel for rows that there are
+    none of.
 
     Args:
         chunk: most tokens of a prompt in a step (vLLM's `max_num_batched_tokens`); None for what a server has here.
@@ -36,7 +47,7 @@ class VllmHost(PrefillHost):
     """
 
     name = "vllm"
-    decodes = False
+    batches = (1, 8)
 
     def __init__(self, chunk: int | None, device: torch.device) -> None:
         check_installed()
@@ -59,7 +70,8 @@ class VllmHost(PrefillHost):
         """vLLM's kernel for these rows, which are the last of their request."""
         cache, table_P = self._pages(k_BGSD)
         q_THD = q_BHTD[0].transpose(0, 1).contiguous()
-        return self._vllm.dense_attention(q_THD, cache, table_P, chunk.longest, scale, torch.empty_like(q_THD))
+        lengths, out_THD = [chunk.longest], torch.empty_like(q_THD)
+        return self._vllm.dense_attention(q_THD, cache, table_P[None], lengths, scale, out_THD)
 
     def copy(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Callable[[], object]:
         """The keys and values of a request from its pages into scratch."""
@@ -73,10 +85,35 @@ class VllmHost(PrefillHost):
         """Writes it as [T, H, D], as an engine's steps have it."""
         out_BHTD[0].transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
-    def _pages(self, k_BGSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A cache that holds so many keys, and a request's pages in it, scattered."""
+    def views(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, rows: int, copies: int) -> list[KeyView]:
+        """In pages, each row's own."""
+        found: list[KeyView] = []
+        for _ in range(copies):
+            cache, table_P = self._pages(k_BGSD, rows)
+            lengths_B = torch.full((rows,), k_BGSD.shape[2], dtype=torch.int32, device=k_BGSD.device)
+            k_NGSD, v_NGSD = self._vllm.platform.pages_of(cache)
+            found.append(PagedKeys(k_NGSD, v_NGSD, lengths_B, table_P.view(rows, -1), cache=cache))
+        return found
+
+    def dense_step(self, q_BH1D: torch.Tensor, keys: KeyView, scale: float, backend: str) -> Callable[[], object]:
+        """vLLM's kernel for a row of each request."""
+        return self._step(q_BH1D, keys, keys.lengths_B.tolist(), scale)
+
+    def idle_step(self, q_BH1D: torch.Tensor, keys: KeyView, scale: float) -> Callable[[], object]:
+        """The same where all rows are ours; a kernel that does not take empty rows computes them in vain."""
+        lengths = keys.lengths_B.tolist()
+        return self._step(q_BH1D, keys, [0] * len(lengths) if self._vllm.platform.takes_empty else lengths, scale)
+
+    def _step(self, q_BH1D: torch.Tensor, keys: KeyView, lengths: Sequence[int], scale: float) -> Callable[[], object]:
+        assert isinstance(keys, PagedKeys)
+        assert keys.table_BP is not None
+        q_BHD = q_BH1D[:, :, 0].contiguous()
+        return self._vllm.dense_attention(q_BHD, keys.cache, keys.table_BP, lengths, scale, torch.empty_like(q_BHD))
+
+    def _pages(self, k_BGSD: torch.Tensor, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """A cache that holds so many keys of each row, and the rows' pages in it, scattered."""
         _, heads, length, size = k_BGSD.shape
-        pages = -(-length // self._vllm.platform.page)
+        pages = rows * -(-length // self._vllm.platform.page)
         cache = self._vllm.empty_cache(pages, heads, size, k_BGSD.dtype, k_BGSD.device).normal_()
         order_P = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).int()
         return cache, order_P.to(k_BGSD.device)

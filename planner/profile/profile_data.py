@@ -167,14 +167,12 @@ def narrowed(
     options: PlanOptions, profile: Profile | None, cost: DeviceCost | None
 ) -> tuple[PlanOptions, Profile | None]:
     """The options as far as what was measured before leaves them open, and the lengths of the profile that are asked
-    for. vLLM runs decode dense: only prefill is planned for it.
+    for.
 
     Raises:
         UsageError: something was asked for that the files do not have, or contradict.
     """
     asked = options if cost is None else options.but(host=cost.host)
-    if asked.host == "vllm":
-        asked = asked.but(phases=("prefill",))
     return (asked, None) if profile is None else for_profile(asked, profile)
 
 

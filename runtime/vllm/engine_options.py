@@ -18,10 +18,10 @@ class Options(BaseModel):
     """The settings of an engine.
 
     `plan` is a plan file or a folder with a sparsekv.yaml; without it, the sparsekv.yaml beside the model is taken
-    where there is one. `backend` names the kernels of sparse attention. `decode` is whether decode follows the plan: by
-    default on a CPU alone, as it has not run on a GPU yet. `allow_untested` runs on releases and devices of vLLM that
-    this version was not tested on, `allow_mismatch` takes a plan of another architecture as far as its layers and heads
-    fit. `dense` leaves everything to vLLM, whatever plan lies beside the model.
+    where there is one. `backend` names the kernels of sparse attention. `decode` is whether decode follows the plan
+    too. `allow_untested` runs on releases and devices of vLLM that this version was not tested on, `allow_mismatch`
+    takes a plan of another architecture as far as its layers and heads fit. `dense` leaves everything to vLLM, whatever
+    plan lies beside the model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,7 +31,7 @@ class Options(BaseModel):
     allow_untested: StrictBool = False
     allow_mismatch: StrictBool = False
     dense: StrictBool = False
-    decode: StrictBool | None = None
+    decode: StrictBool = True
 
 
 def read_options(additional_config: Any) -> Options:

@@ -8,7 +8,7 @@ Shapes: N pages, G KV heads, S tokens of a page, D head size, T tokens of a step
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache, partial
 from types import SimpleNamespace
@@ -48,6 +48,7 @@ class OnCpu:
     backend = AttentionBackendEnum.CPU_ATTN
     page = 128  # tokens, where nothing else is asked for
     captures = False  # CUDA graphs
+    takes_empty = False  # rows without tokens, by its kernel
     profiles = False  # runs the model without a cache first, and measures the memory that this takes
 
     @staticmethod
@@ -79,30 +80,30 @@ class OnCpu:
 
     @staticmethod
     def of_lengths(metadata: Any, lengths_B: torch.Tensor) -> Any:
-        """The same rows: its kernel does not take rows without tokens, so those that choose are computed in vain."""
+        """The same rows: those that choose are computed in vain."""
         return metadata
 
     @staticmethod
     def attention(
         q_THD: torch.Tensor,
         cache: torch.Tensor,
-        table_P: torch.Tensor,
-        length: int,
+        table_BP: torch.Tensor,
+        lengths: Sequence[int],
         scale: float,
         out_THD: torch.Tensor,
     ) -> Callable[[], Any]:
         """A launch of vLLM's own kernel. See `dense_attention`."""
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa, envs, ops
 
-        (rows, heads, size), (pages, kv_heads, tokens, _) = q_THD.shape, cache.shape
+        (_, heads, size), (pages, kv_heads, tokens, _) = q_THD.shape, cache.shape
         keys, values = cache.view(pages, kv_heads, 2 * tokens, size).chunk(2, dim=2)
-        starts, lengths = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        starts, lengths_B, _ = _requests(q_THD, lengths)
         schedule = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=1,
+            num_reqs=len(lengths),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=size,
-            seq_lens=lengths,
+            seq_lens=lengths_B,
             dtype=q_THD.dtype,
             query_start_loc=starts,
             causal=True,
@@ -117,12 +118,12 @@ class OnCpu:
             value_cache=values,
             output=out_THD,
             query_start_loc=starts,
-            seq_lens=lengths,
+            seq_lens=lengths_B,
             scale=scale,
             causal=True,
             alibi_slopes=None,
             sliding_window=-1,
-            block_table=table_P[None],
+            block_table=table_BP,
             softcap=0,
             scheduler_metadata=schedule,
             s_aux=None,
@@ -135,6 +136,7 @@ class OnCuda:
     backend = AttentionBackendEnum.CUSTOM
     page = 16
     captures = True
+    takes_empty = True
     profiles = True
 
     @staticmethod
@@ -175,15 +177,16 @@ class OnCuda:
     def attention(
         q_THD: torch.Tensor,
         cache: torch.Tensor,
-        table_P: torch.Tensor,
-        length: int,
+        table_BP: torch.Tensor,
+        lengths: Sequence[int],
         scale: float,
         out_THD: torch.Tensor,
     ) -> Callable[[], Any]:
         """A launch of vLLM's own kernel. See `dense_attention`."""
         from vllm.v1.attention.backends.flash_attn import flash_attn_varlen_func, get_flash_attn_version
 
-        rows, _, size = q_THD.shape
+        starts, lengths_B, rows = _requests(q_THD, lengths)
+        size = q_THD.shape[-1]
         keys, values = cache.transpose(1, 2).split(size, dim=-1)
         return partial(
             flash_attn_varlen_func,
@@ -191,13 +194,13 @@ class OnCuda:
             k=keys,
             v=values,
             out=out_THD,
-            cu_seqlens_q=torch.tensor([0, rows], dtype=torch.int32, device=q_THD.device),
+            cu_seqlens_q=starts,
             max_seqlen_q=rows,
-            seqused_k=torch.tensor([length], dtype=torch.int32, device=q_THD.device),
-            max_seqlen_k=length,
+            seqused_k=lengths_B,
+            max_seqlen_k=max(*lengths, 1),
             softmax_scale=scale,
             causal=True,
-            block_table=table_P[None],
+            block_table=table_BP,
             fa_version=get_flash_attn_version(head_size=size),
         )
 
@@ -324,20 +327,28 @@ def _defaults() -> VllmConfig:
 
 
 def dense_attention(
-    q_THD: torch.Tensor, cache: torch.Tensor, table_P: torch.Tensor, length: int, scale: float, out_THD: torch.Tensor
-) -> Callable[[], Any]:
-    """A launch of the kernel that an engine attends by, causal, of one request's last rows.
+    q_THD: torch.Tensor, cache: torch.Tensor, table_BP: torch.Tensor, lengths: Sequence[int], scale: float,
+    out_THD: torch.Tensor,
+) -> Callable[[], Any]:  # fmt: skip
+    """A launch of the kernel that an engine attends by, causal, of the last rows of requests.
 
     Args:
-        q_THD: the rows.
+        q_THD: the rows, as many of each request.
         cache: of a layer, as `empty_cache` makes it.
-        table_P: the request's pages, int32.
-        length: tokens of the request, the rows included.
+        table_BP: the requests' pages, int32.
+        lengths: tokens of each request, its rows included.
         scale: softmax scale.
         out_THD: where each launch writes its result.
     """
-    launch: Callable[[], Any] = platform.attention(q_THD, cache, table_P, length, scale, out_THD)
+    launch: Callable[[], Any] = platform.attention(q_THD, cache, table_BP, lengths, scale, out_THD)
     return launch
+
+
+def _requests(q_THD: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Where requests of as many rows each begin and the last ends, their lengths, and the rows of one."""
+    like: Any = {"dtype": torch.int32, "device": q_THD.device}
+    rows = len(q_THD) // len(lengths)
+    return torch.arange(0, len(q_THD) + 1, rows, **like), torch.tensor(lengths, **like), rows
 
 
 def without_prefill(support: AttentionCGSupport) -> AttentionCGSupport:

@@ -217,8 +217,7 @@ def start_host(path: Path, options: Options, facts: EngineFacts, model: EngineMo
         BackendError: no kernel runs here.
     """
     plan = load_plan(path)
-    if not (model.device.type == "cpu" if options.decode is None else options.decode):
-        _say_dense(plan, path, options)
+    if not options.decode:
         plan = plan.model_copy(update={"decode": None})
     check_engine(facts, plan, options.allow_untested)
     found = describe_config(model.config, model.name, model.revision)
@@ -244,15 +243,6 @@ def _check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool) -> None:
         raise PlanMismatchError(
             str(error).replace("--allow-mismatch", '--additional-config \'{"sparsekv": {"allow_mismatch": true}}\'')
         ) from None
-
-
-def _say_dense(plan: Plan, path: Path, options: Options) -> None:
-    if options.decode is None and plan.decode is not None and any(bucket.segments for bucket in plan.decode.lengths):
-        warnings.warn(
-            f"decode runs dense: that of {path} has not run on a GPU in vLLM yet; --additional-config "
-            '\'{"sparsekv": {"decode": true}}\' tries it',
-            PlanWarning, stacklevel=3,
-        )  # fmt: skip
 
 
 def _announce(plan: Plan, path: Path) -> None:

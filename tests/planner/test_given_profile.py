@@ -57,10 +57,11 @@ def test_saying_again_what_the_profile_says_is_fine() -> None:
     assert for_profile(PlanOptions(phases=("prefill",)), PREFILL_ONLY)[0].phases == ("prefill",)
 
 
-def test_a_profile_of_both_phases_serves_a_device_cost_of_vllm() -> None:
+def test_a_device_cost_of_vllm_makes_it_the_host() -> None:
     cost = made_up_cost(tile=PROFILE.tile).model_copy(update={"host": "vllm", "chunk": 2048})
-    asked, _ = narrowed(PlanOptions(), PROFILE, cost)
-    assert (asked.host, asked.phases) == ("vllm", ("prefill",))
+    assert narrowed(PlanOptions(), PROFILE, cost)[0].host == "vllm"
+    with pytest.raises(UsageError, match=r"--offload .*--host vllm"):
+        narrowed(PlanOptions(offload=True), PROFILE, cost)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_the_dense_kernel_attends_to_the_pages_of_a_request(rows: int, length: i
             part_GSD = x_GSD[:, number * page : (number + 1) * page]
             x_NGSD[one, :, : part_GSD.shape[1]] = part_GSD
     out_THD = torch.zeros_like(q_THD)
-    internals.dense_attention(q_THD, cache, table_P, length, 64**-0.5, out_THD)()
+    internals.dense_attention(q_THD, cache, table_P[None], [length], 64**-0.5, out_THD)()
     k_HSD, v_HSD = (x_GSD.float().repeat_interleave(2, 0) for x_GSD in (k_GSD, v_GSD))
     causal_TS = torch.ones(rows, length, dtype=torch.bool, device=DEVICE).tril(length - rows)
     q_HTD = q_THD.float().transpose(0, 1)
@@ -45,10 +45,35 @@ def test_the_dense_kernel_attends_to_the_pages_of_a_request(rows: int, length: i
     torch.testing.assert_close(out_THD.float(), expected_HTD.transpose(0, 1), rtol=near, atol=near)
 
 
-def test_a_cost_says_where_it_was_measured_and_prices_nothing_of_decode(measured: DeviceCost) -> None:
+def test_a_cost_says_where_it_was_measured(measured: DeviceCost) -> None:
     assert (measured.host, measured.chunk, measured.versions["vllm"]) == ("vllm", 512, RELEASE)
-    assert measured.decode_dense is measured.decode_sparse is measured.decode_choose is None
     assert DeviceCost.model_validate_json(measured.model_dump_json()) == measured
+
+
+def test_decode_steps_of_one_row_and_of_several_are_timed_and_an_empty_launch_beside_sparse_ones(
+    measured: DeviceCost,
+) -> None:
+    assert measured.batches == (1, 8)
+    dense = [timing.features for timing in measured.timings if timing.what == "dense decode"]
+    assert dense == [(1.0, float(rows * length)) for length in (512, 1024, 2048) for rows in (1, 8)]
+    if not internals.platform.takes_empty:  # what vLLM computes in vain is in the price
+        assert measured.decode_sparse.us(8 * 128) > 0.5 * measured.decode_dense.us(8 * 2048)
+
+
+def test_rows_in_pages_are_what_the_plan_attends_to() -> None:
+    host, shape = VllmHost(512, DEVICE), (1, 2, 300, 64)
+    like = torch.zeros(shape, device=DEVICE, dtype=DTYPE)
+    (keys,) = host.views(like, like, 3, 1)
+    q_BH1D = torch.randn(3, 4, 1, 64, device=DEVICE, dtype=DTYPE)
+    launch = host.dense_step(q_BH1D, keys, 64**-0.5, "cpu")
+    launch()
+    out_BHD = launch.keywords["output" if DEVICE.type == "cpu" else "out"]
+    k_BGSD, v_BGSD = keys.contiguous(300)
+    expected_BH1D = torch.nn.functional.scaled_dot_product_attention(
+        *(x.float() for x in (q_BH1D, k_BGSD.repeat_interleave(2, 1), v_BGSD.repeat_interleave(2, 1)))
+    )
+    near = 1e-4 if DEVICE.type == "cpu" else 2e-2
+    torch.testing.assert_close(out_BHD.float(), expected_BH1D[:, :, 0], rtol=near, atol=near)
 
 
 def test_the_last_chunk_of_each_length_is_timed(measured: DeviceCost) -> None:

@@ -17,20 +17,20 @@ from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import Chunks, DeviceCost, Line
 from sparsekv.planner.cost.predict import causal_tiles, predict
+from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.job import check_plannable
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_once, plan_remarks
-from sparsekv.planner.profile.profile_data import narrowed
+from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import AShape, Pattern, TileShape, VerticalSlash, tokens
+from sparsekv.plans.patterns import AShape, Pattern, TileShape, VerticalSlash, fraction, tokens
 from sparsekv.plans.schema import Target
-
-NO_DECODE = {"decode_dense": None, "decode_sparse": None, "decode_choose": None}
 
 
 def engine_cost(chunk: int, **changes) -> DeviceCost:
-    """The made-up device in vLLM's engine: it has no prices of decode."""
-    return made_up_cost(host="vllm", chunk=chunk, prefill_copy=Line(prices=(0.0, 0.0)), **NO_DECODE, **changes)
+    """The made-up device in vLLM's engine."""
+    own = {"host": "vllm", "chunk": chunk, "batches": (1, 8), "prefill_copy": Line(prices=(0.0, 0.0))}
+    return made_up_cost(**{**own, **changes})
 
 
 @given(length=st.integers(1, 5000), most=st.integers(1, 6000))
@@ -54,12 +54,6 @@ def test_every_chunk_pays_for_its_launches_and_all_but_the_first_for_the_copy_of
     assert cost.prefill_sparse_us(200, 0, {"a_shape": 2}, 2500) == pytest.approx(index + copy + 3 * 30 + 200)
 
 
-def test_a_device_cost_lacks_prices_of_decode_for_vllm_alone() -> None:
-    DeviceCost.model_validate(engine_cost(2048).model_dump())
-    with pytest.raises(ValueError, match="prices of decode_dense, found none"):
-        DeviceCost.model_validate(made_up_cost(**NO_DECODE).model_dump())
-
-
 def test_what_copies_cost_moves_the_crossover() -> None:
     lengths = [made_up_length(length, np.random.default_rng(0), levels=(0.3,)) for length in (2048, 8192)]
     profile, options = made_up_profile(*lengths), options_for(target_density=(0.3, 0.3))
@@ -74,17 +68,29 @@ def test_what_copies_cost_moves_the_crossover() -> None:
     assert not dear.bucket(2048).dense, "a prompt of one chunk copies nothing"
 
 
-def test_a_plan_for_vllm_names_it_and_its_chunks_and_has_no_decode_phase() -> None:
-    reuse = made_up_reuse(np.eye(3))
-    profile = made_up_profile(made_up_length(8192, np.random.default_rng(0)).model_copy(update={"reuse": reuse}))
-    cost = engine_cost(2048)
-    options = options_for(phases=("prefill",), target_density=(0.3,), host="vllm")
+def served_profile() -> Profile:
+    reuse = made_up_reuse(np.ones((3, 3)))
+    return made_up_profile(made_up_length(8192, np.random.default_rng(0)).model_copy(update={"reuse": reuse}))
+
+
+def test_a_plan_for_vllm_names_it_and_its_chunks() -> None:
+    profile, cost = served_profile(), engine_cost(2048)
+    options = options_for(target_density=(0.3,), host="vllm")
     plan = compile_once(profile.model, options, profile, cost)
     expected = Target(device=cost.device, host="vllm", backend="cpu", dtype="float32", chunk=2048)
     assert plan.targets == (expected,)
-    assert plan.decode is None
-    assert plan.cost == predict(profile, cost, plan.prefill, None)
+    assert plan.cost == predict(profile, cost, plan.prefill, plan.decode)
     assert any("steps of 2048 tokens" in remark for remark in plan_remarks(plan, options, profile, cost))
+
+
+@pytest.mark.parametrize(("batches", "pays"), [((8,), True), ((1, 8), False)])
+def test_decode_must_pay_with_every_batch_that_was_timed(batches: tuple[int, ...], pays: bool) -> None:
+    launch = 3000.0  # of choosing; a row of 8192 tokens costs 8192 in each of two layers that follow, eight eight times
+    lines = {"decode_dense": (0.0, 1.0), "decode_sparse": (0.0, 1.0), "decode_choose": (4 * launch, 0.0)}
+    cost = engine_cost(2048, batches=batches, **{name: Line(prices=prices) for name, prices in lines.items()})
+    options = options_for(target_density=(0.3,), host="vllm", filter_layers=(0,), decode_budget=fraction(0.5))
+    plan = choose_filter_layers(served_profile(), cost, options)
+    assert plan.bucket(8192).dense is not pays
 
 
 @given(length=st.integers(1, 1 << 20), counts=st.tuples(*[st.integers(0, 1 << 20)] * 3))
@@ -134,17 +140,9 @@ def density(pattern: Pattern, ends: Sequence[int]) -> float:
     return computed / causal
 
 
-def test_decode_alone_and_options_of_decode_are_refused_for_vllm() -> None:
-    with pytest.raises(UsageError, match="--only decode"):
-        PlanOptions(host="vllm", phases=("decode",))
-    with pytest.raises(UsageError, match=r"--decode-loss .*--host vllm"):
-        narrowed(PlanOptions(decode_loss=0.1), None, engine_cost(2048))
-    assert narrowed(PlanOptions(host="vllm"), None, None)[0].phases == ("prefill",)
-
-
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_it_is_refused_before_weights_are_read() -> None:
     profile = made_up_profile(made_up_length(4096, np.random.default_rng(0)))
     with pytest.raises(UsageError, match="vLLM"):
-        check_plannable(profile.model, PlanOptions(host="vllm"), "cpu", profile, None)
-    check_plannable(profile.model, PlanOptions(), "cpu", profile, engine_cost(2048))
+        check_plannable(profile.model, PlanOptions(host="vllm", phases=("prefill",)), "cpu", profile, None)
+    check_plannable(profile.model, PlanOptions(phases=("prefill",)), "cpu", profile, engine_cost(2048))

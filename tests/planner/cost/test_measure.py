@@ -13,8 +13,8 @@ from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.cost.measure import (
     Bench,
+    Host,
     OffloadedSteps,
-    PrefillHost,
     copies_to_read_cold,
     fit_line,
     measure_cost,
@@ -102,7 +102,7 @@ def test_what_is_timed_of_captured_steps_from_host_memory_is_attention_over_the_
 @pytest.mark.gpu
 def test_on_a_gpu_rows_in_host_memory_are_timed_as_captured_steps_fetch_them() -> None:
     shape, length = HeadShape(heads=4, kv_heads=2, head_dim=64), 1 << 18
-    bench = Bench(shape, DEVICE, DTYPE, TILE, (), "triton", True, PrefillHost())  # without indices
+    bench = Bench(shape, DEVICE, DTYPE, TILE, (), "triton", True, Host())  # without indices
     timed = [timing for timing in bench.run(length) if timing.what == "host decode"]
     works = [timing.features for timing in timed]
     assert [attended for _, attended, _ in works] == [16386, 16386, 32768, 32768]  # as many as there may be slots
