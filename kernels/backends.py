@@ -24,6 +24,7 @@ from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.index.build import BuilderName, builds_by_triton
 from sparsekv.kernels.keys import KeyView, check_keys
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle, untested
+from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, check_chunk, check_index, check_qkv
 from sparsekv.plans.errors import BackendError, SparseKVError
 from sparsekv.plans.patterns import TileShape
@@ -128,6 +129,7 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
     want_lse: bool = False,
+    softmax: Softmax = PLAIN,
     backend: str,
 ) -> AttentionOutput:
     """Causal attention over the tiles and single columns of an index, all heads of a layer in one call.
@@ -138,7 +140,8 @@ def prefill_attention(
         index: built for this chunk; see tiles.py for the mask it stands for.
         scale: of the scores, usually 1 / sqrt(D).
         window: the layer's own sliding window in tokens, or None.
-        want_lse: whether to return the natural log-sum-exp of each row.
+        want_lse: whether to return the natural log-sum-exp of each row, of its keys.
+        softmax: of the layer.
         backend: the name that `choose_backend` gave.
 
     Raises:
@@ -149,9 +152,14 @@ def prefill_attention(
     check_qkv(q_BHSD, k_BGKD, v_BGKD, scale)
     check_chunk(q_BHSD, k_BGKD, chunk, window)
     check_index(q_BHSD, index, chunk)
+    with_lse = want_lse or softmax.sinks_H is not None
+    capped = {"cap": softmax.cap} if softmax.cap else {}  # flash knows none
     found: AttentionOutput = module.prefill(
-        q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=want_lse
+        q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=with_lse, **capped
     )
+    if softmax.sinks_H is not None:
+        assert found.lse_BHS is not None
+        found.out_BHSD.mul_(softmax.kept(found.lse_BHS)[..., None])
     return found
 
 
@@ -215,7 +223,7 @@ def decode_attention(
         selection: which tokens each row attends to; all of them when None.
         scale: of the scores, usually 1 / sqrt(D).
         window: the layer's own sliding window in tokens, or None; selected tokens outside it are left out.
-        want_lse: whether to return the natural log-sum-exp of each row.
+        want_lse: whether to return the natural log-sum-exp of each row, with its sink where it has one.
         scoring: also return how much attention each token gets, in these rows; without selection and window.
         out: where the output goes, of the shape of q and with stride 1 in its last dimension; rows of length 0 are left
             as they are.

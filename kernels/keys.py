@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import check_qkv
 from sparsekv.plans.errors import ShapeError
 
@@ -40,6 +41,7 @@ class KeyView:
     lengths_B: torch.Tensor  # int32 on the device: tokens of each row, the newest included
     table_BP: torch.Tensor | None = None  # int32 on the device
     where: torch.Tensor | None = None  # int64 [COLUMNS] on the device
+    softmax: Softmax = PLAIN  # what attention over them has besides their scores
 
     @property
     def batch(self) -> int:
@@ -61,10 +63,11 @@ class KeyView:
         """Most tokens that a row can hold here; what launch grids are made from."""
         return self.k.shape[2] if self.table_BP is None else self.table_BP.shape[1] * self.k.shape[2]
 
-    def heads(self, kv: slice) -> KeyView:
-        """The same tokens of these KV heads alone."""
+    def heads(self, kv: slice, queries: slice) -> KeyView:
+        """The same tokens of these KV heads alone, and of the query heads that they serve."""
         self._check_here()
-        return KeyView(self.k[:, kv], self.v[:, kv], self.lengths_B, self.table_BP)
+        softmax = self.softmax.heads(queries)
+        return KeyView(self.k[:, kv], self.v[:, kv], self.lengths_B, self.table_BP, softmax=softmax)
 
     def head(self, x: torch.Tensor, b: int, g: int, tokens: slice | torch.Tensor) -> torch.Tensor:
         """[T, D] of `x`, which is `k` or `v`: some tokens of one KV head of one batch row.

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from sparsekv.kernels.softmax import capped_
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, unpack_bits
 
 
@@ -39,7 +40,13 @@ def mask_of(index: TileIndex, chunk: Chunk, queries: int, window: int | None = N
 
 
 def reference_attention(
-    q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask_BHSK: torch.Tensor, *, scale: float
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    v_BGKD: torch.Tensor,
+    mask_BHSK: torch.Tensor,
+    *,
+    scale: float,
+    cap: float = 0.0,
 ) -> AttentionOutput:
     """Softmax attention in float32 over the keys that the mask names.
 
@@ -49,10 +56,11 @@ def reference_attention(
         v_BGKD: values, likewise.
         mask_BHSK: bool; a row without any key gives 0 and a log-sum-exp of -inf.
         scale: softmax scale.
+        cap: soft cap of the scores; 0 is none.
     """
     groups, keys = k_BGKD.shape[1], mask_BHSK.shape[3]
     k_BHKD, v_BHKD = (x[:, :, :keys].float().repeat_interleave(q_BHSD.shape[1] // groups, 1) for x in (k_BGKD, v_BGKD))
-    scores_BHSK = (q_BHSD.float() @ k_BHKD.mT * scale).masked_fill(~mask_BHSK, -torch.inf)
+    scores_BHSK = capped_(q_BHSD.float() @ k_BHKD.mT * scale, cap).masked_fill(~mask_BHSK, -torch.inf)
     lse_BHS = scores_BHSK.logsumexp(-1)
     weights_BHSK = scores_BHSK.softmax(-1).masked_fill(~mask_BHSK, 0.0)
     unseen_BHK1 = ~mask_BHSK.any(2).unsqueeze(-1)
@@ -89,8 +97,9 @@ def prefill(
     scale: float,
     window: int | None = None,
     want_lse: bool = False,
+    cap: float = 0.0,
 ) -> AttentionOutput:
     """The oracle as a backend, under the mask that the index stands for; arguments as in `prefill_attention`."""
     mask_BHSK = mask_of(index, chunk, q_BHSD.shape[2], window)
-    found = reference_attention(q_BHSD, k_BGKD, v_BGKD, mask_BHSK, scale=scale)
+    found = reference_attention(q_BHSD, k_BGKD, v_BGKD, mask_BHSK, scale=scale, cap=cap)
     return found if want_lse else replace(found, lse_BHS=None)

@@ -13,20 +13,21 @@ from typing import Literal
 
 import torch
 
+from sparsekv.kernels.softmax import PLAIN, Softmax, capped_
 from sparsekv.kernels.topk import blocks
 
 HeadReduction = Literal["max", "per_kv_head"]
 
 
-def scaled_scores(q_BGND: torch.Tensor, k_BGSD: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale * q k^T in float32: [B, G, N, S]. Half precision inputs are never rounded on the way."""
+def scaled_scores(q_BGND: torch.Tensor, k_BGSD: torch.Tensor, scale: float, cap: float = 0.0) -> torch.Tensor:
+    """scale * q k^T in float32, under a soft cap: [B, G, N, S]. Half precision inputs are never rounded on the way."""
     batch, groups, rows, _ = q_BGND.shape
     q_XND, kt_XDS = q_BGND.flatten(0, 1), k_BGSD.flatten(0, 1).transpose(1, 2)
     if q_BGND.is_cuda and q_BGND.dtype in (torch.float16, torch.bfloat16):
         scores_XNS = torch.bmm(q_XND, kt_XDS, out_dtype=torch.float32)
     else:
         scores_XNS = torch.bmm(q_XND.float(), kt_XDS.float())
-    return scores_XNS.mul_(scale).view(batch, groups, rows, k_BGSD.shape[2])
+    return capped_(scores_XNS.mul_(scale), cap).view(batch, groups, rows, k_BGSD.shape[2])
 
 
 def token_scores(
@@ -36,6 +37,7 @@ def token_scores(
     weights_W: torch.Tensor,
     *,
     scale: float,
+    softmax: Softmax = PLAIN,
     heads: HeadReduction = "max",
     reduce_max: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
@@ -49,6 +51,7 @@ def token_scores(
             position does not count.
         weights_W: weight of each query of the window, float32.
         scale: softmax scale.
+        softmax: of the layer.
         heads: "max" reduces all query heads to one row, "per_kv_head" the query heads of each KV head to one row.
         reduce_max: with "max", takes the maximum over heads that are elsewhere as well, [B, 1, W, S] to [B, 1, W, S].
 
@@ -64,9 +67,14 @@ def token_scores(
     best_BWS: torch.Tensor | None = None
     rows: list[torch.Tensor] = []
     for part in blocks(groups, batch * per_group * window * keys):
-        scores_BGNS = scaled_scores(q_BGND[:, part], k_BGSD[:, part], scale)
+        scores_BGNS = scaled_scores(q_BGND[:, part], k_BGSD[:, part], scale, softmax.cap)
         scores_BGNWS = torch.unflatten(scores_BGNS, 2, (per_group, window))
-        weights_BGNWS = scores_BGNWS.masked_fill_(hidden_BWS[:, None, None], -torch.inf).softmax(-1)
+        scores_BGNWS.masked_fill_(hidden_BWS[:, None, None], -torch.inf)
+        weights_BGNWS = scores_BGNWS.softmax(-1)
+        if softmax.sinks_H is not None:
+            own = softmax.heads(slice(part.start * per_group, part.stop * per_group))
+            kept_BHW = own.kept(scores_BGNWS.logsumexp(-1).flatten(1, 2))
+            weights_BGNWS *= kept_BHW.unflatten(1, (-1, per_group))[..., None]
         if heads == "per_kv_head":  # summed here: the windows of all heads together would be as large as the scores
             rows.append((weights_BGNWS.amax(2) * weights_BW1[:, None]).sum(-2))
         else:

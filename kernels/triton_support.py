@@ -6,14 +6,24 @@ are marked `no_type_check`, as Triton gives its language no types; their launche
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 import triton
+import triton.language as tl
 
 from sparsekv.plans.errors import BackendError, ShapeError
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 # Offsets inside a block are 32-bit numbers: 128 rows of this stride stay below 2 ** 31.
 LONGEST_ROW_STRIDE = 1 << 23
+
+
+@no_type_check
+@triton.jit
+def soft_cap(s, CAP: tl.constexpr):
+    """CAP * tanh(s / CAP), whatever the base of the exponential to come, as both are in it."""
+    return CAP * (2.0 * tl.sigmoid(s * (2.0 / CAP)) - 1.0)
 
 
 def interpreting() -> bool:

@@ -3,7 +3,7 @@ long inputs and memory estimates read it, and so does vLLM. A new architecture i
 tests/support/tiny_models.py.
 
 Every one of them calls its attention through `AttentionInterface`, and its decoder has `layers` and `norm`, which it
-calls one after the other. Scores with a soft cap cannot be computed: no kernel has one.
+calls one after the other. What its softmax has besides scores (a soft cap, sinks) it hands to that interface.
 """
 
 from __future__ import annotations
@@ -72,8 +72,10 @@ ARCHITECTURES = {
     record.model_type: record
     for record in (
         Architecture("ernie4_5"),
+        Architecture("gemma2", norms=_BEFORE, norms_after=_AFTER),
         Architecture("gemma3_text", package="gemma3", norms=_BEFORE, norms_after=_AFTER),
         Architecture("glm"),
+        Architecture("gpt_oss", experts="intermediate_size"),
         Architecture("granite", residual="residual_multiplier"),
         Architecture("granitemoe", mlp="block_sparse_moe", residual="residual_multiplier", experts="intermediate_size"),
         Architecture("llama"),

@@ -19,6 +19,7 @@ from sparsekv.kernels.cpu_threads import one_thread, spread
 from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.prefill.dense import attend_newest
+from sparsekv.kernels.softmax import PLAIN, capped_
 from sparsekv.kernels.tiles import AttentionOutput
 from sparsekv.kernels.topk import blocks
 
@@ -39,7 +40,7 @@ def decode(
 ) -> AttentionOutput:
     """One query token a batch row; arguments as in `decode_attention`."""
     lengths = keys.lengths_B.tolist()
-    plain = selection is None and scoring is None and out is None and not want_lse
+    plain = selection is None and scoring is None and out is None and not want_lse and keys.softmax is PLAIN
     if plain and keys.table_BP is None and len(set(lengths)) == 1:
         k_BGSD, v_BGSD = keys.contiguous(lengths[0])
         return AttentionOutput(attend_newest(q_BHQD, k_BGSD, v_BGSD, scale=scale, window=window), None)
@@ -126,13 +127,17 @@ class _Call:
         for part in parts:
             k_TD = keys.head(keys.k, *at, _part(head.tokens, part)).float()
             torch.mm(q_ND, k_TD.mT, out=logits_NT[:, part])
-        p_NT = logits_NT.softmax(1)
+        capped_(logits_NT, keys.softmax.cap)
+        p_NT, lse_N = logits_NT.softmax(1), logits_NT.logsumexp(1)
+        if (sinks_H := keys.softmax.sinks_H) is not None:
+            joint_N = torch.logaddexp(lse_N, sinks_H.float().view(-1, len(q_ND))[head.g])
+            p_NT, lse_N = p_NT.mul_((lse_N - joint_N).exp_()[:, None]), joint_N
         if out_BGND is not None:
             for part in parts:
                 v_TD = keys.head(keys.v, *at, _part(head.tokens, part)).float()
                 out_BGND[at].addmm_(p_NT[:, part], v_TD)
         if self.lse_BGN is not None:
-            self.lse_BGN[at] = logits_NT.logsumexp(1)
+            self.lse_BGN[at] = lse_N
         if head.start >= 0:
             torch.amax(p_NT, 0, out=self.scores_GT[head.g, head.start : head.start + head.count])
 

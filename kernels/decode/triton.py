@@ -23,7 +23,7 @@ import triton.language as tl
 from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import AttentionOutput
-from sparsekv.kernels.triton_support import overlap, overlaps_launches
+from sparsekv.kernels.triton_support import overlap, overlaps_launches, soft_cap
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 128  # what one program of the merge holds at once
@@ -84,6 +84,7 @@ def _run(
     out_BHQD = torch.empty_like(q_BHQD) if out is None else out
     lse_BHQ = torch.empty((B, H, 1), dtype=torch.float32, device=device)
     logits_HT, scores_gT = (None, None) if scoring is None else _score_memory(scoring, H, device)
+    sinks_H = keys.lengths_B if keys.softmax.sinks_H is None else keys.softmax.sinks_H
     block_d, overlapping = triton.next_power_of_2(D), overlap(launch.overlap)
     with torch.cuda.device_of(q_BHQD):
         decode_kernel[(launch.splits, G, B)](
@@ -94,12 +95,15 @@ def _run(
             GROUP=H // G, ROWS=max(16, triton.next_power_of_2(H // G)), D=D, BLOCK_D=block_d,
             BLOCK_N=launch.block_n, PAGE=keys.page, INDIRECT=keys.where is not None, SPARSE=selection is not None,
             SCORED=scoring is not None, ATTENDS=attends, STAGES=launch.stages, PRECISION="ieee",
+            CAP=keys.softmax.cap * _LOG2_E,
             num_warps=launch.warps, **overlapping,
         )  # fmt: skip
         merge_kernel[(H, B)](
-            part_BHPD, part_lse_BHP, out_BHQD, lse_BHQ, keys.lengths_B, *out_BHQD.stride()[:2], H, launch.splits,
+            part_BHPD, part_lse_BHP, out_BHQD, lse_BHQ, keys.lengths_B, sinks_H, *out_BHQD.stride()[:2], H,
+            launch.splits,
             D=D, BLOCK_D=block_d, BLOCK_P=triton.next_power_of_2(launch.splits),
             WANT_LSE=want_lse or scoring is not None, ATTENDS=attends, SKIPS=out is not None,
+            SINKS=keys.softmax.sinks_H is not None,
             num_warps=4 if D <= 128 else 8, **overlapping,
         )  # fmt: skip
     if scoring is not None and logits_HT is not None and scores_gT is not None:
@@ -176,7 +180,7 @@ def _add_tokens(
     m_R, l_R, acc_RD, q_RD, token_N, keep_N, k_base, v_base, k_step, v_step, table_row, k_page, v_page,
     logits_ptr, logits_at_R1, scored, real_R, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, SCORED: tl.constexpr, ATTENDS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The running maximum, sum and output with the tokens of one step added."""
     lanes_D = tl.arange(0, BLOCK_D)
@@ -194,6 +198,8 @@ def _add_tokens(
     if ATTENDS:
         v_ND = tl.load(v_at + lanes_D[None, :], mask=keep_ND, other=0.0)
     s_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
+    if CAP > 0.0:
+        s_RN = soft_cap(s_RN, CAP)
     if SCORED:
         tl.store(logits_ptr + (logits_at_R1 + token_N[None, :]), s_RN, mask=scored & real_R[:, None] & keep_N[None, :])
     s_RN = tl.where(keep_N[None, :], s_RN, float("-inf"))
@@ -218,7 +224,7 @@ def decode_kernel(
     scale_log2, window, kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, INDIRECT: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, ATTENDS: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits, KV heads, batch). The tokens of a row are numbered: sinks, chosen, recent; or all of them.
 
@@ -285,6 +291,7 @@ def decode_kernel(
         m_R, l_R, acc_RD = _add_tokens(
             m_R, l_R, acc_RD, q_RD, token_N, keep_N, k_base, v_base, k_step, v_step, table_row, k_stride_B, v_stride_B,
             logits_ptr, logits_at_R1, scored, real_R, scale_log2, D, BLOCK_D, PAGE, SCORED, ATTENDS, PRECISION,
+            CAP,
         )  # fmt: skip
     if SPARSE:
         for start in tl.range(tl.where(count < 0, end, begin), end, BLOCK_N, num_stages=STAGES):
@@ -297,7 +304,7 @@ def decode_kernel(
             m_R, l_R, acc_RD = _add_tokens(
                 m_R, l_R, acc_RD, q_RD, token_N, keep_N, k_base, v_base, k_step, v_step, table_row, k_stride_B,
                 v_stride_B, logits_ptr, logits_at_R1, scored, real_R, scale_log2,
-                D, BLOCK_D, PAGE, SCORED, ATTENDS, PRECISION,
+                D, BLOCK_D, PAGE, SCORED, ATTENDS, PRECISION, CAP,
             )  # fmt: skip
 
     seen_R = l_R > 0.0
@@ -313,11 +320,12 @@ def decode_kernel(
 @no_type_check
 @triton.jit(do_not_specialize=["splits", "heads"])
 def merge_kernel(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr, lengths_ptr, out_stride_B, out_stride_H, heads, splits,
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, lengths_ptr, sinks_ptr, out_stride_B, out_stride_H, heads, splits,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, WANT_LSE: tl.constexpr, ATTENDS: tl.constexpr,
-    SKIPS: tl.constexpr, OVERLAP: tl.constexpr,
+    SKIPS: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (query heads, batch). Merges the splits of a head: each weighs by the exponential of its log-sum-exp.
+    """Grid: (query heads, batch). Merges the splits of a head: each weighs by the exponential of its log-sum-exp, and
+    so does a sink, which has no output.
 
     With SKIPS the output of rows without tokens is not written.
     """
@@ -331,9 +339,14 @@ def merge_kernel(
     lanes_D = tl.arange(0, BLOCK_D)
     lse_P = tl.load(part_lse_ptr + part + lanes_P, mask=lanes_P < splits, other=float("-inf"))
     m = tl.max(lse_P, 0)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        m = tl.maximum(m, sink)
     base = tl.where(m == float("-inf"), 0.0, m)
     weight_P = tl.exp2(lse_P - base)
     total = tl.sum(weight_P, 0)
+    if SINKS:
+        total += tl.exp2(sink - base)
     if ATTENDS:
         keep_PD = (lanes_P < splits)[:, None] & (lanes_D < D)[None, :]
         part_PD = tl.load(part_ptr + (part + lanes_P)[:, None] * D + lanes_D[None, :], mask=keep_PD, other=0.0)

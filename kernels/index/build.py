@@ -84,6 +84,7 @@ def build_index(
     window: int | None = None,
     lines: Mapping[int, LineScores] | None = None,
     builder: BuilderName = "auto",
+    cap: float = 0.0,
 ) -> TileIndex:
     """Which tiles and single columns each head computes.
 
@@ -99,6 +100,8 @@ def build_index(
         lines: `layer_lines` of this very call by `last_q`, for callers that build many indices of one layer.
         builder: "torch" anywhere; "triton" for the patterns that it builds on this GPU, torch for the others; "auto"
             chooses. All give the same index, up to the rounding of scores that are nearly equal.
+        cap: soft cap of the layer's scores, of single keys: pooled ones (block sparse, adaptive) have none. Torch builds
+            under one.
 
     Returns:
         An index of its own, but for dense_H, which is shared by layers with the same dense heads and must not be
@@ -111,8 +114,8 @@ def build_index(
     """
     groups = group_heads(tuple(patterns))
     _check(groups, len(patterns), q_BHSD, k_BGKD, chunk, tile, window)
-    call = IndexCall.of(q_BHSD, k_BGKD, chunk, tile, scale, window, lines)
-    on_gpu = _by_triton(builder, q_BHSD.device)
+    call = IndexCall.of(q_BHSD, k_BGKD, chunk, tile, scale, window, lines, cap)
+    on_gpu = not cap and _by_triton(builder, q_BHSD.device)
     dense = next((group.heads for group in groups if group.kind is Dense), ())
     parts = [_build_part(group, call, on_gpu) for group in groups]
     if len(parts) == 1 and isinstance(only := parts[0], HeadIndex):

@@ -162,6 +162,7 @@ class IndexCall:
     k_BGKD: torch.Tensor
     scale: float
     lines: Mapping[int, LineScores] | None  # of all heads, by last_q, where the caller has scored them already
+    cap: float  # soft cap of the scores of single keys; pooled ones (block sparse, adaptive) are estimates without it
 
     @classmethod
     def of(
@@ -173,11 +174,12 @@ class IndexCall:
         scale: float,
         window: int | None,
         lines: Mapping[int, LineScores] | None = None,
+        cap: float = 0.0,
     ) -> IndexCall:
         """Arguments as in `build_index`, which has checked them."""
         B, H, S, D = q_BHSD.shape
         layout = Layout(chunk, tile, window, B, H, k_BGKD.shape[1], S, D, q_BHSD.dtype, q_BHSD.device)
-        return cls(layout, q_BHSD, k_BGKD, scale, lines)
+        return cls(layout, q_BHSD, k_BGKD, scale, lines, cap)
 
     def known_lines(self, group: HeadGroup) -> LineScores | None:
         """The caller's scores for vertical-slash heads; None where it has none for what they sample."""

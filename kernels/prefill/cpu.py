@@ -12,12 +12,14 @@ block, N gathered keys, E edge keys, W listed tiles, C columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from sparsekv.kernels.cpu_threads import for_each
+from sparsekv.kernels.softmax import capped_
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, unpack_bits
 from sparsekv.kernels.topk import blocks
 
@@ -37,6 +39,7 @@ def prefill(
     scale: float,
     window: int | None = None,
     want_lse: bool = False,
+    cap: float = 0.0,
 ) -> AttentionOutput:
     """Attention over the index's tiles and columns, in float32; arguments as in `prefill_attention`."""
     out_BHSD = torch.zeros_like(q_BHSD)
@@ -44,7 +47,8 @@ def prefill(
     for b, (past, length) in enumerate(zip(chunk.past, chunk.lengths, strict=True)):
         if length > past:
             rows, known = slice(0, length - past), slice(0, length)
-            row = _BatchRow(q_BHSD[b, :, rows], k_BGKD[b, :, known], v_BGKD[b, :, known], b, past, index, window, scale)
+            own = q_BHSD[b, :, rows], k_BGKD[b, :, known], v_BGKD[b, :, known]
+            row = _BatchRow(*own, b, past, index, window, scale, cap)
             row.attend(out_BHSD[b, :, rows], lse_BHS[b, :, rows])
     return AttentionOutput(out_BHSD, lse_BHS if want_lse else None)
 
@@ -61,6 +65,7 @@ class _BatchRow:
     index: TileIndex
     window: int | None
     scale: float
+    cap: float
 
     def attend(self, out_HSD: torch.Tensor, lse_HS: torch.Tensor) -> None:
         """Writes the result, for as many KV heads at once as there are threads."""
@@ -84,10 +89,13 @@ class _BatchRow:
     def _head(self, h: int, keys: _Keys) -> tuple[torch.Tensor, torch.Tensor]:
         """One query head over the keys of its KV head."""
         q_SD, length = self.q_HSD[h].float(), self.k_GKD.shape[1]
-        if self.past == 0 and self.window is None and self.index.dense_H[h]:
+        if self.past == 0 and self.window is None and self.index.dense_H[h] and not self.cap:
             return _flash(q_SD[None], keys.k_KD[None, :length], keys.v_KD[None, :length], self.scale, causal=True)
         rows = head_rows(self.index, self.b, h, self.past, length, self.window)
-        return _sparse(q_SD, keys, rows, self.scale)
+        return _sparse(q_SD, keys, rows, partial(_capped, cap=self.cap) if self.cap else _flash, self.scale)
+
+
+_Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # as _flash
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +122,9 @@ class _Keys:
         return scratch_2ND[0, :total], scratch_2ND[1, :total]
 
 
-def _sparse(q_SD: torch.Tensor, keys: _Keys, rows: HeadRows, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _sparse(
+    q_SD: torch.Tensor, keys: _Keys, rows: HeadRows, attend: _Attend, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of one head; rows that see nothing are 0 and -inf."""
     S, D = q_SD.shape
     q_TMD = torch.nn.functional.pad(q_SD, (0, 0, 0, -S % rows.query)).view(-1, rows.query, D)
@@ -124,20 +134,20 @@ def _sparse(q_SD: torch.Tensor, keys: _Keys, rows: HeadRows, scale: float) -> tu
         for t, (tiles_W, columns_C) in enumerate(rows.whole(part), part.start):
             if len(tiles_W) or len(columns_C):
                 k_ND, v_ND = keys.gather(tiles_W, columns_C, scratch_2ND)
-                out_TMD[t], lse_TM[t] = _flash(q_TMD[t, None], k_ND[None], v_ND[None], scale)
+                out_TMD[t], lse_TM[t] = attend(q_TMD[t, None], k_ND[None], v_ND[None], scale)
         edge = rows.edge(part)
         if edge is not None:
-            found = _attend_edge(q_TMD[part], keys, *edge, scale)
+            found = _attend_edge(q_TMD[part], keys, *edge, attend, scale)
             out_TMD[part], lse_TM[part] = _join(out_TMD[part], lse_TM[part], *found)
     return out_TMD.view(-1, D)[:S], lse_TM.view(-1)[:S]
 
 
 def _attend_edge(
-    q_XMD: torch.Tensor, keys: _Keys, tokens_XE: torch.Tensor, seen_XME: torch.Tensor, scale: float
+    q_XMD: torch.Tensor, keys: _Keys, tokens_XE: torch.Tensor, seen_XME: torch.Tensor, attend: _Attend, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     at = tokens_XE.clamp(max=len(keys.k_KD) - 1).flatten()
     k_XED, v_XED = (x_KD.index_select(0, at).view(*tokens_XE.shape, -1) for x_KD in (keys.k_KD, keys.v_KD))
-    out_XMD, lse_XM = _flash(q_XMD, k_XED, v_XED, scale, seen_XME=seen_XME)
+    out_XMD, lse_XM = attend(q_XMD, k_XED, v_XED, scale, seen_XME=seen_XME)
     return out_XMD.view_as(q_XMD), lse_XM.view(q_XMD.shape[:2]).masked_fill_(~seen_XME.any(-1), -math.inf)
 
 
@@ -161,6 +171,23 @@ def _flash(
         q_XMD[:, None], k_XND[:, None], v_XND[:, None], 0.0, causal, attn_mask=mask_X1ME, scale=scale
     )
     return out_X1MD.reshape(-1, q_XMD.shape[2]), lse_X1M.reshape(-1)
+
+
+def _capped(
+    q_XMD: torch.Tensor,
+    k_XND: torch.Tensor,
+    v_XND: torch.Tensor,
+    scale: float,
+    *,
+    cap: float,
+    seen_XME: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `_flash` returns, under a soft cap, which torch's kernel does not know."""
+    scores_XMN = capped_((q_XMD @ k_XND.mT).mul_(scale), cap)
+    if seen_XME is not None:
+        scores_XMN.masked_fill_(~seen_XME, -math.inf)
+    out_XMD = scores_XMN.softmax(-1).nan_to_num_(nan=0.0) @ v_XND
+    return out_XMD.flatten(0, 1), scores_XMN.logsumexp(-1).flatten()
 
 
 def _join(

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
-from sparsekv.kernels.triton_support import check_tensors
+from sparsekv.kernels.triton_support import check_tensors, soft_cap
 from sparsekv.plans.patterns import TileShape
 
 LOG2_E = 1.4426950408889634
@@ -90,6 +90,7 @@ def prefill(
     scale: float,
     window: int | None = None,
     want_lse: bool = False,
+    cap: float = 0.0,
     launch: Launch | None = None,
 ) -> AttentionOutput:
     """Attention over the index's tiles and columns, all heads in one launch; arguments as in `prefill_attention`.
@@ -126,7 +127,7 @@ def prefill(
             BLOCK_M=blocks.block_m, BLOCK_N=blocks.block_n, BLOCK_C=blocks.block_c, STAGES=blocks.stages,
             COLUMN_STAGES=blocks.column_stages, HAS_COLUMNS=index.columns_BHC.shape[2] > 0,
             WINDOWED=window is not None and window < chunk.longest, WANT_LSE=want_lse,
-            PRECISION="ieee", num_warps=blocks.warps,
+            PRECISION="ieee", CAP=cap * LOG2_E, num_warps=blocks.warps,
         )  # fmt: skip
     return AttentionOutput(out_BHSD, lse_BHS)
 
@@ -188,9 +189,15 @@ def _rows(base_ptr, at, stride, lanes_D, keep, MASKED: tl.constexpr, D: tl.const
 
 @triton.jit
 @no_type_check
-def _attend(acc_MD, m_M, l_M, q_MD, k_ND, v_ND, keep_MN, scale_log2, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def _attend(
+    acc_MD, m_M, l_M, q_MD, k_ND, v_ND, keep_MN, scale_log2, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
     """One step of the online softmax, in base 2. With a mask, a row may have seen no key yet: its maximum is -inf."""
     s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
+    if CAP > 0.0:
+        s_MN = soft_cap(s_MN * scale_log2, CAP)
+        scale_log2 = 1.0
     if MASKED:
         s_MN = tl.where(keep_MN, s_MN, float("-inf"))
     new_m_M = tl.maximum(m_M, tl.max(s_MN, 1) * scale_log2)
@@ -226,7 +233,7 @@ def prefill_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
     COLUMN_STAGES: tl.constexpr, HAS_COLUMNS: tl.constexpr, WINDOWED: tl.constexpr, WANT_LSE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (GROUP * row blocks, KV heads, batch). The query heads of a KV head run side by side: they share K and V
     in cache. The last rows come first: they are the longest, and nothing long is left for the end of the launch."""
@@ -286,7 +293,7 @@ def prefill_kernel(
         tile = _tile_at(list_ptr, (step + 1) // SPLIT, stop, dense)
         k_ND = _rows(k_base + first_key * k_stride_S, lanes_N, k_stride_S, lanes_D, everything_N, False, D)
         v_ND = _rows(v_base + first_key * v_stride_S, lanes_N, v_stride_S, lanes_D, everything_N, False, D)
-        acc_MD, m_M, l_M = _attend(acc_MD, m_M, l_M, q_MD, k_ND, v_ND, everything_N, scale_log2, False, PRECISION)
+        acc_MD, m_M, l_M = _attend(acc_MD, m_M, l_M, q_MD, k_ND, v_ND, everything_N, scale_log2, False, PRECISION, CAP)
 
     # The tiles on the window's edge, [start, whole_start), and those on the diagonal, [whole_stop, stop).
     edge = whole_start - start
@@ -298,7 +305,7 @@ def prefill_kernel(
         k_ND = _rows(k_base, j_N.to(tl.int64), k_stride_S, lanes_D, j_N < length, True, D)
         v_ND = _rows(v_base, j_N.to(tl.int64), v_stride_S, lanes_D, j_N < length, True, D)
         keep_MN = _visible(i_M, j_N, window, WINDOWED)
-        acc_MD, m_M, l_M = _attend(acc_MD, m_M, l_M, q_MD, k_ND, v_ND, keep_MN, scale_log2, True, PRECISION)
+        acc_MD, m_M, l_M = _attend(acc_MD, m_M, l_M, q_MD, k_ND, v_ND, keep_MN, scale_log2, True, PRECISION, CAP)
 
     if HAS_COLUMNS:
         # Columns ascend, so those not yet causal and those next to the diagonal are dead words at the end: the range
@@ -316,7 +323,7 @@ def prefill_kernel(
             k_CD = _rows(k_base, j_C.to(tl.int64), k_stride_S, lanes_D, live_C, True, D)
             v_CD = _rows(v_base, j_C.to(tl.int64), v_stride_S, lanes_D, live_C, True, D)
             keep_MC = _visible(i_M, j_C, window, WINDOWED) & live_C[None, :]
-            acc_MD, m_M, l_M = _attend(acc_MD, m_M, l_M, q_MD, k_CD, v_CD, keep_MC, scale_log2, True, PRECISION)
+            acc_MD, m_M, l_M = _attend(acc_MD, m_M, l_M, q_MD, k_CD, v_CD, keep_MC, scale_log2, True, PRECISION, CAP)
 
     seen_M = real_M & (l_M > 0.0)
     l_M = tl.where(seen_M, l_M, 1.0)

@@ -10,6 +10,7 @@ Shapes: B batch, H query heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from sparsekv.kernels.backends import decode_attention, decode_scores
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.softmax import Softmax
 from sparsekv.runtime.core.budgets import counts_of
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
 from sparsekv.runtime.core.select import choose_tokens, scoring_for, selected_for
@@ -62,6 +64,28 @@ class Resident:
     ) -> tuple[KeyView, Selection, int | None]:
         """All of them: kernels read the selected tokens where they lie."""
         return self._keys, selection, window
+
+
+class WithSoftmax:
+    """Keys and values of a layer whose softmax has more than their scores."""
+
+    def __init__(self, source: KeySource, softmax: Softmax) -> None:
+        self._source, self._softmax = source, softmax
+
+    def view(self, lengths_B: torch.Tensor) -> KeyView:
+        """As of the source."""
+        return replace(self._source.view(lengths_B), softmax=self._softmax)
+
+    def gather(
+        self,
+        selection: Selection,
+        lengths_B: torch.Tensor,
+        window: int | None = None,
+        slots: SlotMap | None = None,
+    ) -> tuple[KeyView, Selection, int | None]:
+        """As of the source."""
+        keys, found, left = self._source.gather(selection, lengths_B, window, slots)
+        return replace(keys, softmax=self._softmax), found, left
 
 
 def decode(

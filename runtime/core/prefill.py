@@ -13,8 +13,10 @@ from sparsekv.kernels.backends import Fallback, dense_by_flash, dense_prefill, p
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.prefill.dense import dense_attention
+from sparsekv.kernels.softmax import PLAIN
 from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.plans.errors import ShapeError
+from sparsekv.plans.patterns import Dense
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.stats import Meter
 
@@ -62,7 +64,7 @@ def prefill(
         kv = slice(first, min(first + groups, keys.kv_heads))
         queries = slice(kv.start * per_kv, kv.stop * per_kv)
         part_BHSD = q_BHSD[:, queries]
-        part_BHSD.copy_(attend(layer.for_heads(queries, kv), part_BHSD, keys.heads(kv)))
+        part_BHSD.copy_(attend(layer.for_heads(queries, kv), part_BHSD, keys.heads(kv, queries)))
     return q_BHSD
 
 
@@ -79,14 +81,19 @@ def _attend(
 ) -> torch.Tensor:  # fmt: skip
     k_BGKD, v_BGKD = keys.contiguous(chunk.longest)
     causal, patterns = layer.heads * chunk.causal_tiles(layer.tile), layer.patterns_for(chunk)
-    if not patterns:
+    if not patterns and keys.softmax is PLAIN:
         meter.add_dense_prefill(causal)
         return _attend_dense(layer, q_BHSD, k_BGKD, v_BGKD, chunk, scale, fallback)
     window = layer.window
-    build = partial(build_index, patterns, q_BHSD, k_BGKD, chunk, layer.tile, scale=scale, window=window)
+    patterns = patterns or (Dense(),) * layer.heads  # dense kernels know no other softmax
+    build = partial(
+        build_index, patterns, q_BHSD, k_BGKD, chunk, layer.tile, scale=scale, window=window, cap=keys.softmax.cap
+    )
     index = fallback.build(lambda builder: build(builder=builder), q_BHSD.device)
     meter.add_sparse_prefill(computed_tiles(index), causal)
-    attend = partial(prefill_attention, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window)
+    attend = partial(
+        prefill_attention, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, softmax=keys.softmax
+    )
     return fallback.run(lambda backend: attend(backend=backend), q_BHSD, layer.tile).out_BHSD
 
 

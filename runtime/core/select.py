@@ -100,6 +100,7 @@ def _window_scores(
         keys.lengths_B[:, None] + ages_W,
         state.constant(selector_weights(segment.selector, queries), device, torch.float32),
         scale=scale,
+        softmax=keys.softmax,
         heads="max" if segment.heads == "max" else "per_kv_head",
         reduce_max=state.reduce_max if segment.across_ranks else None,
     )

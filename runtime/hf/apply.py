@@ -15,11 +15,12 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
+from sparsekv.kernels.softmax import PLAIN
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.core.decode import count_step, decode
+from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import DecodeState
@@ -124,7 +125,8 @@ class PlanEngine:
         layer, entry = self._program.layers[call.layer], call.entry
         if call.phase is Phase.DECODE:
             assert entry is not None, "decode without a cache"
-            step = partial(decode, layer, call.q_BHSD, entry.store, entry.state, scale=call.scale)
+            source = entry.store if call.softmax is PLAIN else WithSoftmax(entry.store, call.softmax)
+            step = partial(decode, layer, call.q_BHSD, source, entry.state, scale=call.scale)
             return self.fallback.decode(lambda backend: step(backend=backend), self._backend, call.q_BHSD.device)
         if entry is not None:
             entry.state.remember(layer, call.q_BHSD)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -18,12 +18,14 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
+from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.keys import KeyView
-from sparsekv.kernels.prefill.dense import dense_attention
+from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.runtime.core.program import Program, Rank
+from sparsekv.runtime.core.prefill import prefill
+from sparsekv.runtime.core.program import LayerProgram, Program, Rank
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.cache import CacheOwner, SparseLayer, attention_dtype, is_autocast
 from sparsekv.runtime.stores.device import DeviceStore
@@ -51,6 +53,7 @@ class LayerCall:
     entry: SparseLayer | None  # this layer of the cache
     scale: float
     window: int | None
+    softmax: Softmax = PLAIN
     q_is_spare: bool = False  # nobody reads q after the call: the output may take its place
 
     @property
@@ -65,8 +68,8 @@ class LayerCall:
         its copy."""
         lengths_B = on_device(chunk.lengths, self.q_BHSD.device, torch.int32)
         if self.entry is None or not any(chunk.past):
-            return KeyView(self.k_BGSD, self.v_BGSD, lengths_B)
-        return self.entry.store.view(lengths_B)
+            return KeyView(self.k_BGSD, self.v_BGSD, lengths_B, softmax=self.softmax)
+        return replace(self.entry.store.view(lengths_B), softmax=self.softmax)
 
 
 @dataclass(slots=True)
@@ -85,6 +88,7 @@ class Pass:
         layer: int,
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         scale: float,
+        softmax: Softmax = PLAIN,
         q_is_spare: bool = False,
     ) -> torch.Tensor:
         """[B, H, S, D]: the attention of the next layer, in the dtype of the cache; under autocast the output has its
@@ -95,13 +99,14 @@ class Pass:
             Projected: the pass `projects`.
         """
         if self.projects:
-            raise Projected(*qkv, scale)
+            raise Projected(*qkv, scale, softmax)
         check_layer(self.layer, layer)
         self.layer += 1
         entry, found = self.entry(layer), attention_dtype(qkv[0])
         dtype = found if entry is None else entry.dtype_for(qkv[0])
         q_BHSD, k_BGSD, v_BGSD = (x.to(dtype) for x in qkv)
-        call = LayerCall(layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, self.windows[layer], q_is_spare)
+        window = self.windows[layer]
+        call = LayerCall(layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, window, softmax, q_is_spare)
         with _without_autocast(q_BHSD.device.type):
             return self._attend(call).to(found)
 
@@ -123,7 +128,7 @@ class Pass:
 
 
 class Projected(Exception):  # noqa: N818 - how a part of a forward ends, no error
-    """Leaves an attention module where it would attend, with its queries, keys, values and softmax scale as `args`."""
+    """Leaves an attention module where it would attend, with its queries, keys, values, scale and softmax as `args`."""
 
 
 def _without_autocast(kind: str) -> AbstractContextManager[Any]:
@@ -217,9 +222,11 @@ class DenseEngine:
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """[B, H, S, D]."""
-        chunk = call.chunk
-        k_BGKD, v_BGKD = call.keys(chunk).contiguous(chunk.longest)
-        return dense_attention(call.q_BHSD, k_BGKD, v_BGKD, chunk, scale=call.scale, window=call.window).out_BHSD
+        chunk, q_BHSD = call.chunk, call.q_BHSD
+        keys = call.keys(chunk)
+        layer = LayerProgram(call.layer, q_BHSD.shape[1], keys.kv_heads, call.window)
+        backend = "cpu" if q_BHSD.device.type == "cpu" else "triton"
+        return prefill(layer, q_BHSD, keys, chunk, scale=call.scale, fallback=Fallback(backend))
 
 
 def register() -> None:
@@ -240,6 +247,8 @@ def attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as `AttentionInterface` wants it: q [B, H, S, D], new k and v [B, G, S, D], output [B, S, H, D].
@@ -264,7 +273,8 @@ def attention_forward(
             f"custom masks are not supported, pass none"
         )
     layer: Any = module.layer_idx
-    out_BHSD = attached.under_way.attend(layer, (query, key, value), scaling)
+    softmax = Softmax(softcap or 0.0, s_aux) if softcap or s_aux is not None else PLAIN
+    out_BHSD = attached.under_way.attend(layer, (query, key, value), scaling, softmax)
     return out_BHSD.transpose(1, 2).contiguous(), None
 
 

@@ -212,7 +212,8 @@ def forward_in_pieces(
         attended_BSE = out_BHSD[:, :, rows].transpose(1, 2).flatten(2)
         hidden_BSE = into_BSE[:, rows]
         torch.add(given.hidden_BSE[:, rows], after_attention(project(attended_BSE)) * scale, out=hidden_BSE)
-        hidden_BSE += after_mlp(mlp(norm(hidden_BSE))) * scale
+        made = mlp(norm(hidden_BSE))
+        hidden_BSE += after_mlp(made[0] if isinstance(made, tuple) else made) * scale  # some give their routing too
     return into_BSE
 
 
@@ -238,15 +239,15 @@ def _attend(layer: nn.Module, architecture: Architecture, given: LayerInput, pie
     k_BGSD, v_BGSD = (layout.empty(tokens), layout.empty(tokens)) if entry is None else entry.room(tokens, layout)
     norm = _part(layer, architecture.norms[0])
     for rows in pieces:
-        *qkv, scale = _projected(attention, norm(given.hidden_BSE[:, rows]), given, rows)
+        *qkv, scale, softmax = _projected(attention, norm(given.hidden_BSE[:, rows]), given, rows)
         q_BHSD[:, :, rows], k_BGSD[:, :, rows], v_BGSD[:, :, rows] = qkv
     if entry is not None:
         entry.commit(k_BGSD, v_BGSD)
-    return given.under_way.attend(attention.layer_idx, (q_BHSD, k_BGSD, v_BGSD), scale, q_is_spare=True)
+    return given.under_way.attend(attention.layer_idx, (q_BHSD, k_BGSD, v_BGSD), scale, softmax, q_is_spare=True)
 
 
 def _projected(attention: nn.Module, x_BSE: torch.Tensor, given: LayerInput, rows: slice) -> tuple[Any, ...]:
-    """Queries and keys as they attend, values and softmax scale: what the attention's own forward makes of some tokens
+    """Queries and keys as they attend, values, scale and softmax: what the attention's own forward makes of some tokens
     up to where it attends."""
     rotary = tuple(angles_BSR[:, rows] for angles_BSR in given.rotary)
     given.under_way.projects = True

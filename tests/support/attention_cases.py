@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, AttentionOutput, Chunk, TileIndex
 from sparsekv.plans.patterns import TileShape
 
@@ -39,6 +40,8 @@ class Case:
     spare_rows: int = 0
     spare_keys: int = 0
     token_major: bool = False  # memory order [B, S, H, D], as models have it
+    cap: float = 0.0
+    learned_sinks: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -69,10 +72,12 @@ class Problem:
     chunk: Chunk
     window: int | None
     scale: float
+    softmax: Softmax = PLAIN
 
     def by(self, attend: Callable[..., AttentionOutput], **how: Any) -> AttentionOutput:
         """What a backend makes of it."""
         tensors = (self.q_BHSD, self.k_BGKD, self.v_BGKD)
+        how |= {} if self.softmax is PLAIN else {"softmax": self.softmax}
         return attend(*tensors, self.index, self.chunk, scale=self.scale, window=self.window, **how)
 
     @property
@@ -97,7 +102,9 @@ def draw(case: Case, device: str = "cpu") -> Problem:
     seen = _draw_seen(case, chunk, S, dense_H, generator).to(torch.device(device))
     q_BHSD, k_BGKD, v_BGKD, dense_H = (x.to(device) for x in (q_BHSD, k_BGKD, v_BGKD, dense_H))
     index = pack(case.tile, seen, dense_H)
-    return Problem(q_BHSD, k_BGKD, v_BGKD, index, seen, chunk, case.window, case.dim**-0.5)
+    sinks_H = torch.randn(case.heads, generator=generator).to(device) * 3 if case.learned_sinks else None
+    softmax = Softmax(case.cap, sinks_H) if case.cap or case.learned_sinks else PLAIN
+    return Problem(q_BHSD, k_BGKD, v_BGKD, index, seen, chunk, case.window, case.dim**-0.5, softmax)
 
 
 def _tokens(case: Case, heads: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
@@ -189,9 +196,14 @@ def compare(found: AttentionOutput, problem: Problem, row_R: torch.Tensor | None
     mask_BHRK = mask_of_rows(problem, row_R)
     group = problem.q_BHSD.shape[1] // problem.k_BGKD.shape[1]
     k_BHKD, v_BHKD = (x.float().nan_to_num(0.0).repeat_interleave(group, 1) for x in (problem.k_BGKD, problem.v_BGKD))
+    cap, sinks_H = problem.softmax.cap, problem.softmax.sinks_H
     scores_BHRK = problem.q_BHSD[:, :, row_R].float() @ k_BHKD.mT * problem.scale
+    scores_BHRK = cap * torch.tanh(scores_BHRK / cap) if cap else scores_BHRK
     scores_BHRK = scores_BHRK.masked_fill(~mask_BHRK, float("-inf"))
-    answer_BHRD = torch.softmax(scores_BHRK, 3).nan_to_num(0.0) @ v_BHKD
+    weights_BHRK = torch.softmax(scores_BHRK, 3).nan_to_num(0.0)
+    if sinks_H is not None:
+        weights_BHRK *= torch.sigmoid(scores_BHRK.logsumexp(3) - sinks_H[:, None])[..., None]
+    answer_BHRD = weights_BHRK @ v_BHKD
     out_BHRD = found.out_BHSD[:, :, row_R].float()
     seen_BHR = mask_BHRK.any(3)
     exact = problem.q_BHSD.dtype == torch.float32

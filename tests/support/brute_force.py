@@ -41,16 +41,18 @@ class BruteForce:
 
     def _attend(
         self, module: Any, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask: None, *,
-        scaling: float, sliding_window: int | None = None, **_: Any,
+        scaling: float, sliding_window: int | None = None, s_aux: torch.Tensor | None = None,
+        softcap: float | None = None, **_: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         assert mask is None
         self._remember(module.layer_idx, q_BHSD)
+        self._sinks, self._cap = s_aux, softcap or 0.0
         steps = q_BHSD.shape[2] == 1 < k_BGKD.shape[2]
         mask_of = self._decode_mask if steps else self._prefill_mask
         visible_BHSK = mask_of(module.layer_idx, q_BHSD, k_BGKD, scaling, sliding_window)
         k_BHKD, v_BHKD = (x.repeat_interleave(q_BHSD.shape[1] // x.shape[1], 1) for x in (k_BGKD, v_BGKD))
-        scores_BHSK = (q_BHSD @ k_BHKD.mT * scaling).masked_fill(~visible_BHSK, -math.inf)
-        return (scores_BHSK.softmax(-1) @ v_BHKD).transpose(1, 2).contiguous(), None
+        scores_BHSK = capped(q_BHSD @ k_BHKD.mT * scaling, self._cap).masked_fill(~visible_BHSK, -math.inf)
+        return (softmax(scores_BHSK, s_aux) @ v_BHKD).transpose(1, 2).contiguous(), None
 
     def _remember(self, layer: int, q_BHSD: torch.Tensor) -> None:
         plan = self._plan.decode
@@ -68,7 +70,7 @@ class BruteForce:
         if plan is None or (plan.lengths[0].dense and rows < min(length, plan.tile.query)):
             return (j_K <= i_S1) & (i_S1 - j_K < (window or length))
         patterns = plan.bucket(length).patterns(layer, heads)
-        found = brute_heads(patterns, q_BHSD, k_BGKD, chunk, plan.tile, scale=scale, window=window)
+        found = brute_heads(patterns, q_BHSD, k_BGKD, chunk, plan.tile, scale=scale, window=window, cap=self._cap)
         return brute_mask(found, chunk, plan.tile, rows, window)
 
     def _decode_mask(
@@ -79,7 +81,8 @@ class BruteForce:
         plan = self._plan.decode
         for segment in plan.bucket(length).segments if plan else ():
             if segment.filter == layer:
-                self._chosen[layer] = choose(segment, self._queries.get(layer, q_BH1D), k_BGKD, scale)
+                newest, rest = self._queries.get(layer, q_BH1D), (self._sinks, self._cap)
+                self._chosen[layer] = choose(segment, newest, k_BGKD, scale, *rest)
             if layer in segment.layers:
                 visible_BGK = self._chosen[segment.filter]
                 if isinstance(segment.heads, dict):
@@ -88,7 +91,27 @@ class BruteForce:
         return (visible_BGK & in_window_K).repeat_interleave(heads // groups, 1)[:, :, None]
 
 
-def choose(segment: Segment, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, scale: float) -> torch.Tensor:
+def capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """Scores under a soft cap."""
+    return cap * torch.tanh(scores / cap) if cap else scores
+
+
+def softmax(scores_BHSK: torch.Tensor, sinks_H: torch.Tensor | None) -> torch.Tensor:
+    """Attention weights; a sink is one more key, whose weight is left out."""
+    if sinks_H is None:
+        return scores_BHSK.softmax(-1)
+    sinks_BHS1 = sinks_H[:, None, None].expand(*scores_BHSK.shape[:3], 1)
+    return torch.cat((scores_BHSK, sinks_BHS1), -1).softmax(-1)[..., :-1]
+
+
+def choose(
+    segment: Segment,
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    scale: float,
+    sinks_H: torch.Tensor | None = None,
+    cap: float = 0.0,
+) -> torch.Tensor:
     """The tokens that the layers of a segment attend to, by the newest queries of its filter layer: bool [B, G, K]."""
     (batch, groups, length, _), budget = k_BGKD.shape, segment.budget.resolve(k_BGKD.shape[2])
     visible_BGK = torch.ones(batch, groups, length, dtype=torch.bool)
@@ -97,7 +120,7 @@ def choose(segment: Segment, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, scale: 
     scores_BGK, k_BHKD = torch.zeros(visible_BGK.shape), k_BGKD.repeat_interleave(q_BHSD.shape[1] // groups, 1)
     for age in range(1 if segment.selector == "last" else min(segment.window, q_BHSD.shape[2])):
         logits_BH1K = q_BHSD[:, :, -1 - age, None] @ k_BHKD[:, :, : length - age].mT * scale
-        weights_BGK = logits_BH1K.softmax(-1)[:, :, 0].unflatten(1, (groups, -1)).amax(2)
+        weights_BGK = softmax(capped(logits_BH1K, cap), sinks_H)[:, :, 0].unflatten(1, (groups, -1)).amax(2)
         weights_BGK = weights_BGK.amax(1, keepdim=True) if segment.heads == "max" else weights_BGK
         scores_BGK[:, :, : length - age] += weights_BGK * (0.5**age if segment.selector == "exponential" else 1.0)
     free = range(segment.sink, length - segment.recent)

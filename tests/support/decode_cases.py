@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from attention_cases import Comparison
+from brute_force import capped
 
 from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import AttentionOutput
 
 
@@ -32,6 +34,8 @@ class DecodeCase:
     dtype: torch.dtype = torch.float32
     page: int = 0  # tokens of a page; 0 is contiguous
     interleaved: bool = False  # token-major, K and V of a token side by side, as vLLM has them
+    cap: float = 0.0
+    learned_sinks: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -60,6 +64,10 @@ CASES = [
     DecodeCase("float16", dtype=torch.float16),
     *(DecodeCase(f"pages of {page}", (300, 41), (70, ALL), page=page, seed=page) for page in (16, 32, 64, 128, 256)),
     DecodeCase("pages, dense, interleaved", (300, 16, 17), None, page=16, interleaved=True, dtype=torch.bfloat16),
+    DecodeCase("a soft cap", (300, 41), (70, ALL), cap=1.5),
+    DecodeCase("a soft cap, dense, pages", (300, 41), None, cap=1.5, page=32, dtype=torch.bfloat16),
+    DecodeCase("learned sinks", (300, 41), (70, ALL), learned_sinks=True),
+    DecodeCase("learned sinks, dense, a window", (300, 41), None, learned_sinks=True, window=128, heads=8),
     DecodeCase("pages, a list for each KV head, a window", (300, 90), (70, 9), page=32, shared=False, window=120),
 ]
 GPU_CASES = [
@@ -93,6 +101,8 @@ def draw(case: DecodeCase, device: str = "cpu") -> DecodeProblem:
     q_BHQD = torch.randn((len(case.lengths), case.heads, 1, case.dim), generator=generator).to(case.dtype)
     keys = _keys(case, generator)
     mask_BH1S = _mask(keys, selection, case.heads, case.window)
+    sinks_H = torch.randn(case.heads, generator=generator) * 3 if case.learned_sinks else None
+    keys = replace(keys, softmax=Softmax(case.cap, sinks_H) if case.cap or case.learned_sinks else PLAIN)
     problem = DecodeProblem(case, q_BHQD, keys, selection, mask_BH1S, case.dim**-0.5)
     poison(problem)
     return moved(problem, device)
@@ -180,7 +190,8 @@ def moved(problem: DecodeProblem, device: str) -> DecodeProblem:
     k, v = (_with_strides(x, device) for x in (keys.k, keys.v))
     if selection is not None:
         selection = replace(selection, chosen_BgN=there(selection.chosen_BgN), counts_B=there(selection.counts_B))
-    keys = KeyView(k, v, there(keys.lengths_B), there(keys.table_BP))
+    softmax = replace(keys.softmax, sinks_H=there(keys.softmax.sinks_H)) if keys.softmax is not PLAIN else PLAIN
+    keys = KeyView(k, v, there(keys.lengths_B), there(keys.table_BP), softmax=softmax)
     return replace(
         problem, q_BHQD=there(problem.q_BHQD), keys=keys, selection=selection, mask_BH1S=there(problem.mask_BH1S)
     )
@@ -209,8 +220,9 @@ def compare(found: AttentionOutput, problem: DecodeProblem) -> Comparison:
     group, mask_BH1S = problem.case.heads // problem.case.kv_heads, problem.mask_BH1S
     k_BGSD, v_BGSD = problem.keys.contiguous(problem.keys.capacity)
     k_BHSD, v_BHSD = (x.float().nan_to_num(0.0).repeat_interleave(group, 1) for x in (k_BGSD, v_BGSD))
-    scores_BH1S = (problem.q_BHQD.float() @ k_BHSD.mT * problem.scale).masked_fill(~mask_BH1S, float("-inf"))
-    answer = torch.softmax(scores_BH1S, -1).nan_to_num(0.0) @ v_BHSD
+    scores_BH1S = capped(problem.q_BHQD.float() @ k_BHSD.mT * problem.scale, problem.case.cap)
+    scores_BH1S = with_sinks(scores_BH1S.masked_fill(~mask_BH1S, float("-inf")), problem)
+    answer = torch.softmax(scores_BH1S, -1)[..., : k_BHSD.shape[2]].nan_to_num(0.0) @ v_BHSD
     limit = 2e-5 if problem.q_BHQD.dtype == torch.float32 else 5e-3
     error = float((found.out_BHSD.float() - answer).norm() / answer.norm().clamp(min=1e-9))
     faults = []
@@ -224,6 +236,16 @@ def compare(found: AttentionOutput, problem: DecodeProblem) -> Comparison:
         if not lse_error < limit or not (found.lse_BHS[~seen_BHQ] == float("-inf")).all():
             faults.append(f"log-sum-exp off by {lse_error:.2e}, or not -inf where nothing is seen")
     return Comparison(error, lse_error, tuple(faults))
+
+
+def with_sinks(scores_BHQS: torch.Tensor, problem: DecodeProblem) -> torch.Tensor:
+    """With one more score a head, where it has a learned sink."""
+    sinks_H = problem.keys.softmax.sinks_H
+    return (
+        scores_BHQS
+        if sinks_H is None
+        else torch.cat((scores_BHQS, sinks_H.float()[:, None, None].expand(*scores_BHQS.shape[:3], 1)), -1)
+    )
 
 
 def assert_close(found: AttentionOutput, problem: DecodeProblem) -> None:

@@ -47,6 +47,7 @@ class Head:
     tile: TileShape
     scale: float
     window: int | None
+    cap: float = 0.0
 
     @property
     def length(self) -> int:
@@ -86,6 +87,7 @@ def brute_heads(
     *,
     scale: float,
     window: int | None = None,
+    cap: float = 0.0,
 ) -> list[list[list[Row]]]:
     """Row tiles of every head of every batch row: [B][H][row tiles]."""
     group = q_BHSD.shape[1] // k_BGKD.shape[1]
@@ -93,7 +95,7 @@ def brute_heads(
     for b, (past, length) in enumerate(zip(chunk.past, chunk.lengths, strict=True)):
         q = q_BHSD[b, :, : length - past].double().cpu().numpy()
         k = k_BGKD[b, :, :length].double().cpu().numpy()
-        heads = [Head(q[h], k[h // group], past, tile, scale, window) for h in range(len(patterns))]
+        heads = [Head(q[h], k[h // group], past, tile, scale, window, cap) for h in range(len(patterns))]
         found.append([brute_rows(pattern, head) for pattern, head in zip(patterns, heads, strict=True)])
     return found
 
@@ -187,6 +189,7 @@ def _lines(pattern: VerticalSlash, head: Head) -> tuple[dict[int, float], dict[i
     for i in range(max(head.past, head.length - pattern.last_q), head.length):
         seen = np.array([j for j in range(i + 1) if head.sees(i, j)])
         logits = head.k[seen] @ head.q[i - head.past] * head.scale
+        logits = head.cap * np.tanh(logits / head.cap) if head.cap else logits
         weights = np.exp(logits - logits.max())
         columns[seen] += weights / weights.sum()
         slashes[i - seen] += weights / weights.sum()

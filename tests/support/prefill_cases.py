@@ -39,6 +39,9 @@ CASES = [
     Case("window longer than the prompt", lengths=(130,), window=1000, columns=20),
     Case("bfloat16", lengths=(200,), dtype=torch.bfloat16, columns=40),
     Case("float16", lengths=(200,), dtype=torch.float16, columns=40),
+    Case("a soft cap", past=(77,), lengths=(260,), columns=40, dense_heads=(0,), cap=1.5),
+    Case("a soft cap, whole prompt, window", lengths=(200,), window=90, columns=40, dense_heads=(1,), cap=1.5),
+    Case("learned sinks", lengths=(200,), heads=4, columns=40, dense_heads=(1,), learned_sinks=True),
 ]
 
 _LARGE = [

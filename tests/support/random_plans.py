@@ -46,7 +46,7 @@ def random_model(draw: Random) -> PreTrainedModel:
     options = {}
     if architecture in ("mistral", "mixtral", "phi3"):
         options = {"sliding_window": draw.choice([None, draw.randint(1, 300)])}
-    elif architecture in ("gemma3_text", "qwen2", "qwen3", "smollm3") and draw.random() < 0.5:
+    elif architecture in ("gemma2", "gemma3_text", "gpt_oss", "qwen2", "qwen3", "smollm3") and draw.random() < 0.5:
         kinds = ["full_attention", *draw.choices(["full_attention", "sliding_attention"], k=layers - 1)]
         options = {"use_sliding_window": True, "sliding_window": draw.randint(1, 300), "layer_types": kinds}
     return tiny_model(

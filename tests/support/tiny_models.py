@@ -10,10 +10,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GlmConfig,
     GlmForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     GraniteMoeConfig,
@@ -46,8 +50,10 @@ from transformers import (
 
 ARCHITECTURES = {
     "ernie4_5": (Ernie4_5Config, Ernie4_5ForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "glm": (GlmConfig, GlmForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
     "granitemoe": (GraniteMoeConfig, GraniteMoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -64,7 +70,9 @@ ARCHITECTURES = {
 }
 _FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_experts": 4, "num_local_experts": 4}
 _OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leaving it out shows
+    "gemma2": {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0},
     "gemma3_text": {"sliding_window_pattern": 1, "query_pre_attn_scalar": 20},
+    "gpt_oss": _FEW_EXPERTS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 3.0},
     "granitemoe": _FEW_EXPERTS | {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 3.0},
     "mistral": {"sliding_window": None},
@@ -95,6 +103,8 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A random model in evaluation mode. Weights are large enough that its logits are well apart."""
     config_class, model_class = ARCHITECTURES[architecture]
+    if architecture in ("gemma2", "gpt_oss"):
+        options.setdefault("layer_types", ["full_attention"] * layers)
     config = config_class(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
@@ -112,7 +122,11 @@ def tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return model_class(config).to(dtype).eval()
+        model = model_class(config)
+        for name, value in model.named_parameters():
+            if name.endswith("sinks"):
+                torch.nn.init.normal_(value, std=2.0)
+        return model.to(dtype).eval()
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

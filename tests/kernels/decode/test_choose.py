@@ -4,7 +4,8 @@ from unittest import mock
 
 import pytest
 import torch
-from decode_cases import DecodeCase, DecodeProblem, assert_close, draw
+from brute_force import capped
+from decode_cases import DecodeCase, DecodeProblem, assert_close, draw, with_sinks
 from torch_threads import torch_threads
 
 from sparsekv.kernels import cpu_threads
@@ -19,6 +20,8 @@ CASES = [
     DecodeCase("groups of three", (200, 90), None, heads=6, kv_heads=2),
     DecodeCase("head size 40, bfloat16", (150, 60), None, dim=40, dtype=torch.bfloat16),
     DecodeCase("pages", (300, 16, 17), None, page=16, interleaved=True),
+    DecodeCase("a soft cap", (300, 41), None, cap=1.5),
+    DecodeCase("learned sinks", (300, 41), None, learned_sinks=True),
 ]
 GPU_CASES = [
     *CASES,
@@ -40,8 +43,9 @@ def expected_scores(problem: DecodeProblem, b: int, lists: int) -> torch.Tensor:
     """[g, length]: the largest softmax weight over the heads of each list."""
     group, length = problem.case.heads // problem.case.kv_heads, problem.case.lengths[b]
     k_GSD = problem.keys.contiguous_keys(problem.keys.capacity)[b, :, :length]
-    logits_HS = (problem.q_BHQD[b].float() @ k_GSD.float().repeat_interleave(group, 0).mT)[:, 0] * problem.scale
-    return logits_HS.softmax(1).unflatten(0, (lists, -1)).amax(1)
+    logits_H1S = problem.q_BHQD[b].float() @ k_GSD.float().repeat_interleave(group, 0).mT * problem.scale
+    logits_H1S = with_sinks(capped(logits_H1S, problem.case.cap)[None], problem)[0]
+    return logits_H1S.softmax(-1)[:, 0, :length].unflatten(0, (lists, -1)).amax(1)
 
 
 def check_scores(case: DecodeCase, backend: str, device: str = "cpu", alone: bool = False) -> None:

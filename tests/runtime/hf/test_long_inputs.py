@@ -43,6 +43,8 @@ def check_pieces(model, prompt, cuts, expected_cuts):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_pieces_give_the_logits_of_the_unmodified_model(architecture, batch, dtype, cuts):
+    if (architecture, dtype) == ("gpt_oss", torch.bfloat16):
+        pytest.skip("transformers rounds its attention weights to bfloat16, and so routes tokens to other experts")
     model, prompt = tiny_model(architecture, dtype=dtype), random_tokens(batch, 90)
     check_pieces(model, prompt, cuts, [-(-90 // (17 // batch))] * 3)
 

@@ -13,6 +13,7 @@ from sparsekv.runtime.hf.observe import capture_attention
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_layer_is_seen_in_order_and_the_output_stays_dense(architecture: str):
     model, prompt, calls = tiny_model(architecture), random_tokens(2, 70), []
+    before = model.config._attn_implementation
     with torch.no_grad():
         dense = model(prompt).logits
         with capture_attention(model, calls.append):
@@ -26,7 +27,7 @@ def test_every_layer_is_seen_in_order_and_the_output_stays_dense(architecture: s
         assert call.chunk.lengths == (70, 70)
         assert call.scale == pytest.approx(model.model.layers[call.layer].self_attn.scaling)
         assert call.window is None
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == before
 
 
 def test_later_chunks_and_decode_steps_are_seen_with_all_keys_so_far():

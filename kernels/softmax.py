@@ -1,0 +1,41 @@
+"""How the scaled scores of a layer become attention weights, where that is not their softmax alone.
+
+Shapes: B batch, H query heads, S queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Softmax:
+    """What a layer's softmax has besides its scores.
+
+    Attributes:
+        cap: scores are cap * tanh(scaled score / cap); 0 where they are the scaled scores (Gemma-2).
+        sinks_H: a learned logit of each query head, which takes part in the softmax of all its queries and gives no
+            value (gpt-oss).
+    """
+
+    cap: float = 0.0
+    sinks_H: torch.Tensor | None = None
+
+    def kept(self, lse_BHS: torch.Tensor) -> torch.Tensor:
+        """The share of the weights that sinks leave to keys with this log-sum-exp, float32 [B, H, S]."""
+        assert self.sinks_H is not None
+        return torch.sigmoid(lse_BHS - self.sinks_H.float()[:, None])
+
+    def heads(self, queries: slice) -> Softmax:
+        """Of neighbouring query heads alone."""
+        return self if self.sinks_H is None else Softmax(self.cap, self.sinks_H[queries])
+
+
+def capped_(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """Scaled scores under a soft cap, in place."""
+    return scores.div_(cap).tanh_().mul_(cap) if cap else scores
+
+
+PLAIN = Softmax()
