@@ -7,13 +7,11 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
+from sparsekv.planner.own_prompts import GivenPrompt
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.files import as_text, read_text
-
-if TYPE_CHECKING:
-    from sparsekv.planner.evaluation.given import GivenPrompt
 
 MAX_BYTES = 64 << 20  # more tokens than any model takes, and nothing that fills the memory of a machine
 
@@ -52,16 +50,16 @@ def typed_prompt() -> str | None:
     return as_text(line, "what was typed", MAX_BYTES, PromptError) if line else None
 
 
-def own_prompts(file: Path) -> tuple[str, ...]:
-    """Calibration prompts: JSON lines of {"prompt", "answer"?, "task"?}, joined. Any file not called .jsonl is one.
+def own_prompts(file: Path) -> tuple[GivenPrompt, ...]:
+    """Prompts to plan on: JSON lines of {"prompt", "answer"?, "task"?}. Any file not called .jsonl is one.
 
     Raises:
         UsageError: the file cannot be read.
         PromptError: it is no text, or a line is not what it should be.
     """
     if file.suffix.lower() != ".jsonl":
-        return (_text_of(file),)
-    return tuple(found["prompt"] + found.get("answer", "") for _, found in _lines(file))
+        return (GivenPrompt(_text_of(file)),)
+    return tuple(GivenPrompt(**line) for _, line in _lines(file))
 
 
 def answered_prompts(file: Path) -> tuple[GivenPrompt, ...]:
@@ -75,8 +73,6 @@ def answered_prompts(file: Path) -> tuple[GivenPrompt, ...]:
     unanswered = next((number for number, line in found if not line.get("answer", "").strip()), None)
     if unanswered is not None:
         raise PromptError(f'{file}, line {unanswered}: expected an "answer" to compare with, found none')
-    from sparsekv.planner.evaluation.given import GivenPrompt  # brings torch
-
     return tuple(GivenPrompt(**line) for _, line in found)
 
 

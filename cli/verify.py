@@ -12,9 +12,10 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.cli.plan_files import check_writable
-from sparsekv.cli.prompts import answered_prompts
+from sparsekv.cli.prompts import answered_prompts, own_prompts
 from sparsekv.planner.flags import MOST, Flag, Lengths
 from sparsekv.planner.options import DEFAULT_TASKS, HELD_OUT, VERIFY_TIME, Drawn, Gated, Hardware, PlanOptions
+from sparsekv.planner.own_prompts import GivenPrompt, digest_of, set_aside
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
@@ -37,7 +38,11 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
     verify_time: Annotated[float | None, Field(gt=0.0, le=1e6), Flag(VERIFY_TIME, metavar="SECONDS")] = None
     prompts_file: Annotated[
         Path | None,
-        Flag('Own prompts, that the plan has not seen: JSON lines of {"prompt", "answer"}.', ("--prompts",), "FILE"),
+        Flag(
+            'Own prompts: JSON lines of {"prompt", "answer"}; of those it was made from, the part set aside.',
+            ("--prompts",),
+            "FILE",
+        ),
     ] = None
     write: Annotated[bool, Flag("Put this quality and status in place of the plan's own, unless they show less.")] = (
         False
@@ -85,7 +90,8 @@ def verify(flags: VerifyFlags) -> None:
         return
     asked = flags.options(found)
     subject = subject.checked(flags, asked.lengths)
-    prompts = answered_prompts(flags.prompts_file) if flags.prompts_file else ()
+    aside = _aside(found, flags.prompts_file)
+    prompts = answered_prompts(flags.prompts_file) if flags.prompts_file and not aside else ()
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.settled import settle
     from sparsekv.planner.verify import verify as measure
@@ -101,15 +107,16 @@ def verify(flags: VerifyFlags) -> None:
     settled = settle(asked, loaded.info.context_length, loaded.model.device.type)
     settled = settled.but(tasks=settled.tasks or DEFAULT_TASKS)
     evidence = found.quality.evidence if found.quality else None
-    attempt = evidence.attempt if evidence else 1  # the samples are those of that attempt
     result = measure(
         loaded,
         found,
         settled,
         BarProgress(),
         allow_mismatch=flags.allow_mismatch,
-        attempt=attempt,
+        attempt=evidence.attempt if evidence else 1,  # the samples are those of that attempt
         prompts=prompts,
+        held_out=aside,
+        skipped=(evidence and evidence.skipped) or 0,
     )
     facts: dict[str, Any] = {"passed": result.passed, "verified": result.passed and result.conclusive}
     facts |= {"reasons": list(result.reasons), "quality": to_data(result.quality)}
@@ -126,6 +133,14 @@ def verify(flags: VerifyFlags) -> None:
         raise GateError("gate missed: " + "; ".join(result.reasons)).with_facts(**facts)
     if flags.as_json:
         emit_json(facts)
+
+
+def _aside(plan: Plan, file: Path | None) -> tuple[GivenPrompt, ...]:
+    """The prompts of a file that were set aside when the plan was made from them; none of other prompts."""
+    if file is None or plan.provenance.prompts is None:
+        return ()
+    _, aside = set_aside(own_prompts(file))
+    return aside if aside and digest_of(aside) == plan.provenance.prompts else ()
 
 
 def _tell_nothing_sparse(plan: Plan, subject: Subject, as_json: bool) -> None:

@@ -21,9 +21,11 @@ from sparsekv.planner.cost.measure import Host
 from sparsekv.planner.data_files import check_model
 from sparsekv.planner.evaluation import EvalSamples
 from sparsekv.planner.evaluation.batches import batches
+from sparsekv.planner.evaluation.given import NEAR_END, GivenSamples
 from sparsekv.planner.evaluation.predictions import answered, prefill
 from sparsekv.planner.filter_layers import check_budget, check_filters, check_trials
 from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.own_prompts import GivenPrompt, set_aside
 from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, held_out
 from sparsekv.planner.profile.profile_data import Profile, narrowed
 from sparsekv.planner.progress import Progress
@@ -49,6 +51,7 @@ class Job:
         loaded: the model itself, with nothing applied to it; None where a profile and a cost are all there is.
         calibration: the prompts that it is profiled on.
         kit: what held-out samples are drawn from; None where nothing is verified.
+        held_out: the caller's prompts that were set aside, to verify on in their place.
         given: an earlier profile, whole; `profile` is that of the lengths that are planned.
         cost: an earlier device cost.
         host: what times prefill, where that is not transformers.
@@ -65,6 +68,7 @@ class Job:
     cost: DeviceCost | None = None
     host: Host | None = None
     remarks: tuple[str, ...] = ()
+    held_out: tuple[GivenPrompt, ...] = ()
 
     @property
     def subject(self) -> LoadedModel:
@@ -77,6 +81,13 @@ class Job:
         """The calibration prompts of every length."""
         samples_at = self.options.samples_at
         return {length: self.calibration_prompts(length, samples_at(length)) for length in self.options.lengths}
+
+    def may_verify(self, skipped: int = 0) -> bool:
+        """Whether prompts that were set aside, if any were, are left behind so many of a length."""
+        samples = EvalSamples((), self.options.verify_lengths)
+        return not self.held_out or bool(
+            GivenSamples.cut(samples, self.subject.tokenizer, self.held_out, skipped).lengths
+        )
 
     def calibration_prompts(self, length: int, samples: int) -> tuple[CalibrationPrompt, ...]:
         """So many of a length; see `Calibration`."""
@@ -110,16 +121,27 @@ def job_of(
     if asked.prefill_chunk is None and (times := host or cost):
         # Verification cuts prompts as what was measured does: what a plan keeps depends on the cuts.
         asked = asked.but(prefill_chunk=times.chunk)
+    verifies = asked.verify_samples != 0
+    calibrated, aside = set_aside(asked.prompts) if verifies else (asked.prompts, ())
+    if aside:
+        asked = asked.but(prompts=calibrated)
     settled = settle(asked, loaded.info.context_length, device.type)
     _check(loaded.info, settled, own, cost)
-    verifies = settled.verify_samples != 0
     if verifies or not (own or settled.prompts):
         settled = with_tasks(loaded, settled, own.tasks if own else (), progress)
     kit = prepare(loaded.tokenizer, Split.EVALUATION) if verifies else None
     if kit is not None:
         EvalSamples(settled.tasks, settled.verify_lengths).check_fit(kit)
-    calibration = Calibration(loaded.tokenizer, settled.prompts, settled.tasks, settled.seed)
-    return Job(loaded.info, settled, loaded, calibration, kit, profile, own, cost, host)
+    texts = tuple(prompt.text for prompt in settled.prompts)
+    calibration = Calibration(loaded.tokenizer, texts, settled.tasks, settled.seed)
+    job = Job(loaded.info, settled, loaded, calibration, kit, profile, own, cost, host, held_out=aside)
+    if aside and not job.may_verify():
+        raise PromptError(
+            f"expected prompts of more than {round(NEAR_END * min(settled.verify_lengths))} tokens among the "
+            f"{len(aside)} that are set aside to verify on, found none; give longer ones, shorter --lengths, or "
+            "--no-verify"
+        )
+    return job
 
 
 def job_of_files(name: str, options: PlanOptions, profile: Profile, cost: DeviceCost) -> Job:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from sparsekv.planner.flags import (
     MOST,
@@ -26,6 +26,7 @@ from sparsekv.planner.flags import (
     text,
     words,
 )
+from sparsekv.planner.own_prompts import GivenPrompt, as_prompts
 from sparsekv.plans.errors import UsageError, did_you_mean
 from sparsekv.plans.patterns import PATTERNS, TileShape, fraction
 from sparsekv.plans.schema import HostName
@@ -315,7 +316,8 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
         UsageError: a value cannot be meant, or options leave one another unread.
     """
 
-    prompts: tuple[str, ...] = ()  # the caller's own calibration texts, instead of task samples
+    # The caller's own, instead of samples of tasks: half of them are set aside, to verify the plan on.
+    prompts: Annotated[tuple[GivenPrompt, ...], BeforeValidator(as_prompts)] = ()
     verify_samples: Annotated[int | None, Field(ge=0, le=MOST), Flag(HELD_OUT, metavar="N")] = None
     verify_time: Annotated[float | None, Field(gt=0.0, le=1e6), Flag(VERIFY_TIME, metavar="SECONDS")] = None
     verify_lengths: Lengths = ()

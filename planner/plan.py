@@ -26,6 +26,8 @@ from sparsekv.planner.decode_search import measure_decode, tries_decode
 from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
 from sparsekv.planner.job import Job, head_shape, job_of
 from sparsekv.planner.options import Gate, Phase, PlanOptions
+from sparsekv.planner.own_prompts import GivenPrompt
+from sparsekv.planner.own_prompts import digest_of as digest_of_prompts
 from sparsekv.planner.profile.calibration import mix_of
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
@@ -51,6 +53,7 @@ from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.plan_checks import overload, warn_of_spinning
 
 MOST_ATTEMPTS = 6  # before what misses goes dense
+_USED_UP = "undecided: earlier attempts saw all {} prompts that were set aside; give more --prompts"
 _NOTHING_SPARSE = "nothing in it is sparse, so that nothing of it was measured"
 _UNSOLVED = "dense solves no task here: how far the plan is from dense was measured, what it does to answers was not"
 
@@ -182,10 +185,17 @@ def _verified(job: Job, measured: Profile, cost: DeviceCost, stages: Progress) -
     if job.kit is None:
         return _Found(plan, used)
     reasons: dict[Phase, str] = {}
+    skipped = 0
     while planned_phases(plan):
+        if not job.may_verify(skipped):
+            said: tuple[str, ...] = (_USED_UP.format(len(job.held_out)),)
+            break
         anywhere = plan.model_copy(update={"targets": ()})  # the warning of another host or device is not for here
         attempts += 1
-        verdict = verify(job.subject, anywhere, used, stages, job.kit, attempt=attempts)
+        verdict = verify(
+            job.subject, anywhere, used, stages, job.kit, attempt=attempts, held_out=job.held_out, skipped=skipped
+        )
+        skipped += verdict.drawn
         stricter = used
         if not verdict.passed:
             is_last = attempts >= MOST_ATTEMPTS
@@ -199,7 +209,7 @@ def _verified(job: Job, measured: Profile, cost: DeviceCost, stages: Progress) -
     else:
         said = (_NOTHING_SPARSE,)
     used = used.but(dense=went_dense(first, plan, measured))
-    plan = plan.model_copy(update={"provenance": _provenance(used, measured, cost)})
+    plan = plan.model_copy(update={"provenance": _provenance(used, measured, cost, job.held_out)})
     return _Found(plan, used, attempts, (*said, *dense_remarks(used, reasons)))
 
 
@@ -287,7 +297,9 @@ class PlanResult:
         return self.plan.cost.lengths if self.plan.cost else ()
 
 
-def _provenance(options: Settled, measured: Profile, cost: DeviceCost) -> Provenance:
+def _provenance(
+    options: Settled, measured: Profile, cost: DeviceCost, held_out: Sequence[GivenPrompt] = ()
+) -> Provenance:
     by_trials, by_loss = takes_trials(measured, options), not options.filter_layers
     settings: dict[str, Any] = {
         "target_density": list(options.target_density),
@@ -304,6 +316,7 @@ def _provenance(options: Settled, measured: Profile, cost: DeviceCost) -> Proven
         preset=measured.preset,
         seed=options.seed,
         calibration=measured.calibration,
+        prompts=digest_of_prompts(held_out) if held_out else None,
         mix=mix_of(measured.tasks, measured.samples),
         profile=digest_of(measured),
         device_cost=digest_of(cost),

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sparsekv.planner.evaluation import DENSE, EvalSamples, Evaluator, Mode, PhaseName, PlanMode, opened
-from sparsekv.planner.evaluation.given import GivenPrompt, GivenSamples, samples_of
+from sparsekv.planner.evaluation.given import NEAR_END, GivenSamples, samples_of
 from sparsekv.planner.evaluation.results import Comparison, EvalResult, measurement_of, merged
 from sparsekv.planner.gates import Measured, PhaseClaims, claims_of, fails_at, level_of, line_of
 from sparsekv.planner.options import Gate
+from sparsekv.planner.own_prompts import GivenPrompt
 from sparsekv.planner.progress import Progress, Step, prefill_work
 from sparsekv.planner.settled import Settled
 from sparsekv.planner.tasks import Kit, Split, prepare
@@ -37,7 +38,6 @@ _PHASES: tuple[PhaseName, ...] = ("prefill", "decode", "both")
 _BROKEN_FLOOR = 0.1  # nats: that much is no rounding
 _ROUNDS = 6  # most samples of each task and length between two looks, on a GPU; on a CPU one
 _ROUND_TOKENS = 1 << 17  # of a task between two looks
-_NEAR_END = 0.7  # of a bucket's end: with fixed budgets a bucket is sparsest there
 _DENSE_FROM = 0.999  # a density that computes everything, but for how shares are counted
 _NO_NUMBER = 20.0  # nats, of a sample without finite probabilities
 
@@ -51,6 +51,7 @@ class Verification:
         conclusive: whether the plan is verified.
         reasons: what was missed, a line each; else what keeps the plan from being verified.
         missed: for each phase that missed the gate, the lengths that did worst.
+        drawn: samples of a task and length, at most.
     """
 
     quality: Quality
@@ -58,6 +59,7 @@ class Verification:
     conclusive: bool
     reasons: tuple[str, ...]
     missed: Mapping[PhaseName, tuple[int, ...]]
+    drawn: int = 0
 
     def says_more(self, plan: Plan) -> bool:
         """Whether it is to stand in the file of a plan, in place of what is known there: it verifies the plan, misses
@@ -84,6 +86,8 @@ def verify(
     allow_mismatch: bool = False,
     attempt: int = 1,
     prompts: Sequence[GivenPrompt] = (),
+    held_out: Sequence[GivenPrompt] = (),
+    skipped: int = 0,
 ) -> Verification:
     """Runs a plan on held-out prompts and compares it with dense.
 
@@ -95,6 +99,8 @@ def verify(
             plan's own model.
         attempt: which plan this is of those that were tried, from 1: later ones need more proof.
         prompts: of the caller, in place of samples of tasks; they verify nothing, as they were chosen.
+        held_out: or those that were set aside before the plan was searched for, in the order of `set_aside`.
+        skipped: how many of these, at a length, earlier attempts saw.
 
     Raises:
         GateError: the model without a plan, or a kernel with every tile computed, gives numbers that are not finite.
@@ -110,6 +116,9 @@ def verify(
     if prompts:
         samples = GivenSamples.of(samples, samples_of(loaded.tokenizer, prompts, loaded.info.context_length))
         options = options.but(tasks=samples.tasks, verify_chosen=(*options.verify_chosen, "--prompts"))
+    elif held_out:
+        samples = GivenSamples.cut(samples, loaded.tokenizer, held_out, skipped)
+        options = options.but(tasks=samples.tasks, verify_lengths=samples.lengths)
     samples.check_fit(source)
     found = _Found({name: {} for name in modes}, options.gate, attempt)
     with (
@@ -118,7 +127,7 @@ def verify(
     ):
         wanted = {phase: _sparse_lengths(plan, phase, samples.lengths) for phase in phases}
         _draw(found, evaluator, samples, source, options, wanted, step)
-    return _verdict(plan, found, options)
+    return _verdict(plan, found, options, skipped)
 
 
 def _work(samples: EvalSamples, most: int | None, modes: Mapping[str, Mode]) -> float | None:
@@ -181,6 +190,7 @@ class _Found:
     gate: Gate
     attempt: int
     looks: int = 0
+    drawn: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # samples of a task, by length
     broken: dict[tuple[str, int], int] = field(default_factory=dict)  # samples without finite probabilities
     claims: Mapping[PhaseName, PhaseClaims] = field(default_factory=dict)
 
@@ -242,8 +252,7 @@ def _draw(
         wanted: the lengths of each phase.
     """
     most, deadline = options.verify_samples or math.inf, time.monotonic() + options.verify_time
-    drawn: dict[int, int] = defaultdict(int)
-    ended: set[int] = set()  # lengths without more prompts
+    drawn, ended = found.drawn, set[int]()  # lengths without more prompts
     while wanted and not found.is_missed and max(drawn.values(), default=0) < most:
         for length in sorted({length for lengths in wanted.values() for length in lengths}):
             if found.looks and time.monotonic() > deadline:
@@ -292,7 +301,7 @@ def check_finite(found: Comparison, how: str) -> None:
         )
 
 
-def _verdict(plan: Plan, found: _Found, options: Settled) -> Verification:
+def _verdict(plan: Plan, found: _Found, options: Settled, skipped: int) -> Verification:
     """What the results of each phase say of a plan by its gates."""
     missed = {phase: claims.missed_lengths for phase, claims in found.claims.items() if claims.having("missed")}
     missed |= {phase: broken for phase in found.phases if (broken := tuple(n for p, n in found.broken if p == phase))}
@@ -305,9 +314,9 @@ def _verdict(plan: Plan, found: _Found, options: Settled) -> Verification:
     doubts = reasons or tuple(_doubts(plan, found, options))
     quality = Quality(
         **{phase: _recorded(phase, found, options.prefill_chunk) for phase in found.phases},
-        evidence=_evidence(found, options, next(iter(doubts), None)),
+        evidence=_evidence(found, options, next(iter(doubts), None), skipped),
     )
-    return Verification(quality, not missed, not doubts, doubts, missed)
+    return Verification(quality, not missed, not doubts, doubts, missed, max(found.drawn.values()))
 
 
 def _doubts(plan: Plan, found: _Found, options: Settled) -> Iterator[str]:
@@ -357,7 +366,7 @@ def _recorded(phase: PhaseName, found: _Found, chunk: int | None) -> Measurement
     return own.model_copy(update=whole)
 
 
-def _evidence(found: _Found, options: Settled, reason: str | None) -> Evidence:
+def _evidence(found: _Found, options: Settled, reason: str | None, skipped: int) -> Evidence:
     prompts = max(sum(len(result.outcomes) for result in found.of(phase)) for phase in found.phases)
     return Evidence(
         level=level_of(found.attempt),
@@ -366,6 +375,7 @@ def _evidence(found: _Found, options: Settled, reason: str | None) -> Evidence:
         prompts=prompts,
         seed=options.verify_seed,
         tasks=options.tasks,
+        skipped=skipped or None,
         gates=options.gate.named,
         excludes=None if reason else _excludes(found, options),
         reason=reason,
@@ -402,9 +412,9 @@ def _untouched(plan: Plan, found: _Found) -> tuple[str, ...]:
         for bucket in part.lengths if part else ():
             end, longest = _end(plan, bucket), bucket.up_to or plan.model.context_length
             continued = isinstance(bucket, PrefillBucket) and _continues(bucket, before)
-            was_run = any(max(after, _NEAR_END * end) < length <= longest for length in run)
+            was_run = any(max(after, NEAR_END * end) < length <= longest for length in run)
             if bucket.is_sparse_at(longest) and not (continued or was_run):
-                reached, least = _range(after, bucket.up_to), format_length(max(after + 1, math.ceil(_NEAR_END * end)))
+                reached, least = _range(after, bucket.up_to), format_length(max(after + 1, math.ceil(NEAR_END * end)))
                 remarks.append(f"{phase} {reached} is sparse and was not run sparse at a length from {least} on")
             after, before = bucket.up_to or after, bucket
     return tuple(remarks)

@@ -163,7 +163,8 @@ class Evidence(Part):
 
     `level` is the probability of a wrong claim in this attempt; all attempts together spend 0.05. `seed` is absent
     where samples follow from the content of the plan, so that nobody chose them; `looks` counts how often it was
-    decided whether to draw more; `reason` is what keeps the plan from being verified.
+    decided whether to draw more; `skipped`, of prompts that were set aside, how many of a length earlier attempts saw;
+    `reason` is what keeps the plan from being verified.
     """
 
     method: Literal["betting"] = "betting"
@@ -173,6 +174,7 @@ class Evidence(Part):
     prompts: Positive
     seed: Natural | None = None
     tasks: tuple[Text, ...] = ()
+    skipped: Positive | None = None
     gates: Annotated[dict[Text, NonNegative], AfterValidator(in_order)]
     excludes: Text | None = None
     reason: Text | None = None
@@ -227,7 +229,8 @@ class Provenance(Part):
     """Where a plan comes from. No paths and no times: two compiles of the same inputs give the same bytes.
 
     `profile`, `device_cost` and `calibration` are digests of those inputs; `mix` tells how many calibration prompts a
-    length there were of each task at most; `source` names what an import was made of.
+    length there were of each task at most; `prompts` is the digest of the caller's that were set aside, to verify on;
+    `source` names what an import was made of.
     """
 
     versions: Annotated[dict[Text, Text], AfterValidator(in_order)] = Field(default_factory=dict)
@@ -235,6 +238,7 @@ class Provenance(Part):
     preset: Text | None = None
     seed: Natural | None = None
     calibration: Digest | None = None
+    prompts: Digest | None = None
     mix: Annotated[dict[Text, Positive], AfterValidator(in_order)] = Field(default_factory=dict)
     profile: Digest | None = None
     device_cost: Digest | None = None

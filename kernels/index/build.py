@@ -100,8 +100,8 @@ def build_index(
         lines: `layer_lines` of this very call by `last_q`, for callers that build many indices of one layer.
         builder: "torch" anywhere; "triton" for the patterns that it builds on this GPU, torch for the others; "auto"
             chooses. All give the same index, up to the rounding of scores that are nearly equal.
-        cap: soft cap of the layer's scores, of single keys: pooled ones (block sparse, adaptive) have none. Torch builds
-            under one.
+        cap: soft cap of the layer's scores, of single keys: pooled ones (block sparse, adaptive) have none. Torch
+            builds under one.
 
     Returns:
         An index of its own, but for dense_H, which is shared by layers with the same dense heads and must not be

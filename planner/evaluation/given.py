@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,19 +16,14 @@ from sparsekv.planner.evaluation.batches import MOST_TEXT, EvalSamples
 from sparsekv.planner.evaluation.evaluator import compare
 from sparsekv.planner.evaluation.modes import DENSE, Mode
 from sparsekv.planner.evaluation.results import EvalResult
+from sparsekv.planner.own_prompts import GivenPrompt
+from sparsekv.planner.profile.calibration import OWN_ANSWER
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.tasks import Kit, PieceEncoder, Sample
 from sparsekv.plans.errors import PromptError
 from sparsekv.runtime.hf.load import LoadedModel
 
-
-@dataclass(frozen=True, slots=True)
-class GivenPrompt:
-    """A prompt, the answer that follows it as it is (with its leading space, if any), and what it counts as."""
-
-    prompt: str
-    answer: str
-    task: str = "prompts"
+NEAR_END = 0.7  # of a length: with fixed budgets a bucket is sparsest at its end
 
 
 def evaluate_given(
@@ -69,36 +64,58 @@ def evaluate_given(
 
 @dataclass(frozen=True, slots=True)
 class GivenSamples(EvalSamples):
-    """Prompts of the caller in place of samples of tasks, as one task: each is drawn once. A length has those that are
-    at most that long and longer than the one before it; the longest has all that are longer."""
+    """Prompts of the caller in place of samples of tasks, as one task: each is drawn once."""
 
-    given: tuple[Sample, ...] = ()
+    given: Mapping[int, Sequence[Sample]] = field(default_factory=dict)  # by length
 
     @classmethod
     def of(cls, samples: EvalSamples, given: Sequence[Sample]) -> GivenSamples:
-        """These at the lengths of `samples`, in an order that follows from their seed.
+        """These at the lengths of `samples`, in an order that follows from their seed. A length has those that are at
+        most that long and longer than the one before it; the longest has all that are longer."""
+        own: dict[int, list[Sample]] = {length: [] for length in samples.lengths}
+        for at in np.random.default_rng(samples.seed).permutation(len(given)):
+            longer = (length for length in samples.lengths if given[at].length <= length)
+            own[min(longer, default=max(samples.lengths))].append(replace(given[at], task="prompts"))
+        return cls._with(samples, own)
 
-        Raises:
-            PromptError: a length has none.
-        """
-        order = np.random.default_rng(samples.seed).permutation(len(given))
-        own = tuple(replace(given[at], task="prompts") for at in order)
+    @classmethod
+    def cut(
+        cls, samples: EvalSamples, tokenizer: Any, prompts: Sequence[GivenPrompt], skipped: int = 0
+    ) -> GivenSamples:
+        """Prompts in their order, but for the first ones, at those lengths of `samples` that some come near the end of:
+        the longer ones as text that is cut there."""
+        found = {
+            length: [one for prompt in prompts if (one := _at_length(tokenizer, prompt, length))][skipped:]
+            for length in samples.lengths
+        }
+        return cls._with(samples, {length: own for length, own in found.items() if own})
+
+    @classmethod
+    def _with(cls, samples: EvalSamples, given: Mapping[int, Sequence[Sample]]) -> GivenSamples:
         settings = {one.name: getattr(samples, one.name) for one in fields(EvalSamples)}
-        return cls(**settings | {"tasks": ("prompts",)}, given=own)
+        return cls(**settings | {"tasks": ("prompts",), "lengths": tuple(given)}, given=given)
 
     def check_fit(self, kit: Kit) -> None:
         """Raises PromptError where a length has no prompt."""
-        for length in self.lengths:
-            if not any(self._length_of(sample) == length for sample in self.given):
+        for length, own in self.given.items():
+            if not own:
                 raise PromptError(f"expected prompts for every length that is verified, found none of {length} tokens")
 
     def drawn(self, kit: Kit, length: int) -> list[Sample]:
         """Those of a length that are next; fewer than asked for, or none, at the end."""
-        own = [sample for sample in self.given if self._length_of(sample) == length]
-        return own[self.first : self.first + self.samples]
+        return list(self.given[length][self.first : self.first + self.samples])
 
-    def _length_of(self, sample: Sample) -> int:
-        return min((length for length in self.lengths if sample.length <= length), default=max(self.lengths))
+
+def _at_length(tokenizer: Any, given: GivenPrompt, length: int) -> Sample | None:
+    """A prompt that comes near the end of a length; None of a shorter one."""
+    if given.answer:
+        whole = _sample(tokenizer, PieceEncoder.of(tokenizer), replace(given, task="prompts"))
+        if NEAR_END * length < whole.length <= length and 0 < len(whole.answer_ids) <= MOST_TEXT:
+            return whole
+    ids = np.asarray(tokenizer(given.text)["input_ids"][:length], np.int32)
+    if len(ids) <= max(NEAR_END * length, OWN_ANSWER):
+        return None
+    return Sample(ids[:-OWN_ANSWER], ids[-OWN_ANSWER:], "", "prompts", len(ids))
 
 
 def samples_of(tokenizer: Any, prompts: Iterable[GivenPrompt], context: int) -> list[Sample]:

@@ -1,6 +1,7 @@
 """From a model to a plan in one call: the order, the files between, determinism, and a plan whatever gate is missed."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.job import job_of
 from sparsekv.planner.options import Gate
+from sparsekv.planner.own_prompts import GivenPrompt, digest_of, set_aside
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.settled import settle
-from sparsekv.planner.verify import Verification
+from sparsekv.planner.verify import Verification, verify
 from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
 from sparsekv.plans.patterns import TileShape, tokens
 from sparsekv.plans.schema import Measurement, Plan, Quality
@@ -102,6 +104,43 @@ def test_a_gate_that_nothing_sparse_meets_gives_a_plan_without_anything_sparse(l
         True,
         True,
     ]
+
+
+def test_half_of_the_callers_prompts_are_set_aside_before_the_search(loaded: LoadedModel, measured) -> None:
+    prompts = [GivenPrompt(f"{number}: " + "a story of a fox. " * 60) for number in range(9)]
+    job = job_of(loaded, OPTIONS.but(prompts=(*prompts, prompts[0]), tasks=(), verify_samples=None), cost=measured[1])
+    calibrated, aside = set_aside(reversed(prompts))
+    assert (len(calibrated), len(aside), job.held_out, job.options.prompts) == (5, 4, aside, calibrated)
+    assert job.calibration.texts == tuple(one.text for one in calibrated)
+    result = compile_plan(job)
+    assert result.plan.quality.evidence.tasks == ("prompts",)
+    assert result.plan.quality.evidence.prompts == 4
+    assert result.plan.provenance.prompts == digest_of(aside)
+
+
+def test_attempts_share_no_prompt_that_was_set_aside_and_end_with_them(loaded: LoadedModel, measured) -> None:
+    prompts = tuple(GivenPrompt(f"{number}: " + "a story of a fox. " * 60) for number in range(4))
+    asked = OPTIONS.but(prompts=prompts, tasks=(), verify_samples=None, gate=Gate(max_kl=1e-6, max_failed=0.0))
+    seen = []
+
+    def missed(loaded, plan, options, *rest, **kept) -> Verification:
+        seen.append(kept["skipped"])
+        return replace(
+            verify(loaded, plan, options.but(gate=LOOSE), *rest, **kept), passed=False, missed={"prefill": (1024,)}
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "verify", missed)
+        result = compile_plan(job_of(loaded, asked, cost=measured[1]))
+    assert seen == [0]
+    assert "all 2 prompts" in result.remarks[0]
+    assert result.plan.status == "unverified"
+
+
+def test_prompts_too_short_to_verify_on_are_refused(loaded: LoadedModel) -> None:
+    prompts = [GivenPrompt(f"{number}: " + "a story of a fox. " * 30) for number in range(4)]
+    with pytest.raises(PromptError, match="717"):
+        job_of(loaded, OPTIONS.but(prompts=tuple(prompts), tasks=(), verify_samples=None))
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
 from sparsekv.kernels.prefill import cpu
-from sparsekv.planner.evaluation.given import GivenPrompt
 from sparsekv.planner.options import Gate, PlanOptions
+from sparsekv.planner.own_prompts import GivenPrompt
 from sparsekv.planner.profile.profile_data import for_profile
 from sparsekv.planner.settled import settle
 from sparsekv.planner.verify import content_seed, planned_phases, verify
@@ -129,6 +129,20 @@ def test_own_prompts_are_drawn_once_and_verify_nothing(loaded: LoadedModel) -> N
     assert any("--prompts" in line for line in found.reasons)
     with pytest.raises(PromptError, match="512"):
         verify(loaded, narrow(loaded.model), options(None, lengths=(512, 4096)), prompts=prompts)
+
+
+def test_prompts_that_were_set_aside_may_verify_at_the_lengths_that_they_come_near(loaded: LoadedModel) -> None:
+    lengths = [300, 380, 400, 900]  # tokens, with two of an answer
+    prompts = [GivenPrompt("x" * (length - 2), "yz") for length in lengths]
+    settled = options(None, lengths=(512, 1024), verify_time=1e6, gate=Gate(max_kl=9.0, min_agreement=0.0))
+    found = verify(loaded, narrow(loaded.model), settled, held_out=prompts)
+    by_length = {part.length: part.claims["divergence"].prompts for part in found.quality.prefill.by_length}
+    assert by_length == {512: 3, 1024: 1}  # 300 is too short for both, 900 is cut for one
+    assert found.drawn >= 3
+    assert not any("--prompts" in line for line in found.reasons)
+    later = verify(loaded, narrow(loaded.model), settled, held_out=prompts, skipped=1)
+    assert later.quality.evidence.skipped == 1
+    assert later.quality.evidence.prompts == 2
 
 
 def test_what_is_known_of_a_plan_gives_way_only_to_more(loaded: LoadedModel) -> None:

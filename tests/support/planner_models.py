@@ -49,7 +49,8 @@ def quick_options(**changes: Any) -> PlanOptions:
 
 def bare_job(loaded: LoadedModel, options: Settled) -> Job:
     """A job for the stages that measure, of which nothing is checked."""
-    calibration = Calibration(loaded.tokenizer, options.prompts, options.tasks, options.seed)
+    texts = tuple(prompt.text for prompt in options.prompts)
+    calibration = Calibration(loaded.tokenizer, texts, options.tasks, options.seed)
     return Job(loaded.info, options, loaded, calibration)
 
 

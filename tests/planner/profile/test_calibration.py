@@ -10,9 +10,9 @@ from sparsekv.planner.settled import settle
 
 def prompts(**options: object) -> tuple[CalibrationPrompt, ...]:
     settled = settle(PlanOptions(lengths=(1024,), **options), 4096, "cpu")  # type: ignore[arg-type]
-    return Calibration(tokenizer_named("shipped"), settled.prompts, settled.tasks, settled.seed).prompts(
-        1024, settled.samples
-    )
+    return Calibration(
+        tokenizer_named("shipped"), tuple(one.text for one in settled.prompts), settled.tasks, settled.seed
+    ).prompts(1024, settled.samples)
 
 
 @pytest.mark.parametrize(
