@@ -100,8 +100,8 @@ def build_index(
         lines: `layer_lines` of this very call by `last_q`, for callers that build many indices of one layer.
         builder: "torch" anywhere; "triton" for the patterns that it builds on this GPU, torch for the others; "auto"
             chooses. All give the same index, up to the rounding of scores that are nearly equal.
-        cap: soft cap of the layer's scores, of single keys: pooled ones (block sparse, adaptive) have none. Torch builds
-            under one.
+        cap: soft cap of the layer's scores, of single keys: pooled ones (block sparse, adaptive) have none. Torch
+            builds under one.
 
     Returns:
         An index of its own, but for dense_H, which is shared by layers with the same dense heads and must not be
@@ -135,14 +135,21 @@ def build_index(
 
 
 def layer_lines(
-    q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, *, last_q: int, scale: float, window: int | None = None
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    chunk: Chunk,
+    *,
+    last_q: int,
+    scale: float,
+    window: int | None = None,
+    cap: float = 0.0,
 ) -> LineScores:
     """Scores of every column and diagonal of every head, to be given to `build_index` as `lines`.
 
     Arguments as there; last_q is how many of the last queries are sampled.
     """
     heads = range(q_BHSD.shape[1])
-    call = IndexCall.of(q_BHSD, k_BGKD, chunk, TileShape(), scale, window)
+    call = IndexCall.of(q_BHSD, k_BGKD, chunk, TileShape(), scale, window, cap=cap)
     return score_lines(heads, [last_q] * len(heads), call)
 
 
