@@ -76,12 +76,14 @@ def choose_backend(
     head_dim: int,
     requested: str = "auto",
     tile: TileShape | None = None,
+    capped: bool = False,
 ) -> BackendChoice:
     """The first backend that runs on this device, or the requested one.
 
     Args:
         requested: "auto" or one of BACKENDS.
         tile: of the plan; without one, backends are not asked whether they take its tiles.
+        capped: whether the scores of the model have a soft cap.
 
     Raises:
         BackendError: there is no such backend, or it cannot run here; the message says why and what to do.
@@ -92,6 +94,8 @@ def choose_backend(
     rejected: list[tuple[str, str]] = []
     for name in _CHOICES if requested == "auto" else (requested,):
         obstacle = _obstacle(name, device, dtype, head_dim, tile)
+        if name == "flash" and capped and obstacle is None:
+            obstacle = "its lists of tiles know no soft cap of scores"
         if obstacle is None and requested == "auto" and name == "flash":
             obstacle = untested()
         if obstacle is None:

@@ -69,12 +69,9 @@ def token_scores(
     for part in blocks(groups, batch * per_group * window * keys):
         scores_BGNS = scaled_scores(q_BGND[:, part], k_BGSD[:, part], scale, softmax.cap)
         scores_BGNWS = torch.unflatten(scores_BGNS, 2, (per_group, window))
-        scores_BGNWS.masked_fill_(hidden_BWS[:, None, None], -torch.inf)
-        weights_BGNWS = scores_BGNWS.softmax(-1)
-        if softmax.sinks_H is not None:
-            own = softmax.heads(slice(part.start * per_group, part.stop * per_group))
-            kept_BHW = own.kept(scores_BGNWS.logsumexp(-1).flatten(1, 2))
-            weights_BGNWS *= kept_BHW.unflatten(1, (-1, per_group))[..., None]
+        scores_BHWS = scores_BGNWS.masked_fill_(hidden_BWS[:, None, None], -torch.inf).flatten(1, 2)
+        own = slice(part.start * per_group, part.stop * per_group)
+        weights_BGNWS = softmax.weights(scores_BHWS, own).unflatten(1, (-1, per_group))
         if heads == "per_kv_head":  # summed here: the windows of all heads together would be as large as the scores
             rows.append((weights_BGNWS.amax(2) * weights_BW1[:, None]).sum(-2))
         else:

@@ -1,6 +1,6 @@
 """How the scaled scores of a layer become attention weights, where that is not their softmax alone.
 
-Shapes: B batch, H query heads, S queries.
+Shapes: B batch, H query heads, S queries, K keys.
 """
 
 from __future__ import annotations
@@ -27,6 +27,13 @@ class Softmax:
         """The share of the weights that sinks leave to keys with this log-sum-exp, float32 [B, H, S]."""
         assert self.sinks_H is not None
         return torch.sigmoid(lse_BHS - self.sinks_H.float()[:, None])
+
+    def weights(self, scores_BHSK: torch.Tensor, heads: slice) -> torch.Tensor:
+        """Of capped scores of these query heads, -inf where hidden; not those of the sinks."""
+        weights_BHSK = scores_BHSK.softmax(-1)
+        if self.sinks_H is None:
+            return weights_BHSK
+        return weights_BHSK * self.heads(heads).kept(scores_BHSK.logsumexp(-1))[..., None]
 
     def heads(self, queries: slice) -> Softmax:
         """Of neighbouring query heads alone."""

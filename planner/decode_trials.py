@@ -162,10 +162,11 @@ class _Steps:
         groups, keys = k_1GKD.shape[1:3]
         hidden_gRK = ~seen_gRK
         for part in blocks(groups, q_1GND.shape[2] * keys):
-            scores_GNK = scaled_scores(q_1GND[:, part], k_1GKD[:, part], call.scale)[0]
+            scores_GNK = scaled_scores(q_1GND[:, part], k_1GKD[:, part], call.scale, call.softmax.cap)[0]
             hidden_G1RK = (hidden_gRK[part] if len(hidden_gRK) == groups else hidden_gRK)[:, None]
             scores_GNRK = scores_GNK.unflatten(1, (-1, self.rows)).masked_fill_(hidden_G1RK, -torch.inf)
-            yield part, scores_GNRK.softmax(-1)
+            own = slice(part.start * scores_GNRK.shape[1], part.stop * scores_GNRK.shape[1])
+            yield part, call.softmax.weights(scores_GNRK.flatten(0, 1)[None], own).view(scores_GNRK.shape)
 
     def _visible(self, call: AttentionCall) -> torch.Tensor:
         at_R1, at_K = self._positions(call.q_BHSD.device)

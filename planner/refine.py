@@ -15,15 +15,16 @@ Shapes: B batch (1), H query heads, S rows, T scored rows, V vocabulary, N group
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparsekv.kernels.backends import prefill_attention
+from sparsekv.kernels.backends import Fallback, prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.prefill.dense import dense_attention
+from sparsekv.kernels.keys import full_view
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import at_target
 from sparsekv.planner.cost.predict import Choice, ScoreTables
@@ -34,7 +35,9 @@ from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.settled import Settled
 from sparsekv.plans.patterns import Pattern, TileShape
 from sparsekv.plans.types import rounded
-from sparsekv.runtime.hf.describe import decoder_of
+from sparsekv.runtime.core.prefill import prefill
+from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.hf.describe import decoder_of, logits_of
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.observe import AttentionCall, LayerInput, capture_attention, captured_inputs
 
@@ -161,8 +164,7 @@ class _Run:
         return self._log_probabilities(decoder.norm(hidden_1SE[:, self._rows]))
 
     def _log_probabilities(self, rows_1TE: torch.Tensor) -> torch.Tensor:
-        logits_TV: torch.Tensor = self._model.get_output_embeddings()(rows_1TE[0])
-        return logits_TV.float().log_softmax(-1)
+        return logits_of(self._model, rows_1TE[0]).float().log_softmax(-1)
 
     def _divergence(self, sparse_TV: torch.Tensor) -> float:
         assert self._dense_TV is not None
@@ -175,8 +177,12 @@ class _Run:
             return None
         q_BHSD, k_BGSD, v_BGSD = call.q_BHSD, call.k_BGKD, call.v_BGKD
         chunk, keys = Chunk.uniform(1, 0, end), (k_BGSD[:, :, :end], v_BGSD[:, :, :end])
-        index = build_index(patterns, q_BHSD[:, :, :end], keys[0], chunk, self._tile, scale=call.scale)
-        prompt = prefill_attention(q_BHSD[:, :, :end], *keys, index, chunk, scale=call.scale, backend=self._backend)
-        rest = Chunk.uniform(1, end, call.chunk.longest)
-        answer = dense_attention(q_BHSD[:, :, end:], k_BGSD, v_BGSD, rest, scale=call.scale).out_BHSD
+        how: dict[str, Any] = {"scale": call.scale, "softmax": call.softmax, "backend": self._backend}
+        cap = call.softmax.cap
+        index = build_index(patterns, q_BHSD[:, :, :end], keys[0], chunk, self._tile, scale=call.scale, cap=cap)
+        prompt = prefill_attention(q_BHSD[:, :, :end], *keys, index, chunk, **how)
+        rest, whole = Chunk.uniform(1, end, call.chunk.longest), full_view(k_BGSD, v_BGSD)
+        dense = LayerProgram(call.layer, q_BHSD.shape[1], k_BGSD.shape[1], None)
+        whole, fallback = replace(whole, softmax=call.softmax), Fallback(self._backend)
+        answer = prefill(dense, q_BHSD[:, :, end:], whole, rest, scale=call.scale, fallback=fallback)
         return torch.cat([prompt.out_BHSD, answer], 2)

@@ -72,6 +72,11 @@ def rope_switch(config: PreTrainedConfig) -> int:
     return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else 0
 
 
+def has_soft_cap(config: PreTrainedConfig) -> bool:
+    """Whether scores of its attention are capped."""
+    return bool(getattr(config, "attn_logit_softcapping", None))
+
+
 def _window(config: PreTrainedConfig, layer: int) -> int | None:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)

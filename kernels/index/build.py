@@ -135,14 +135,21 @@ def build_index(
 
 
 def layer_lines(
-    q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, *, last_q: int, scale: float, window: int | None = None
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    chunk: Chunk,
+    *,
+    last_q: int,
+    scale: float,
+    window: int | None = None,
+    cap: float = 0.0,
 ) -> LineScores:
     """Scores of every column and diagonal of every head, to be given to `build_index` as `lines`.
 
     Arguments as there; last_q is how many of the last queries are sampled.
     """
     heads = range(q_BHSD.shape[1])
-    call = IndexCall.of(q_BHSD, k_BGKD, chunk, TileShape(), scale, window)
+    call = IndexCall.of(q_BHSD, k_BGKD, chunk, TileShape(), scale, window, cap=cap)
     return score_lines(heads, [last_q] * len(heads), call)
 
 

@@ -195,6 +195,7 @@ class _Scorer:
             rows.chunk,
             scale=prefix.scale,
             window=prefix.window,
+            softmax=prefix.softmax,
             backend=self._layer.backend,
         ).out_BHSD
 

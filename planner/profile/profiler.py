@@ -38,7 +38,7 @@ from sparsekv.runtime.hf.describe import attention_modules
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.observe import AttentionCall
-from sparsekv.runtime.model_config import device_name, dtype_name
+from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
 
 Prompts = Mapping[int, Sequence[CalibrationPrompt]]
 
@@ -68,7 +68,8 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
     model, info = loaded.model, loaded.info
     layers = range(info.layers)
     head_dim = info.attention[0].head_dim
-    chosen = choose_backend(model.device, model.dtype, head_dim, options.backend, options.tile)
+    capped = has_soft_cap(model.config)
+    chosen = choose_backend(model.device, model.dtype, head_dim, options.backend, options.tile, capped)
     backend = cast(BackendName, chosen.name)
     prompts = job.prompts
     _check_targets(prompts, options)
@@ -214,7 +215,7 @@ class Pass:
     def _layer(self, found: Sensitivity) -> Layer:
         call, tile, end = found.call, self._options.tile, self._prompt.answer_start
         q_BHSD, k_BGSD, v_BGSD = (x[:, :, :end] for x in (call.q_BHSD, call.k_BGKD, call.v_BGKD))
-        prefix = Prefix(q_BHSD, k_BGSD, Chunk.uniform(1, 0, end), tile, call.scale)
+        prefix = Prefix(q_BHSD, k_BGSD, Chunk.uniform(1, 0, end), tile, call.scale, softmax=call.softmax)
         prefix = prefix.with_lines(aim.patterns.last_q for aim in self._aims if aim.patterns.last_q)
         stride, runs = self._options.row_stride_at(self._length), _RUNS.get(q_BHSD.device.type)
         rows = Rows.of(end, self._prompt.tail_start, tile, stride, runs)

@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,7 @@ import torch
 
 from sparsekv.kernels.index.build import build_index, layer_lines
 from sparsekv.kernels.index.layout import LineScores
+from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
 from sparsekv.planner.profile.profile_data import Candidate
 from sparsekv.planner.settled import Settled, mandatory_density
@@ -123,13 +126,13 @@ class Prefix:
     scale: float
     window: int | None = None  # the layer's own sliding window
     lines: Mapping[int, LineScores] = field(default_factory=dict)  # by last_q; others are scored when needed
+    softmax: Softmax = PLAIN
 
     def with_lines(self, last_q: Iterable[int]) -> Prefix:
         """The same, with the lines of these samples scored once for all the indices to come."""
-        lines = {
-            count: layer_lines(self.q_BHSD, self.k_BGSD, self.chunk, last_q=count, scale=self.scale, window=self.window)
-            for count in set(last_q)
-        }
+        options: dict[str, Any] = {"scale": self.scale, "window": self.window, "cap": self.softmax.cap}
+        score = partial(layer_lines, self.q_BHSD, self.k_BGSD, self.chunk, **options)
+        lines = {count: score(last_q=count) for count in set(last_q)}
         return replace(self, lines=lines)
 
     def repeated(self, times: int) -> Prefix:
@@ -140,7 +143,9 @@ class Prefix:
             last_q: LineScores(one.vertical_BhS.repeat_interleave(times, 1), one.slash_BhS.repeat_interleave(times, 1))
             for last_q, one in self.lines.items()
         }
-        return replace(self, q_BHSD=self.q_BHSD.repeat_interleave(times, 1), lines=lines)
+        sinks_H = self.softmax.sinks_H
+        softmax = Softmax(self.softmax.cap, None if sinks_H is None else sinks_H.repeat_interleave(times))
+        return replace(self, q_BHSD=self.q_BHSD.repeat_interleave(times, 1), lines=lines, softmax=softmax)
 
     @property
     def heads(self) -> int:
@@ -163,6 +168,7 @@ class Prefix:
             scale=self.scale,
             window=self.window,
             lines=self.lines,
+            cap=self.softmax.cap,
         )
 
     def cost(self, patterns: Patterns) -> TileCosts:

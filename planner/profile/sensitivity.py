@@ -28,8 +28,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from sparsekv.kernels.softmax import PLAIN
+from sparsekv.kernels.topk import blocks
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.observe import AttentionCall, LayerInput, capture_attention, captured_inputs
@@ -137,6 +140,8 @@ def _attention(call: AttentionCall) -> torch.Tensor:
     q_BHSD, groups = call.q_BHSD, call.q_BHSD.shape[1] // call.k_BGKD.shape[1]
     k_BHKD, v_BHKD = (x.repeat_interleave(groups, 1) for x in (call.k_BGKD, call.v_BGKD))
     rows = q_BHSD.shape[2]
+    if call.softmax is not PLAIN:
+        return _by_blocks(call, k_BHKD, v_BHKD)
     if call.window is None or call.window >= rows:
         return scaled_dot_product_attention(q_BHSD, k_BHKD, v_BHKD, is_causal=True, scale=call.scale)
     parts = []
@@ -151,6 +156,25 @@ def _attention(call: AttentionCall) -> torch.Tensor:
             )
         )
     return torch.cat(parts, 2)
+
+
+def _by_blocks(call: AttentionCall, k_BHKD: torch.Tensor, v_BHKD: torch.Tensor) -> torch.Tensor:
+    """`_attention` with the layer's own softmax: blocks of rows, whose weights are computed again for gradients."""
+    rows, window = call.q_BHSD.shape[2], call.window or call.q_BHSD.shape[2]
+
+    def attended(q_BHSD: torch.Tensor, first: int) -> torch.Tensor:
+        row_S1 = torch.arange(first, first + q_BHSD.shape[2], device=q_BHSD.device)[:, None]
+        key_K = torch.arange(rows, device=q_BHSD.device)
+        scores_BHSK = (q_BHSD @ k_BHKD.mT).float() * call.scale
+        if cap := call.softmax.cap:
+            scores_BHSK = cap * torch.tanh(scores_BHSK / cap)
+        hidden_SK = (key_K > row_S1) | (key_K <= row_S1 - window)
+        weights_BHSK = call.softmax.weights(scores_BHSK.masked_fill(hidden_SK, -torch.inf), slice(None))
+        return weights_BHSK.to(v_BHKD.dtype) @ v_BHKD
+
+    parts = blocks(rows, call.q_BHSD.shape[1] * rows)
+    found = [checkpoint(attended, call.q_BHSD[:, :, part], part.start, use_reentrant=False) for part in parts]
+    return torch.cat(found, 2)
 
 
 @contextmanager

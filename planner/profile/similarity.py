@@ -77,9 +77,13 @@ class ReuseScores:
         weight_GNWD = weight_HWD.unflatten(0, (groups, -1))
         best, mass, norms, output = [], [], [], []
         for part in blocks(groups, q_GNRD.shape[1] * hidden_RS.numel()):
-            scores_gMS = scaled_scores(q_GNRD[None, part].flatten(2, 3), k_GSD[None, part], call.scale)[0]
+            scores_gMS = scaled_scores(
+                q_GNRD[None, part].flatten(2, 3), k_GSD[None, part], call.scale, call.softmax.cap
+            )[0]
             scores_gNRS = scores_gMS.unflatten(1, (-1, len(hidden_RS)))
-            weights_gNRS = scores_gNRS.masked_fill_(hidden_RS, -torch.inf).softmax(-1)
+            own, shape = slice(part.start * q_GNRD.shape[1], part.stop * q_GNRD.shape[1]), scores_gNRS.shape
+            scores_1HRS = scores_gNRS.masked_fill_(hidden_RS, -torch.inf).flatten(0, 1)[None]
+            weights_gNRS = call.softmax.weights(scores_1HRS, own).view(shape)
             best.append(weights_gNRS.amax((0, 1)))
             out_gNRD = (weights_gNRS.flatten(1, 2) @ v_GSD[part].float()).unflatten(1, (-1, len(self.rows)))
             out_gNRW = out_gNRD @ weight_GNWD[part].transpose(2, 3)

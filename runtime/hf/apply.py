@@ -33,7 +33,7 @@ from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of, reads_of
-from sparsekv.runtime.model_config import device_name, dtype_name
+from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
 from sparsekv.runtime.plan_checks import check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
@@ -420,7 +420,8 @@ def apply(
     check_plan(plan, info, allow_mismatch)
     phases = plan.prefill if prefill else None, plan.decode if decode else None
     tile = phases[0].tile if phases[0] else None
-    choice = choose_backend(model.device, model.dtype, info.attention[0].head_dim, backend, tile)
+    capped = has_soft_cap(model.config)
+    choice = choose_backend(model.device, model.dtype, info.attention[0].head_dim, backend, tile, capped)
     if prefill or decode:
         check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype))
     loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from sparsekv.kernels.softmax import capped_
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import ModelInfo, weights_fingerprint
 from sparsekv.runtime.architecture import architecture_of
@@ -21,6 +22,13 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     decoder = model.base_model
     assert isinstance(decoder, PreTrainedModel)
     return decoder
+
+
+def logits_of(model: PreTrainedModel, hidden_XE: torch.Tensor) -> torch.Tensor:
+    """[X, vocabulary]: what the model's head makes of the decoder's output (Granite scales it, Gemma-2 caps it)."""
+    config: Any = model.config
+    logits_XV: torch.Tensor = model.get_output_embeddings()(hidden_XE) / getattr(config, "logits_scaling", 1.0)
+    return capped_(logits_XV, getattr(config, "final_logit_softcapping", None) or 0.0)
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:

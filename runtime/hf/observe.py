@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.hf.attach import attach
 from sparsekv.runtime.hf.attention import NAME, DenseEngine, LayerCall
@@ -32,6 +33,7 @@ class AttentionCall:
     chunk: Chunk
     scale: float
     window: int | None  # the layer's own sliding window
+    softmax: Softmax = PLAIN
 
 
 Observer = Callable[[AttentionCall], torch.Tensor | None]
@@ -65,7 +67,7 @@ class _Watched(DenseEngine):
     def attend(self, call: LayerCall) -> torch.Tensor:
         chunk = call.chunk
         k_BGKD, v_BGKD = call.keys(chunk).contiguous(chunk.longest)
-        seen = AttentionCall(call.layer, call.q_BHSD, k_BGKD, v_BGKD, chunk, call.scale, call.window)
+        seen = AttentionCall(call.layer, call.q_BHSD, k_BGKD, v_BGKD, chunk, call.scale, call.window, call.softmax)
         replaced = self._observer(seen)
         return super().attend(call) if replaced is None else replaced
 

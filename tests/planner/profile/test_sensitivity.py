@@ -18,6 +18,11 @@ SCORED, SEED = (30, 41, 42, 49), 3
 MODELS = {
     "llama": lambda: tiny_model("llama"),
     "qwen3": lambda: tiny_model("qwen3"),
+    "multipliers": lambda: tiny_model("granite"),
+    "sinks": lambda: tiny_model(
+        "gpt_oss", layer_types=["full_attention"] * 2 + ["sliding_attention"], sliding_window=9
+    ),
+    "a soft cap": lambda: tiny_model("gemma2"),
     "every layer sliding": lambda: tiny_model("mistral", sliding_window=9),
     "one layer sliding": lambda: tiny_model(
         "qwen2",
