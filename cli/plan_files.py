@@ -21,7 +21,7 @@ class PlanFiles(Options):
 
     out: Annotated[Path, Flag("Where the plan goes.", ("--out", "-o"), "FILE")]
     prompts_file: Annotated[
-        Path | None, Flag("Own prompts, of which half verify the plan: JSON lines, or a text to calibrate on.", ("--prompts",), "FILE")
+        Path | None, Flag("Own prompts: JSON lines, of which half verify the plan, or a text.", ("--prompts",), "FILE")
     ] = None
     profile_out: Annotated[
         Path | None,
