@@ -45,12 +45,15 @@ SUMMARIES = {
     "verify": "Compare a plan with dense on held-out prompts, by its gate.",
     "seal": "Sign an edited plan again.",
     "eval": "Measure a model on the tasks, dense and by its plan.",
+    "import": "Make a plan of another tool's settings.",
+    "export": "Write a plan for another tool.",
     "schema": "Print the JSON Schema of the plan file.",
     "doctor": "Print what is installed and can run, or what a run takes.",
     "bench": "Time kernels, a model, or vLLM's requests against dense.",
 }
 
-_OF_PLAN_FILES = frozenset(("show", "diff", "validate", "seal", "schema"))
+_MODULES = dict.fromkeys(("show", "diff", "validate", "seal", "schema"), "plan_commands")
+_MODULES |= {"import": "exchange", "export": "exchange"}
 
 
 class _Modules(Mapping[str, Any]):
@@ -59,7 +62,7 @@ class _Modules(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in SUMMARIES:
             raise KeyError(name)
-        module = import_module(f"sparsekv.cli.{'plan_commands' if name in _OF_PLAN_FILES else name}")
+        module = import_module(f"sparsekv.cli.{_MODULES.get(name, name)}")
         own = typer.main.get_command(module.app)
         found: Any = getattr(own, "commands", {}).get(name, own)
         found.name = name

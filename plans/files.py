@@ -36,16 +36,24 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES, wrong: type[
         UsageError: there is no such file, or it cannot be read.
         PlanError: it is longer, or it is not text; or what `wrong` says.
     """
+    return as_text(read_bytes(path, limit), str(path), limit, wrong)
+
+
+def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
+    """The first `limit` bytes of a file, and one more of a longer one.
+
+    Raises:
+        UsageError: there is no such file, or it cannot be read.
+    """
     try:
         with open_input(path) as file:
-            data = file.read(limit + 1)
+            return file.read(limit + 1)
     except IsADirectoryError:
         raise UsageError(f"{path}: expected a file, found a folder; name the file in it") from None
     except FileNotFoundError:
         raise UsageError(f"{path}: expected a file, found none; check the path") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {_reason(error)}") from None
-    return as_text(data, str(path), limit, wrong)
 
 
 def open_input(path: str | os.PathLike[str]) -> BinaryIO:

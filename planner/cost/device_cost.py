@@ -31,6 +31,8 @@ _PRICES = {
 }
 
 
+BATCHES: Mapping[HostName, tuple[int, ...]] = {"transformers": (1,), "vllm": (1, 8)}
+
 # Microseconds of a launch, a tile or a token. No device comes near the bound, which keeps every sum finite.
 Price = Annotated[float, Field(strict=True, ge=0.0, le=1e8, allow_inf_nan=False), AfterValidator(rounded)]
 
@@ -98,7 +100,6 @@ class DeviceCost(Part):
     Attributes:
         host: the program whose kernels and way to prefill were timed.
         chunk: most tokens of a prompt that it prefills at once; None is all.
-        batches: rows of the decode steps that were timed; a plan's must pay with each.
         prefill_dense: of (1, causal tiles over all heads), the fastest dense kernel.
         prefill_sparse: of (1, query tiles over all heads, computed tiles over all heads, single columns in tiles).
             A query tile has its queries to read and its output to write however few tiles it computes.
@@ -120,7 +121,6 @@ class DeviceCost(Part):
     device: Text
     host: HostName = "transformers"
     chunk: Length | None = None
-    batches: tuple[Count, ...] = (1,)
     dtype: DtypeName
     backend: BackendName
     shape: HeadShape
@@ -136,6 +136,11 @@ class DeviceCost(Part):
     decode_choose_alone: Line | None = None
     decode_host: Line | None = None
     timings: tuple[Timing, ...] = ()
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Rows of the decode steps that were timed: decode by a plan must pay with each."""
+        return BATCHES[self.host]
 
     @property
     def cuts_prompts(self) -> bool:

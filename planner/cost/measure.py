@@ -33,7 +33,7 @@ from sparsekv.kernels.decode.slots import MOST_SLOTS
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, computed_tiles
-from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line, Timing
+from sparsekv.planner.cost.device_cost import BATCHES, DeviceCost, HeadShape, Line, Timing
 from sparsekv.planner.data_files import versions
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
 from sparsekv.planner.progress import Progress, prefill_work
@@ -67,13 +67,11 @@ class Host:
     Attributes:
         name: of the host.
         chunk: most tokens of a prompt at once; None is all.
-        batches: rows of the decode steps that are timed.
         versions: of what is timed here and nowhere else.
     """
 
     name: HostName = "transformers"
     chunk: int | None = None
-    batches: tuple[int, ...] = (1,)
     versions: Mapping[str, str] = MappingProxyType({})
 
     def dense(
@@ -143,7 +141,6 @@ def measure_cost(
         device=device_name(device),
         host=program.name,
         chunk=program.chunk,
-        batches=program.batches,
         dtype=dtype_name(dtype),
         backend=cast(BackendName, choice.name),
         shape=shape,
@@ -291,7 +288,7 @@ class Bench:
         q_BHSD, k_BGSD, v_BGSD = self._random(length)
         scale = self.shape.head_dim**-0.5
         yield from self._prefill(length, q_BHSD, k_BGSD, v_BGSD, scale)
-        for rows in self.host.batches:
+        for rows in BATCHES[self.host.name]:
             q_BH1D = q_BHSD[:, :, -1:].repeat(rows, 1, 1, 1)
             yield from self._decode(length, q_BH1D, self._views(k_BGSD, v_BGSD, rows), scale)
 

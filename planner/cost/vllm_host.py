@@ -47,7 +47,6 @@ class VllmHost(Host):
     """
 
     name = "vllm"
-    batches = (1, 8)
 
     def __init__(self, chunk: int | None, device: torch.device) -> None:
         check_installed()

@@ -15,7 +15,7 @@ from planner_profiles import made_up_length, made_up_profile, made_up_reuse, opt
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.cost.device_cost import Chunks, DeviceCost, Line
+from sparsekv.planner.cost.device_cost import BATCHES, Chunks, DeviceCost, Line
 from sparsekv.planner.cost.predict import causal_tiles, predict
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.job import check_plannable
@@ -29,7 +29,7 @@ from sparsekv.plans.schema import Target
 
 def engine_cost(chunk: int, **changes) -> DeviceCost:
     """The made-up device in vLLM's engine."""
-    own = {"host": "vllm", "chunk": chunk, "batches": (1, 8), "prefill_copy": Line(prices=(0.0, 0.0))}
+    own = {"host": "vllm", "chunk": chunk, "prefill_copy": Line(prices=(0.0, 0.0))}
     return made_up_cost(**{**own, **changes})
 
 
@@ -84,10 +84,11 @@ def test_a_plan_for_vllm_names_it_and_its_chunks() -> None:
 
 
 @pytest.mark.parametrize(("batches", "pays"), [((8,), True), ((1, 8), False)])
-def test_decode_must_pay_with_every_batch_that_was_timed(batches: tuple[int, ...], pays: bool) -> None:
+def test_decode_must_pay_with_every_batch_that_was_timed(batches, pays: bool, monkeypatch) -> None:
     launch = 3000.0  # of choosing; a row of 8192 tokens costs 8192 in each of two layers that follow, eight eight times
     lines = {"decode_dense": (0.0, 1.0), "decode_sparse": (0.0, 1.0), "decode_choose": (4 * launch, 0.0)}
-    cost = engine_cost(2048, batches=batches, **{name: Line(prices=prices) for name, prices in lines.items()})
+    monkeypatch.setitem(BATCHES, "vllm", batches)
+    cost = engine_cost(2048, **{name: Line(prices=prices) for name, prices in lines.items()})
     options = options_for(target_density=(0.3,), host="vllm", filter_layers=(0,), decode_budget=fraction(0.5))
     plan = choose_filter_layers(served_profile(), cost, options)
     assert plan.bucket(8192).dense is not pays

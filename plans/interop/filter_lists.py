@@ -1,0 +1,210 @@
+"""Which layers choose tokens for the others, as other tools write it: OmniKV's and SparseEngine's lists, IndexCache's
+letters, Kascade's maps of heads. All are decode phases."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparsekv.plans.errors import PlanError, PlanMismatchError
+from sparsekv.plans.interop.source import Exported, Imported, Source, as_json, layers_of, whole
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
+from sparsekv.plans.schema import Plan
+
+_SINK, _RECENT = 4, 128
+_FIXED = f"sinks ({_SINK}) and recent tokens ({_RECENT}): ours, as the file has none"
+_LAST = "the choice is by the newest query, over all heads together"
+_OMNIKV_TOKENS, _INDEX_TOKENS = 4096, 2048
+_KASCADE_SHARE, _KASCADE_RECENT = 0.1, 2
+
+
+# --- OmniKV (ICLR 2025) and SparseEngine ------------------------------------------------------------------------------
+
+
+def missed_list(source: Source) -> str | None:
+    """What a file lacks to be a list of filter layers; None where it is."""
+    data = source.json
+    if isinstance(data, dict) and ("do_select_layers" in data or "full_attention_layers" in data):
+        return None
+    return 'no JSON object with "do_select_layers" or "full_attention_layers"'
+
+
+def read_list(source: Source, model: ModelInfo) -> Imported:
+    """OmniKV: layers before the first that chooses, and those that wait for host memory, are dense. SparseEngine: each
+    dense layer chooses for those up to the next.
+
+    Raises:
+        PlanError: layers or sizes are none.
+        PlanMismatchError: the model has no such layer.
+    """
+    data: dict[str, Any] = source.json
+    notes = [_FIXED, _LAST]
+    if "do_select_layers" in data:
+        filters = layers_of(data["do_select_layers"], '"do_select_layers"')
+        wait = whole(data.get("num_wait_load_layers", 0), '"num_wait_load_layers"')
+        dense = {*range(filters[0]), *(layer + n for layer in filters for n in range(wait + 1))}
+        size, default = data.get("num_of_selected_tokens"), _OMNIKV_TOKENS
+    else:
+        dense = set(layers_of(data["full_attention_layers"], '"full_attention_layers"'))
+        filters = tuple(sorted(dense))
+        size, default = data.get("decode_keep_tokens"), _INDEX_TOKENS
+    if size is None:
+        notes.append(f"a budget of {default} tokens: that tool's default, as the file has none")
+    return _imported(model, filters, dense, _budget(default if size is None else size, model), notes)
+
+
+def _budget(size: Any, model: ModelInfo) -> DecodeBudget:
+    if isinstance(size, float) and 0.0 < size < 1.0:
+        return DecodeBudget(fraction=size, at_most=max(1, round(size * model.context_length)))
+    return DecodeBudget(tokens=max(1, whole(size, "the number of chosen tokens")))
+
+
+def write_list(plan: Plan) -> Exported:
+    """For SparseEngine's `omnikv` method."""
+    segments, lost = _segments(plan)
+    sparse = {layer for segment in segments for layer in segment.layers}
+    dense = [layer for layer in range(plan.model.layers) if layer not in sparse]
+    tokens = max((segment.budget.most for segment in segments), default=_INDEX_TOKENS)
+    if any(segment.budget.tokens is None for segment in segments) or len({one.budget for one in segments}) > 1:
+        lost.append(f"budgets by segment or as a share: it has one, of {tokens} tokens")
+    if any((segment.sink, segment.recent) != (_SINK, _RECENT) for segment in segments):
+        lost.append("the numbers of sinks and recent tokens")
+    data = {
+        "sparse_method": "omnikv",
+        "full_attention_layers": ",".join(map(str, dense)),
+        "decode_keep_tokens": tokens,
+    }
+    return Exported(as_json(data), tuple(lost))
+
+
+# --- IndexCache -------------------------------------------------------------------------------------------------------
+
+
+def missed_letters(source: Source) -> str | None:
+    """What a file lacks to be a letter for each layer; None where it is."""
+    return None if _letters(source) else 'neither letters F and S, one a layer, nor JSON with an "index_topk_pattern"'
+
+
+def read_letters(source: Source, model: ModelInfo) -> Imported:
+    """F is a layer that attends to everything and chooses for the S layers behind it.
+
+    Raises:
+        PlanMismatchError: not a letter for each layer.
+        PlanError: the first layer has nobody to choose for it.
+    """
+    letters = _letters(source)
+    if len(letters) != model.layers:
+        raise PlanMismatchError(
+            f"expected a letter for each of {model.layers} layers of {model.id}, found {len(letters)}"
+        )
+    if letters.startswith("S"):
+        raise PlanError("expected a first layer that chooses (F), found S; correct the file")
+    full = [layer for layer, letter in enumerate(letters) if letter == "F"]
+    size = source.json.get("index_topk") if isinstance(source.json, dict) else None
+    notes = [_FIXED, _LAST]
+    if size is None:
+        notes.append(f"a budget of {_INDEX_TOKENS} tokens, as in the models that such letters were made for")
+    return _imported(model, full, set(full), _budget(_INDEX_TOKENS if size is None else size, model), notes)
+
+
+def write_letters(plan: Plan) -> Exported:
+    """A letter for each layer, as text."""
+    segments, lost = _segments(plan)
+    sparse = {layer for segment in segments for layer in segment.layers}
+    letters = "".join("S" if layer in sparse else "F" for layer in range(plan.model.layers))
+    if letters.startswith("S"):
+        raise PlanError("expected a plan whose first layer is dense, found a sparse one: these letters cannot say that")
+    if any(set(range(one.filter + 1, one.layers[0])) for one in segments if not one.filter_is_sparse):
+        lost.append("which layer chooses where dense layers lie between: the last F before an S does")
+    lost.append("budgets, sinks and recent tokens")
+    return Exported((letters + "\n").encode(), tuple(lost))
+
+
+def _letters(source: Source) -> str:
+    data = source.json
+    text = data.get("index_topk_pattern") if isinstance(data, dict) else data if isinstance(data, str) else source.text
+    return text if isinstance(text, str) and re.fullmatch(r"[FS]{1,4096}", text) else ""
+
+
+# --- Kascade (arXiv 2512.16391) ---------------------------------------------------------------------------------------
+
+
+def missed_maps(source: Source) -> str | None:
+    """What a file lacks to be maps of heads; None where it is."""
+    table = source.table
+    if table is None:
+        return "no .npy array of whole numbers, layers by KV heads"
+    heads = len(table[0])
+    return None if all(0 <= head < heads for row in table for head in row) else "heads that there are none of"
+
+
+def read_maps(source: Source, model: ModelInfo) -> Imported:
+    """Anchor layers choose for those up to the next one: KV head h of layer l attends to what head `map[l][h]` of its
+    anchor chose.
+
+    Raises:
+        PlanMismatchError: layers or KV heads are not those of the model.
+    """
+    table = source.table or ()
+    shape = (model.layers, model.group_of(0).kv_heads)
+    if (len(table), len(table[0])) != shape:
+        raise PlanMismatchError(
+            f"expected maps of {shape[0]} layers with {shape[1]} KV heads, as {model.id} has, found {len(table)} with "
+            f"{len(table[0])}"
+        )
+    named = re.search(r"layers((?:_\d+)+)", source.name)
+    identity = tuple(range(shape[1]))
+    anchors = tuple(map(int, named[1].split("_")[1:])) if named else ()
+    anchors = anchors or tuple(layer for layer, row in enumerate(table) if row == identity)
+    at_most = max(1, round(_KASCADE_SHARE * model.context_length))
+    notes = (
+        f"a tenth of the context is chosen, as published; no sinks, and the newest {_KASCADE_RECENT} tokens",
+        "prefill is dense: that of the publication chooses by query tiles, which no pattern of a plan does",
+        *(() if named else ("anchor layers are those whose heads map to themselves, as the file's name does not say",)),
+    )
+    budget = DecodeBudget(fraction=_KASCADE_SHARE, at_most=at_most)
+    return _imported(model, anchors, set(anchors), budget, notes, dict(enumerate(table)), (0, _KASCADE_RECENT))
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+def _imported(
+    model: ModelInfo, filters: Sequence[int], dense: set[int], budget: DecodeBudget, notes: Sequence[str],
+    maps: Mapping[int, tuple[int, ...]] | None = None, kept: tuple[int, int] = (_SINK, _RECENT),
+) -> Imported:  # fmt: skip
+    """Segments from the layers that choose, of which each does for those that are not dense up to the next."""
+    if max((*filters, *dense)) >= model.layers:
+        raise PlanMismatchError(
+            f"expected layers below {model.layers}, as {model.id} has, found {max((*filters, *dense))}"
+        )
+    segments = []
+    for chosen_by, end in zip(filters, (*filters[1:], model.layers), strict=True):
+        layers = tuple(layer for layer in range(chosen_by + 1, end) if layer not in dense)
+        if not layers:
+            continue
+        heads: Any = {layer: maps[layer] for layer in layers} if maps else "max"
+        segments.append(
+            Segment(filter=chosen_by, layers=layers, budget=budget, sink=kept[0], recent=kept[1], heads=heads)
+        )
+    if not segments:
+        raise PlanError("expected layers that others choose for, found that all attend to everything; correct the file")
+    return Imported(
+        decode=DecodePlan(lengths=(DecodeBucket(up_to=None, segments=tuple(segments)),)), notes=tuple(notes)
+    )
+
+
+def _segments(plan: Plan) -> tuple[tuple[Segment, ...], list[str]]:
+    """Those of the longest bucket, and what none of these formats holds."""
+    if plan.decode is None or not (segments := plan.decode.bucket(plan.model.context_length).segments):
+        raise PlanError("expected a plan whose decode is sparse, found none: this format holds nothing else")
+    lost = ["the prefill phase"] if plan.prefill is not None else []
+    if len(plan.decode.lengths) > 1:
+        lost.append("all buckets but that of the longest contexts")
+    if any(segment.heads != "max" for segment in segments):
+        lost.append("choices by KV head and maps of heads: one choice for all heads")
+    if any(segment.filter_is_sparse for segment in segments):
+        lost.append("filter layers that attend to their own choice: they stand as sparse layers of no filter")
+    return segments, lost

@@ -1,0 +1,91 @@
+"""The formats that plans are read from and written to: a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from pydantic import ValidationError
+
+from sparsekv.plans.errors import PlanError, PlanMismatchError, did_you_mean
+from sparsekv.plans.interop import filter_lists, minference, modelopt
+from sparsekv.plans.interop.source import Exported, Imported, Source
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.schema import Plan, Provenance
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How a kind of file is read.
+
+    Attributes:
+        missed: what a file lacks to be one; None where it is.
+        read: it, for a model.
+    """
+
+    missed: Callable[[Source], str | None]
+    read: Callable[[Source, ModelInfo], Imported]
+
+
+def _no_qwen(source: Source) -> str | None:
+    return minference.missed(source) or (f"it is called {source.name}" if minference.is_qwen(source) else None)
+
+
+def _qwen(source: Source) -> str | None:
+    return minference.missed(source) or (None if minference.is_qwen(source) else f"not called {minference.QWEN_FILE}")
+
+
+READERS = MappingProxyType(
+    {
+        "minference": Reader(_no_qwen, minference.read),
+        "qwen-1m": Reader(_qwen, minference.read_qwen),
+        "kascade": Reader(filter_lists.missed_maps, filter_lists.read_maps),
+        "filter-layers": Reader(filter_lists.missed_list, filter_lists.read_list),
+        "indexcache": Reader(filter_lists.missed_letters, filter_lists.read_letters),
+        "modelopt": Reader(modelopt.missed, modelopt.read),
+    }
+)
+WRITERS: MappingProxyType[str, Callable[[Plan], Exported]] = MappingProxyType(
+    {
+        "minference": minference.write,
+        "sparseengine": filter_lists.write_list,
+        "indexcache": filter_lists.write_letters,
+        "modelopt": modelopt.write,
+    }
+)
+
+
+def recognised(source: Source, kind: str | None = None) -> str:
+    """The kind of a file, by its content, or as asked for.
+
+    Raises:
+        PlanError: it is of no known kind, or not of that one.
+    """
+    if kind is not None and kind not in READERS:
+        raise PlanError(f"expected a kind of {', '.join(READERS)}, found {kind!r}{did_you_mean(kind, READERS)}")
+    tried = {name: reader.missed(source) for name, reader in READERS.items() if kind in (None, name)}
+    if kind == "minference" or kind == "qwen-1m":  # the name of the file decides only where nothing was said
+        tried = {kind: minference.missed(source)}
+    found = next((name for name, missed in tried.items() if missed is None), None)
+    if found is None:
+        listed = "\n".join(f"  {name}: {missed}" for name, missed in tried.items())
+        raise PlanError(f"expected a file of one of these kinds, found in {source.name}:\n{listed}")
+    return found
+
+
+def plan_of(source: Source, kind: str, model: ModelInfo) -> tuple[Plan, tuple[str, ...]]:
+    """A plan for a model, and what the file did not say, a line each.
+
+    Raises:
+        PlanError: the file contradicts itself.
+        PlanMismatchError: it does not fit the model.
+    """
+    found = READERS[kind].read(source, model)
+    origin = Provenance(source=f"{kind}: {source.name}"[:200])
+    try:
+        plan = Plan(status="imported", model=model, prefill=found.prefill, decode=found.decode, provenance=origin)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise PlanMismatchError(f"{source.name} does not fit {model.id}: {reason}") from None
+    return plan, tuple(found.notes)

@@ -1,0 +1,137 @@
+"""A file of another tool, read within bounds: JSON, an array of NumPy, or text."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NoReturn
+
+from sparsekv.plans.errors import PlanError
+from sparsekv.plans.phases import DecodePlan, PrefillPlan
+
+MAX_BYTES = 16 << 20  # the largest published one has half a megabyte
+_MAGIC = b"\x93NUMPY"
+_INTEGERS = {"<i2": "h", "<i4": "i", "<i8": "q", "|i1": "b", "|u1": "B", "<u2": "H", "<u4": "I", "<u8": "Q"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file.
+
+    Attributes:
+        name: without its folder.
+    """
+
+    name: str
+    data: bytes
+
+    @cached_property
+    def json(self) -> Any:
+        """Its content; None where it is no JSON."""
+        try:
+            return json.loads(self.data.decode("utf-8"), parse_constant=_refused)
+        except (ValueError, RecursionError):
+            return None
+
+    @cached_property
+    def text(self) -> str:
+        """Its text without blanks around it; empty where it is none."""
+        try:
+            return self.data.decode("utf-8").strip()
+        except UnicodeDecodeError:
+            return ""
+
+    @cached_property
+    def table(self) -> tuple[tuple[int, ...], ...] | None:
+        """The rows of a two-dimensional array of whole numbers (.npy); None where it is no such array."""
+        if not self.data.startswith(_MAGIC) or len(self.data) < 12:
+            return None
+        try:
+            start, size = (10, 2) if self.data[6] == 1 else (12, 4)
+            end = start + int.from_bytes(self.data[start - size : start], "little")
+            header = ast.literal_eval(self.data[start : min(end, start + 4096)].decode("latin-1").strip())
+            rows, columns = header["shape"]
+            kind, by_column = _INTEGERS[header["descr"]], header["fortran_order"]
+            values = struct.unpack_from(f"<{self._count(rows, columns, kind, end)}{kind}", self.data, end)
+        except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError, struct.error):
+            return None
+        if by_column:
+            return tuple(values[row::rows] for row in range(rows))
+        return tuple(values[row * columns : (row + 1) * columns] for row in range(rows))
+
+    def _count(self, rows: int, columns: int, kind: str, start: int) -> int:
+        """How many numbers there are, if that is what the header says."""
+        count = math.prod((rows, columns))
+        if min(rows, columns) < 1 or count * struct.calcsize(kind) != len(self.data) - start:
+            raise ValueError
+        return count
+
+
+def _refused(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What a file says, as phases of a plan.
+
+    Attributes:
+        notes: what it does not say, and where that was taken from; a line each.
+    """
+
+    prefill: PrefillPlan | None = None
+    decode: DecodePlan | None = None
+    notes: Sequence[str] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A plan in another format.
+
+    Attributes:
+        lost: what the format cannot hold; a line each.
+    """
+
+    data: bytes
+    lost: Sequence[str] = field(default_factory=tuple)
+
+
+def whole(value: Any, what: str) -> int:
+    """A number of tokens or layers.
+
+    Raises:
+        PlanError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1 << 24:
+        raise PlanError(f"expected a whole number as {what}, found {value!r:.60}; correct the file")
+    return value
+
+
+def layers_of(value: Any, what: str) -> tuple[int, ...]:
+    """Layers as a list, or as text such as "0,2,8".
+
+    Raises:
+        PlanError: they are neither, or do not ascend.
+    """
+    parts = value.split(",") if isinstance(value, str) else value
+    found = [int(one) if isinstance(one, str) and one.strip().isdecimal() else one for one in _listed(parts, what)]
+    layers = tuple(whole(one, what) for one in found)
+    if not layers or list(layers) != sorted(set(layers)):
+        raise PlanError(f"expected ascending layers as {what}, found {value!r:.60}; correct the file")
+    return layers
+
+
+def _listed(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise PlanError(f'expected layers such as "0,2,8" as {what}, found {value!r:.60}; correct the file')
+    return value
+
+
+def as_json(data: Any) -> bytes:
+    """Indented, with a newline at the end."""
+    return (json.dumps(data, indent=1) + "\n").encode()
