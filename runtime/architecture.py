@@ -93,6 +93,16 @@ ARCHITECTURES = {
 }
 
 
+_IMAGES = "tokens of an image attend in both directions, or have positions of their own, and its decoder is inside"
+_STATE = "layers with a recurrent state, which cannot be taken back as keys and values can"
+_REFUSED = {  # families that are often asked for, and why not yet
+    "gemma3": f"{_IMAGES}; the text models (gemma3_text) run",
+    "llama4": "its layers attend within chunks of tokens, for which kernels have no mask",
+    **dict.fromkeys(("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _IMAGES),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _STATE),
+}
+
+
 def architecture_of(model_type: str) -> Architecture:
     """The record of a model type.
 
@@ -100,8 +110,9 @@ def architecture_of(model_type: str) -> Architecture:
         UnsupportedError: this version cannot run it; the message names those it can.
     """
     if model_type not in ARCHITECTURES:
+        why = f" ({_REFUSED[model_type]})" if model_type in _REFUSED else ""
         raise UnsupportedError(
-            f"expected one of the supported architectures ({', '.join(ARCHITECTURES)}), found {model_type!r}; "
+            f"expected one of the supported architectures ({', '.join(ARCHITECTURES)}), found {model_type!r}{why}; "
             f"choose a model of a supported architecture"
         )
     return ARCHITECTURES[model_type]
