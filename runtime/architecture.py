@@ -29,6 +29,8 @@ class Architecture:
         residual: of a layer, the number by which it multiplies what it adds.
         idle: of a layer, modules that do nothing in evaluation.
         experts: of a config, the width of an expert; empty where the MLP is dense.
+        gated: whether the output of an attention is more than a projection of what it attends to; its layers are then
+            called whole, also of long inputs.
     """
 
     model_type: str
@@ -41,6 +43,7 @@ class Architecture:
     residual: str = ""
     idle: tuple[str, ...] = ()
     experts: str = ""
+    gated: bool = False
 
     @property
     def home(self) -> str:
@@ -62,6 +65,8 @@ class Architecture:
     def has_parts(self, layer: Any) -> bool:
         """Whether a layer has the parts that are named here, and no others."""
         parts = {self.attention, self.mlp, *self.norms, *self.norms_after, *self.idle} - {""}
+        if self.gated:
+            return False
         return dict(layer.named_children()).keys() == parts and hasattr(getattr(layer, self.attention), self.output)
 
 
@@ -86,7 +91,9 @@ ARCHITECTURES = {
         Architecture("qwen2"),
         Architecture("qwen2_moe", experts="moe_intermediate_size"),
         Architecture("qwen3"),
+        Architecture("qwen3_5_text", package="qwen3_5", gated=True),
         Architecture("qwen3_moe", experts="moe_intermediate_size"),
+        Architecture("qwen3_next", experts="moe_intermediate_size", gated=True),
         Architecture("seed_oss"),
         Architecture("smollm3"),
     )
@@ -94,12 +101,11 @@ ARCHITECTURES = {
 
 
 _IMAGES = "tokens of an image attend in both directions, or have positions of their own, and its decoder is inside"
-_STATE = "layers with a recurrent state, which cannot be taken back as keys and values can"
 _REFUSED = {  # families that are often asked for, and why not yet
     "gemma3": f"{_IMAGES}; the text models (gemma3_text) run",
     "llama4": "its layers attend within chunks of tokens, for which kernels have no mask",
     **dict.fromkeys(("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _IMAGES),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _STATE),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), f"{_IMAGES}; the text models (qwen3_5_text) run"),
 }
 
 
