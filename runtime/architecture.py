@@ -55,7 +55,7 @@ class Architecture:
         """A third of the numbers that an MLP of a model with this config has of each token: gate, up and product. Each
         expert that a token goes to has them too, and beside them four hidden states: copied, projected, weighted and
         in order."""
-        dense = int(config.intermediate_size)
+        dense = int(getattr(config, "intermediate_size", 0))  # some have nothing but experts
         if not self.experts:
             return dense
         expert = getattr(config, self.experts) + -(-4 * config.hidden_size // 3)
@@ -91,6 +91,7 @@ ARCHITECTURES = {
         Architecture("qwen2"),
         Architecture("qwen2_moe", experts="moe_intermediate_size"),
         Architecture("qwen3"),
+        Architecture("qwen3_5_moe_text", package="qwen3_5_moe", experts="moe_intermediate_size", gated=True),
         Architecture("qwen3_5_text", package="qwen3_5", gated=True),
         Architecture("qwen3_moe", experts="moe_intermediate_size"),
         Architecture("qwen3_next", experts="moe_intermediate_size", gated=True),

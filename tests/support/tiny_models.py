@@ -39,6 +39,8 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -84,10 +86,12 @@ _OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leav
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "qwen2_moe": _FEW_EXPERTS | {"shared_expert_intermediate_size": 40},
     "qwen3_moe": _FEW_EXPERTS | {"mlp_only_layers": [1]},
+    "qwen3_5_moe_text": _FEW_EXPERTS | {"shared_expert_intermediate_size": 40},
     "qwen3_next": _FEW_EXPERTS | {"shared_expert_intermediate_size": 40},
     "smollm3": {"no_rope_layer_interval": 2},
 }
 HYBRIDS = {
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
 }

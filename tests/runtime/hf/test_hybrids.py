@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from brute_force import BruteForce
-from tiny_models import HYBRIDS, random_tokens, tiny_model
+from tiny_models import HYBRIDS, random_tokens, tiny_model, tiny_tokenizer
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 from transformers import DynamicCache
 
@@ -17,6 +17,8 @@ from sparsekv.plans.phases import PrefillPlan
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import handed_over
 from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.generate import generate_stream
+from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.long_inputs import Chunking
 
 PATTERNS = (
@@ -74,6 +76,15 @@ def test_pieces_and_steps_are_those_of_brute_force(model, pieces: tuple[int, ...
             expected = logits(DynamicCache(config=model.config))
         with apply(model, plan, kv_host_layers=[2]):
             torch.testing.assert_close(logits(DynamicCache()), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_prompt_is_streamed_in_pieces(model) -> None:
+    loaded, prompt = LoadedModel(model, tiny_tokenizer(), describe_model(model)), random_tokens(1, 150)[0].tolist()
+    with apply(model, plan_of(model)) as handle:
+        cache = handle.new_cache(156, chunk=40)
+        found = generate_stream(loaded, prompt, max_new_tokens=6, chunk=40, cache=cache)
+        assert generate_stream(loaded, prompt, max_new_tokens=6, chunk=40).token_ids == found.token_ids
+    assert cache.get_seq_length() == 155
 
 
 def test_a_copy_of_a_cache_has_a_state_of_its_own(model) -> None:
