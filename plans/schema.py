@@ -297,9 +297,6 @@ def unsupported(plan: Plan) -> list[str]:
 
 
 def _unsupported(plan: Plan) -> Iterator[str]:
-    for number, group in enumerate(plan.model.attention):
-        if group.kind == "linear":
-            yield f"model.attention[{number}]: linear attention (layers {format_ids(group.layers)})"
     for number, rule in enumerate(plan.kv_cache or ()):
         if rule.keep != "all":
             yield f"kv_cache[{number}].keep: lossy retention (layers {format_ids(rule.layers)}); only `all` is executed"

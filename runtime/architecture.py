@@ -29,6 +29,8 @@ class Architecture:
         residual: of a layer, the number by which it multiplies what it adds.
         idle: of a layer, modules that do nothing in evaluation.
         experts: of a config, the width of an expert; empty where the MLP is dense.
+        gated: whether the output of an attention is more than a projection of what it attends to; its layers are then
+            called whole, also of long inputs.
     """
 
     model_type: str
@@ -41,6 +43,7 @@ class Architecture:
     residual: str = ""
     idle: tuple[str, ...] = ()
     experts: str = ""
+    gated: bool = False
 
     @property
     def home(self) -> str:
@@ -52,7 +55,7 @@ class Architecture:
         """A third of the numbers that an MLP of a model with this config has of each token: gate, up and product. Each
         expert that a token goes to has them too, and beside them four hidden states: copied, projected, weighted and
         in order."""
-        dense = int(config.intermediate_size)
+        dense = int(getattr(config, "intermediate_size", 0))  # some have nothing but experts
         if not self.experts:
             return dense
         expert = getattr(config, self.experts) + -(-4 * config.hidden_size // 3)
@@ -62,6 +65,8 @@ class Architecture:
     def has_parts(self, layer: Any) -> bool:
         """Whether a layer has the parts that are named here, and no others."""
         parts = {self.attention, self.mlp, *self.norms, *self.norms_after, *self.idle} - {""}
+        if self.gated:
+            return False
         return dict(layer.named_children()).keys() == parts and hasattr(getattr(layer, self.attention), self.output)
 
 
@@ -86,10 +91,22 @@ ARCHITECTURES = {
         Architecture("qwen2"),
         Architecture("qwen2_moe", experts="moe_intermediate_size"),
         Architecture("qwen3"),
+        Architecture("qwen3_5_moe_text", package="qwen3_5_moe", experts="moe_intermediate_size", gated=True),
+        Architecture("qwen3_5_text", package="qwen3_5", gated=True),
         Architecture("qwen3_moe", experts="moe_intermediate_size"),
+        Architecture("qwen3_next", experts="moe_intermediate_size", gated=True),
         Architecture("seed_oss"),
         Architecture("smollm3"),
     )
+}
+
+
+_IMAGES = "tokens of an image attend in both directions, or have positions of their own, and its decoder is inside"
+_REFUSED = {  # families that are often asked for, and why not yet
+    "gemma3": f"{_IMAGES}; the text models (gemma3_text) run",
+    "llama4": "its layers attend within chunks of tokens, for which kernels have no mask",
+    **dict.fromkeys(("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _IMAGES),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), f"{_IMAGES}; the text models (qwen3_5_text) run"),
 }
 
 
@@ -100,8 +117,9 @@ def architecture_of(model_type: str) -> Architecture:
         UnsupportedError: this version cannot run it; the message names those it can.
     """
     if model_type not in ARCHITECTURES:
+        why = f" ({_REFUSED[model_type]})" if model_type in _REFUSED else ""
         raise UnsupportedError(
-            f"expected one of the supported architectures ({', '.join(ARCHITECTURES)}), found {model_type!r}; "
+            f"expected one of the supported architectures ({', '.join(ARCHITECTURES)}), found {model_type!r}{why}; "
             f"choose a model of a supported architecture"
         )
     return ARCHITECTURES[model_type]

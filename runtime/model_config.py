@@ -47,12 +47,14 @@ def describe_config(config: PreTrainedConfig, source: str | None = None, revisio
 
 
 def attention_groups(config: PreTrainedConfig) -> tuple[AttentionGroup, ...]:
-    """Layers of equal attention, as the config has them."""
+    """Layers of equal attention, as the config has them; those with a recurrent state last."""
+    linear = linear_layers(config)
     layers: dict[int | None, list[int]] = {}
     for layer in range(config.num_hidden_layers):
-        layers.setdefault(_window(config, layer), []).append(layer)
+        if layer not in linear:
+            layers.setdefault(_window(config, layer), []).append(layer)
     heads = config.num_attention_heads
-    return tuple(
+    softmax = tuple(
         AttentionGroup(
             layers=tuple(members),
             kind="full" if window is None else "sliding",
@@ -63,6 +65,19 @@ def attention_groups(config: PreTrainedConfig) -> tuple[AttentionGroup, ...]:
         )
         for window, members in layers.items()
     )
+    return (*softmax, _linear_group(config, linear)) if linear else softmax
+
+
+def linear_layers(config: PreTrainedConfig) -> tuple[int, ...]:
+    """The layers with a recurrent state in place of keys and values."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+
+
+def _linear_group(config: PreTrainedConfig, layers: tuple[int, ...]) -> AttentionGroup:
+    heads, kv_heads = config.linear_num_value_heads, config.linear_num_key_heads
+    size = config.linear_value_head_dim
+    return AttentionGroup(layers=layers, kind="linear", heads=heads, kv_heads=kv_heads, head_dim=size)
 
 
 def rope_switch(config: PreTrainedConfig) -> int:

@@ -128,15 +128,16 @@ class _Call:
             k_TD = keys.head(keys.k, *at, _part(head.tokens, part)).float()
             torch.mm(q_ND, k_TD.mT, out=logits_NT[:, part])
         capped_(logits_NT, keys.softmax.cap)
-        p_NT, lse_N = logits_NT.softmax(1), logits_NT.logsumexp(1)
-        if (sinks_H := keys.softmax.sinks_H) is not None:
+        p_NT, sinks_H = logits_NT.softmax(1), keys.softmax.sinks_H
+        lse_N = logits_NT.logsumexp(1) if self.lse_BGN is not None or sinks_H is not None else None
+        if sinks_H is not None and lse_N is not None:
             joint_N = torch.logaddexp(lse_N, sinks_H.float().view(-1, len(q_ND))[head.g])
             p_NT, lse_N = p_NT.mul_((lse_N - joint_N).exp_()[:, None]), joint_N
         if out_BGND is not None:
             for part in parts:
                 v_TD = keys.head(keys.v, *at, _part(head.tokens, part)).float()
                 out_BGND[at].addmm_(p_NT[:, part], v_TD)
-        if self.lse_BGN is not None:
+        if self.lse_BGN is not None and lse_N is not None:
             self.lse_BGN[at] = lse_N
         if head.start >= 0:
             torch.amax(p_NT, 0, out=self.scores_GT[head.g, head.start : head.start + head.count])

@@ -96,6 +96,7 @@ class LayerProgram:
     filters: SegmentProgram | None = None  # the segment that this layer chooses for
     follows: SegmentProgram | None = None  # the segment that this layer belongs to
     kv_map: tuple[int, ...] | None = None  # for each KV head, the filter layer's KV head whose choice it takes
+    is_linear: bool = False  # it has a recurrent state, and computes nothing here
 
     @property
     def chooses_for_itself(self) -> bool:
@@ -150,6 +151,8 @@ class Program:
         """One of the layers that read as much in every step, and how many of them there are."""
         kinds: dict[object, list[LayerProgram]] = {}
         for layer in self.layers:
+            if layer.is_linear:
+                continue
             segment = layer.follows.filter if layer.follows else None
             kinds.setdefault((segment, layer.window, layer.chooses_for_itself), []).append(layer)
         return tuple((layers[0], len(layers)) for layers in kinds.values())
@@ -186,6 +189,7 @@ def _layer(
         filters=chosen_for[1] if chosen_for else None,
         follows=found[1] if found else None,
         kv_map=_kv_map(found[0], layer, model, rank) if found else None,
+        is_linear=group.kind == "linear",
     )
     if prefill:
         bounds = tuple(bucket.up_to for bucket in prefill.lengths if bucket.up_to is not None)

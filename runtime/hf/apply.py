@@ -27,13 +27,13 @@ from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
-from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, sparse_cache
+from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, first_of, sparse_cache
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of, reads_of
-from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
+from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
 from sparsekv.runtime.plan_checks import check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
@@ -105,9 +105,7 @@ class PlanEngine:
 
     def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
         """Starts a decode step at which the rows have these lengths, the new tokens included, and counts it."""
-        first = cache.layers[0]
-        assert isinstance(first, SparseLayer)
-        first.state.begin(lengths, device)
+        first_of(cache).state.begin(lengths, device)
         count_step(self._program, lengths, self.meter)
         if self.graphs is None and not self._told and can_capture(self._device, self._backend):
             self._told = True
@@ -156,6 +154,7 @@ class Handle:
         self._backend = backend
         self._engine = engine
         self._layouts = layouts_of(model)
+        self._linear = linear_layers(model.config)
         self._memory = memory
         self._model: PreTrainedModel | None = model
         self._undo = attach(model, engine, memory.chunking)
@@ -263,12 +262,12 @@ class Handle:
         self._memory.check(request, available, placement if largest != request else None)
         self._engine.placement = placement
         total = self._memory.use(request, placement).kv_host
-        cache = sparse_cache(None, self._engine, len(self._layouts))
+        cache = sparse_cache(None, self._engine, len(self._layouts), self._linear)
         try:
             with self._engine.memory.telling(on_bytes and partial(_tell_of, on_bytes, total)):
                 for layer, layout in zip(cache.layers, self._layouts, strict=True):
-                    assert isinstance(layer, SparseLayer)
-                    layer.reserve(tokens, replace(layout, batch=batch))
+                    if isinstance(layer, SparseLayer):
+                        layer.reserve(tokens, replace(layout, batch=batch))
         except BaseException:
             cache.layers.clear()  # gives their blocks back
             self._engine.bytes = []
@@ -285,10 +284,16 @@ class Handle:
             layers: keys and values of every layer, [B, G, S, D] each.
 
         Raises:
-            UnsupportedError: a selector of the plan looks at older queries than the newest.
+            UnsupportedError: a selector of the plan looks at older queries than the newest, or a layer has a
+                recurrent state.
             UsageError: the handle is closed or suspended, or these are more or fewer layers than the model has.
         """
         check_owner_open(self._engine)
+        if self._linear:
+            raise UnsupportedError(
+                f"expected a model whose layers all have keys and values, found a recurrent state in layer "
+                f"{self._linear[0]}; prefill the prompt under this handle"
+            )
         if self._engine.remembers:
             raise UnsupportedError(
                 f"expected a plan whose selectors look at the newest query alone, found older ones in filter layer "

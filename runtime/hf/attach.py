@@ -11,7 +11,7 @@ sequence a row, token by token. Anything else is refused before it gives wrong t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, c
 from sparsekv.runtime.hf.cache import Progress, begin_pass, progress_of, sparse_cache
 from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
-from sparsekv.runtime.model_config import attention_groups, rope_switch
+from sparsekv.runtime.model_config import attention_groups, linear_layers, rope_switch
 
 _PATIENCE = 5.0  # seconds: a `generate` that has streamed its last token is about to return
 _ABSENT = object()
@@ -130,8 +130,12 @@ class Attached:
         self._engine = engine
         self._configs = configs
         self._attentions = attention_modules(model)
-        groups = {layer: group for group in attention_groups(model.config) for layer in group.layers}
-        self.windows: Sequence[int | None] = tuple(groups[layer].window for layer in range(len(self._attentions)))
+        decoder: Any = self.decoder
+        self._layers = len(decoder.layers)
+        groups = [group for group in attention_groups(model.config) if group.kind != "linear"]
+        windows = {layer: group.window for group in groups for layer in group.layers}
+        self.windows: Mapping[int, int | None] = dict(sorted(windows.items()))
+        self._linear = linear_layers(model.config)
         self._own: Callable[..., Any] = self.decoder.forward
         self._names = tuple(inspect.signature(self._own).parameters)
         self._executors: tuple[Executor, ...] = ()
@@ -287,14 +291,14 @@ class Attached:
             yield
         finally:
             self.under_way = before
-        layers = min(len(self._attentions), self.decoder.config.num_hidden_layers)
-        if under_way.layer < layers:
-            check_layer(under_way.layer, None)
+        missing = under_way.next_layer
+        if missing is not None and missing < self.decoder.config.num_hidden_layers:
+            check_layer(missing, None)
 
     @contextmanager
     def alone(self, layer: int) -> Iterator[None]:
         """Inside it, one layer attends, called by itself and without a cache."""
-        before, self.under_way = self.under_way, Pass(self._engine, Phase.PREFILL, None, self.windows, layer)
+        before, self.under_way = self.under_way, Pass(self._engine, Phase.PREFILL, None, {layer: self.windows[layer]})
         try:
             yield
         finally:
@@ -307,7 +311,7 @@ class Attached:
         lengths: tuple[int, ...] = ()
         config: Any = self.decoder.config
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
-            cache = inputs["past_key_values"] = sparse_cache(cache, self._engine, len(self._attentions))
+            cache = inputs["past_key_values"] = sparse_cache(cache, self._engine, self._layers, self._linear)
             progress = progress_of(cache)
             if progress in self._ran:  # the model's forward runs the decoder once more
                 self._ran.remove(progress)

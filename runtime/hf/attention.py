@@ -8,10 +8,11 @@ Shapes: B batch, H query heads, G KV heads, S tokens of this call, K past + S ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -79,8 +80,8 @@ class Pass:
     engine: Engine
     phase: Phase
     cache: Cache | None
-    windows: Sequence[int | None]  # the sliding window of each layer
-    layer: int = 0  # the one that attends next
+    windows: Mapping[int, int | None]  # the sliding window of each layer that attends, in order
+    attended: int = 0  # layers that have
     projects: bool = False  # the layers are asked for queries, keys and values alone
 
     def attend(
@@ -100,8 +101,8 @@ class Pass:
         """
         if self.projects:
             raise Projected(*qkv, scale, softmax)
-        check_layer(self.layer, layer)
-        self.layer += 1
+        check_layer(self.next_layer, layer)
+        self.attended += 1
         entry, found = self.entry(layer), attention_dtype(qkv[0])
         dtype = found if entry is None else entry.dtype_for(qkv[0])
         q_BHSD, k_BGSD, v_BGSD = (x.to(dtype) for x in qkv)
@@ -109,6 +110,11 @@ class Pass:
         call = LayerCall(layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, window, softmax, q_is_spare)
         with _without_autocast(q_BHSD.device.type):
             return self._attend(call).to(found)
+
+    @property
+    def next_layer(self) -> int | None:
+        """The one that attends next; None behind the last."""
+        return next(islice(self.windows, self.attended, None), None)
 
     def _attend(self, call: LayerCall) -> torch.Tensor:
         if not torch.is_grad_enabled() or self.engine.differentiable:
@@ -136,7 +142,7 @@ def _without_autocast(kind: str) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if is_autocast(kind) else nullcontext()
 
 
-def check_layer(expected: int, found: int | None) -> None:
+def check_layer(expected: int | None, found: int | None) -> None:
     """Raises UsageError where the layers that attend are not those of the model that was attached to, in their order:
     sparse attention of some of them would be no plan's."""
     if expected != found:
@@ -152,12 +158,12 @@ class Attachment(Protocol):
 
     Attributes:
         decoder: the module with the layers.
-        windows: the sliding window of each layer; None where it has none.
+        windows: the sliding window of each layer that attends, in order; None where it has none.
         under_way: the forward pass under way.
     """
 
     decoder: PreTrainedModel
-    windows: Sequence[int | None]
+    windows: Mapping[int, int | None]
     under_way: Pass | None
 
     def run_own(self, under_way: Pass, inputs: dict[str, Any]) -> Any:

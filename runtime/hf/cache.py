@@ -9,13 +9,13 @@ Shapes: B batch, G KV heads, S tokens, D head size.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, NoReturn, Protocol
 
 import torch
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.core.state import DecodeState
@@ -48,20 +48,25 @@ class Progress:
     def __init__(self, state: DecodeState) -> None:
         self.state = state
         # tokens of each row in each layer, and the queries in the state, when the pass began that has not ended
-        self._before: tuple[tuple[tuple[int, ...], ...], dict[int, torch.Tensor]] | None = None
+        self._before: tuple[dict[int, tuple[int, ...]], dict[int, torch.Tensor]] | None = None
 
     def begin(self, layers: Sequence[SparseLayer]) -> None:
         """A pass over these layers is about to run."""
         if self._before is not None:
             lengths, queries = self._before
-            for layer, rows in zip(layers, lengths, strict=True):
-                layer.store.truncate(rows)
+            for layer in layers:
+                layer.store.truncate(lengths[layer.layer])
             self.state.remembered = queries
-        self._before = tuple(layer.store.lengths for layer in layers), self.state.remembered
+        self._before = {layer.layer: layer.store.lengths for layer in layers}, self.state.remembered
 
     def end(self) -> None:
         """Everything that was added counts."""
         self._before = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last pass did not end."""
+        return self._before is not None
 
     def length(self, layer: SparseLayer) -> int:
         """Tokens that count of the longest row of a layer."""
@@ -197,9 +202,9 @@ class SparseLayer(CacheLayerMixin):
         _refuse("selecting rows of a cache", "prefill the smaller batch instead")
 
 
-def sparse_cache(given: Any, owner: CacheOwner, layers: int) -> Cache:
+def sparse_cache(given: Any, owner: CacheOwner, layers: int, linear: Collection[int] = ()) -> Cache:
     """The cache to run with: `given` if it is the owner's, else an empty DynamicCache (or a new one) filled with
-    our layers.
+    our layers, and with transformers' own where there is a recurrent state.
 
     Raises:
         UsageError: a cache with tokens of another model or another `apply`.
@@ -211,7 +216,10 @@ def sparse_cache(given: Any, owner: CacheOwner, layers: int) -> Cache:
     else:
         _check_empty(cache)
         progress = Progress(owner.new_state())
-        cache.layers = [SparseLayer(owner, layer, progress) for layer in range(layers)]
+        cache.layers = [
+            LinearAttentionLayer() if layer in linear else SparseLayer(owner, layer, progress)
+            for layer in range(layers)
+        ]
         cache.layer_class_to_replicate = None
         reserve(cache, getattr(cache, _EXPECTED, 0))
     owner.bytes = [layer.store.bytes for layer in cache.layers if isinstance(layer, SparseLayer)]
@@ -269,20 +277,29 @@ def check_owner_open(owner: CacheOwner) -> None:
 
 def progress_of(cache: Cache) -> Progress:
     """What the layers of one of our caches share."""
-    first = cache.layers[0]
-    assert isinstance(first, SparseLayer)
-    return first.progress
+    return first_of(cache).progress
+
+
+def first_of(cache: Cache) -> SparseLayer:
+    """The first layer of one of our caches that has keys and values."""
+    return next(layer for layer in cache.layers if isinstance(layer, SparseLayer))
 
 
 def begin_pass(cache: Cache, layers: int) -> tuple[int, ...]:
     """The tokens of the rows of a cache whose first `layers` are about to run; what a failed pass left in it is gone.
 
     Raises:
-        UsageError: their rows are not equally long, as when fewer layers ran before.
+        UsageError: their rows are not equally long, as when fewer layers ran before, or a failed pass has left its
+            tokens in a recurrent state.
     """
     ours = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+    if progress_of(cache).failed and len(ours) < len(cache.layers):
+        raise UsageError(
+            "expected a cache whose passes all ended, found one that failed: a recurrent state cannot be taken back; "
+            "reset() the cache, or start a new one, and run the whole prompt again"
+        )
     progress_of(cache).begin(ours)
-    found = {layer.store.lengths for layer in ours[:layers]}
+    found = {layer.store.lengths for layer in ours if layer.layer < layers}
     if len(found) > 1:
         tokens = [max(lengths, default=0) for lengths in found]
         raise UsageError(
@@ -293,9 +310,7 @@ def begin_pass(cache: Cache, layers: int) -> tuple[int, ...]:
 
 
 def _check_owned(cache: Cache, owner: CacheOwner) -> None:
-    first = cache.layers[0]
-    assert isinstance(first, SparseLayer)
-    found = first.owner
+    found = first_of(cache).owner
     check_owner_open(found)
     if found is not owner:
         raise UsageError(

@@ -14,7 +14,7 @@ from sparsekv.kernels.softmax import capped_
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import ModelInfo, weights_fingerprint
 from sparsekv.runtime.architecture import architecture_of
-from sparsekv.runtime.model_config import describe_config
+from sparsekv.runtime.model_config import describe_config, linear_layers
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -32,20 +32,20 @@ def logits_of(model: PreTrainedModel, hidden_XE: torch.Tensor) -> torch.Tensor:
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The attention module of each layer, in order; module i has `layer_idx` i.
+    """The softmax attention module of each layer that has one, in order.
 
     Raises:
         UnsupportedError: a layer is not one of transformers' own.
     """
     layers: Any = decoder_of(model).layers
-    name = architecture_of(model.config.model_type).attention
+    name, linear = architecture_of(model.config.model_type).attention, linear_layers(model.config)
     for number, layer in enumerate(layers):
-        if not hasattr(layer, name):
+        if number not in linear and not hasattr(layer, name):
             raise UnsupportedError(
                 f"expected decoder layers with a {name}, found a {type(layer).__name__} as layer {number}; "
                 "apply the plan first, and put a module around a layer then"
             )
-    return [getattr(layer, name) for layer in layers]
+    return [getattr(layer, name) for number, layer in enumerate(layers) if number not in linear]
 
 
 _SAMPLES = 16  # values of each tensor; enough to tell two trainings apart, and far from all of it

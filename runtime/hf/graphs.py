@@ -249,6 +249,8 @@ class StepGraphs:
         ids = inputs.get("input_ids")
         if ids is None or inputs.get("inputs_embeds") is not None or asks_for_more(decoder, inputs):
             return "more is asked of the model than the next token of token ids"
+        if len(_stores(cache)) < len(cache.layers):
+            return "some layers have a recurrent state, which is not captured"
         if self._program.remembers:
             return f"the selector of filter layer {self._program.remembers[0]} looks at older queries"
         if ids.shape[0] > MOST_ROWS:

@@ -271,6 +271,9 @@ class MemoryModel:
 
     def _store(self, layer: int, request: Request, placement: Placement) -> Bytes:
         """As DeviceStore and HostStore allocate them."""
+        group = self._groups[layer]
+        if group.kind == "linear":  # a float32 matrix a head, whatever the length
+            return Bytes(4 * request.batch * group.heads * group.head_dim**2)
         each = request.batch * self._token_bytes(layer)
         if layer not in placement.layers:
             return Bytes(request.tokens * each)
@@ -299,7 +302,7 @@ class MemoryModel:
     def _prefill(self, request: Request, on_host: list[int]) -> int:
         """The larger of what is alive while a layer attends and while its MLP runs, as in long_inputs.py."""
         item, rows = self.size.dtype.itemsize, request.piece * request.batch
-        group, width = self._groups[0], self.size.hidden
+        group, width = self.size.info.attention[0], self.size.hidden
         worked_on = min(rows, max(self.chunking.rows, self.chunking.above))
         always = rows * width * item + 2 * request.piece * group.head_dim * item  # hidden states, rotary angles
         queries = rows * group.heads * group.head_dim * item

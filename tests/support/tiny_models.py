@@ -38,10 +38,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -70,7 +76,7 @@ ARCHITECTURES = {
 }
 _FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_experts": 4, "num_local_experts": 4}
 _OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leaving it out shows
-    "gemma2": {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0},
+    "gemma2": {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0, "attn_implementation": "eager"},
     "gemma3_text": {"sliding_window_pattern": 1, "query_pre_attn_scalar": 20},
     "gpt_oss": _FEW_EXPERTS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 3.0},
@@ -80,7 +86,20 @@ _OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leav
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "qwen2_moe": _FEW_EXPERTS | {"shared_expert_intermediate_size": 40},
     "qwen3_moe": _FEW_EXPERTS | {"mlp_only_layers": [1]},
+    "qwen3_5_moe_text": _FEW_EXPERTS | {"shared_expert_intermediate_size": 40},
+    "qwen3_next": _FEW_EXPERTS | {"shared_expert_intermediate_size": 40},
     "smollm3": {"no_rope_layer_interval": 2},
+}
+HYBRIDS = {
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+}
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 END = len(CHARACTERS)
@@ -102,7 +121,9 @@ def tiny_model(
     **options: Any,
 ) -> PreTrainedModel:
     """A random model in evaluation mode. Weights are large enough that its logits are well apart."""
-    config_class, model_class = ARCHITECTURES[architecture]
+    config_class, model_class = (ARCHITECTURES | HYBRIDS)[architecture]
+    if architecture in HYBRIDS:
+        options = _LINEAR | {"layer_types": ["linear_attention", "full_attention", "full_attention"]} | options
     if architecture in ("gemma2", "gpt_oss"):
         options.setdefault("layer_types", ["full_attention"] * layers)
     config = config_class(

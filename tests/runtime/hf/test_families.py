@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
+from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.generate import piece_sizes
@@ -138,3 +139,9 @@ def test_attention_that_is_not_causal_is_refused() -> None:
     config.use_bidirectional_attention = True
     with pytest.raises(UnsupportedError):
         describe_config(config)
+
+
+@pytest.mark.parametrize(("model_type", "why"), [("gemma3", "image"), ("llama4", "chunks"), ("bert", "supported")])
+def test_what_cannot_run_is_refused_with_the_reason(model_type: str, why: str) -> None:
+    with pytest.raises(UnsupportedError, match=why):
+        architecture_of(model_type)

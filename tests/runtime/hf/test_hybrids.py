@@ -1,0 +1,123 @@
+"""Layers with a recurrent state run as they are beside planned ones; what cannot be taken back is refused."""
+
+import copy
+
+import pytest
+import torch
+from brute_force import BruteForce
+from tiny_models import HYBRIDS, random_tokens, tiny_model, tiny_tokenizer
+from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
+from transformers import DynamicCache
+
+from sparsekv.planner.job import check_plannable
+from sparsekv.planner.options import PlanOptions
+from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.patterns import AShape, Dense, VerticalSlash, fraction, tokens
+from sparsekv.plans.phases import PrefillPlan
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.cache import handed_over
+from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.generate import generate_stream
+from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.long_inputs import Chunking
+
+PATTERNS = (
+    AShape(sink=tokens(64), window=tokens(64)),
+    VerticalSlash(vertical=tokens(9), slash=tokens(30), last_q=16, max_tiles=fraction(1.0)),
+    Dense(),
+)
+CUT = Chunking(above=20, rows=17, output_bytes=1)
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def model(request):
+    return tiny_model(request.param)
+
+
+def prefill_of(model, *patterns):
+    bucket = every_head(model, *patterns).lengths[0]
+    heads = tuple(group for group in bucket.heads if group.layer in (1, 2))
+    return PrefillPlan(tile={"query": 64, "key": 64}, lengths=(bucket.model_copy(update={"heads": heads}),))
+
+
+def plan_of(model):
+    return plan_for(model, prefill_of(model, *PATTERNS), decode_plan(segment(1, (2,), 9, sink=2, recent=3)))
+
+
+def test_recurrent_layers_are_described_last(model) -> None:
+    info = describe_model(model)
+    assert [(group.layers, group.kind) for group in info.attention] == [((1, 2), "full"), ((0,), "linear")]
+    assert (info.attention[1].heads, info.attention[1].head_dim) == (4, 16)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_plan_that_covers_everything_gives_the_tokens_of_the_model(model, batch: int) -> None:
+    prompt = random_tokens(batch, 150)
+    ask = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
+    dense, covering = model.generate(prompt, **ask), AShape(sink=tokens(1), window=fraction(1.0))
+    plan = plan_for(model, prefill_of(model, covering), decode_plan(segment(1, (2,), EVERYTHING)))
+    with apply(model, plan, chunking=CUT) as handle:
+        assert torch.equal(model.generate(prompt, **ask), dense)
+        cache = handle.new_cache(156, batch)
+        assert torch.equal(model.generate(prompt, **ask, past_key_values=cache), dense)
+    assert handle.stats().decode_share == 1.0
+
+
+@pytest.mark.parametrize("pieces", [(150,), (70, 80), (64, 65, 21)], ids=str)
+def test_pieces_and_steps_are_those_of_brute_force(model, pieces: tuple[int, ...]) -> None:
+    text, plan = random_tokens(2, 154), plan_of(model)
+    parts = text.split([*pieces, 1, 1, 1, 1], 1)
+
+    def logits(cache):
+        return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
+
+    with torch.no_grad():
+        with BruteForce(model, plan):
+            expected = logits(DynamicCache(config=model.config))
+        with apply(model, plan, kv_host_layers=[2]):
+            torch.testing.assert_close(logits(DynamicCache()), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_prompt_is_streamed_in_pieces(model) -> None:
+    loaded, prompt = LoadedModel(model, tiny_tokenizer(), describe_model(model)), random_tokens(1, 150)[0].tolist()
+    with apply(model, plan_of(model)) as handle:
+        cache = handle.new_cache(156, chunk=40)
+        found = generate_stream(loaded, prompt, max_new_tokens=6, chunk=40, cache=cache)
+        assert generate_stream(loaded, prompt, max_new_tokens=6, chunk=40).token_ids == found.token_ids
+    assert cache.get_seq_length() == 155
+
+
+def test_a_copy_of_a_cache_has_a_state_of_its_own(model) -> None:
+    prompt, token = random_tokens(1, 90), random_tokens(1, 1, 1)
+    with torch.no_grad(), apply(model, plan_of(model)):
+        cache = model(prompt).past_key_values
+        copied = copy.deepcopy(cache)
+        expected = model(token, past_key_values=cache).logits
+        model(token, past_key_values=cache)
+        assert torch.equal(model(token, past_key_values=copied).logits, expected)
+
+
+def test_a_pass_that_failed_leaves_a_cache_that_is_refused_until_it_is_reset(model) -> None:
+    prompt = random_tokens(1, 90)
+    with torch.no_grad(), apply(model, plan_of(model)):
+        expected = model(prompt).logits
+        cache = model(prompt[:, :50]).past_key_values
+        hook = model.model.layers[2].register_forward_pre_hook(lambda module, args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(prompt[:, 50:], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(UsageError):
+            model(prompt[:, 50:], past_key_values=cache)
+        cache.reset()
+        assert torch.equal(model(prompt, past_key_values=cache).logits, expected)
+
+
+def test_what_a_recurrent_state_cannot_do_is_refused(model) -> None:
+    with torch.no_grad(), apply(model, plan_of(model)) as handle:
+        cache = model(random_tokens(1, 90)).past_key_values
+        with pytest.raises((UnsupportedError, RuntimeError, ValueError)):
+            cache.crop(50)
+        with pytest.raises(UnsupportedError):
+            handle.cache_of(handed_over(cache, 50))
+    with pytest.raises(UnsupportedError):
+        check_plannable(describe_model(model), PlanOptions(), "cpu", None, None)
