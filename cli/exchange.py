@@ -20,12 +20,12 @@ from sparsekv.plans.model import ModelInfo
 def import_settings(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Of another tool.", show_default=False)],
     model: Annotated[
-        str, typer.Option("--model", "-m", metavar="MODEL", help="That it is for: only its config.json is read.")
+        str, typer.Option("--model", "-m", metavar="NAME", help="That it is for: only its config.json is read.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the plan goes.")],
     kind: Annotated[
         str | None,
-        typer.Option("--from", metavar="KIND", help=f"By its content, or {', '.join(READERS)}.", show_default=False),
+        typer.Option("--from", metavar="TOOL", help=f"By its content, or {', '.join(READERS)}.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
