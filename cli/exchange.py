@@ -7,14 +7,18 @@ from typing import Annotated
 
 import typer
 
-from sparsekv.cli.arguments import Json, PlanPlace, plan_file
+from sparsekv.cli.arguments import Json, plan_file
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_files import check_replaceable, check_writable
-from sparsekv.plans.errors import PlanError, UsageError, did_you_mean
+from sparsekv.plans.aliases import PLAN_NAME
+from sparsekv.plans.errors import PlanError, UsageError, did_you_mean, install_command
 from sparsekv.plans.files import load_plan, read_bytes, write_bytes, write_plan
 from sparsekv.plans.interop.formats import READERS, WRITERS, plan_of, recognised
 from sparsekv.plans.interop.source import MAX_BYTES, Source
 from sparsekv.plans.model import ModelInfo
+
+_ONNX = "onnx"
+_FORMATS = (*WRITERS, _ONNX)
 
 
 def import_settings(
@@ -61,18 +65,31 @@ def _described(name: str) -> ModelInfo:
 
 
 def export(
-    plan: PlanPlace,
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"{', '.join(WRITERS)}.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where it goes; a new file.")],
+    place: Annotated[
+        str, typer.Argument(metavar="PLAN", help="A plan, or its folder; for onnx the model.", show_default=False)
+    ],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"{', '.join(_FORMATS)}.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="PATH", help="Where it goes: a new file, or folder.")],
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="For onnx, where it is not beside the model.")
+    ] = None,
+    half: Annotated[bool, typer.Option("--half", help="For onnx: float16 in place of float32.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a plan in another tool's format, and say what that cannot hold."""
-    if to not in WRITERS:
-        raise UsageError(f"expected a format of {', '.join(WRITERS)}, found {to!r}{did_you_mean(to, WRITERS)}")
-    check_writable(out)
+    """Write a plan in another tool's format, or its model as ONNX, and say what that cannot hold."""
+    if to not in _FORMATS:
+        raise UsageError(f"expected a format of {', '.join(_FORMATS)}, found {to!r}{did_you_mean(to, _FORMATS)}")
     if out.exists():
-        raise UsageError(f"expected no file yet in {out}, found one; choose another name, or remove it first")
-    written = WRITERS[to](load_plan(plan_file(plan)))
+        raise UsageError(f"expected nothing yet at {out}, found something; choose another name, or remove it first")
+    if to == _ONNX:
+        _export_model(place, plan, out, half, as_json)
+        return
+    if plan is not None or half:
+        raise UsageError(
+            f"expected the plan alone for {to}, found --plan or --half, which are for onnx; leave them out"
+        )
+    check_writable(out)
+    written = WRITERS[to](load_plan(plan_file(Path(place))))
     write_bytes(out, written.data)
     if as_json:
         emit_json({"path": str(out), "format": to, "lost": list(written.lost)})
@@ -80,6 +97,35 @@ def export(
     emit(f"{out}: written for {to}")
     for line in written.lost:
         tell(f"lost: {line}")
+
+
+def _export_model(place: str, file: Path | None, out: Path, half: bool, as_json: bool) -> None:
+    try:
+        from sparsekv.runtime.onnx.export import export as write_model
+    except ModuleNotFoundError as error:
+        raise UsageError(f"expected the package onnx, found none; install it: {install_command('onnx')}") from error
+    from sparsekv.cli.arguments import Subject
+    from sparsekv.plans.schema import check_model
+    from sparsekv.runtime.core.program import Program
+    from sparsekv.runtime.hf.load import load_model
+
+    subject = Subject.named(place, file, place if file else None)
+    plan = subject.need_plan()
+    loaded = load_model(place, device="cpu", dtype="float16" if half else "float32")
+    for line in check_model(plan, loaded.info):
+        tell(line)
+    program = Program.of(None, plan.decode, loaded.info)
+    written = write_model(loaded.model, plan, program, out)
+    loaded.tokenizer.save_pretrained(out)
+    loaded.model.config.save_pretrained(out)
+    write_plan(plan, out / PLAN_NAME)
+    lost = ["prefill is dense in this graph"] if plan.prefill is not None else []
+    if as_json:
+        emit_json({"path": str(written), "format": _ONNX, "lost": lost})
+        return
+    emit(f"{written}: {plan.model.id}, decode by the plan ({plan.status})")
+    for line in lost:
+        tell(line)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -1,0 +1,149 @@
+"""Decode of a plan in ONNX operators: budgets by length, the choice of a filter layer, attention to what was chosen.
+
+Lists have room for the most that is chosen at any length; what a row has fewer of is masked. A row that its budget
+covers attends to everything by the same list.
+
+Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, g lists of a row (1 or G), C capacity, D head
+size, K chosen tokens at most, M listed ones.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
+from sparsekv.runtime.onnx.nodes import BOOL, INT64, Nodes
+
+_LEAST = np.float32(-1.0)  # below every attention weight
+
+
+def check_segments(program: Program) -> None:
+    """Refuses what this graph cannot hold.
+
+    Raises:
+        UnsupportedError: a segment chooses by older queries than the newest.
+    """
+    for layer in program.filters:
+        if layer.filters is not None and layer.filters.queries > 1:
+            raise UnsupportedError(
+                f"expected filter layers that choose by the newest query, found layer {layer.layer} with "
+                f"{layer.filters.queries} ({layer.filters.selector}), which the ONNX graph does not keep; plan with "
+                "`selector: last`"
+            )
+
+
+class Step:
+    """What the layers of a step share: lengths, and for each segment how many tokens a row chooses.
+
+    Args:
+        lengths_B: int64, the new token included.
+        is_step: whether there is one new token a row.
+    """
+
+    def __init__(self, nodes: Nodes, program: Program, lengths_B: str, is_step: str) -> None:
+        self._nodes, self.lengths_B = nodes, lengths_B
+        self._counts: dict[int, str] = {}
+        self._chosen: dict[int, str] = {}
+        self.is_sparse = ""
+        segments = [layer.filters for layer in program.filters if layer.filters is not None]
+        if segments:
+            self.is_sparse = nodes.op("And", is_step, self._any_chooses(segments))
+
+    def _any_chooses(self, segments: list[SegmentProgram]) -> str:
+        """Whether a row chooses, and none is in a bucket that is dense."""
+        n, bounds = self._nodes, segments[0].bounds
+        longer_BN = n.op(
+            "Greater", n.op("Unsqueeze", self.lengths_B, n.constant([1])), n.constant(list(bounds) or [-1])
+        )
+        bucket_B = n.op("ReduceSum", n.cast(longer_BN, INT64), n.constant([1]), keepdims=0)
+        if not bounds:
+            bucket_B = n.op("Sub", bucket_B, n.constant([1]))
+        chooses = ""
+        for segment in segments:
+            most = [0 if one is None else one.budget.most for one in segment.buckets]
+            share = [0.0 if one is None else one.budget.fraction or 0.0 for one in segment.buckets]
+            count_B = n.op("Gather", n.constant(most), bucket_B)
+            if any(share):
+                share_B = n.op("Gather", n.constant(np.asarray(share, np.float64)), bucket_B)
+                wanted_B = n.op("Mul", share_B, n.cast(self.lengths_B, _DOUBLE))
+                rounded_B = n.op("Ceil", n.op("Sub", wanted_B, n.constant(np.asarray([1e-9], np.float64))))
+                fewer_B = n.op("Min", n.cast(rounded_B, INT64), count_B)
+                count_B = n.op("Where", n.op("Greater", share_B, n.constant(np.asarray([0.0]))), fewer_B, count_B)
+            edges = n.constant([segment.sink + segment.recent])
+            free_B = n.op("Max", n.op("Sub", self.lengths_B, edges), n.constant([0]))
+            own_B = n.op("Less", count_B, free_B)
+            self._counts[segment.filter] = n.op("Min", count_B, free_B)
+            chooses = n.op("Or", chooses, own_B) if chooses else own_B
+        dense = n.constant(np.asarray([one is None for one in segments[0].buckets]))
+        none_dense_B = n.op("Not", n.op("Gather", dense, bucket_B))
+        some, every = (n.cast(one, INT64) for one in (chooses, none_dense_B))
+        return n.cast(n.op("Mul", n.op("ReduceMax", some, keepdims=0), n.op("ReduceMin", every, keepdims=0)), BOOL)
+
+    def chosen(self, segment: SegmentProgram) -> str:
+        """[B, g, K]: what the filter layer chose; where no step is sparse, anything."""
+        return self._chosen[segment.filter]
+
+    def remember(self, segment: SegmentProgram, chosen_BgK: str) -> None:
+        """The choice of a filter layer."""
+        self._chosen[segment.filter] = chosen_BgK
+
+    def choose(self, n: Nodes, layer: LayerProgram, weights_BH1C: str) -> str:
+        """[B, g, K]: the tokens between sinks and recent ones that most attention is paid to, best first.
+
+        Args:
+            weights_BH1C: of the filter layer's newest query, over all keys.
+        """
+        segment = layer.filters
+        assert segment is not None
+        lists = layer.kv_heads if segment.heads == "per_kv_head" else 1
+        weights_BgNC = n.cast(n.reshape(weights_BH1C, 0, lists, layer.heads // lists, -1), _FLOAT)
+        score_BgC = n.op("ReduceMax", weights_BgNC, n.constant([2]), keepdims=0)
+        capacity = n.op("Squeeze", n.dimension(weights_BH1C, 3), n.constant([0]))
+        at_C = n.op("Range", n.constant(np.int64(0)), capacity, n.constant(np.int64(1)))
+        end_B1 = n.op("Unsqueeze", n.op("Sub", self.lengths_B, n.constant([segment.recent])), n.constant([1]))
+        is_free_BC = n.op(
+            "And", n.op("GreaterOrEqual", at_C, n.constant(np.int64(segment.sink))), n.op("Less", at_C, end_B1)
+        )
+        free_BgC = n.op(
+            "Where", n.op("Unsqueeze", is_free_BC, n.constant([1])), score_BgC, n.constant(np.asarray([_LEAST]))
+        )
+        most = n.op("Min", n.constant([segment.most]), n.dimension(weights_BH1C, 3))
+        return n.ops("TopK", free_BgC, most, outputs=2, axis=-1)[1]
+
+    def attend(
+        self, n: Nodes, layer: LayerProgram, chosen_BgK: str, q_BH1D: str, k_BGCD: str, v_BGCD: str, scale: float
+    ) -> str:
+        """[B, H, 1, D]: attention to sinks, chosen and recent tokens."""
+        segment = layer.follows
+        assert segment is not None
+        sink, recent, lists = segment.sink, segment.recent, 1
+        if segment.heads == "per_kv_head":
+            lists = layer.kv_heads
+        if layer.kv_map is not None:
+            chosen_BgK = n.op("Gather", chosen_BgK, n.constant(list(layer.kv_map)), axis=1)
+        length_B11 = n.op("Unsqueeze", self.lengths_B, n.constant([1, 2]))
+        slot_K = n.op(
+            "Range",
+            n.constant(np.int64(0)),
+            n.op("Squeeze", n.dimension(chosen_BgK, 2), n.constant([0])),
+            n.constant(np.int64(1)),
+        )
+        count_B11 = n.op("Unsqueeze", self._counts[segment.filter], n.constant([1, 2]))
+        sinks_11M = n.constant(np.arange(sink, dtype=np.int64)[None, None])
+        recent_B1M = n.op("Add", length_B11, n.constant(np.arange(-recent, 0, dtype=np.int64)[None, None]))
+        is_sink_B1M = n.op("Less", sinks_11M, length_B11)
+        is_recent_B1M = n.op("GreaterOrEqual", recent_B1M, n.constant([[[sink]]]))
+        is_chosen_B1K = n.op("Less", slot_K, count_B11)
+        rows_11 = n.op("Concat", n.dimension(q_BH1D, 0), n.constant([lists, 1]), axis=0)
+        parts = [n.op("Expand", part, rows_11) for part in (sinks_11M, n.op("Max", recent_B1M, n.constant([0])))]
+        at_BgM = n.op("Concat", parts[0], chosen_BgK, parts[1], axis=2)
+        is_seen_B1M = n.op("Concat", is_sink_B1M, is_chosen_B1K, is_recent_B1M, axis=2)
+        whole = n.op("Concat", n.dimension(q_BH1D, 0), n.constant([layer.kv_heads]), n.dimension(at_BgM, 2), axis=0)
+        at_BGM1 = n.op("Unsqueeze", n.op("Expand", at_BgM, whole), n.constant([3]))
+        k_BGMD, v_BGMD = (n.op("GatherND", x_BGCD, at_BGM1, batch_dims=2) for x_BGCD in (k_BGCD, v_BGCD))
+        mask_B11M = n.op("Unsqueeze", is_seen_B1M, n.constant([1]))
+        return n.op("Attention", q_BH1D, k_BGMD, v_BGMD, mask_B11M, scale=scale)
+
+
+_DOUBLE, _FLOAT = 11, 1  # of TensorProto

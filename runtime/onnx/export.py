@@ -1,0 +1,236 @@
+"""A decoder of transformers and its plan as one ONNX graph: decode follows the plan, prefill is dense.
+
+Inputs: `input_ids` [B, S], `past` [B] (cached tokens of each row), and of each layer `key.N`, `value.N` [B, G, C, D],
+which the caller allocates for as many tokens as it wants and binds as outputs `key.N.out`, `value.N.out` as well: a
+step then writes one token in place. Output: `logits` [B, V] of the last token. Prompts run in pieces of any length.
+
+Operators are those of ONNX opset 24: caches by TensorScatter, attention by Attention with `nonpad_kv_seqlen`, the
+weights that filter layers choose by from its `qk_matmul_output`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper
+
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.files import dump_plan
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.onnx.choice import Step, check_segments
+from sparsekv.runtime.onnx.nodes import FLOAT, INT64, OPSET, Nodes
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_ROPES = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on the length
+_WEIGHTS = 3  # of Attention: what it multiplies the values by
+_IR_VERSION = 11
+_KINDS = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
+
+
+def check_exportable(model: Any, program: Program) -> None:
+    """Refuses a model or a plan that the graph cannot hold.
+
+    Raises:
+        UnsupportedError: naming what.
+    """
+    config = model.config
+    if config.model_type not in MODEL_TYPES:
+        raise UnsupportedError(
+            f"expected a model of {', '.join(MODEL_TYPES)} to write as ONNX, found {config.model_type}; run it in "
+            "transformers or vLLM"
+        )
+    if sliding := [layer.layer for layer in program.layers if layer.window is not None]:
+        raise UnsupportedError(f"expected layers that attend to everything, found windows in layers {sliding}")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in _ROPES:
+        raise UnsupportedError(
+            f"expected rotary angles of {', '.join(_ROPES)}, found {rope}, which change with the length"
+        )
+    if model.dtype not in _KINDS:
+        raise UnsupportedError(f"expected a model in float32 or float16, found {model.dtype}; use --dtype float32")
+    check_segments(program)
+
+
+def export(model: Any, plan: Plan, program: Program, folder: Path) -> Path:
+    """Writes `model.onnx`, its weights beside it.
+
+    Args:
+        model: of transformers, for causal language modelling.
+        plan: for the metadata; `program` is what is written.
+
+    Raises:
+        UnsupportedError: see `check_exportable`.
+        FileExistsError: the folder is there.
+    """
+    check_exportable(model, program)
+    folder.mkdir(parents=True)
+    graph = _Decoder(model, program).graph()
+    opset = [helper.make_opsetid("", OPSET)]
+    made = helper.make_model(graph, opset_imports=opset, producer_name="sparsekv", ir_version=_IR_VERSION)
+    helper.set_model_props(made, _facts(plan))
+    path = folder / "model.onnx"
+    onnx.save_model(made, str(path), save_as_external_data=True, location="model.onnx.data", size_threshold=4096)
+    return path
+
+
+def _facts(plan: Plan) -> dict[str, str]:
+    return {
+        "sparsekv.plan": dump_plan(plan),
+        "sparsekv.status": plan.status,
+        "sparsekv.model": plan.model.id,
+        "sparsekv.fingerprint": plan.model.fingerprint.architecture,
+        "sparsekv.prefill": "dense",
+        "sparsekv.decode": "by the plan" if plan.decode is not None else "dense",
+    }
+
+
+class _Decoder:
+    """The graph of a model, written once."""
+
+    def __init__(self, model: Any, program: Program) -> None:
+        self._model, self._program, self._n = model, program, Nodes()
+        self._kind = _KINDS[model.dtype]
+        self._size = int(model.model.layers[0].self_attn.head_dim)
+        self._caches: list[tuple[str, str, str, str]] = []
+
+    def graph(self) -> onnx.GraphProto:
+        """All of it."""
+        n, decoder = self._n, self._model.model
+        steps = n.dimension("input_ids", 1)
+        lengths_B = n.op("Add", "past", steps)
+        is_step = n.op("Squeeze", n.op("Equal", steps, n.constant([1])), n.constant([0]))
+        step = Step(n, self._program, lengths_B, is_step)
+        angles = self._angles(steps)
+        hidden = n.op("Gather", self._weight(decoder.embed_tokens.weight, "embed"), "input_ids")
+        for layer, program in zip(decoder.layers, self._program.layers, strict=True):
+            hidden = self._layer(layer, program, hidden, step, angles)
+        last = n.op("Gather", hidden, n.constant(np.int64(-1)), axis=1)
+        normed = self._norm(decoder.norm, last)
+        head = self._transposed(self._model.lm_head.weight, "lm_head")
+        logits = n.cast(n.op("MatMul", normed, head), FLOAT)
+        n.nodes.append(helper.make_node("Identity", [logits], ["logits"]))
+        return helper.make_graph(n.nodes, "decoder", self._inputs(), self._outputs(), list(n.constants.values()))
+
+    def _inputs(self) -> list[onnx.ValueInfoProto]:
+        info = helper.make_tensor_value_info
+        own = [info("input_ids", INT64, ["batch", "tokens"]), info("past", INT64, ["batch"])]
+        shape = self._cache_shape
+        return own + [info(name, self._kind, shape) for one in self._caches for name in one[:2]]
+
+    def _outputs(self) -> list[onnx.ValueInfoProto]:
+        info = helper.make_tensor_value_info
+        logits = info("logits", FLOAT, ["batch", self._model.config.vocab_size])
+        return [logits, *(info(name, self._kind, self._cache_shape) for one in self._caches for name in one[2:])]
+
+    @property
+    def _cache_shape(self) -> list[str | int | None]:
+        return ["batch", self._program.layers[0].kv_heads, "capacity", self._size]
+
+    def _angles(self, steps: str) -> tuple[str, str]:
+        """Cosines and sines, [B, S, D / 2] each, in float32 as transformers computes them."""
+        n, rotary = self._n, self._model.model.rotary_emb
+        count = n.op("Squeeze", steps, n.constant([0]))
+        at_S = n.op("Range", n.constant(np.int64(0)), count, n.constant(np.int64(1)))
+        at_BS1 = n.op("Unsqueeze", n.op("Add", n.op("Unsqueeze", "past", n.constant([1])), at_S), n.constant([2]))
+        frequency = n.constant(rotary.inv_freq.detach().float().cpu().numpy())
+        angle = n.op("Mul", n.cast(at_BS1, FLOAT), frequency)
+        scale = n.constant(np.asarray([rotary.attention_scaling], np.float32))
+        cos, sin = (n.cast(n.op("Mul", n.op(kind, angle), scale), self._kind) for kind in ("Cos", "Sin"))
+        return cos, sin
+
+    def _layer(self, layer: Any, program: LayerProgram, hidden: str, step: Step, angles: tuple[str, str]) -> str:
+        n = self._n
+        mixed = self._attention(layer.self_attn, program, self._norm(layer.input_layernorm, hidden), step, angles)
+        hidden = n.op("Add", hidden, mixed)
+        normed, mlp = self._norm(layer.post_attention_layernorm, hidden), layer.mlp
+        gate = self._linear(mlp.gate_proj, normed)
+        product = n.op("Mul", n.op("Mul", gate, n.op("Sigmoid", gate)), self._linear(mlp.up_proj, normed))
+        return n.op("Add", hidden, self._linear(mlp.down_proj, product))
+
+    def _attention(self, module: Any, program: LayerProgram, x: str, step: Step, angles: tuple[str, str]) -> str:
+        n, number = self._n, program.layer
+        q_BHSD, k_BGSD = (
+            self._rotated(module, name, x, heads, angles)
+            for name, heads in (("q", program.heads), ("k", program.kv_heads))
+        )
+        v_BGSD = self._heads(self._linear(module.v_proj, x), program.kv_heads)
+        names = (f"key.{number}", f"value.{number}", f"key.{number}.out", f"value.{number}.out")
+        self._caches.append(names)
+        for before, new, after in ((names[0], k_BGSD, names[2]), (names[1], v_BGSD, names[3])):
+            n.nodes.append(helper.make_node("TensorScatter", [before, new, "past"], [after], axis=-2, mode="linear"))
+        out_BHSD = self._attend(module, program, (q_BHSD, names[2], names[3]), step)
+        return self._linear(module.o_proj, n.reshape(n.transpose(out_BHSD, 0, 2, 1, 3), 0, 0, -1))
+
+    def _attend(self, module: Any, program: LayerProgram, qkv: tuple[str, str, str], step: Step) -> str:
+        scale, everything = float(module.scaling), {"is_causal": 1, "scale": float(module.scaling)}
+        inputs = (*qkv, "", "", "", step.lengths_B)
+
+        def dense(n: Nodes) -> list[str]:
+            return [n.op("Attention", *inputs, **everything)]
+
+        def weighed(n: Nodes) -> list[str]:
+            return n.skipping(
+                "Attention",
+                *inputs,
+                outputs=(True, False, False, True),
+                qk_matmul_output_mode=_WEIGHTS,
+                **everything,
+            )
+
+        def choosing(n: Nodes) -> list[str]:
+            out, weights = weighed(n)
+            return [out, step.choose(n, program, weights)]
+
+        def for_itself(n: Nodes) -> list[str]:
+            chosen = step.choose(n, program, weighed(n)[1])
+            return [step.attend(n, program, chosen, *qkv, scale), chosen]
+
+        def following(n: Nodes) -> list[str]:
+            assert program.follows is not None
+            return [step.attend(n, program, step.chosen(program.follows), *qkv, scale)]
+
+        if program.filters is not None:
+            lists = program.kv_heads if program.filters.heads == "per_kv_head" else 1
+            first = for_itself if program.chooses_for_itself else choosing
+            out, chosen = self._n.either(
+                step.is_sparse,
+                (self._kind, INT64),
+                first,
+                lambda n: [*dense(n), n.constant(np.zeros((1, lists, 1), np.int64))],
+            )
+            step.remember(program.filters, chosen)
+            return out
+        if program.follows is not None:
+            return self._n.either(step.is_sparse, (self._kind,), following, dense)[0]
+        return dense(self._n)[0]
+
+    def _rotated(self, module: Any, name: str, x: str, heads: int, angles: tuple[str, str]) -> str:
+        """[B, heads, S, D]"""
+        found = self._heads(self._linear(getattr(module, f"{name}_proj"), x), heads)
+        if norm := getattr(module, f"{name}_norm", None):
+            found = self._norm(norm, found)
+        return self._n.op("RotaryEmbedding", found, *angles)
+
+    def _heads(self, x: str, heads: int) -> str:
+        return self._n.transpose(self._n.reshape(x, 0, 0, heads, self._size), 0, 2, 1, 3)
+
+    def _norm(self, module: Any, x: str) -> str:
+        weight = self._weight(module.weight, self._n.name("norm"))
+        return self._n.op("RMSNormalization", x, weight, epsilon=float(module.variance_epsilon), axis=-1)
+
+    def _linear(self, module: Any, x: str) -> str:
+        found = self._n.op("MatMul", x, self._transposed(module.weight, self._n.name("weight")))
+        if module.bias is not None:
+            found = self._n.op("Add", found, self._weight(module.bias, self._n.name("bias")))
+        return found
+
+    def _transposed(self, weight: torch.Tensor, name: str) -> str:
+        return self._weight(weight.detach().t(), name)
+
+    def _weight(self, weight: torch.Tensor, name: str) -> str:
+        return self._n.constant(np.ascontiguousarray(weight.detach().cpu().numpy()), name)
