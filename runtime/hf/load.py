@@ -155,7 +155,7 @@ def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfi
     data, _ = _guarded(found, "its config.json", PreTrainedConfig.get_config_dict, options)
     if not isinstance(data, dict):
         raise _unreadable(found, "its config.json", TypeError(f"it holds a {type(data).__name__}, no object"))
-    kind = data.get("model_type", "none")
+    kind: str = data.get("model_type") or "none"
     architecture_of(TEXT_DECODERS.get(kind, kind))
     config: PreTrainedConfig = _guarded(found, "its config.json", AutoConfig.from_pretrained, options)
     config = config.get_text_config() if kind in TEXT_DECODERS else config
