@@ -318,10 +318,10 @@ class Attached:
                 progress.end()
             lengths = begin_pass(cache, config.num_hidden_layers)
         past, prompt = max(lengths, default=0), self._prompt
-        if tokens is not None and tokens.shape[1] > 1 and 0 < past <= self._switch < past + tokens.shape[1]:
+        if prompt is not None and tokens is not None and 0 < past <= self._switch < past + tokens.shape[1]:
             raise UnsupportedError(
                 f"expected the first {self._switch + 1} tokens in one piece, as the rotary angles of longer inputs are "
-                f"others, found {past} cached; use longer pieces, or start a new cache"
+                f"others, found {past} cached; use a larger prefill_chunk_size"
             )
         if prompt is None or not prompt.ran(cache, past):
             check_call(self.decoder, inputs, tokens, past)

@@ -75,10 +75,8 @@ def test_pieces_of_a_prompt_have_the_angles_of_the_whole(long_rope, length: int)
 
 def test_a_piece_across_the_change_of_angles_is_refused(long_rope) -> None:
     prompt = random_tokens(1, 150)
-    with torch.no_grad(), apply(long_rope, full_plan(long_rope)):
-        cache = long_rope(prompt[:, :40]).past_key_values
-        with pytest.raises(UnsupportedError):
-            long_rope(prompt[:, 40:], past_key_values=cache)
+    with apply(long_rope, full_plan(long_rope)), pytest.raises(UnsupportedError):
+        long_rope.generate(prompt, max_new_tokens=2, prefill_chunk_size=40)
 
 
 GLOBAL_THIRD = {
