@@ -132,9 +132,9 @@ class Attached:
         self._attentions = attention_modules(model)
         decoder: Any = self.decoder
         self._layers = len(decoder.layers)
-        groups = [group for group in attention_groups(model.config) if group.kind != "linear"]
-        windows = {layer: group.window for group in groups for layer in group.layers}
-        self.windows: Mapping[int, int | None] = dict(sorted(windows.items()))
+        windows = {layer: group.window for group in attention_groups(model.config) for layer in group.layers}
+        layers: list[Any] = [attention.layer_idx for attention in self._attentions]
+        self.windows: Mapping[int, int | None] = {layer: windows[layer] for layer in layers}
         self._linear = linear_layers(model.config)
         self._own: Callable[..., Any] = self.decoder.forward
         self._names = tuple(inspect.signature(self._own).parameters)
