@@ -101,12 +101,13 @@ ARCHITECTURES = {
 }
 
 
+# Of checkpoints for images, the decoder inside, which the loader takes alone.
+TEXT_DECODERS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 _IMAGES = "tokens of an image attend in both directions, or have positions of their own, and its decoder is inside"
 _REFUSED = {  # families that are often asked for, and why not yet
-    "gemma3": f"{_IMAGES}; the text models (gemma3_text) run",
     "llama4": "its layers attend within chunks of tokens, for which kernels have no mask",
     **dict.fromkeys(("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _IMAGES),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), f"{_IMAGES}; the text models (qwen3_5_text) run"),
+    **dict.fromkeys(TEXT_DECODERS, f"{_IMAGES}; load_model takes that decoder alone"),
 }
 
 

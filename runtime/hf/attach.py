@@ -132,9 +132,9 @@ class Attached:
         self._attentions = attention_modules(model)
         decoder: Any = self.decoder
         self._layers = len(decoder.layers)
-        groups = [group for group in attention_groups(model.config) if group.kind != "linear"]
-        windows = {layer: group.window for group in groups for layer in group.layers}
-        self.windows: Mapping[int, int | None] = dict(sorted(windows.items()))
+        windows = {layer: group.window for group in attention_groups(model.config) for layer in group.layers}
+        layers: list[Any] = [attention.layer_idx for attention in self._attentions]
+        self.windows: Mapping[int, int | None] = {layer: windows[layer] for layer in layers}
         self._linear = linear_layers(model.config)
         self._own: Callable[..., Any] = self.decoder.forward
         self._names = tuple(inspect.signature(self._own).parameters)
@@ -318,10 +318,10 @@ class Attached:
                 progress.end()
             lengths = begin_pass(cache, config.num_hidden_layers)
         past, prompt = max(lengths, default=0), self._prompt
-        if tokens is not None and tokens.shape[1] > 1 and 0 < past <= self._switch < past + tokens.shape[1]:
+        if prompt is not None and tokens is not None and 0 < past <= self._switch < past + tokens.shape[1]:
             raise UnsupportedError(
                 f"expected the first {self._switch + 1} tokens in one piece, as the rotary angles of longer inputs are "
-                f"others, found {past} cached; use longer pieces, or start a new cache"
+                f"others, found {past} cached; use a larger prefill_chunk_size"
             )
         if prompt is None or not prompt.ran(cache, past):
             check_call(self.decoder, inputs, tokens, past)

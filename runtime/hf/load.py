@@ -27,7 +27,7 @@ from transformers import (
 from sparsekv.plans.aliases import ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError, install_command
 from sparsekv.plans.model import ModelInfo
-from sparsekv.runtime.architecture import architecture_of
+from sparsekv.runtime.architecture import TEXT_DECODERS, architecture_of
 from sparsekv.runtime.devices import torch_device
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.gguf_header import GGUFHeader
@@ -155,8 +155,10 @@ def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfi
     data, _ = _guarded(found, "its config.json", PreTrainedConfig.get_config_dict, options)
     if not isinstance(data, dict):
         raise _unreadable(found, "its config.json", TypeError(f"it holds a {type(data).__name__}, no object"))
-    architecture_of(data.get("model_type", "none"))
+    kind: str = data.get("model_type") or "none"
+    architecture_of(TEXT_DECODERS.get(kind, kind))
     config: PreTrainedConfig = _guarded(found, "its config.json", AutoConfig.from_pretrained, options)
+    config = config.get_text_config() if kind in TEXT_DECODERS else config
     _check_config(config, f"in the config.json of {found.path_or_id}")
     if not _is_object(Path(found.path_or_id, "generation_config.json")):  # transformers goes on without: no end tokens
         raise _unreadable(found, "its generation_config.json", ValueError("it holds no JSON object"))
@@ -215,12 +217,16 @@ def _read_tokenizer(found: ModelSource, options: dict[str, Any], vocabulary: int
 def _read_weights(found: ModelSource, options: dict[str, Any]) -> PreTrainedModel:
     """The model with its weights. Without the report, transformers would fill what is missing with random numbers."""
     reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # into the report as well, by name
+    renamed = {"key_mapping": _DECODER_INSIDE} if options["config"].model_type == "gemma3_text" else {}
     with _without_table():
-        model, report = _guarded(found, "its weights", AutoModelForCausalLM.from_pretrained, options | reported)
+        model, report = _guarded(
+            found, "its weights", AutoModelForCausalLM.from_pretrained, options | reported | renamed
+        )
+    unknown = [name for name in report["unexpected_keys"] if not name.removeprefix("model.").startswith(_OF_IMAGES)]
     reshaped = {f"{name}: {tuple(of)} in place of {tuple(to)}" for name, of, to in report["mismatched_keys"]}
     faults = {
         "missing": report["missing_keys"],
-        "that its config.json knows nothing of": _with_files(found, report["unexpected_keys"]),
+        "that its config.json knows nothing of": _with_files(found, unknown),
         "of another shape": reshaped,
     }
     told = [f"{len(names)} {what} ({_first(names)})" for what, names in faults.items() if names]
@@ -235,6 +241,13 @@ def _read_weights(found: ModelSource, options: dict[str, Any]) -> PreTrainedMode
     return model  # type: ignore[no-any-return]
 
 
+# Names of tensors in a checkpoint for images, which transformers' text model of Gemma-3 does not look for itself.
+_DECODER_INSIDE = {
+    r"^language_model\.model\.": "model.",
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.lm_head": "lm_head",
+}
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
 _WITHOUT_THEM = (
     "; or, where the model is complete without them, remove them from its files, or load it with transformers, which "
     "ignores them (`AutoModelForCausalLM.from_pretrained`), and pass it to `sparsekv.plan_model` and `sparsekv.apply`"

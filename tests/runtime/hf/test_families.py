@@ -75,10 +75,8 @@ def test_pieces_of_a_prompt_have_the_angles_of_the_whole(long_rope, length: int)
 
 def test_a_piece_across_the_change_of_angles_is_refused(long_rope) -> None:
     prompt = random_tokens(1, 150)
-    with torch.no_grad(), apply(long_rope, full_plan(long_rope)):
-        cache = long_rope(prompt[:, :40]).past_key_values
-        with pytest.raises(UnsupportedError):
-            long_rope(prompt[:, 40:], past_key_values=cache)
+    with apply(long_rope, full_plan(long_rope)), pytest.raises(UnsupportedError):
+        long_rope.generate(prompt, max_new_tokens=2, prefill_chunk_size=40)
 
 
 GLOBAL_THIRD = {
@@ -102,6 +100,24 @@ def test_local_layers_run_as_they_are_between_planned_ones(length: int) -> None:
         with BruteForce(model, plan):
             expected = logits(DynamicCache())
         with apply(model, plan, chunking=CUT, kv_host_layers=[4, 5]):
+            torch.testing.assert_close(logits(DynamicCache()), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("heads", ["max", "per_kv_head"])
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma2"])
+def test_choices_by_several_queries_are_of_the_layers_own_softmax(architecture: str, heads: str) -> None:
+    model, text = tiny_model(architecture), random_tokens(2, 154)
+    own = segment(0, (1, 2), 9, sink=2, recent=3, selector="exponential", window=3, heads=heads)
+    plan = plan_for(model, every_head(model, *SPARSE), decode_plan(own))
+    pieces = text.split([150, 1, 1, 1, 1], 1)
+
+    def logits(cache):
+        return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], 1)
+
+    with torch.no_grad():
+        with BruteForce(model, plan):
+            expected = logits(DynamicCache())
+        with apply(model, plan, chunking=CUT, kv_host_layers=[2]):
             torch.testing.assert_close(logits(DynamicCache()), expected, atol=1e-3, rtol=1e-3)
 
 
