@@ -154,7 +154,7 @@ def read_maps(source: Source, model: ModelInfo) -> Imported:
             f"expected maps of {shape[0]} layers with {shape[1]} KV heads, as {model.id} has, found {len(table)} with "
             f"{len(table[0])}"
         )
-    named = re.search(r"layers((?:_\d+)+)", source.name)
+    named = re.search(r"layers((?:_[0-9]{1,4})+)", source.name)
     identity = tuple(range(shape[1]))
     anchors = tuple(map(int, named[1].split("_")[1:])) if named else ()
     anchors = anchors or tuple(layer for layer, row in enumerate(table) if row == identity)

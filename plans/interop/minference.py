@@ -3,6 +3,7 @@ the same form: for each layer, by head, `[name, a, b, score]`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ _LEAST = (30, 50)  # columns and diagonals of every head
 _BLOCKS = 100  # of 64 tokens, whatever the file says
 _DENSE_UP_TO = 32768  # of Qwen's engine
 _LINES = "vertical_and_slash"
+_NUMBER = re.compile("[0-9]{1,4}")
 _NOTES = (
     "tiles of 64, 64 sampled queries, no bound on the tiles of a row: as published",
     "the tile on the diagonal, the one before it and the first one take the place of the last 100 diagonals and the "
@@ -86,7 +88,7 @@ def write(plan: Plan) -> Exported:
 
 
 def _layers(data: Any) -> list[dict[str, Any]] | None:
-    if isinstance(data, dict) and data and all(isinstance(key, str) and key.isdecimal() for key in data):
+    if isinstance(data, dict) and data and all(isinstance(key, str) and _NUMBER.fullmatch(key) for key in data):
         data = [data[key] for key in sorted(data, key=int)]
     is_list = isinstance(data, list) and bool(data)
     return data if is_list and all(isinstance(heads, dict) and heads for heads in data) else None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 import struct
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +17,7 @@ from sparsekv.plans.errors import PlanError
 from sparsekv.plans.phases import DecodePlan, PrefillPlan
 
 MAX_BYTES = 16 << 20  # the largest published one has half a megabyte
+_NUMBER = re.compile("[0-9]{1,8}")
 _MAGIC = b"\x93NUMPY"
 _INTEGERS = {"<i2": "h", "<i4": "i", "<i8": "q", "|i1": "b", "|u1": "B", "<u2": "H", "<u4": "I", "<u8": "Q"}
 
@@ -54,7 +57,8 @@ class Source:
         try:
             start, size = (10, 2) if self.data[6] == 1 else (12, 4)
             end = start + int.from_bytes(self.data[start - size : start], "little")
-            header = ast.literal_eval(self.data[start : min(end, start + 4096)].decode("latin-1").strip())
+            with warnings.catch_warnings(action="ignore"):  # of what looks like numbers
+                header = ast.literal_eval(self.data[start : min(end, start + 4096)].decode("latin-1").strip())
             rows, columns = header["shape"]
             kind, by_column = _INTEGERS[header["descr"]], header["fortran_order"]
             values = struct.unpack_from(f"<{self._count(rows, columns, kind, end)}{kind}", self.data, end)
@@ -119,7 +123,9 @@ def layers_of(value: Any, what: str) -> tuple[int, ...]:
         PlanError: they are neither, or do not ascend.
     """
     parts = value.split(",") if isinstance(value, str) else value
-    found = [int(one) if isinstance(one, str) and one.strip().isdecimal() else one for one in _listed(parts, what)]
+    found = [
+        int(one) if isinstance(one, str) and _NUMBER.fullmatch(one.strip()) else one for one in _listed(parts, what)
+    ]
     layers = tuple(whole(one, what) for one in found)
     if not layers or list(layers) != sorted(set(layers)):
         raise PlanError(f"expected ascending layers as {what}, found {value!r:.60}; correct the file")
