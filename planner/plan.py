@@ -48,6 +48,7 @@ from sparsekv.plans.schema import Estimate, Plan, Prediction, Provenance, Qualit
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_model
+from sparsekv.runtime.model_config import has_soft_cap
 from sparsekv.runtime.plan_checks import overload, warn_of_spinning
 
 MOST_ATTEMPTS = 6  # before what misses goes dense
@@ -154,6 +155,7 @@ def _measured_cost(job: Job, measured: Profile, stages: Progress) -> DeviceCost:
         backend=options.backend,
         offload=options.offload and "decode" in options.phases,
         host=job.host,
+        capped=has_soft_cap(model.config),
         progress=stages,
     )
 
