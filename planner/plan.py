@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.allocate import allocate, with_reached_densities
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.measure import measure_cost
@@ -144,18 +145,19 @@ def _profiled(job: Job, stages: Progress, resume: Path | None) -> Profile:
 
 
 def _measured_cost(job: Job, measured: Profile, stages: Progress) -> DeviceCost:
-    model, options = job.subject.model, job.options
+    model, options, shape = job.subject.model, job.options, head_shape(job.model)
+    capped = has_soft_cap(model.config)
+    backend = choose_backend(model.device, model.dtype, shape.head_dim, options.backend, measured.tile, capped)
     return measure_cost(
-        head_shape(job.model),
+        shape,
         options.lengths,
         device=model.device,
         dtype=model.dtype,
         tile=measured.tile,
         families=options.families,
-        backend=options.backend,
+        backend=backend.name,
         offload=options.offload and "decode" in options.phases,
         host=job.host,
-        capped=has_soft_cap(model.config),
         progress=stages,
     )
 

@@ -101,7 +101,6 @@ def measure_cost(
     backend: str = "auto",
     offload: bool = False,
     host: PrefillHost | None = None,
-    capped: bool = False,
     progress: Progress | None = None,
 ) -> DeviceCost:
     """Times dense and sparse attention, index building and decode on this device, and fits lines to them.
@@ -114,12 +113,11 @@ def measure_cost(
         backend: of sparse prefill, or "auto".
         offload: time decode over rows in host memory too.
         host: the program that runs the plan; None is the transformers host.
-        capped: whether scores have a soft cap, which not every backend knows; its price is not measured.
 
     Raises:
         BackendError: the backend cannot run here.
     """
-    choice = choose_backend(device, dtype, shape.head_dim, backend, tile, capped)
+    choice = choose_backend(device, dtype, shape.head_dim, backend, tile)
     timed_families = tuple(name for name in KNOWN_FAMILIES if name in FAMILIES or name in families)
     program = host or PrefillHost()
     bench = Bench(shape, device, dtype, tile, timed_families, choice.name, offload, program)
