@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.allocate import allocate, with_reached_densities
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.measure import measure_cost
@@ -50,6 +51,7 @@ from sparsekv.plans.schema import Estimate, Plan, Prediction, Provenance, Qualit
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_model
+from sparsekv.runtime.model_config import has_soft_cap
 from sparsekv.runtime.plan_checks import overload, warn_of_spinning
 
 MOST_ATTEMPTS = 6  # before what misses goes dense
@@ -146,15 +148,17 @@ def _profiled(job: Job, stages: Progress, resume: Path | None) -> Profile:
 
 
 def _measured_cost(job: Job, measured: Profile, stages: Progress) -> DeviceCost:
-    model, options = job.subject.model, job.options
+    model, options, shape = job.subject.model, job.options, head_shape(job.model)
+    capped = has_soft_cap(model.config)
+    backend = choose_backend(model.device, model.dtype, shape.head_dim, options.backend, measured.tile, capped)
     return measure_cost(
-        head_shape(job.model),
+        shape,
         options.lengths,
         device=model.device,
         dtype=model.dtype,
         tile=measured.tile,
         families=options.families,
-        backend=options.backend,
+        backend=backend.name,
         offload=options.offload and "decode" in options.phases,
         host=job.host,
         progress=stages,

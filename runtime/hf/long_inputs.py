@@ -105,15 +105,17 @@ class LongInputs:
     def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> Any:
         """What the decoder's own forward returns."""
         decoder: Any = attached.decoder
-        embed, ids = decoder.embed_tokens, inputs.get("input_ids")
+        embed = decoder.embed_tokens
         own = type(embed) is nn.Embedding or self._is_own(embed)
-        fresh = ids is not None and own and not is_touched(embed)
-        rows = _Rows(self._architecture, under_way, self._chunking, decoder.layers[0] if fresh else None)
+        spare = inputs.get("input_ids") is not None and own and not is_touched(embed)  # nobody else has the input
+        rows = _Rows(self._architecture, under_way, self._chunking)
         with ExitStack() as undo:
-            for layer in filter(self._can_cut, decoder.layers):
-                undo.enter_context(_forward_of(layer, partial(rows.layer, layer)))
+            for layer in decoder.layers[: decoder.config.num_hidden_layers]:
+                if is_cut := self._can_cut(layer):
+                    undo.enter_context(_forward_of(layer, partial(rows.layer, layer, spare)))
+                spare = is_cut
             if self._is_own(decoder.norm) and not is_touched(decoder.norm):
-                undo.enter_context(_forward_of(decoder.norm, partial(rows.norm, decoder.norm)))
+                undo.enter_context(_forward_of(decoder.norm, partial(rows.norm, decoder.norm, spare)))
             return attached.run_own(under_way, inputs)
 
     def _can_cut(self, layer: nn.Module) -> bool:
@@ -136,34 +138,25 @@ def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
         del vars(module)["forward"]
 
 
+@dataclass(frozen=True, slots=True)
 class _Rows:
-    """The forwards of a pass in pieces of rows.
+    """The forwards of a pass in pieces of rows; a `spare` input is overwritten."""
 
-    Args:
-        first: the layer whose input nobody else has; None where the embeddings are somebody's.
-    """
+    architecture: Architecture
+    under_way: Pass
+    chunking: Chunking
 
-    def __init__(
-        self, architecture: Architecture, under_way: Pass, chunking: Chunking, first: nn.Module | None
-    ) -> None:
-        self._architecture = architecture
-        self._under_way = under_way
-        self._chunking = chunking
-        self._first = first
-        self._spare: torch.Tensor | None = None  # hidden states that nobody else has
-
-    def layer(self, layer: nn.Module, hidden_BSE: torch.Tensor, **given: Any) -> torch.Tensor:
+    def layer(self, layer: nn.Module, spare: bool, hidden_BSE: torch.Tensor, **given: Any) -> torch.Tensor:
         """Of a decoder layer."""
-        spare = layer is self._first or hidden_BSE is self._spare
-        self._spare = hidden_BSE if spare else torch.empty_like(hidden_BSE)
-        called_with = LayerInput(hidden_BSE, given["position_embeddings"], self._under_way)
-        pieces = list(self._chunking.pieces(*hidden_BSE.shape[:2]))
-        return forward_in_pieces(layer, self._architecture, called_with, pieces, self._spare)
+        into_BSE = hidden_BSE if spare else torch.empty_like(hidden_BSE)
+        called_with = LayerInput(hidden_BSE, given["position_embeddings"], self.under_way)
+        pieces = list(self.chunking.pieces(*hidden_BSE.shape[:2]))
+        return forward_in_pieces(layer, self.architecture, called_with, pieces, into_BSE)
 
-    def norm(self, norm: nn.Module, hidden_BSE: torch.Tensor) -> torch.Tensor:
+    def norm(self, norm: nn.Module, spare: bool, hidden_BSE: torch.Tensor) -> torch.Tensor:
         """Of the decoder's last norm."""
-        out_BSE = hidden_BSE if hidden_BSE is self._spare else torch.empty_like(hidden_BSE)
-        for rows in self._chunking.pieces(*hidden_BSE.shape[:2]):
+        out_BSE = hidden_BSE if spare else torch.empty_like(hidden_BSE)
+        for rows in self.chunking.pieces(*hidden_BSE.shape[:2]):
             out_BSE[:, rows] = type(norm).forward(norm, hidden_BSE[:, rows])
         return out_BSE
 

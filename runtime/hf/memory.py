@@ -303,14 +303,17 @@ class MemoryModel:
         """The larger of what is alive while a layer attends and while its MLP runs, as in long_inputs.py."""
         item, rows = self.size.dtype.itemsize, request.piece * request.batch
         group, width = self.size.info.attention[0], self.size.hidden
-        worked_on = min(rows, max(self.chunking.rows, self.chunking.above))
+        in_linear = max(
+            (rows * _linear_bytes(one) for one in self.size.info.attention if one.kind == "linear"), default=0
+        )
+        worked_on = rows if in_linear else min(rows, max(self.chunking.rows, self.chunking.above))  # run whole, or cut
         always = rows * width * item + 2 * request.piece * group.head_dim * item  # hidden states, rotary angles
         queries = rows * group.heads * group.head_dim * item
         output = min(queries, max(self.chunking.output_bytes, queries // group.kv_heads))  # of a group of heads
         attending = queries + output + self._index(request, -(-group.heads * output // queries))
         attending += self._moved(request, on_host)
         in_mlp = queries + worked_on * (3 * self.size.intermediate + 2 * width) * item
-        return always + max(attending, in_mlp)
+        return always + max(attending, in_mlp, in_linear)
 
     def _moved(self, request: Request, on_host: list[int]) -> int:
         """Keys and values of a layer in host memory while it attends: packed, and all before them copied back."""
@@ -357,6 +360,12 @@ class MemoryModel:
             choice = layer.follows.filter if layer.kv_map is None else layer.layer
             tables[choice] = max(tables.get(choice, 0), 4 * lists * (columns + 1 + 2 * (slots + 1)))
         return request.batch * sum(tables.values())
+
+
+def _linear_bytes(group: AttentionGroup) -> int:
+    """Of a token in a gated delta rule, as torch computes it in float32 and chunks of 64 tokens; fast kernels, where
+    transformers has them, take less."""
+    return 4 * group.heads * (14 * group.head_dim + 4 * 64)
 
 
 def _window_bytes(layer: LayerProgram, lists: int, tokens: int, key_bytes: int) -> int:

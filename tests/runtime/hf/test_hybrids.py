@@ -7,6 +7,7 @@ import torch
 from brute_force import BruteForce
 from tiny_models import HYBRIDS, random_tokens, tiny_model, tiny_tokenizer
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
+from torch.profiler import profile
 from transformers import DynamicCache
 
 from sparsekv.planner.job import check_plannable
@@ -20,6 +21,8 @@ from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.generate import generate_stream
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.long_inputs import Chunking
+from sparsekv.runtime.hf.memory import MemoryModel, ModelSize, Request
+from sparsekv.runtime.hf.placement import Placement
 
 PATTERNS = (
     AShape(sink=tokens(64), window=tokens(64)),
@@ -76,6 +79,19 @@ def test_pieces_and_steps_are_those_of_brute_force(model, pieces: tuple[int, ...
             expected = logits(DynamicCache(config=model.config))
         with apply(model, plan, kv_host_layers=[2]):
             torch.testing.assert_close(logits(DynamicCache()), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_pass_takes_no_more_memory_than_was_said(model) -> None:
+    said = MemoryModel(ModelSize.of(model, describe_model(model)), None, None, on_cpu=True).use(
+        Request(1024), Placement()
+    )
+    with torch.no_grad(), apply(model, plan_for(model)) as handle:
+        cache = handle.new_cache(1024)
+        with profile(profile_memory=True) as recorded:
+            model(random_tokens(1, 1024), past_key_values=cache, logits_to_keep=1)
+    changes = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = torch.tensor([event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())]).cumsum(0)
+    assert said.prefill / 2 < int(held.max()) <= said.prefill
 
 
 def test_a_prompt_is_streamed_in_pieces(model) -> None:
