@@ -58,7 +58,7 @@ class SegmentProgram:
     selector: Literal["last", "uniform", "exponential"]
     queries: int  # of the newest ones, how many the selector looks at
     heads: Literal["max", "per_kv_head"]
-    across_ranks: bool  # scores of all ranks are reduced to their maxima before the choice
+    across_ranks: bool  # the heads of all ranks choose together
     bounds: tuple[int, ...]  # the longest length of every bucket but the last
     buckets: tuple[Segment | None, ...]  # the segment of every bucket; None attends to everything
 
@@ -169,7 +169,7 @@ class Program:
 
     @property
     def reduces(self) -> bool:
-        """Whether a decode step needs the maxima of all ranks' scores."""
+        """Whether the ranks of a decode step choose together."""
         return any(layer.filters.across_ranks for layer in self.filters if layer.filters)
 
 

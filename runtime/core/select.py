@@ -9,6 +9,8 @@ Shapes: B batch, H query heads, G KV heads, S keys, W window queries, T scored t
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from sparsekv.kernels.decode.choose import choose
@@ -69,11 +71,9 @@ def choose_tokens(
     assert segment is not None
     if scores_gT is None:
         scores_gT = _window_scores(segment, state.queries(layer, q_BH1D), keys, state, scoring, scale)
-    elif segment.across_ranks:
-        assert state.reduce_max is not None
-        scores_gT = state.reduce_max(scores_gT)
     counts_B = state.budget(segment, backend)[0].to(keys.k.device)
-    chosen_BgN = choose(
+    best = partial(
+        choose,
         scores_gT,
         scoring,
         keys.lengths_B,
@@ -84,14 +84,35 @@ def choose_tokens(
         recent=segment.recent,
         backend=backend,
     )
+    chosen_BgN = best()
+    if segment.across_ranks and segment.queries == 1:
+        _merge_ranks(scores_gT, scoring.starts_B, chosen_BgN, state)
+        chosen_BgN = best()
     state.choose(segment, Selection(chosen_BgN, counts_B, segment.sink, segment.recent))
+
+
+def _merge_ranks(scores_1T: torch.Tensor, starts_B: torch.Tensor, own_B1N: torch.Tensor, state: DecodeState) -> None:
+    """Leaves the scores of what any rank chose, the largest of each token, and zeros.
+
+    A token of the best N over all heads is among the best N of the rank whose head gives it its score: so the best N of
+    these are the best of all, and ranks exchange 8 N bytes a row, whatever the length.
+    """
+    assert state.gather is not None
+    chosen_BN = own_B1N[:, 0]
+    is_scored_BN = (chosen_BN >= 0) & (starts_B >= 0)[:, None]
+    at_BN = torch.where(is_scored_BN, chosen_BN + starts_B[:, None], 0)
+    score_BN = torch.where(is_scored_BN, scores_1T[0][at_BN.long()], 0.0)
+    own_2BN = torch.stack((at_BN.int().view(torch.float32), score_BN))  # bits: not every backend gathers integers
+    at_X, score_X = state.gather(own_2BN).transpose(0, 1).flatten(1)
+    scores_1T.zero_()
+    scores_1T[0].scatter_reduce_(0, at_X.view(torch.int32).long(), score_X, "amax")
 
 
 def _window_scores(
     segment: SegmentProgram, q_BHWD: torch.Tensor, keys: KeyView, state: DecodeState, scoring: Scoring, scale: float
 ) -> torch.Tensor:
     """[g, T], float32: weighted over the newest queries, whose keys are read again."""
-    queries, device = q_BHWD.shape[2], q_BHWD.device
+    queries, device, gather = q_BHWD.shape[2], q_BHWD.device, state.gather
     longest = max(state.lengths) if state.lengths else keys.capacity
     ages_W = state.constant(tuple(range(-queries, 0)), device, torch.int32)
     scores_BgS = token_scores(
@@ -102,7 +123,7 @@ def _window_scores(
         scale=scale,
         softmax=keys.softmax,
         heads="max" if segment.heads == "max" else "per_kv_head",
-        reduce_max=state.reduce_max if segment.across_ranks else None,
+        reduce_max=None if gather is None or not segment.across_ranks else lambda x: gather(x).amax(0),
     )
     j_S = torch.arange(longest, device=device)
     scored_BS = (j_S < keys.lengths_B[:, None]) & (scoring.starts_B >= 0)[:, None]

@@ -15,8 +15,8 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core.budgets import Budgets, scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
 
-ReduceMax = Callable[[torch.Tensor], torch.Tensor]
-"""The elementwise maximum of a tensor over all ranks."""
+Gather = Callable[[torch.Tensor], torch.Tensor]
+"""The tensors that all ranks give, [ranks, ...], in the order of the ranks."""
 
 OnChoice = Callable[[SegmentProgram, Selection], None]
 """Is told what a segment's filter layer chose, before its layers follow."""
@@ -33,27 +33,27 @@ class DecodeState:
 
     Args:
         program: what the layers compute.
-        reduce_max: all-reduces a filter layer's scores; needed where `program.reduces`.
+        gather: over the ranks; needed where `program.reduces`.
         on_choice: what to do right behind every choice.
         scratch: float32 memory of the host for the scores of one filter layer after another; its size bounds them.
 
     Raises:
-        UsageError: the program reduces over ranks and there is no `reduce_max`.
+        UsageError: the program reduces over ranks and there is no `gather`.
     """
 
     def __init__(
         self,
         program: Program,
-        reduce_max: ReduceMax | None = None,
+        gather: Gather | None = None,
         on_choice: OnChoice | None = None,
         scratch: torch.Tensor | None = None,
     ) -> None:
-        if program.reduces and reduce_max is None:
+        if program.reduces and gather is None:
             raise UsageError(
-                f"expected reduce_max for a program of {program.rank.count} ranks whose filter layers choose together, "
-                f"found none; pass the all-reduce of maxima over the ranks, or plan with `scope: local`"
+                f"expected gather for a program of {program.rank.count} ranks whose filter layers choose together, "
+                f"found none; pass an all-gather over the ranks, or plan with `scope: local`"
             )
-        self.reduce_max = reduce_max
+        self.gather = gather
         self.scratch = scratch
         self._on_choice = on_choice
         self._windows = {

@@ -227,7 +227,7 @@ class SparseBuilder(_Builder):
     @staticmethod
     def _report(host: PlanHost, prefilling: bool) -> None:
         new = host.counters.report(time.monotonic(), prefilling)
-        if new is not None:
+        if new is not None and host.program.rank.index == 0:  # the others count the same
             vllm.logger.info("sparsekv: %s", new)
             publish(new)
 
@@ -246,7 +246,7 @@ def _host_of(config: Any) -> PlanHost | None:
     path = None if model is None else plan_path(options, model.model, model.revision)
     if path is None:  # and nothing else of vLLM has been looked at
         return None
-    host = start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config))
+    host = start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config), vllm.gather)
     vllm.logger.info("sparsekv: %s by %s, kernels: %s", host.phases, path, host.backend)
     return host
 

@@ -20,7 +20,7 @@ from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.core import budgets
 from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
-from sparsekv.runtime.core.state import DecodeState, lists_of
+from sparsekv.runtime.core.state import DecodeState, Gather, lists_of
 from sparsekv.runtime.vllm.counters import Counters
 
 _SCRATCH_SHARE = 256  # of the device's memory for scores: one part in so many
@@ -37,13 +37,15 @@ class DecodeHost:
         longest: tokens of the longest request.
         device: of the engine.
         counters: of the engine.
+        gather: over the ranks that choose together; see `DecodeState`.
     """
 
     def __init__(
-        self, program: Program, backend: str, rows: int, longest: int, device: torch.device, counters: Counters
-    ) -> None:
+        self, program: Program, backend: str, rows: int, longest: int, device: torch.device, counters: Counters,
+        gather: Gather | None = None,
+    ) -> None:  # fmt: skip
         self._backend, self._counters = backend, counters
-        self._state = DecodeState(program, scratch=_scratch(program, rows * longest, device))
+        self._state = DecodeState(program, gather, scratch=_scratch(program, rows * longest, device))
         self._lengths_B = torch.zeros(rows, dtype=torch.int32, device=device)
         self._tally = self._state.budgets(torch.device("cpu"))
         self._whole_up_to = min(layer.filters.whole_up_to for layer in program.filters if layer.filters)

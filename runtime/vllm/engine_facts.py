@@ -104,6 +104,11 @@ def _untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
             f"vLLM {facts.release} on {facts.device}: sparsekv was tested with vLLM {known}; use that, or take the "
             'risk with "allow_untested": true'
         )
+    if facts.tensor_parallel > 1 and facts.device != "cpu" and not allowed:
+        yield (
+            f"tensor parallelism over {facts.tensor_parallel} ranks on {facts.device}, tested on a CPU alone: use "
+            '--tensor-parallel-size 1, or take the risk with "allow_untested": true'
+        )
     if facts.stages and not allowed:
         yield (
             f"pipeline parallelism over {len(facts.stages)} stages, which was not tested: use "
@@ -118,8 +123,6 @@ def _obstacles(facts: EngineFacts) -> Iterator[str]:
         yield f"a KV cache of {facts.kv_cache_dtype} beside a model in {facts.dtype}: use --kv-cache-dtype auto"
     if facts.context_parallel > 1:
         yield f"context parallelism over {facts.context_parallel} ranks: set its sizes to 1"
-    if facts.tensor_parallel > 1:
-        yield f"tensor parallelism over {facts.tensor_parallel} ranks, not yet: use --tensor-parallel-size 1"
     if facts.kv_connector is not None:
         yield f"the KV connector {facts.kv_connector}: remove --kv-transfer-config"
     if facts.encoder_decoder:

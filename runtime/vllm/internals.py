@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from vllm import __version__ as release
 from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
 from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
@@ -26,6 +27,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from sparsekv.kernels.prefill.flash.limits import FlashPackage, offer_package
 from sparsekv.plans.errors import UnsupportedError
+from sparsekv.runtime.core.program import Rank
 from sparsekv.runtime.vllm.engine_facts import TESTED, EngineFacts
 from sparsekv.runtime.vllm.plan_host import EngineModel
 
@@ -243,7 +245,14 @@ def engine_model(config: VllmConfig) -> EngineModel:
         page=config.cache_config.block_size,
         step=config.scheduler_config.max_num_batched_tokens,
         rows=config.scheduler_config.max_num_seqs,
+        rank=Rank(get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size),
     )
+
+
+def gather(x: torch.Tensor) -> torch.Tensor:
+    """[ranks, ...]: what each tensor-parallel rank gives; also in a captured graph."""
+    found: torch.Tensor = tensor_model_parallel_all_gather(x[None].contiguous(), dim=0)
+    return found
 
 
 def runs_ours(config: VllmConfig) -> bool:

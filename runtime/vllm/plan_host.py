@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.prefill import prefill
-from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.program import LayerProgram, Program, Rank
+from sparsekv.runtime.core.state import Gather
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name
 from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.vllm.counters import Counters
@@ -46,6 +47,7 @@ class EngineModel:
     page: int  # tokens
     step: int  # most tokens that are computed at once
     rows: int  # most requests
+    rank: Rank = field(default_factory=Rank)
 
 
 class Scratch:
@@ -207,8 +209,13 @@ class PlanHost:
         )
 
 
-def start_host(path: Path, options: Options, facts: EngineFacts, model: EngineModel) -> PlanHost:
+def start_host(
+    path: Path, options: Options, facts: EngineFacts, model: EngineModel, gather: Gather | None = None
+) -> PlanHost:
     """The plan of an engine that starts.
+
+    Args:
+        gather: over its tensor-parallel ranks; see `DecodeState`.
 
     Raises:
         PlanError: the file holds no plan.
@@ -229,10 +236,11 @@ def start_host(path: Path, options: Options, facts: EngineFacts, model: EngineMo
     check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), "vllm", model.step)
     _announce(plan, path)
     scratch = Scratch(model.longest + model.page, group.kv_heads * group.head_dim, model.dtype, model.device)
-    program = Program.of(plan.prefill, plan.decode, found)
+    program = Program.of(plan.prefill, plan.decode, found, model.rank)
     host = PlanHost(program, choice.name, scratch, model.longest)
     if program.filters:
-        host.decode = DecodeHost(program, choice.name, model.rows, model.longest, model.device, host.counters)
+        room = (model.rows, model.longest, model.device)
+        host.decode = DecodeHost(program, choice.name, *room, host.counters, gather)
     return host
 
 

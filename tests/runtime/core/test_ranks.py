@@ -98,15 +98,15 @@ def test_decode_of_all_ranks_is_that_of_the_whole(name, kv_heads, ranks):
     past, now = tensors(kv_heads, 2, 100), tensors(kv_heads, 1, 100)
     together = Ranks(ranks)
 
-    def run(program, queries, kv, reduce_max=None):
-        state = DecodeState(program, reduce_max)
+    def run(program, queries, kv, gather=None):
+        state = DecodeState(program, gather)
         for layer in program.layers:  # the end of the prompt, which a window looks back to
             state.remember(layer, past[0][layer.layer][:, queries])
         return step(program, now[0][:, :, queries], now[1][:, :, kv], now[2][:, :, kv], state)
 
     def of_rank(rank):
         program = Program.of(None, plan, model, Rank(rank, ranks))
-        return run(program, *rank_of(model, rank, ranks), together.reduce_max)
+        return run(program, *rank_of(model, rank, ranks), together.gather)
 
     expected = run(Program.of(None, plan, model), slice(0, HEADS), slice(0, kv_heads))
     torch.testing.assert_close(torch.cat(together.run(of_rank, ranks), 2), expected, atol=1e-5, rtol=1e-5)
@@ -153,7 +153,7 @@ def test_a_head_map_counts_in_the_kv_heads_of_the_filter_layer():
         Program.of(None, crossing, model, Rank(1, 2))
 
 
-def test_ranks_that_choose_together_need_their_all_reduce():
+def test_ranks_that_choose_together_need_their_all_gather():
     program = Program.of(None, decode_plan(SEGMENTS["max"]), model_info(LAYERS, HEADS, 4), Rank(0, 2))
-    with pytest.raises(UsageError, match="reduce_max"):
+    with pytest.raises(UsageError, match="gather"):
         DecodeState(program)

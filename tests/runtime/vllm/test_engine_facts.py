@@ -33,7 +33,7 @@ def test_a_plain_engine_is_taken() -> None:
         ({"speculative": "eagle"}, "speculative decoding (eagle)", "--speculative-config"),
         ({"kv_cache_dtype": "fp8"}, "fp8", "--kv-cache-dtype auto"),
         ({"context_parallel": 2}, "context parallelism over 2 ranks", "sizes to 1"),
-        ({"tensor_parallel": 4}, "tensor parallelism over 4 ranks, not yet", "--tensor-parallel-size 1"),
+        ({"tensor_parallel": 4, "device": "cuda", "release": "0.26.0"}, "parallelism over 4 ranks", "allow_untested"),
         ({"kv_connector": "LMCache"}, "the KV connector LMCache", "--kv-transfer-config"),
         ({"encoder_decoder": True}, "cross-attention", "only decoders"),
         ({"latent": True}, "MLA", "each head"),
@@ -52,9 +52,9 @@ def test_what_the_host_cannot_run_is_refused_by_name(fact: dict[str, Any], named
 
 
 def test_everything_that_stands_in_the_way_is_named_at_once() -> None:
-    message = refusal(speculative="ngram", tensor_parallel=2)
+    message = refusal(speculative="ngram", context_parallel=2)
     assert "speculative decoding" in message
-    assert "tensor parallelism" in message
+    assert "context parallelism" in message
 
 
 def test_an_untested_release_runs_where_it_is_allowed_and_nothing_else_with_it() -> None:
