@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, random_tokens, tiny_model
+from tiny_models import TYPICAL, random_tokens, tiny_model
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
 from sparsekv.kernels.decode.selection import Selection
@@ -139,7 +139,7 @@ def test_blocks_are_locked_exact_and_unlocked_in_the_end():
         assert not data.is_pinned()
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", TYPICAL)
 @pytest.mark.parametrize("hosts", [0, 3])
 def test_pieces_give_the_unmodified_models_logits(architecture, hosts):
     model = tiny_model(architecture, head_dim=64, dtype=torch.bfloat16).cuda()
