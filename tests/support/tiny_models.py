@@ -152,6 +152,14 @@ def tiny_model(
         return model.to(dtype).eval()
 
 
+def steady_model(architecture: str) -> PreTrainedModel:
+    """A model whose logits rounding moves little: in bfloat16 with a single expert; gpt-oss in float32, as it amplifies
+    the rounding of its attention."""
+    single = {"num_local_experts": 1, "num_experts_per_tok": 1} if architecture in ("gpt_oss", "granitemoe") else {}
+    dtype = torch.float32 if architecture == "gpt_oss" else torch.bfloat16
+    return tiny_model(architecture, head_dim=64, dtype=dtype, **single)
+
+
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character, for printable ASCII."""
     vocabulary = {character: number for number, character in enumerate(CHARACTERS)} | {"</s>": END, "<unk>": END + 1}
