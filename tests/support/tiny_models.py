@@ -153,11 +153,10 @@ def tiny_model(
 
 
 def steady_model(architecture: str) -> PreTrainedModel:
-    """A model whose logits rounding moves little: in bfloat16 with a single expert; gpt-oss in float32, as it amplifies
-    the rounding of its attention."""
-    single = {"num_local_experts": 1, "num_experts_per_tok": 1} if architecture in ("gpt_oss", "granitemoe") else {}
-    dtype = torch.float32 if architecture == "gpt_oss" else torch.bfloat16
-    return tiny_model(architecture, head_dim=64, dtype=dtype, **single)
+    """A model whose logits rounding moves little: in bfloat16, mixtures in float32 and with a single expert."""
+    if architecture in ("gpt_oss", "granitemoe"):
+        return tiny_model(architecture, head_dim=64, num_local_experts=1, num_experts_per_tok=1)
+    return tiny_model(architecture, head_dim=64, dtype=torch.bfloat16)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
