@@ -365,7 +365,7 @@ class MemoryModel:
 def _linear_bytes(group: AttentionGroup) -> int:
     """Of a token in a gated delta rule, as torch computes it in float32 and chunks of 64 tokens; fast kernels, where
     transformers has them, take less."""
-    return 4 * group.heads * (14 * group.head_dim + 4 * 64)
+    return 4 * group.heads * (14 * group.head_dim + 5 * 64)
 
 
 def _window_bytes(layer: LayerProgram, lists: int, tokens: int, key_bytes: int) -> int:

@@ -90,6 +90,8 @@ _OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leav
     "qwen3_next": _FEW_EXPERTS | {"shared_expert_intermediate_size": 40},
     "smollm3": {"no_rope_layer_interval": 2},
 }
+# One of each kind, for what does not depend on the numbers of a family.
+TYPICAL = ("glm", "gpt_oss", "gemma3_text", "granitemoe", "llama", "olmo2", "phi3", "qwen3")
 HYBRIDS = {
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
@@ -148,6 +150,13 @@ def tiny_model(
             if name.endswith("sinks"):
                 torch.nn.init.normal_(value, std=2.0)
         return model.to(dtype).eval()
+
+
+def steady_model(architecture: str) -> PreTrainedModel:
+    """A model whose logits rounding moves little: in bfloat16, mixtures in float32 and with a single expert."""
+    if architecture in ("gpt_oss", "granitemoe"):
+        return tiny_model(architecture, head_dim=64, num_local_experts=1, num_experts_per_tok=1)
+    return tiny_model(architecture, head_dim=64, dtype=torch.bfloat16)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

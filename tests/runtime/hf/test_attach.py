@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, random_tokens, tiny_model
+from tiny_models import TYPICAL, random_tokens, tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 from transformers import LlamaForCausalLM
 
@@ -34,7 +34,7 @@ def traces(model):
     }
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", TYPICAL)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_closing_restores_the_model(architecture: str, implementation: str):
     model = tiny_model(architecture)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, random_tokens, tiny_model
+from tiny_models import ARCHITECTURES, TYPICAL, random_tokens, tiny_model
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 from transformers import DynamicCache
 
@@ -35,6 +35,11 @@ def model(request):
     return tiny_model(request.param)
 
 
+@pytest.fixture(scope="module", params=TYPICAL)
+def typical(request):
+    return tiny_model(request.param)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("phases", [{}, {"prefill": False}, {"decode": False}], ids=["both", "decode", "prefill"])
 def test_greedy_tokens_are_those_of_the_dense_model(model, batch: int, phases: dict):
@@ -63,43 +68,43 @@ def talk(model, cache=None):
     return said
 
 
-def test_several_turns_give_the_dense_conversation(model):
-    dense = talk(model)
-    for plan in (full_plan(model), offloaded_plan(model)):
-        with apply(model, plan):
-            assert torch.equal(talk(model), dense)
-            assert torch.equal(talk(model, cache=DynamicCache()), dense)
+def test_several_turns_give_the_dense_conversation(typical):
+    dense = talk(typical)
+    for plan in (full_plan(typical), offloaded_plan(typical)):
+        with apply(typical, plan):
+            assert torch.equal(talk(typical), dense)
+            assert torch.equal(talk(typical, cache=DynamicCache()), dense)
 
 
-def test_without_a_cache_every_step_is_a_prefill(model):
+def test_without_a_cache_every_step_is_a_prefill(typical):
     prompt = random_tokens(2, 70)
-    dense = model.generate(prompt, max_new_tokens=3, do_sample=False)
-    with apply(model, full_plan(model)) as handle:
-        assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False, use_cache=False), dense)
+    dense = typical.generate(prompt, max_new_tokens=3, do_sample=False)
+    with apply(typical, full_plan(typical)) as handle:
+        assert torch.equal(typical.generate(prompt, max_new_tokens=3, do_sample=False, use_cache=False), dense)
         assert handle.stats().decode_share is None
 
 
-def test_the_base_model_can_be_called_by_itself(model):
+def test_the_base_model_can_be_called_by_itself(typical):
     prompt = random_tokens(1, 70)
     with torch.no_grad():
-        dense = model.base_model(prompt).last_hidden_state
-        with apply(model, full_plan(model)):
-            out = model.base_model(prompt)
+        dense = typical.base_model(prompt).last_hidden_state
+        with apply(typical, full_plan(typical)):
+            out = typical.base_model(prompt)
     assert out.past_key_values.get_seq_length() == 70
     torch.testing.assert_close(out.last_hidden_state, dense, atol=2e-4, rtol=2e-4)
 
 
-def test_below_the_crossover_both_phases_are_dense(model):
-    sparse = every_head(model, AShape(sink=tokens(1), window=tokens(1))).lengths[0]
+def test_below_the_crossover_both_phases_are_dense(typical):
+    sparse = every_head(typical, AShape(sink=tokens(1), window=tokens(1))).lengths[0]
     prefill = PrefillPlan(tile={"query": 64, "key": 64}, lengths=(PrefillBucket(up_to=400, dense=True), sparse))
     segments = decode_plan(segment(0, (1, 2), 4)).lengths[0]
-    plan = plan_for(model, prefill, DecodePlan(lengths=(DecodeBucket(up_to=400, dense=True), segments)))
+    plan = plan_for(typical, prefill, DecodePlan(lengths=(DecodeBucket(up_to=400, dense=True), segments)))
     short, long = random_tokens(1, 300), random_tokens(1, 450)
-    dense = model.generate(short, max_new_tokens=NEW, do_sample=False)
-    with apply(model, plan) as handle:
-        assert torch.equal(model.generate(short, max_new_tokens=NEW, do_sample=False), dense)
+    dense = typical.generate(short, max_new_tokens=NEW, do_sample=False)
+    with apply(typical, plan) as handle:
+        assert torch.equal(typical.generate(short, max_new_tokens=NEW, do_sample=False), dense)
         assert handle.stats().prefill_density == 1.0
         handle.reset_stats()
-        model.generate(long, max_new_tokens=NEW, do_sample=False)
+        typical.generate(long, max_new_tokens=NEW, do_sample=False)
         assert handle.stats().prefill_density < 0.6
         assert handle.stats().decode_share < 0.5

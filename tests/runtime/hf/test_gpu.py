@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, random_tokens, tiny_model
+from tiny_models import TYPICAL, random_tokens, steady_model, tiny_model
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
 from sparsekv.kernels.decode.selection import Selection
@@ -22,9 +22,9 @@ FULL = (
 )
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=TYPICAL)
 def model(request):
-    return tiny_model(request.param, head_dim=64, dtype=torch.bfloat16).cuda()
+    return steady_model(request.param).cuda()
 
 
 def logits(model, prompt, new):

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, random_tokens, steps, tiny_model
+from tiny_models import TYPICAL, random_tokens, steps, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 from torch import nn
 
@@ -29,7 +29,7 @@ OWN = decode_plan(segment(0, (0, 1, 2), 60, sink=4, recent=30))
 PLANS = {"dense": None, "sparse": SPARSE, "across buckets": GROWING, "a filter layer that is sparse": OWN}
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=TYPICAL)
 def model(request):
     return tiny_model(request.param, head_dim=64, dtype=torch.bfloat16).cuda()
 

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, random_tokens, tiny_model
+from tiny_models import TYPICAL, random_tokens, steady_model, tiny_model
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
 from sparsekv.kernels.decode.selection import Selection
@@ -139,10 +139,10 @@ def test_blocks_are_locked_exact_and_unlocked_in_the_end():
         assert not data.is_pinned()
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", TYPICAL)
 @pytest.mark.parametrize("hosts", [0, 3])
 def test_pieces_give_the_unmodified_models_logits(architecture, hosts):
-    model = tiny_model(architecture, head_dim=64, dtype=torch.bfloat16).cuda()
+    model = steady_model(architecture).cuda()
     prompt, new = random_tokens(2, 1500).cuda(), random_tokens(2, 6, 1).cuda()
 
     def run():
