@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers import Cache, DynamicCache
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.plans.errors import SparseKVError
@@ -237,7 +237,8 @@ class StepGraphs:
         for store in _stores(under_way.cache):
             store.advance()
         self.replayed += 1
-        return BaseModelOutputWithPast(last_hidden_state=hidden_B1E, past_key_values=under_way.cache)
+        # What every head reads, of mixtures too.
+        return MoeModelOutputWithPast(last_hidden_state=hidden_B1E, past_key_values=under_way.cache)
 
     def release(self) -> None:
         """Frees the graphs and their memory."""

@@ -187,3 +187,13 @@ def test_steps_over_a_cache_of_autocast_are_captured_in_its_dtype_and_none_under
         assert (handle.steps.replayed, len(handle.steps._graphs)) == (3 + 2, 2)
     assert {layer.store.keys.dtype for layer in cache.layers} == {torch.bfloat16}
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", ["granitemoe", "gpt_oss"])
+def test_captured_steps_of_a_mixture_have_what_its_head_reads(kind, captured):
+    mixture, prompt, new = tiny_model(kind), random_tokens(1, 30), random_tokens(1, 2, 1)
+    plan = plan_for(mixture)
+    with apply(mixture, plan, backend="triton") as handle:
+        found, _ = steps(mixture, prompt, new)
+    assert handle.steps.replayed == 2
+    torch.testing.assert_close(found, expected(mixture, plan, prompt, new), atol=1e-4, rtol=1e-4)
