@@ -101,6 +101,7 @@ def verify(flags: VerifyFlags) -> None:
         settle(asked, info.context_length, hardware)
 
     loaded = subject.load(flags, check)
+    found = _of_these_weights(found, loaded.info)
     differs = check_model(found, loaded.info, flags.allow_mismatch)
     if flags.write:
         _check_same_model(found, loaded.info, differs)
@@ -133,6 +134,14 @@ def verify(flags: VerifyFlags) -> None:
         raise GateError("gate missed: " + "; ".join(result.reasons)).with_facts(**facts)
     if flags.as_json:
         emit_json(facts)
+
+
+def _of_these_weights(plan: Plan, model: ModelInfo) -> Plan:
+    """An imported plan was made from a config alone: what is measured is measured on the weights that are loaded."""
+    known, found = plan.model.fingerprint, model.fingerprint
+    if plan.status != "imported" or known.weights is not None or known.architecture != found.architecture:
+        return plan
+    return plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": found})})
 
 
 def _aside(plan: Plan, file: Path | None) -> tuple[GivenPrompt, ...]:

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from sparsekv.plans.files import load_plan
+
 
 def test_import_and_export_by_the_command_line(sparsekv, folder: Path, tmp_path: Path) -> None:
     file, plan, back = tmp_path / "letters.txt", tmp_path / "plan.yaml", tmp_path / "back.txt"
@@ -16,3 +18,16 @@ def test_import_and_export_by_the_command_line(sparsekv, folder: Path, tmp_path:
     assert done.data["lost"]
     assert sparsekv("export", plan, "--to", "indexcache", "-o", back).code == 2  # it is there
     assert sparsekv("export", plan, "--to", "gguf", "-o", tmp_path / "x").code == 2
+
+
+def test_verifying_an_imported_plan_makes_it_a_measured_one(sparsekv, folder: Path, tmp_path: Path) -> None:
+    file, plan = tmp_path / "letters.txt", tmp_path / "plan.yaml"
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    file.write_text(json.dumps({"index_topk_pattern": "F" + "S" * (layers - 1), "index_topk": 64}))
+    assert sparsekv("import", file, "--model", folder, "-o", plan).code == 0
+    loose = ("--max-kl", 100, "--min-agreement", 0, "--min-exact", 0, "--max-failed", 1)
+    done = sparsekv("verify", folder, "--plan", plan, "--lengths", "1k", "--samples", 1, *loose, "--write")
+    assert done.code == 0, done.err
+    written = load_plan(plan)
+    assert (written.status, written.quality is not None) == ("unverified", True)
+    assert written.model.fingerprint.weights is not None
