@@ -24,7 +24,10 @@ _FORMATS = (*WRITERS, _ONNX)
 def import_settings(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Of another tool.", show_default=False)],
     model: Annotated[
-        str, typer.Option("--model", "-m", metavar="NAME", help="That it is for: only its config.json is read.")
+        str,
+        typer.Option(
+            "--model", "-m", metavar="NAME", help="That it is for, of which config.json is read; or a plan of it."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the plan goes.")],
     kind: Annotated[
@@ -50,12 +53,20 @@ def import_settings(
         emit_json({"path": str(out), "kind": found, "model": plan.model.id, "notes": list(notes)})
         return
     emit(f"{out}: imported from {found} for {plan.model.id}")
-    emit(f"next: sparsekv verify --plan {out} --model {model} --write")
+    loaded = plan.model.id if _is_plan(model) else model
+    emit(f"next: sparsekv verify --plan {out} --model {loaded} --write")
     for note in notes:
         tell(note)
 
 
+def _is_plan(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
 def _described(name: str) -> ModelInfo:
+    if _is_plan(name):  # its model: nothing has to be loaded
+        model = load_plan(plan_file(Path(name))).model
+        return model.model_copy(update={"fingerprint": model.fingerprint.model_copy(update={"weights": None})})
     from sparsekv.cli.arguments import Subject
     from sparsekv.runtime.hf.load import load_config
     from sparsekv.runtime.model_config import describe_config

@@ -13,6 +13,8 @@ def test_import_and_export_by_the_command_line(sparsekv, folder: Path, tmp_path:
     done = sparsekv("import", file, "--model", folder, "-o", plan)
     assert (done.code, "indexcache" in done.out) == (0, True), done.err
     assert sparsekv("validate", plan).code == 0
+    again = sparsekv("import", file, "--model", plan, "-o", tmp_path / "again.yaml")  # of the model of a plan
+    assert (again.code, load_plan(tmp_path / "again.yaml")) == (0, load_plan(plan))
     done = sparsekv("export", plan, "--to", "indexcache", "-o", back, "--json")
     assert (done.code, back.read_text().strip()) == (0, file.read_text())
     assert done.data["lost"]
