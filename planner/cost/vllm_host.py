@@ -21,7 +21,7 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.cost.measure import Host
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.settings import preset_vllm
-from sparsekv.runtime.vllm.engine_facts import TESTED, check_installed
+from sparsekv.runtime.vllm.engine_facts import TESTED, check_installed, known_releases
 from sparsekv.runtime.vllm.plan_host import Scratch
 
 
@@ -56,9 +56,11 @@ class VllmHost(Host):
         kind, release = internals.device_type(), internals.release.partition("+")[0]
         if kind != device.type:
             raise UsageError(f"expected a model on {kind}, which this vLLM is built for, found {device}; use --device")
-        if release not in TESTED.get(kind, ()):
-            known = " and ".join(f"{', '.join(releases)} on {device}" for device, releases in TESTED.items())
-            raise UnsupportedError(f"expected vLLM {known}, found {release} on {kind}; install a tested release")
+        if kind not in TESTED or (lacks := internals.missing_names()):
+            lacked = f", which lacks {', '.join(lacks)}" if kind in TESTED else ""
+            raise UnsupportedError(
+                f"expected vLLM {known_releases()}, found {release} on {kind}{lacked}; install a tested release"
+            )
         self._vllm = internals
         self.chunk = chunk or internals.server_step()
         self.versions = {"vllm": release}

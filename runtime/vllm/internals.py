@@ -1,7 +1,7 @@
-"""Everything that is taken from inside vLLM, which promises none of it to stay: no other file imports it.
+"""Everything that is taken from inside vLLM, which promises none of it to stay: no other file imports it, but for
+contract.py, which checks every name against the installed release.
 
-What differs between the CPU and CUDA is in one small class each. `tests/vllm/test_contract.py` checks every name
-against the installed release.
+What differs between the CPU and CUDA is in one small class each.
 
 Shapes: N pages, G KV heads, S tokens of a page, D head size, T tokens of a step.
 """
@@ -229,7 +229,18 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         encoder_decoder=model.is_encoder_decoder,
         latent=model.use_mla,
         micro_batches=parallel.use_ubatching,
+        missing=missing_names(),
     )
+
+
+def missing_names() -> tuple[str, ...]:
+    """What the installed release lacks of those that were tested; of these nothing is looked for."""
+    if platform is None or release.partition("+")[0] in TESTED[current_platform.device_type]:
+        return ()
+    from sparsekv.runtime.vllm.contract import unfulfilled
+
+    _, impl, builder = platform.classes()
+    return tuple(unfulfilled(impl, builder))
 
 
 def engine_model(config: VllmConfig) -> EngineModel:

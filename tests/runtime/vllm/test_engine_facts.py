@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from plans_samples import model_info, small_plan
 
-from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.errors import PlanWarning, UnsupportedError
 from sparsekv.plans.model import AttentionGroup
 from sparsekv.plans.patterns import AShape, TileShape, tokens
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
@@ -39,8 +39,8 @@ def test_a_plain_engine_is_taken() -> None:
         ({"latent": True}, "MLA", "each head"),
         ({"micro_batches": True}, "micro-batches", "turn them off"),
         ({"stages": (range(8), range(8, 12))}, "pipeline parallelism over 2 stages", '"allow_untested": true'),
-        ({"release": "0.31.0"}, "vLLM 0.31.0 on cpu", '"allow_untested": true'),
-        ({"release": "0.32.0", "device": "cuda"}, "vLLM 0.32.0 on cuda", "0.32.0 on cpu and 0.26.0 on cuda"),
+        ({"release": "0.31.0", "missing": ("LLM.ask",)}, "LLM.ask", '"allow_untested": true'),
+        ({"release": "0.32.0", "device": "rocm"}, "vLLM 0.32.0 on rocm", "0.32.0 on cpu and 0.26.0 on cuda"),
     ],
     ids=str,
 )
@@ -57,9 +57,19 @@ def test_everything_that_stands_in_the_way_is_named_at_once() -> None:
     assert "context parallelism" in message
 
 
+def test_an_untested_release_that_has_all_that_is_used_runs_with_a_warning() -> None:
+    with pytest.warns(PlanWarning, match=r"0\.33\.0"):
+        check_engine(EngineFacts(**(FACTS | {"release": "0.33.0"})), small_plan(), False)
+
+
 def test_an_untested_release_runs_where_it_is_allowed_and_nothing_else_with_it() -> None:
     check_engine(EngineFacts(**(FACTS | {"release": "0.40.0"})), small_plan(), True)
-    assert "vLLM" not in refusal(allow_untested=True, release="0.40.0", speculative="ngram").partition("found:")[2]
+    assert (
+        "vLLM"
+        not in refusal(allow_untested=True, release="0.40.0", missing=("LLM.ask",), speculative="ngram").partition(
+            "found:"
+        )[2]
+    )
 
 
 def test_pipeline_stages_that_cut_a_segment_are_refused_and_others_are_not() -> None:
