@@ -9,7 +9,7 @@ retrieval tasks of the reference model; each answer goes on to 48 tokens, and is
 The cache has room for six of the longest prompts, so that the engine preempts. One request in ten is cancelled: before
 its first step, amid its prompt, or amid its answer. A sample of those that were answered is asked again, one at a time
 in the same engine with nothing cached. Prints a line of JSON for each; without a plan, one is made by hand that is
-sparse from 512 tokens on. Prefixes are cached, prompts longer than --step are cut, and on a GPU steps that only decode
+sparse from 512 tokens on, in prefill and in decode. Prefixes are cached, prompts longer than --step are cut, and on a GPU steps that only decode
 are captured, as a server has it. `--dense` gives the share of right answers, and the memory, that a plan is held
 against; memory that grows from round to round of the same requests is a leak.
 """
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.bench.hand_plans import dense_up_to
+from sparsekv.bench.hand_plans import HandDecode, dense_up_to
 from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Sample, Split, make_sample, matches, prepare
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.files import write_plan
@@ -42,6 +42,7 @@ from sparsekv.runtime.model_config import describe_config
 from sparsekv.runtime.settings import preset_vllm
 
 MODEL = "tiny-retriever"
+FILTERS = (0, 7)  # its filter layers, as `plan` finds them
 WHEN = ("before", "prompt", "answer")  # a request is cancelled
 CANCELLED = 0.1  # of the requests
 NEW = 48  # tokens of an answer
@@ -105,7 +106,7 @@ def _engine(args: argparse.Namespace) -> Any:
 
     high = args.lengths[1]
     with tempfile.TemporaryDirectory() as folder:
-        ours = {"dense": True} if args.dense else {"plan": str(args.plan or _write_hand_plan(Path(folder)))}
+        ours = {"dense": True} if args.dense else {"plan": str(args.plan or _write_hand_plan(Path(folder), high))}
         return make_engine(
             resolve_model(MODEL).path_or_id,
             dtype=args.dtype,
@@ -121,7 +122,7 @@ def _engine(args: argparse.Namespace) -> Any:
         )
 
 
-def _write_hand_plan(folder: Path) -> Path:
+def _write_hand_plan(folder: Path, longest: int) -> Path:
     info = describe_config(load_config(MODEL), MODEL)
     pattern = VerticalSlash(vertical=tokens(256), slash=tokens(1024), last_q=64, max_tiles=fraction(0.25))
     heads = tuple(
@@ -130,18 +131,21 @@ def _write_hand_plan(folder: Path) -> Path:
         for layer in group.layers
     )
     prefill = PrefillPlan(tile=TileShape(query=64, key=64), lengths=(PrefillBucket(up_to=None, heads=heads),))
-    write_plan(dense_up_to(Plan(status="unverified", model=info, prefill=prefill), 512), folder / "sparsekv.yaml")
+    decode = HandDecode(fraction(0.1), FILTERS).plans(info, longest)[0]["last"].decode
+    plan = Plan(status="unverified", model=info, prefill=prefill, decode=decode)
+    write_plan(dense_up_to(plan, 512), folder / "sparsekv.yaml")
     return folder / "sparsekv.yaml"
 
 
 def _counted(llm: Any, dense: bool) -> dict[str, float]:
-    """Of prefill, since the last reset."""
+    """Since the last reset: of prefill, and tokens that were decoded sparse."""
     from sparsekv.runtime.vllm.counters import serving_stats
 
     if dense:
-        return {"density": 1.0, "failures": 0}
+        return {"density": 1.0, "decoded_sparse": 0, "failures": 0}
     stats = serving_stats(llm)
-    return {"density": round(stats.prefill_density or 0.0, 4), "failures": stats.failures}
+    counted = {"density": round(stats.prefill_density or 0.0, 4), "decoded_sparse": stats.decode_sparse}
+    return counted | {"failures": stats.failures}
 
 
 def _requests(llm: Any, args: argparse.Namespace) -> list[Request]:
