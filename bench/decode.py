@@ -39,6 +39,7 @@ from sparsekv.bench.harness import (
 from sparsekv.bench.random_model import BenchModel
 from sparsekv.bench.step_attention import Fillable, StepAttention, fill
 from sparsekv.kernels.backends import choose_backend
+from sparsekv.kernels.softmax import Softmax
 from sparsekv.planner.options import check_lengths
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.errors import UsageError
@@ -50,6 +51,7 @@ from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.runtime.hf.describe import attention_modules
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.plan_checks import check_plan
@@ -358,7 +360,8 @@ def _attention_rows(row: Row, runs: DecodeRuns) -> list[Row]:
     bench, subject, device, named = runs.bench, runs.subject, runs.model.device, _named(row, runs)
     layouts = tuple(replace(layout, batch=row.own["batch"]) for layout in layouts_of(subject.model))
     try:
-        attention = StepAttention(subject.info, layouts, row.length, row.backend, bench.seed)
+        softmax = softmax_of(subject.model)
+        attention = StepAttention(subject.info, layouts, row.length, row.backend, bench.seed, softmax)
         calls = {name: replayed(call, device) for name, call in attention.dense().items()}
         peers = time_calls(calls, row.length, device, bench.repeats)
         turns = {"dense": calls[peers.fastest]} if peers.fastest else {}
@@ -389,6 +392,12 @@ def _attention_rows(row: Row, runs: DecodeRuns) -> list[Row]:
             )
         )
     return rows
+
+
+def softmax_of(model: PreTrainedModel) -> Softmax:
+    """The soft cap and the sinks of a model, of its first layer."""
+    sinks_H = getattr(attention_modules(model)[0], "sinks", None)
+    return Softmax(getattr(model.config, "attn_logit_softcapping", None) or 0.0, sinks_H)
 
 
 def _token_rows(row: Row, runs: DecodeRuns) -> list[Row]:

@@ -1,7 +1,8 @@
 """Attention of one decode step, all layers one behind the other: by a plan, and by every dense kernel there is.
 
 Every layer has keys and values of its own, as many as a model's cache holds, so that a layer finds nothing of them in a
-GPU's cache from the step before.
+GPU's cache from the step before. Where some layers have full attention, it is theirs alone that is timed: no plan
+concerns the decode of others.
 
 Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, S cached tokens, D head size.
 """
@@ -20,9 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.bench.dense_kernels import FLASH_ATTN, TORCH_KERNELS, flash_attn_4, torch_kernel
 from sparsekv.bench.harness import wait_for
+from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan
-from sparsekv.runtime.core.decode import count_step, decode
+from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
@@ -93,29 +95,42 @@ class StepAttention:
         length: tokens of each row, the new one included.
         backend: the name that `choose_backend` gave.
         seed: of what is random.
+        softmax: of every layer; kernels of others compute it without sinks and caps.
 
     Raises:
         What an allocation raises.
     """
 
-    def __init__(self, info: ModelInfo, layouts: tuple[Layout, ...], length: int, backend: str, seed: int) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        layouts: tuple[Layout, ...],
+        length: int,
+        backend: str,
+        seed: int,
+        softmax: Softmax = PLAIN,
+    ) -> None:
         self._info = info
         self._backend = backend
+        self._softmax = softmax
         self._device = layouts[0].device
         self._lengths = (length,) * layouts[0].batch
-        self._stores = [DeviceStore() for _ in layouts]
-        for store, layout in zip(self._stores, layouts, strict=True):
+        self._timed = info.full_layers or tuple(range(info.layers))
+        timed = [layouts[layer] for layer in self._timed]
+        self._stores = [DeviceStore() for _ in timed]
+        for store, layout in zip(self._stores, timed, strict=True):
             store.reserve(length, layout)
-        fill(self._stores, length, layouts, seed)
+        fill(self._stores, length, timed, seed)
         groups = info.by_layer
-        queries = [replace(layout, heads=groups[layer].heads).empty(1) for layer, layout in enumerate(layouts)]
+        queries = [replace(layouts[layer], heads=groups[layer].heads).empty(1) for layer in self._timed]
         generator = torch.Generator(self._device).manual_seed(seed)
         self._queries = [q_BH1D.normal_(generator=generator) for q_BH1D in queries]
 
     def by_plan(self, plan: DecodePlan | None) -> Step:
         """The step as the runtime computes it; without a plan by its dense kernel."""
-        program = Program.of(None, plan, self._info)
+        program = self._program(plan)
         state, lengths = DecodeState(program), self._lengths
+        sources = [WithSoftmax(store, self._softmax) for store in self._stores]
         # A captured step never learns the lengths.
         known = (
             torch.tensor(lengths, dtype=torch.int32, device=self._device) if self._device.type == "cuda" else lengths
@@ -124,8 +139,8 @@ class StepAttention:
         def step() -> list[torch.Tensor]:
             state.begin(known, self._device)
             return [
-                decode(layer, q_BH1D, store, state, scale=q_BH1D.shape[-1] ** -0.5, backend=self._backend)
-                for layer, q_BH1D, store in zip(program.layers, self._queries, self._stores, strict=True)
+                decode(layer, q_BH1D, source, state, scale=q_BH1D.shape[-1] ** -0.5, backend=self._backend)
+                for layer, q_BH1D, source in zip(program.layers, self._queries, sources, strict=True)
             ]
 
         return step
@@ -137,12 +152,16 @@ class StepAttention:
 
     def counted(self, plan: DecodePlan) -> RunStats:
         """What the step attends to by the plan."""
-        count_step(Program.of(None, plan, self._info), self._lengths, meter := Meter())
+        count_step(self._program(plan), self._lengths, meter := Meter())
         return meter.read()
+
+    def _program(self, plan: DecodePlan | None) -> Program:
+        program = Program.of(None, plan, self._info)
+        return replace(program, layers=tuple(program.layers[layer] for layer in self._timed))
 
     def _each_layer(self, attend: Attend) -> list[torch.Tensor]:
         groups, found = self._info.by_layer, []
-        for layer, (q_BH1D, store) in enumerate(zip(self._queries, self._stores, strict=True)):
+        for layer, q_BH1D, store in zip(self._timed, self._queries, self._stores, strict=True):
             seen = slice(-min(store.length, groups[layer].window or store.length), None)
             found.append(attend(q_BH1D, *(x_BGSD[:, :, seen] for x_BGSD in store.tensors)))
         return found

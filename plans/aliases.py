@@ -60,6 +60,9 @@ ALIASES = (
     Alias("qwen2.5-14b-1m", "Qwen/Qwen2.5-14B-Instruct-1M", "qwen2", "1m"),
     Alias("qwen3-8b", "Qwen/Qwen3-8B", "qwen3", "40k"),
     Alias("qwen3-14b", "Qwen/Qwen3-14B", "qwen3", "40k"),
+    Alias("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", "qwen3_moe", "40k"),
+    Alias("gemma3-12b", "google/gemma-3-12b-it", "gemma3_text", "128k"),  # the text decoder of a model for images
+    Alias("gpt-oss-20b", "openai/gpt-oss-20b", "gpt_oss", "128k"),
     Alias("glm-4-9b-1m", "THUDM/glm-4-9b-chat-1m-hf", "glm", "1m"),
 )
 

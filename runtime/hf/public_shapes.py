@@ -41,6 +41,38 @@ def _qwen2(context: int, rope_theta: float) -> dict[str, Any]:
     return _shape("qwen2", rope_theta, 28, 3584, 18944, 28, 4, 152064, context)
 
 
+_GEMMA3_12B = _shape("gemma3_text", 1e6, 48, 3840, 15360, 16, 8, 262208, 131072) | {
+    "head_dim": 256,
+    "sliding_window": 1024,
+    "query_pre_attn_scalar": 256,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "tie_word_embeddings": True,
+}
+_QWEN3_30B_A3B = _shape("qwen3_moe", 1e6, 48, 2048, 6144, 32, 4, 151936, 40960) | {
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+_GPT_OSS_20B = _shape("gpt_oss", 150000.0, 24, 2880, 2880, 64, 8, 201088, 131072) | {
+    "head_dim": 64,
+    "sliding_window": 128,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
 # By alias, see plans/aliases.py.
 PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": _llama(8192, 5e5),
@@ -56,6 +88,9 @@ PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-14b-1m": _shape("qwen2", 1e7, 48, 5120, 13824, 40, 8, 152064, 1010000),
     "qwen3-8b": _shape("qwen3", 1e6, 36, 4096, 12288, 32, 8, 151936, 40960),
     "qwen3-14b": _shape("qwen3", 1e6, 40, 5120, 17408, 40, 8, 151936, 40960),
+    "qwen3-30b-a3b": _QWEN3_30B_A3B,
+    "gemma3-12b": _GEMMA3_12B,
+    "gpt-oss-20b": _GPT_OSS_20B,
 }
 
 

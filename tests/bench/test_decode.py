@@ -18,6 +18,7 @@ from sparsekv.bench.decode import (
     Run,
     bench_decode,
     check_decode,
+    softmax_of,
 )
 from sparsekv.bench.hand_plans import HandDecode
 from sparsekv.bench.random_model import BenchModel
@@ -146,6 +147,23 @@ def test_every_dense_kernel_computes_what_the_runtime_computes(window):
     assert expected.shape == (3, 2, 4, 1, 32)
     for found in others:
         torch.testing.assert_close(found, expected)
+
+
+def test_attention_alone_is_that_of_layers_with_full_attention_sinks_included():
+    model = tiny_model(
+        "gpt_oss", layer_types=["sliding_attention", "full_attention", "full_attention"], sliding_window=64
+    )
+    info, plain = info_of(model), softmax_of(tiny_model())
+    steps = {
+        softmax: StepAttention(info, tuple(layouts_of(model)), LENGTH, "cpu", 1, softmax)
+        for softmax in (softmax_of(model), plain)
+    }
+    with_sinks, without = (torch.stack(one.dense()["sparsekv dense"]()) for one in steps.values())
+    assert len(with_sinks) == len(info.full_layers) == 2
+    assert not torch.equal(with_sinks, without)
+    plans, _ = HandDecode(tokens(BUDGET), (info.full_layers[0],)).plans(info, LENGTH)
+    counts = steps[plain].counted(plans["last"].decode)
+    assert counts.decode_tokens_cached == 2 * LENGTH
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
