@@ -9,9 +9,9 @@ retrieval tasks of the reference model; each answer goes on to 48 tokens, and is
 The cache has room for six of the longest prompts, so that the engine preempts. One request in ten is cancelled: before
 its first step, amid its prompt, or amid its answer. A sample of those that were answered is asked again, one at a time
 in the same engine with nothing cached. Prints a line of JSON for each; without a plan, one is made by hand that is
-sparse from 512 tokens on, in prefill and in decode. Prefixes are cached, prompts longer than --step are cut, and on a GPU steps that only decode
-are captured, as a server has it. `--dense` gives the share of right answers, and the memory, that a plan is held
-against; memory that grows from round to round of the same requests is a leak.
+sparse from 512 tokens on, in prefill and in decode. Prefixes are cached, prompts longer than --step are cut, and on a
+GPU steps that only decode are captured, as a server has it. `--dense` gives the share of right answers, and the memory,
+that a plan is held against; memory that grows from round to round of the same requests is a leak.
 """
 
 from __future__ import annotations
