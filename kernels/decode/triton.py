@@ -88,7 +88,7 @@ def score(
 def _run(
     q_BHQD: torch.Tensor, keys: KeyView, selection: Selection | None, scale: float, window: int | None, want_lse: bool,
     scoring: Scoring | None, launch: Launch | None, out: torch.Tensor | None, attends: bool = True,
-    queries: Queries = Queries(),  # noqa: B008 - frozen
+    queries: Queries = Queries(),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Output, log-sum-exp and scores. Where it does not attend, the output is not written and no value is read."""
     B, H, _, D = q_BHQD.shape
@@ -175,8 +175,8 @@ def _logits_of(scoring: Scoring | None, logits_HT: torch.Tensor | None, unused: 
 
 
 def launch_for(device: torch.device, rows: int, dtype: torch.dtype, size: int, queries: int = 16) -> Launch:
-    """What suits the GPU; `rows` are pairs of a batch row and a KV head, `size` is that of a head, `queries` are rows of
-    a program's product.
+    """What suits the GPU; `rows` are pairs of a batch row and a KV head, `size` is that of a head, `queries` how many a
+    program has.
 
     Four programs are resident on a multiprocessor of an H200: one more would be a wave of its own. Over all tokens or
     selected ones, with scores or without, at every capacity the launch is the same, and so is rounding: tokens depend

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from types import TracebackType, UnionType
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -20,7 +20,7 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode
+from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode, decode_dense
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import DecodeState
@@ -29,11 +29,12 @@ from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
 from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, first_of, sparse_cache
 from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of, reads_of
-from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
+from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers, rope_switch
 from sparsekv.runtime.plan_checks import check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
@@ -51,6 +52,7 @@ class PlanEngine:
         placement: the layers whose keys and values live in host memory; of caches to come, so that it may change.
         chunking: how long inputs are cut.
         memory: where blocks of host memory come from; its own when None.
+        exact: the program's steps are drafts, and what they draft is checked.
     """
 
     differentiable = False
@@ -63,8 +65,10 @@ class PlanEngine:
         placement: Placement,
         chunking: Chunking,
         memory: HostMemory | None = None,
+        exact: bool = False,
     ) -> None:
         self.open = True
+        self.loop = ExactLoop(lambda: self.meter, lambda: self.placement.layers) if exact else None
         self.bytes: list[Bytes] = []
         self.host_reads = HostReads()
         self.meter = Meter()
@@ -75,6 +79,7 @@ class PlanEngine:
         self.graphs: StepGraphs | None = None
         self._told = False
         self._program = program
+        self._programs = {Phase.DECODE: program} | ({Phase.CHECK: program.dense_in_decode} if exact else {})
         self.placement = placement
         self._chunking = chunking
         self.memory = HostMemory() if memory is None else memory
@@ -100,13 +105,18 @@ class PlanEngine:
         if not can_capture(self._device, self._backend):
             return ()
         if self.graphs is None:  # else it was suspended
-            self.graphs = StepGraphs(self._model_type, self._program, self.host_reads)
+            self.graphs = StepGraphs(self._model_type, self._programs, self.host_reads)
         return (self.graphs,)
 
-    def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
-        """Starts a decode step at which the rows have these lengths, the new tokens included, and counts it."""
+    @property
+    def step_phase(self) -> Phase:
+        """Dense under `exact`, but for drafts."""
+        return Phase.DECODE if self.loop is None else Phase.CHECK
+
+    def begin_step(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
+        """Starts a step at which the rows have these lengths, the new tokens included, and counts it."""
         first_of(cache).state.begin(lengths, device)
-        count_step(self._program, lengths, self.meter)
+        count_step(self._programs[phase], lengths, self.meter)
         if self.graphs is None and not self._told and can_capture(self._device, self._backend):
             self._told = True
             warnings.warn("decode steps are not captured: the decoder has a forward of its own", GraphWarning, 2)
@@ -121,10 +131,13 @@ class PlanEngine:
     def attend(self, call: LayerCall) -> torch.Tensor:
         """The call's phase of its layer."""
         layer, entry = self._program.layers[call.layer], call.entry
-        if call.phase is Phase.DECODE:
-            assert entry is not None, "decode without a cache"
+        if call.phase is not Phase.PREFILL:
+            assert entry is not None, "a step without a cache"
             source = entry.store if call.softmax is PLAIN else WithSoftmax(entry.store, call.softmax)
             step = partial(decode, layer, call.q_BHSD, source, entry.state, scale=call.scale)
+            if call.phase is Phase.CHECK:
+                lengths_B = entry.state.lengths_B
+                step = partial(decode_dense, layer, call.q_BHSD, source, lengths_B, scale=call.scale, new_B=call.new_B)
             return self.fallback.decode(lambda backend: step(backend=backend), self._backend, call.q_BHSD.device)
         if entry is not None:
             entry.state.remember(layer, call.q_BHSD)
@@ -385,6 +398,7 @@ def apply(
     kv_host_layers: int | Sequence[int] | None = None,
     chunking: Chunking | None = None,
     memory: HostMemory | None = None,
+    exact: bool | Literal["decode"] = False,
 ) -> Handle:
     """Runs `model` by `plan` until the returned handle is closed; `model(...)` and `model.generate(...)` as before.
 
@@ -402,6 +416,8 @@ def apply(
             that decode reads least of come first). A layer in no segment is copied back as a whole at every step.
         chunking: from which length on layers work in pieces, and of which size; rarely of interest.
         memory: blocks of host memory to share with other handles, which the caller closes; its own when None.
+        exact: the output is that of dense attention: the plan's decode drafts, dense attention checks; prefill is
+            dense, or by the plan with "decode". See docs/exact.md.
 
     Returns:
         The handle, which is also a context manager.
@@ -423,7 +439,7 @@ def apply(
     _check_offload(offload, kv_host_layers)
     info = info or describe_model(model)
     check_plan(plan, info, allow_mismatch)
-    phases = plan.prefill if prefill else None, plan.decode if decode else None
+    phases = plan.prefill if prefill and exact is not True else None, plan.decode if decode else None
     tile = phases[0].tile if phases[0] else None
     capped = has_soft_cap(model.config)
     choice = choose_backend(model.device, model.dtype, info.attention[0].head_dim, backend, tile, capped)
@@ -432,7 +448,10 @@ def apply(
     loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
     sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking)
-    engine = PlanEngine(Program.of(*phases, info), model, choice.name, sizes.permitted, chunking, memory)
+    program = Program.of(*phases, info)
+    if exact:
+        _check_exact(exact, program, model)
+    engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, memory, exact=bool(exact))
     return Handle(model, engine, choice, sizes)
 
 
@@ -455,6 +474,29 @@ def _check_offload(mode: object, host_layers: object) -> None:
         raise UsageError(f"expected offload to be {', '.join(get_args(OffloadMode))}, found {mode!r:.40}")
     if host_layers is not None:
         raise UsageError(f"expected offload or kv_host_layers, found both: {mode} and {host_layers!r:.40}")
+
+
+def _check_exact(exact: object, program: Program, model: PreTrainedModel) -> None:
+    """What drafts cannot be made with, or not be taken back."""
+    if exact not in (True, "decode"):
+        raise UsageError(f'expected exact to be True, False or "decode", found {exact!r:.40}')
+    if not program.filters:
+        raise UsageError("expected a plan whose decode is sparse, to draft with, found one that is dense, or left out")
+    if program.remembers:
+        raise UnsupportedError(
+            f"expected filter layers that choose by the newest query alone, found that layer {program.remembers[0]} "
+            "looks at older ones, which drafts would leave behind; compile the plan with the selector `last`"
+        )
+    if linear := linear_layers(model.config):
+        raise UnsupportedError(
+            f"expected layers with keys and values, found a recurrent state in layer {linear[0]}: drafts cannot be "
+            "taken back; leave exact out"
+        )
+    if switch := rope_switch(model.config):
+        raise UnsupportedError(
+            f"expected rotary angles that do not depend on the length, found others from {switch + 1} tokens on; leave "
+            "exact out"
+        )
 
 
 def _check_type(kind: type | UnionType, expected: str, **arguments: object) -> None:
