@@ -242,8 +242,8 @@ def decode_attention(
         ShapeError: Q is none of these, or the tensors do not fit together.
         BackendError: the backend does not exist, or cannot run these tensors.
     """
-    module = _module(backend, _DECODE)
-    check_keys(q_BHQD, keys, scale, _any_strides(backend), MOST_QUERIES if selection is scoring is out is None else 1)
+    module, chooses = _module(backend, _DECODE), not (selection is None and scoring is None and out is None)
+    check_keys(q_BHQD, keys, scale, _any_strides(backend), 1 if chooses else MOST_QUERIES)
     found: AttentionOutput = module.decode(
         q_BHQD, keys, selection, scale=scale, window=window, want_lse=want_lse, scoring=scoring, out=out, new_B=new_B
     )

@@ -193,6 +193,11 @@ class Handle:
         return self._engine.graphs
 
     @property
+    def loop(self) -> ExactLoop | None:
+        """What `generate` runs under `exact`."""
+        return self._engine.loop
+
+    @property
     def host_layers(self) -> frozenset[int]:
         """The layers whose keys and values are in host memory, in caches to come; see `new_cache`."""
         return self._engine.placement.layers

@@ -209,11 +209,13 @@ class Engine(CacheOwner, Protocol):
 
     Attributes:
         differentiable: whether autograd may look into `attend`.
-        loop: what `generate` runs in place of its own; None for its own.
     """
 
     differentiable: bool
-    loop: Loop | None
+
+    @property
+    def loop(self) -> Loop | None:
+        """What `generate` runs in place of its own; None for its own."""
 
     def executors(self) -> Sequence[Executor]:
         """What runs its forward passes, besides that of long inputs."""

@@ -232,7 +232,7 @@ class ExactLoop:
             raise
         if streamer is not None:
             streamer.end()
-        pad = generation_config._pad_token_tensor  # type: ignore[attr-defined]
+        pad: torch.Tensor | None = generation_config._pad_token_tensor
         ids_BT = text.padded(0 if pad is None else int(pad))
         if not generation_config.return_dict_in_generate:
             return ids_BT

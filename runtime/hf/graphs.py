@@ -216,6 +216,11 @@ class StepGraphs:
         """The captured step that ran last."""
         return self._next
 
+    def captured(self, phase: Phase, new: int) -> StepGraph | None:
+        """The captured step of a phase with so many new tokens a row that ran last."""
+        found = [graph for (of, shape), graph in self._served.items() if (of, shape[1]) == (phase, new)]
+        return found[-1] if found else None
+
     def takes(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> bool:
         """Whether this forward pass is a decode step that can be replayed; captures it where none was before."""
         program = self._programs.get(under_way.phase)
