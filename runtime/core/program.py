@@ -147,12 +147,15 @@ class Program:
         return cls(rank, tuple(_layer(layer, prefill, segments, model, rank) for layer in range(model.layers)))
 
     @cached_property
+    def attending(self) -> tuple[LayerProgram, ...]:
+        """The layers with keys and values; the others have a recurrent state."""
+        return tuple(layer for layer in self.layers if not layer.is_linear)
+
+    @cached_property
     def alike_in_decode(self) -> tuple[tuple[LayerProgram, int], ...]:
         """One of the layers that read as much in every step, and how many of them there are."""
         kinds: dict[object, list[LayerProgram]] = {}
-        for layer in self.layers:
-            if layer.is_linear:
-                continue
+        for layer in self.attending:
             segment = layer.follows.filter if layer.follows else None
             kinds.setdefault((segment, layer.window, layer.chooses_for_itself), []).append(layer)
         return tuple((layers[0], len(layers)) for layers in kinds.values())
