@@ -298,7 +298,7 @@ def unsupported(plan: Plan) -> list[str]:
 
 def _unsupported(plan: Plan) -> Iterator[str]:
     for number, rule in enumerate(plan.kv_cache or ()):
-        if rule.keep != "all":
+        if rule.is_lossy:
             yield f"kv_cache[{number}].keep: lossy retention (layers {format_ids(rule.layers)}); only `all` is executed"
     for number, target in enumerate(plan.targets):
         if target.tensor_parallel > 1:

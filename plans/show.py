@@ -264,10 +264,10 @@ def _segments(title: str, bucket: DecodeBucket, model: ModelInfo) -> Table:
 
 
 def _cache(rules: Sequence[Retention]) -> Table:
-    lossy = ("sink", "recent", "score", "observe")
+    lossy = ("sink", "recent", "generated", "score", "observe", "heads")
     told = [tuple("" if (own := getattr(one, name)) is None else str(own) for name in lossy) for one in rules]
     rows = [(format_ids(one.layers), text_of(one.keep), *own) for one, own in zip(rules, told, strict=True)]
-    return _table("\nCache retention", "Layers  Keep  Sink  Recent  Score  Observe", rows)
+    return _table("\nCache retention", "Layers  Keep  Sink  Recent  Generated  Score  Observe  Heads", rows)
 
 
 SCORE_HEADER = ("Task", "Dense", "Sparse", "Sparse - dense, 95%")

@@ -17,7 +17,7 @@ def test_a_plan_that_runs_names_nothing() -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        "kv_cache[1].keep: lossy retention (layers 2-7)",
+        "kv_cache[1].keep: lossy retention (layers 0)",
         "targets[0].tensor_parallel: 2 ranks",
     ],
 )
