@@ -1,8 +1,7 @@
 """How much attention the last queries of a prompt pay to every key: what a smaller cache is chosen by.
 
 Softmax over the keys for each observed query; mean over the queries and over the query heads of a KV head; then the sum
-over neighbouring keys, as single keys of a phrase stand out by chance (SnapKV, 2024, section 4; PyramidKV, 2024, section
-3.2).
+over neighbouring keys, as single keys of a phrase stand out by chance (SnapKV, 2024, section 4; PyramidKV, 2024).
 
 Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, W observed queries, S keys, D head size.
 """

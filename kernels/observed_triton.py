@@ -32,7 +32,7 @@ def attention_sums(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, sof
     rows, device = heads // groups * window, k_BGSD.device
     span = triton.cdiv(max(_RANGE, triton.cdiv(keys, _MOST_RANGES)), _KEYS) * _KEYS
     ranges = triton.cdiv(keys, span)
-    stats_2BGRX = torch.empty((2, batch * groups, ranges, rows), dtype=torch.float32, device=device)
+    stats_2GRX = torch.empty((2, batch * groups, ranges, rows), dtype=torch.float32, device=device)
     sums_BGS = torch.empty((batch, groups, keys), dtype=torch.float32, device=device)
     shared = (*q_BHWD.stride()[:3], *k_BGSD.stride()[:3], scale * _LOG2_E, groups, window, rows, keys)
     options: dict[str, Any] = {
@@ -41,21 +41,23 @@ def attention_sums(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, sof
     }  # fmt: skip
     with torch.cuda.device_of(k_BGSD):
         stats_kernel[(triton.cdiv(rows, _ROWS), ranges, batch * groups)](
-            q_BHWD, k_BGSD, *stats_2BGRX, *shared, span, **options
+            q_BHWD, k_BGSD, *stats_2GRX, *shared, span, **options
         )
-        lse_GX = _joined(*stats_2BGRX, softmax, groups)
+        lse_GX = _joined(stats_2GRX, softmax, groups)
         sums_kernel[(triton.cdiv(keys, _KEYS), batch * groups)](q_BHWD, k_BGSD, lse_GX, sums_BGS, *shared, **options)
     return sums_BGS
 
 
-def _joined(most_GRX: torch.Tensor, sum_GRX: torch.Tensor, softmax: Softmax, groups: int) -> torch.Tensor:
+def _joined(stats_2GRX: torch.Tensor, softmax: Softmax, groups: int) -> torch.Tensor:
     """Log-sum-exp of each row, to the base of 2, learned sinks included."""
+    most_GRX, sum_GRX = stats_2GRX
     most_G1X = most_GRX.amax(1, keepdim=True)
     lse_GX = most_G1X[:, 0] + (sum_GRX * torch.exp2(most_GRX - most_G1X)).sum(1).log2()
     if softmax.sinks_H is None:
         return lse_GX
     lse_BHW = lse_GX.view(-1, len(softmax.sinks_H), lse_GX.shape[1] * groups // len(softmax.sinks_H))
-    return torch.logaddexp2(lse_BHW, softmax.sinks_H.float()[:, None] * _LOG2_E).view_as(lse_GX)
+    with_sinks_BHW: torch.Tensor = torch.logaddexp2(lse_BHW, softmax.sinks_H.float()[:, None] * _LOG2_E)
+    return with_sinks_BHW.view_as(lse_GX)
 
 
 @no_type_check

@@ -258,8 +258,8 @@ def _check_lossy(rule: Retention, model: ModelInfo, decode: DecodePlan | None, p
     if both := set(rule.layers).intersection(offloaded):
         raise FieldError(f"expected layers that are not offloaded to drop tokens, found {format_ids(both)}", *path)
     named = decode.sparse_layers | decode.filter_layers if decode else frozenset()
-    if both := named.intersection(rule.layers):
-        message = f"expected layers outside every decode segment to drop tokens, found {format_ids(both)} in one"
+    if joined := named.intersection(rule.layers):
+        message = f"expected layers outside every decode segment to drop tokens, found {format_ids(joined)} in one"
         raise FieldError(message, *path)
     if rule.kept_tokens(context) == context:
         message = f"expected to keep fewer tokens than the context of {context}, found a rule that keeps all of it"

@@ -329,12 +329,16 @@ class Attached:
             new_S = torch.arange(tokens.shape[1], device=tokens.device)
             inputs["position_ids"] = torch.tensor(lengths, device=tokens.device)[:, None] + new_S
         phase = None if prompt is None else prompt.phase(cache, past)
+        new = 0 if tokens is None else tokens.shape[1]
+        ends = prompt is not None and phase is Phase.PREFILL and past + new >= prompt.end
         if phase is None:
             alone = tokens is not None and tokens.shape[1] == 1 and past > 0
             phase = Phase.DECODE if alone else Phase.PREFILL
         if phase is Phase.DECODE and cache is not None and tokens is not None:
             self._engine.begin_step(cache, tuple(length + 1 for length in lengths), tokens.device)
-        return Pass(self._engine, phase, cache, self.windows)
+        elif cache is not None:
+            self._engine.begin_prompt(cache)
+        return Pass(self._engine, phase, cache, self.windows, ends_prompt=ends)
 
 
 def _restore(module: nn.Module, name: str, value: Any, former: Any) -> None:

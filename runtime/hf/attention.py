@@ -56,19 +56,22 @@ class LayerCall:
     window: int | None
     softmax: Softmax = PLAIN
     q_is_spare: bool = False  # nobody reads q after the call: the output may take its place
+    ends_prompt: bool = False  # known to be the last of a prompt
 
     @property
     def chunk(self) -> Chunk:
-        """Where the rows lie."""
+        """Where the rows lie among the keys in memory."""
         batch, _, queries, _ = self.q_BHSD.shape
-        lengths = (queries,) * batch if self.entry is None else self.entry.store.lengths
+        lengths = (queries,) * batch if self.entry is None else self.entry.held
         return Chunk(tuple(length - queries for length in lengths), lengths)
 
     def keys(self, chunk: Chunk) -> KeyView:
         """All keys so far, the chunk's included. Without a past the new rows are all there is, wherever the store has
         its copy."""
-        lengths_B = on_device(chunk.lengths, self.q_BHSD.device, torch.int32)
-        if self.entry is None or not any(chunk.past):
+        new = self.entry is None or not any(chunk.past)
+        lengths = chunk.lengths if self.entry is None else self.entry.store.lengths
+        lengths_B = on_device(lengths, self.q_BHSD.device, torch.int32)
+        if self.entry is None or new:
             return KeyView(self.k_BGSD, self.v_BGSD, lengths_B, softmax=self.softmax)
         return replace(self.entry.store.view(lengths_B), softmax=self.softmax)
 
@@ -83,6 +86,7 @@ class Pass:
     windows: Mapping[int, int | None]  # the sliding window of each layer that attends, in order
     attended: int = 0  # layers that have
     projects: bool = False  # the layers are asked for queries, keys and values alone
+    ends_prompt: bool = False  # it is known to be the last of a prompt
 
     def attend(
         self,
@@ -106,8 +110,10 @@ class Pass:
         entry, found = self.entry(layer), attention_dtype(qkv[0])
         dtype = found if entry is None else entry.dtype_for(qkv[0])
         q_BHSD, k_BGSD, v_BGSD = (x.to(dtype) for x in qkv)
-        window = self.windows[layer]
-        call = LayerCall(layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, window, softmax, q_is_spare)
+        call = LayerCall(
+            layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, self.windows[layer], softmax, q_is_spare,
+            self.ends_prompt,
+        )  # fmt: skip
         with _without_autocast(q_BHSD.device.type):
             return self._attend(call).to(found)
 
@@ -195,6 +201,9 @@ class Engine(CacheOwner, Protocol):
     def executors(self) -> Sequence[Executor]:
         """What runs its forward passes, besides that of long inputs."""
 
+    def begin_prompt(self, cache: Cache) -> None:
+        """A pass over tokens of a prompt is about to run."""
+
     def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
         """Starts a decode step at which the rows have these lengths, the new tokens included."""
 
@@ -222,6 +231,9 @@ class DenseEngine:
     def executors(self) -> Sequence[Executor]:
         """None."""
         return ()
+
+    def begin_prompt(self, cache: Cache) -> None:
+        """Nothing to start."""
 
     def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
         """Nothing to start."""

@@ -56,6 +56,8 @@ def obstacle(program: Program, stores: Sequence[Any], lengths: tuple[int, ...], 
     """
     rows = ids_B1.shape[0]
     for layer, store in zip(program.layers, stores, strict=True):
+        if layer.retains:
+            return f"layer {layer.layer} drops tokens"
         if store.keys is None or store.keys.device != ids_B1.device:
             return "keys and values do not all lie on the device of the tokens"
         if store.keys.shape[0] != rows:
