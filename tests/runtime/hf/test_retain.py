@@ -1,5 +1,6 @@
 """Layers that drop tokens of a prompt, against masked attention over a cache that drops nothing."""
 
+import copy
 from contextlib import suppress
 from itertools import count
 
@@ -11,8 +12,12 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 from transformers import DynamicCache
 
+from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.patterns import AShape, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.long_inputs import Chunking
+from sparsekv.runtime.hf.memory import MemoryModel, ModelSize, Request
+from sparsekv.runtime.hf.placement import Placement
 
 NEW = 12  # tokens generated behind each prompt: more than stay
 
@@ -105,3 +110,150 @@ def test_soft_caps_and_learned_sinks_count_in_scores(architecture: str):
     with apply(model, plan):
         found, _ = run(model, turns)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def watched_bytes(model, handle, call):
+    """What `call` returns, and the bytes of keys and values behind each layer that ran."""
+    seen = []
+    hooks = [
+        layer.register_forward_hook(lambda *_: seen.append(handle.stats().kv_bytes_device))
+        for layer in model.base_model.layers
+    ]
+    try:
+        return call(), seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("cut", [None, Chunking(above=24, rows=16)], ids=["whole", "in pieces of rows"])
+def test_memory_is_free_behind_each_layer_of_a_prompt_of_generate(cut):
+    model = tiny_model(layers=6)
+    plan = plan_for(model, None, None, drops((1, 2, 3, 4, 5), fraction(0.1), generated=16))
+    size, request = ModelSize.of(model, plan.model), Request(600, 20)
+    said = MemoryModel(size, None, None, on_cpu=True, retained=plan.retained).use(request, Placement())
+    token = size.info.attention[0].head_dim * 2 * 2 * 4
+    with torch.no_grad(), apply(model, plan, chunking=cut) as handle:
+        cache = handle.new_cache(620, answer=20)
+        ids = random_tokens(1, 600)
+        _, seen = watched_bytes(model, handle, lambda: model.generate(ids, past_key_values=cache, max_new_tokens=20))
+        assert seen[5] == seen[-1] == handle.stats().kv_bytes_device == said.kv_device
+        assert max(seen) == seen[0] + 5 * (65 + 16) * token
+    assert said.kv_device < 0.3 * 6 * 620 * token
+
+
+def test_pieces_of_a_prompt_wait_in_memory_for_its_end(model):
+    plan = plan_for(model, None, None, drops((1, 2), 12))
+    size = ModelSize.of(model, plan.model)
+    memory = MemoryModel(size, None, None, on_cpu=True, retained=plan.retained)
+    whole, pieces = (memory.use(Request(4000, 20, chunk=chunk), Placement()) for chunk in (None, 40))
+    token = 2 * 2 * 32 * 4
+    assert pieces.prefill > 2 * 3900 * token
+    assert whole.kv_device == pieces.kv_device == (4020 + 2 * 25) * token
+
+
+def test_decode_counts_what_is_left(model):
+    plan = plan_for(model, None, None, drops((1, 2), 12))
+    with torch.no_grad(), apply(model, plan) as handle:
+        run(model, [random_tokens(1, 112)])
+        found = handle.stats()
+    assert found.decode_tokens_cached == 3 * sum(range(101, 113))
+    assert found.decode_tokens_attended == sum(range(101, 113)) + 2 * sum(17 + min(made, 8) for made in range(1, 13))
+
+
+def test_a_run_without_its_decode_drops_nothing(model):
+    text = random_tokens(1, 80)
+    expected, _ = run(model, [text])
+    with apply(model, plan_for(model, None, None, drops((0, 1, 2), 4)), decode=False):
+        found, cache = run(model, [text])
+    assert rows_of(cache) == [80] * 3
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+# --- turns and failures -----------------------------------------------------------------------------------------------
+
+
+def test_turns_of_generate_are_those_of_plain_passes(model):
+    plan, first, second = plan_for(model, None, None, drops((0, 2), 12)), random_tokens(1, 60), random_tokens(1, 30, 1)
+    options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    with torch.no_grad(), apply(model, plan):
+        one = model.generate(first, **options)
+        text = torch.cat((one.sequences, second), 1)
+        two = model.generate(text, past_key_values=one.past_key_values, **options)
+        cache, expected = DynamicCache(), []
+        pieces = [first, *one.sequences[:, 60:-1].split(1, 1), text[:, 60 + NEW - 1 :]]
+        for piece in (*pieces, *two.sequences[:, text.shape[1] : -1].split(1, 1)):
+            expected.append(model(piece, past_key_values=cache, logits_to_keep=1).logits[:, 0])
+    assert two.past_key_values.get_seq_length() == text.shape[1] + NEW - 1
+    torch.testing.assert_close(torch.stack((*one.logits, *two.logits)), torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
+def test_a_copied_cache_goes_its_own_way(model):
+    with torch.no_grad(), apply(model, plan_for(model, None, None, drops((1, 2), 12))):
+        cache = model(random_tokens(1, 60)).past_key_values
+        twin = copy.deepcopy(cache)
+        found = [run(model, [random_tokens(1, 30, 1)], one)[0] for one in (cache, twin)]
+        assert torch.equal(*found)
+        assert [one.store.bytes for one in twin.layers] == [one.store.bytes for one in cache.layers]
+
+
+class FailedError(Exception):
+    pass
+
+
+def failing(model, layer, call):
+    def fail(*_):
+        raise FailedError
+
+    hook = model.base_model.layers[layer].register_forward_hook(fail)
+    with pytest.raises(FailedError):
+        call()
+    hook.remove()
+
+
+def test_a_first_prompt_and_a_step_that_fail_are_undone(model):
+    text, plan = random_tokens(1, 80), plan_for(model, None, None, drops((0, 1, 2), 12))
+    with torch.no_grad(), apply(model, plan):
+        expected, cache = run(model, [text])[0], DynamicCache()
+        failing(model, 1, lambda: model.generate(text[:, :-NEW], past_key_values=cache, max_new_tokens=1))
+        found = [model(text[:, :-NEW], past_key_values=cache, logits_to_keep=1).logits]
+        for token in text[:, -NEW:].split(1, 1):
+            failing(model, 2, lambda token=token: model(token, past_key_values=cache))
+            found.append(model(token, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_later_prompt_that_fails_is_undone_before_anything_is_dropped_and_refused_behind(model):
+    text, later = random_tokens(1, 80), random_tokens(1, 40, 1)
+    with torch.no_grad(), apply(model, plan_for(model, None, None, drops((0, 1, 2), 12))):
+        cache = run(model, [text])[1]
+        twin = copy.deepcopy(cache)
+        expected = run(model, [later], twin)[0]
+        failing(model, 1, lambda: model(later[:, :-NEW], past_key_values=cache))
+        twin = copy.deepcopy(cache)
+        torch.testing.assert_close(run(model, [later], cache)[0], expected, atol=1e-5, rtol=1e-5)
+        whole = torch.cat((text, later), 1)
+        failing(model, 1, lambda: model.generate(whole, past_key_values=twin, max_new_tokens=1))
+        with pytest.raises(UsageError, match="dropped already"):
+            model(later, past_key_values=twin)
+        twin.reset()
+        model(later, past_key_values=twin)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_host_memory_for_a_layer_that_drops_tokens_is_refused(model):
+    plan = plan_for(model, None, None, drops((1, 2), 12))
+    with pytest.raises(UsageError, match="found 2,"):
+        apply(model, plan, kv_host_layers=(0, 2))
+
+
+def test_a_cache_from_elsewhere_is_refused(model):
+    with torch.no_grad(), apply(model, plan_for(model, None, None, drops((1,), 12))) as handle:
+        keys = torch.zeros(1, 2, 9, 32)
+        with pytest.raises(UnsupportedError, match="drops some in layers 1"):
+            handle.cache_of([(keys, keys)] * 3)
