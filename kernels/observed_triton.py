@@ -52,7 +52,7 @@ def _joined(stats_2GRX: torch.Tensor, softmax: Softmax, groups: int) -> torch.Te
     """Log-sum-exp of each row, to the base of 2, learned sinks included."""
     most_GRX, sum_GRX = stats_2GRX
     most_G1X = most_GRX.amax(1, keepdim=True)
-    lse_GX = most_G1X[:, 0] + (sum_GRX * torch.exp2(most_GRX - most_G1X)).sum(1).log2()
+    lse_GX: torch.Tensor = most_G1X[:, 0] + (sum_GRX * torch.exp2(most_GRX - most_G1X)).sum(1).log2()
     if softmax.sinks_H is None:
         return lse_GX
     lse_BHW = lse_GX.view(-1, len(softmax.sinks_H), lse_GX.shape[1] * groups // len(softmax.sinks_H))

@@ -36,7 +36,7 @@ from sparsekv.runtime.core.program import Program, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
 from sparsekv.runtime.hf.cache import Progress, SparseLayer
-from sparsekv.runtime.hf.graph_stores import FetchError, HotRows, StepStores, kinds_of, obstacle
+from sparsekv.runtime.hf.graph_stores import FetchError, Kind, StepStores, kinds_of, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
@@ -48,12 +48,12 @@ _MOST_GRAPHS = 16  # of all batch sizes and capacities; the one that was not use
 
 class _Key(NamedTuple):
     """What a step is captured for: a batch size, a capacity, the dtype of the cache (another one than the model's where
-    it was filled under autocast), and the rows on the device of layers in host memory."""
+    it was filled under autocast), and the rows on the device of layers in host memory and of those that drop tokens."""
 
     rows: int
     capacity: int
     dtype: torch.dtype
-    kinds: tuple[HotRows | None, ...]
+    kinds: tuple[Kind, ...]
 
 
 class GraphWarning(UserWarning):
@@ -118,6 +118,7 @@ class StepGraph:
 
         def step() -> torch.Tensor:
             self._state.begin(self.lengths_B, self.lengths_B.device)
+            self.stores.rings.begin()
             inputs = {"input_ids": self.ids_B1, "position_ids": self.positions_B1}
             under_way = Pass(engine, Phase.DECODE, cache, attached.windows)
             found = attached.run_own(under_way, {**inputs, "past_key_values": cache, "use_cache": True})

@@ -11,6 +11,7 @@ Shapes: B batch, G KV heads, S tokens, K kept tokens, D head size; g is 1 or G.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,14 @@ from sparsekv.kernels.keys import KeyView
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import Bytes, Layout
+
+
+class Ring(NamedTuple):
+    """Where generated tokens go."""
+
+    first: int  # row
+    complete: int  # tokens so far where it began
+    rows: int
 
 
 class RetainedStore:
@@ -66,6 +75,26 @@ class RetainedStore:
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As of DeviceStore, of the rows."""
         return self._rows.tensors
+
+    @property
+    def ring(self) -> Ring:
+        """Of the tokens that are generated."""
+        return Ring(self._kept, self._complete, self._generated)
+
+    @property
+    def capacity(self) -> int:
+        """Rows that there is memory for."""
+        return self._rows.capacity
+
+    def prepare(self, length: int) -> None:
+        """Makes room for captured steps, whatever the length."""
+        self._rows.reserve(self._kept + self._generated)
+
+    def advance(self) -> None:
+        """Counts the token that a captured step has written."""
+        if self.held_after(1) > self.held:
+            self._rows.advance()
+        self.lengths = tuple(length + 1 for length in self.lengths)
 
     # --- between passes -----------------------------------------------------------------------------------------------
 
