@@ -57,3 +57,13 @@ def test_a_key_also_scores_by_what_its_neighbours_get() -> None:
     near = range(30 - NEIGHBOURS, 31 + NEIGHBOURS)
     assert set(scores.topk(2 * NEIGHBOURS + 1).indices.tolist()) == set(near)
     assert 0 <= scores.min() <= scores.max() <= 1 + 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_sums_on_a_gpu_are_those_of_torch(size: int) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(2, 8, 256, size, dtype=torch.bfloat16, device="cuda")
+    k = torch.randn(2, 2, 9000, size, dtype=torch.bfloat16, device="cuda")
+    found, expected = (observed_attention(q, k, scale=size**-0.5, backend=name) for name in ("triton", "reference"))
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-7)
