@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from types import TracebackType, UnionType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -17,13 +17,15 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
 from sparsekv.kernels.softmax import PLAIN
+from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode, decode_dense
 from sparsekv.runtime.core.prefill import prefill
-from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.retention import Observed
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.attach import attach, check_attachable
@@ -35,11 +37,13 @@ from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of, reads_of
+from sparsekv.runtime.hf.retain import begin_prompt, begin_step, check_handed_over, check_retained, end_prompt
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers, rope_switch
 from sparsekv.runtime.plan_checks import check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.pinned import HostMemory
+from sparsekv.runtime.stores.retained import RetainedStore
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
 
 
@@ -79,7 +83,7 @@ class PlanEngine:
         self._model_type: str = model.config.model_type
         self.graphs: StepGraphs | None = None
         self._told = False
-        self._program = program
+        self.program = program
         self._programs = {Phase.DECODE: program} | ({Phase.CHECK: program.dense_in_decode} if exact else {})
         self.placement = placement
         self._chunking = chunking
@@ -88,18 +92,15 @@ class PlanEngine:
 
     def new_store(self, layer: int) -> KVStore:
         """Host memory for the layers that are placed there, else the device."""
+        if rule := self.program.layers[layer].retains:
+            return RetainedStore(rule.generated or 1)
         if layer not in self.placement.layers:
             return DeviceStore()
-        return HostStore(self.placement.hot, self.memory, reads_of(self._program.layers[layer]), self.host_reads)
-
-    @property
-    def remembers(self) -> tuple[int, ...]:
-        """The filter layers whose selector looks at older queries, which a cache from elsewhere lacks."""
-        return self._program.remembers
+        return HostStore(self.placement.hot, self.memory, reads_of(self.program.layers[layer]), self.host_reads)
 
     def new_state(self) -> DecodeState:
         """What the layers of one cache share."""
-        return DecodeState(self._program)
+        return DecodeState(self.program)
 
     def executors(self) -> Sequence[Executor]:
         """Captured decode steps, where the device has them."""
@@ -114,13 +115,21 @@ class PlanEngine:
         """Dense under `exact`, but for drafts."""
         return Phase.DECODE if self.loop is None else Phase.CHECK
 
+    def begin_prompt(self, cache: Cache) -> None:
+        """A pass over tokens of a prompt is about to run."""
+        begin_prompt(self.program, cache)
+
     def begin_step(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
         """Starts a step at which the rows have these lengths, the new tokens included, and counts it."""
+        begin_step(self.program, cache, self._attempt, self.meter)
         first_of(cache).state.begin(lengths, device)
         count_step(self._programs[phase], lengths, self.meter)
         if self.graphs is None and not self._told and can_capture(self._device, self._backend):
             self._told = True
             warnings.warn("decode steps are not captured: the decoder has a forward of its own", GraphWarning, 2)
+
+    def _attempt(self, call: Callable[[str], Any], device: torch.device) -> Any:
+        return self.fallback.decode(call, self._backend, device)
 
     def release(self) -> None:
         """Gives host memory back to the system as soon as no cache uses it, and frees captured steps."""
@@ -131,7 +140,7 @@ class PlanEngine:
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """The call's phase of its layer."""
-        layer, entry = self._program.layers[call.layer], call.entry
+        layer, entry = self.program.layers[call.layer], call.entry
         if call.phase is not Phase.PREFILL:
             assert entry is not None, "a step without a cache"
             source = entry.store if call.softmax is PLAIN else WithSoftmax(entry.store, call.softmax)
@@ -140,9 +149,18 @@ class PlanEngine:
                 lengths_B = entry.state.lengths_B
                 step = partial(decode_dense, layer, call.q_BHSD, source, lengths_B, scale=call.scale, new_B=call.new_B)
             return self.fallback.decode(lambda backend: step(backend=backend), self._backend, call.q_BHSD.device)
+        chunk = call.chunk
         if entry is not None:
             entry.state.remember(layer, call.q_BHSD)
-        chunk = call.chunk
+        if entry is None or not layer.retains:
+            return self._prefill(layer, call, chunk)
+        entry.state.observe(layer, Observed(call.q_BHSD, call.scale, call.softmax))
+        out_BHSD = self._prefill(layer.dense if chunk.lengths != entry.store.lengths else layer, call, chunk)
+        if call.ends_prompt:
+            end_prompt(layer, entry, self._attempt)
+        return out_BHSD
+
+    def _prefill(self, layer: LayerProgram, call: LayerCall, chunk: Chunk) -> torch.Tensor:
         return prefill(
             layer,
             call.q_BHSD,
@@ -308,11 +326,7 @@ class Handle:
             UsageError: the handle is closed or suspended, or these are not the layers of the model.
         """
         check_owner_open(self._engine)
-        if self._engine.remembers:
-            raise UnsupportedError(
-                f"expected a plan whose selectors look at the newest query alone, found older ones in filter layer "
-                f"{self._engine.remembers[0]}; prefill the prompt under this handle"
-            )
+        check_handed_over(self._engine.program)
         cache = sparse_cache(None, self._engine, len(self._layouts), self._linear)
         for number, (layer, found) in enumerate(zip_longest(cache.layers, layers)):
             if layer is None or found is None:
@@ -413,7 +427,8 @@ def apply(
         model: a loaded model of a supported architecture, in evaluation mode.
         plan: what to compute of it, or the path of a plan file.
         prefill: False runs prefill dense.
-        decode: False runs decode dense, with all KV on the device (but see `kv_host_layers`).
+        decode: False runs decode dense, with all KV on the device (but see `kv_host_layers`), of which nothing is
+            dropped.
         info: what `load_model` said of this model; it is described again when None.
         backend: a kernel backend by name, or "auto".
         allow_mismatch: take a plan that was made for another architecture, as far as its layers and heads fit.
@@ -454,8 +469,10 @@ def apply(
         check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype))
     loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
-    sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking)
-    program = Program.of(*phases, info)
+    retained = plan.retained if decode else {}
+    sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, retained)
+    check_retained(frozenset(retained), sizes.permitted.layers)
+    program = Program.of(*phases, info, retained=retained)
     if exact:
         _check_exact(exact, program, model)
     engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, memory, exact=bool(exact))
@@ -493,6 +510,11 @@ def _check_exact(exact: object, program: Program, model: PreTrainedModel) -> Non
         raise UnsupportedError(
             f"expected filter layers that choose by the newest query alone, found that layer {program.remembers[0]} "
             "looks at older ones, which drafts would leave behind; compile the plan with the selector `last`"
+        )
+    if drops := [layer.layer for layer in program.layers if layer.retains]:
+        raise UnsupportedError(
+            f"expected a plan that keeps all tokens, found that layer {drops[0]} drops some, which dense attention "
+            "reads; leave exact out"
         )
     if linear := linear_layers(model.config):
         raise UnsupportedError(

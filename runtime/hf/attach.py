@@ -348,13 +348,16 @@ class Attached:
         phase, new_B = self._step or (None, None)
         if phase is None and prompt is not None:
             phase = prompt.phase(cache, past)
+        new = 0 if tokens is None else tokens.shape[1]
+        ends = prompt is not None and phase is Phase.PREFILL and past + new >= prompt.end
         if phase is None:
             alone = tokens is not None and tokens.shape[1] == 1 and past > 0
             phase = self._engine.step_phase if alone else Phase.PREFILL
         if phase is not Phase.PREFILL and cache is not None and tokens is not None:
-            with_new = tuple(length + tokens.shape[1] for length in lengths)
-            self._engine.begin_step(cache, phase, with_new, tokens.device)
-        return Pass(self._engine, phase, cache, self.windows, new_B=new_B)
+            self._engine.begin_step(cache, phase, tuple(length + new for length in lengths), tokens.device)
+        elif cache is not None:
+            self._engine.begin_prompt(cache)
+        return Pass(self._engine, phase, cache, self.windows, ends_prompt=ends, new_B=new_B)
 
 
 def _restore(module: nn.Module, name: str, value: Any, former: Any) -> None:

@@ -57,20 +57,23 @@ class LayerCall:
     window: int | None
     softmax: Softmax = PLAIN
     q_is_spare: bool = False  # nobody reads q after the call: the output may take its place
+    ends_prompt: bool = False  # known to be the last of a prompt
     new_B: torch.Tensor | None = None  # as of the pass
 
     @property
     def chunk(self) -> Chunk:
-        """Where the rows lie."""
+        """Where the rows lie among the keys in memory."""
         batch, _, queries, _ = self.q_BHSD.shape
-        lengths = (queries,) * batch if self.entry is None else self.entry.store.lengths
+        lengths = (queries,) * batch if self.entry is None else self.entry.held
         return Chunk(tuple(length - queries for length in lengths), lengths)
 
     def keys(self, chunk: Chunk) -> KeyView:
         """All keys so far, the chunk's included. Without a past the new rows are all there is, wherever the store has
         its copy."""
-        lengths_B = on_device(chunk.lengths, self.q_BHSD.device, torch.int32)
-        if self.entry is None or not any(chunk.past):
+        new = self.entry is None or not any(chunk.past)
+        lengths = chunk.lengths if self.entry is None else self.entry.store.lengths
+        lengths_B = on_device(lengths, self.q_BHSD.device, torch.int32)
+        if self.entry is None or new:
             return KeyView(self.k_BGSD, self.v_BGSD, lengths_B, softmax=self.softmax)
         return replace(self.entry.store.view(lengths_B), softmax=self.softmax)
 
@@ -86,6 +89,7 @@ class Pass:
     attended: int = 0  # layers that have
     new_B: torch.Tensor | None = None  # of a CHECK: int32, tokens of each row that count, the first ones; else all do
     projects: bool = False  # the layers are asked for queries, keys and values alone
+    ends_prompt: bool = False  # it is known to be the last of a prompt
 
     def attend(
         self,
@@ -109,10 +113,10 @@ class Pass:
         entry, found = self.entry(layer), attention_dtype(qkv[0])
         dtype = found if entry is None else entry.dtype_for(qkv[0])
         q_BHSD, k_BGSD, v_BGSD = (x.to(dtype) for x in qkv)
-        window = self.windows[layer]
         call = LayerCall(
-            layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, window, softmax, q_is_spare, self.new_B
-        )
+            layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, self.windows[layer], softmax, q_is_spare,
+            self.ends_prompt, self.new_B,
+        )  # fmt: skip
         with _without_autocast(q_BHSD.device.type):
             return self._attend(call).to(found)
 
@@ -224,6 +228,9 @@ class Engine(CacheOwner, Protocol):
     def step_phase(self) -> Phase:
         """What a pass of one token behind a past is."""
 
+    def begin_prompt(self, cache: Cache) -> None:
+        """A pass over tokens of a prompt is about to run."""
+
     def begin_step(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
         """Starts a step, DECODE or CHECK, at which the rows have these lengths, the new tokens included."""
 
@@ -253,6 +260,9 @@ class DenseEngine:
     def executors(self) -> Sequence[Executor]:
         """None."""
         return ()
+
+    def begin_prompt(self, cache: Cache) -> None:
+        """Nothing to start."""
 
     def begin_step(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
         """Nothing to start."""

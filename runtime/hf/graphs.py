@@ -38,7 +38,7 @@ from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
 from sparsekv.runtime.hf.cache import Progress, SparseLayer
 from sparsekv.runtime.hf.graph_states import StepStates
-from sparsekv.runtime.hf.graph_stores import FetchError, HotRows, StepStores, kinds_of, obstacle
+from sparsekv.runtime.hf.graph_stores import FetchError, Kind, StepStores, kinds_of, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
@@ -51,14 +51,14 @@ _MOST_GRAPHS = 16  # of all batch sizes and capacities; the one that was not use
 class _Key(NamedTuple):
     """What a step is captured for: a phase, a batch size, new tokens of a row, a capacity, the dtype of the cache
     (another one than the model's where it was filled under autocast), and the rows on the device of layers in host
-    memory."""
+    memory and of those that drop tokens."""
 
     phase: Phase
     rows: int
     new: int
     capacity: int
     dtype: torch.dtype
-    kinds: tuple[HotRows | None, ...]
+    kinds: tuple[Kind, ...]
 
 
 class GraphWarning(UserWarning):
@@ -140,6 +140,7 @@ class StepGraph:
 
         def step() -> torch.Tensor:
             self._state.begin(self.lengths_B, self.lengths_B.device)
+            self.stores.rings.begin()
             inputs = {"input_ids": self.ids_BQ, "position_ids": self.positions_BQ}
             under_way = Pass(engine, self._phase, cache, attached.windows, new_B=self._new_B)
             found = attached.run_own(under_way, {**inputs, "past_key_values": cache, "use_cache": True})
