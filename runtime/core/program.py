@@ -168,6 +168,12 @@ class Program:
         return tuple((layers[0], len(layers)) for layers in kinds.values())
 
     @property
+    def dense_in_decode(self) -> Program:
+        """The same model and prefill; every step attends to everything."""
+        layers = (replace(layer, filters=None, follows=None, kv_map=None) for layer in self.layers)
+        return replace(self, layers=tuple(layers))
+
+    @property
     def filters(self) -> tuple[LayerProgram, ...]:
         """The layers that choose."""
         return tuple(layer for layer in self.layers if layer.filters is not None)

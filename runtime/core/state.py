@@ -11,6 +11,7 @@ import torch
 
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import SlotMap
+from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core.budgets import Budgets, scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
@@ -106,7 +107,7 @@ class DecodeState:
         if len(set(lengths)) == 1:
             self._lengths_B.fill_(lengths[0])  # a launch; a copy from the host would wait
         else:
-            self._lengths_B.copy_(torch.tensor(lengths, dtype=torch.int32))
+            self._lengths_B.copy_(on_device(self.lengths, device, torch.int32))
 
     def budget(self, segment: SegmentProgram, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens that every row chooses in this step, or ALL, and where its scores begin, or -1: int32 [B] each.

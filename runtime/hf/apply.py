@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from types import TracebackType, UnionType
-from typing import Any, get_args
+from types import TracebackType
+from typing import Any, Literal
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -21,16 +21,18 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode
+from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode, decode_dense
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.retention import Observed
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
+from sparsekv.runtime.hf.apply_checks import check_exact, check_offload, check_sizes, check_type
 from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
 from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, first_of, sparse_cache
 from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
@@ -55,6 +57,7 @@ class PlanEngine:
         placement: the layers whose keys and values live in host memory; of caches to come, so that it may change.
         chunking: how long inputs are cut.
         memory: where blocks of host memory come from; its own when None.
+        exact: the program's steps are drafts, and what they draft is checked.
     """
 
     differentiable = False
@@ -67,8 +70,10 @@ class PlanEngine:
         placement: Placement,
         chunking: Chunking,
         memory: HostMemory | None = None,
+        exact: bool = False,
     ) -> None:
         self.open = True
+        self.loop = ExactLoop(lambda: self.meter, lambda: self.placement.layers) if exact else None
         self.bytes: list[Bytes] = []
         self.host_reads = HostReads()
         self.meter = Meter()
@@ -79,6 +84,7 @@ class PlanEngine:
         self.graphs: StepGraphs | None = None
         self._told = False
         self.program = program
+        self._programs = {Phase.DECODE: program} | ({Phase.CHECK: program.dense_in_decode} if exact else {})
         self.placement = placement
         self._chunking = chunking
         self.memory = HostMemory() if memory is None else memory
@@ -101,18 +107,21 @@ class PlanEngine:
         if not can_capture(self._device, self._backend):
             return ()
         if self.graphs is None:  # else it was suspended
-            self.graphs = StepGraphs(self._model_type, self.program, self.host_reads)
+            self.graphs = StepGraphs(self._model_type, self._programs, self.host_reads)
         return (self.graphs,)
 
-    def begin_prompt(self, cache: Cache) -> None:
-        """A pass over tokens of a prompt is about to run."""
-        begin_prompt(self.program, cache)
+    @property
+    def step_phase(self) -> Phase:
+        """Dense under `exact`, but for drafts."""
+        return Phase.DECODE if self.loop is None else Phase.CHECK
 
-    def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
-        """Starts a decode step at which the rows have these lengths, the new tokens included, and counts it."""
+    def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
+        """Starts a pass at which the rows have these lengths, the new tokens included, and counts a step."""
+        if phase is Phase.PREFILL:
+            return begin_prompt(self.program, cache)
         begin_step(self.program, cache, self._attempt, self.meter)
         first_of(cache).state.begin(lengths, device)
-        count_step(self.program, lengths, self.meter)
+        count_step(self._programs[phase], lengths, self.meter)
         if self.graphs is None and not self._told and can_capture(self._device, self._backend):
             self._told = True
             warnings.warn("decode steps are not captured: the decoder has a forward of its own", GraphWarning, 2)
@@ -130,10 +139,13 @@ class PlanEngine:
     def attend(self, call: LayerCall) -> torch.Tensor:
         """The call's phase of its layer."""
         layer, entry = self.program.layers[call.layer], call.entry
-        if call.phase is Phase.DECODE:
-            assert entry is not None, "decode without a cache"
+        if call.phase is not Phase.PREFILL:
+            assert entry is not None, "a step without a cache"
             source = entry.store if call.softmax is PLAIN else WithSoftmax(entry.store, call.softmax)
             step = partial(decode, layer, call.q_BHSD, source, entry.state, scale=call.scale)
+            if call.phase is Phase.CHECK:
+                lengths_B = entry.state.lengths_B
+                step = partial(decode_dense, layer, call.q_BHSD, source, lengths_B, scale=call.scale, new_B=call.new_B)
             return self.fallback.decode(lambda backend: step(backend=backend), self._backend, call.q_BHSD.device)
         chunk = call.chunk
         if entry is not None:
@@ -196,6 +208,11 @@ class Handle:
         """The captured decode steps; None where the device or the backend has none, or the decoder a forward of its
         own, as accelerate gives it."""
         return self._engine.graphs
+
+    @property
+    def loop(self) -> ExactLoop | None:
+        """What `generate` runs under `exact`."""
+        return self._engine.loop
 
     @property
     def host_layers(self) -> frozenset[int]:
@@ -272,7 +289,7 @@ class Handle:
         """
         check_owner_open(self._engine)
         at_most = tokens if at_most is None else at_most
-        _check_sizes(answer, tokens=tokens, batch=batch, chunk=tokens if chunk is None else chunk, at_most=at_most)
+        check_sizes(answer, tokens=tokens, batch=batch, chunk=tokens if chunk is None else chunk, at_most=at_most)
         request, available = Request(tokens - answer, answer, batch, chunk), self._available()
         largest = replace(request, prompt=max(tokens, at_most) - answer)
         placement = self._memory.place(largest, available)
@@ -399,6 +416,7 @@ def apply(
     kv_host_layers: int | Sequence[int] | None = None,
     chunking: Chunking | None = None,
     memory: HostMemory | None = None,
+    exact: bool | Literal["decode"] = False,
 ) -> Handle:
     """Runs `model` by `plan` until the returned handle is closed; `model(...)` and `model.generate(...)` as before.
 
@@ -417,6 +435,8 @@ def apply(
             that decode reads least of come first). A layer in no segment is copied back as a whole at every step.
         chunking: from which length on layers work in pieces, and of which size; rarely of interest.
         memory: blocks of host memory to share with other handles, which the caller closes; its own when None.
+        exact: the output is that of dense attention: the plan's decode drafts, dense attention checks; prefill is
+            dense, or by the plan with "decode". See docs/exact.md.
 
     Returns:
         The handle, which is also a context manager.
@@ -430,15 +450,15 @@ def apply(
     check_attachable(model)
     warn_of_spinning(model.device)
     plan = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
-    _check_type(Plan, "a Plan, or the path of one", plan=plan)
-    _check_type(bool, "True or False", prefill=prefill, decode=decode, allow_mismatch=allow_mismatch)
-    _check_type(str, "a name", backend=backend)
-    _check_type(ModelInfo | None, "a ModelInfo", info=info)
-    _check_type(Chunking | None, "a Chunking", chunking=chunking)
-    _check_offload(offload, kv_host_layers)
+    check_type(Plan, "a Plan, or the path of one", plan=plan)
+    check_type(bool, "True or False", prefill=prefill, decode=decode, allow_mismatch=allow_mismatch)
+    check_type(str, "a name", backend=backend)
+    check_type(ModelInfo | None, "a ModelInfo", info=info)
+    check_type(Chunking | None, "a Chunking", chunking=chunking)
+    check_offload(offload, kv_host_layers)
     info = info or describe_model(model)
     check_plan(plan, info, allow_mismatch)
-    phases = plan.prefill if prefill else None, plan.decode if decode else None
+    phases = plan.prefill if prefill and exact is not True else None, plan.decode if decode else None
     tile = phases[0].tile if phases[0] else None
     capped = has_soft_cap(model.config)
     choice = choose_backend(model.device, model.dtype, info.attention[0].head_dim, backend, tile, capped)
@@ -450,32 +470,11 @@ def apply(
     sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, retained)
     check_retained(frozenset(retained), sizes.permitted.layers)
     program = Program.of(*phases, info, retained=retained)
-    engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, memory)
+    if exact:
+        check_exact(exact, program, model)
+    engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, memory, exact=bool(exact))
     return Handle(model, engine, choice, sizes)
 
 
 def _tell_of(on_bytes: Callable[[int, int], object], total: int, more: int) -> None:
     on_bytes(more, total)
-
-
-def _check_sizes(answer: object, *, tokens: int, **sizes: object) -> None:
-    for name, count in {"tokens": tokens, **sizes}.items():
-        if type(count) is not int or count < 1:
-            raise UsageError(f"expected {name} of 1 or more, found {count!r:.40}")
-    if type(answer) is not int or not 0 <= answer < tokens:
-        raise UsageError(f"expected answer to be 0 to {tokens - 1} of the {tokens} tokens, found {answer!r:.40}")
-
-
-def _check_offload(mode: object, host_layers: object) -> None:
-    if mode is None:
-        return
-    if mode not in get_args(OffloadMode):
-        raise UsageError(f"expected offload to be {', '.join(get_args(OffloadMode))}, found {mode!r:.40}")
-    if host_layers is not None:
-        raise UsageError(f"expected offload or kv_host_layers, found both: {mode} and {host_layers!r:.40}")
-
-
-def _check_type(kind: type | UnionType, expected: str, **arguments: object) -> None:
-    for name, value in arguments.items():
-        if not isinstance(value, kind):
-            raise UsageError(f"expected {name} to be {expected}, found {value!r:.80}")

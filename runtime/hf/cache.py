@@ -273,6 +273,17 @@ def _first_tokens(layer: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return k_BGSD, v_BGSD
 
 
+def take_back(cache: Cache, lengths: Sequence[int]) -> None:
+    """Forgets what the rows have beyond these lengths, in every layer.
+
+    Raises:
+        UnsupportedError: keys and values are in host memory, and the rows are not equally long.
+    """
+    for layer in cache.layers:
+        assert isinstance(layer, SparseLayer), "a recurrent state cannot be taken back"
+        layer.store.truncate(lengths)
+
+
 def check_owner_open(owner: CacheOwner) -> None:
     """Raises UsageError when the plan that a cache belongs to is no longer applied."""
     if not owner.open:

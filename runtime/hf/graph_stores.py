@@ -52,18 +52,18 @@ Kind = HotRows | KeptRows | None
 """Rows on the device of a layer in host memory, or of one that drops tokens; None where they are all of its tokens."""
 
 
-def obstacle(program: Program, stores: Sequence[Any], lengths: tuple[int, ...], ids_B1: torch.Tensor) -> str:
+def obstacle(program: Program, stores: Sequence[Any], lengths: tuple[int, ...], ids_BQ: torch.Tensor) -> str:
     """Why a step over these stores has to run as single launches; empty where it does not.
 
     Args:
         program: what the layers compute.
         stores: of all layers.
-        lengths: tokens of each row, the new one included.
-        ids_B1: of the step.
+        lengths: tokens of each row, the new ones included.
+        ids_BQ: of the step.
     """
-    rows = ids_B1.shape[0]
+    rows = ids_BQ.shape[0]
     for layer, store in zip(program.layers, stores, strict=True):
-        if store.keys is None or store.keys.device != ids_B1.device:
+        if store.keys is None or store.keys.device != ids_BQ.device:
             return "keys and values do not all lie on the device of the tokens"
         if store.keys.shape[0] != rows:
             return f"the cache holds {store.keys.shape[0]} rows, the step has {rows}"
@@ -100,7 +100,7 @@ class CapturedStore:
         self._step = step
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Writes the newest token of each row."""
+        """Writes the newest tokens of each row."""
         from sparsekv.kernels.decode.append import append_newest  # loads Triton, which not every machine has
 
         hot, rings = self._step.kinds[self._layer], self._step.rings

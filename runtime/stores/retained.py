@@ -90,11 +90,10 @@ class RetainedStore:
         """Makes room for captured steps, whatever the length."""
         self._rows.reserve(self._kept + self._generated)
 
-    def advance(self) -> None:
+    def advance(self, tokens: int) -> None:
         """Counts the token that a captured step has written."""
-        if self.held_after(1) > self.held:
-            self._rows.advance()
-        self.lengths = tuple(length + 1 for length in self.lengths)
+        self._rows.advance(self.held_after(tokens) - self.held)
+        self.lengths = tuple(length + tokens for length in self.lengths)
 
     # --- between passes -----------------------------------------------------------------------------------------------
 

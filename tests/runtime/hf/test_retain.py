@@ -257,3 +257,8 @@ def test_a_cache_from_elsewhere_is_refused(model):
         keys = torch.zeros(1, 2, 9, 32)
         with pytest.raises(UnsupportedError, match="drops some in layers 1"):
             handle.cache_of([(keys, keys)] * 3)
+
+
+def test_drafts_beside_layers_that_drop_tokens_are_refused(model):
+    with pytest.raises(UnsupportedError, match="layer 2 drops some"):
+        apply(model, plan_for(model, None, decode_plan(segment(0, (1,), 12)), drops((2,), 12)), exact=True)
