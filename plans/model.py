@@ -51,6 +51,11 @@ class AttentionGroup(Part):
             raise FieldError(f"expected a window for sliding layers and for no others, found {found} on {self.kind}")
         return self
 
+    @property
+    def cached_values(self) -> int:
+        """Numbers that its layers keep of a token, all together: keys and values, none beside a recurrent state."""
+        return 0 if self.kind == "linear" else 2 * len(self.layers) * self.kv_heads * self.head_dim
+
 
 class Fingerprint(Part):
     """Digests of what the model is (`architecture`) and of sampled weights.

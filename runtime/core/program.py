@@ -157,11 +157,16 @@ class Program:
         return cls(rank, tuple(replace(layer, retains=(retained or {}).get(layer.layer)) for layer in layers))
 
     @cached_property
+    def attending(self) -> tuple[LayerProgram, ...]:
+        """The layers with keys and values; the others have a recurrent state."""
+        return tuple(layer for layer in self.layers if not layer.is_linear)
+
+    @cached_property
     def alike_in_decode(self) -> tuple[tuple[LayerProgram, int], ...]:
         """One of the layers that read as much in every step, and how many of them there are; none that drops tokens."""
         kinds: dict[object, list[LayerProgram]] = {}
-        for layer in self.layers:
-            if layer.is_linear or layer.retains:
+        for layer in self.attending:
+            if layer.retains:
                 continue
             segment = layer.follows.filter if layer.follows else None
             kinds.setdefault((segment, layer.window, layer.chooses_for_itself), []).append(layer)

@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 import torch
 from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
 from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
 from sparsekv.kernels.softmax import PLAIN
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
@@ -30,7 +31,7 @@ from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.apply_checks import check_exact, check_offload, check_sizes, check_type
 from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
-from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, first_of, sparse_cache
+from sparsekv.runtime.hf.cache import Given, SparseLayer, check_owner_open, first_of, sparse_cache
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
@@ -310,34 +311,35 @@ class Handle:
             raise
         return cache
 
-    def cache_of(self, layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Cache:
+    def cache_of(self, layers: Iterable[Given]) -> Cache:
         """A cache of prompts that were prefilled elsewhere, as under another handle; see `handed_over` in cache.py.
 
         Decode goes on from it as from a prompt of this handle.
 
         Args:
-            layers: keys and values of every layer, [B, G, S, D] each.
+            layers: keys and values of every layer, [B, G, S, D] each, or the recurrent state that it has in their
+                place, which is taken over.
 
         Raises:
-            UnsupportedError: a selector of the plan looks at older queries than the newest, or a layer has a
-                recurrent state.
-            UsageError: the handle is closed or suspended, or these are more or fewer layers than the model has.
+            UnsupportedError: a selector of the plan looks at older queries than the newest.
+            UsageError: the handle is closed or suspended, or these are not the layers of the model.
         """
         check_owner_open(self._engine)
-        if self._linear:
-            raise UnsupportedError(
-                f"expected a model whose layers all have keys and values, found a recurrent state in layer "
-                f"{self._linear[0]}; prefill the prompt under this handle"
-            )
         check_handed_over(self._engine.program)
-        cache = sparse_cache(None, self._engine, len(self._layouts))
+        cache = sparse_cache(None, self._engine, len(self._layouts), self._linear)
         for number, (layer, found) in enumerate(zip_longest(cache.layers, layers)):
-            if not isinstance(layer, SparseLayer) or found is None:
+            if layer is None or found is None:
                 raise UsageError(
                     f"expected keys and values of {len(self._layouts)} layers, found "
                     f"{'more' if layer is None else number}; pass those of every layer of this model"
                 )
-            layer.update(*found)
+            if isinstance(layer, SparseLayer) and isinstance(found, tuple):
+                layer.update(*found)
+            elif isinstance(layer, LinearAttentionLayer) and isinstance(found, LinearAttentionLayer):
+                cache.layers[number] = found
+            else:
+                kind = "keys and values" if isinstance(layer, SparseLayer) else "a recurrent state"
+                raise UsageError(f"expected {kind} of layer {number}, found something else; pass a cache of this model")
         return cache
 
     def check_growth(

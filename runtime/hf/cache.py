@@ -24,6 +24,11 @@ from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
 
 _EXPECTED = "sparsekv_expected_tokens"
 
+Given = tuple[torch.Tensor, torch.Tensor] | LinearAttentionLayer
+"""Of a layer: keys and values, [B, G, S, D] each, or its recurrent state."""
+States = dict[int, LinearAttentionLayer]
+"""The recurrent states of a cache, by layer."""
+
 
 class CacheOwner(Protocol):
     """Who a cache works for: what `apply` or `capture_attention` attached to the model."""
@@ -248,15 +253,26 @@ def reserve(cache: Cache, tokens: int) -> None:
         setattr(cache, _EXPECTED, tokens)
 
 
-def handed_over(cache: Cache, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The keys and values of the first tokens of every layer, [B, G, S, D] each, for `Handle.cache_of`.
+def states_of(cache: Cache) -> States:
+    """Copies of the layers with a recurrent state, for `put_back`."""
+    return {at: deepcopy(layer) for at, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionLayer)}
+
+
+def put_back(cache: Cache, states: States) -> None:
+    """Recurrent states as they were when they were copied; keys and values are for others to truncate."""
+    for at, state in states.items():
+        cache.layers[at] = deepcopy(state)
+
+
+def handed_over(cache: Cache, tokens: int) -> Iterator[Given]:
+    """What every layer has of the first tokens, for `Handle.cache_of`.
 
     The cache is empty from then on: it lets go of each layer as that is taken, so that a whole copy needs little more
     memory than the cache itself.
 
     Args:
         cache: one of ours, or a DynamicCache that has dropped no tokens.
-        tokens: at most those that are cached.
+        tokens: at most those that are cached; those that its recurrent states have seen, where there are some.
     """
     layers = deque(cache.layers)
     cache.layers = []
@@ -264,7 +280,9 @@ def handed_over(cache: Cache, tokens: int) -> Iterator[tuple[torch.Tensor, torch
         yield _first_tokens(layers.popleft(), tokens)
 
 
-def _first_tokens(layer: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _first_tokens(layer: Any, tokens: int) -> Given:
+    if isinstance(layer, LinearAttentionLayer):
+        return deepcopy(layer)  # a shallow copy of a cache shares it
     if not isinstance(layer, SparseLayer):
         return layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
     store: Any = layer.store

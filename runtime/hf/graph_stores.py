@@ -5,7 +5,9 @@ lack of a choice is fetched as soon as the filter layer has chosen, layer by lay
 a layer waits for its own rows alone. The slot tables belong to the step: what they say of a cache waits with that cache
 while others take their turns.
 
-Shapes: B batch, G KV heads, S tokens, R rows on the device, D head size, L layers, X columns of the table.
+Layers with a recurrent state have no store. In a step, a layer goes by its position among those that have one.
+
+Shapes: B batch, G KV heads, S tokens, R rows on the device, D head size, L layers with stores, X columns of the table.
 """
 
 from __future__ import annotations
@@ -57,12 +59,12 @@ def obstacle(program: Program, stores: Sequence[Any], lengths: tuple[int, ...], 
 
     Args:
         program: what the layers compute.
-        stores: of all layers.
+        stores: of all layers that have keys and values.
         lengths: tokens of each row, the new ones included.
         ids_BQ: of the step.
     """
     rows = ids_BQ.shape[0]
-    for layer, store in zip(program.layers, stores, strict=True):
+    for layer, store in zip(program.attending, stores, strict=True):
         if store.keys is None or store.keys.device != ids_BQ.device:
             return "keys and values do not all lie on the device of the tokens"
         if store.keys.shape[0] != rows:
@@ -91,7 +93,11 @@ def _reads_all(segment: SegmentProgram, program: Program, lengths: tuple[int, ..
 
 
 class CapturedStore:
-    """Keys and values of one layer on the device."""
+    """Keys and values of one layer on the device.
+
+    Args:
+        layer: its position in the step.
+    """
 
     def __init__(self, layer: int, step: StepStores) -> None:
         self.lengths: tuple[int, ...] = ()
@@ -174,7 +180,7 @@ class StepStores:
     """The stores of one captured step.
 
     Args:
-        stores: of a cache of the kind that is served, one a layer.
+        stores: of a cache of the kind that is served, one for each layer that has keys and values.
         capacity: tokens that a row may have.
         program: what the layers compute.
         lengths_B: int32 on the device, tokens of each row: read in every step.
@@ -186,6 +192,7 @@ class StepStores:
     ) -> None:
         self.lengths_B = lengths_B
         self._program = program
+        self._positions = {layer.layer: position for position, layer in enumerate(program.attending)}
         self.kinds = kinds_of(stores)
         self.where_LX = torch.zeros((len(stores), COLUMNS), dtype=torch.int64, device=lengths_B.device)
         self.shapes = [
@@ -208,7 +215,7 @@ class StepStores:
     def _grouped(self, program: Program, capacity: int) -> dict[int, list[_Group]]:
         """By filter layer."""
         alike: dict[tuple[int, HotRows], list[LayerProgram]] = {}
-        for layer, hot in zip(program.layers, self.kinds, strict=True):
+        for layer, hot in zip(program.attending, self.kinds, strict=True):
             if isinstance(hot, HotRows):
                 assert layer.follows is not None, "obstacle() has seen it"
                 alike.setdefault((layer.follows.filter, hot), []).append(layer)
@@ -226,11 +233,11 @@ class StepStores:
         table = SlotTable(batch, 1 if segment.heads == "max" else heads, hot.slots, capacity, device)
         most = min(hot.slots, segment.sink + segment.most)  # of any length: caches of other capacities are served too
         placed = PlacedStep.empty(table, most + segment.recent, segment.recent)
-        return _Group(tuple(layer.layer for layer in layers), hot, segment.recent, table, placed)
+        return _Group(tuple(self._positions[layer.layer] for layer in layers), hot, segment.recent, table, placed)
 
     def new_store(self, layer: int) -> KVStore:
-        """Of the cache that the step is captured with."""
-        store: Any = CapturedStore(layer, self)
+        """Of the cache that the step is captured with, for layer number `layer` of the model."""
+        store: Any = CapturedStore(self._positions[layer], self)
         return store  # type: ignore[no-any-return]
 
     # --- between steps ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
@@ -37,6 +37,7 @@ from sparsekv.runtime.core.program import Program, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
 from sparsekv.runtime.hf.cache import Progress, SparseLayer
+from sparsekv.runtime.hf.graph_states import StepStates
 from sparsekv.runtime.hf.graph_stores import FetchError, Kind, StepStores, kinds_of, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
@@ -68,13 +69,14 @@ class StepGraph:
     """One captured step of one phase, one shape of tokens, one capacity, and one kind of stores.
 
     Args:
-        stores: of a cache of this kind, one a layer.
+        cache: of this kind.
         key: what it is captured for.
         program: what the layers compute.
         reads: where to count what layers in host memory read.
     """
 
-    def __init__(self, stores: Sequence[Any], key: _Key, program: Program, reads: HostReads) -> None:
+    def __init__(self, cache: Cache, key: _Key, program: Program, reads: HostReads) -> None:
+        stores = _stores(cache)
         batch, new, device = key.rows, key.new, stores[0].keys.device
         self.open = True  # as the owner of its cache
         self.bytes: list[Bytes] = []
@@ -86,6 +88,8 @@ class StepGraph:
         self._new_B = torch.full((batch,), new, dtype=torch.int32, device=device) if key.phase is Phase.CHECK else None
         self._before_the_end_Q = torch.arange(new, 0, -1, device=device)
         self.stores = StepStores(stores, key.capacity, program, self.lengths_B, reads)
+        self.states = StepStates(cache)
+        self._program = program
         # no method of this object: in a reference cycle, a graph would outlive its handle until garbage is collected
         self._state = DecodeState(program, on_choice=partial(_fetch, self.stores))
         self._graph = torch.cuda.CUDAGraph()
@@ -101,9 +105,14 @@ class StepGraph:
         """The one state of the graph."""
         return self._state
 
-    def serves(self, stores: Sequence[Any], lengths: tuple[int, ...]) -> bool:
-        """Whether the next step is of the very stores that it is bound to, and these have room for it."""
-        return self.stores.serves(stores, lengths)
+    def serves(self, cache: Cache, lengths: tuple[int, ...]) -> bool:
+        """Whether the next step is of the very cache that it is bound to, and this has room for it."""
+        return self.stores.serves(_stores(cache), lengths) and self.states.serves(cache)
+
+    def bind(self, cache: Cache) -> None:
+        """The next step reads and writes this cache."""
+        self.stores.bind(_stores(cache))
+        self.states.bind(cache)
 
     def load(self, under_way: Pass, inputs: dict[str, Any], lengths: tuple[int, ...]) -> None:
         """What the next step is of; lengths with the new tokens."""
@@ -121,10 +130,13 @@ class StepGraph:
         """The step as a function of what `bind` and `load` have written."""
         cache = DynamicCache()
         progress = Progress(self._state)
-        layers = [SparseLayer(self, layer, progress) for layer in range(len(self.stores.kinds))]
-        for layer, keys in zip(layers, self.stores.shapes, strict=True):
+        cache.layers = [
+            self.states.layer(layer.layer) if layer.is_linear else SparseLayer(self, layer.layer, progress)
+            for layer in self._program.layers
+        ]
+        attending = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+        for layer, keys in zip(attending, self.stores.shapes, strict=True):
             layer.dtype = keys.dtype
-        cache.layers = [*layers]
 
         def step() -> torch.Tensor:
             self._state.begin(self.lengths_B, self.lengths_B.device)
@@ -147,13 +159,15 @@ class StepGraph:
         """
         step, current = self.step_of(attached, engine), torch.cuda.current_stream(self.ids_BQ.device)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):  # around the capture as well, which does not restore it when it fails
-            step()
-            with _refusing_waits():
+        try:
+            with torch.cuda.stream(stream):  # around the capture as well, which does not restore it when it fails
                 step()
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self._out_BQE = step()
-        current.wait_stream(stream)
+                with _refusing_waits():
+                    step()
+                with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    self._out_BQE = step()
+        finally:
+            current.wait_stream(stream)  # what a failed one has queued, too
 
     def run(self) -> torch.Tensor:
         """[B, Q, E]: a copy, on the current stream."""
@@ -243,13 +257,14 @@ class StepGraphs:
         """What the decoder's own forward returns. `takes` has made the step ready.
 
         Whether the model still is what was captured is looked at while the device works: asking first would take as
-        long as a layer. The captured tensors are kept alive, so that a replay in vain reads nothing but old weights.
+        long as a layer. The captured tensors are kept alive, so that a replay in vain reads nothing but old weights. It
+        would move recurrent states: of a model that has some it is asked first.
         """
         assert self._next is not None, "takes() comes first"
         assert self._captured is not None
         assert under_way.cache is not None
-        hidden_BQE = self._next.run()
-        if self._captured.changed():
+        hidden_BQE = None if self._next.states and self._captured.changed() else self._next.run()
+        if hidden_BQE is None or (not self._next.states and self._captured.changed()):
             self.release()  # captured anew, where it can be
             return attached.run_own(under_way, inputs)
         for store in _stores(under_way.cache):
@@ -269,8 +284,6 @@ class StepGraphs:
         ids = inputs.get("input_ids")
         if ids is None or inputs.get("inputs_embeds") is not None or asks_for_more(decoder, inputs):
             return "more is asked of the model than the next token of token ids"
-        if len(_stores(cache)) < len(cache.layers):
-            return "some layers have a recurrent state, which is not captured"
         if program.remembers:
             return f"the selector of filter layer {program.remembers[0]} looks at older queries"
         if ids.shape[0] > MOST_ROWS:
@@ -284,7 +297,7 @@ class StepGraphs:
     def _ready(self, program: Program, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> str:
         """Prepares the replay; why that failed."""
         assert under_way.cache is not None
-        ids_BQ, stores = inputs["input_ids"], _stores(under_way.cache)
+        ids_BQ, cache, stores = inputs["input_ids"], under_way.cache, _stores(under_way.cache)
         (rows, new), phase = ids_BQ.shape, under_way.phase
         lengths = tuple(length + new for length in stores[0].lengths)
         stream = torch.cuda.current_stream(ids_BQ.device)
@@ -292,7 +305,7 @@ class StepGraphs:
             stream.wait_stream(self._stream)  # the last step used the same memory
         self._stream = stream
         served = self._served.get((phase, ids_BQ.shape))
-        if served is not None and served.serves(stores, lengths):
+        if served is not None and served.serves(cache, lengths):
             self._next = served
             served.load(under_way, inputs, lengths)
             return ""
@@ -317,8 +330,8 @@ class StepGraphs:
             if known is None and (found := self._refused.get(key) or self._cannot_capture(attached.decoder)):
                 return found
             try:
-                graph = known or StepGraph(stores, key, program, self._reads)
-                graph.stores.bind(stores)
+                graph = known or StepGraph(cache, key, program, self._reads)
+                graph.bind(cache)
                 graph.load(under_way, inputs, lengths)
                 if known is None:
                     self._capture(graph, attached, under_way.engine)
@@ -337,7 +350,7 @@ class StepGraphs:
     def _capture(self, graph: StepGraph, attached: Attachment, engine: Engine) -> None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._capturing = self._capturing or torch.cuda.Stream(graph.ids_BQ.device)  # cuBLAS keeps memory for each one
-        with self._reads.uncounted(), OUTSIDE_CAPTURES.put_off():
+        with self._reads.uncounted(), OUTSIDE_CAPTURES.put_off(), graph.states.unmoved():
             graph.capture(attached, engine, self._pool, self._capturing)
 
     def _abandon(self, device: torch.device) -> None:

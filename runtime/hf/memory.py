@@ -308,7 +308,7 @@ class MemoryModel:
         item, rows = self.size.dtype.itemsize, request.piece * request.batch
         group, width = self.size.info.attention[0], self.size.hidden
         in_linear = max(
-            (rows * _linear_bytes(one) for one in self.size.info.attention if one.kind == "linear"), default=0
+            (rows * linear_bytes(one) for one in self.size.info.attention if one.kind == "linear"), default=0
         )
         worked_on = rows if in_linear else min(rows, max(self.chunking.rows, self.chunking.above))  # run whole, or cut
         always = rows * width * item + 2 * request.piece * group.head_dim * item  # hidden states, rotary angles
@@ -375,7 +375,7 @@ class MemoryModel:
         return request.batch * sum(tables.values())
 
 
-def _linear_bytes(group: AttentionGroup) -> int:
+def linear_bytes(group: AttentionGroup) -> int:
     """Of a token in a gated delta rule, as torch computes it in float32 and chunks of 64 tokens; fast kernels, where
     transformers has them, take less."""
     return 4 * group.heads * (14 * group.head_dim + 5 * 64)
