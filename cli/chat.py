@@ -192,8 +192,8 @@ class Session:
 
     def why_dense(self, answer: Answer) -> str:
         """Why nothing of an answer by the plan was sparse; empty where something was, or nothing was to be."""
-        dense = not (self.prefill or self.decode) or (self.decode and self.plan is not None and self.plan.retained)
-        if self.plan is None or self.exact or dense:
+        follows = self.prefill or self.decode
+        if self.plan is None or self.exact or not follows or (self.decode and self.plan.retained):
             return ""
         parts = ((self.prefill, self.plan.prefill), (self.decode, self.plan.decode))
         starts = [start for follows, part in parts if follows and part and (start := first_sparse(part.lengths))]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from types import TracebackType, UnionType
-from typing import Any, Literal, get_args
+from types import TracebackType
+from typing import Any, Literal
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -18,7 +18,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
 from sparsekv.kernels.softmax import PLAIN
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
@@ -28,6 +28,7 @@ from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.retention import Observed
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
+from sparsekv.runtime.hf.apply_checks import check_exact, check_offload, check_sizes, check_type
 from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
 from sparsekv.runtime.hf.cache import Given, SparseLayer, check_owner_open, first_of, sparse_cache
@@ -38,7 +39,7 @@ from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of, reads_of
 from sparsekv.runtime.hf.retain import begin_prompt, begin_step, check_handed_over, check_retained, end_prompt
-from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers, rope_switch
+from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
 from sparsekv.runtime.plan_checks import check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
@@ -115,12 +116,10 @@ class PlanEngine:
         """Dense under `exact`, but for drafts."""
         return Phase.DECODE if self.loop is None else Phase.CHECK
 
-    def begin_prompt(self, cache: Cache) -> None:
-        """A pass over tokens of a prompt is about to run."""
-        begin_prompt(self.program, cache)
-
-    def begin_step(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
-        """Starts a step at which the rows have these lengths, the new tokens included, and counts it."""
+    def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
+        """Starts a pass at which the rows have these lengths, the new tokens included, and counts a step."""
+        if phase is Phase.PREFILL:
+            return begin_prompt(self.program, cache)
         begin_step(self.program, cache, self._attempt, self.meter)
         first_of(cache).state.begin(lengths, device)
         count_step(self._programs[phase], lengths, self.meter)
@@ -291,7 +290,7 @@ class Handle:
         """
         check_owner_open(self._engine)
         at_most = tokens if at_most is None else at_most
-        _check_sizes(answer, tokens=tokens, batch=batch, chunk=tokens if chunk is None else chunk, at_most=at_most)
+        check_sizes(answer, tokens=tokens, batch=batch, chunk=tokens if chunk is None else chunk, at_most=at_most)
         request, available = Request(tokens - answer, answer, batch, chunk), self._available()
         largest = replace(request, prompt=max(tokens, at_most) - answer)
         placement = self._memory.place(largest, available)
@@ -453,12 +452,12 @@ def apply(
     check_attachable(model)
     warn_of_spinning(model.device)
     plan = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
-    _check_type(Plan, "a Plan, or the path of one", plan=plan)
-    _check_type(bool, "True or False", prefill=prefill, decode=decode, allow_mismatch=allow_mismatch)
-    _check_type(str, "a name", backend=backend)
-    _check_type(ModelInfo | None, "a ModelInfo", info=info)
-    _check_type(Chunking | None, "a Chunking", chunking=chunking)
-    _check_offload(offload, kv_host_layers)
+    check_type(Plan, "a Plan, or the path of one", plan=plan)
+    check_type(bool, "True or False", prefill=prefill, decode=decode, allow_mismatch=allow_mismatch)
+    check_type(str, "a name", backend=backend)
+    check_type(ModelInfo | None, "a ModelInfo", info=info)
+    check_type(Chunking | None, "a Chunking", chunking=chunking)
+    check_offload(offload, kv_host_layers)
     info = info or describe_model(model)
     check_plan(plan, info, allow_mismatch)
     phases = plan.prefill if prefill and exact is not True else None, plan.decode if decode else None
@@ -474,61 +473,10 @@ def apply(
     check_retained(frozenset(retained), sizes.permitted.layers)
     program = Program.of(*phases, info, retained=retained)
     if exact:
-        _check_exact(exact, program, model)
+        check_exact(exact, program, model)
     engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, memory, exact=bool(exact))
     return Handle(model, engine, choice, sizes)
 
 
 def _tell_of(on_bytes: Callable[[int, int], object], total: int, more: int) -> None:
     on_bytes(more, total)
-
-
-def _check_sizes(answer: object, *, tokens: int, **sizes: object) -> None:
-    for name, count in {"tokens": tokens, **sizes}.items():
-        if type(count) is not int or count < 1:
-            raise UsageError(f"expected {name} of 1 or more, found {count!r:.40}")
-    if type(answer) is not int or not 0 <= answer < tokens:
-        raise UsageError(f"expected answer to be 0 to {tokens - 1} of the {tokens} tokens, found {answer!r:.40}")
-
-
-def _check_offload(mode: object, host_layers: object) -> None:
-    if mode is None:
-        return
-    if mode not in get_args(OffloadMode):
-        raise UsageError(f"expected offload to be {', '.join(get_args(OffloadMode))}, found {mode!r:.40}")
-    if host_layers is not None:
-        raise UsageError(f"expected offload or kv_host_layers, found both: {mode} and {host_layers!r:.40}")
-
-
-def _check_exact(exact: object, program: Program, model: PreTrainedModel) -> None:
-    """What drafts cannot be made with, or not be taken back."""
-    if exact not in (True, "decode"):
-        raise UsageError(f'expected exact to be True, False or "decode", found {exact!r:.40}')
-    if not program.filters:
-        raise UsageError("expected a plan whose decode is sparse, to draft with, found one that is dense, or left out")
-    if program.remembers:
-        raise UnsupportedError(
-            f"expected filter layers that choose by the newest query alone, found that layer {program.remembers[0]} "
-            "looks at older ones, which drafts would leave behind; compile the plan with the selector `last`"
-        )
-    if drops := [layer.layer for layer in program.layers if layer.retains]:
-        raise UnsupportedError(
-            f"expected a plan that keeps all tokens, found that layer {drops[0]} drops some, which dense attention "
-            "reads; leave exact out"
-        )
-    if linear := linear_layers(model.config):
-        raise UnsupportedError(
-            f"expected layers with keys and values, found a recurrent state in layer {linear[0]}: drafts cannot be "
-            "taken back; leave exact out"
-        )
-    if switch := rope_switch(model.config):
-        raise UnsupportedError(
-            f"expected rotary angles that do not depend on the length, found others from {switch + 1} tokens on; leave "
-            "exact out"
-        )
-
-
-def _check_type(kind: type | UnionType, expected: str, **arguments: object) -> None:
-    for name, value in arguments.items():
-        if not isinstance(value, kind):
-            raise UsageError(f"expected {name} to be {expected}, found {value!r:.80}")

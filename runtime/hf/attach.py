@@ -334,8 +334,8 @@ class Attached:
                 self._ran.remove(progress)
                 progress.end()
             lengths = begin_pass(cache, config.num_hidden_layers)
-        past, prompt = max(lengths, default=0), self._prompt
-        if prompt is not None and tokens is not None and 0 < past <= self._switch < past + tokens.shape[1]:
+        past, prompt, new = max(lengths, default=0), self._prompt, 0 if tokens is None else tokens.shape[1]
+        if prompt is not None and 0 < past <= self._switch < past + new:
             raise UnsupportedError(
                 f"expected the first {self._switch + 1} tokens in one piece, as the rotary angles of longer inputs are "
                 f"others, found {past} cached; use a larger prefill_chunk_size"
@@ -348,16 +348,12 @@ class Attached:
         phase, new_B = self._step or (None, None)
         if phase is None and prompt is not None:
             phase = prompt.phase(cache, past)
-        new = 0 if tokens is None else tokens.shape[1]
         ends = prompt is not None and phase is Phase.PREFILL and past + new >= prompt.end
         if phase is None:
-            alone = tokens is not None and tokens.shape[1] == 1 and past > 0
-            phase = self._engine.step_phase if alone else Phase.PREFILL
-        if phase is not Phase.PREFILL and cache is not None and tokens is not None:
-            self._engine.begin_step(cache, phase, tuple(length + new for length in lengths), tokens.device)
-        elif cache is not None:
-            self._engine.begin_prompt(cache)
-        return Pass(self._engine, phase, cache, self.windows, ends_prompt=ends, new_B=new_B)
+            phase = self._engine.step_phase if new == 1 and past > 0 else Phase.PREFILL
+        if cache is not None and tokens is not None:
+            self._engine.begin(cache, phase, tuple(length + new for length in lengths), tokens.device)
+        return Pass(self._engine, phase, cache, self.windows, new_B=new_B, ends_prompt=ends)
 
 
 def _restore(module: nn.Module, name: str, value: Any, former: Any) -> None:

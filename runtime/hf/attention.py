@@ -57,8 +57,8 @@ class LayerCall:
     window: int | None
     softmax: Softmax = PLAIN
     q_is_spare: bool = False  # nobody reads q after the call: the output may take its place
-    ends_prompt: bool = False  # known to be the last of a prompt
     new_B: torch.Tensor | None = None  # as of the pass
+    ends_prompt: bool = False  # known to be the last of a prompt
 
     @property
     def chunk(self) -> Chunk:
@@ -113,9 +113,10 @@ class Pass:
         entry, found = self.entry(layer), attention_dtype(qkv[0])
         dtype = found if entry is None else entry.dtype_for(qkv[0])
         q_BHSD, k_BGSD, v_BGSD = (x.to(dtype) for x in qkv)
+        window = self.windows[layer]
         call = LayerCall(
-            layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, self.windows[layer], softmax, q_is_spare,
-            self.ends_prompt, self.new_B,
+            layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, window, softmax, q_is_spare, self.new_B,
+            self.ends_prompt,
         )  # fmt: skip
         with _without_autocast(q_BHSD.device.type):
             return self._attend(call).to(found)
@@ -228,11 +229,8 @@ class Engine(CacheOwner, Protocol):
     def step_phase(self) -> Phase:
         """What a pass of one token behind a past is."""
 
-    def begin_prompt(self, cache: Cache) -> None:
-        """A pass over tokens of a prompt is about to run."""
-
-    def begin_step(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
-        """Starts a step, DECODE or CHECK, at which the rows have these lengths, the new tokens included."""
+    def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
+        """Starts a pass at which the rows have these lengths, the new tokens included."""
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """The attention output, [B, H, S, D], before the output projection. May be q itself where that is spare."""
@@ -261,10 +259,7 @@ class DenseEngine:
         """None."""
         return ()
 
-    def begin_prompt(self, cache: Cache) -> None:
-        """Nothing to start."""
-
-    def begin_step(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
+    def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
         """Nothing to start."""
 
     def attend(self, call: LayerCall) -> torch.Tensor:

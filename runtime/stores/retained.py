@@ -91,7 +91,7 @@ class RetainedStore:
         self._rows.reserve(self._kept + self._generated)
 
     def advance(self, tokens: int) -> None:
-        """Counts what a captured step has written."""
+        """Counts the token that a captured step has written."""
         self._rows.advance(self.held_after(tokens) - self.held)
         self.lengths = tuple(length + tokens for length in self.lengths)
 

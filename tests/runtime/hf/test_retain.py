@@ -40,7 +40,7 @@ def by_brute_force(model, plan, batch, lengths, pieces=1):
     for seed in count():
         turns = [random_tokens(batch, length, seed + number) for number, length in enumerate(lengths)]
         with suppress(AmbiguousScoresError), BruteForce(model, plan):
-            return turns, run(model, turns, DynamicCache(), pieces)[0]
+            return turns, run(model, turns, DynamicCache(config=model.config), pieces)[0]
 
 
 def rows_of(cache):
@@ -102,10 +102,10 @@ def test_patterns_and_segments_go_on_beside_layers_that_drop_tokens(model):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma2", "granite"])
-def test_soft_caps_and_learned_sinks_count_in_scores(architecture: str):
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma2", "granite", "qwen3_next"])
+def test_soft_caps_and_learned_sinks_count_in_scores_and_recurrent_states_go_on(architecture: str):
     model = tiny_model(architecture)
-    plan = plan_for(model, None, None, drops((0, 1, 2), 12))
+    plan = plan_for(model, None, None, drops((1, 2), 12))
     turns, expected = by_brute_force(model, plan, 1, (70, 40))
     with apply(model, plan):
         found, _ = run(model, turns)
@@ -257,3 +257,8 @@ def test_a_cache_from_elsewhere_is_refused(model):
         keys = torch.zeros(1, 2, 9, 32)
         with pytest.raises(UnsupportedError, match="drops some in layers 1"):
             handle.cache_of([(keys, keys)] * 3)
+
+
+def test_drafts_beside_layers_that_drop_tokens_are_refused(model):
+    with pytest.raises(UnsupportedError, match="layer 2 drops some"):
+        apply(model, plan_for(model, None, decode_plan(segment(0, (1,), 12)), drops((2,), 12)), exact=True)
