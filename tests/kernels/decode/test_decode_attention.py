@@ -102,7 +102,7 @@ SPLIT = [
 
 
 @needs_interpreter
-@pytest.mark.parametrize("splits", [1, 3, 64])
+@pytest.mark.parametrize("splits", [1, 3, 16])  # of 10 blocks
 @pytest.mark.parametrize("case", SPLIT, ids=str)
 def test_split_of_the_tokens_never_changes_the_answer(splits: int, case: DecodeCase) -> None:
     from sparsekv.kernels.decode.triton import Launch, decode
