@@ -289,7 +289,7 @@ class _Search:
 
 def _prefixes(job: Job, model: DecodeTrials, length: int, effort: Effort, step: Step) -> list[Prefix]:
     """Of as many calibration prompts as there is room for."""
-    own = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in job.model.attention)
+    own = sum(group.cached_values for group in job.model.attention)
     fitting = _PREFIX_BYTES // (own * length * job.subject.model.dtype.itemsize)
     prompts = job.calibration_prompts(length, max(_LEAST_PROMPTS, min(effort.prompts, fitting)))
     found = []

@@ -27,7 +27,7 @@ from sparsekv.planner.evaluation.predictions import divergence, prefill
 from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.settled import Settled
 from sparsekv.plans.phases import Segment
-from sparsekv.runtime.hf.cache import SparseLayer, reserve
+from sparsekv.runtime.hf.cache import SparseLayer, States, put_back, reserve, states_of
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
@@ -38,11 +38,13 @@ class Prefix:
 
     Attributes:
         cache: of all but the last tokens of the prompt; usable while the `DecodeTrials` that made it are open.
+        states: the recurrent states of these tokens.
         rows_1R: the tokens of the steps.
         dense_1RV: log-probabilities after each step, float32.
     """
 
     cache: Cache
+    states: States
     rows_1R: torch.Tensor
     dense_1RV: torch.Tensor
 
@@ -70,9 +72,10 @@ class DecodeTrials:
         reserve(cache, first + steps)
         with torch.no_grad():
             prefill(self._loaded.model, ids_1S[:, :first], options.prefill_chunk, cache=cache)
+            states = states_of(cache)
             rows_1R = self._continued(ids_1S[:, first : first + steps], steps, cache)
-        _rewind(cache, first)
-        return Prefix(cache, rows_1R, self._log_probabilities((), cache, rows_1R))
+        _rewind(cache, states, first)
+        return Prefix(cache, states, rows_1R, self._log_probabilities((), cache, states, rows_1R))
 
     def divergences(
         self, segments: Sequence[Segment], prefixes: Sequence[Prefix], most: float = math.inf
@@ -87,7 +90,7 @@ class DecodeTrials:
         for prefix in prefixes:
             if sum(found) > most:
                 break
-            sparse_1RV = self._log_probabilities(segments, prefix.cache, prefix.rows_1R)
+            sparse_1RV = self._log_probabilities(segments, prefix.cache, prefix.states, prefix.rows_1R)
             found.append(float(divergence(prefix.dense_1RV, sparse_1RV)))
         return found
 
@@ -101,7 +104,9 @@ class DecodeTrials:
             tokens = torch.cat([tokens, fed_1S], 1)
         return tokens
 
-    def _log_probabilities(self, segments: Sequence[Segment], cache: Cache, rows_1R: torch.Tensor) -> torch.Tensor:
+    def _log_probabilities(
+        self, segments: Sequence[Segment], cache: Cache, states: States, rows_1R: torch.Tensor
+    ) -> torch.Tensor:
         """[1, R, V]: after each of the rows. The cache is left as it was."""
         past, rows = cache.get_seq_length(), rows_1R.shape[1]
         self._steps = _Steps(segments, past, rows)
@@ -110,7 +115,7 @@ class DecodeTrials:
                 return prefill(self._loaded.model, rows_1R, None, rows, cache).logits_BKV.float().log_softmax(-1)
         finally:
             self._steps = None
-            _rewind(cache, past)
+            _rewind(cache, states, past)
 
 
 @contextmanager
@@ -121,11 +126,12 @@ def decode_trials(loaded: LoadedModel) -> Iterator[DecodeTrials]:
         yield trials
 
 
-def _rewind(cache: Cache, tokens: int) -> None:
+def _rewind(cache: Cache, states: States, tokens: int) -> None:
     """Forgets all but the first tokens: what dense attention and these steps read starts from them alone."""
     for layer in cache.layers:
-        assert isinstance(layer, SparseLayer)
-        layer.store.truncate((tokens,) * len(layer.store.lengths))
+        if isinstance(layer, SparseLayer):
+            layer.store.truncate((tokens,) * len(layer.store.lengths))
+    put_back(cache, states)
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from sparsekv.planner.progress import Progress
 from sparsekv.planner.settled import Settled, settle
 from sparsekv.planner.tasks import QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
 from sparsekv.plans.aliases import resolve_model
-from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
+from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.hf.load import LoadedModel, load_config
 from sparsekv.runtime.model_config import describe_config
@@ -196,14 +196,8 @@ def _check(model: ModelInfo, options: Settled, profile: Profile | None, cost: De
     """What can be found out before anything is measured.
 
     Raises:
-        UnsupportedError: some layers have a recurrent state.
         UsageError: the model has nothing to plan, or lacks a layer, or what is given does not go with the options.
     """
-    if any(group.kind == "linear" for group in model.attention):
-        raise UnsupportedError(
-            "expected attention with keys and values in every layer, found some with a recurrent state: planning takes "
-            "decode steps back, which these cannot; write a plan by hand (docs/plan-file.md)"
-        )
     if not model.full_layers:
         windows = ", ".join(sorted({str(group.window) for group in model.attention}))
         raise UsageError(

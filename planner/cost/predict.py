@@ -266,11 +266,15 @@ def dense_step_us(
     return sum(
         len(set(group.layers).difference(without)) * cost.decode_dense.us(rows * visible_tokens(group, length))
         for group in model.attention
+        if group.kind != "linear"
     )
 
 
 def visible_tokens(group: AttentionGroup, length: int) -> int:
-    """How many of `length` cached tokens a layer attends to when it is dense: those of its own window, or all."""
+    """How many of `length` cached tokens a layer attends to when it is dense: those of its own window, or all, or none
+    where it has a recurrent state."""
+    if group.kind == "linear":
+        return 0
     return length if group.window is None else min(length, group.window)
 
 

@@ -18,6 +18,7 @@ from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.tasks import Kit, Sample
 from sparsekv.planner.tasks.text import Ids
 from sparsekv.runtime.architecture import architecture_of
+from sparsekv.runtime.hf.memory import linear_bytes
 from sparsekv.runtime.model_config import attention_groups
 
 # Tokens that are fed of a text that is no answer: each is a decode step of every mode. No answer of a task is longer
@@ -124,8 +125,10 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     """Keys and values of all layers, and beside them the larger of a copy, as another text is fed, and what the widest
     layer holds while an unmodified model computes it."""
     config: Any = model.config
-    cached = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in attention_groups(config))
+    groups = attention_groups(config)
+    cached = sum(group.cached_values for group in groups)
     # Two hidden states, queries, the output of attention; then the MLP: what is gated, its gate, their product.
-    held = 2 * config.hidden_size + 2 * config.num_attention_heads * attention_groups(config)[0].head_dim
+    held = 2 * config.hidden_size + 2 * config.num_attention_heads * groups[0].head_dim
     widest: int = held + 3 * architecture_of(config.model_type).width_of(config)
-    return (cached + max(cached, widest)) * model.dtype.itemsize
+    recurrent = max((linear_bytes(group) for group in groups if group.kind == "linear"), default=0)
+    return cached * model.dtype.itemsize + max(max(cached, widest) * model.dtype.itemsize, recurrent)

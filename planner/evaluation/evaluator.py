@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
 from sparsekv.planner.evaluation.batches import Batch, EvalSamples, batches
 from sparsekv.planner.evaluation.modes import DENSE, Mode, PlanMode, spent_by
@@ -53,7 +54,7 @@ from sparsekv.planner.progress import Progress, Step, prefill_work
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
 from sparsekv.plans.errors import PromptError
 from sparsekv.runtime.hf.apply import Handle
-from sparsekv.runtime.hf.cache import handed_over
+from sparsekv.runtime.hf.cache import handed_over, put_back, states_of
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.stores.pinned import HostMemory
@@ -196,7 +197,8 @@ class Evaluator:
             run, outcomes, prompts = _Run.of(self.loaded, batch, self.chunk, self.greedy)
             yield DENSE, batch.samples, outcomes, Spent()
             # a layer with a sliding window has dropped the tokens behind it
-            dense_serves = all(layer.keys.shape[2] == layer.get_seq_length() for layer in prompts.cache.layers)
+            attending = (layer for layer in prompts.cache.layers if not isinstance(layer, LinearAttentionLayer))
+            dense_serves = all(layer.keys.shape[2] == layer.get_seq_length() for layer in attending)
             alike = _prefilled_alike(modes, dense_serves)
             yield from run.through(alike.pop(DENSE, {}), _Source(prompts))
             del prompts  # unless a mode went on from it, that cache is there still
@@ -299,11 +301,12 @@ class _Run:
         """
         model: Any = loaded.model
         prompts, tokens = prefill(model, batch.prompt_BS, chunk), min(batch.answer_BA.shape[1], MOST_GREEDY)
-        greedy_BG = batch.answer_BA[:, :0]
+        greedy_BG, states = batch.answer_BA[:, :0], states_of(prompts.cache)
         with without_plans():
             if greedy:
                 greedy_BG = continued(model, deepcopy(prompts) if tokens > 1 else prompts, tokens)
             logits_BAV = after_prompt(model, prompts, batch.answer_BA, stepwise=False)
+        put_back(prompts.cache, states)
         check_numbers(model, "logits", logits_BAV)
         log_BAV, counted_BG = logits_BAV.log_softmax(-1), until_end(model, greedy_BG)
         run = cls(loaded, batch, chunk, logits_BAV.argmax(-1), log_BAV, greedy_BG, counted_BG)
@@ -367,8 +370,11 @@ class _Run:
             return mode.handle.cache_of(layers)
         config: Any = self.loaded.model.config
         cache = DynamicCache(config=config)
-        for number, (k_BGSD, v_BGSD) in enumerate(layers):
-            cache.update(k_BGSD, v_BGSD, number)
+        for number, found in enumerate(layers):
+            if isinstance(found, LinearAttentionLayer):
+                cache.layers[number] = found
+            else:
+                cache.update(*found, number)
         return cache
 
     def outcomes(self, read: Sequence[torch.Tensor], first: int = 0) -> tuple[Outcome, ...]:

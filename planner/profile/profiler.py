@@ -170,7 +170,7 @@ class Pass:
         if all((self._length, self._sample, layer) in records for layer in layers):
             return
         decoded: dict[int, dict[str, Any]] = {}
-        modules: Sequence[Any] = attention_modules(model)
+        modules = {cast(Any, module).layer_idx: cast(Any, module) for module in attention_modules(model)}
 
         def up(call: AttentionCall, hidden_BSE: torch.Tensor) -> None:
             where = f"queries, keys and values of layer {call.layer}"
@@ -188,6 +188,13 @@ class Pass:
         seed = self._options.seed + self._sample
         with torch.no_grad():
             walk_layers(model, ids_1S, self._prompt.answer_rows, seed, up, down if self._aims else None)
+        for layer in set(layers) - modules.keys():
+            add(layer, self._nothing(layer))
+
+    def _nothing(self, layer: int) -> dict[str, Any]:
+        """Of a layer with a recurrent state: no attention to plan, and no choice that serves others."""
+        budgets = len(self._reuse.choice.budgets) if self._reuse else 0
+        return {"kept": ((0.0,) * (layer + 1),) * budgets}
 
     def _decode(self, call: AttentionCall, o_proj: nn.Module, hidden_BSE: torch.Tensor) -> dict[str, Any]:
         if self._reuse is None:

@@ -96,6 +96,8 @@ def walk_layers(
         layers: Any = decoder_of(model).layers
         for number in reversed(range(len(layers))):
             gradient_BSE, found = walk.back(layers[number], walk.inputs.pop(number), gradient_BSE)
+            if found is None:
+                continue
             own_BHSD = found.gradient_BHSD.float() / (scale * len(scored) ** 0.5)
             check_numbers(model, f"gradients in layer {number}", 0.0 * own_BHSD.abs().amax())  # NaN of infinity too
             down(replace(found, gradient_BHSD=own_BHSD))
@@ -123,11 +125,15 @@ class _Walk:
         self._down = call, out_BHSD
         return out_BHSD
 
-    def back(self, layer: nn.Module, given: LayerInput, gradient_BSE: torch.Tensor) -> tuple[torch.Tensor, Sensitivity]:
+    def back(
+        self, layer: nn.Module, given: LayerInput, gradient_BSE: torch.Tensor
+    ) -> tuple[torch.Tensor, Sensitivity | None]:
+        """The gradient by the layer's input; and what its attention did, None where it has a recurrent state."""
         hidden_BSE = given.hidden_BSE.detach().requires_grad_()
         with torch.enable_grad():
             out_BSE = given.run(layer, hidden_BSE)
-            assert self._down is not None
+            if self._down is None:
+                return torch.autograd.grad(out_BSE, hidden_BSE, gradient_BSE)[0], None
             call, attended_BHSD = self._down
             self._down = None
             into_BSE, own_BHSD = torch.autograd.grad(out_BSE, (hidden_BSE, attended_BHSD), gradient_BSE)

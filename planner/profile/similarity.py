@@ -102,14 +102,18 @@ class ReuseScores:
         self._chosen[index] = free_RS.topk(tables.most).indices.int()
 
     def kept(self, layer: LayerRows, filters: Sequence[int]) -> npt.NDArray[np.float64]:
-        """S[i, this layer] of filter layers i that were noted, for each budget: [budget, i].
+        """S[i, this layer] of filter layers i, for each budget: [budget, i].
 
-        A filter of the layer's own (after `choose`) gives the mass of its own best tokens. Waits for the device.
+        A filter of the layer's own (after `choose`) gives the mass of its own best tokens; 0 of layers that were not
+        noted. Waits for the device.
         """
         mass_RS, tables = layer.mass_RS, self._on(layer.mass_RS.device)
         always_R1 = mass_RS.masked_fill(tables.among_RS, 0.0).sum(-1, keepdim=True)
         worst = []
         for filter_layer in filters:  # one at a time: of a long prompt the lists of all would be many times the masses
+            if filter_layer not in self._chosen:
+                worst.append(mass_RS.new_zeros(tables.counts_RB.shape[1], dtype=torch.float64))
+                continue
             tokens_RK = self._chosen[filter_layer].to(mass_RS.device).long()
             running_RK = mass_RS.gather(-1, tokens_RK).double().cumsum_(-1)
             held_RB = running_RK.gather(-1, (tables.counts_RB - 1).clamp(min=0)).where(tables.counts_RB > 0, 0.0)

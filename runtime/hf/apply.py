@@ -9,35 +9,41 @@ from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from types import TracebackType, UnionType
-from typing import get_args
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
 from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
 from sparsekv.kernels.softmax import PLAIN
+from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode
+from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode, decode_dense
 from sparsekv.runtime.core.prefill import prefill
-from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.retention import Observed
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
-from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, first_of, sparse_cache
+from sparsekv.runtime.hf.cache import Given, SparseLayer, check_owner_open, first_of, sparse_cache
 from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of, reads_of
-from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
+from sparsekv.runtime.hf.retain import begin_prompt, begin_step, check_handed_over, check_retained, end_prompt
+from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers, rope_switch
 from sparsekv.runtime.plan_checks import check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.pinned import HostMemory
+from sparsekv.runtime.stores.retained import RetainedStore
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
 
 
@@ -51,6 +57,7 @@ class PlanEngine:
         placement: the layers whose keys and values live in host memory; of caches to come, so that it may change.
         chunking: how long inputs are cut.
         memory: where blocks of host memory come from; its own when None.
+        exact: the program's steps are drafts, and what they draft is checked.
     """
 
     differentiable = False
@@ -63,8 +70,10 @@ class PlanEngine:
         placement: Placement,
         chunking: Chunking,
         memory: HostMemory | None = None,
+        exact: bool = False,
     ) -> None:
         self.open = True
+        self.loop = ExactLoop(lambda: self.meter, lambda: self.placement.layers) if exact else None
         self.bytes: list[Bytes] = []
         self.host_reads = HostReads()
         self.meter = Meter()
@@ -74,7 +83,8 @@ class PlanEngine:
         self._model_type: str = model.config.model_type
         self.graphs: StepGraphs | None = None
         self._told = False
-        self._program = program
+        self.program = program
+        self._programs = {Phase.DECODE: program} | ({Phase.CHECK: program.dense_in_decode} if exact else {})
         self.placement = placement
         self._chunking = chunking
         self.memory = HostMemory() if memory is None else memory
@@ -82,34 +92,44 @@ class PlanEngine:
 
     def new_store(self, layer: int) -> KVStore:
         """Host memory for the layers that are placed there, else the device."""
+        if rule := self.program.layers[layer].retains:
+            return RetainedStore(rule.generated or 1)
         if layer not in self.placement.layers:
             return DeviceStore()
-        return HostStore(self.placement.hot, self.memory, reads_of(self._program.layers[layer]), self.host_reads)
-
-    @property
-    def remembers(self) -> tuple[int, ...]:
-        """The filter layers whose selector looks at older queries, which a cache from elsewhere lacks."""
-        return self._program.remembers
+        return HostStore(self.placement.hot, self.memory, reads_of(self.program.layers[layer]), self.host_reads)
 
     def new_state(self) -> DecodeState:
         """What the layers of one cache share."""
-        return DecodeState(self._program)
+        return DecodeState(self.program)
 
     def executors(self) -> Sequence[Executor]:
         """Captured decode steps, where the device has them."""
         if not can_capture(self._device, self._backend):
             return ()
         if self.graphs is None:  # else it was suspended
-            self.graphs = StepGraphs(self._model_type, self._program, self.host_reads)
+            self.graphs = StepGraphs(self._model_type, self._programs, self.host_reads)
         return (self.graphs,)
 
-    def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
-        """Starts a decode step at which the rows have these lengths, the new tokens included, and counts it."""
+    @property
+    def step_phase(self) -> Phase:
+        """Dense under `exact`, but for drafts."""
+        return Phase.DECODE if self.loop is None else Phase.CHECK
+
+    def begin_prompt(self, cache: Cache) -> None:
+        """A pass over tokens of a prompt is about to run."""
+        begin_prompt(self.program, cache)
+
+    def begin_step(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
+        """Starts a step at which the rows have these lengths, the new tokens included, and counts it."""
+        begin_step(self.program, cache, self._attempt, self.meter)
         first_of(cache).state.begin(lengths, device)
-        count_step(self._program, lengths, self.meter)
+        count_step(self._programs[phase], lengths, self.meter)
         if self.graphs is None and not self._told and can_capture(self._device, self._backend):
             self._told = True
             warnings.warn("decode steps are not captured: the decoder has a forward of its own", GraphWarning, 2)
+
+    def _attempt(self, call: Callable[[str], Any], device: torch.device) -> Any:
+        return self.fallback.decode(call, self._backend, device)
 
     def release(self) -> None:
         """Gives host memory back to the system as soon as no cache uses it, and frees captured steps."""
@@ -120,15 +140,27 @@ class PlanEngine:
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """The call's phase of its layer."""
-        layer, entry = self._program.layers[call.layer], call.entry
-        if call.phase is Phase.DECODE:
-            assert entry is not None, "decode without a cache"
+        layer, entry = self.program.layers[call.layer], call.entry
+        if call.phase is not Phase.PREFILL:
+            assert entry is not None, "a step without a cache"
             source = entry.store if call.softmax is PLAIN else WithSoftmax(entry.store, call.softmax)
             step = partial(decode, layer, call.q_BHSD, source, entry.state, scale=call.scale)
+            if call.phase is Phase.CHECK:
+                lengths_B = entry.state.lengths_B
+                step = partial(decode_dense, layer, call.q_BHSD, source, lengths_B, scale=call.scale, new_B=call.new_B)
             return self.fallback.decode(lambda backend: step(backend=backend), self._backend, call.q_BHSD.device)
+        chunk = call.chunk
         if entry is not None:
             entry.state.remember(layer, call.q_BHSD)
-        chunk = call.chunk
+        if entry is None or not layer.retains:
+            return self._prefill(layer, call, chunk)
+        entry.state.observe(layer, Observed(call.q_BHSD, call.scale, call.softmax))
+        out_BHSD = self._prefill(layer.dense if chunk.lengths != entry.store.lengths else layer, call, chunk)
+        if call.ends_prompt:
+            end_prompt(layer, entry, self._attempt)
+        return out_BHSD
+
+    def _prefill(self, layer: LayerProgram, call: LayerCall, chunk: Chunk) -> torch.Tensor:
         return prefill(
             layer,
             call.q_BHSD,
@@ -178,6 +210,11 @@ class Handle:
         """The captured decode steps; None where the device or the backend has none, or the decoder a forward of its
         own, as accelerate gives it."""
         return self._engine.graphs
+
+    @property
+    def loop(self) -> ExactLoop | None:
+        """What `generate` runs under `exact`."""
+        return self._engine.loop
 
     @property
     def host_layers(self) -> frozenset[int]:
@@ -275,38 +312,35 @@ class Handle:
             raise
         return cache
 
-    def cache_of(self, layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Cache:
+    def cache_of(self, layers: Iterable[Given]) -> Cache:
         """A cache of prompts that were prefilled elsewhere, as under another handle; see `handed_over` in cache.py.
 
         Decode goes on from it as from a prompt of this handle.
 
         Args:
-            layers: keys and values of every layer, [B, G, S, D] each.
+            layers: keys and values of every layer, [B, G, S, D] each, or the recurrent state that it has in their
+                place, which is taken over.
 
         Raises:
-            UnsupportedError: a selector of the plan looks at older queries than the newest, or a layer has a
-                recurrent state.
-            UsageError: the handle is closed or suspended, or these are more or fewer layers than the model has.
+            UnsupportedError: a selector of the plan looks at older queries than the newest.
+            UsageError: the handle is closed or suspended, or these are not the layers of the model.
         """
         check_owner_open(self._engine)
-        if self._linear:
-            raise UnsupportedError(
-                f"expected a model whose layers all have keys and values, found a recurrent state in layer "
-                f"{self._linear[0]}; prefill the prompt under this handle"
-            )
-        if self._engine.remembers:
-            raise UnsupportedError(
-                f"expected a plan whose selectors look at the newest query alone, found older ones in filter layer "
-                f"{self._engine.remembers[0]}; prefill the prompt under this handle"
-            )
-        cache = sparse_cache(None, self._engine, len(self._layouts))
+        check_handed_over(self._engine.program)
+        cache = sparse_cache(None, self._engine, len(self._layouts), self._linear)
         for number, (layer, found) in enumerate(zip_longest(cache.layers, layers)):
-            if not isinstance(layer, SparseLayer) or found is None:
+            if layer is None or found is None:
                 raise UsageError(
                     f"expected keys and values of {len(self._layouts)} layers, found "
                     f"{'more' if layer is None else number}; pass those of every layer of this model"
                 )
-            layer.update(*found)
+            if isinstance(layer, SparseLayer) and isinstance(found, tuple):
+                layer.update(*found)
+            elif isinstance(layer, LinearAttentionLayer) and isinstance(found, LinearAttentionLayer):
+                cache.layers[number] = found
+            else:
+                kind = "keys and values" if isinstance(layer, SparseLayer) else "a recurrent state"
+                raise UsageError(f"expected {kind} of layer {number}, found something else; pass a cache of this model")
         return cache
 
     def check_growth(
@@ -385,6 +419,7 @@ def apply(
     kv_host_layers: int | Sequence[int] | None = None,
     chunking: Chunking | None = None,
     memory: HostMemory | None = None,
+    exact: bool | Literal["decode"] = False,
 ) -> Handle:
     """Runs `model` by `plan` until the returned handle is closed; `model(...)` and `model.generate(...)` as before.
 
@@ -392,7 +427,8 @@ def apply(
         model: a loaded model of a supported architecture, in evaluation mode.
         plan: what to compute of it, or the path of a plan file.
         prefill: False runs prefill dense.
-        decode: False runs decode dense, with all KV on the device (but see `kv_host_layers`).
+        decode: False runs decode dense, with all KV on the device (but see `kv_host_layers`), of which nothing is
+            dropped.
         info: what `load_model` said of this model; it is described again when None.
         backend: a kernel backend by name, or "auto".
         allow_mismatch: take a plan that was made for another architecture, as far as its layers and heads fit.
@@ -402,6 +438,8 @@ def apply(
             that decode reads least of come first). A layer in no segment is copied back as a whole at every step.
         chunking: from which length on layers work in pieces, and of which size; rarely of interest.
         memory: blocks of host memory to share with other handles, which the caller closes; its own when None.
+        exact: the output is that of dense attention: the plan's decode drafts, dense attention checks; prefill is
+            dense, or by the plan with "decode". See docs/exact.md.
 
     Returns:
         The handle, which is also a context manager.
@@ -423,7 +461,7 @@ def apply(
     _check_offload(offload, kv_host_layers)
     info = info or describe_model(model)
     check_plan(plan, info, allow_mismatch)
-    phases = plan.prefill if prefill else None, plan.decode if decode else None
+    phases = plan.prefill if prefill and exact is not True else None, plan.decode if decode else None
     tile = phases[0].tile if phases[0] else None
     capped = has_soft_cap(model.config)
     choice = choose_backend(model.device, model.dtype, info.attention[0].head_dim, backend, tile, capped)
@@ -431,8 +469,13 @@ def apply(
         check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype))
     loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
-    sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking)
-    engine = PlanEngine(Program.of(*phases, info), model, choice.name, sizes.permitted, chunking, memory)
+    retained = plan.retained if decode else {}
+    sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, retained)
+    check_retained(frozenset(retained), sizes.permitted.layers)
+    program = Program.of(*phases, info, retained=retained)
+    if exact:
+        _check_exact(exact, program, model)
+    engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, memory, exact=bool(exact))
     return Handle(model, engine, choice, sizes)
 
 
@@ -455,6 +498,34 @@ def _check_offload(mode: object, host_layers: object) -> None:
         raise UsageError(f"expected offload to be {', '.join(get_args(OffloadMode))}, found {mode!r:.40}")
     if host_layers is not None:
         raise UsageError(f"expected offload or kv_host_layers, found both: {mode} and {host_layers!r:.40}")
+
+
+def _check_exact(exact: object, program: Program, model: PreTrainedModel) -> None:
+    """What drafts cannot be made with, or not be taken back."""
+    if exact not in (True, "decode"):
+        raise UsageError(f'expected exact to be True, False or "decode", found {exact!r:.40}')
+    if not program.filters:
+        raise UsageError("expected a plan whose decode is sparse, to draft with, found one that is dense, or left out")
+    if program.remembers:
+        raise UnsupportedError(
+            f"expected filter layers that choose by the newest query alone, found that layer {program.remembers[0]} "
+            "looks at older ones, which drafts would leave behind; compile the plan with the selector `last`"
+        )
+    if drops := [layer.layer for layer in program.layers if layer.retains]:
+        raise UnsupportedError(
+            f"expected a plan that keeps all tokens, found that layer {drops[0]} drops some, which dense attention "
+            "reads; leave exact out"
+        )
+    if linear := linear_layers(model.config):
+        raise UnsupportedError(
+            f"expected layers with keys and values, found a recurrent state in layer {linear[0]}: drafts cannot be "
+            "taken back; leave exact out"
+        )
+    if switch := rope_switch(model.config):
+        raise UnsupportedError(
+            f"expected rotary angles that do not depend on the length, found others from {switch + 1} tokens on; leave "
+            "exact out"
+        )
 
 
 def _check_type(kind: type | UnionType, expected: str, **arguments: object) -> None:

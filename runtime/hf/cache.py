@@ -18,10 +18,16 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.core.state import DecodeState, Remembered
+from sparsekv.runtime.stores.retained import RetainedStore
 from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
 
 _EXPECTED = "sparsekv_expected_tokens"
+
+Given = tuple[torch.Tensor, torch.Tensor] | LinearAttentionLayer
+"""Of a layer: keys and values, [B, G, S, D] each, or its recurrent state."""
+States = dict[int, LinearAttentionLayer]
+"""The recurrent states of a cache, by layer."""
 
 
 class CacheOwner(Protocol):
@@ -48,7 +54,7 @@ class Progress:
     def __init__(self, state: DecodeState) -> None:
         self.state = state
         # tokens of each row in each layer, and the queries in the state, when the pass began that has not ended
-        self._before: tuple[dict[int, tuple[int, ...]], dict[int, torch.Tensor]] | None = None
+        self._before: tuple[dict[int, tuple[int, ...]], Remembered] | None = None
 
     def begin(self, layers: Sequence[SparseLayer]) -> None:
         """A pass over these layers is about to run."""
@@ -109,6 +115,12 @@ class SparseLayer(CacheLayerMixin):
     def state(self) -> DecodeState:
         """What the layers of the cache share in decode steps."""
         return self.progress.state
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Tokens of each row that are in memory."""
+        store = self.store
+        return (store.held,) * len(store.lengths) if isinstance(store, RetainedStore) else store.lengths
 
     def _start(self) -> None:
         self.is_initialized = False
@@ -241,15 +253,26 @@ def reserve(cache: Cache, tokens: int) -> None:
         setattr(cache, _EXPECTED, tokens)
 
 
-def handed_over(cache: Cache, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The keys and values of the first tokens of every layer, [B, G, S, D] each, for `Handle.cache_of`.
+def states_of(cache: Cache) -> States:
+    """Copies of the layers with a recurrent state, for `put_back`."""
+    return {at: deepcopy(layer) for at, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionLayer)}
+
+
+def put_back(cache: Cache, states: States) -> None:
+    """Recurrent states as they were when they were copied; keys and values are for others to truncate."""
+    for at, state in states.items():
+        cache.layers[at] = deepcopy(state)
+
+
+def handed_over(cache: Cache, tokens: int) -> Iterator[Given]:
+    """What every layer has of the first tokens, for `Handle.cache_of`.
 
     The cache is empty from then on: it lets go of each layer as that is taken, so that a whole copy needs little more
     memory than the cache itself.
 
     Args:
         cache: one of ours, or a DynamicCache that has dropped no tokens.
-        tokens: at most those that are cached.
+        tokens: at most those that are cached; those that its recurrent states have seen, where there are some.
     """
     layers = deque(cache.layers)
     cache.layers = []
@@ -257,13 +280,26 @@ def handed_over(cache: Cache, tokens: int) -> Iterator[tuple[torch.Tensor, torch
         yield _first_tokens(layers.popleft(), tokens)
 
 
-def _first_tokens(layer: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _first_tokens(layer: Any, tokens: int) -> Given:
+    if isinstance(layer, LinearAttentionLayer):
+        return deepcopy(layer)  # a shallow copy of a cache shares it
     if not isinstance(layer, SparseLayer):
         return layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
     store: Any = layer.store
     lengths_B = torch.full(store.keys.shape[:1], tokens, dtype=torch.int32, device=store.keys.device)
     k_BGSD, v_BGSD = store.view(lengths_B).contiguous(tokens)
     return k_BGSD, v_BGSD
+
+
+def take_back(cache: Cache, lengths: Sequence[int]) -> None:
+    """Forgets what the rows have beyond these lengths, in every layer.
+
+    Raises:
+        UnsupportedError: keys and values are in host memory, and the rows are not equally long.
+    """
+    for layer in cache.layers:
+        assert isinstance(layer, SparseLayer), "a recurrent state cannot be taken back"
+        layer.store.truncate(lengths)
 
 
 def check_owner_open(owner: CacheOwner) -> None:

@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, G KV heads, S queries of the call, K keys so far
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -81,8 +81,8 @@ class LayerInput:
 
     def run(self, layer: nn.Module, hidden_BSE: torch.Tensor) -> torch.Tensor:
         """The output of the layer of an observed model, for the same call with these hidden states: [B, S, E]."""
-        attention: Any = next(module for module in layer.modules() if NAME in vars(module))
-        with vars(attention)[NAME].alone(attention.layer_idx):
+        attention: Any = next((module for module in layer.modules() if NAME in vars(module)), None)
+        with nullcontext() if attention is None else vars(attention)[NAME].alone(attention.layer_idx):
             found: torch.Tensor = layer(hidden_BSE, **self.kwargs)
         return found
 

@@ -86,7 +86,7 @@ def timed(monkeypatch):
             self.memory.give(self.memory.take(100, torch.device("cpu")), torch.device("cpu"))
             memories.append(self.memory)
             link = LinkRate(1024, 50.0, 20.0) if mode != "never" else None
-            return OffloadRun(times[mode], times[mode] / 2, stats, "", 2 * (mode != "never"), link)
+            return OffloadRun(times[mode], times[mode] / 2, None, stats, "", 2 * (mode != "never"), link)
 
         monkeypatch.setattr(OffloadRuns, "run", run)
         return memories

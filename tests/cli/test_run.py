@@ -23,6 +23,8 @@ KEYS = {
     "prefill_density",
     "kv_bytes_device",
     "kv_bytes_host",
+    "tokens_drafted",
+    "drafts_accepted",
 }
 PROMPT = "What is the number? " * 40
 FEW = ("--max-new-tokens", 6)
@@ -279,6 +281,26 @@ def test_dense_needs_no_plan_and_each_phase_can_be_switched_off(sparsekv, copy):
     dense = sparsekv("run", copy, "--prompt", PROMPT, "--dense", "--json", *FEW).data
     assert (dense["prefill_density"], dense["kv_bytes_host"]) == (1, 0)
     assert dense["kv_bytes_device"] > sparse["kv_bytes_device"]
+
+
+def test_exact_says_what_dense_attention_says_and_prefills_by_the_plan_where_asked(sparsekv, copy):
+    asked = ("--prompt", PROMPT, "--json", "--max-new-tokens", 24)
+    exact, decode_alone, by_plan, half = (
+        sparsekv("run", copy, *flags, *asked).data
+        for flags in (("--exact",), ("--exact-decode",), (), ("--dense-decode",))
+    )
+    dense = sparsekv("run", copy, "--dense", *asked).data
+    assert (exact["text"], exact["prefill_density"]) == (dense["text"], 1)
+    assert (decode_alone["text"], decode_alone["prefill_density"]) == (half["text"], by_plan["prefill_density"])
+    assert min(exact["tokens_drafted"], decode_alone["tokens_drafted"]) > 0 == by_plan["tokens_drafted"]
+
+
+@pytest.mark.parametrize(
+    "flags", [("--exact", "--dense-decode"), ("--exact", "--dense"), ("--exact", "--exact-decode")]
+)
+def test_exact_beside_what_leaves_no_drafts_is_refused(sparsekv, copy, flags):
+    done = sparsekv("run", copy, "--prompt", PROMPT, *flags)
+    assert (done.code, "--exact" in done.err) == (2, True)
 
 
 def test_prefill_in_pieces_says_the_same(sparsekv, folder):

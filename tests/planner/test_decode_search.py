@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from model_folders import save_model
-from planner_models import bare_job, made_up_cost, quick_options
+from planner_models import bare_job, loaded_hybrid, made_up_cost, quick_options
 from planner_profiles import made_up_model, made_up_profile, made_up_reuse, options_for
 from progress import Counting
 
@@ -221,10 +221,18 @@ def test_dense_steps_do_not_diverge_and_fewer_tokens_do(loaded: LoadedModel, pro
 def test_steps_in_one_pass_predict_what_single_steps_of_the_plan_predict(
     loaded: LoadedModel, prompt: CalibrationPrompt, heads: Any, layers: tuple[int, ...]
 ) -> None:
-    sparse = segment(0, layers, 0.02, 1024).model_copy(update={"heads": heads})
+    check_steps(loaded, prompt, segment(0, layers, 0.02, 1024).model_copy(update={"heads": heads}))
+
+
+def test_steps_in_one_pass_begin_with_the_recurrent_state_of_the_prompt(prompt: CalibrationPrompt) -> None:
+    check_steps(loaded_hybrid(), prompt, segment(0, (1, 3), 0.02, 1024))
+
+
+def check_steps(loaded: LoadedModel, prompt: CalibrationPrompt, sparse: Segment) -> None:
     with decode_trials(loaded) as trials:
         prefix = trials.prefilled(prompt, 4, SETTLED)
-        (kl,) = trials.divergences((sparse,), [prefix])
+        for _ in range(2):
+            (kl,) = trials.divergences((sparse,), [prefix])
     assert prefix.rows_1R.shape[1] == 4
     buckets = (DecodeBucket(up_to=None, segments=(sparse,)),)
     plan = Plan(status="unverified", model=loaded.info, decode=DecodePlan(lengths=buckets))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from planner_models import loaded_tiny
+from planner_models import loaded_hybrid, loaded_tiny
 from progress import Counting
 from tiny_models import tiny_model, tiny_tokenizer
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
@@ -138,6 +138,18 @@ def test_what_is_measured_is_what_a_user_gets(loaded: LoadedModel, case: str) ->
     """A prefill, then decode steps, each sparse or not."""
     decode, chunk = CASES[case]
     check_by_hand(loaded, sparse_plan(loaded, decode), chunk, 1e-3)
+
+
+@pytest.mark.parametrize("chunk", [None, 128])
+def test_a_recurrent_state_goes_on_from_the_end_of_the_prompt(chunk: int | None) -> None:
+    hybrid = loaded_hybrid()
+    heads = tuple(group for group in every_head(hybrid.model, NARROW).lengths[0].heads if group.layer in (0, 1, 3))
+    prefill = PrefillPlan(tile=TileShape(query=64, key=64), lengths=(PrefillBucket(up_to=None, heads=heads),))
+    plan = plan_for(hybrid.model, prefill, decode_plan(segment(0, (1, 3), 8)))
+    check_by_hand(hybrid, plan, chunk, 1e-3)
+    with passes(hybrid) as seen:
+        compare(hybrid, modes_of(plan), drawn(), batch=2)
+    assert seen[PROMPT] == 4  # in two batches, dense and sparse
 
 
 @pytest.mark.parametrize("chunk", [None, 128])

@@ -31,6 +31,13 @@ def loaded_tiny(seed: int = 0, **options: Any) -> LoadedModel:
     return LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/tiny"))
 
 
+def loaded_hybrid(architecture: str = "qwen3_next") -> LoadedModel:
+    """Full attention in layers 0, 1 and 3 of five, a recurrent state in the others."""
+    kinds = [f"{kind}_attention" for kind in ("full", "full", "linear", "full", "linear")]
+    model = tiny_model(architecture, layers=5, layer_types=kinds)
+    return LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/hybrid"))
+
+
 def quick_options(**changes: Any) -> PlanOptions:
     """Options that plan a tiny model in a second or two, sparse at every length."""
     base = PlanOptions(

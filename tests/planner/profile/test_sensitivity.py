@@ -35,6 +35,13 @@ MODELS = {
 
 def autograd(model: PreTrainedModel, ids: torch.Tensor, scored: tuple[int, ...] = SCORED) -> list[torch.Tensor]:
     """The same gradients, [H, S, D] a layer, by one backward pass through eager attention."""
+    heads = model.config.num_attention_heads
+    found = projected(model, ids, scored)
+    return [one.grad[0].unflatten(-1, (heads, -1)).transpose(0, 1) / len(scored) ** 0.5 for one in found]
+
+
+def projected(model: PreTrainedModel, ids: torch.Tensor, scored: tuple[int, ...] = SCORED) -> list[torch.Tensor]:
+    """What goes into each output projection, [1, S, Z], with its gradient."""
     whole, attended = copy.deepcopy(model), []
     whole.set_attn_implementation("eager")
 
@@ -42,15 +49,14 @@ def autograd(model: PreTrainedModel, ids: torch.Tensor, scored: tuple[int, ...] 
         args[0].retain_grad()
         attended.append(args[0])
 
-    for layer in whole.model.layers:
+    for layer in filter(lambda layer: hasattr(layer, "self_attn"), whole.model.layers):
         layer.self_attn.o_proj.register_forward_pre_hook(note)
     logits = whole(input_ids=ids, use_cache=False).logits[0, list(scored)] / TEMPERATURE
     generator = torch.Generator().manual_seed(SEED)
     drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
     score = TEMPERATURE * logits.log_softmax(-1).gather(-1, drawn).sum()
     score.backward()
-    heads = model.config.num_attention_heads
-    return [one.grad[0].unflatten(-1, (heads, -1)).transpose(0, 1) / len(scored) ** 0.5 for one in attended]
+    return attended
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -64,6 +70,18 @@ def test_the_gradients_are_those_of_a_pass_back_through_the_whole_model(name: st
         wanted = expected[one.call.layer]
         torch.testing.assert_close(one.gradient_BHSD[0], wanted, atol=2e-4 * float(wanted.abs().max()), rtol=1e-3)
         assert not one.call.q_BHSD.requires_grad
+
+
+def test_gradients_pass_through_layers_with_a_recurrent_state() -> None:
+    kinds = ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"]
+    model, ids, found = tiny_model("qwen3_next", layers=5, layer_types=kinds), random_tokens(1, 50), list[Sensitivity]()
+    walk_layers(model, ids, SCORED, SEED, lambda call, hidden: None, found.append)
+    assert [one.call.layer for one in found] == [3, 1]
+    for one, gated in zip(reversed(found), projected(model, ids), strict=True):
+        # A gate multiplies the output and divides its gradient: the product is the same on both sides of it.
+        product = (one.out_BHSD * one.gradient_BHSD).transpose(1, 2).flatten(2) * len(SCORED) ** 0.5
+        wanted = (gated * gated.grad).detach()
+        torch.testing.assert_close(product, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=1e-3)
 
 
 def test_a_sliding_layer_of_a_prompt_that_is_cut_into_pieces_of_rows_has_the_same_gradients() -> None:

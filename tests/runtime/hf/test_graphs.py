@@ -29,9 +29,13 @@ OWN = decode_plan(segment(0, (0, 1, 2), 60, sink=4, recent=30))
 PLANS = {"dense": None, "sparse": SPARSE, "across buckets": GROWING, "a filter layer that is sparse": OWN}
 
 
-@pytest.fixture(scope="module", params=TYPICAL)
+HYBRID = {"layers": 5, "layer_types": [*["full_attention"] * 3, *["linear_attention"] * 2]}
+
+
+@pytest.fixture(scope="module", params=[*TYPICAL, "qwen3_next"])
 def model(request):
-    return tiny_model(request.param, head_dim=64, dtype=torch.bfloat16).cuda()
+    own = HYBRID if request.param == "qwen3_next" else {}
+    return tiny_model(request.param, head_dim=64, dtype=torch.bfloat16, **own).cuda()
 
 
 @pytest.fixture

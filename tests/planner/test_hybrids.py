@@ -1,0 +1,35 @@
+"""A model with layers of a recurrent state is planned: its other layers are made sparse."""
+
+import pytest
+from planner_models import loaded_hybrid, made_up_cost, quick_options
+from tiny_models import HYBRIDS, random_tokens
+
+from sparsekv.planner.cost.predict import decode_share, dense_step_us
+from sparsekv.planner.job import job_of
+from sparsekv.planner.options import Gate
+from sparsekv.planner.plan import compile_plan
+from sparsekv.runtime.hf.apply import apply
+
+LOOSE = Gate(max_kl=50.0, min_agreement=0.0, min_exact=0.0, max_failed=1.0)
+OPTIONS = quick_options(lengths=(512,), gate=LOOSE, decode_kl=100.0, refine_rounds=1)
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_a_plan_of_a_hybrid_makes_its_layers_with_attention_sparse(architecture: str) -> None:
+    loaded = loaded_hybrid(architecture)
+    result = compile_plan(job_of(loaded, OPTIONS))
+    plan = result.plan
+    assert {group.layer for bucket in plan.prefill.lengths for group in bucket.heads} == {0, 1, 3}
+    assert plan.decode.sparse_layers <= {0, 1, 3}
+    assert {"prefill", "decode", "both"} <= {name for name, value in plan.quality if value is not None}
+    ask = {"max_new_tokens": 3, "do_sample": False}
+    with apply(loaded.model, plan) as handle:
+        loaded.model.generate(random_tokens(1, 500), **ask)
+        assert handle.stats().prefill_density < 1.0
+        assert handle.stats().decode_share < 1.0
+
+
+def test_layers_with_a_recurrent_state_cost_nothing_that_a_plan_could_save() -> None:
+    info = loaded_hybrid().info
+    assert decode_share((), 1000, info) == 1.0
+    assert dense_step_us(made_up_cost(), 1000, info) == pytest.approx(3 * 1.0)
