@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 from itertools import count
 
 import pytest
@@ -158,12 +157,6 @@ def test_a_backend_of_the_environment_that_cannot_run_is_told_apart_from_a_flag(
     assert done.code == 2
     assert "SPARSEKV_BACKEND" in done.err
     assert sparsekv(*call, "--backend", "cpu").code == 0
-
-
-def test_flags_go_over_the_environment(sparsekv, folder, monkeypatch):
-    monkeypatch.setenv("SPARSEKV_DEVICE", "quantum")
-    assert sparsekv("run", folder, "--prompt", "a", *FEW).code == 2
-    assert sparsekv("run", folder, "--prompt", "a", "--device", "cpu", *FEW).code == 0
 
 
 def test_compare_shows_both_and_where_they_part(sparsekv, folder):
@@ -421,24 +414,13 @@ def test_a_template_keeps_the_cache_over_turns(tmp_path):
     assert kept is retold  # a template that would retell the answer otherwise starts anew
 
 
-def test_ctrl_c_while_generating_ends_with_130(sparsekv, folder, on_output):
-    on_output(lambda: signal.default_int_handler(signal.SIGINT, None))
-    done = sparsekv("run", folder, "--offload", "never", "--prompt", "a")
-    assert (done.code, done.out) == (130, "")
-    assert done.err.startswith("interrupted")
-
-
-def test_a_plan_of_another_architecture_exits_with_3_and_says_what_differs(sparsekv, folder, tmp_path):
+def test_a_plan_of_another_architecture_exits_with_3_unless_allowed_where_its_layers_fit(sparsekv, folder, tmp_path):
     other = save_model(tiny_model(layers=4, context=2048), tmp_path / "other")
-    done = sparsekv("run", other, "--plan", folder / "sparsekv.yaml", "--prompt", "a")
+    call = ("run", other, "--plan", folder / "sparsekv.yaml", "--prompt", PROMPT, *FEW)
+    done = sparsekv(*call)
     assert (done.code, done.out) == (3, "")
     assert "layers" in done.err
-
-
-def test_allow_mismatch_runs_a_plan_whose_layers_fit(sparsekv, folder, tmp_path):
-    other = save_model(tiny_model(layers=4, context=2048), tmp_path / "other")
-    call = ("run", other, "--plan", folder / "sparsekv.yaml", "--prompt", PROMPT, "--allow-mismatch", *FEW)
-    assert sparsekv(*call).code == 0
+    assert sparsekv(*call, "--allow-mismatch").code == 0
 
 
 @pytest.mark.parametrize(
