@@ -4,7 +4,7 @@ While attached: the model's attention implementation is `sparsekv`; `generate` a
 decoder go through an `Attached`, which knows where a prompt ends, gives the cache our layers, decides the phase, and
 runs long inputs and captured decode steps by executors of our own. A deep copy has nothing attached.
 
-A forward pass and `generate` may be given equally long rows without padding, positions in a row, no custom mask, one
+A forward pass and `generate` may be given rows of different lengths, padded on either side, positions in a row, one
 sequence a row, token by token. Anything else is refused before it gives wrong tokens.
 """
 
@@ -29,6 +29,7 @@ from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, c
 from sparsekv.runtime.hf.cache import Progress, begin_pass, progress_of, sparse_cache
 from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
+from sparsekv.runtime.hf.ragged_rows import Columns, rows_of_pass, run_by_rows
 from sparsekv.runtime.model_config import attention_groups, linear_layers, rope_switch
 
 _PATIENCE = 5.0  # seconds: a `generate` that has streamed its last token is about to return
@@ -268,11 +269,15 @@ class Attached:
         """A forward pass of the decoder."""
         inputs = dict(zip(self._names, args, strict=False)) | kwargs
         under_way = self._begin(inputs)
-        executor = next((one for one in self._executors if one.takes(self, under_way, inputs)), None)
-        found = self.run_own(under_way, inputs) if executor is None else executor.run(self, under_way, inputs)
+        found = (self.run if under_way.rows is None else partial(run_by_rows, self))(under_way, inputs)
         if under_way.cache is not None:
             self._ran.append(progress_of(under_way.cache))
         return found
+
+    def run(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
+        """What the decoder's own forward returns, by an executor where one takes the pass."""
+        executor = next((one for one in self._executors if one.takes(self, under_way, inputs)), None)
+        return self.run_own(under_way, inputs) if executor is None else executor.run(self, under_way, inputs)
 
     def run_own(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
         """The decoder's own forward, whose layers attend as the pass says."""
@@ -309,6 +314,7 @@ class Attached:
         tokens = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
         cache, use_cache = inputs.get("past_key_values"), inputs.get("use_cache")
         lengths: tuple[int, ...] = ()
+        past = 0
         config: Any = self.decoder.config
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
             cache = inputs["past_key_values"] = sparse_cache(cache, self._engine, self._layers, self._linear)
@@ -317,24 +323,25 @@ class Attached:
                 self._ran.remove(progress)
                 progress.end()
             lengths = begin_pass(cache, config.num_hidden_layers)
-        past, prompt = max(lengths, default=0), self._prompt
+            past = cache.get_seq_length()
+        prompt = self._prompt
         if prompt is not None and tokens is not None and 0 < past <= self._switch < past + tokens.shape[1]:
             raise UnsupportedError(
                 f"expected the first {self._switch + 1} tokens in one piece, as the rotary angles of longer inputs are "
                 f"others, found {past} cached; use a larger prefill_chunk_size"
             )
-        if prompt is None or not prompt.ran(cache, past):
+        if is_checked := prompt is None or not prompt.ran(cache, past):
             check_call(self.decoder, inputs, tokens, past)
-        if len(set(lengths)) > 1 and tokens is not None and inputs.get("position_ids") is None:
-            new_S = torch.arange(tokens.shape[1], device=tokens.device)
-            inputs["position_ids"] = torch.tensor(lengths, device=tokens.device)[:, None] + new_S
         phase = None if prompt is None else prompt.phase(cache, past)
         if phase is None:
             alone = tokens is not None and tokens.shape[1] == 1 and past > 0
             phase = Phase.DECODE if alone else Phase.PREFILL
+        rows = None
+        if tokens is not None:
+            rows = rows_of_pass(inputs, Columns(tokens, past, lengths, self._switch), phase, is_checked)
         if phase is Phase.DECODE and cache is not None and tokens is not None:
             self._engine.begin_step(cache, tuple(length + 1 for length in lengths), tokens.device)
-        return Pass(self._engine, phase, cache, self.windows)
+        return Pass(self._engine, phase, cache, self.windows, rows=rows)
 
 
 def _restore(module: nn.Module, name: str, value: Any, former: Any) -> None:
@@ -366,14 +373,13 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # rows of several seque
 
 
 def check_call(decoder: Any, inputs: dict[str, Any], tokens: torch.Tensor | None, past: int) -> None:
-    """Raises a clear error for a forward pass behind `past` cached tokens that would give wrong ones. Waits for the
-    device where there is a mask.
+    """Raises a clear error for a forward pass behind `past` columns that would give wrong tokens.
 
     Raises:
         UsageError: the model is in training mode.
         PromptError: there are no tokens.
-        UnsupportedError: attention weights are asked for, or attention that is not causal, or packed sequences, or
-            there is padding.
+        UnsupportedError: attention weights are asked for, or attention that is not causal, or packed sequences, or a
+            mask of another shape.
     """
     new = 0 if tokens is None else tokens.shape[1]
     if decoder.training:
@@ -388,7 +394,6 @@ def check_call(decoder: Any, inputs: dict[str, Any], tokens: torch.Tensor | None
     if packed:
         raise UnsupportedError(f"expected one sequence a row, found {packed[0]}; run packed sequences one by one")
     _check_mask(inputs.get("attention_mask"), past + new)
-    _check_positions(inputs.get("position_ids"), past)
 
 
 def _check_mask(mask: Any, length: int) -> None:
@@ -401,23 +406,6 @@ def _check_mask(mask: Any, length: int) -> None:
         raise UnsupportedError(
             f"expected an attention_mask of all {length} tokens, cached ones included, found one of "
             f"{mask.shape[1]}; pass the whole mask or none"
-        )
-    if not bool(mask.all()):
-        raise UnsupportedError(
-            "expected rows of equal length, found padding in the attention_mask; "
-            "run prompts of different lengths one at a time, or group those of equal length"
-        )
-
-
-def _check_positions(positions: Any, past: int) -> None:
-    """Positions of several tokens count up by one from what is cached. Single tokens are not asked: it costs a wait."""
-    if positions is None or positions.shape[-1] < 2:
-        return
-    expected = torch.arange(past, past + positions.shape[-1], device=positions.device)
-    if not bool((positions == expected).all()):
-        raise UnsupportedError(
-            f"expected position_ids that count up by one from the {past} cached tokens, found others; "
-            f"run packed sequences one by one, and leave prefill_chunk_size unset when a prompt goes on from a cache"
         )
 
 

@@ -83,6 +83,7 @@ class Pass:
     windows: Mapping[int, int | None]  # the sliding window of each layer that attends, in order
     attended: int = 0  # layers that have
     projects: bool = False  # the layers are asked for queries, keys and values alone
+    rows: tuple[slice, ...] | None = None  # the columns with each row's tokens, where rows have different lengths
 
     def attend(
         self,
@@ -165,6 +166,9 @@ class Attachment(Protocol):
     decoder: PreTrainedModel
     windows: Mapping[int, int | None]
     under_way: Pass | None
+
+    def run(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
+        """What the decoder's own forward returns, by an executor where one takes the pass."""
 
     def run_own(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
         """The decoder's own forward, whose layers attend as the pass says."""

@@ -47,17 +47,19 @@ class Progress:
 
     def __init__(self, state: DecodeState) -> None:
         self.state = state
-        # tokens of each row in each layer, and the queries in the state, when the pass began that has not ended
-        self._before: tuple[dict[int, tuple[int, ...]], dict[int, torch.Tensor]] | None = None
+        self.padding = 0  # columns that ran beyond the tokens of the longest row
+        # tokens of each row in each layer, the queries in the state and the padding when the pass began that has not
+        # ended
+        self._before: tuple[dict[int, tuple[int, ...]], dict[int, torch.Tensor], int] | None = None
 
     def begin(self, layers: Sequence[SparseLayer]) -> None:
         """A pass over these layers is about to run."""
         if self._before is not None:
-            lengths, queries = self._before
+            lengths, queries, self.padding = self._before
             for layer in layers:
                 layer.store.truncate(lengths[layer.layer])
             self.state.remembered = queries
-        self._before = {layer.layer: layer.store.lengths for layer in layers}, self.state.remembered
+        self._before = {layer.layer: layer.store.lengths for layer in layers}, self.state.remembered, self.padding
 
     def end(self) -> None:
         """Everything that was added counts."""
@@ -69,9 +71,12 @@ class Progress:
         return self._before is not None
 
     def length(self, layer: SparseLayer) -> int:
-        """Tokens that count of the longest row of a layer."""
-        lengths = layer.store.lengths if self._before is None else self._before[0][layer.layer]
-        return max(lengths, default=0)
+        """Columns that count: tokens of the longest row of a layer, and padding."""
+        before = self._before
+        lengths, padding = (
+            (layer.store.lengths, self.padding) if before is None else (before[0][layer.layer], before[2])
+        )
+        return max(lengths, default=0) + padding
 
 
 def attention_dtype(new: torch.Tensor) -> torch.dtype:
@@ -166,7 +171,8 @@ class SparseLayer(CacheLayerMixin):
         self.store.reserve(tokens, layout)
 
     def get_seq_length(self) -> int:
-        """Tokens cached, but for those of a pass that has not ended."""
+        """Columns of the batch that ran, but for those of a pass that has not ended: tokens cached of each row, and
+        what is padding in it."""
         return self.progress.length(self)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -182,6 +188,7 @@ class SparseLayer(CacheLayerMixin):
         self.store.bytes.device = self.store.bytes.host = 0  # of whoever still reads them
         self._start()
         self.state.reset()
+        self.progress.padding = 0
         self.progress.end()
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -50,12 +50,17 @@ class DeviceStore:
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory behind the cached tokens. Raises ShapeError when the layout does not fit."""
-        layout.check(self._k_BGCD)
         if self._is_ragged:
+            layout.check(self._k_BGCD)
             return layout.empty(tokens), layout.empty(tokens)
-        self._grow(self.length + tokens, layout)
+        self.hold(self.length + tokens, layout)
         k_BGCD, v_BGCD = self.tensors
         return k_BGCD.narrow(2, self.length, tokens), v_BGCD.narrow(2, self.length, tokens)
+
+    def hold(self, tokens: int, layout: Layout) -> None:
+        """Makes room for so many tokens a row in all, now. Raises ShapeError when the layout does not fit."""
+        layout.check(self._k_BGCD)
+        self._grow(tokens, layout)
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Counts the tokens written."""
