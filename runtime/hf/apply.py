@@ -87,6 +87,11 @@ class PlanEngine:
         return HostStore(self.placement.hot, self.memory, reads_of(self._program.layers[layer]), self.host_reads)
 
     @property
+    def uses_host_memory(self) -> bool:
+        """Whether layers are placed there."""
+        return bool(self.placement.layers)
+
+    @property
     def remembers(self) -> tuple[int, ...]:
         """The filter layers whose selector looks at older queries, which a cache from elsewhere lacks."""
         return self._program.remembers

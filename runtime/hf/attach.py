@@ -201,7 +201,7 @@ class Attached:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if not self._is_on:
                 return generate(*args, **kwargs)
-            check_generate(self._model.generation_config, args, kwargs)
+            check_generate(self._model.generation_config, args, kwargs, self._engine.uses_host_memory)
             with self._one_thread(_PATIENCE):
                 before, end = self._prompt, prompt_end(args, kwargs)
                 self._prompt = Prompt(end) if end else None
@@ -411,11 +411,11 @@ def _check_mask(mask: Any, length: int) -> None:
 
 # The cache refuses them too, but only after the prefill of what may be a very long prompt.
 _ONE_BEAM = "generate with num_beams=1 and do_sample as you like"
+_BEAMS_ON_DEVICE = "apply the plan with offload='never', or generate with num_beams=1"
 _NO_DRAFTS = "generate without an assistant or prompt lookup"
 _OWN_CACHE = "leave cache_implementation unset; a plan's decode.offload moves KV to the host"
 
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
-    "num_beams": (lambda found: found > 1, "beam search", _ONE_BEAM),
     "force_words_ids": (bool, "constrained beam search", _ONE_BEAM),
     "constraints": (bool, "constrained beam search", _ONE_BEAM),
     "assistant_model": (bool, "assisted generation", _NO_DRAFTS),
@@ -427,17 +427,20 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "output_attentions": (bool, "returning attention weights", "leave output_attentions off"),
     "cache_implementation": (lambda found: found != "dynamic", "another cache implementation", _OWN_CACHE),
 }
+_REFUSED_OFFLOADED = _REFUSED | {"num_beams": (lambda found: found > 1, "beam search", _BEAMS_ON_DEVICE)}
 
 
-def check_generate(defaults: GenerationConfig, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_generate(
+    defaults: GenerationConfig, args: tuple[Any, ...], kwargs: dict[str, Any], uses_host_memory: bool
+) -> None:
     """Refuses the ways of generating that a sparse cache cannot follow, before anything runs.
 
     Raises:
-        UnsupportedError: the arguments of `generate`, or the model's defaults, ask for beams, drafts, or a cache of
-            another kind.
+        UnsupportedError: the arguments of `generate`, or the model's defaults, ask for drafts, for a cache of another
+            kind, or for beams over layers in host memory.
     """
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
-    for name, (refused, what, instead) in _REFUSED.items():
+    for name, (refused, what, instead) in (_REFUSED_OFFLOADED if uses_host_memory else _REFUSED).items():
         found = _setting(name, kwargs, config, defaults)
         if found is not None and refused(found):
             raise UnsupportedError(

@@ -192,9 +192,13 @@ class Engine(CacheOwner, Protocol):
 
     Attributes:
         differentiable: whether autograd may look into `attend`.
+        uses_host_memory: whether keys and values of some layers live there, in caches to come.
     """
 
     differentiable: bool
+
+    @property
+    def uses_host_memory(self) -> bool: ...
 
     def executors(self) -> Sequence[Executor]:
         """What runs its forward passes, besides that of long inputs."""
@@ -210,6 +214,7 @@ class DenseEngine:
     """Dense causal attention in every layer; the base of what only watches a model."""
 
     differentiable = False
+    uses_host_memory = False
 
     def __init__(self) -> None:
         self.open = True

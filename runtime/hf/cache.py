@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
 
 _EXPECTED = "sparsekv_expected_tokens"
@@ -47,6 +48,7 @@ class Progress:
 
     def __init__(self, state: DecodeState) -> None:
         self.state = state
+        self.is_on_device = True  # are the keys and values of all layers
         self.padding = 0  # columns that ran beyond the tokens of the longest row
         # tokens of each row in each layer, the queries in the state and the padding when the pass began that has not
         # ended
@@ -121,6 +123,7 @@ class SparseLayer(CacheLayerMixin):
         self.dtype: torch.dtype | None = None  # of what is cached, or has its memory already
         self.store = self.owner.new_store(self.layer)
         self.store.reserve(self.reserved)
+        self.progress.is_on_device &= isinstance(self.store, DeviceStore)
 
     @torch.inference_mode(False)  # else the copy could not be written to under torch.no_grad()
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseLayer:
@@ -197,16 +200,26 @@ class SparseLayer(CacheLayerMixin):
             _refuse("assisted generation and cropping", "generate without an assistant or prompt lookup")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refused: beams."""
-        _refuse("beam search", "generate with num_beams=1")
+        """Row i becomes a copy of row `beam_idx[i]`, all of them at once, as beam search has it.
+
+        Raises:
+            UnsupportedError: the layer is in host memory.
+        """
+        self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused: a cache of another batch."""
-        _refuse("repeating a cache", "prefill the larger batch instead")
+        """Every row becomes so many rows, one behind the other. Raises as `reorder_cache`."""
+        self._select(torch.arange(len(self.store.lengths)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Refused: a cache of another batch."""
-        _refuse("selecting rows of a cache", "prefill the smaller batch instead")
+        """Only these rows are left. Raises as `reorder_cache`."""
+        self._select(indices)
+
+    def _select(self, rows_B: torch.Tensor) -> None:
+        if not self.progress.is_on_device or not isinstance(self.store, DeviceStore):
+            _refuse("other rows of a cache in host memory", "apply the plan with offload='never'")
+        self.store.select(rows_B.tolist())
+        self.state.select(self.layer, rows_B)
 
 
 def sparse_cache(given: Any, owner: CacheOwner, layers: int, linear: Collection[int] = ()) -> Cache:

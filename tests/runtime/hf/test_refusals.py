@@ -85,7 +85,6 @@ def test_positions_that_do_not_go_on_from_the_cache(planned):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"num_beams": 2}, "beam search"),
         ({"output_attentions": True}, "output_attentions"),
         ({"prompt_lookup_num_tokens": 3}, "prompt lookup"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive"),
