@@ -197,6 +197,12 @@ class DecodeState:
     def remembered(self, queries: Remembered) -> None:
         self._queries, self._observed = dict(queries[0]), dict(queries[1])
 
+    def select(self, layer: int, rows_B: torch.Tensor) -> None:
+        """Row i of the sequences becomes a copy of row `rows_B[i]`, in what is remembered of a layer."""
+        if layer in self._queries:
+            queries_BHWD = self._queries[layer]
+            self._queries[layer] = queries_BHWD.index_select(0, rows_B.to(queries_BHWD.device))
+
     def queries(self, layer: LayerProgram, q_BH1D: torch.Tensor) -> torch.Tensor:
         """[B, H, W, D]: the newest queries of a filter layer, zeros before the first token."""
         return self._queries.get(layer.layer, q_BH1D)

@@ -99,6 +99,11 @@ class PlanEngine:
             return DeviceStore()
         return HostStore(self.placement.hot, self.memory, reads_of(self.program.layers[layer]), self.host_reads)
 
+    @property
+    def uses_host_memory(self) -> bool:
+        """Whether layers are placed there."""
+        return bool(self.placement.layers)
+
     def new_state(self) -> DecodeState:
         """What the layers of one cache share."""
         return DecodeState(self.program)

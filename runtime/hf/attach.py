@@ -4,7 +4,7 @@ While attached: the model's attention implementation is `sparsekv`; `generate` a
 decoder go through an `Attached`, which knows where a prompt ends, gives the cache our layers, decides the phase, and
 runs long inputs and captured decode steps by executors of our own. A deep copy has nothing attached.
 
-A forward pass and `generate` may be given equally long rows without padding, positions in a row, no custom mask, one
+A forward pass and `generate` may be given rows of different lengths, padded on either side, positions in a row, one
 sequence a row, token by token. Anything else is refused before it gives wrong tokens.
 """
 
@@ -23,13 +23,13 @@ import torch
 from torch import nn
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, check_layer, register
 from sparsekv.runtime.hf.cache import Progress, begin_pass, progress_of, sparse_cache
 from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
+from sparsekv.runtime.hf.ragged_rows import Columns, rows_of_pass, run_by_rows
 from sparsekv.runtime.model_config import attention_groups, linear_layers, rope_switch
 
 _PATIENCE = 5.0  # seconds: a `generate` that has streamed its last token is about to return
@@ -202,7 +202,7 @@ class Attached:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if not self._is_on:
                 return generate(*args, **kwargs)
-            check_generate(self.model.generation_config, args, kwargs)
+            check_generate(self.model.generation_config, args, kwargs, self._engine.uses_host_memory)
             before, end = self._prompt, prompt_end(args, kwargs)
             if self._engine.loop is not None:
                 args, kwargs = (), self._engine.loop.taking_over(self, args, kwargs)
@@ -272,11 +272,15 @@ class Attached:
         """A forward pass of the decoder."""
         inputs = dict(zip(self._names, args, strict=False)) | kwargs
         under_way = self._begin(inputs)
-        executor = next((one for one in self._executors if one.takes(self, under_way, inputs)), None)
-        found = self.run_own(under_way, inputs) if executor is None else executor.run(self, under_way, inputs)
+        found = (self.run if under_way.rows is None else partial(run_by_rows, self))(under_way, inputs)
         if under_way.cache is not None:
             self._ran.append(progress_of(under_way.cache))
         return found
+
+    def run(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
+        """What the decoder's own forward returns, by an executor where one takes the pass."""
+        executor = next((one for one in self._executors if one.takes(self, under_way, inputs)), None)
+        return self.run_own(under_way, inputs) if executor is None else executor.run(self, under_way, inputs)
 
     def run_own(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
         """The decoder's own forward, whose layers attend as the pass says."""
@@ -326,6 +330,7 @@ class Attached:
         tokens = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
         cache, use_cache = inputs.get("past_key_values"), inputs.get("use_cache")
         lengths: tuple[int, ...] = ()
+        past = 0
         config: Any = self.decoder.config
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
             cache = inputs["past_key_values"] = sparse_cache(cache, self._engine, self._layers, self._linear)
@@ -334,26 +339,27 @@ class Attached:
                 self._ran.remove(progress)
                 progress.end()
             lengths = begin_pass(cache, config.num_hidden_layers)
-        past, prompt, new = max(lengths, default=0), self._prompt, 0 if tokens is None else tokens.shape[1]
+            past = cache.get_seq_length()
+        prompt, new = self._prompt, 0 if tokens is None else tokens.shape[1]
         if prompt is not None and 0 < past <= self._switch < past + new:
             raise UnsupportedError(
                 f"expected the first {self._switch + 1} tokens in one piece, as the rotary angles of longer inputs are "
                 f"others, found {past} cached; use a larger prefill_chunk_size"
             )
-        if prompt is None or not prompt.ran(cache, past):
+        if is_checked := prompt is None or not prompt.ran(cache, past):
             check_call(self.decoder, inputs, tokens, past)
-        if len(set(lengths)) > 1 and tokens is not None and inputs.get("position_ids") is None:
-            new_S = torch.arange(tokens.shape[1], device=tokens.device)
-            inputs["position_ids"] = on_device(lengths, tokens.device)[:, None] + new_S
         phase, new_B = self._step or (None, None)
         if phase is None and prompt is not None:
             phase = prompt.phase(cache, past)
         ends = prompt is not None and phase is Phase.PREFILL and past + new >= prompt.end
         if phase is None:
             phase = self._engine.step_phase if new == 1 and past > 0 else Phase.PREFILL
+        rows = None
+        if tokens is not None:
+            rows = rows_of_pass(inputs, Columns(tokens, past, lengths, self._switch), phase, is_checked)
         if cache is not None and tokens is not None:
             self._engine.begin(cache, phase, tuple(length + new for length in lengths), tokens.device)
-        return Pass(self._engine, phase, cache, self.windows, new_B=new_B, ends_prompt=ends)
+        return Pass(self._engine, phase, cache, self.windows, new_B=new_B, ends_prompt=ends, rows=rows)
 
 
 def _restore(module: nn.Module, name: str, value: Any, former: Any) -> None:
@@ -385,14 +391,13 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # rows of several seque
 
 
 def check_call(decoder: Any, inputs: dict[str, Any], tokens: torch.Tensor | None, past: int) -> None:
-    """Raises a clear error for a forward pass behind `past` cached tokens that would give wrong ones. Waits for the
-    device where there is a mask.
+    """Raises a clear error for a forward pass behind `past` columns that would give wrong tokens.
 
     Raises:
         UsageError: the model is in training mode.
         PromptError: there are no tokens.
-        UnsupportedError: attention weights are asked for, or attention that is not causal, or packed sequences, or
-            there is padding.
+        UnsupportedError: attention weights are asked for, or attention that is not causal, or packed sequences, or a
+            mask of another shape.
     """
     new = 0 if tokens is None else tokens.shape[1]
     if decoder.training:
@@ -407,7 +412,6 @@ def check_call(decoder: Any, inputs: dict[str, Any], tokens: torch.Tensor | None
     if packed:
         raise UnsupportedError(f"expected one sequence a row, found {packed[0]}; run packed sequences one by one")
     _check_mask(inputs.get("attention_mask"), past + new)
-    _check_positions(inputs.get("position_ids"), past)
 
 
 def _check_mask(mask: Any, length: int) -> None:
@@ -421,32 +425,15 @@ def _check_mask(mask: Any, length: int) -> None:
             f"expected an attention_mask of all {length} tokens, cached ones included, found one of "
             f"{mask.shape[1]}; pass the whole mask or none"
         )
-    if not bool(mask.all()):
-        raise UnsupportedError(
-            "expected rows of equal length, found padding in the attention_mask; "
-            "run prompts of different lengths one at a time, or group those of equal length"
-        )
-
-
-def _check_positions(positions: Any, past: int) -> None:
-    """Positions of several tokens count up by one from what is cached. Single tokens are not asked: it costs a wait."""
-    if positions is None or positions.shape[-1] < 2:
-        return
-    expected = torch.arange(past, past + positions.shape[-1], device=positions.device)
-    if not bool((positions == expected).all()):
-        raise UnsupportedError(
-            f"expected position_ids that count up by one from the {past} cached tokens, found others; "
-            f"run packed sequences one by one, and leave prefill_chunk_size unset when a prompt goes on from a cache"
-        )
 
 
 # The cache refuses them too, but only after the prefill of what may be a very long prompt.
 _ONE_BEAM = "generate with num_beams=1 and do_sample as you like"
+_BEAMS_ON_DEVICE = "apply the plan with offload='never', or generate with num_beams=1"
 _NO_DRAFTS = "generate without an assistant or prompt lookup"
 _OWN_CACHE = "leave cache_implementation unset; a plan's decode.offload moves KV to the host"
 
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
-    "num_beams": (lambda found: found > 1, "beam search", _ONE_BEAM),
     "force_words_ids": (bool, "constrained beam search", _ONE_BEAM),
     "constraints": (bool, "constrained beam search", _ONE_BEAM),
     "assistant_model": (bool, "assisted generation", _NO_DRAFTS),
@@ -458,17 +445,20 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "output_attentions": (bool, "returning attention weights", "leave output_attentions off"),
     "cache_implementation": (lambda found: found != "dynamic", "another cache implementation", _OWN_CACHE),
 }
+_REFUSED_OFFLOADED = _REFUSED | {"num_beams": (lambda found: found > 1, "beam search", _BEAMS_ON_DEVICE)}
 
 
-def check_generate(defaults: GenerationConfig, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_generate(
+    defaults: GenerationConfig, args: tuple[Any, ...], kwargs: dict[str, Any], uses_host_memory: bool
+) -> None:
     """Refuses the ways of generating that a sparse cache cannot follow, before anything runs.
 
     Raises:
-        UnsupportedError: the arguments of `generate`, or the model's defaults, ask for beams, drafts, or a cache of
-            another kind.
+        UnsupportedError: the arguments of `generate`, or the model's defaults, ask for drafts, for a cache of another
+            kind, or for beams over layers in host memory.
     """
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
-    for name, (refused, what, instead) in _REFUSED.items():
+    for name, (refused, what, instead) in (_REFUSED_OFFLOADED if uses_host_memory else _REFUSED).items():
         found = _setting(name, kwargs, config, defaults)
         if found is not None and refused(found):
             raise UnsupportedError(

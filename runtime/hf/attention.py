@@ -90,6 +90,7 @@ class Pass:
     new_B: torch.Tensor | None = None  # of a CHECK: int32, tokens of each row that count, the first ones; else all do
     projects: bool = False  # the layers are asked for queries, keys and values alone
     ends_prompt: bool = False  # it is known to be the last of a prompt
+    rows: tuple[slice, ...] | None = None  # the columns with each row's tokens, where rows have different lengths
 
     def attend(
         self,
@@ -178,6 +179,9 @@ class Attachment(Protocol):
     windows: Mapping[int, int | None]
     under_way: Pass | None
 
+    def run(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
+        """What the decoder's own forward returns, by an executor where one takes the pass."""
+
     def run_own(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
         """The decoder's own forward, whose layers attend as the pass says."""
 
@@ -214,6 +218,7 @@ class Engine(CacheOwner, Protocol):
 
     Attributes:
         differentiable: whether autograd may look into `attend`.
+        uses_host_memory: whether keys and values of some layers live there, in caches to come.
     """
 
     differentiable: bool
@@ -221,6 +226,9 @@ class Engine(CacheOwner, Protocol):
     @property
     def loop(self) -> Loop | None:
         """What `generate` runs in place of its own; None for its own."""
+
+    @property
+    def uses_host_memory(self) -> bool: ...
 
     def executors(self) -> Sequence[Executor]:
         """What runs its forward passes, besides that of long inputs."""
@@ -242,6 +250,7 @@ class DenseEngine:
     differentiable = False
     step_phase = Phase.DECODE
     loop: Loop | None = None
+    uses_host_memory = False
 
     def __init__(self) -> None:
         self.open = True

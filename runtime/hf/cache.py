@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.core.state import DecodeState, Remembered
+from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.retained import RetainedStore
 from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
 
@@ -53,17 +54,20 @@ class Progress:
 
     def __init__(self, state: DecodeState) -> None:
         self.state = state
-        # tokens of each row in each layer, and the queries in the state, when the pass began that has not ended
-        self._before: tuple[dict[int, tuple[int, ...]], Remembered] | None = None
+        self.is_on_device = True  # are the keys and values of all layers
+        self.padding = 0  # columns that ran beyond the tokens of the longest row
+        # tokens of each row in each layer, the queries in the state and the padding when the pass began that has not
+        # ended
+        self._before: tuple[dict[int, tuple[int, ...]], Remembered, int] | None = None
 
     def begin(self, layers: Sequence[SparseLayer]) -> None:
         """A pass over these layers is about to run."""
         if self._before is not None:
-            lengths, queries = self._before
+            lengths, queries, self.padding = self._before
             for layer in layers:
                 layer.store.truncate(lengths[layer.layer])
             self.state.remembered = queries
-        self._before = {layer.layer: layer.store.lengths for layer in layers}, self.state.remembered
+        self._before = {layer.layer: layer.store.lengths for layer in layers}, self.state.remembered, self.padding
 
     def end(self) -> None:
         """Everything that was added counts."""
@@ -75,9 +79,12 @@ class Progress:
         return self._before is not None
 
     def length(self, layer: SparseLayer) -> int:
-        """Tokens that count of the longest row of a layer."""
-        lengths = layer.store.lengths if self._before is None else self._before[0][layer.layer]
-        return max(lengths, default=0)
+        """Columns that count: tokens of the longest row of a layer, and padding."""
+        before = self._before
+        lengths, padding = (
+            (layer.store.lengths, self.padding) if before is None else (before[0][layer.layer], before[2])
+        )
+        return max(lengths, default=0) + padding
 
 
 def attention_dtype(new: torch.Tensor) -> torch.dtype:
@@ -128,6 +135,7 @@ class SparseLayer(CacheLayerMixin):
         self.dtype: torch.dtype | None = None  # of what is cached, or has its memory already
         self.store = self.owner.new_store(self.layer)
         self.store.reserve(self.reserved)
+        self.progress.is_on_device &= isinstance(self.store, DeviceStore)
 
     @torch.inference_mode(False)  # else the copy could not be written to under torch.no_grad()
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseLayer:
@@ -178,7 +186,8 @@ class SparseLayer(CacheLayerMixin):
         self.store.reserve(tokens, layout)
 
     def get_seq_length(self) -> int:
-        """Tokens cached, but for those of a pass that has not ended."""
+        """Columns of the batch that ran, but for those of a pass that has not ended: tokens cached of each row, and
+        what is padding in it."""
         return self.progress.length(self)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -194,6 +203,7 @@ class SparseLayer(CacheLayerMixin):
         self.store.bytes.device = self.store.bytes.host = 0  # of whoever still reads them
         self._start()
         self.state.reset()
+        self.progress.padding = 0
         self.progress.end()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -202,16 +212,26 @@ class SparseLayer(CacheLayerMixin):
             _refuse("assisted generation and cropping", "generate without an assistant or prompt lookup")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refused: beams."""
-        _refuse("beam search", "generate with num_beams=1")
+        """Row i becomes a copy of row `beam_idx[i]`, all of them at once, as beam search has it.
+
+        Raises:
+            UnsupportedError: the layer is in host memory.
+        """
+        self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused: a cache of another batch."""
-        _refuse("repeating a cache", "prefill the larger batch instead")
+        """Every row becomes so many rows, one behind the other. Raises as `reorder_cache`."""
+        self._select(torch.arange(len(self.store.lengths)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Refused: a cache of another batch."""
-        _refuse("selecting rows of a cache", "prefill the smaller batch instead")
+        """Only these rows are left. Raises as `reorder_cache`."""
+        self._select(indices)
+
+    def _select(self, rows_B: torch.Tensor) -> None:
+        if not self.progress.is_on_device or not isinstance(self.store, DeviceStore):
+            _refuse("other rows of a cache in host memory", "apply the plan with offload='never'")
+        self.store.select(rows_B.tolist())
+        self.state.select(self.layer, rows_B)
 
 
 def sparse_cache(given: Any, owner: CacheOwner, layers: int, linear: Collection[int] = ()) -> Cache:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -26,7 +26,7 @@ from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Attachment, Phase
-from sparsekv.runtime.hf.cache import take_back
+from sparsekv.runtime.hf.cache import first_of, take_back
 from sparsekv.runtime.hf.drafts import SIZES, DraftLength, Greedy, Judge, Sampled
 from sparsekv.runtime.hf.generate import FirstChecked
 
@@ -126,8 +126,9 @@ class Text:
     """The tokens of all rows so far."""
 
     ids_BT: torch.Tensor  # with room for the longest; drafts stand behind the end of a row
-    lengths: list[int]
-    finished: list[bool] = field(default_factory=list)
+    lengths: list[int]  # padding included
+    padding: list[int]  # tokens of the prompt that are not cached
+    finished: list[bool]
 
     @classmethod
     def of(cls, ids_BS: torch.Tensor, longest: int) -> Text:
@@ -135,7 +136,12 @@ class Text:
         batch, tokens = ids_BS.shape
         ids_BT = ids_BS.new_zeros((batch, longest + SIZES[-1]))  # rows that are finished are drafted behind, too
         ids_BT[:, :tokens] = ids_BS
-        return cls(ids_BT, [tokens] * batch, [False] * batch)
+        return cls(ids_BT, [tokens] * batch, [0] * batch, [False] * batch)
+
+    @property
+    def cached(self) -> list[int]:
+        """Tokens of each row that the cache has: all but the last."""
+        return [length - 1 - padding for length, padding in zip(self.lengths, self.padding, strict=True)]
 
     def newest(self) -> torch.Tensor:
         """[B, 1]: the last token of each row."""
@@ -222,13 +228,14 @@ class ExactLoop:
         first = judge.judge(input_ids[:, :0], processors.at(text, 0, scores_BV)[:, None])
         del found
         cache: Cache = model_kwargs["past_key_values"]
+        text.padding = [input_ids.shape[1] - length for length in first_of(cache).store.lengths]
         cycles = _Cycles(attached, model, cache, text, processors, judge, stops, streamer)
         cycles.keep(0, first.accepted_B, first.next_B)
         try:
             while not all(text.finished):
                 self._cycle(cycles, text)
         except BaseException:
-            take_back(cache, [length - 1 for length in text.lengths])
+            take_back(cache, text.cached)
             raise
         if streamer is not None:
             streamer.end()
@@ -270,7 +277,7 @@ class _Cycles:
                 scores_BV = self.processors.at(self.text, number, self._scores(newest_B1)[:, -1])
                 self.text.put(self.judge.draft(scores_BV), number)
         if drafted:
-            take_back(self.cache, [length - 1 for length in self.text.lengths])
+            take_back(self.cache, self.text.cached)
         ids_BQ = self.text.with_drafts(drafted)
         with self.attached.stepping(Phase.CHECK, self._counts(drafted + 1)):
             scores_BQV = self.processors.behind_each(self.text, self._scores(ids_BQ))
@@ -297,7 +304,7 @@ class _Cycles:
         for row, (*tokens, following, accepted) in enumerate(found):
             if not self.text.finished[row]:
                 self._extend(row, [*tokens[:accepted], following])
-        take_back(self.cache, [length - 1 for length in self.text.lengths])
+        take_back(self.cache, self.text.cached)
         return [accepted for *_, accepted in found]
 
     def _extend(self, row: int, tokens: Iterable[int]) -> None:
@@ -321,6 +328,8 @@ def check_settings(config: GenerationConfig, given: dict[str, Any], rows: int, s
     for name in _ASKED:
         if getattr(config, name, None):
             _refuse("tokens alone", name)
+    if config.num_beams and config.num_beams > 1:
+        _refuse("one beam", f"num_beams={config.num_beams}")
     if not config.use_cache or given.get("past_key_values") is None:
         _refuse("a cache", "use_cache=False")
     if given.get("inputs_embeds") is not None:

@@ -12,6 +12,7 @@ import torch
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
+from sparsekv.runtime.stores.forks import Forks
 from sparsekv.runtime.stores.store import Bytes, Layout, check_fit, grown
 
 
@@ -28,6 +29,7 @@ class DeviceStore:
         self._k_BGCD: torch.Tensor | None = None
         self._v_BGCD: torch.Tensor | None = None
         self._reserved = 0
+        self._forks = Forks()
 
     @property
     def length(self) -> int:
@@ -50,12 +52,17 @@ class DeviceStore:
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory behind the cached tokens. Raises ShapeError when the layout does not fit."""
-        layout.check(self._k_BGCD)
         if self._is_ragged:
+            layout.check(self._k_BGCD)
             return layout.empty(tokens), layout.empty(tokens)
-        self._grow(self.length + tokens, layout)
+        self.hold(self.length + tokens, layout)
         k_BGCD, v_BGCD = self.tensors
         return k_BGCD.narrow(2, self.length, tokens), v_BGCD.narrow(2, self.length, tokens)
+
+    def hold(self, tokens: int, layout: Layout) -> None:
+        """Makes room for so many tokens a row in all, now. Raises ShapeError when the layout does not fit."""
+        layout.check(self._k_BGCD)
+        self._grow(tokens, layout)
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Counts the tokens written."""
@@ -83,6 +90,26 @@ class DeviceStore:
     def truncate(self, lengths: Sequence[int]) -> None:
         """Counts so many tokens; the memory stays."""
         self.lengths = tuple(lengths) if any(lengths) else ()
+        self._forks.truncate(lengths)
+
+    @torch.inference_mode(False)  # else what is allocated there could not be written to under torch.no_grad()
+    def select(self, rows: Sequence[int]) -> None:
+        """Row i becomes a copy of row `rows[i]`, all of them at once; in place where as many are left."""
+        if len(rows) == len(self.lengths):
+            changed, tokens = self._forks.select(rows, self.lengths)
+            self._copy_rows(changed, [rows[row] for row in changed], tokens)
+        elif self.lengths:
+            self._k_BGCD, self._v_BGCD = (x_BGCD[list(rows)] for x_BGCD in self.tensors)
+            self.bytes.device, self._forks = 2 * self._k_BGCD.untyped_storage().nbytes(), Forks()
+        self.lengths = tuple(self.lengths[row] for row in rows) if self.lengths else ()
+
+    def _copy_rows(self, into: Sequence[int], sources: Sequence[int], tokens: slice) -> None:
+        if not into:
+            return
+        into_b, sources_b = torch.tensor((into, sources), device=self.tensors[0].device)
+        for x_BGCD in self.tensors:
+            part_BGSD = x_BGCD[:, :, tokens]
+            part_BGSD.index_copy_(0, into_b, part_BGSD.index_select(0, sources_b))
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         """All tokens, and the memory behind them, without a copy."""

@@ -32,7 +32,8 @@ def drafting(monkeypatch):
 
 def generated(model, prompt, cache=None, new=40, **more):
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | more
-    return model.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **options)
+    options = {"attention_mask": torch.ones_like(prompt)} | options
+    return model.generate(prompt, past_key_values=cache, **options)
 
 
 def exactly(model, plan, prompt, **more):
@@ -105,6 +106,19 @@ def test_a_next_turn_goes_on_from_the_cache(model, drafting):
         assert cache.get_seq_length() == first.shape[1] - 1
         found = generated(model, torch.cat((first, more), 1), cache)
     assert torch.equal(found, generated(model, torch.cat((generated(model, prompt), more), 1)))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_rows_are_drafted_and_checked_as_rows_of_their_own_lengths(model, drafting, side):
+    prompt, pads = random_tokens(3, 50), (0, 20, 7)
+    mask = torch.ones_like(prompt)
+    for row, pad in enumerate(pads):
+        (mask[row, :pad] if side == "left" else mask[row, 50 - pad :]).fill_(0)
+    with apply(model, plan_for(model, None, GOOD), exact=True):
+        found = generated(model, prompt, attention_mask=mask)
+    for row in range(3):
+        alone = generated(model, prompt[row : row + 1][:, mask[row].bool()])
+        assert found[row, 50:].tolist() == alone[0, -40:].tolist()
 
 
 def test_single_passes_are_dense_too(model):

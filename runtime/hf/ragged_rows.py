@@ -1,0 +1,262 @@
+"""Rows of different lengths in one batch. A padded batch is run as what it is: padding is neither computed nor stored
+nor attended to, and the positions of a row count its own tokens.
+
+Prefill runs row by row, each in place in the cache of all rows, so that a row is computed as if it were alone. Decode
+runs all rows together.
+
+Shapes: B batch, S columns of the pass, tokens and padding; E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from sparsekv.kernels.device_cache import on_device
+from sparsekv.plans.errors import PromptError, UnsupportedError
+from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.hf.attention import Attachment, Pass, Phase
+from sparsekv.runtime.hf.cache import Progress, SparseLayer, first_of, progress_of
+from sparsekv.runtime.hf.long_inputs import asks_for_more
+from sparsekv.runtime.stores.row import row_of
+from sparsekv.runtime.stores.store import Bytes, KVStore
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of a pass: tokens, and padding where the mask says so.
+
+    Attributes:
+        given: ids [B, S] or embeddings [B, S, E].
+        before: columns that ran before, with cached tokens and padding.
+        lengths: cached tokens of each row; none without any.
+        switch: the most tokens of a row that rotate by short angles; 0 where all rotate alike.
+    """
+
+    given: torch.Tensor
+    before: int
+    lengths: tuple[int, ...]
+    switch: int
+
+    @property
+    def new(self) -> int:
+        """S."""
+        return self.given.shape[1]
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Tokens of each row."""
+        return self.lengths or (0,) * self.given.shape[0]
+
+
+def rows_of_pass(inputs: dict[str, Any], columns: Columns, phase: Phase, is_checked: bool) -> tuple[slice, ...] | None:
+    """Which columns of a prefill are tokens of each row, where rows have different lengths; None where they have not,
+    and of a decode step, whose positions then become those of the rows.
+
+    Args:
+        inputs: of the decoder.
+        columns: of the pass.
+        phase: of the pass.
+        is_checked: whether mask and positions are looked at, which waits for the device.
+
+    Raises:
+        PromptError: a row without a token is to decode.
+        UnsupportedError: there is padding between the tokens of a row or in a decode step, or a row stands still, mask
+            or positions do not fit to what is cached, or the rotary angles depend on the longest row.
+    """
+    positions, cached = inputs.get("position_ids"), columns.cached
+    rows = _tokens_of_rows(inputs.get("attention_mask") if is_checked else None, columns)
+    every = slice(0, columns.new)
+    if set(cached) == {columns.before} and all(row == every for row in rows):
+        if is_checked:
+            _check_positions(positions, columns.before)
+        return None
+    if 0 < columns.switch < columns.before + columns.new:
+        raise UnsupportedError(
+            f"expected rows of equal length, as the rotary angles of more than {columns.switch} tokens are others, "
+            f"found rows of different lengths; run them one at a time"
+        )
+    if phase is Phase.PREFILL:
+        if is_checked:
+            _check_row_positions(positions, rows, cached)
+        _check_new(rows, cached)
+        return rows
+    if any(row != every for row in rows):
+        raise UnsupportedError(
+            "expected a new token in every row of a decode step, found padding; drop the row instead"
+        )
+    if 0 in cached:
+        raise PromptError(f"expected a prompt in every row, found none in row {cached.index(0)}; give it some text")
+    inputs["attention_mask"] = None
+    device = columns.given.device
+    inputs["position_ids"] = on_device(cached, device)[:, None] + torch.arange(columns.new, device=device)
+    return None
+
+
+def _tokens_of_rows(mask: torch.Tensor | None, columns: Columns) -> tuple[slice, ...]:
+    cached, before, new = columns.cached, columns.before, columns.new
+    if mask is None or (set(cached) == {before} and bool(mask.all())):
+        return (slice(0, new),) * len(cached)
+    is_token_BS = mask[:, : before + new].expand(len(cached), -1) != 0
+    marked = tuple(is_token_BS[:, :before].sum(1).tolist())
+    if marked != cached:
+        raise UnsupportedError(
+            f"expected an attention_mask that marks the {cached} cached tokens of the rows, found {marked} marked; "
+            "pass the mask of all passes over this cache, or none where no new token is padding"
+        )
+    return tuple(_interval(row_S) for row_S in is_token_BS[:, before:].tolist())
+
+
+def _interval(is_token_S: list[bool]) -> slice:
+    count = sum(is_token_S)
+    first = is_token_S.index(True) if count else 0
+    if not all(is_token_S[first : first + count]):
+        raise UnsupportedError(
+            "expected padding before or behind the tokens of a row, found an attention_mask with a hole between them; "
+            "leave the masked tokens out of the row"
+        )
+    return slice(first, first + count)
+
+
+def _check_new(rows: Sequence[slice], cached: Sequence[int]) -> None:
+    """What follows a row is computed from its last token, which has to be in the last pass of a prompt."""
+    for row, (tokens, length) in enumerate(zip(rows, cached, strict=True)):
+        if length and not _count(tokens):
+            raise UnsupportedError(
+                f"expected new tokens in every row that has some already, found padding alone in row {row}; pad "
+                "on the left where a prompt runs in pieces, and leave out rows that do not go on"
+            )
+
+
+def _check_positions(positions: torch.Tensor | None, past: int) -> None:
+    """Positions of several tokens count up by one from what is cached. Single tokens are not asked: it costs a wait."""
+    if positions is None or positions.shape[-1] < 2:
+        return
+    expected = torch.arange(past, past + positions.shape[-1], device=positions.device)
+    if not bool((positions == expected).all()):
+        raise UnsupportedError(
+            f"expected position_ids that count up by one from the {past} cached tokens, found others; "
+            f"run packed sequences one by one, and leave prefill_chunk_size unset when a prompt goes on from a cache"
+        )
+
+
+def _check_row_positions(positions: torch.Tensor | None, rows: Sequence[slice], cached: Sequence[int]) -> None:
+    """Positions of the tokens of a row count up by one from what it has cached; those of padding are not asked for."""
+    if positions is None:
+        return
+    given_BS = positions.expand(len(rows), -1).tolist()
+    for row, (tokens, length) in enumerate(zip(rows, cached, strict=True)):
+        if given_BS[row][tokens] != list(range(length, length + _count(tokens))):
+            raise UnsupportedError(
+                f"expected position_ids that count the tokens of each row, from {length} on in row {row}, found "
+                "others; pass none, so that they come from the attention_mask"
+            )
+
+
+def run_by_rows(attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> MoeModelOutputWithPast:
+    """What the decoder's own forward returns, of rows of different lengths run one by one.
+
+    The output of a row is 0 before its tokens, and behind them that of its last one, from which the next token follows.
+
+    Raises:
+        PromptError: no row has a token.
+        UnsupportedError: more is asked of the decoder than hidden states and a cache, or layers of the cache have a
+            recurrent state or are in host memory.
+    """
+    assert under_way.rows is not None
+    if asks_for_more(attached.decoder, inputs):
+        raise UnsupportedError(
+            "expected rows of equal length where more is asked of the model than logits and a cache, found rows of "
+            "different lengths; run them one at a time"
+        )
+    name = "input_ids" if inputs.get("input_ids") is not None else "inputs_embeds"
+    given, whole = inputs[name], under_way.cache
+    batch, columns = given.shape[:2]
+    caches = [None] * batch if whole is None else [_cache_of_row(whole, row, batch) for row in range(batch)]
+    lengths = [0 if cache is None else cache.get_seq_length() for cache in caches]
+    hidden_BSE: torch.Tensor | None = None
+    for row in _longest_first(lengths, under_way.rows):
+        tokens, cache = under_way.rows[row], caches[row]
+        positions_1S = torch.arange(lengths[row], lengths[row] + _count(tokens), device=given.device)[None]
+        own = {"attention_mask": None, "position_ids": positions_1S, "past_key_values": cache}
+        alone = Pass(under_way.engine, under_way.phase, cache, under_way.windows)
+        found = attached.run(alone, inputs | own | {name: given[row : row + 1, tokens]}).last_hidden_state[0]
+        if hidden_BSE is None:
+            hidden_BSE = found.new_zeros((batch, columns, found.shape[1]))
+        hidden_BSE[row, tokens] = found
+        hidden_BSE[row, tokens.stop :] = found[-1]
+    if hidden_BSE is None:
+        raise PromptError("expected at least one token, found padding alone; leave it out")
+    if whole is not None:
+        _give_back(whole, [cache for cache in caches if cache is not None], columns)
+    return MoeModelOutputWithPast(last_hidden_state=hidden_BSE, past_key_values=whole)
+
+
+def _longest_first(lengths: Sequence[int], rows: Sequence[slice]) -> list[int]:
+    """The rows that have new tokens: the first one makes room for all."""
+    ends = {row: length + _count(rows[row]) for row, length in enumerate(lengths) if _count(rows[row])}
+    return sorted(ends, key=lambda row: -ends[row])
+
+
+def _count(tokens: slice) -> int:
+    return tokens.stop - tokens.start  # type: ignore[no-any-return]
+
+
+class _RowOwner:
+    """Whose the cache of one row is: its stores are rows of those of all."""
+
+    def __init__(self, whole: Sequence[SparseLayer], row: int, batch: int) -> None:
+        self.open = True
+        self.bytes: list[Bytes] = []
+        self._whole, self._row, self._batch = whole, row, batch
+
+    def new_store(self, layer: int) -> KVStore:
+        """The row of that layer."""
+        return row_of(self._whole[layer].store, self._row, self._batch)
+
+    def new_state(self) -> DecodeState:
+        """With the row of the queries that all rows remember."""
+        first = self._whole[0]
+        state = first.owner.new_state()
+        queries, observed = first.state.remembered  # layers that observe are refused by their stores
+        own = {layer: q_BHWD[self._row : self._row + 1] for layer, q_BHWD in queries.items()}
+        state.remembered = own, observed
+        return state
+
+
+def _cache_of_row(cache: Cache, row: int, batch: int) -> Cache:
+    whole = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+    if len(whole) < len(cache.layers):
+        raise UnsupportedError(
+            "expected rows of equal length in a model some of whose layers have a recurrent state, found rows of "
+            "different lengths; run them one at a time"
+        )
+    owner = _RowOwner(whole, row, batch)
+    progress, found = Progress(owner.new_state()), DynamicCache()
+    layers = [SparseLayer(owner, layer.layer, progress) for layer in whole]
+    for mine, layer in zip(layers, whole, strict=True):
+        mine.dtype = layer.dtype
+    found.layers = [*layers]
+    return found
+
+
+def _give_back(cache: Cache, rows: Sequence[Cache], columns: int) -> None:
+    """What the rows have learned is of all, once they ran so many columns."""
+    progress = progress_of(cache)
+    for layer, *mine in zip(cache.layers, *(row.layers for row in rows), strict=True):
+        layer.is_initialized = True
+        layer.dtype = next(one.dtype for one in mine if one.dtype is not None)
+        layer.needs_grad |= any(one.needs_grad for one in mine)
+    found = [progress_of(row).state.remembered[0] for row in rows]
+    some = next(filter(None, found), {})
+    queries = {
+        layer: torch.cat([of_row.get(layer, torch.zeros_like(q_1HWD)) for of_row in found])
+        for layer, q_1HWD in some.items()
+    }
+    progress.state.remembered = queries, {}
+    progress.padding = cache.get_seq_length() + columns - max(first_of(cache).store.lengths)

@@ -1,0 +1,225 @@
+"""Padded batches run as rows of their own lengths: each as if it were alone."""
+
+import copy
+
+import pytest
+import torch
+from emulated_graphs import emulate
+from tiny_models import TYPICAL, random_tokens, tiny_model
+from tiny_plans import decode_plan, every_head, plan_for, segment
+
+from sparsekv.plans.errors import PromptError, UnsupportedError
+from sparsekv.plans.patterns import AShape, VerticalSlash, fraction, tokens
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.long_inputs import Chunking
+
+LENGTHS = (150, 17, 200, 2)
+SIDES = ("left", "right", "both")
+PATTERNS = (
+    AShape(sink=tokens(64), window=tokens(64)),
+    VerticalSlash(vertical=tokens(9), slash=tokens(64), max_tiles=fraction(1.0)),
+)
+DECODE = decode_plan(segment(0, (1, 2), 8, selector="uniform", window=3))
+
+
+def padded(prompts, side="left", columns=None):
+    """Ids and mask of these prompts, [1, S] each."""
+    columns = columns or max(prompt.shape[1] for prompt in prompts)
+    ids = torch.zeros(len(prompts), columns, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        spare = columns - prompt.shape[1]
+        first = {"left": spare, "right": 0, "both": spare // 2}[side]
+        ids[row, first : first + prompt.shape[1]], mask[row, first : first + prompt.shape[1]] = prompt[0], 1
+    return ids, mask
+
+
+def sparse_plan(model):
+    return plan_for(model, every_head(model, *PATTERNS), DECODE)
+
+
+def of_lengths(*lengths):
+    return [random_tokens(1, length, length) for length in lengths]
+
+
+PROMPTS = of_lengths(*LENGTHS)
+
+
+@pytest.fixture
+def handle(model):
+    with torch.no_grad(), apply(model, sparse_plan(model)) as handle:
+        yield handle
+
+
+def decoded(model, cache, count=5, row=slice(None)):
+    """Logits of some steps that go on from a cache."""
+    given = random_tokens(len(LENGTHS), count, 3)[row]
+    return torch.cat([model(token, past_key_values=cache).logits for token in given.split(1, 1)], 1)
+
+
+@pytest.mark.parametrize("architecture", TYPICAL)
+@pytest.mark.parametrize("side", SIDES)
+def test_a_prompt_of_a_padded_batch_is_computed_as_alone_bit_for_bit(architecture, side):
+    model = tiny_model(architecture)
+    ids, mask = padded(PROMPTS, side, 207)
+    with torch.no_grad(), apply(model, sparse_plan(model)):
+        found = model.base_model(ids, attention_mask=mask)
+        for row, prompt in enumerate(PROMPTS):
+            alone = model.base_model(prompt)
+            assert torch.equal(found.last_hidden_state[row, mask[row].bool()], alone.last_hidden_state[0])
+            for ours, theirs in zip(found.past_key_values.layers, alone.past_key_values.layers, strict=True):
+                assert ours.store.lengths == LENGTHS
+                kept = ours.store.tensors[0][row, :, : LENGTHS[row]]
+                assert torch.equal(kept, theirs.store.tensors[0][0, :, : LENGTHS[row]])
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("options", [{}, {"num_return_sequences": 2, "do_sample": True, "top_k": 1}], ids=str)
+def test_generate_gives_the_tokens_of_each_row_alone(model, handle, side, options):
+    if side == "both":
+        side, columns = "left", 207  # as of a tokenizer that pads to a multiple
+    else:
+        columns = None
+    ids, mask = padded(PROMPTS, side, columns)
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=8, **options)
+    copies = options.get("num_return_sequences", 1)
+    for row, prompt in enumerate(PROMPTS):
+        alone = model.generate(prompt, max_new_tokens=8, do_sample=False)[0, LENGTHS[row] :]
+        for copied in range(copies):
+            assert torch.equal(found[row * copies + copied, ids.shape[1] :], alone)
+
+
+def test_a_row_that_ends_early_changes_nothing_of_the_others(model, handle):
+    ids, mask = padded(PROMPTS)
+    free = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)[:, ids.shape[1] :]
+    end = int(free[1, 2])
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, eos_token_id=end)
+    for of_row, of_free in zip(found[:, ids.shape[1] :], free, strict=True):
+        ended = (of_free == end).nonzero()[:, 0].tolist()
+        own = ended[0] + 1 if ended else 10
+        assert torch.equal(of_row[:own], of_free[:own])
+        assert not of_row[own:].any()
+
+
+def test_pieces_of_a_prompt_begin_where_a_row_does(model):
+    ids, mask = padded(PROMPTS)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)):
+        found = model.generate(ids, attention_mask=mask, prefill_chunk_size=64, **options)
+        for row, prompt in enumerate(PROMPTS):
+            assert torch.equal(found[row, 200:], model.generate(prompt, **options)[0, LENGTHS[row] :])
+        ids, mask = padded(PROMPTS, "right")
+        with pytest.raises(UnsupportedError, match="pad on the left"):
+            model.generate(ids, attention_mask=mask, prefill_chunk_size=64, **options)
+
+
+@pytest.mark.parametrize("given", ["ids", "embeddings"])
+def test_turns_go_on_from_each_row(model, handle, given):
+    ids, mask = padded(PROMPTS)
+    cache = model(ids, attention_mask=mask).past_key_values
+    first = decoded(model, cache, 2)
+    turns = of_lengths(30, 40, 5, 9)
+    more, more_mask = padded(turns, "right")
+    whole = torch.cat((mask, torch.ones(4, 2, dtype=torch.long), more_mask), 1)
+    name = {"input_ids": more} if given == "ids" else {"inputs_embeds": model.get_input_embeddings()(more)}
+    second = model(**name, attention_mask=whole, past_key_values=cache).logits
+    last = decoded(model, cache)
+    assert cache.get_seq_length() == whole.shape[1] + 5
+    for row, (prompt, turn) in enumerate(zip(PROMPTS, turns, strict=True)):
+        alone = model(prompt).past_key_values
+        near(first[row], decoded(model, alone, 2, slice(row, row + 1)))
+        near(second[row, more_mask[row].bool()], model(turn, past_key_values=alone).logits)
+        near(last[row], decoded(model, alone, 5, slice(row, row + 1)))
+
+
+def near(found, alone):
+    torch.testing.assert_close(found, alone[0], rtol=1e-4, atol=1e-4)
+
+
+def test_several_tokens_without_a_mask_follow_each_row(model, handle):
+    ids, mask = padded(PROMPTS)
+    cache = model(ids, attention_mask=mask).past_key_values
+    new = random_tokens(4, 6, 5)
+    found = model(new, past_key_values=cache).logits
+    for row, prompt in enumerate(PROMPTS):
+        near(found[row], model(new[row : row + 1], past_key_values=model(prompt).past_key_values).logits)
+
+
+def test_a_copied_and_a_reset_cache(model, handle):
+    ids, mask = padded(PROMPTS, columns=210)
+    cache = model(ids, attention_mask=mask).past_key_values
+    twin = copy.deepcopy(cache)
+    expected = decoded(model, cache)
+    assert (twin.get_seq_length(), cache.get_seq_length()) == (210, 215)
+    assert torch.equal(decoded(model, twin), expected)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    model(ids, attention_mask=mask, past_key_values=cache)
+    assert torch.equal(decoded(model, cache), expected)
+
+
+def test_a_pass_that_failed_in_a_later_row_leaves_nothing(model, handle, monkeypatch):
+    ids, mask = padded(PROMPTS)
+    cache = model(ids, attention_mask=mask).past_key_values
+    expected = decoded(model, copy.deepcopy(cache))
+    calls, attend = [], handle._engine.attend
+
+    def failing(call):
+        calls.append(call)
+        return attend(call) if len(calls) < 5 else 1 / 0
+
+    monkeypatch.setattr(handle._engine, "attend", failing)
+    with pytest.raises(ZeroDivisionError):
+        model(random_tokens(4, 6, 5), past_key_values=cache)
+    monkeypatch.undo()
+    assert torch.equal(decoded(model, cache), expected)
+
+
+def test_long_rows_are_cut_each_by_itself(model, cuts):
+    ids, mask = padded(PROMPTS)
+    with torch.no_grad(), apply(model, sparse_plan(model), chunking=Chunking(above=100, rows=64)):
+        found = model(ids, attention_mask=mask, logits_to_keep=1).logits
+        assert sorted(cuts) == [3, 3, 3, 4, 4, 4]
+        for row, prompt in enumerate(PROMPTS):
+            near(found[row], model(prompt, logits_to_keep=1).logits)
+
+
+def test_captured_steps_take_rows_of_different_lengths(monkeypatch):
+    emulate(monkeypatch)
+    model = tiny_model(layers=2, head_dim=16, heads=2, kv_heads=1)
+    plan = plan_for(model, None, decode_plan(segment(0, (1,), 12, sink=4, recent=10)))
+    ids, mask = padded(PROMPTS[:2], columns=160)
+    with torch.no_grad(), apply(model, plan, backend="triton") as handle:
+        found = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+        assert (handle.steps.replayed, handle.steps.why_not) == (4, "")
+    with torch.no_grad(), apply(model, plan, backend="cpu"):
+        for row, prompt in enumerate(PROMPTS[:2]):
+            alone = model.generate(prompt, max_new_tokens=5, do_sample=False)
+            assert torch.equal(found[row, 160:], alone[0, LENGTHS[row] :])
+
+
+def test_what_rows_of_different_lengths_cannot_do_yet_is_refused(model):
+    ids, mask = padded(PROMPTS)
+    offloaded = plan_for(model, None, decode_plan(segment(0, (1, 2), 8), offload=(1,)))
+    hybrid, dense = tiny_model("qwen3_5_text"), plan_for(model)
+    for other, plan, options, said in (
+        (model, offloaded, {}, "host memory"),
+        (hybrid, plan_for(hybrid), {}, "recurrent state"),
+        (model, dense, {"output_hidden_states": True}, "more is asked"),
+        (model, dense, {"position_ids": torch.arange(200)[None]}, "position_ids"),
+    ):
+        with torch.no_grad(), apply(other, plan), pytest.raises(UnsupportedError, match=said):
+            other(ids, attention_mask=mask, **options)
+
+
+def test_masks_that_do_not_fit_the_cache_are_refused(model, handle):
+    ids, mask = padded(PROMPTS)
+    cache, token = model(ids, attention_mask=mask).past_key_values, random_tokens(4, 1)
+    with pytest.raises(UnsupportedError, match="marks the"):
+        model(token, attention_mask=torch.ones(4, 201), past_key_values=cache)
+    still = torch.cat((mask, torch.tensor([[1], [1], [0], [1]])), 1)
+    with pytest.raises(UnsupportedError, match="every row"):
+        model(token, attention_mask=still, past_key_values=cache)
+    mask[2] = 0
+    with pytest.raises(PromptError, match="none in row 2"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=3)
