@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial, wraps
 from threading import RLock
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -168,6 +168,7 @@ class Attached:
         if self.model.can_generate():
             generate: Any = self.model.generate
             self._put(self.model, "generate", self._guarded(generate))
+            self._put(self.model, "init_continuous_batching", _refuse_continuous_batching)
             if self._switch:
                 self._put(self.model, "prepare_inputs_for_generation", self._prepared)
         for module in {id(module): module for module in (self.model, self.decoder)}.values():
@@ -465,6 +466,14 @@ def check_generate(
                 f"{what} cannot be right with a sparsekv plan applied yet (found {name}={_brief(found)}); "
                 f"{instead}, or close the handle first"
             )
+
+
+def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
+    """The one door of `generate_batch` and its managers, which run the model in a thread of theirs."""
+    raise UnsupportedError(
+        "expected generate, found continuous batching (generate_batch), whose cache hands its pages to "
+        "transformers' own flash kernels alone; run many requests by this plan in vLLM (docs/vllm.md), or close the handle first"
+    )
 
 
 def _setting(name: str, kwargs: dict[str, Any], config: GenerationConfig | None, defaults: GenerationConfig) -> Any:

@@ -114,6 +114,12 @@ def test_assisted_generation(planned):
         tiny_model(seed=5).generate(random_tokens(1, 6), assistant_model=planned, max_new_tokens=8)
 
 
+def test_continuous_batching(planned):
+    for call in (planned.init_continuous_batching, partial(planned.generate_batch, [[1, 2, 3]])):
+        with pytest.raises(UnsupportedError, match="vLLM"):
+            call()
+
+
 def test_several_samples_of_one_prompt_are_fine(planned):
     out = planned.generate(random_tokens(1, 6), do_sample=True, num_return_sequences=3, max_new_tokens=2)
     assert out.shape == (3, 8)
