@@ -98,15 +98,14 @@ def by_hand(layers: Sequence[int], options: Settled, length: int) -> dict[str, L
     """What is settled by hand, at the same bytes; what would keep less than nothing is left out."""
     edges, mean, count = (_SINK + _RECENT) / length, _retain(options), len(layers)
     later = layers[_WHOLE_FIRST:]
-    steps = np.linspace(2 - 1 / _STEEPNESS, 1 / _STEEPNESS, count)
+    least = max(mean / _STEEPNESS, edges)
+    kept = np.linspace(2 * mean - least, least, count).clip(max=1.0)
     shares: dict[str, dict[int, float]] = {
         "evenly": dict.fromkeys(layers, mean - edges),
         "behind whole first layers": dict.fromkeys(later, (mean * count - _WHOLE_FIRST) / max(1, len(later)) - edges),
-        "as a pyramid": {
-            layer: min(1.0, mean * part - edges) for layer, part in zip(layers, steps.tolist(), strict=True)
-        },
+        "as a pyramid": dict(zip(layers, (kept - edges).tolist(), strict=True)),
     }
-    return {name: layout for name, layout in shares.items() if layout and min(layout.values()) > 0}
+    return {name: layout for name, layout in shares.items() if layout and min(layout.values()) >= 0}
 
 
 def rule_of(layers: tuple[int, ...], share: float) -> Retention:
