@@ -2,9 +2,10 @@
 
 Every layer alone keeps smaller and smaller shares of calibration prompts, at the longest planned length, and reads the
 answer and the text that dense itself goes on with. The least total damage at a share of the cache's bytes is an
-allocation like that of prefill (allocate.py). Damages of single layers do not add up, so layouts that people settle by
-hand are run at the same bytes beside it, and of all, what diverges least is taken: every layer alike; the first three
-whole and the others alike (as in vLLM's forks of 2024); PyramidKV's pyramid (2024, section 3.2).
+allocation like that of prefill (allocate.py). Damages of single layers do not add up: what each share of a layer adds
+is measured again beside what the others keep by then, and allocated again. Layouts that people settle by hand are run
+at the same bytes, and of all, what diverges least is taken: every layer alike; the first three whole and the others
+alike (as in forks of vLLM, 2024); PyramidKV's pyramid (2024).
 
 Shapes: B batch, H query heads, G KV heads, S tokens of a prompt, W observed queries, R rows of a text, K = S + R; g is
 1 (one choice for all heads) or G; L layers, C shares.
@@ -12,7 +13,7 @@ Shapes: B batch, H query heads, G KV heads, S tokens of a prompt, W observed que
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,22 +57,33 @@ def search_retention(job: Job, progress: Progress | None = None) -> tuple[tuple[
     prompts = job.calibration_prompts(length, options.samples_at(length))
     with (
         retention_trials(job.subject) as model,
-        (progress or Progress()).stage("retention", total=2 * len(prompts)) as step,
+        (progress or Progress()).stage("retention", total=3 * len(prompts)) as step,
     ):
-        damage_LC = np.zeros((len(layers), len(_SHARES)))
-        for prompt in prompts:
-            runs = [{layer: share} for layer in layers for share in _SHARES]
-            damage_LC += np.reshape(model.damages(prompt, runs, options), damage_LC.shape) / len(prompts)
-            step.advance()
-        layouts = {"by damage": allocated(layers, damage_LC, options, length), **by_hand(layers, options, length)}
-        together = np.zeros(len(layouts))
-        for prompt in prompts:
-            together += np.array(model.damages(prompt, list(layouts.values()), options)) / len(prompts)
-            step.advance()
+
+        def mean(runs: Sequence[Layout]) -> np.ndarray:
+            found = np.zeros(len(runs))
+            for prompt in prompts:
+                found += np.array(model.damages(prompt, runs, options)) / len(prompts)
+                step.advance()
+            return found
+
+        alone = allocated(layers, damage_beside({}, layers, mean), options, length)
+        beside = allocated(layers, damage_beside(alone, layers, mean), options, length)
+        layouts = {"by damage": beside, "by damage alone": alone, **by_hand(layers, options, length)}
+        together = mean(list(layouts.values()))
     name, layout = list(layouts.items())[int(together.argmin())]
     told = ", ".join(f"{other} {kl:.3g}" for other, kl in zip(layouts, together, strict=True))
     dropped = 1 - _spent(layers, layout, length)
     return rules_of(job.model, layout), (f"{dropped:.0%} of the cache is dropped {name}; nats of each layout: {told}",)
+
+
+def damage_beside(layout: Layout, layers: Sequence[int], mean: Callable[[Sequence[Layout]], np.ndarray]) -> np.ndarray:
+    """[L, C]: what each share of each layer adds to the divergence where the other layers keep what the layout says."""
+    runs = [{**layout, layer: share} for layer in layers for share in _SHARES]
+    without = [{other: share for other, share in layout.items() if other != layer} for layer in layers]
+    found = mean([*runs, *without])
+    damage_LC: np.ndarray = found[: len(runs)].reshape(len(layers), -1) - found[len(runs) :, None]
+    return damage_LC.clip(min=0.0)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------

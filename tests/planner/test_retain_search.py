@@ -61,6 +61,18 @@ def test_layers_that_lose_most_keep_most_and_bytes_are_what_was_asked_for():
         allocated(layers, damage, options.but(retain=0.02), LENGTH)
 
 
+def test_a_layer_that_others_stand_in_for_is_dear_only_beside_them():
+    """Layers 0 and 1 hold the same: one of them may go, not both."""
+
+    def mean(runs):
+        return np.array([1.0 - min(1.0, run.get(0, 1.0) + run.get(1, 1.0)) + 0.3 * (2 in run) for run in runs])
+
+    alone, beside = (retain_search.damage_beside(base, (0, 1, 2), mean) for base in ({}, {0: 0.02, 2: 0.5}))
+    assert alone[:2].max() == 0
+    assert beside[1].max() > 0.9
+    assert beside[2].max() == pytest.approx(0.3)
+
+
 def test_rules_name_every_full_layer_once(loaded):
     rules = rules_of(loaded.info, {0: 0.25, 2: 0.25})
     assert rules == (Retention(layers=(1,), keep="all"), rule_of((0, 2), 0.25))
@@ -74,7 +86,7 @@ def test_a_plan_keeps_its_share_of_bytes_is_verified_as_decode_and_says_what_els
     assert plan.decode is None
     assert plan.quality.decode is not None
     assert plan.provenance.settings["retain"] == 0.4
-    assert any("by damage" in line and "evenly" in line for line in result.remarks)
+    assert any("by damage alone" in line and "evenly" in line for line in result.remarks)
 
 
 @pytest.mark.parametrize("other", [{"filter_layers": (0,)}, {"offload": True}, {"phases": ("decode",)}], ids=str)
