@@ -46,7 +46,7 @@ class PlanFlags(PlanFiles, PlanOptions, Output):
     @property
     def needs_model(self) -> bool:
         """Whether anything is left to be measured."""
-        return not (self.profile and self.cost and self.no_verify)
+        return not (self.profile and self.cost and self.no_verify) or self.retain is not None
 
     @property
     def options(self) -> PlanOptions:

@@ -48,13 +48,18 @@ class Prefix:
     rows_1R: torch.Tensor
     dense_1RV: torch.Tensor
 
+    @property
+    def past(self) -> int:
+        """Tokens of the cache."""
+        return self.cache.get_seq_length()
+
 
 class DecodeTrials:
     """Runs decode segments on a model; made by `decode_trials`."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
-        self._steps: _Steps | None = None
+        self._steps: Steps | None = None
 
     def attend(self, call: AttentionCall) -> torch.Tensor | None:
         """What each layer of the model asks for."""
@@ -107,9 +112,12 @@ class DecodeTrials:
     def _log_probabilities(
         self, segments: Sequence[Segment], cache: Cache, states: States, rows_1R: torch.Tensor
     ) -> torch.Tensor:
-        """[1, R, V]: after each of the rows. The cache is left as it was."""
-        past, rows = cache.get_seq_length(), rows_1R.shape[1]
-        self._steps = _Steps(segments, past, rows)
+        return self.run(Steps(segments, cache.get_seq_length(), rows_1R.shape[1]), cache, states, rows_1R)
+
+    def run(self, steps: Steps, cache: Cache, states: States, rows_1R: torch.Tensor) -> torch.Tensor:
+        """[1, R, V]: log-probabilities after each of the rows, whose layers attend as the steps say. The cache is left
+        as it was."""
+        past, rows, self._steps = cache.get_seq_length(), rows_1R.shape[1], steps
         try:
             with torch.no_grad():
                 return prefill(self._loaded.model, rows_1R, None, rows, cache).logits_BKV.float().log_softmax(-1)
@@ -135,7 +143,7 @@ def _rewind(cache: Cache, states: States, tokens: int) -> None:
 
 
 @dataclass(slots=True)
-class _Steps:
+class Steps:
     """Decode steps as rows of one pass: the attention of every layer, and what filter layers chose in it."""
 
     segments: Sequence[Segment]
@@ -143,7 +151,7 @@ class _Steps:
     rows: int  # R
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)  # by filter layer, [g, R, K]
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor | None:
         """[1, H, R, D]."""
         visible_RK = self._visible(call)
         chooses = next((segment for segment in self.segments if segment.filter == call.layer), None)

@@ -155,6 +155,10 @@ def job_of_files(name: str, options: PlanOptions, profile: Profile, cost: Device
         PlanMismatchError: the profile is of another architecture.
         UsageError: the profile does not reach what was asked for, or there is no such model.
     """
+    if options.retain is not None:
+        raise UsageError(
+            "expected a model to try --retain on, found a profile and a cost alone; leave it out, or load it"
+        )
     if options.verify_samples != 0:
         raise UsageError("expected no verification without the model's weights, found some; leave it out, or load it")
     remark = _checked(name, profile)

@@ -220,6 +220,14 @@ class DecodeSearch(Options):
         Flag("Most divergence of decode from dense on calibration prompts.", metavar="NATS"),
     ] = None
     offload: Annotated[bool, Flag("Store the rows of sparse layers in host memory.")] = False
+    retain: Annotated[
+        float | None,
+        Field(gt=0.0, lt=1.0),
+        Flag(
+            "In place of filter layers: layers keep this share of a prompt's keys and values, by attention. Lossy.",
+            metavar="SHARE",
+        ),
+    ] = None
 
     @property
     def tries_decode(self) -> bool:
@@ -351,6 +359,12 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
             self.refuse(("decode_kl",), "each is a bound on what is lost", "decode_loss")
         if self.host == "vllm":
             self.refuse(("offload",), "vLLM keeps all pages on the device", "host")
+            self.refuse(("retain",), "only transformers runs what drops tokens so far", "host")
+        if self.retain is not None:
+            segments = ("filter_layers", "decode_budget", "decode_loss", "decode_kl", "offload")
+            self.refuse(segments, "a layer that drops tokens is in no segment", "retain")
+        if self.retain is not None and self.phases == ("decode",):
+            self.refuse(("phases",), "the decode that is planned alone is that of filter layers", "retain")
         return self
 
     @model_validator(mode="after")

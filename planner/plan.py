@@ -34,6 +34,7 @@ from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.progress import Progress, Stages
 from sparsekv.planner.refine import refine, refines
+from sparsekv.planner.retain_search import search_retention
 from sparsekv.planner.settled import ROUNDING, Settled, lengths_up_to
 from sparsekv.planner.tighten import (
     after_a_missed_gate,
@@ -46,7 +47,7 @@ from sparsekv.planner.tighten import (
 from sparsekv.planner.verify import planned_phases, verify
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.phases import DecodePlan, PrefillPlan
+from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
 from sparsekv.plans.schema import Estimate, Plan, Prediction, Provenance, Quality, Target
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.describe import describe_model
@@ -114,9 +115,11 @@ def compile_plan(
     beside = () if job.cost else _beside_others(job.subject.model.device)
     if cost_out is not None:
         write_measured(cost, cost_out)
-    found = _verified(job, measured, cost, stages)
+    kv_cache, told = search_retention(job, stages) if job.options.retain is not None else ((), ())
+    found = _verified(job, measured, cost, stages, kv_cache)
     remarks = (
         *found.remarks,
+        *told,
         *after_a_missed_gate(job.options, set(found.options.dense)),
         *tightened_remarks(job.options, found.options, measured),
         *plan_remarks(found.plan, found.options, measured, cost),
@@ -134,6 +137,7 @@ def _stages(job: Job) -> tuple[str, ...]:
         "refine": profiles and refines(options),
         "decode trials": profiles and tries_decode(job.model, options),
         "cost": job.cost is None,
+        "retention": options.retain is not None,
         "allocate": "prefill" in options.phases,
         "filter layers": "decode" in options.phases,
         "evaluate": job.kit is not None,
@@ -182,10 +186,15 @@ class _Found:
     remarks: tuple[str, ...] = ()
 
 
-def _verified(job: Job, measured: Profile, cost: DeviceCost, stages: Progress) -> _Found:
-    """The first plan that meets its gate, or has nothing sparse; one plan, unverified, where nothing is verified."""
+def _verified(
+    job: Job, measured: Profile, cost: DeviceCost, stages: Progress, kv_cache: tuple[Retention, ...] = ()
+) -> _Found:
+    """The first plan that meets its gate, or has nothing sparse; one plan, unverified, where nothing is verified.
+
+    What layers keep was asked for in bytes and stays: only the phases that are planned are made stricter.
+    """
     used, attempts = job.options, 0
-    first = plan = compile_once(job.model, used, measured, cost, stages)
+    first = plan = compile_once(job.model, used, measured, cost, stages, kv_cache)
     if job.kit is None:
         return _Found(plan, used)
     reasons: dict[Phase, str] = {}
@@ -201,15 +210,18 @@ def _verified(job: Job, measured: Profile, cost: DeviceCost, stages: Progress) -
         )
         skipped += verdict.drawn
         stricter = used
-        if not verdict.passed:
+        missed = verdict.missed
+        if kv_cache:
+            missed = {phase: lengths for phase, lengths in missed.items() if phase == "prefill"}
+        if missed:
             is_last = attempts >= MOST_ATTEMPTS
-            stricter = tightened(used, measured, cost, verdict.missed, verdict.quality, is_last=is_last)
+            stricter = tightened(used, measured, cost, missed, verdict.quality, is_last=is_last)
         if stricter == used:
             plan, said = verdict.recorded(plan), (*verdict.reasons, *_unsolved(verdict.quality, used.gate))
             break
         stages.say(f"the plan missed its gate in {'; '.join(verdict.reasons)}; attempt {attempts + 1} is stricter")
         reasons |= reasons_by_phase(verdict.missed, verdict.reasons)
-        used, plan = stricter, compile_once(job.model, stricter, measured, cost, stages)
+        used, plan = stricter, compile_once(job.model, stricter, measured, cost, stages, kv_cache)
     else:
         said = (_NOTHING_SPARSE,)
     used = used.but(dense=went_dense(first, plan, measured))
@@ -225,14 +237,16 @@ def _unsolved(quality: Quality, gate: Gate) -> tuple[str, ...]:
 
 
 def compile_once(
-    model: ModelInfo, options: Settled, measured: Profile, cost: DeviceCost, progress: Progress | None = None
-) -> Plan:
+    model: ModelInfo, options: Settled, measured: Profile, cost: DeviceCost, progress: Progress | None = None,
+    kv_cache: tuple[Retention, ...] = (),
+) -> Plan:  # fmt: skip
     """One plan from what was measured, unverified: what its heads and layers compute, and what that is predicted to
     cost.
 
     Args:
         model: what the plan is for, as the profile has it.
         options: settled for the profile.
+        kv_cache: what layers keep of a prompt.
 
     Raises:
         UsageError, GateError: the profile does not reach the targets.
@@ -253,6 +267,7 @@ def compile_once(
         targets=(Target(device=cost.device, host=cost.host, backend=cost.backend, dtype=cost.dtype, chunk=cost.chunk),),
         prefill=prefill,
         decode=decode,
+        kv_cache=kv_cache or None,
         cost=predict(measured, cost, prefill, decode),
         provenance=_provenance(options, measured, cost),
     )
@@ -310,10 +325,11 @@ def _provenance(
         "target_speedup": options.target_speedup,
         "crossover": options.crossover,
         "dense": {phase: sorted(lengths) for phase, lengths in options.dense.items()} or None,
-        "decode_budget": options.decode_budget.model_dump(exclude_none=True),
-        "decode_loss": options.loss_bound if by_loss and not by_trials else None,
+        "decode_budget": options.decode_budget.model_dump(exclude_none=True) if options.retain is None else None,
+        "decode_loss": options.loss_bound if by_loss and not by_trials and options.retain is None else None,
         "decode_kl": options.decode_bound if by_trials else None,
-        "filter_rule": "dp" if by_loss else "fixed",
+        "filter_rule": ("dp" if by_loss else "fixed") if options.retain is None else None,
+        "retain": options.retain,
     }
     return Provenance(
         versions=versions(),

@@ -154,18 +154,14 @@ def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
     if not reason and found:
         reason = f"{found.kl:.2g} nats from dense on {found.samples} held-out samples"
     status = f"status: {plan.status}" + (f", {reason}" if reason else "" if plan.quality else ", never measured")
-    kept = (f"kv_cache: lossy, {_kept(plan)}",) if plan.retained else ()
+    kept = (f"kv_cache: lossy, tokens kept of a prompt: {_kept(plan)}",) if plan.retained else ()
     return _gains("prefill", plan), _gains("decode", plan), *kept, status, f"next: {command}"
 
 
 def _kept(plan: Plan) -> str:
-    """What layers keep of a prompt, rule by rule."""
+    """What layers keep of a prompt beside its ends, rule by rule."""
     rules = [rule for rule in plan.kv_cache or () if rule.is_lossy]
-    return "; ".join(
-        f"layers {format_ids(rule.layers)} keep {text_of(rule.keep)} of a prompt beside its first {rule.sink} and last "
-        f"{rule.recent} tokens, and {rule.generated} of an answer"
-        for rule in rules
-    )
+    return ", ".join(f"layers {format_ids(rule.layers)} {text_of(rule.keep)}" for rule in rules)
 
 
 def _gains(phase: Literal["prefill", "decode"], plan: Plan) -> str:

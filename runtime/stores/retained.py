@@ -161,7 +161,8 @@ class RetainedStore:
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
         """Takes note of the size for the first tokens; memory is allocated when they come, since it is let go of layer
         by layer."""
-        self._rows.reserve(tokens) if self.keys is None else None
+        if self.keys is None:
+            self._rows.reserve(tokens)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Takes back what a failed pass has added.

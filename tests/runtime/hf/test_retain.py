@@ -200,6 +200,20 @@ def test_a_copied_cache_goes_its_own_way(model):
         assert [one.store.bytes for one in twin.layers] == [one.store.bytes for one in cache.layers]
 
 
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.enable_grad])
+def test_tokens_dropped_in_one_grad_mode_are_gone_on_from_in_another(model, first):
+    prompt, later = random_tokens(1, 60), random_tokens(1, 30, 1)
+    with apply(model, plan_for(model, None, None, drops((0, 1, 2), 12, generated=4))):
+        caches = []
+        for mode in (first, torch.no_grad):
+            with mode():
+                caches.append(model.generate(prompt, max_new_tokens=6, do_sample=False, return_dict_in_generate=True))
+        found = [run(model, [later], copy.deepcopy(one.past_key_values))[0] for one in caches]
+        again = run(model, [later], caches[0].past_key_values)[0]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], again)
+
+
 class FailedError(Exception):
     pass
 

@@ -1,0 +1,221 @@
+"""Which layers may keep how little of a prompt: what each does to next tokens, and one budget of bytes over all.
+
+Every layer alone keeps smaller and smaller shares of calibration prompts, at the longest planned length, and reads the
+answer and the text that dense itself goes on with. The least total damage at a share of the cache's bytes is an
+allocation like that of prefill (allocate.py). Damages of single layers do not add up: what each share of a layer adds
+is measured again beside what the others keep by then, and allocated again. Layouts that people settle by hand are run
+at the same bytes, and of all, what diverges least is taken: every layer alike; the first three whole and the others
+alike (as in forks of vLLM, 2024); PyramidKV's pyramid (2024).
+
+Shapes: B batch, H query heads, G KV heads, S tokens of a prompt, W observed queries, R rows of a text, K = S + R; g is
+1 (one choice for all heads) or G; L layers, C shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsekv.planner.allocate import solve
+from sparsekv.planner.decode_trials import DecodeTrials, Prefix, Steps
+from sparsekv.planner.evaluation.predictions import divergence
+from sparsekv.planner.job import Job
+from sparsekv.planner.profile.calibration import CalibrationPrompt
+from sparsekv.planner.progress import Progress
+from sparsekv.planner.settled import Settled
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.patterns import fraction, tokens
+from sparsekv.plans.phases import Retention
+from sparsekv.runtime.core.retention import Observed, kept_rows
+from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
+
+_SHARES = (0.7, 0.5, 0.35, 0.25, 0.17, 0.11, 0.07, 0.04, 0.02)
+_SINK, _RECENT, _GENERATED, _OBSERVED = 4, 128, 512, 256
+_WHOLE_FIRST = 3  # layers
+_STEEPNESS = 20  # of the pyramid: the mean over the least
+_STEPS = {"cuda": 64}  # rows of a text
+_FEW_STEPS = 24
+
+Layout = Mapping[int, float]
+"""The share of the tokens between sinks and recent ones that each layer keeps; layers that are not named keep all."""
+
+
+def search_retention(job: Job, progress: Progress | None = None) -> tuple[tuple[Retention, ...], tuple[str, ...]]:
+    """The layers' rules for `retain` of the cache's bytes, and a remark for each thing to know.
+
+    Raises:
+        UsageError: sinks and recent tokens of all layers alone are more than that.
+    """
+    options, layers, length = job.options, job.model.full_layers, job.options.lengths[-1]
+    prompts = job.calibration_prompts(length, options.samples_at(length))
+    with (
+        retention_trials(job.subject) as model,
+        (progress or Progress()).stage("retention", total=3 * len(prompts)) as step,
+    ):
+
+        def mean(runs: Sequence[Layout]) -> np.ndarray:
+            found = np.zeros(len(runs))
+            for prompt in prompts:
+                found += np.array(model.damages(prompt, runs, options)) / len(prompts)
+                step.advance()
+            return found
+
+        alone = allocated(layers, damage_beside({}, layers, mean), options, length)
+        beside = allocated(layers, damage_beside(alone, layers, mean), options, length)
+        layouts = {"by damage": beside, "by damage alone": alone, **by_hand(layers, options, length)}
+        together = mean(list(layouts.values()))
+    name, layout = list(layouts.items())[int(together.argmin())]
+    told = ", ".join(f"{other} {kl:.3g}" for other, kl in zip(layouts, together, strict=True))
+    dropped = 1 - _spent(layers, layout, length)
+    return rules_of(job.model, layout), (f"{dropped:.0%} of the cache is dropped {name}; nats of each layout: {told}",)
+
+
+def damage_beside(layout: Layout, layers: Sequence[int], mean: Callable[[Sequence[Layout]], np.ndarray]) -> np.ndarray:
+    """[L, C]: what each share of each layer adds to the divergence where the other layers keep what the layout says."""
+    runs = [{**layout, layer: share} for layer in layers for share in _SHARES]
+    without = [{other: share for other, share in layout.items() if other != layer} for layer in layers]
+    found = mean([*runs, *without])
+    damage_LC: np.ndarray = found[: len(runs)].reshape(len(layers), -1) - found[len(runs) :, None]
+    return damage_LC.clip(min=0.0)
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def allocated(layers: Sequence[int], damage_LC: np.ndarray, options: Settled, length: int) -> Layout:
+    """The least damage at `options.retain` of the bytes of these layers."""
+    cost_C = np.array([rule_of((0,), share).kept_tokens(length) / length for share in _SHARES])
+    shape_LC1 = (*damage_LC.shape, 1)
+    cost_LC1, damage_LC1 = np.broadcast_to(cost_C[:, None], shape_LC1), damage_LC[..., None]
+    every_LC1, budget = np.ones(shape_LC1, dtype=bool), _retain(options) * len(layers)
+    found = solve(cost_LC1, damage_LC1, every_LC1, every_LC1[:, 0], budget)
+    if found is None:
+        raise UsageError(
+            f"expected --retain of at least {cost_C.min():.3f}, which the first {_SINK} and last {_RECENT} tokens and "
+            f"{_SHARES[-1]:.0%} of the others take at {length} tokens, found {_retain(options):g}; raise it, or plan "
+            "longer --lengths"
+        )
+    slots = {layer: int(slot) for layer, slot in zip(layers, found.choice[:, 0], strict=True) if slot >= 0}
+    return {layer: _SHARES[slot] for layer, slot in slots.items()}
+
+
+def by_hand(layers: Sequence[int], options: Settled, length: int) -> dict[str, Layout]:
+    """What is settled by hand, at the same bytes; what would keep less than nothing is left out."""
+    edges, mean, count = (_SINK + _RECENT) / length, _retain(options), len(layers)
+    later = layers[_WHOLE_FIRST:]
+    least = max(mean / _STEEPNESS, edges)
+    kept = np.linspace(2 * mean - least, least, count).clip(max=1.0)
+    shares: dict[str, dict[int, float]] = {
+        "evenly": dict.fromkeys(layers, mean - edges),
+        "behind whole first layers": dict.fromkeys(later, (mean * count - _WHOLE_FIRST) / max(1, len(later)) - edges),
+        "as a pyramid": dict(zip(layers, (kept - edges).tolist(), strict=True)),
+    }
+    return {name: layout for name, layout in shares.items() if layout and min(layout.values()) >= 0}
+
+
+def rule_of(layers: tuple[int, ...], share: float) -> Retention:
+    """Keeps a share of all tokens, and the first and last ones."""
+    return Retention(
+        layers=layers, keep=fraction(round(share, 4)) if round(share, 4) else tokens(0), sink=_SINK, recent=_RECENT,
+        generated=_GENERATED, score="attention_sum", observe=_OBSERVED, heads="max",
+    )  # fmt: skip
+
+
+def rules_of(model: ModelInfo, layout: Layout) -> tuple[Retention, ...]:
+    """Layers of equal shares together, ascending; what keeps all first."""
+    together: dict[float, list[int]] = {}
+    for layer, share in layout.items():
+        together.setdefault(round(share, 4), []).append(layer)
+    whole = tuple(layer for layer in model.full_layers if layer not in layout)
+    every = [rule_of(tuple(layers), share) for share, layers in sorted(together.items(), key=lambda one: one[1])]
+    return (*((Retention(layers=whole, keep="all"),) if whole else ()), *every)
+
+
+def _spent(layers: Sequence[int], layout: Layout, length: int) -> float:
+    kept = [rule_of((0,), layout[layer]).kept_tokens(length) if layer in layout else length for layer in layers]
+    return sum(kept) / (len(layers) * length)
+
+
+def _retain(options: Settled) -> float:
+    assert options.retain is not None
+    return options.retain
+
+
+# --- trials -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _KeptSteps(Steps):
+    """Steps as rows of one pass, over what some layers kept of the prompt."""
+
+    kept_gS: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor | None:
+        """[1, H, R, D]; None where everything is attended to."""
+        return Steps.attend(self, call) if call.layer in self.kept_gS else None
+
+    def _allowed(self, layer: int, device: torch.device) -> torch.Tensor | None:
+        kept_gS = self.kept_gS[layer]
+        text_gR = kept_gS.new_ones((len(kept_gS), self.rows))
+        return torch.cat((kept_gS, text_gR), 1)[:, None].expand(-1, self.rows, -1)
+
+
+class RetentionTrials(DecodeTrials):
+    """Runs texts over what layers keep of prompts; made by `retention_trials`."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        super().__init__(loaded)
+        self._observed: dict[int, Observed] = {}
+        self._until = 0
+
+    def attend(self, call: AttentionCall) -> torch.Tensor | None:
+        """What each layer of the model asks for."""
+        if call.chunk.longest <= self._until:
+            newest = Observed(call.q_BHSD[:, :, -_OBSERVED:], call.scale, call.softmax)
+            self._observed[call.layer] = newest.before(self._observed.get(call.layer), _OBSERVED)
+        return super().attend(call)
+
+    def damages(self, prompt: CalibrationPrompt, layouts: Sequence[Layout], options: Settled) -> list[float]:
+        """KL(dense || what layers keep) of the next token of a text behind the prompt, in nats, for each layout."""
+        device = self._loaded.model.device
+        self._observed, self._until = {}, max(1, prompt.answer_start - 1)
+        prefix = self.prefilled(prompt, _STEPS.get(device.type, _FEW_STEPS), options)
+        self._until = 0
+        rows: dict[tuple[int, float], torch.Tensor] = {}
+        found = []
+        for layout in layouts:
+            for layer, share in layout.items():
+                if (layer, share) not in rows:
+                    rows[layer, share] = self._kept(prefix, layer, share)
+            kept = {layer: rows[layer, share] for layer, share in layout.items()}
+            steps = _KeptSteps((), prefix.past, prefix.rows_1R.shape[1], kept_gS=kept)
+            found.append(
+                float(divergence(prefix.dense_1RV, self.run(steps, prefix.cache, prefix.states, prefix.rows_1R)))
+            )
+        return found
+
+    def _kept(self, prefix: Prefix, layer: int, share: float) -> torch.Tensor:
+        """bool [g, S]."""
+        store: Any = prefix.cache.layers[layer].store  # type: ignore[union-attr]
+        k_1GSD: torch.Tensor = store.tensors[0][:, :, : prefix.past]
+        backend = "triton" if k_1GSD.is_cuda else "reference"
+        kept_1gK = kept_rows(rule_of((layer,), share), prefix.past, self._observed[layer], k_1GSD, backend=backend)
+        if kept_1gK is None:
+            return k_1GSD.new_ones((1, prefix.past), dtype=torch.bool)
+        mask_gS = k_1GSD.new_zeros((kept_1gK.shape[1], prefix.past), dtype=torch.bool)
+        return mask_gS.scatter_(1, kept_1gK[0], True)
+
+
+@contextmanager
+def retention_trials(loaded: LoadedModel) -> Iterator[RetentionTrials]:
+    """Trials on a model, with nothing applied to it, for the length of a `with` block."""
+    trials = RetentionTrials(loaded)
+    with capture_attention(loaded.model, trials.attend):
+        yield trials

@@ -1,0 +1,95 @@
+"""Layers that keep less: the damage of each, budgets in bytes, and the plan that comes of it."""
+
+import numpy as np
+import pytest
+import torch
+from planner_models import bare_job, loaded_tiny, quick_options
+from tiny_plans import plan_for
+
+from sparsekv.planner import retain_search
+from sparsekv.planner.job import job_of
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.plan import compile_plan
+from sparsekv.planner.retain_search import allocated, by_hand, retention_trials, rule_of, rules_of
+from sparsekv.planner.settled import settle
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.phases import Retention
+from sparsekv.runtime.hf.apply import apply
+
+LENGTH = 1024
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return loaded_tiny()
+
+
+def settled(**changes):
+    return settle(quick_options(retain=0.4, **changes), 4096, "cpu")
+
+
+def test_a_trial_is_what_the_runtime_does(loaded):
+    """Rows of one pass over masks, beside decode steps of layers that dropped tokens."""
+    options, layout = settled(), {0: 0.25, 2: 0.05}
+    (prompt,) = bare_job(loaded, options).calibration_prompts(LENGTH, 1)
+    with retention_trials(loaded) as trials:
+        nothing, found = trials.damages(prompt, [{}, layout], options)
+        prefix = trials.prefilled(prompt, retain_search._FEW_STEPS, options)
+    plan = plan_for(loaded.model, None, None, *(rule_of((layer,), share) for layer, share in layout.items()))
+    ids = torch.from_numpy(prompt.ids.astype(np.int64))[None]
+    with torch.no_grad(), apply(loaded.model, plan):
+        cache = loaded.model(ids[:, : prefix.past]).past_key_values
+        seen = [loaded.model(row, past_key_values=cache).logits for row in prefix.rows_1R.split(1, 1)]
+    log_1RV = torch.cat(seen, 1).float().log_softmax(-1)
+    dense_1RV = prefix.dense_1RV
+    by_steps = float((dense_1RV.exp() * (dense_1RV - log_1RV)).sum(-1).mean())
+    assert nothing == pytest.approx(0, abs=1e-6)
+    assert by_steps > 1e-3
+    assert found == pytest.approx(by_steps, rel=1e-3)
+
+
+def test_layers_that_lose_most_keep_most_and_bytes_are_what_was_asked_for():
+    layers, damage = (0, 1, 3, 4), np.zeros((4, len(retain_search._SHARES)))
+    damage[2] = np.linspace(0.1, 2.0, damage.shape[1])
+    damage[3] = np.linspace(0.001, 0.002, damage.shape[1])
+    options = settled()
+    layout = allocated(layers, damage, options, 8192)
+    assert layout.get(3, 1.0) > max(layout[0], layout[1])
+    for found in (layout, *by_hand(layers, options, 8192).values()):
+        assert 0.3 < retain_search._spent(layers, found, 8192) <= 0.4 + 1e-3
+    with pytest.raises(UsageError, match="--retain of at least"):
+        allocated(layers, damage, options.but(retain=0.02), LENGTH)
+
+
+def test_a_layer_that_others_stand_in_for_is_dear_only_beside_them():
+    """Layers 0 and 1 hold the same: one of them may go, not both."""
+
+    def mean(runs):
+        return np.array([1.0 - min(1.0, run.get(0, 1.0) + run.get(1, 1.0)) + 0.3 * (2 in run) for run in runs])
+
+    alone, beside = (retain_search.damage_beside(base, (0, 1, 2), mean) for base in ({}, {0: 0.02, 2: 0.5}))
+    assert alone[:2].max() == 0
+    assert beside[1].max() > 0.9
+    assert beside[2].max() == pytest.approx(0.3)
+
+
+def test_rules_name_every_full_layer_once(loaded):
+    rules = rules_of(loaded.info, {0: 0.25, 2: 0.25})
+    assert rules == (Retention(layers=(1,), keep="all"), rule_of((0, 2), 0.25))
+
+
+def test_a_plan_keeps_its_share_of_bytes_is_verified_as_decode_and_says_what_else_was_tried(loaded):
+    result = compile_plan(job_of(loaded, quick_options(retain=0.4)))
+    plan = result.plan
+    kept = [plan.retained[layer].kept_tokens(LENGTH) if layer in plan.retained else LENGTH for layer in range(3)]
+    assert 0.2 < sum(kept) / (3 * LENGTH) <= 0.4 + 1e-3
+    assert plan.decode is None
+    assert plan.quality.decode is not None
+    assert plan.provenance.settings["retain"] == 0.4
+    assert any("by damage alone" in line and "evenly" in line for line in result.remarks)
+
+
+@pytest.mark.parametrize("other", [{"filter_layers": (0,)}, {"offload": True}, {"phases": ("decode",)}], ids=str)
+def test_what_needs_segments_is_refused_beside_it(other):
+    with pytest.raises(UsageError, match="--retain"):
+        PlanOptions(retain=0.3, **other)
