@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.kernels.keys import PAGE_SIZES, KeyView
-from sparsekv.plans.errors import UnsupportedError
+from sparsekv.kernels.keys import KeyView
 from sparsekv.runtime.core import budgets
 from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
@@ -83,18 +82,8 @@ class DecodeHost:
         return DecodeRows(self._state, self._backend, lengths_B, table_BP, part_of)
 
     def warm_up(self, layers: Sequence[LayerProgram], pages: tuple[torch.Tensor, torch.Tensor], longest: int) -> None:
-        """Runs layers over rows without tokens, at every number of rows that kernels are compiled for.
-
-        Raises:
-            UnsupportedError: pages are of another size than the kernels take.
-        """
+        """Runs layers over rows without tokens, at every number of rows that kernels are compiled for."""
         page, size = pages[0].shape[2:]
-        if page not in PAGE_SIZES:
-            sizes = ", ".join(map(str, PAGE_SIZES))
-            raise UnsupportedError(
-                f"expected pages of {sizes} tokens for sparse decode, found {page}; set --block-size, or decode dense: "
-                '--additional-config \'{"sparsekv": {"decode": false}}\''
-            )
         most = len(self._lengths_B)
         for rows in sorted({*(1 << power for power in range(most.bit_length())), most}):
             table_BP = self._lengths_B.new_zeros((rows, -(-longest // page)))
