@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.runtime.core import budgets
 from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
@@ -81,7 +82,10 @@ class DecodeHost:
         self._state.begin(own_B, own_B.device)
         return DecodeRows(self._state, self._backend, lengths_B, table_BP, part_of)
 
-    def warm_up(self, layers: Sequence[LayerProgram], pages: tuple[torch.Tensor, torch.Tensor], longest: int) -> None:
+    def warm_up(
+        self, layers: Sequence[LayerProgram], pages: tuple[torch.Tensor, torch.Tensor], longest: int,
+        softmax: Softmax = PLAIN,
+    ) -> None:  # fmt: skip
         """Runs layers over rows without tokens, at every number of rows that kernels are compiled for."""
         page, size = pages[0].shape[2:]
         most = len(self._lengths_B)
@@ -93,7 +97,7 @@ class DecodeHost:
                 # A filter layer may have another kind of cache than layers of its segment.
                 if chosen_by and (layer.filters or self._state.has_chosen(chosen_by)):
                     q_BHD = pages[0].new_zeros((rows, layer.heads, size))
-                    step.attend(layer, q_BHD, pages, torch.empty_like(q_BHD), 1.0)
+                    step.attend(layer, q_BHD, pages, torch.empty_like(q_BHD), 1.0, softmax)
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ class DecodeRows:
 
     def attend(
         self, layer: LayerProgram, q_BHD: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out_BHD: torch.Tensor,
-        scale: float,
+        scale: float, softmax: Softmax = PLAIN,
     ) -> None:  # fmt: skip
         """Writes the output of the rows that choose for this layer, and of no others.
 
@@ -136,8 +140,10 @@ class DecodeRows:
             q_BHD: queries of all decode rows.
             pages: keys and values, [N, G, S, D] each, of any strides.
             out_BHD: of all decode rows.
+            scale: softmax scale.
+            softmax: of the layer.
         """
-        keys = KeyView(*pages, self.state.choosing(_segment(layer), self.backend), self.table_BP)
+        keys = KeyView(*pages, self.state.choosing(_segment(layer), self.backend), self.table_BP, softmax=softmax)
         decode(
             layer, q_BHD[:, :, None], Resident(keys), self.state, scale=scale, backend=self.backend,
             out_BH1D=out_BHD[:, :, None],

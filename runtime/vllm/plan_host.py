@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from sparsekv.kernels.backends import Fallback, choose_backend
 from sparsekv.kernels.keys import KeyView, full_view
+from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import PlanMismatchError, PlanWarning
 from sparsekv.plans.files import load_plan
@@ -25,7 +26,7 @@ from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank
 from sparsekv.runtime.core.state import Gather
-from sparsekv.runtime.model_config import describe_config, device_name, dtype_name
+from sparsekv.runtime.model_config import describe_config, device_name, dtype_name, has_soft_cap
 from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.vllm.counters import Counters
 from sparsekv.runtime.vllm.decode_step import DecodeHost
@@ -172,7 +173,7 @@ class PlanHost:
         out_BHTD = prefill(layer, q_BHTD, keys, chunk, scale=scale, fallback=self._fallback, meter=meter)
         return out_BHTD[0].transpose(0, 1)
 
-    def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor) -> None:
+    def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor, softmax: Softmax = PLAIN) -> None:
         """Runs a layer on a chunk of these queries at the end of the longest request: kernels are compiled before
         anybody waits for them, and the memory that they take is taken where the engine measures it. Families of
         patterns that were seen before are skipped.
@@ -180,6 +181,7 @@ class PlanHost:
         Args:
             layer: what the layer computes.
             q_THD: as many queries as a step can have.
+            softmax: of the layer.
         """
         for length in sorted({min(bound, self._longest) for bound in (*layer.bounds, self._longest)}, reverse=True):
             rows = min(len(q_THD), length)
@@ -189,7 +191,7 @@ class PlanHost:
             if not patterns or families in self._warm:
                 continue
             self._warm.add(families)
-            keys = self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], length)
+            keys = replace(self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], length), softmax=softmax)
             q_BHTD = q_THD[:rows].transpose(0, 1)[None]
             prefill(layer, q_BHTD, keys, chunk, scale=1.0, fallback=self._fallback)
 
@@ -232,7 +234,9 @@ def start_host(
     attending = (group for group in found.attention if group.kind != "linear")
     group = max(attending, key=lambda group: group.kv_heads * group.head_dim)
     tile = plan.prefill.tile if plan.prefill else None
-    choice = choose_backend(model.device, model.dtype, group.head_dim, options.backend, tile)
+    choice = choose_backend(
+        model.device, model.dtype, group.head_dim, options.backend, tile, has_soft_cap(model.config)
+    )
     check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), "vllm", model.step)
     _announce(plan, path)
     scratch = Scratch(model.longest, group.kv_heads * group.head_dim, model.dtype, model.device)

@@ -23,9 +23,20 @@ PATTERNS = (
     Dense(),
 )
 LOCAL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+YARN = {  # vLLM knows no other rope of this family
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": LONGEST // 8,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 FAMILIES = {
     "phi3": {},
     "qwen3_moe": {},
+    "gemma2": {"layers": 4, "layer_types": LOCAL, "sliding_window": 100},
+    "gpt_oss": {"layers": 4, "layer_types": LOCAL, "sliding_window": 100, "rope_parameters": YARN},
     "gemma3_text": {"layers": 4, "layer_types": LOCAL, "sliding_window": 100},
 }
 
