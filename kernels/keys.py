@@ -13,7 +13,6 @@ from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import check_qkv
 from sparsekv.plans.errors import ShapeError
 
-PAGE_SIZES = (16, 32, 64, 128, 256)
 MOST_QUERIES = 16  # of a row in one call of decode attention
 
 # Columns of `KeyView.where`: elements from `k` and from `v` to the real keys and values, and the tokens that a row has
@@ -137,10 +136,10 @@ def check_keys(
     _check_int32("lengths", keys.lengths_B, (batch,), q_BHQD.device)
     if table is not None:
         _check_int32("the block table", table, (batch, table.shape[-1]), q_BHQD.device)
-    if batch != keys.k.shape[0] if table is None else keys.page not in PAGE_SIZES:
+    if table is None and batch != keys.k.shape[0]:
         raise ShapeError(
-            f"k and v must have the batch of q, or pages of {', '.join(map(str, PAGE_SIZES))} tokens; found "
-            f"q {tuple(q_BHQD.shape)} and {'no ' if table is None else ''}pages in {tuple(keys.k.shape)}"
+            f"k and v must have the batch of q, or a block table; found q {tuple(q_BHQD.shape)} and k "
+            f"{tuple(keys.k.shape)}"
         )
 
 

@@ -78,8 +78,7 @@ class VllmHost(Host):
         """The keys and values of a request from its pages into scratch."""
         _, heads, length, size = k_BGSD.shape
         cache, table_P = self._pages(k_BGSD)
-        tokens = len(table_P) * self._vllm.platform.page
-        scratch = Scratch(tokens, heads * size, k_BGSD.dtype, k_BGSD.device)
+        scratch = Scratch(length, heads * size, k_BGSD.dtype, k_BGSD.device)
         return partial(scratch.copy, self._vllm.platform.pages_of(cache), table_P, length)
 
     def take(self, out_BHTD: torch.Tensor) -> None:

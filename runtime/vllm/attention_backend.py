@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from sparsekv.kernels.backends import is_backend_failure
 from sparsekv.kernels.keys import KeyView, full_view
+from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.vllm import internals as vllm
@@ -60,6 +62,8 @@ class SparseImpl(_Impl):
         super().__init__(*args, **kwargs)
         self.plan_host = _host_of(vllm.get_current_vllm_config())
         self.program: LayerProgram | None = None  # known once vLLM names its layers
+        plain = not self.logits_soft_cap and self.sinks is None
+        self.softmax = PLAIN if plain else Softmax(self.logits_soft_cap or 0.0, self.sinks)
         if self.plan_host is not None:
             self._check()
 
@@ -69,8 +73,6 @@ class SparseImpl(_Impl):
             for name, present in (
                 ("attention that is not a decoder's", self.attn_type != vllm.AttentionType.DECODER),
                 ("ALiBi", self.alibi_slopes is not None),
-                ("capped scores", bool(self.logits_soft_cap)),
-                ("learned sinks", self.sinks is not None),
                 ("keys and values of another layer", self.kv_sharing_target_layer_name is not None),
             )
             if present
@@ -104,7 +106,7 @@ class SparseImpl(_Impl):
         dense = partial(super().forward, output_scale=output_scale, output_block_scale=output_block_scale)
         host = self.plan_host
         if host is not None and attn_metadata is None and vllm.platform.profiles:
-            host.warm_up(self.program_of(host, layer), query)
+            host.warm_up(self.program_of(host, layer), query, self.softmax)
         step: StepRows | None = getattr(attn_metadata, _STEP, None)
         if host is None or self.program is None or step is None:
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)
@@ -121,7 +123,7 @@ class SparseImpl(_Impl):
             dense(layer, q_THD, k_TGD, v_TGD, kv_cache, rest.metadata, out_THD)
         if decode is not None:
             rows, pages = slice(len(decode.requests)), vllm.platform.pages_of(kv_cache)
-            decode.attend(self.program, query[rows], pages, output[rows], self.scale)
+            decode.attend(self.program, query[rows], pages, output[rows], self.scale, self.softmax)
         return output
 
     def _sparse(
@@ -134,7 +136,7 @@ class SparseImpl(_Impl):
         for rows in sparse:
             q_THD, k_TGD, v_TGD = (x[rows.tokens] for x in qkv)
             try:
-                keys = _keys(host, rows, (k_TGD, v_TGD), pages, step.table)
+                keys = replace(_keys(host, rows, (k_TGD, v_TGD), pages, step.table), softmax=self.softmax)
                 output[rows.tokens] = host.prefill(program, q_THD, keys, rows.chunk, self.scale)
             except Exception as error:
                 if not is_backend_failure(error, q_THD.device):
@@ -170,7 +172,8 @@ class SparseBuilder(_Builder):
         self._programs = tuple(layer.impl.program_of(self._host, layer) for layer in own)
         self._graph_rows = vllm.graph_rows(vllm_config)
         if self._host.decode is not None:
-            self._host.decode.warm_up(self._programs, pages, vllm_config.model_config.max_model_len)
+            longest, softmax = vllm_config.model_config.max_model_len, own[0].impl.softmax
+            self._host.decode.warm_up(self._programs, pages, longest, softmax)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:

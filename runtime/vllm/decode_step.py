@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from sparsekv.kernels.keys import PAGE_SIZES, KeyView
-from sparsekv.plans.errors import UnsupportedError
+from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.runtime.core import budgets
 from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
@@ -82,19 +82,12 @@ class DecodeHost:
         self._state.begin(own_B, own_B.device)
         return DecodeRows(self._state, self._backend, lengths_B, table_BP, part_of)
 
-    def warm_up(self, layers: Sequence[LayerProgram], pages: tuple[torch.Tensor, torch.Tensor], longest: int) -> None:
-        """Runs layers over rows without tokens, at every number of rows that kernels are compiled for.
-
-        Raises:
-            UnsupportedError: pages are of another size than the kernels take.
-        """
+    def warm_up(
+        self, layers: Sequence[LayerProgram], pages: tuple[torch.Tensor, torch.Tensor], longest: int,
+        softmax: Softmax = PLAIN,
+    ) -> None:  # fmt: skip
+        """Runs layers over rows without tokens, at every number of rows that kernels are compiled for."""
         page, size = pages[0].shape[2:]
-        if page not in PAGE_SIZES:
-            sizes = ", ".join(map(str, PAGE_SIZES))
-            raise UnsupportedError(
-                f"expected pages of {sizes} tokens for sparse decode, found {page}; set --block-size, or decode dense: "
-                '--additional-config \'{"sparsekv": {"decode": false}}\''
-            )
         most = len(self._lengths_B)
         for rows in sorted({*(1 << power for power in range(most.bit_length())), most}):
             table_BP = self._lengths_B.new_zeros((rows, -(-longest // page)))
@@ -104,7 +97,7 @@ class DecodeHost:
                 # A filter layer may have another kind of cache than layers of its segment.
                 if chosen_by and (layer.filters or self._state.has_chosen(chosen_by)):
                     q_BHD = pages[0].new_zeros((rows, layer.heads, size))
-                    step.attend(layer, q_BHD, pages, torch.empty_like(q_BHD), 1.0)
+                    step.attend(layer, q_BHD, pages, torch.empty_like(q_BHD), 1.0, softmax)
 
 
 @dataclass(frozen=True)
@@ -139,7 +132,7 @@ class DecodeRows:
 
     def attend(
         self, layer: LayerProgram, q_BHD: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out_BHD: torch.Tensor,
-        scale: float,
+        scale: float, softmax: Softmax = PLAIN,
     ) -> None:  # fmt: skip
         """Writes the output of the rows that choose for this layer, and of no others.
 
@@ -147,8 +140,10 @@ class DecodeRows:
             q_BHD: queries of all decode rows.
             pages: keys and values, [N, G, S, D] each, of any strides.
             out_BHD: of all decode rows.
+            scale: softmax scale.
+            softmax: of the layer.
         """
-        keys = KeyView(*pages, self.state.choosing(_segment(layer), self.backend), self.table_BP)
+        keys = KeyView(*pages, self.state.choosing(_segment(layer), self.backend), self.table_BP, softmax=softmax)
         decode(
             layer, q_BHD[:, :, None], Resident(keys), self.state, scale=scale, backend=self.backend,
             out_BH1D=out_BHD[:, :, None],

@@ -71,18 +71,12 @@ def check_engine(facts: EngineFacts, plan: Plan, allow_untested: bool) -> None:
 
 
 def check_layers(plan: Plan, model: ModelInfo) -> None:
-    """Refuses sparse prefill in layers with a sliding window, as vLLM frees the pages behind the window, and models
-    with recurrent states.
+    """Refuses sparse prefill in layers with a sliding window, as vLLM frees the pages behind the window.
 
     Raises:
         UnsupportedError: it names the layers.
     """
-    if any(group.kind == "linear" for group in model.attention):
-        raise UnsupportedError(
-            "expected attention with keys and values in every layer, found some with a recurrent state, beside which "
-            "vLLM's pages of keys have sizes that no kernel here takes; run without a plan, or in transformers"
-        )
-    sliding = {layer for group in model.attention if group.kind != "full" for layer in group.layers}
+    sliding = {layer for group in model.attention if group.kind == "sliding" for layer in group.layers}
     sparse = {group.layer for bucket in (plan.prefill.lengths if plan.prefill else ()) for group in bucket.heads}
     if sliding & sparse:
         layers = ", ".join(map(str, sorted(sliding & sparse)))

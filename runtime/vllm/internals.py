@@ -253,7 +253,6 @@ def engine_model(config: VllmConfig) -> EngineModel:
         dtype=model.dtype,
         device=torch.empty(0, device=current_platform.device_type).device,  # with its number
         longest=model.max_model_len,
-        page=config.cache_config.block_size,
         step=config.scheduler_config.max_num_batched_tokens,
         rows=config.scheduler_config.max_num_seqs,
         rank=Rank(get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from sparsekv.kernels.backends import Fallback, choose_backend
 from sparsekv.kernels.keys import KeyView, full_view
+from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import PlanMismatchError, PlanWarning
 from sparsekv.plans.files import load_plan
@@ -25,7 +26,7 @@ from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank
 from sparsekv.runtime.core.state import Gather
-from sparsekv.runtime.model_config import describe_config, device_name, dtype_name
+from sparsekv.runtime.model_config import describe_config, device_name, dtype_name, has_soft_cap
 from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.vllm.counters import Counters
 from sparsekv.runtime.vllm.decode_step import DecodeHost
@@ -44,7 +45,6 @@ class EngineModel:
     dtype: torch.dtype
     device: torch.device
     longest: int  # tokens of the longest request
-    page: int  # tokens
     step: int  # most tokens that are computed at once
     rows: int  # most requests
     rank: Rank = field(default_factory=Rank)
@@ -54,7 +54,7 @@ class Scratch:
     """One request's keys and values, contiguous: memory for the longest request of one layer, used by all in turn.
 
     Args:
-        tokens: of the longest request, whole pages.
+        tokens: of the longest request.
         numbers: of one token's keys in one layer, at most.
     """
 
@@ -80,37 +80,37 @@ class Scratch:
         """
         _, heads, page, size = pages[0].shape
         used_P = table_P[: -(-length // page)]
-        shape = (heads, len(used_P), page, size)
-        into_GPSD = self._view(self._k, shape), self._view(self._v, shape)
+        into_GKD = self._views((heads, length, size))
         if used_P.is_cuda:
             from sparsekv.kernels.pages import copy_pages  # it loads Triton
 
-            copy_pages(pages, used_P, into_GPSD)
+            copy_pages(pages, used_P, into_GKD)
         else:
-            _copy_each(pages, used_P, into_GPSD)
-        return self._keys(*into_GPSD, length)
+            _copy_each(pages, used_P, into_GKD)
+        return self._keys(into_GKD)
 
     def zeros(self, heads: int, size: int, length: int) -> KeyView:
         """Keys and values that are all 0, until the next copy."""
-        shape = (heads, 1, length, size)
-        return self._keys(self._view(self._k, shape).zero_(), self._view(self._v, shape).zero_(), length)
+        k_GKD, v_GKD = self._views((heads, length, size))
+        return self._keys((k_GKD.zero_(), v_GKD.zero_()))
+
+    def _views(self, shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers = math.prod(shape)
+        return self._k[:numbers].view(shape), self._v[:numbers].view(shape)
 
     @staticmethod
-    def _view(memory: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        return memory[: math.prod(shape)].view(shape)
-
-    @staticmethod
-    def _keys(k_GPSD: torch.Tensor, v_GPSD: torch.Tensor, length: int) -> KeyView:
-        k_BGKD, v_BGKD = (x.flatten(1, 2)[None, :, :length] for x in (k_GPSD, v_GPSD))
-        return full_view(k_BGKD, v_BGKD)
+    def _keys(both_GKD: tuple[torch.Tensor, torch.Tensor]) -> KeyView:
+        k_GKD, v_GKD = both_GKD
+        return full_view(k_GKD[None], v_GKD[None])
 
 
 def _copy_each(
     pages: tuple[torch.Tensor, torch.Tensor], table_P: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    for x_NGSD, into_GPSD in zip(pages, into, strict=True):
-        for number, one in enumerate(table_P.tolist()):  # index_select would copy the whole cache: keys are transposed
-            into_GPSD[:, number].copy_(x_NGSD[one])
+    for x_NGSD, into_GKD in zip(pages, into, strict=True):
+        parts = into_GKD.split(x_NGSD.shape[2], 1)
+        for one, into_GSD in zip(table_P.tolist(), parts, strict=True):  # index_select would copy the whole cache
+            into_GSD.copy_(x_NGSD[one, :, : into_GSD.shape[1]])
 
 
 class PlanHost:
@@ -173,7 +173,7 @@ class PlanHost:
         out_BHTD = prefill(layer, q_BHTD, keys, chunk, scale=scale, fallback=self._fallback, meter=meter)
         return out_BHTD[0].transpose(0, 1)
 
-    def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor) -> None:
+    def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor, softmax: Softmax = PLAIN) -> None:
         """Runs a layer on a chunk of these queries at the end of the longest request: kernels are compiled before
         anybody waits for them, and the memory that they take is taken where the engine measures it. Families of
         patterns that were seen before are skipped.
@@ -181,6 +181,7 @@ class PlanHost:
         Args:
             layer: what the layer computes.
             q_THD: as many queries as a step can have.
+            softmax: of the layer.
         """
         for length in sorted({min(bound, self._longest) for bound in (*layer.bounds, self._longest)}, reverse=True):
             rows = min(len(q_THD), length)
@@ -190,7 +191,7 @@ class PlanHost:
             if not patterns or families in self._warm:
                 continue
             self._warm.add(families)
-            keys = self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], length)
+            keys = replace(self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], length), softmax=softmax)
             q_BHTD = q_THD[:rows].transpose(0, 1)[None]
             prefill(layer, q_BHTD, keys, chunk, scale=1.0, fallback=self._fallback)
 
@@ -230,12 +231,15 @@ def start_host(
     found = describe_config(model.config, model.name, model.revision)
     _check_model(plan, found, options.allow_mismatch)
     check_layers(plan, found)
-    group = max(found.attention, key=lambda group: group.kv_heads * group.head_dim)
+    attending = (group for group in found.attention if group.kind != "linear")
+    group = max(attending, key=lambda group: group.kv_heads * group.head_dim)
     tile = plan.prefill.tile if plan.prefill else None
-    choice = choose_backend(model.device, model.dtype, group.head_dim, options.backend, tile)
+    choice = choose_backend(
+        model.device, model.dtype, group.head_dim, options.backend, tile, has_soft_cap(model.config)
+    )
     check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), "vllm", model.step)
     _announce(plan, path)
-    scratch = Scratch(model.longest + model.page, group.kv_heads * group.head_dim, model.dtype, model.device)
+    scratch = Scratch(model.longest, group.kv_heads * group.head_dim, model.dtype, model.device)
     program = Program.of(plan.prefill, plan.decode, found, model.rank)
     host = PlanHost(program, choice.name, scratch, model.longest)
     if program.filters:

@@ -112,6 +112,18 @@ class Oracle:
             return Answer(*answer, handle and handle.stats().prefill_density)
 
     @torch.no_grad()
+    def of(self, prompt: Sequence[int], cuts: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+        """The log-probability of each token of an answer that is given."""
+        found, cache = [], None
+        with self.applied() as handle:
+            for first, end in pairwise((0, *cuts, len(prompt))):
+                out, cache = self.piece(torch.tensor([prompt[first:end]]), cache, first, handle)
+            for token in answer:
+                found.append(out.logits[0, -1].log_softmax(0)[token])
+                out = self.model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        return torch.stack(found)
+
+    @torch.no_grad()
     def _decode(
         self, prompt: Sequence[int], cuts: Sequence[int], count: int, handle: Any
     ) -> tuple[list[int], list[float]]:

@@ -49,7 +49,7 @@ def test_what_decides_about_a_plan_is_read_as_it_is_set(settings: dict[str, Any]
 
 def test_the_model_is_described_as_it_is_loaded() -> None:
     model = engine_model(config_of(max_model_len=3072))
-    assert (model.name, model.config.model_type, model.longest, model.page) == (FOLDER, "llama", 3072, 128)
+    assert (model.name, model.config.model_type, model.longest) == (FOLDER, "llama", 3072)
 
 
 def test_the_backend_stands_in_the_place_of_vllms_own_in_every_process_that_loads_plugins() -> None:

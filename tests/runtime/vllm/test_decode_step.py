@@ -8,7 +8,6 @@ from plans_samples import model_info
 from tiny_plans import segment
 
 from sparsekv.kernels.keys import KeyView
-from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan
 from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import Program
@@ -132,13 +131,6 @@ def test_vllms_metadata_is_asked_for_once_a_segment_with_no_tokens_in_rows_that_
 
     assert [step.rest(layer, "whole", without) for layer in PROGRAM.layers] == [1, 1, 2, 2]
     assert asked == [("whole", [0, 50, 200])] * 2
-
-
-def test_pages_that_the_kernels_do_not_take_are_refused_when_the_engine_starts() -> None:
-    odd = torch.zeros(2, 2, GROUPS, 48, SIZE).unbind()
-    with pytest.raises(UnsupportedError, match="found 48"):
-        host_of("cpu").warm_up(PROGRAM.layers, odd, LONGEST)
-    host_of("cpu").warm_up(PROGRAM.layers, Rows(1).pages, LONGEST)
 
 
 @pytest.mark.gpu

@@ -37,7 +37,7 @@ def plan(model: Any) -> Plan:
 
 def start(model: Any, plan: Plan, folder: Path, facts: EngineFacts = FACTS, **options: Any) -> PlanHost:
     write_plan(plan, folder / "sparsekv.yaml")
-    engine = EngineModel(str(folder), None, model.config, torch.float32, CPU, longest=1024, page=128, step=2048, rows=4)
+    engine = EngineModel(str(folder), None, model.config, torch.float32, CPU, longest=1024, step=2048, rows=4)
     return start_host(folder / "sparsekv.yaml", Options(**options), facts, engine)
 
 
@@ -49,7 +49,7 @@ def test_a_plan_starts_with_scratch_for_the_longest_request_and_both_phases(
     assert start(model, plan, tmp_path, decode=False).decode is None
     assert host.is_sparse(Chunk.uniform(1, 0, 1024))
     group = plan.model.attention[0]
-    assert host.scratch.bytes == 2 * (1024 + 128) * group.kv_heads * group.head_dim * 4
+    assert host.scratch.bytes == 2 * 1024 * group.kv_heads * group.head_dim * 4
 
 
 def test_offload_is_ignored_with_one_line(model: Any, plan: Plan, tmp_path: Path) -> None:
