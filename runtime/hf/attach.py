@@ -472,7 +472,8 @@ def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
     """The one door of `generate_batch` and its managers, which run the model in a thread of theirs."""
     raise UnsupportedError(
         "expected generate, found continuous batching (generate_batch), whose cache hands its pages to "
-        "transformers' own flash kernels alone; run many requests by this plan in vLLM (docs/vllm.md), or close the handle first"
+        "transformers' own flash kernels alone; run many requests by this plan in vLLM (docs/vllm.md), or close the "
+        "handle first"
     )
 
 
