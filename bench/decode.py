@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
@@ -50,8 +50,10 @@ from sparsekv.plans.types import format_length
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
+from sparsekv.runtime.hf.attention import Phase
 from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.describe import attention_modules
+from sparsekv.runtime.hf.drafts import Verdict
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.plan_checks import check_plan
@@ -62,9 +64,19 @@ RANDOM_NOTE = (
     "tokens are chosen means nothing, how many are is what the plan says."
 )
 UNMODIFIED, OURS = "transformers", "sparsekv dense"  # ways to run dense
-ATTENTION, TOKEN = "attention", "token"  # rows
+ATTENTION, TOKEN, EXACT = "attention", "token", "exact"  # rows
 WARM_UP_TOKENS = 3  # steps like all others, of which the first is captured
-_TIMES = ("unmodified_ms", "replay_ms", "dense_replay_ms", "gbytes_per_second", "dense_gbytes_per_second")
+WARM_UP_EXACT = 96  # until drafts are as long as they stay
+CHECKED = 7  # tokens of the check that is timed alone
+_TIMES = (
+    "acceptance",
+    "check_ms",
+    "unmodified_ms",
+    "replay_ms",
+    "dense_replay_ms",
+    "gbytes_per_second",
+    "dense_gbytes_per_second",
+)
 
 COLUMNS: Columns = {
     "of one": ("name", str),
@@ -82,6 +94,8 @@ COLUMNS: Columns = {
     "unmodified ms": ("unmodified_ms", number(".3f")),
     "replay ms": ("replay_ms", number(".3f")),
     "dense replay ms": ("dense_replay_ms", number(".3f")),
+    "accepted": ("acceptance", number(".3f")),
+    f"check of {CHECKED} ms": ("check_ms", number(".3f")),
 }
 
 
@@ -94,6 +108,8 @@ class DecodeBench:
         repeats: of each, in turn.
         new_tokens: that a whole token is the mean of.
         backend: of kernels, or "auto".
+        exact: also time tokens that plans draft and dense attention checks; the unmodified model is left out.
+        acceptance: the share of drafts that are taken to count, whatever the check says; None asks it.
     """
 
     lengths: tuple[int, ...]
@@ -103,11 +119,18 @@ class DecodeBench:
     backend: str = "auto"
     seed: int = 0
     allow_mismatch: bool = False
+    exact: bool = False
+    acceptance: float | None = None
+
+    @property
+    def warm_up(self) -> int:
+        """Tokens that are generated before time is taken."""
+        return WARM_UP_EXACT if self.exact else WARM_UP_TOKENS
 
     @property
     def fewest_tokens(self) -> int:
         """That a row has at the end: one, and all that are generated behind it."""
-        return 1 + WARM_UP_TOKENS + self.new_tokens
+        return 1 + self.warm_up + self.new_tokens
 
 
 def check_decode(info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBench) -> None:
@@ -150,29 +173,30 @@ class Run:
     Attributes:
         milliseconds: of one token.
         replay_ms: of the captured step alone.
+        check_ms: of the captured check of `CHECKED` tokens alone.
         stats: of the generated tokens, where this runtime ran.
         why_not: why steps were not captured, on CUDA.
     """
 
     milliseconds: float
     replay_ms: float | None = None
+    check_ms: float | None = None
     stats: RunStats | None = None
     why_not: str = ""
 
 
 class _Clock(StoppingCriteria):
-    """Stops nothing: begins to measure when the captured step is warm."""
+    """Stops nothing: begins to measure when the captured step is warm, at the first row with so many tokens."""
 
-    def __init__(self, device: torch.device, begin: Callable[[], None]) -> None:
+    def __init__(self, device: torch.device, begin: Callable[[], None], tokens: int) -> None:
         self._device = device
         self._begin = begin
-        self._tokens = 0
+        self._tokens = tokens
         self.began = 0.0
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **options: Any) -> torch.BoolTensor:
         """Is called with every new token."""
-        self._tokens += 1
-        if self._tokens == WARM_UP_TOKENS:
+        if not self.began and input_ids.shape[1] >= self._tokens:
             self._begin()
             self.began = self.latest()
         goes_on: Any = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
@@ -199,8 +223,9 @@ class DecodeRuns:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """The two dense ones, and the name of every plan."""
-        return (UNMODIFIED, OURS, *self.plans)
+        """The dense ones, and the name of every plan."""
+        exact = [exactly(name) for name in self.plans] if self.bench.exact else []
+        return (*(() if exact else (UNMODIFIED,)), OURS, *self.plans, *exact)
 
     def run(self, way: str, length: int, batch: int) -> Run:
         """Generates until the rows have `length` tokens.
@@ -213,6 +238,9 @@ class DecodeRuns:
             cache = self.filled(handle, length, batch)  # grows with all that follows
             if handle is None:
                 return Run(self.token_ms(cache, batch, lambda: None))
+            if handle.loop is not None and self.bench.acceptance is not None:
+                judge = Forced(self.bench.acceptance, self.bench.seed)
+                handle.loop.judge_of = lambda config: judge
             milliseconds = self.token_ms(cache, batch, handle.reset_stats)
             return self.result(handle, cache, milliseconds)
 
@@ -221,7 +249,8 @@ class DecodeRuns:
         generator = torch.Generator().manual_seed(self.bench.seed)
         size, device = (batch, cache.get_seq_length() + 1), self.model.device
         ids_BS = torch.randint(1, self.model.config.vocab_size, size, generator=generator).to(device)
-        clock, new = _Clock(device, begin), WARM_UP_TOKENS + self.bench.new_tokens
+        warm_up = self.bench.warm_up
+        clock, new = _Clock(device, begin, ids_BS.shape[1] + warm_up), warm_up + self.bench.new_tokens
         generate: Any = self.model.generate
         options = {"attention_mask": torch.ones_like(ids_BS), "max_new_tokens": new, "stopping_criteria": [clock]}
         generate(ids_BS, past_key_values=cache, **options)
@@ -229,7 +258,9 @@ class DecodeRuns:
 
     def result(self, handle: Handle, cache: Cache, milliseconds: float) -> Run:
         """What there is to say of the tokens that were generated."""
-        return Run(milliseconds, self.replay_ms(handle), handle.stats(), self.why_not(handle))
+        check = handle.steps.captured(Phase.CHECK, CHECKED) if handle.steps else None
+        check_ms = once(check.run, self.model.device) if check else None
+        return Run(milliseconds, self.replay_ms(handle), check_ms, handle.stats(), self.why_not(handle))
 
     def replay_ms(self, handle: Handle) -> float | None:
         """Of the captured step alone."""
@@ -260,16 +291,45 @@ class DecodeRuns:
         """The model ready to run in a way, up to this length."""
         if way == UNMODIFIED:
             return nullcontext()
-        plan = self.plans.get(way) or next(iter(self.plans.values()))
+        exact = {exactly(name): plan for name, plan in self.plans.items()}
+        plan = self.plans.get(way) or exact.get(way) or next(iter(self.plans.values()))
         return apply(
             self.model,
             plan,
             prefill=False,
             decode=way != OURS,
+            exact=way in exact,
             info=self.subject.info,
             backend=self.bench.backend,
             allow_mismatch=True,  # asked before anything was timed
         )
+
+
+def exactly(name: str) -> str:
+    """The way to run in which a plan drafts."""
+    return f"{EXACT}, {name}"
+
+
+class Forced:
+    """A judge that takes drafts to count with a given chance: of random weights, whose drafts mean nothing."""
+
+    def __init__(self, chance: float, seed: int) -> None:
+        self._chance = chance
+        self._seed = seed
+        self._generator: torch.Generator | None = None
+
+    def draft(self, scores_BV: torch.Tensor) -> torch.Tensor:
+        """The likeliest."""
+        return scores_BV.argmax(-1)
+
+    def judge(self, drafts_BK: torch.Tensor, scores_BQV: torch.Tensor) -> Verdict:
+        """Each draft counts by chance, behind those that count."""
+        likeliest_BQ = scores_BQV.argmax(-1)
+        if self._generator is None:
+            self._generator = torch.Generator(drafts_BK.device).manual_seed(self._seed)
+        drawn_BK = torch.rand(drafts_BK.shape, generator=self._generator, device=drafts_BK.device)
+        accepted_B = (drawn_BK < self._chance).int().cumprod(1).sum(1)
+        return Verdict(accepted_B, likeliest_BQ.gather(1, accepted_B[:, None])[:, 0])
 
 
 class _Appended:
@@ -426,7 +486,25 @@ def _token_rows(row: Row, runs: DecodeRuns) -> list[Row]:
         share = last.stats and last.stats.decode_share
         times = {"sparse_ms": median_ms(found[name]), "replay_ms": median_replay_ms(found[name])}
         rows.append(named.plus(why_not, ended, density=share, **times))
+        if runs.bench.exact:
+            rows.append(_exact_row(named, found, failed, exactly(name), ended))
     return rows
+
+
+def _exact_row(row: Row, found: Mapping[str, Sequence[Run]], failed: Mapping[str, str], way: str, ended: str) -> Row:
+    if way not in found:
+        return row.plus(f"{case_of(row)}, {way}: {failed[way]}", name=EXACT)
+    last = found[way][-1]
+    assert last.stats is not None
+    return row.plus(
+        last.why_not and f"steps of {way} are not captured: {last.why_not}",
+        ended,
+        name=EXACT,
+        sparse_ms=median_ms(found[way]),
+        density=last.stats.decode_share,
+        acceptance=last.stats.acceptance,
+        check_ms=last.check_ms,
+    )
 
 
 def median_ms(runs: Iterable[Run]) -> float:

@@ -213,7 +213,7 @@ class OffloadRuns(DecodeRuns):
         )
         # replays make one choice time and again, unless it is swapped: nothing would be fetched
         replay_ms = None if stores and self.miss_rate is None else self.replay_ms(handle)
-        return OffloadRun(milliseconds, replay_ms, stats, why_not, len(stores), link)
+        return OffloadRun(milliseconds, replay_ms, None, stats, why_not, len(stores), link)
 
 
 def cached_tokens(bench: DecodeBench, length: int) -> int:

@@ -299,6 +299,16 @@ class DecodeFlags(Benched, Timed, Hardware, AllowMismatch, Output):
             "everything on the device."
         ),
     ] = None
+    exact: Annotated[
+        bool,
+        Flag("Also tokens that the plan drafts and dense attention checks, as `run --exact`, over our dense steps."),
+    ] = False
+    acceptance: Annotated[
+        OneShare | None,
+        Flag(
+            "With --exact: take this share of drafts to count. Those of random weights mean nothing.", metavar="SHARE"
+        ),
+    ] = None
     miss_rate: Annotated[
         OneShare | None,
         Flag(
@@ -311,6 +321,10 @@ class DecodeFlags(Benched, Timed, Hardware, AllowMismatch, Output):
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
         self.refuse(_DECODE_BY_HAND if self.plan else (), "each says what the plan is", "plan")
+        if self.acceptance is not None and not self.exact:
+            raise UsageError("expected --acceptance beside --exact, found it alone; add --exact")
+        if self.exact:
+            self.refuse(("offload",), "checks read all keys and values", "exact")
         if self.miss_rate is not None and self.offload is None:
             raise UsageError("expected --miss-rate beside --offload, found it alone; add --offload always")
         return self
@@ -341,6 +355,8 @@ def decode(flags: DecodeFlags) -> None:
         backend=machine.backend,
         seed=flags.seed,
         allow_mismatch=flags.allow_mismatch,
+        exact=flags.exact,
+        acceptance=flags.acceptance,
     )
     hand = HandDecode(flags.budget, flags.filters, flags.selector, flags.window, flags.offload is not None)
     plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(wanted))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from transformers import Cache, DynamicCache
 
@@ -44,6 +44,8 @@ class Answer:
     kv_bytes_device: int
     kv_bytes_host: int
     decode_share: float | None = None  # of the cached tokens that were attended to; None without a step by a plan
+    drafted: int = 0  # tokens, under `exact`
+    accepted: int = 0
 
     def as_data(self) -> dict[str, Any]:
         """The JSON of one answer."""
@@ -57,6 +59,8 @@ class Answer:
             "prefill_density": round(self.prefill_density, 4),
             "kv_bytes_device": self.kv_bytes_device,
             "kv_bytes_host": self.kv_bytes_host,
+            "tokens_drafted": self.drafted,
+            "drafts_accepted": self.accepted,
         }
 
     @property
@@ -89,9 +93,10 @@ class Answer:
         said = self.generation
         host = f" + {size(self.kv_bytes_host)} on the host" if self.kv_bytes_host else ""
         density = "dense" if self.prefill_density == 1.0 else f"at density {self.prefill_density:.2f}"
+        drafts = f", {self.accepted} of {self.drafted} drafted tokens kept" if self.drafted else ""
         return (
             f"{said.prompt_tokens:,} tokens in {said.prefill_seconds:.2f} s, {density}; "
-            f"{said.new_tokens} new ({self.rate}), KV {size(self.kv_bytes_device)}{host}"
+            f"{said.new_tokens} new ({self.rate}{drafts}), KV {size(self.kv_bytes_device)}{host}"
         )
 
 
@@ -103,6 +108,7 @@ class Session:
     plan: Plan | None = None
     prefill: bool = True  # this phase follows the plan
     decode: bool = True
+    exact: bool | Literal["decode"] = False  # as of `apply`
     backend: str = "auto"
     allow_mismatch: bool = False
     chat: bool = True  # apply the chat template where there is one
@@ -122,6 +128,7 @@ class Session:
             info=self.loaded.info,
             prefill=self.prefill,
             decode=self.decode,
+            exact=self.exact,
             backend=self.backend,
             allow_mismatch=self.allow_mismatch,
             offload=self.offload,
@@ -185,7 +192,8 @@ class Session:
 
     def why_dense(self, answer: Answer) -> str:
         """Why nothing of an answer by the plan was sparse; empty where something was, or nothing was to be."""
-        if self.plan is None or not (self.prefill or self.decode):
+        follows = self.prefill or self.decode
+        if self.plan is None or self.exact or not follows or (self.decode and self.plan.retained):
             return ""
         parts = ((self.prefill, self.plan.prefill), (self.decode, self.plan.decode))
         starts = [start for follows, part in parts if follows and part and (start := first_sparse(part.lengths))]
@@ -275,7 +283,8 @@ class Conversation:
             return Answer(said, 1.0, sum(int(tensor.nbytes) for tensor in tensors if tensor is not None), 0)
         stats = self.handle.stats()
         density = 1.0 if stats.prefill_density is None else stats.prefill_density
-        return Answer(said, density, stats.kv_bytes_device, stats.kv_bytes_host, stats.decode_share)
+        held, drafts = (stats.kv_bytes_device, stats.kv_bytes_host), (stats.tokens_drafted, stats.drafts_accepted)
+        return Answer(said, density, *held, stats.decode_share, *drafts)
 
     def _prompt(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
         tokenizer, text = self.session.loaded.tokenizer, messages[-1]["content"]

@@ -256,7 +256,8 @@ class MemoryEstimate:
         found = found if host_bytes is None else replace(found, host=host_bytes)
         phases = (plan.prefill, plan.decode) if plan else (None, None)
         on_cpu = device.type == "cpu"
-        memory = MemoryModel(loaded, *phases, on_cpu, placing.mode or "always", placing.host_layers)
+        retained = plan.retained if plan else {}
+        memory = MemoryModel(loaded, *phases, on_cpu, placing.mode or "always", placing.host_layers, retained=retained)
         quantised = getattr(config, "quantization_config", None) is not None
         return cls(name, memory, found, quantised)
 

@@ -11,11 +11,12 @@ from sparsekv.cli.arguments import Json, plan_file
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_files import check_replaceable, check_writable
 from sparsekv.plans.aliases import PLAN_NAME
-from sparsekv.plans.errors import PlanError, UsageError, did_you_mean, install_command
+from sparsekv.plans.errors import PlanError, UnsupportedError, UsageError, did_you_mean, install_command
 from sparsekv.plans.files import load_plan, read_bytes, write_bytes, write_plan
 from sparsekv.plans.interop.formats import READERS, WRITERS, plan_of, recognised
 from sparsekv.plans.interop.source import MAX_BYTES, Source
 from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.types import format_ids
 
 _ONNX = "onnx"
 _FORMATS = (*WRITERS, _ONNX)
@@ -125,6 +126,11 @@ def _export_model(place: str, file: Path | None, out: Path, half: bool, as_json:
     loaded = load_model(place, device="cpu", dtype="float16" if half else "float32")
     for line in check_model(plan, loaded.info):
         tell(line)
+    if plan.retained:
+        raise UnsupportedError(
+            f"expected a plan that keeps all tokens, found one that drops some in layers {format_ids(plan.retained)}, "
+            "which a graph cannot; export a plan without kv_cache"
+        )
     program = Program.of(None, plan.decode, loaded.info)
     written = write_model(loaded.model, plan, program, out)
     loaded.tokenizer.save_pretrained(out)

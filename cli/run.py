@@ -43,6 +43,14 @@ class RunFlags(Subjects, Placement, Hardware, Output):
     dense: Annotated[bool, Flag("Run without the plan.")] = False
     dense_prefill: Annotated[bool, Flag("Prefill without the plan.")] = False
     dense_decode: Annotated[bool, Flag("Decode without the plan.")] = False
+    exact: Annotated[
+        bool,
+        Flag(
+            "The output of dense attention, rounding aside: prefill is dense, the plan drafts the answer, and dense "
+            "attention checks it. See docs/exact.md."
+        ),
+    ] = False
+    exact_decode: Annotated[bool, Flag("As --exact, behind a prompt that is prefilled by the plan.")] = False
     compare: Annotated[
         bool,
         Flag(
@@ -81,6 +89,11 @@ class RunFlags(Subjects, Placement, Hardware, Output):
                 raise UsageError(
                     "expected a model (a folder, GGUF file, hub id or alias) beside --dense, found none; name one"
                 )
+        for name in ("exact", "exact_decode"):
+            if getattr(self, name):
+                self.refuse(("dense", "dense_decode"), "the plan drafts", name)
+        if self.exact and self.exact_decode:
+            self.refuse(("exact",), "it prefills by the plan", "exact_decode")
         if self.dry_run:
             self.refuse(("dense", "compare"), "nothing is run", "dry_run")
         return self
@@ -132,7 +145,7 @@ def _estimate(flags: RunFlags, subject: Subject, used: Plan, text: str) -> None:
 
     prefill, decode = (
         None if is_dense else part
-        for is_dense, part in ((flags.dense_prefill, used.prefill), (flags.dense_decode, used.decode))
+        for is_dense, part in ((flags.dense_prefill or flags.exact, used.prefill), (flags.dense_decode, used.decode))
     )
     config, prompt_tokens = subject.config_and_prompt_tokens(text, chat=not flags.raw)
     named = (config, subject.model, used.model_copy(update={"prefill": prefill, "decode": decode}))
@@ -154,6 +167,7 @@ def _session(flags: RunFlags, subject: Subject, used: Plan | None, backend: str)
         plan=used,
         prefill=not flags.dense_prefill,
         decode=not flags.dense_decode,
+        exact="decode" if flags.exact_decode else flags.exact,
         backend=backend,
         allow_mismatch=flags.allow_mismatch,
         chat=not flags.raw,

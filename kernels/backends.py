@@ -22,7 +22,7 @@ import torch
 
 from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.index.build import BuilderName, builds_by_triton
-from sparsekv.kernels.keys import KeyView, check_keys
+from sparsekv.kernels.keys import MOST_QUERIES, KeyView, check_keys
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle, untested
 from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, check_chunk, check_index, check_qkv
@@ -217,12 +217,15 @@ def decode_attention(
     want_lse: bool = False,
     scoring: Scoring | None = None,
     out: torch.Tensor | None = None,
+    new_B: torch.Tensor | None = None,
     backend: str,
 ) -> AttentionOutput:
-    """Attention of the newest token of each batch row. Lengths, counts and lists stay on the device.
+    """Attention of the newest tokens of each batch row, causal among themselves. Lengths, counts and lists stay on the
+    device.
 
     Args:
-        q_BHQD: one query token a batch row: Q is 1.
+        q_BHQD: queries of the newest tokens of each batch row: Q is 1 to MOST_QUERIES; above 1 without selection,
+            scoring and out.
         keys: contiguous or paged; a row of length 0 gives 0 and -inf.
         selection: which tokens each row attends to; all of them when None.
         scale: of the scores, usually 1 / sqrt(D).
@@ -231,16 +234,18 @@ def decode_attention(
         scoring: also return how much attention each token gets, in these rows; without selection and window.
         out: where the output goes, of the shape of q and with stride 1 in its last dimension; rows of length 0 are left
             as they are.
+        new_B: int32 on the device: how many of the Q tokens each row has, the first ones; all of them when None. The
+            others give 0, and a row without any reads no key.
         backend: the name that `choose_backend` gave.
 
     Raises:
-        ShapeError: Q is not 1, or the tensors do not fit together.
+        ShapeError: Q is none of these, or the tensors do not fit together.
         BackendError: the backend does not exist, or cannot run these tensors.
     """
-    module = _module(backend, _DECODE)
-    check_keys(q_BHQD, keys, scale, _any_strides(backend))
+    module, chooses = _module(backend, _DECODE), not (selection is None and scoring is None and out is None)
+    check_keys(q_BHQD, keys, scale, _any_strides(backend), 1 if chooses else MOST_QUERIES)
     found: AttentionOutput = module.decode(
-        q_BHQD, keys, selection, scale=scale, window=window, want_lse=want_lse, scoring=scoring, out=out
+        q_BHQD, keys, selection, scale=scale, window=window, want_lse=want_lse, scoring=scoring, out=out, new_B=new_B
     )
     return found
 

@@ -13,6 +13,8 @@ from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import check_qkv
 from sparsekv.plans.errors import ShapeError
 
+MOST_QUERIES = 16  # of a row in one call of decode attention
+
 # Columns of `KeyView.where`: elements from `k` and from `v` to the real keys and values, and the tokens that a row has
 # room for. Of a layer in host memory also, for kernels/decode/gather.py, the addresses of its rows on the device
 # [P, B, G, R, D] and of its host memory [C, B, P, G, D], and C.
@@ -114,8 +116,10 @@ def full_view(k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> KeyView:
     return KeyView(k_BGSD, v_BGSD, lengths_B)
 
 
-def check_keys(q_BHQD: torch.Tensor, keys: KeyView, scale: float, any_strides: bool = False) -> None:
-    """One query token a batch row, and keys that fit to it. No check asks the device.
+def check_keys(
+    q_BHQD: torch.Tensor, keys: KeyView, scale: float, any_strides: bool = False, most_queries: int = 1
+) -> None:
+    """One query token a batch row, or up to `most_queries`, and keys that fit to it. No check asks the device.
 
     `any_strides` is as of `check_qkv`.
 
@@ -123,10 +127,10 @@ def check_keys(q_BHQD: torch.Tensor, keys: KeyView, scale: float, any_strides: b
         ShapeError: they do not fit; the message says what and how to fix it.
     """
     check_qkv(q_BHQD, keys.k, keys.v, scale, any_strides)
-    if q_BHQD.shape[2] != 1:
+    if not 1 <= q_BHQD.shape[2] <= most_queries:
         raise ShapeError(
-            f"decode attention takes one query token a call, found {q_BHQD.shape[2]}: "
-            "call it once a token, or use prefill attention"
+            f"decode attention takes 1 to {MOST_QUERIES} query tokens a row, and one where it chooses or follows a "
+            f"choice, found {q_BHQD.shape[2]}: call it once a token, or use prefill attention"
         )
     batch, table = q_BHQD.shape[0], keys.table_BP
     _check_int32("lengths", keys.lengths_B, (batch,), q_BHQD.device)

@@ -165,7 +165,7 @@ def _whole(plan: Plan) -> Plan:
         prefill = PrefillPlan(tile=plan.prefill.tile, lengths=(PrefillBucket(up_to=None, heads=heads),))
     if plan.decode:
         decode = DecodePlan(lengths=(DecodeBucket(up_to=None, dense=True),))
-    return plan.model_copy(update={"prefill": prefill, "decode": decode})
+    return plan.model_copy(update={"prefill": prefill, "decode": decode, "kv_cache": None})
 
 
 def held_out_samples(plan: Plan, options: Settled) -> EvalSamples:
@@ -239,7 +239,12 @@ def _sparse_lengths(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> tup
     parts = [
         part for name, part in (("prefill", plan.prefill), ("decode", plan.decode)) if part and phase in (name, "both")
     ]
-    return tuple(n for n in lengths if any(part.bucket(n).is_sparse_at(n) for part in parts)) or tuple(lengths)
+    rules = plan.retained.values() if phase != "prefill" else ()
+
+    def is_sparse_at(n: int) -> bool:
+        return any(part.bucket(n).is_sparse_at(n) for part in parts) or any(rule.kept_tokens(n) < n for rule in rules)
+
+    return tuple(filter(is_sparse_at, lengths)) or tuple(lengths)
 
 
 def _draw(
@@ -398,7 +403,7 @@ def planned_phases(plan: Plan) -> tuple[PhaseName, ...]:
     sparse: list[PhaseName] = []
     if plan.prefill and not all(bucket.dense for bucket in plan.prefill.lengths):
         sparse.append("prefill")
-    if plan.decode and not all(bucket.dense for bucket in plan.decode.lengths):
+    if plan.retained or (plan.decode and not all(bucket.dense for bucket in plan.decode.lengths)):
         sparse.append("decode")
     return (*sparse, "both") if len(sparse) == 2 else tuple(sparse)
 

@@ -204,7 +204,7 @@ def _segments(plan: Plan, length: int) -> Grid:
 
 
 def _retention(plan: Plan) -> Grid:
-    rules = [rule for rule in plan.kv_cache or () if rule.keep != "all"]
+    rules = [rule for rule in plan.kv_cache or () if rule.is_lossy]
     return {(layer, _WHOLE): _Setting.of("lossy", rule, "layers") for rule in rules for layer in rule.layers}
 
 

@@ -201,7 +201,8 @@ def check_fit(
     """Every layer and head that the phases name is one the model has.
 
     Raises:
-        FieldError: one is not, or two retention rules name a layer.
+        FieldError: one is not, or a retention rule names a layer that another rule, a segment or `offload` names, or
+            that has a window, or keeps more than the context.
     """
     shapes = model.by_layer
     for position, bucket in enumerate(prefill.lengths if prefill else ()):
@@ -211,7 +212,7 @@ def check_fit(
             _check_segment(segment, shapes, ("decode", "lengths", position, "segments", number))
     if decode and decode.offload:
         _softmax_layers(decode.offload.layers, shapes, ("decode", "offload", "layers"))
-    _check_retention(kv_cache, shapes)
+    _check_retention(kv_cache, model, decode)
 
 
 def _check_prefill(bucket: PrefillBucket, shapes: Shapes, path: tuple[Where, ...]) -> None:
@@ -240,14 +241,34 @@ def _check_segment(segment: Segment, shapes: Shapes, path: tuple[Where, ...]) ->
             raise FieldError(f"expected {entries} entries, {each}, found {list(heads)}", *path, "heads")
 
 
-def _check_retention(rules: Sequence[Retention], shapes: Shapes) -> None:
+def _check_retention(rules: Sequence[Retention], model: ModelInfo, decode: DecodePlan | None) -> None:
     seen: set[int] = set()
+    shapes = model.by_layer
     for number, rule in enumerate(rules):
         path = ("kv_cache", number, "layers")
         _softmax_layers(rule.layers, shapes, path)
         if twice := seen.intersection(rule.layers):
             raise FieldError(f"expected one rule a layer, found a second for {format_ids(twice)}", *path)
         seen.update(rule.layers)
+        if rule.is_lossy:
+            _check_lossy(rule, model, decode, path)
+
+
+def _check_lossy(rule: Retention, model: ModelInfo, decode: DecodePlan | None, path: tuple[Where, ...]) -> None:
+    shapes, context = model.by_layer, model.context_length
+    if windowed := [layer for layer in rule.layers if shapes[layer].window is not None]:
+        message = f"expected layers with full attention to drop tokens, found {format_ids(windowed)} with a window"
+        raise FieldError(message, *path)
+    offloaded = decode.offload.layers if decode and decode.offload else ()
+    if both := set(rule.layers).intersection(offloaded):
+        raise FieldError(f"expected layers that are not offloaded to drop tokens, found {format_ids(both)}", *path)
+    named = decode.sparse_layers | decode.filter_layers if decode else frozenset()
+    if joined := named.intersection(rule.layers):
+        message = f"expected layers outside every decode segment to drop tokens, found {format_ids(joined)} in one"
+        raise FieldError(message, *path)
+    if rule.kept_tokens(context) == context:
+        message = f"expected to keep fewer tokens than the context of {context}, found a rule that keeps all of it"
+        raise FieldError(message, *path[:-1], "keep")
 
 
 def _softmax_layers(layers: Iterable[int], shapes: Shapes, path: tuple[Where, ...]) -> None:

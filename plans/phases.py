@@ -392,27 +392,52 @@ def _check_shared(buckets: Sequence[DecodeBucket]) -> None:
         raise FieldError(message, "lengths", other, "segments")
 
 
-class Retention(Part):
-    """Which rows of the cache some layers keep: all, or the `keep` best by `score`, which is lossy.
+_RULE = ("sink", "recent", "generated", "score", "observe", "heads")
 
-    The first `sink` and the last `recent` tokens always stay; the score is summed over the last `observe` queries.
+
+class Retention(Part):
+    """Which tokens some layers keep of a prompt once it is complete: all, or a few, which is lossy.
+
+    Of `n` cached tokens a layer keeps the first `sink`, the last `recent`, and between them the `keep` with the highest
+    score; of the tokens generated behind them the newest `generated`. The score is the attention of the prompt's last
+    `observe` queries, summed over neighbouring tokens and the query heads of a KV head; `heads: max` makes one choice
+    for all KV heads, `per_kv_head` one each. A fraction is of all tokens so far, dropped ones included.
     """
 
     layers: LayerSet
     keep: Literal["all"] | Budget
     sink: Natural | None = None
     recent: Natural | None = None
+    generated: Positive | None = None
     score: Literal["attention_sum"] | None = None
     observe: Positive | None = None
+    heads: Literal["max", "per_kv_head"] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Retention:
-        rule = (self.sink, self.recent, self.score, self.observe)
-        if self.keep == "all":
-            if any(value is not None for value in rule):
-                raise FieldError("expected no sink, recent, score or observe beside `keep: all`")
-        elif any(value is None for value in rule):
-            raise FieldError("expected sink, recent, score and observe beside a budget in `keep`")
-        elif self.keep.tokens is not None and (self.sink or 0) + (self.recent or 0) > self.keep.tokens:
-            raise FieldError(f"expected `keep` to hold sink and recent tokens, found {self.keep.tokens} tokens")
+        given = [name for name in _RULE if getattr(self, name) is not None]
+        if self.keep == "all" and given:
+            raise FieldError(f"expected nothing beside `keep: all`, found {', '.join(given)}")
+        if self.keep != "all" and len(given) < len(_RULE):
+            missing = ", ".join(name for name in _RULE if name not in given)
+            raise FieldError(f"expected {missing} beside a budget in `keep`, found none")
+        if self.is_lossy and self.kept_tokens(MAX_LENGTH) == 0:
+            raise FieldError("expected a rule that keeps something of a prompt, found one that keeps nothing", "keep")
         return self
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether it drops tokens."""
+        return self.keep != "all"
+
+    def chosen_tokens(self, length: int) -> int:
+        """How many tokens are chosen by score in a context of `length`, where there are as many."""
+        return length if self.keep == "all" else self.keep.resolve(length)
+
+    def kept_tokens(self, length: int) -> int:
+        """Tokens that a layer keeps of a prompt, where `length` is all so far."""
+        return min(length, (self.sink or 0) + self.chosen_tokens(length) + (self.recent or 0))
+
+    def most_tokens(self, prompt: int, answer: int) -> int:
+        """Tokens that a layer has room for behind a prompt and its answer."""
+        return self.kept_tokens(prompt) + min(answer, self.generated or answer)

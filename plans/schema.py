@@ -25,7 +25,6 @@ from sparsekv.plans.types import (
     Real,
     Share,
     Text,
-    format_ids,
     in_order,
 )
 
@@ -280,6 +279,11 @@ class Plan(Part):
         return self
 
     @property
+    def retained(self) -> dict[int, Retention]:
+        """The rule of each layer that drops tokens of a prompt."""
+        return {layer: rule for rule in self.kv_cache or () if rule.is_lossy for layer in rule.layers}
+
+    @property
     def buckets(self) -> tuple[PrefillBucket | DecodeBucket, ...]:
         """The length buckets of both phases."""
         prefill, decode = self.prefill, self.decode
@@ -297,9 +301,6 @@ def unsupported(plan: Plan) -> list[str]:
 
 
 def _unsupported(plan: Plan) -> Iterator[str]:
-    for number, rule in enumerate(plan.kv_cache or ()):
-        if rule.keep != "all":
-            yield f"kv_cache[{number}].keep: lossy retention (layers {format_ids(rule.layers)}); only `all` is executed"
     for number, target in enumerate(plan.targets):
         if target.tensor_parallel > 1:
             yield f"targets[{number}].tensor_parallel: {target.tensor_parallel} ranks; only 1 is executed"

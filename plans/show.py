@@ -142,8 +142,10 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
 
 
 def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
-    """Four lines: what is sparse and what it is predicted to gain, the status with its reason, the next command."""
-    is_done = plan.status == "verified" or all(bucket.dense for bucket in plan.buckets)  # dense is nothing to verify
+    """A line each: what is sparse and what it is predicted to gain, what is dropped where something is, the status with
+    its reason, the next command."""
+    nothing = not plan.retained and all(bucket.dense for bucket in plan.buckets)  # dense is nothing to verify
+    is_done = plan.status == "verified" or nothing
     command = f"sparsekv run --plan {file}" if is_done else f"sparsekv verify --plan {file} --write --verify-time 1800"
     measured = (plan.quality.both, plan.quality.prefill, plan.quality.decode) if plan.quality else ()
     found = next((one.agreement for one in measured if one and one.agreement), None)
@@ -152,7 +154,18 @@ def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
     if not reason and found:
         reason = f"{found.kl:.2g} nats from dense on {found.samples} held-out samples"
     status = f"status: {plan.status}" + (f", {reason}" if reason else "" if plan.quality else ", never measured")
-    return _gains("prefill", plan), _gains("decode", plan), status, f"next: {command}"
+    kept = (f"kv_cache: lossy, {_kept(plan)}",) if plan.retained else ()
+    return _gains("prefill", plan), _gains("decode", plan), *kept, status, f"next: {command}"
+
+
+def _kept(plan: Plan) -> str:
+    """What layers keep of a prompt, rule by rule."""
+    rules = [rule for rule in plan.kv_cache or () if rule.is_lossy]
+    return "; ".join(
+        f"layers {format_ids(rule.layers)} keep {text_of(rule.keep)} of a prompt beside its first {rule.sink} and last "
+        f"{rule.recent} tokens, and {rule.generated} of an answer"
+        for rule in rules
+    )
 
 
 def _gains(phase: Literal["prefill", "decode"], plan: Plan) -> str:
@@ -264,10 +277,10 @@ def _segments(title: str, bucket: DecodeBucket, model: ModelInfo) -> Table:
 
 
 def _cache(rules: Sequence[Retention]) -> Table:
-    lossy = ("sink", "recent", "score", "observe")
+    lossy = ("sink", "recent", "generated", "score", "observe", "heads")
     told = [tuple("" if (own := getattr(one, name)) is None else str(own) for name in lossy) for one in rules]
     rows = [(format_ids(one.layers), text_of(one.keep), *own) for one, own in zip(rules, told, strict=True)]
-    return _table("\nCache retention", "Layers  Keep  Sink  Recent  Score  Observe", rows)
+    return _table("\nCache retention", "Layers  Keep  Sink  Recent  Generated  Score  Observe  Heads", rows)
 
 
 SCORE_HEADER = ("Task", "Dense", "Sparse", "Sparse - dense, 95%")

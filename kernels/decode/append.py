@@ -1,6 +1,6 @@
-"""Writing the newest token of every row to where its keys and values lie, at a position read on the device.
+"""Writing the newest tokens of every row to where its keys and values lie, at positions read on the device.
 
-Shapes: B batch, G KV heads, D head size.
+Shapes: B batch, G KV heads, Q new tokens, D head size.
 """
 
 from __future__ import annotations
@@ -16,45 +16,46 @@ from sparsekv.kernels.triton_support import overlap, overlaps_launches
 
 
 def append_newest(
-    keys: KeyView, k_BG1D: torch.Tensor, v_BG1D: torch.Tensor, ring: tuple[int, int] | None = None
+    keys: KeyView, k_BGQD: torch.Tensor, v_BGQD: torch.Tensor, ring: tuple[int, int] | None = None
 ) -> None:
-    """Writes one token a row, at position `lengths_B - 1` of keys that are found by `where`.
+    """Writes the tokens that end every row, at position `lengths_B - Q` and behind it, of keys found by `where`.
 
     Args:
-        keys: lengths that count the new token already.
-        k_BG1D: its keys, of the dtype of what is cached, stride 1 in the last dimension.
-        v_BG1D: its values, likewise.
+        keys: lengths that count the new tokens already.
+        k_BGQD: their keys, of the dtype of what is cached, stride 1 in the last dimension.
+        v_BGQD: their values, likewise.
         ring: where the positions are those of a ring, its first row and how many there are.
     """
     assert keys.where is not None, "the host writes to tensors that it knows by itself"
-    batch, heads, _, size = k_BG1D.shape
+    batch, heads, new, size = k_BGQD.shape
     first, size_of_ring = ring or (0, 0)
-    with torch.cuda.device_of(k_BG1D):
-        append_kernel[(heads, batch)](
-            k_BG1D, v_BG1D, keys.k, keys.v, keys.where, keys.lengths_B,
-            *k_BG1D.stride()[:2], *v_BG1D.stride()[:2], heads, first,
+    with torch.cuda.device_of(k_BGQD):
+        append_kernel[(heads, batch, new)](
+            k_BGQD, v_BGQD, keys.k, keys.v, keys.where, keys.lengths_B,
+            *k_BGQD.stride()[:3], *v_BGQD.stride()[:3], heads, first,
             size_of_ring, D=size, BLOCK_D=triton.next_power_of_2(size), num_warps=1,
-            **overlap(overlaps_launches(k_BG1D.device)),
+            **overlap(overlaps_launches(k_BGQD.device)),
         )  # fmt: skip
 
 
 @no_type_check
 @triton.jit(do_not_specialize=["heads", "first", "ring"])
 def append_kernel(
-    new_k_ptr, new_v_ptr, k_ptr, v_ptr, where_ptr, lengths_ptr, k_stride_B, k_stride_G, v_stride_B, v_stride_G, heads,
-    first, ring, D: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+    new_k_ptr, new_v_ptr, k_ptr, v_ptr, where_ptr, lengths_ptr, k_stride_B, k_stride_G, k_stride_Q, v_stride_B,
+    v_stride_G, v_stride_Q, heads, first, ring, D: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (KV heads, batch)."""
+    """Grid: (KV heads, batch, new tokens)."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     lanes_D = tl.arange(0, BLOCK_D)
-    at = tl.load(lengths_ptr + batch) - 1
+    number = tl.program_id(2)
+    at = tl.load(lengths_ptr + batch) - tl.num_programs(2) + number
     at = tl.where(ring > 0, first + at % tl.maximum(ring, 1), at)
     row = (batch * heads + head) * tl.load(where_ptr + 2) + at
-    k_D = tl.load(new_k_ptr + batch * k_stride_B + head * k_stride_G + lanes_D, mask=lanes_D < D)
-    v_D = tl.load(new_v_ptr + batch * v_stride_B + head * v_stride_G + lanes_D, mask=lanes_D < D)
+    k_D = tl.load(new_k_ptr + batch * k_stride_B + head * k_stride_G + number * k_stride_Q + lanes_D, mask=lanes_D < D)
+    v_D = tl.load(new_v_ptr + batch * v_stride_B + head * v_stride_G + number * v_stride_Q + lanes_D, mask=lanes_D < D)
     tl.store(k_ptr + tl.load(where_ptr) + row * D + lanes_D, k_D, mask=lanes_D < D)
     tl.store(v_ptr + tl.load(where_ptr + 1) + row * D + lanes_D, v_D, mask=lanes_D < D)

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from sparsekv.kernels.cpu_threads import one_thread, spread
 from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
 from sparsekv.kernels.keys import KeyView
-from sparsekv.kernels.prefill.dense import attend_newest
+from sparsekv.kernels.prefill.dense import attend_newest, dense_attention
 from sparsekv.kernels.softmax import PLAIN, capped_
-from sparsekv.kernels.tiles import AttentionOutput
+from sparsekv.kernels.tiles import AttentionOutput, Chunk
 from sparsekv.kernels.topk import blocks
 
 BLOCK_ELEMENTS = 1 << 18  # of the keys that are read at once: 1 MiB as float32
@@ -37,15 +37,44 @@ def decode(
     want_lse: bool = False,
     scoring: Scoring | None = None,
     out: torch.Tensor | None = None,
+    new_B: torch.Tensor | None = None,
 ) -> AttentionOutput:
-    """One query token a batch row; arguments as in `decode_attention`."""
+    """The newest tokens of each batch row; arguments as in `decode_attention`."""
     lengths = keys.lengths_B.tolist()
+    if q_BHQD.shape[2] > 1 or new_B is not None:
+        counts = [q_BHQD.shape[2]] * len(lengths) if new_B is None else new_B.tolist()
+        return _several(q_BHQD, keys, lengths, counts, scale=scale, window=window, want_lse=want_lse)
     plain = selection is None and scoring is None and out is None and not want_lse and keys.softmax is PLAIN
     if plain and keys.table_BP is None and len(set(lengths)) == 1:
         k_BGSD, v_BGSD = keys.contiguous(lengths[0])
         return AttentionOutput(attend_newest(q_BHQD, k_BGSD, v_BGSD, scale=scale, window=window), None)
     found = _attend(q_BHQD, keys, selection, scoring, scale=scale, window=window, want_lse=want_lse)
     return found if out is None else _into(out, found, lengths)
+
+
+def _several(
+    q_BHQD: torch.Tensor, keys: KeyView, lengths: list[int], counts: list[int], *, scale: float, window: int | None,
+    want_lse: bool,
+) -> AttentionOutput:  # fmt: skip
+    """Several new tokens a row: in one pass over the keys where they lie as torch's attention wants them, else one by
+    one."""
+    new = q_BHQD.shape[2]
+    plain = keys.softmax is PLAIN and keys.table_BP is None and not want_lse
+    if plain and len(set(lengths)) == 1 and set(counts) == {new}:
+        k_BGSD, v_BGSD = keys.contiguous(lengths[0])
+        chunk = Chunk(tuple(length - new for length in lengths), tuple(lengths))
+        return dense_attention(q_BHQD, k_BGSD, v_BGSD, chunk, scale=scale, window=window)
+    outs, lses = [], []
+    for number in range(new):
+        at = [
+            length - count + number + 1 if number < count else 0 for length, count in zip(lengths, counts, strict=True)
+        ]
+        seen = replace(keys, lengths_B=torch.tensor(at, dtype=torch.int32))
+        query = q_BHQD[:, :, number : number + 1]
+        found = decode(query, seen, None, scale=scale, window=window, want_lse=want_lse)
+        outs.append(found.out_BHSD)
+        lses.append(found.lse_BHS)
+    return AttentionOutput(torch.cat(outs, 2), torch.cat(lses, 2) if want_lse else None)  # type: ignore[arg-type]
 
 
 def _into(out_BHQD: torch.Tensor, found: AttentionOutput, lengths: list[int]) -> AttentionOutput:

@@ -41,6 +41,14 @@ class Launch:
     overlap: bool = False  # a kernel is launched while the one before it ends
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Queries:
+    """The new tokens of each batch row."""
+
+    most: int = 1
+    new_B: torch.Tensor | None = None  # int32: how many of them there are; `most` in every row when None
+
+
 def decode(
     q_BHQD: torch.Tensor,
     keys: KeyView,
@@ -51,15 +59,21 @@ def decode(
     want_lse: bool = False,
     scoring: Scoring | None = None,
     out: torch.Tensor | None = None,
+    new_B: torch.Tensor | None = None,
     launch: Launch | None = None,
 ) -> AttentionOutput:
-    """One query token a batch row; arguments as in `decode_attention`.
+    """The newest tokens of each batch row; arguments as in `decode_attention`. Several queries of a head are as so many
+    heads that end earlier: each key is read once for all of them.
 
     Args:
         launch: in place of what suits the GPU.
     """
-    found_BHQD, lse_BHQ, scores_gT = _run(q_BHQD, keys, selection, scale, window, want_lse, scoring, launch, out)
-    return AttentionOutput(found_BHQD, lse_BHQ if want_lse else None, scores_gT)
+    queries = Queries(q_BHQD.shape[2], new_B)
+    rows_BR1D = q_BHQD if queries.most == 1 else q_BHQD.flatten(1, 2).unsqueeze(2)
+    found, lse, scores_gT = _run(
+        rows_BR1D, keys, selection, scale, window, want_lse, scoring, launch, out, queries=queries
+    )
+    return AttentionOutput(found.view_as(q_BHQD), lse.view(q_BHQD.shape[:3]) if want_lse else None, scores_gT)
 
 
 def score(
@@ -74,25 +88,29 @@ def score(
 def _run(
     q_BHQD: torch.Tensor, keys: KeyView, selection: Selection | None, scale: float, window: int | None, want_lse: bool,
     scoring: Scoring | None, launch: Launch | None, out: torch.Tensor | None, attends: bool = True,
+    queries: Queries = Queries(),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Output, log-sum-exp and scores. Where it does not attend, the output is not written and no value is read."""
     B, H, _, D = q_BHQD.shape
     G, device = keys.kv_heads, q_BHQD.device
-    launch = launch or launch_for(device, B * G, q_BHQD.dtype, D)
+    rows = max(16, triton.next_power_of_2(H // G))
+    launch = launch or launch_for(device, B * G, q_BHQD.dtype, D, rows)
+    new_B = keys.lengths_B if queries.new_B is None else queries.new_B
     part_BHPD = torch.empty((B, H, launch.splits, D if attends else 0), dtype=torch.float32, device=device)
     part_lse_BHP = torch.empty((B, H, launch.splits), dtype=torch.float32, device=device)
     out_BHQD = torch.empty_like(q_BHQD) if out is None else out
     lse_BHQ = torch.empty((B, H, 1), dtype=torch.float32, device=device)
     logits_HT, scores_gT = (None, None) if scoring is None else _score_memory(scoring, H, device)
     sinks_H = keys.lengths_B if keys.softmax.sinks_H is None else keys.softmax.sinks_H
+    several: dict[str, Any] = {"QUERIES": queries.most, "COUNTED": queries.new_B is not None}
     block_d, overlapping = triton.next_power_of_2(D), overlap(launch.overlap)
     with torch.cuda.device_of(q_BHQD):
         decode_kernel[(launch.splits, G, B)](
             q_BHQD, keys.k, keys.v, part_BHPD, part_lse_BHP, keys.lengths_B,
             *_table_of(keys), *_lists_of(selection, keys.lengths_B), *_logits_of(scoring, logits_HT, keys.lengths_B),
             *q_BHQD.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
-            scale * _LOG2_E, window or 0, G,
-            GROUP=H // G, ROWS=max(16, triton.next_power_of_2(H // G)), D=D, BLOCK_D=block_d,
+            scale * _LOG2_E, window or 0, G, new_B,
+            GROUP=H // G, ROWS=rows, D=D, BLOCK_D=block_d, **several,
             BLOCK_N=launch.block_n, PAGE=keys.page, INDIRECT=keys.where is not None, SPARSE=selection is not None,
             SCORED=scoring is not None, ATTENDS=attends, STAGES=launch.stages, PRECISION="ieee",
             CAP=keys.softmax.cap * _LOG2_E,
@@ -103,7 +121,7 @@ def _run(
             launch.splits,
             D=D, BLOCK_D=block_d, BLOCK_P=triton.next_power_of_2(launch.splits),
             WANT_LSE=want_lse or scoring is not None, ATTENDS=attends, SKIPS=out is not None,
-            SINKS=keys.softmax.sinks_H is not None,
+            SINKS=keys.softmax.sinks_H is not None, QUERIES=queries.most,
             num_warps=4 if D <= 128 else 8, **overlapping,
         )  # fmt: skip
     if scoring is not None and logits_HT is not None and scores_gT is not None:
@@ -156,8 +174,9 @@ def _logits_of(scoring: Scoring | None, logits_HT: torch.Tensor | None, unused: 
     return logits_HT, scoring.starts_B, logits_HT.stride(0)
 
 
-def launch_for(device: torch.device, rows: int, dtype: torch.dtype, size: int) -> Launch:
-    """What suits the GPU; `rows` are pairs of a batch row and a KV head, `size` is that of a head.
+def launch_for(device: torch.device, rows: int, dtype: torch.dtype, size: int, queries: int = 16) -> Launch:
+    """What suits the GPU; `rows` are pairs of a batch row and a KV head, `size` is that of a head, `queries` how many a
+    program has.
 
     Four programs are resident on a multiprocessor of an H200: one more would be a wave of its own. Over all tokens or
     selected ones, with scores or without, at every capacity the launch is the same, and so is rounding: tokens depend
@@ -166,8 +185,9 @@ def launch_for(device: torch.device, rows: int, dtype: torch.dtype, size: int) -
     splits = max(1, min(_MOST_SPLITS, 4 * _multiprocessors(device) // rows))
     if dtype == torch.float32:
         return Launch(splits, 32, 4, 1, overlap=overlaps_launches(device))
-    # larger heads spill on two warps
-    return Launch(splits, 64, 2 if size <= 128 else 4, 2, overlap=overlaps_launches(device))
+    # larger heads spill on two warps, and so do more rows
+    warps = min(8, max(2 if size <= 128 else 4, queries // 16))
+    return Launch(splits, 64, warps, 2, overlap=overlaps_launches(device))
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -178,11 +198,11 @@ def _multiprocessors(device: torch.device) -> int:
 @triton.jit
 def _add_tokens(
     m_R, l_R, acc_RD, q_RD, token_N, keep_N, k_base, v_base, k_step, v_step, table_row, k_page, v_page,
-    logits_ptr, logits_at_R1, scored, real_R, scale_log2,
+    logits_ptr, logits_at_R1, scored, real_R, scale_log2, at_R, window,
     D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, SCORED: tl.constexpr, ATTENDS: tl.constexpr,
-    PRECISION: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """The running maximum, sum and output with the tokens of one step added."""
+    """The running maximum, sum and output with the tokens of one step added. If CAUSAL, row R is at position `at_R`."""
     lanes_D = tl.arange(0, BLOCK_D)
     keep_ND = keep_N[:, None] & (lanes_D < D)[None, :]
     if PAGE == 0:
@@ -203,6 +223,9 @@ def _add_tokens(
     if SCORED:
         tl.store(logits_ptr + (logits_at_R1 + token_N[None, :]), s_RN, mask=scored & real_R[:, None] & keep_N[None, :])
     s_RN = tl.where(keep_N[None, :], s_RN, float("-inf"))
+    if CAUSAL:
+        behind_RN = at_R[:, None] - token_N[None, :]
+        s_RN = tl.where((behind_RN >= 0) & ((window == 0) | (behind_RN < window)), s_RN, float("-inf"))
     new_m_R = tl.maximum(m_R, tl.max(s_RN, 1))
     base_R = tl.where(new_m_R == float("-inf"), 0.0, new_m_R)
     p_RN = tl.exp2(s_RN - base_R[:, None])
@@ -221,12 +244,14 @@ def decode_kernel(
     chosen_ptr, counts_ptr, chosen_stride_B, chosen_stride_G, sink, recent,
     logits_ptr, starts_ptr, logits_stride_H,
     q_stride_B, q_stride_H, k_stride_B, k_stride_G, k_stride_S, v_stride_B, v_stride_G, v_stride_S,
-    scale_log2, window, kv_heads,
+    scale_log2, window, kv_heads, new_ptr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    QUERIES: tl.constexpr, COUNTED: tl.constexpr,
     PAGE: tl.constexpr, INDIRECT: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, ATTENDS: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (splits, KV heads, batch). The tokens of a row are numbered: sinks, chosen, recent; or all of them.
+    """Grid: (splits, KV heads, batch). The tokens of a row are numbered: sinks, chosen, recent; or all of them. Of the
+    rows of a product each query head has QUERIES, one a new token.
 
     A split without tokens stores only its log-sum-exp.
     """
@@ -261,8 +286,14 @@ def decode_kernel(
     table_row = table_ptr + batch * table_stride
 
     length = tl.load(lengths_ptr + batch)
-    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    new = QUERIES
+    if COUNTED:
+        new = tl.load(new_ptr + batch)
+    first = tl.where(window > 0, tl.maximum(length - new + 1 - window, 0), 0)
     total = length - first
+    if COUNTED:
+        total = tl.where(new > 0, total, 0)
+    at_R = tl.where(row_R % QUERIES < new, length - new + row_R % QUERIES, -1)  # -1 sees nothing
     count = -1
     chosen_row = chosen_ptr
     if SPARSE:
@@ -290,8 +321,8 @@ def decode_kernel(
         keep_N = start + lanes_N < end
         m_R, l_R, acc_RD = _add_tokens(
             m_R, l_R, acc_RD, q_RD, token_N, keep_N, k_base, v_base, k_step, v_step, table_row, k_stride_B, v_stride_B,
-            logits_ptr, logits_at_R1, scored, real_R, scale_log2, D, BLOCK_D, PAGE, SCORED, ATTENDS, PRECISION,
-            CAP,
+            logits_ptr, logits_at_R1, scored, real_R, scale_log2, at_R, window,
+            D, BLOCK_D, PAGE, SCORED, ATTENDS, PRECISION, CAP, QUERIES > 1,
         )  # fmt: skip
     if SPARSE:
         for start in tl.range(tl.where(count < 0, end, begin), end, BLOCK_N, num_stages=STAGES):
@@ -303,8 +334,8 @@ def decode_kernel(
             keep_N = (number_N < end) & (token_N >= first)
             m_R, l_R, acc_RD = _add_tokens(
                 m_R, l_R, acc_RD, q_RD, token_N, keep_N, k_base, v_base, k_step, v_step, table_row, k_stride_B,
-                v_stride_B, logits_ptr, logits_at_R1, scored, real_R, scale_log2,
-                D, BLOCK_D, PAGE, SCORED, ATTENDS, PRECISION, CAP,
+                v_stride_B, logits_ptr, logits_at_R1, scored, real_R, scale_log2, at_R, window,
+                D, BLOCK_D, PAGE, SCORED, ATTENDS, PRECISION, CAP, False,
             )  # fmt: skip
 
     seen_R = l_R > 0.0
@@ -322,7 +353,7 @@ def decode_kernel(
 def merge_kernel(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, lengths_ptr, sinks_ptr, out_stride_B, out_stride_H, heads, splits,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, WANT_LSE: tl.constexpr, ATTENDS: tl.constexpr,
-    SKIPS: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
+    SKIPS: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (query heads, batch). Merges the splits of a head: each weighs by the exponential of its log-sum-exp, and
     so does a sink, which has no output.
@@ -340,7 +371,7 @@ def merge_kernel(
     lse_P = tl.load(part_lse_ptr + part + lanes_P, mask=lanes_P < splits, other=float("-inf"))
     m = tl.max(lse_P, 0)
     if SINKS:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks_ptr + head // QUERIES).to(tl.float32) * 1.4426950408889634
         m = tl.maximum(m, sink)
     base = tl.where(m == float("-inf"), 0.0, m)
     weight_P = tl.exp2(lse_P - base)

@@ -52,13 +52,14 @@ class PlanMode:
     def prefilled_by(self) -> Hashable:
         """Modes with equal ones can go on from one prefill; "dense" is that of the unmodified model.
 
-        A selector that looks at older queries than the newest has them from its own prefill alone.
+        A selector that looks at older queries than the newest has them from its own prefill alone; so has a layer that
+        drops tokens.
         """
         if self.phase != "decode":
             return id(self.plan), self.backend, self.allow_mismatch
         buckets = self.plan.decode.lengths if self.plan.decode else ()
         newest_alone = all(segment.selector == "last" for bucket in buckets for segment in bucket.segments)
-        return DENSE if newest_alone else id(self)
+        return DENSE if newest_alone and not self.plan.retained else id(self)
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:

@@ -132,6 +132,31 @@ def decode(
     return output.out_BHSD
 
 
+def decode_dense(
+    layer: LayerProgram,
+    q_BHQD: torch.Tensor,
+    source: KeySource,
+    lengths_B: torch.Tensor,
+    *,
+    scale: float,
+    backend: str,
+    new_B: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[B, H, Q, D]: dense attention of the newest tokens of every row, in one pass over its keys.
+
+    Args:
+        layer: what the layer is; what it chooses, and whom it follows, are left aside.
+        q_BHQD: queries of the rank's heads; Q as `decode_attention` takes them.
+        source: of the layer's keys and values.
+        lengths_B: int32 [B]: tokens of each row, the new ones included.
+        new_B: how many of the Q tokens each row has; all of them when None.
+    """
+    there = [None if x is None else x.to(q_BHQD.device) for x in (lengths_B, new_B)]
+    assert there[0] is not None
+    keys = source.view(there[0])
+    return decode_attention(q_BHQD, keys, scale=scale, window=layer.window, new_B=there[1], backend=backend).out_BHSD
+
+
 def choose_alone(
     layer: LayerProgram, q_BH1D: torch.Tensor, keys: KeyView, state: DecodeState, *, scale: float, backend: str
 ) -> None:
@@ -154,7 +179,7 @@ def _all_attend_to_everything(segment: SegmentProgram, state: DecodeState) -> bo
 
 
 def count_step(program: Program, lengths: Sequence[int], meter: Meter) -> None:
-    """Counts what one decode step attends to, at lengths with the new token included."""
+    """Counts what one decode step attends to, at lengths with the new tokens included."""
     for layer, layers in program.alike_in_decode:
         segment, window = layer.follows, layer.window
         counts = [ALL] * len(lengths) if segment is None else counts_of(segment, program, lengths)

@@ -8,6 +8,7 @@ Shapes: B batch, H query heads, G KV heads.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -17,7 +18,7 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
-from sparsekv.plans.phases import DecodePlan, PrefillPlan, Segment
+from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention, Segment
 
 DEFAULT_TILE = TileShape()
 
@@ -97,6 +98,7 @@ class LayerProgram:
     follows: SegmentProgram | None = None  # the segment that this layer belongs to
     kv_map: tuple[int, ...] | None = None  # for each KV head, the filter layer's KV head whose choice it takes
     is_linear: bool = False  # it has a recurrent state, and computes nothing here
+    retains: Retention | None = None  # what it keeps of a prompt, where that is not everything
 
     @property
     def chooses_for_itself(self) -> bool:
@@ -113,6 +115,11 @@ class LayerProgram:
         few = any(chunk.past) and max(chunk.rows) < self.dense_rows
         return () if few else self.patterns_at(chunk.longest)
 
+    @property
+    def dense(self) -> LayerProgram:
+        """The layer without patterns: lines and tiles mean nothing over keys of which some were dropped."""
+        return replace(self, bounds=(), patterns=((),))
+
     def for_heads(self, queries: slice, kv: slice) -> LayerProgram:
         """The prefill of neighbouring heads alone."""
         patterns = tuple(_dense_as_none(row[queries]) for row in self.patterns)
@@ -128,8 +135,9 @@ class Program:
 
     @classmethod
     def of(
-        cls, prefill: PrefillPlan | None, decode: DecodePlan | None, model: ModelInfo, rank: Rank | None = None
-    ) -> Program:
+        cls, prefill: PrefillPlan | None, decode: DecodePlan | None, model: ModelInfo, rank: Rank | None = None,
+        retained: Mapping[int, Retention] | None = None,
+    ) -> Program:  # fmt: skip
         """Lowers the phases of a plan. A phase that is None runs dense.
 
         Args:
@@ -137,6 +145,7 @@ class Program:
             decode: segments by length.
             model: what the layers are; the phases fit it.
             rank: whose heads; all of them when None.
+            retained: the rules of layers that drop tokens.
 
         Raises:
             UnsupportedError: heads do not divide over the ranks, a choice of single KV heads crosses ranks, or a filter
@@ -144,7 +153,8 @@ class Program:
         """
         rank = rank or Rank()
         segments = _segments(decode, model, rank)
-        return cls(rank, tuple(_layer(layer, prefill, segments, model, rank) for layer in range(model.layers)))
+        layers = (_layer(layer, prefill, segments, model, rank) for layer in range(model.layers))
+        return cls(rank, tuple(replace(layer, retains=(retained or {}).get(layer.layer)) for layer in layers))
 
     @cached_property
     def attending(self) -> tuple[LayerProgram, ...]:
@@ -153,12 +163,20 @@ class Program:
 
     @cached_property
     def alike_in_decode(self) -> tuple[tuple[LayerProgram, int], ...]:
-        """One of the layers that read as much in every step, and how many of them there are."""
+        """One of the layers that read as much in every step, and how many of them there are; none that drops tokens."""
         kinds: dict[object, list[LayerProgram]] = {}
         for layer in self.attending:
+            if layer.retains:
+                continue
             segment = layer.follows.filter if layer.follows else None
             kinds.setdefault((segment, layer.window, layer.chooses_for_itself), []).append(layer)
         return tuple((layers[0], len(layers)) for layers in kinds.values())
+
+    @property
+    def dense_in_decode(self) -> Program:
+        """The same model and prefill; every step attends to everything."""
+        layers = (replace(layer, filters=None, follows=None, kv_map=None) for layer in self.layers)
+        return replace(self, layers=tuple(layers))
 
     @property
     def filters(self) -> tuple[LayerProgram, ...]:

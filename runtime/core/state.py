@@ -11,15 +11,20 @@ import torch
 
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import SlotMap
+from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core.budgets import Budgets, scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
+from sparsekv.runtime.core.retention import Observed
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """The tensors that all ranks give, [ranks, ...], in the order of the ranks."""
 
 OnChoice = Callable[[SegmentProgram, Selection], None]
 """Is told what a segment's filter layer chose, before its layers follow."""
+
+
+Remembered = tuple[dict[int, torch.Tensor], dict[int, Observed]]
 
 
 def lists_of(layer: LayerProgram) -> int:
@@ -78,6 +83,7 @@ class DecodeState:
         self._slots: dict[tuple[int, torch.device], SlotMap] = {}
         self._remembered: set[int] = set()
         self._queries: dict[int, torch.Tensor] = {}
+        self._observed: dict[int, Observed] = {}  # of the prompt under way, of layers that drop tokens
 
     @torch.inference_mode(False)  # else what is allocated there could not be written to under torch.no_grad()
     def begin(self, lengths: Sequence[int] | torch.Tensor, device: torch.device) -> None:
@@ -101,7 +107,7 @@ class DecodeState:
         if len(set(lengths)) == 1:
             self._lengths_B.fill_(lengths[0])  # a launch; a copy from the host would wait
         else:
-            self._lengths_B.copy_(torch.tensor(lengths, dtype=torch.int32))
+            self._lengths_B.copy_(on_device(self.lengths, device, torch.int32))
 
     def budget(self, segment: SegmentProgram, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens that every row chooses in this step, or ALL, and where its scores begin, or -1: int32 [B] each.
@@ -170,14 +176,26 @@ class DecodeState:
             newest_BHWD = torch.cat((older_BHWD[:, :, new:], newest_BHWD), 2)
         self._queries[layer.layer] = newest_BHWD
 
+    @torch.inference_mode(False)
+    def observe(self, layer: LayerProgram, new: Observed) -> None:
+        """Keeps the newest queries of a prompt in a layer that drops tokens, as many as its rule looks at."""
+        assert layer.retains is not None
+        most = layer.retains.observe or 0
+        newest = Observed(new.q_BHWD[:, :, -most:].detach().clone(), new.scale, new.softmax)
+        self._observed[layer.layer] = newest.before(self._observed.get(layer.layer), most)
+
+    def observed(self, layer: LayerProgram) -> Observed | None:
+        """What `observe` has kept of the prompt, which is complete; None from then on."""
+        return self._observed.pop(layer.layer, None)
+
     @property
-    def remembered(self) -> dict[int, torch.Tensor]:
-        """The newest queries of each filter layer that keeps them, [B, H, W, D]: never written to in place."""
-        return dict(self._queries)
+    def remembered(self) -> Remembered:
+        """The newest queries of each layer that keeps them, [B, H, W, D]: never written to in place."""
+        return dict(self._queries), dict(self._observed)
 
     @remembered.setter
-    def remembered(self, queries: dict[int, torch.Tensor]) -> None:
-        self._queries = dict(queries)
+    def remembered(self, queries: Remembered) -> None:
+        self._queries, self._observed = dict(queries[0]), dict(queries[1])
 
     def queries(self, layer: LayerProgram, q_BH1D: torch.Tensor) -> torch.Tensor:
         """[B, H, W, D]: the newest queries of a filter layer, zeros before the first token."""

@@ -20,6 +20,14 @@ class RunStats:
     host_steps: int = 0  # decode steps of layers with chosen tokens in host memory, a layer each
     host_tokens_chosen: int = 0  # tokens that lie there, as far as no whole context was read
     host_tokens_fetched: int = 0  # of these, those that were not in the hot set
+    tokens_drafted: int = 0  # under `exact`, in rows that were not finished
+    drafts_accepted: int = 0
+    checks: int = 0  # dense passes of an answer, those without a draft among them
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted drafts over drafted tokens; None before the first draft."""
+        return self.drafts_accepted / self.tokens_drafted if self.tokens_drafted else None
 
     @property
     def prefill_density(self) -> float | None:
@@ -51,6 +59,7 @@ class Meter:
     def __init__(self) -> None:
         self._sparse: dict[torch.device, torch.Tensor] = {}
         self._dense = self._causal = self._attended = self._cached = 0
+        self._drafted = self._accepted = self._checks = 0
 
     def add_dense_prefill(self, causal: int) -> None:
         """One layer whose heads computed all `causal` tiles."""
@@ -68,6 +77,12 @@ class Meter:
         self._attended += attended
         self._cached += cached
 
+    def add_cycle(self, drafted: int, accepted: int) -> None:
+        """One check, and the draft before it."""
+        self._drafted += drafted
+        self._accepted += accepted
+        self._checks += 1
+
     def read(self, kv_bytes_device: int = 0, kv_bytes_host: int = 0) -> RunStats:
         """The counts so far, beside the bytes of a cache; waits for the device."""
         return RunStats(
@@ -77,4 +92,7 @@ class Meter:
             decode_tokens_cached=self._cached,
             kv_bytes_device=kv_bytes_device,
             kv_bytes_host=kv_bytes_host,
+            tokens_drafted=self._drafted,
+            drafts_accepted=self._accepted,
+            checks=self._checks,
         )

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from types import TracebackType, UnionType
-from typing import get_args
+from types import TracebackType
+from typing import Any, Literal
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -17,28 +17,34 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
 from sparsekv.kernels.softmax import PLAIN
-from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode
+from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode, decode_dense
 from sparsekv.runtime.core.prefill import prefill
-from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.retention import Observed
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
+from sparsekv.runtime.hf.apply_checks import check_exact, check_offload, check_sizes, check_type
 from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
 from sparsekv.runtime.hf.cache import Given, SparseLayer, check_owner_open, first_of, sparse_cache
 from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of, reads_of
+from sparsekv.runtime.hf.retain import begin_prompt, begin_step, check_handed_over, check_retained, end_prompt
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
 from sparsekv.runtime.plan_checks import check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.pinned import HostMemory
+from sparsekv.runtime.stores.retained import RetainedStore
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
 
 
@@ -52,6 +58,7 @@ class PlanEngine:
         placement: the layers whose keys and values live in host memory; of caches to come, so that it may change.
         chunking: how long inputs are cut.
         memory: where blocks of host memory come from; its own when None.
+        exact: the program's steps are drafts, and what they draft is checked.
     """
 
     differentiable = False
@@ -64,8 +71,10 @@ class PlanEngine:
         placement: Placement,
         chunking: Chunking,
         memory: HostMemory | None = None,
+        exact: bool = False,
     ) -> None:
         self.open = True
+        self.loop = ExactLoop(lambda: self.meter, lambda: self.placement.layers) if exact else None
         self.bytes: list[Bytes] = []
         self.host_reads = HostReads()
         self.meter = Meter()
@@ -75,7 +84,8 @@ class PlanEngine:
         self._model_type: str = model.config.model_type
         self.graphs: StepGraphs | None = None
         self._told = False
-        self._program = program
+        self.program = program
+        self._programs = {Phase.DECODE: program} | ({Phase.CHECK: program.dense_in_decode} if exact else {})
         self.placement = placement
         self._chunking = chunking
         self.memory = HostMemory() if memory is None else memory
@@ -83,34 +93,42 @@ class PlanEngine:
 
     def new_store(self, layer: int) -> KVStore:
         """Host memory for the layers that are placed there, else the device."""
+        if rule := self.program.layers[layer].retains:
+            return RetainedStore(rule.generated or 1)
         if layer not in self.placement.layers:
             return DeviceStore()
-        return HostStore(self.placement.hot, self.memory, reads_of(self._program.layers[layer]), self.host_reads)
-
-    @property
-    def remembers(self) -> tuple[int, ...]:
-        """The filter layers whose selector looks at older queries, which a cache from elsewhere lacks."""
-        return self._program.remembers
+        return HostStore(self.placement.hot, self.memory, reads_of(self.program.layers[layer]), self.host_reads)
 
     def new_state(self) -> DecodeState:
         """What the layers of one cache share."""
-        return DecodeState(self._program)
+        return DecodeState(self.program)
 
     def executors(self) -> Sequence[Executor]:
         """Captured decode steps, where the device has them."""
         if not can_capture(self._device, self._backend):
             return ()
         if self.graphs is None:  # else it was suspended
-            self.graphs = StepGraphs(self._model_type, self._program, self.host_reads)
+            self.graphs = StepGraphs(self._model_type, self._programs, self.host_reads)
         return (self.graphs,)
 
-    def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
-        """Starts a decode step at which the rows have these lengths, the new tokens included, and counts it."""
+    @property
+    def step_phase(self) -> Phase:
+        """Dense under `exact`, but for drafts."""
+        return Phase.DECODE if self.loop is None else Phase.CHECK
+
+    def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
+        """Starts a pass at which the rows have these lengths, the new tokens included, and counts a step."""
+        if phase is Phase.PREFILL:
+            return begin_prompt(self.program, cache)
+        begin_step(self.program, cache, self._attempt, self.meter)
         first_of(cache).state.begin(lengths, device)
-        count_step(self._program, lengths, self.meter)
+        count_step(self._programs[phase], lengths, self.meter)
         if self.graphs is None and not self._told and can_capture(self._device, self._backend):
             self._told = True
             warnings.warn("decode steps are not captured: the decoder has a forward of its own", GraphWarning, 2)
+
+    def _attempt(self, call: Callable[[str], Any], device: torch.device) -> Any:
+        return self.fallback.decode(call, self._backend, device)
 
     def release(self) -> None:
         """Gives host memory back to the system as soon as no cache uses it, and frees captured steps."""
@@ -121,15 +139,27 @@ class PlanEngine:
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """The call's phase of its layer."""
-        layer, entry = self._program.layers[call.layer], call.entry
-        if call.phase is Phase.DECODE:
-            assert entry is not None, "decode without a cache"
+        layer, entry = self.program.layers[call.layer], call.entry
+        if call.phase is not Phase.PREFILL:
+            assert entry is not None, "a step without a cache"
             source = entry.store if call.softmax is PLAIN else WithSoftmax(entry.store, call.softmax)
             step = partial(decode, layer, call.q_BHSD, source, entry.state, scale=call.scale)
+            if call.phase is Phase.CHECK:
+                lengths_B = entry.state.lengths_B
+                step = partial(decode_dense, layer, call.q_BHSD, source, lengths_B, scale=call.scale, new_B=call.new_B)
             return self.fallback.decode(lambda backend: step(backend=backend), self._backend, call.q_BHSD.device)
+        chunk = call.chunk
         if entry is not None:
             entry.state.remember(layer, call.q_BHSD)
-        chunk = call.chunk
+        if entry is None or not layer.retains:
+            return self._prefill(layer, call, chunk)
+        entry.state.observe(layer, Observed(call.q_BHSD, call.scale, call.softmax))
+        out_BHSD = self._prefill(layer.dense if chunk.lengths != entry.store.lengths else layer, call, chunk)
+        if call.ends_prompt:
+            end_prompt(layer, entry, self._attempt)
+        return out_BHSD
+
+    def _prefill(self, layer: LayerProgram, call: LayerCall, chunk: Chunk) -> torch.Tensor:
         return prefill(
             layer,
             call.q_BHSD,
@@ -179,6 +209,11 @@ class Handle:
         """The captured decode steps; None where the device or the backend has none, or the decoder a forward of its
         own, as accelerate gives it."""
         return self._engine.graphs
+
+    @property
+    def loop(self) -> ExactLoop | None:
+        """What `generate` runs under `exact`."""
+        return self._engine.loop
 
     @property
     def host_layers(self) -> frozenset[int]:
@@ -255,7 +290,7 @@ class Handle:
         """
         check_owner_open(self._engine)
         at_most = tokens if at_most is None else at_most
-        _check_sizes(answer, tokens=tokens, batch=batch, chunk=tokens if chunk is None else chunk, at_most=at_most)
+        check_sizes(answer, tokens=tokens, batch=batch, chunk=tokens if chunk is None else chunk, at_most=at_most)
         request, available = Request(tokens - answer, answer, batch, chunk), self._available()
         largest = replace(request, prompt=max(tokens, at_most) - answer)
         placement = self._memory.place(largest, available)
@@ -290,11 +325,7 @@ class Handle:
             UsageError: the handle is closed or suspended, or these are not the layers of the model.
         """
         check_owner_open(self._engine)
-        if self._engine.remembers:
-            raise UnsupportedError(
-                f"expected a plan whose selectors look at the newest query alone, found older ones in filter layer "
-                f"{self._engine.remembers[0]}; prefill the prompt under this handle"
-            )
+        check_handed_over(self._engine.program)
         cache = sparse_cache(None, self._engine, len(self._layouts), self._linear)
         for number, (layer, found) in enumerate(zip_longest(cache.layers, layers)):
             if layer is None or found is None:
@@ -387,6 +418,7 @@ def apply(
     kv_host_layers: int | Sequence[int] | None = None,
     chunking: Chunking | None = None,
     memory: HostMemory | None = None,
+    exact: bool | Literal["decode"] = False,
 ) -> Handle:
     """Runs `model` by `plan` until the returned handle is closed; `model(...)` and `model.generate(...)` as before.
 
@@ -394,7 +426,8 @@ def apply(
         model: a loaded model of a supported architecture, in evaluation mode.
         plan: what to compute of it, or the path of a plan file.
         prefill: False runs prefill dense.
-        decode: False runs decode dense, with all KV on the device (but see `kv_host_layers`).
+        decode: False runs decode dense, with all KV on the device (but see `kv_host_layers`), of which nothing is
+            dropped.
         info: what `load_model` said of this model; it is described again when None.
         backend: a kernel backend by name, or "auto".
         allow_mismatch: take a plan that was made for another architecture, as far as its layers and heads fit.
@@ -404,6 +437,8 @@ def apply(
             that decode reads least of come first). A layer in no segment is copied back as a whole at every step.
         chunking: from which length on layers work in pieces, and of which size; rarely of interest.
         memory: blocks of host memory to share with other handles, which the caller closes; its own when None.
+        exact: the output is that of dense attention: the plan's decode drafts, dense attention checks; prefill is
+            dense, or by the plan with "decode". See docs/exact.md.
 
     Returns:
         The handle, which is also a context manager.
@@ -417,15 +452,15 @@ def apply(
     check_attachable(model)
     warn_of_spinning(model.device)
     plan = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
-    _check_type(Plan, "a Plan, or the path of one", plan=plan)
-    _check_type(bool, "True or False", prefill=prefill, decode=decode, allow_mismatch=allow_mismatch)
-    _check_type(str, "a name", backend=backend)
-    _check_type(ModelInfo | None, "a ModelInfo", info=info)
-    _check_type(Chunking | None, "a Chunking", chunking=chunking)
-    _check_offload(offload, kv_host_layers)
+    check_type(Plan, "a Plan, or the path of one", plan=plan)
+    check_type(bool, "True or False", prefill=prefill, decode=decode, allow_mismatch=allow_mismatch)
+    check_type(str, "a name", backend=backend)
+    check_type(ModelInfo | None, "a ModelInfo", info=info)
+    check_type(Chunking | None, "a Chunking", chunking=chunking)
+    check_offload(offload, kv_host_layers)
     info = info or describe_model(model)
     check_plan(plan, info, allow_mismatch)
-    phases = plan.prefill if prefill else None, plan.decode if decode else None
+    phases = plan.prefill if prefill and exact is not True else None, plan.decode if decode else None
     tile = phases[0].tile if phases[0] else None
     capped = has_soft_cap(model.config)
     choice = choose_backend(model.device, model.dtype, info.attention[0].head_dim, backend, tile, capped)
@@ -433,33 +468,15 @@ def apply(
         check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype))
     loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
-    sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking)
-    engine = PlanEngine(Program.of(*phases, info), model, choice.name, sizes.permitted, chunking, memory)
+    retained = plan.retained if decode else {}
+    sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, retained)
+    check_retained(frozenset(retained), sizes.permitted.layers)
+    program = Program.of(*phases, info, retained=retained)
+    if exact:
+        check_exact(exact, program, model)
+    engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, memory, exact=bool(exact))
     return Handle(model, engine, choice, sizes)
 
 
 def _tell_of(on_bytes: Callable[[int, int], object], total: int, more: int) -> None:
     on_bytes(more, total)
-
-
-def _check_sizes(answer: object, *, tokens: int, **sizes: object) -> None:
-    for name, count in {"tokens": tokens, **sizes}.items():
-        if type(count) is not int or count < 1:
-            raise UsageError(f"expected {name} of 1 or more, found {count!r:.40}")
-    if type(answer) is not int or not 0 <= answer < tokens:
-        raise UsageError(f"expected answer to be 0 to {tokens - 1} of the {tokens} tokens, found {answer!r:.40}")
-
-
-def _check_offload(mode: object, host_layers: object) -> None:
-    if mode is None:
-        return
-    if mode not in get_args(OffloadMode):
-        raise UsageError(f"expected offload to be {', '.join(get_args(OffloadMode))}, found {mode!r:.40}")
-    if host_layers is not None:
-        raise UsageError(f"expected offload or kv_host_layers, found both: {mode} and {host_layers!r:.40}")
-
-
-def _check_type(kind: type | UnionType, expected: str, **arguments: object) -> None:
-    for name, value in arguments.items():
-        if not isinstance(value, kind):
-            raise UsageError(f"expected {name} to be {expected}, found {value!r:.80}")

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
+from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, check_layer, register
@@ -126,7 +127,7 @@ class Attached:
     ) -> None:
         self.decoder = decoder_of(model)
         self.under_way: Pass | None = None
-        self._model = model
+        self.model = model
         self._engine = engine
         self._configs = configs
         self._attentions = attention_modules(model)
@@ -145,6 +146,7 @@ class Attached:
         self._switch = rope_switch(model.config)
         self._placed: list[tuple[nn.Module, str, Any, Any]] = []  # with what was there before
         self._prompt: Prompt | None = None
+        self._step: tuple[Phase, torch.Tensor | None] | None = None  # what the loop of `generate` runs, if it says so
         self._turn = RLock()
         self._depth = 0
         self._ran: list[Progress] = []  # of passes that only the outermost forward has not left yet
@@ -160,15 +162,15 @@ class Attached:
         """Puts everything in its place."""
         for attention in self._attentions:
             self._put(attention, NAME, self)
-        if self.decoder is not self._model:
-            self._put(self._model, "forward", self._inside(self._model.forward))
+        if self.decoder is not self.model:
+            self._put(self.model, "forward", self._inside(self.model.forward))
         self._put(self.decoder, "forward", self._inside(self.decoder.forward, self._run))
-        if self._model.can_generate():
-            generate: Any = self._model.generate
-            self._put(self._model, "generate", self._guarded(generate))
+        if self.model.can_generate():
+            generate: Any = self.model.generate
+            self._put(self.model, "generate", self._guarded(generate))
             if self._switch:
-                self._put(self._model, "prepare_inputs_for_generation", self._prepared)
-        for module in {id(module): module for module in (self._model, self.decoder)}.values():
+                self._put(self.model, "prepare_inputs_for_generation", self._prepared)
+        for module in {id(module): module for module in (self.model, self.decoder)}.values():
             self._put(module, "__deepcopy__", partial(self._copied, module))
 
     def take_off(self) -> None:
@@ -200,9 +202,11 @@ class Attached:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if not self._is_on:
                 return generate(*args, **kwargs)
-            check_generate(self._model.generation_config, args, kwargs)
+            check_generate(self.model.generation_config, args, kwargs)
+            before, end = self._prompt, prompt_end(args, kwargs)
+            if self._engine.loop is not None:
+                args, kwargs = (), self._engine.loop.taking_over(self, args, kwargs)
             with self._one_thread(_PATIENCE):
-                before, end = self._prompt, prompt_end(args, kwargs)
                 self._prompt = Prompt(end) if end else None
                 try:
                     return generate(*args, **kwargs)
@@ -220,7 +224,7 @@ class Attached:
             past_key_values.reset()
             kwargs["next_sequence_length"] = None
         return GenerationMixin.prepare_inputs_for_generation(
-            cast(Any, self._model), cast(Any, input_ids), past_key_values=past_key_values, **kwargs
+            cast(Any, self.model), cast(Any, input_ids), past_key_values=past_key_values, **kwargs
         )
 
     def _inside(self, forward: Callable[..., Any], run: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -296,6 +300,19 @@ class Attached:
             check_layer(missing, None)
 
     @contextmanager
+    def stepping(self, phase: Phase, new_B: torch.Tensor | None = None) -> Iterator[None]:
+        """Inside it, every pass over a cache is a step of this phase.
+
+        Args:
+            new_B: of a CHECK: see `Pass`.
+        """
+        before, self._step = self._step, (phase, new_B)
+        try:
+            yield
+        finally:
+            self._step = before
+
+    @contextmanager
     def alone(self, layer: int) -> Iterator[None]:
         """Inside it, one layer attends, called by itself and without a cache."""
         before, self.under_way = self.under_way, Pass(self._engine, Phase.PREFILL, None, {layer: self.windows[layer]})
@@ -317,8 +334,8 @@ class Attached:
                 self._ran.remove(progress)
                 progress.end()
             lengths = begin_pass(cache, config.num_hidden_layers)
-        past, prompt = max(lengths, default=0), self._prompt
-        if prompt is not None and tokens is not None and 0 < past <= self._switch < past + tokens.shape[1]:
+        past, prompt, new = max(lengths, default=0), self._prompt, 0 if tokens is None else tokens.shape[1]
+        if prompt is not None and 0 < past <= self._switch < past + new:
             raise UnsupportedError(
                 f"expected the first {self._switch + 1} tokens in one piece, as the rotary angles of longer inputs are "
                 f"others, found {past} cached; use a larger prefill_chunk_size"
@@ -327,14 +344,16 @@ class Attached:
             check_call(self.decoder, inputs, tokens, past)
         if len(set(lengths)) > 1 and tokens is not None and inputs.get("position_ids") is None:
             new_S = torch.arange(tokens.shape[1], device=tokens.device)
-            inputs["position_ids"] = torch.tensor(lengths, device=tokens.device)[:, None] + new_S
-        phase = None if prompt is None else prompt.phase(cache, past)
+            inputs["position_ids"] = on_device(lengths, tokens.device)[:, None] + new_S
+        phase, new_B = self._step or (None, None)
+        if phase is None and prompt is not None:
+            phase = prompt.phase(cache, past)
+        ends = prompt is not None and phase is Phase.PREFILL and past + new >= prompt.end
         if phase is None:
-            alone = tokens is not None and tokens.shape[1] == 1 and past > 0
-            phase = Phase.DECODE if alone else Phase.PREFILL
-        if phase is Phase.DECODE and cache is not None and tokens is not None:
-            self._engine.begin_step(cache, tuple(length + 1 for length in lengths), tokens.device)
-        return Pass(self._engine, phase, cache, self.windows)
+            phase = self._engine.step_phase if new == 1 and past > 0 else Phase.PREFILL
+        if cache is not None and tokens is not None:
+            self._engine.begin(cache, phase, tuple(length + new for length in lengths), tokens.device)
+        return Pass(self._engine, phase, cache, self.windows, new_B=new_B, ends_prompt=ends)
 
 
 def _restore(module: nn.Module, name: str, value: Any, former: Any) -> None:

@@ -40,6 +40,7 @@ class Phase(Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    CHECK = "check"  # a few tokens behind a past, dense, as decode steps of dense attention compute them
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +57,23 @@ class LayerCall:
     window: int | None
     softmax: Softmax = PLAIN
     q_is_spare: bool = False  # nobody reads q after the call: the output may take its place
+    new_B: torch.Tensor | None = None  # as of the pass
+    ends_prompt: bool = False  # known to be the last of a prompt
 
     @property
     def chunk(self) -> Chunk:
-        """Where the rows lie."""
+        """Where the rows lie among the keys in memory."""
         batch, _, queries, _ = self.q_BHSD.shape
-        lengths = (queries,) * batch if self.entry is None else self.entry.store.lengths
+        lengths = (queries,) * batch if self.entry is None else self.entry.held
         return Chunk(tuple(length - queries for length in lengths), lengths)
 
     def keys(self, chunk: Chunk) -> KeyView:
         """All keys so far, the chunk's included. Without a past the new rows are all there is, wherever the store has
         its copy."""
-        lengths_B = on_device(chunk.lengths, self.q_BHSD.device, torch.int32)
-        if self.entry is None or not any(chunk.past):
+        new = self.entry is None or not any(chunk.past)
+        lengths = chunk.lengths if self.entry is None else self.entry.store.lengths
+        lengths_B = on_device(lengths, self.q_BHSD.device, torch.int32)
+        if self.entry is None or new:
             return KeyView(self.k_BGSD, self.v_BGSD, lengths_B, softmax=self.softmax)
         return replace(self.entry.store.view(lengths_B), softmax=self.softmax)
 
@@ -82,7 +87,9 @@ class Pass:
     cache: Cache | None
     windows: Mapping[int, int | None]  # the sliding window of each layer that attends, in order
     attended: int = 0  # layers that have
+    new_B: torch.Tensor | None = None  # of a CHECK: int32, tokens of each row that count, the first ones; else all do
     projects: bool = False  # the layers are asked for queries, keys and values alone
+    ends_prompt: bool = False  # it is known to be the last of a prompt
 
     def attend(
         self,
@@ -107,7 +114,10 @@ class Pass:
         dtype = found if entry is None else entry.dtype_for(qkv[0])
         q_BHSD, k_BGSD, v_BGSD = (x.to(dtype) for x in qkv)
         window = self.windows[layer]
-        call = LayerCall(layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, window, softmax, q_is_spare)
+        call = LayerCall(
+            layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, window, softmax, q_is_spare, self.new_B,
+            self.ends_prompt,
+        )  # fmt: skip
         with _without_autocast(q_BHSD.device.type):
             return self._attend(call).to(found)
 
@@ -157,11 +167,13 @@ class Attachment(Protocol):
     """What is attached to a model, for those who run its forward passes: see `Attached` in attach.py.
 
     Attributes:
+        model: what it is attached to.
         decoder: the module with the layers.
         windows: the sliding window of each layer that attends, in order; None where it has none.
         under_way: the forward pass under way.
     """
 
+    model: PreTrainedModel
     decoder: PreTrainedModel
     windows: Mapping[int, int | None]
     under_way: Pass | None
@@ -171,6 +183,9 @@ class Attachment(Protocol):
 
     def attending(self, under_way: Pass) -> AbstractContextManager[None]:
         """Inside it, all layers of the model attend, one after the other."""
+
+    def stepping(self, phase: Phase, new_B: torch.Tensor | None = None) -> AbstractContextManager[None]:
+        """Inside it, every pass over a cache is a step of this phase."""
 
 
 class Executor(Protocol):
@@ -183,6 +198,17 @@ class Executor(Protocol):
         """What the decoder's own forward returns."""
 
 
+class Loop(Protocol):
+    """Takes the place of transformers' loop in `generate`."""
+
+    def taking_over(self, attached: Attachment, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `generate` with which it runs this loop.
+
+        Raises:
+            UnsupportedError: it is asked for another loop.
+        """
+
+
 class Engine(CacheOwner, Protocol):
     """Computes the attention of every layer of the model it is attached to.
 
@@ -192,11 +218,19 @@ class Engine(CacheOwner, Protocol):
 
     differentiable: bool
 
+    @property
+    def loop(self) -> Loop | None:
+        """What `generate` runs in place of its own; None for its own."""
+
     def executors(self) -> Sequence[Executor]:
         """What runs its forward passes, besides that of long inputs."""
 
-    def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
-        """Starts a decode step at which the rows have these lengths, the new tokens included."""
+    @property
+    def step_phase(self) -> Phase:
+        """What a pass of one token behind a past is."""
+
+    def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
+        """Starts a pass at which the rows have these lengths, the new tokens included."""
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """The attention output, [B, H, S, D], before the output projection. May be q itself where that is spare."""
@@ -206,6 +240,8 @@ class DenseEngine:
     """Dense causal attention in every layer; the base of what only watches a model."""
 
     differentiable = False
+    step_phase = Phase.DECODE
+    loop: Loop | None = None
 
     def __init__(self) -> None:
         self.open = True
@@ -223,7 +259,7 @@ class DenseEngine:
         """None."""
         return ()
 
-    def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
+    def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
         """Nothing to start."""
 
     def attend(self, call: LayerCall) -> torch.Tensor:

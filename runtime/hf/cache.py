@@ -18,7 +18,8 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.core.state import DecodeState, Remembered
+from sparsekv.runtime.stores.retained import RetainedStore
 from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
 
 _EXPECTED = "sparsekv_expected_tokens"
@@ -53,7 +54,7 @@ class Progress:
     def __init__(self, state: DecodeState) -> None:
         self.state = state
         # tokens of each row in each layer, and the queries in the state, when the pass began that has not ended
-        self._before: tuple[dict[int, tuple[int, ...]], dict[int, torch.Tensor]] | None = None
+        self._before: tuple[dict[int, tuple[int, ...]], Remembered] | None = None
 
     def begin(self, layers: Sequence[SparseLayer]) -> None:
         """A pass over these layers is about to run."""
@@ -114,6 +115,12 @@ class SparseLayer(CacheLayerMixin):
     def state(self) -> DecodeState:
         """What the layers of the cache share in decode steps."""
         return self.progress.state
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Tokens of each row that are in memory."""
+        store = self.store
+        return (store.held,) * len(store.lengths) if isinstance(store, RetainedStore) else store.lengths
 
     def _start(self) -> None:
         self.is_initialized = False
@@ -282,6 +289,17 @@ def _first_tokens(layer: Any, tokens: int) -> Given:
     lengths_B = torch.full(store.keys.shape[:1], tokens, dtype=torch.int32, device=store.keys.device)
     k_BGSD, v_BGSD = store.view(lengths_B).contiguous(tokens)
     return k_BGSD, v_BGSD
+
+
+def take_back(cache: Cache, lengths: Sequence[int]) -> None:
+    """Forgets what the rows have beyond these lengths, in every layer.
+
+    Raises:
+        UnsupportedError: keys and values are in host memory, and the rows are not equally long.
+    """
+    for layer in cache.layers:
+        assert isinstance(layer, SparseLayer), "a recurrent state cannot be taken back"
+        layer.store.truncate(lengths)
 
 
 def check_owner_open(owner: CacheOwner) -> None:

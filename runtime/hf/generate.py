@@ -133,7 +133,7 @@ def generate_stream(
             max_new_tokens=new_tokens,
             past_key_values=cache,
             streamer=stream,
-            logits_processor=LogitsProcessorList([_FirstChecked(loaded.model)]),
+            logits_processor=LogitsProcessorList([FirstChecked(loaded.model)]),
             **_one_sequence(loaded.model),
             **_sampling_options(chosen),
             **_pad_option(loaded),
@@ -265,7 +265,7 @@ def check_numbers(model: PreTrainedModel, what: str, *found: torch.Tensor) -> No
         )
 
 
-class _FirstChecked(LogitsProcessor):
+class FirstChecked(LogitsProcessor):
     """Checks the logits of the first new token; those of later ones would have to be waited for."""
 
     def __init__(self, model: PreTrainedModel) -> None:

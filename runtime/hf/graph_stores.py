@@ -12,9 +12,10 @@ Shapes: B batch, G KV heads, S tokens, R rows on the device, D head size, L laye
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,8 +27,10 @@ from sparsekv.kernels.keys import CAPACITY, COLUMNS, HOST, HOST_TOKENS, KEYS, RO
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.core.budgets import counts_of
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
+from sparsekv.runtime.hf.graph_rings import KeptRows, StepRings
 from sparsekv.runtime.stores.bank import Binding, HostStore
 from sparsekv.runtime.stores.pinned import CopyDone, stream_for
+from sparsekv.runtime.stores.retained import RetainedStore
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore, Layout
 
 
@@ -47,18 +50,22 @@ class HotRows(NamedTuple):
         return self.slots + self.ring
 
 
-def obstacle(program: Program, stores: Sequence[Any], lengths: tuple[int, ...], ids_B1: torch.Tensor) -> str:
+Kind = HotRows | KeptRows | None
+"""Rows on the device of a layer in host memory, or of one that drops tokens; None where they are all of its tokens."""
+
+
+def obstacle(program: Program, stores: Sequence[Any], lengths: tuple[int, ...], ids_BQ: torch.Tensor) -> str:
     """Why a step over these stores has to run as single launches; empty where it does not.
 
     Args:
         program: what the layers compute.
         stores: of all layers that have keys and values.
-        lengths: tokens of each row, the new one included.
-        ids_B1: of the step.
+        lengths: tokens of each row, the new ones included.
+        ids_BQ: of the step.
     """
-    rows = ids_B1.shape[0]
+    rows = ids_BQ.shape[0]
     for layer, store in zip(program.attending, stores, strict=True):
-        if store.keys is None or store.keys.device != ids_B1.device:
+        if store.keys is None or store.keys.device != ids_BQ.device:
             return "keys and values do not all lie on the device of the tokens"
         if store.keys.shape[0] != rows:
             return f"the cache holds {store.keys.shape[0]} rows, the step has {rows}"
@@ -99,15 +106,19 @@ class CapturedStore:
         self._step = step
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Writes the newest token of each row."""
+        """Writes the newest tokens of each row."""
         from sparsekv.kernels.decode.append import append_newest  # loads Triton, which not every machine has
 
-        hot = self._step.kinds[self._layer]
-        ring = None if hot is None else (hot.slots, hot.ring)
-        append_newest(self.view(self._step.lengths_B), k_BGSD, v_BGSD, ring)
+        hot, rings = self._step.kinds[self._layer], self._step.rings
+        ring = (hot.slots, hot.ring) if isinstance(hot, HotRows) else None
+        behind_B = rings.behind_next(self._layer) if self._layer in rings else self._step.lengths_B
+        append_newest(replace(self.view(self._step.lengths_B), lengths_B=behind_B), k_BGSD, v_BGSD, ring)
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
-        """All tokens of the cache of the step; of a layer in host memory, its rows on the device."""
+        """All tokens of the cache of the step; of a layer in host memory, its rows on the device; of one that drops
+        tokens, what it has."""
+        if self._layer in self._step.rings:
+            lengths_B = self._step.rings.held(self._layer)
         shape_BGSD = self._step.shapes[self._layer]
         return KeyView(shape_BGSD, shape_BGSD, lengths_B, None, self._step.where_LX[self._layer])
 
@@ -188,6 +199,7 @@ class StepStores:
             _shape(store.keys, capacity if hot is None else hot.all)
             for store, hot in zip(stores, self.kinds, strict=True)
         ]
+        self.rings = StepRings(self.kinds, lengths_B)
         self._bound: list[Any] = []
         self._binding: Binding | None = None  # with the stores in host memory
         self._room = 0
@@ -204,7 +216,7 @@ class StepStores:
         """By filter layer."""
         alike: dict[tuple[int, HotRows], list[LayerProgram]] = {}
         for layer, hot in zip(program.attending, self.kinds, strict=True):
-            if hot is not None:
+            if isinstance(hot, HotRows):
                 assert layer.follows is not None, "obstacle() has seen it"
                 alike.setdefault((layer.follows.filter, hot), []).append(layer)
         found: dict[int, list[_Group]] = {}
@@ -233,12 +245,12 @@ class StepStores:
     def serves(self, stores: Sequence[Any], lengths: tuple[int, ...]) -> bool:
         """Whether the next step is of the very stores that it is bound to, these have room for it, and those in host
         memory are read by choice."""
-        if max(lengths) > self._room or len(stores) != len(self._bound):
+        if max(lengths) > self._room or len(stores) != len(self._bound) or not self.rings.serves(stores):
             return False
         if any(_reads_all(segment, self._program, lengths) for segment in self._segments):
             return False
         return all(
-            store.bound_to is self._binding if hot else store.keys is bound()
+            store.bound_to is self._binding if isinstance(hot, HotRows) else store.keys is bound()
             for store, hot, bound in zip(stores, self.kinds, self._bound, strict=True)
         )
 
@@ -260,15 +272,18 @@ class StepStores:
             for store in mine:
                 store.bound_to = self._binding
         self._bound = [
-            None if hot else weakref.ref(store.keys) for hot, store in zip(self.kinds, stores, strict=True)
+            None if isinstance(hot, HotRows) else weakref.ref(store.keys)
+            for hot, store in zip(self.kinds, stores, strict=True)
         ]  # a cache that is let go of is freed
-        self._room = min(store.capacity for store in stores)
+        rooms = (store.capacity for hot, store in zip(self.kinds, stores, strict=True) if not isinstance(hot, KeptRows))
+        self._room = min(rooms, default=sys.maxsize)
+        self.rings.bind(stores)
 
     @staticmethod
-    def _addresses(shape_BGSD: torch.Tensor, hot: HotRows | None, store: Any) -> list[int]:
+    def _addresses(shape_BGSD: torch.Tensor, hot: Kind, store: Any) -> list[int]:
         """A row of the table."""
         row = [0] * COLUMNS
-        if hot is None:
+        if not isinstance(hot, HotRows):
             k_BGRD, v_BGRD = store.tensors
         else:
             rows_PBGRD, host_CBPGD = store.memory_of_step
@@ -325,12 +340,16 @@ class StepStores:
         self._stream.order(self._last)
 
 
-def kinds_of(stores: Sequence[Any]) -> tuple[HotRows | None, ...]:
-    """What a step has to be captured for: of every layer whose context lies in host memory, its rows on the device."""
-    return tuple(
-        HotRows(store.hot_set.slots, store.hot_set.ring) if isinstance(store, HostStore) and store.is_long() else None
-        for store in stores
-    )
+def kinds_of(stores: Sequence[Any]) -> tuple[Kind, ...]:
+    """What a step has to be captured for, layer by layer."""
+    return tuple(map(_kind_of, stores))
+
+
+def _kind_of(store: Any) -> Kind:
+    if isinstance(store, RetainedStore):
+        return KeptRows.of(store.capacity)
+    is_long = isinstance(store, HostStore) and store.is_long()
+    return HotRows(store.hot_set.slots, store.hot_set.ring) if is_long else None
 
 
 def _shape(k_BGSD: torch.Tensor, tokens: int) -> torch.Tensor:

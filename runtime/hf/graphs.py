@@ -1,22 +1,22 @@
 """Decode steps as CUDA graphs: one launch in place of several hundred.
 
-A graph is captured for a batch size and a capacity, and serves every cache of that size: the addresses of keys and
-values stand in a small tensor that is written when another cache comes, or one has grown (runtime/hf/graph_stores.py);
-lengths, choices and budgets are read on the device as well. It covers the decoder; what follows (the head, sampling)
-runs as always, on a copy of the hidden state.
+A graph is captured for a phase, a batch size, new tokens a row and a capacity, and serves every cache of that size: the
+addresses of keys and values stand in a small tensor that is written when another cache comes, or one has grown
+(runtime/hf/graph_stores.py); lengths, choices and budgets are read on the device as well. It covers the decoder; what
+follows (the head, sampling) runs as always, on a copy of the hidden state.
 
 What captured steps have read of a model is compared at every step, to notice when something else takes its place:
 modules, their classes and forwards, hooks and tensors; numbers that modules hold when a cache is new or has grown. Only
 modules of torch and of transformers are captured: what others read cannot be known.
 
-Shapes: B batch, E hidden size.
+Shapes: B batch, Q new tokens of a row, E hidden size.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
@@ -30,6 +30,7 @@ from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.architecture import ARCHITECTURES
 from sparsekv.runtime.core.program import Program, SegmentProgram
@@ -37,7 +38,7 @@ from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
 from sparsekv.runtime.hf.cache import Progress, SparseLayer
 from sparsekv.runtime.hf.graph_states import StepStates
-from sparsekv.runtime.hf.graph_stores import FetchError, HotRows, StepStores, kinds_of, obstacle
+from sparsekv.runtime.hf.graph_stores import FetchError, Kind, StepStores, kinds_of, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
@@ -48,13 +49,16 @@ _MOST_GRAPHS = 16  # of all batch sizes and capacities; the one that was not use
 
 
 class _Key(NamedTuple):
-    """What a step is captured for: a batch size, a capacity, the dtype of the cache (another one than the model's where
-    it was filled under autocast), and the rows on the device of layers in host memory."""
+    """What a step is captured for: a phase, a batch size, new tokens of a row, a capacity, the dtype of the cache
+    (another one than the model's where it was filled under autocast), and the rows on the device of layers in host
+    memory and of those that drop tokens."""
 
+    phase: Phase
     rows: int
+    new: int
     capacity: int
     dtype: torch.dtype
-    kinds: tuple[HotRows | None, ...]
+    kinds: tuple[Kind, ...]
 
 
 class GraphWarning(UserWarning):
@@ -62,25 +66,28 @@ class GraphWarning(UserWarning):
 
 
 class StepGraph:
-    """One captured step of one batch size, one capacity, and one kind of stores.
+    """One captured step of one phase, one shape of tokens, one capacity, and one kind of stores.
 
     Args:
         cache: of this kind.
-        capacity: tokens that a row may have: what grids and scratch are made for.
+        key: what it is captured for.
         program: what the layers compute.
         reads: where to count what layers in host memory read.
     """
 
-    def __init__(self, cache: Cache, capacity: int, program: Program, reads: HostReads) -> None:
+    def __init__(self, cache: Cache, key: _Key, program: Program, reads: HostReads) -> None:
         stores = _stores(cache)
-        batch, device = stores[0].keys.shape[0], stores[0].keys.device
+        batch, new, device = key.rows, key.new, stores[0].keys.device
         self.open = True  # as the owner of its cache
         self.bytes: list[Bytes] = []
-        self.capacity = capacity
-        self.ids_B1 = torch.zeros((batch, 1), dtype=torch.int64, device=device)
-        self.positions_B1 = torch.zeros((batch, 1), dtype=torch.int64, device=device)
-        self.lengths_B = torch.ones(batch, dtype=torch.int32, device=device)
-        self.stores = StepStores(stores, capacity, program, self.lengths_B, reads)
+        self.capacity = key.capacity
+        self._phase = key.phase
+        self.ids_BQ = torch.zeros((batch, new), dtype=torch.int64, device=device)
+        self.positions_BQ = torch.zeros((batch, new), dtype=torch.int64, device=device)
+        self.lengths_B = torch.full((batch,), new, dtype=torch.int32, device=device)
+        self._new_B = torch.full((batch,), new, dtype=torch.int32, device=device) if key.phase is Phase.CHECK else None
+        self._before_the_end_Q = torch.arange(new, 0, -1, device=device)
+        self.stores = StepStores(stores, key.capacity, program, self.lengths_B, reads)
         self.states = StepStates(cache)
         self._program = program
         # no method of this object: in a reference cycle, a graph would outlive its handle until garbage is collected
@@ -88,7 +95,7 @@ class StepGraph:
         self._graph = torch.cuda.CUDAGraph()
         # who lets go of the last reference may be in the midst of another capture, and torch would destroy it there
         weakref.finalize(self, OUTSIDE_CAPTURES.run, self._graph.reset).atexit = False
-        self._out_B1E: torch.Tensor | None = None
+        self._out_BQE: torch.Tensor | None = None
 
     def new_store(self, layer: int) -> KVStore:
         """Of the cache that the step is captured with."""
@@ -98,24 +105,26 @@ class StepGraph:
         """The one state of the graph."""
         return self._state
 
-    def serves(self, ids_B1: torch.Tensor, cache: Cache, lengths: tuple[int, ...]) -> bool:
+    def serves(self, cache: Cache, lengths: tuple[int, ...]) -> bool:
         """Whether the next step is of the very cache that it is bound to, and this has room for it."""
-        same = ids_B1.shape == self.ids_B1.shape and self.stores.serves(_stores(cache), lengths)
-        return same and self.states.serves(cache)
+        return self.stores.serves(_stores(cache), lengths) and self.states.serves(cache)
 
     def bind(self, cache: Cache) -> None:
         """The next step reads and writes this cache."""
         self.stores.bind(_stores(cache))
         self.states.bind(cache)
 
-    def load(self, ids_B1: torch.Tensor, positions: torch.Tensor | None, lengths: tuple[int, ...]) -> None:
+    def load(self, under_way: Pass, inputs: dict[str, Any], lengths: tuple[int, ...]) -> None:
         """What the next step is of; lengths with the new tokens."""
-        self.ids_B1.copy_(ids_B1)
+        self.ids_BQ.copy_(inputs["input_ids"])
         if len(set(lengths)) == 1:
             self.lengths_B.fill_(lengths[0])  # a launch; a copy from the host would wait
         else:
-            self.lengths_B.copy_(torch.tensor(lengths, dtype=torch.int32, device="cpu"))
-        self.positions_B1.copy_(self.lengths_B[:, None] - 1 if positions is None else positions)
+            self.lengths_B.copy_(on_device(lengths, self.lengths_B.device, torch.int32))
+        if self._new_B is not None:
+            self._new_B.fill_(self.ids_BQ.shape[1]) if under_way.new_B is None else self._new_B.copy_(under_way.new_B)
+        positions = inputs.get("position_ids")
+        self.positions_BQ.copy_(self.lengths_B[:, None] - self._before_the_end_Q if positions is None else positions)
 
     def step_of(self, attached: Attachment, engine: Engine) -> Callable[[], torch.Tensor]:
         """The step as a function of what `bind` and `load` have written."""
@@ -131,23 +140,24 @@ class StepGraph:
 
         def step() -> torch.Tensor:
             self._state.begin(self.lengths_B, self.lengths_B.device)
-            inputs = {"input_ids": self.ids_B1, "position_ids": self.positions_B1}
-            under_way = Pass(engine, Phase.DECODE, cache, attached.windows)
+            self.stores.rings.begin()
+            inputs = {"input_ids": self.ids_BQ, "position_ids": self.positions_BQ}
+            under_way = Pass(engine, self._phase, cache, attached.windows, new_B=self._new_B)
             found = attached.run_own(under_way, {**inputs, "past_key_values": cache, "use_cache": True})
             self.stores.join()
-            hidden_B1E: torch.Tensor = found.last_hidden_state
-            return hidden_B1E
+            hidden_BQE: torch.Tensor = found.last_hidden_state
+            return hidden_BQE
 
         return step
 
     def capture(self, attached: Attachment, engine: Engine, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Runs the step once, for what is compiled and allocated on first use, and captures it. The token that it
-        writes is written again by the replay.
+        """Runs the step once, for what is compiled and allocated on first use, and captures it. The tokens that it
+        writes are written again by the replay.
 
         A capture that fails leaves the allocator waiting for its end: a step that waits for the device is found out
         before.
         """
-        step, current = self.step_of(attached, engine), torch.cuda.current_stream(self.ids_B1.device)
+        step, current = self.step_of(attached, engine), torch.cuda.current_stream(self.ids_BQ.device)
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):  # around the capture as well, which does not restore it when it fails
@@ -155,15 +165,15 @@ class StepGraph:
                 with _refusing_waits():
                     step()
                 with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    self._out_B1E = step()
+                    self._out_BQE = step()
         finally:
             current.wait_stream(stream)  # what a failed one has queued, too
 
     def run(self) -> torch.Tensor:
-        """[B, 1, E]: a copy, on the current stream."""
-        assert self._out_B1E is not None, "capture comes first"
+        """[B, Q, E]: a copy, on the current stream."""
+        assert self._out_BQE is not None, "capture comes first"
         self._graph.replay()
-        return self._out_B1E.clone()
+        return self._out_BQE.clone()
 
 
 def _fetch(stores: StepStores, segment: SegmentProgram, selection: Selection) -> None:
@@ -195,16 +205,17 @@ class StepGraphs:
 
     Args:
         model_type: the model's.
-        program: what the layers compute.
+        programs: what the layers compute in each phase that is captured.
         reads: where to count what layers in host memory read.
     """
 
-    def __init__(self, model_type: str, program: Program, reads: HostReads) -> None:
+    def __init__(self, model_type: str, programs: Mapping[Phase, Program], reads: HostReads) -> None:
         self._model_type = model_type
-        self._program = program
+        self._programs = programs
         self._reads = reads
         self._graphs: dict[_Key, StepGraph] = {}  # the one used last at the end
         self._next: StepGraph | None = None
+        self._served: dict[tuple[Phase, torch.Size], StepGraph] = {}  # the latest one of each shape of tokens
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._capturing: torch.cuda.Stream | None = None
@@ -220,16 +231,22 @@ class StepGraphs:
         """The captured step that ran last."""
         return self._next
 
+    def captured(self, phase: Phase, new: int) -> StepGraph | None:
+        """The captured step of a phase with so many new tokens a row that ran last."""
+        found = [graph for (of, shape), graph in self._served.items() if (of, shape[1]) == (phase, new)]
+        return found[-1] if found else None
+
     def takes(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> bool:
         """Whether this forward pass is a decode step that can be replayed; captures it where none was before."""
-        if under_way.phase is not Phase.DECODE or under_way.cache is None:
+        program = self._programs.get(under_way.phase)
+        if program is None or under_way.cache is None:
             if self._captured is not None and self._captured.changed():
                 self.release()  # old weights are not kept alive beside a prompt
             return False
         self.why_not = (
             self._never
-            or self._obstacle(attached.decoder, under_way.cache, inputs)
-            or self._ready(attached, under_way, inputs)
+            or self._obstacle(program, attached.decoder, under_way.cache, inputs)
+            or self._ready(program, attached, under_way, inputs)
         )
         if self.why_not and not self._told:
             self._told = True
@@ -246,28 +263,29 @@ class StepGraphs:
         assert self._next is not None, "takes() comes first"
         assert self._captured is not None
         assert under_way.cache is not None
-        hidden_B1E = None if self._next.states and self._captured.changed() else self._next.run()
-        if hidden_B1E is None or (not self._next.states and self._captured.changed()):
+        hidden_BQE = None if self._next.states and self._captured.changed() else self._next.run()
+        if hidden_BQE is None or (not self._next.states and self._captured.changed()):
             self.release()  # captured anew, where it can be
             return attached.run_own(under_way, inputs)
         for store in _stores(under_way.cache):
-            store.advance()
+            store.advance(hidden_BQE.shape[1])
         self.replayed += 1
         # What every head reads, of mixtures too.
-        return MoeModelOutputWithPast(last_hidden_state=hidden_B1E, past_key_values=under_way.cache)
+        return MoeModelOutputWithPast(last_hidden_state=hidden_BQE, past_key_values=under_way.cache)
 
     def release(self) -> None:
         """Frees the graphs and their memory."""
         self._graphs.clear()
+        self._served.clear()
         self._next = self._pool = self._captured = None
 
-    def _obstacle(self, decoder: nn.Module, cache: Cache, inputs: dict[str, Any]) -> str:
+    def _obstacle(self, program: Program, decoder: nn.Module, cache: Cache, inputs: dict[str, Any]) -> str:
         """Why the step has to run as the model's own forward; empty where it does not."""
         ids = inputs.get("input_ids")
         if ids is None or inputs.get("inputs_embeds") is not None or asks_for_more(decoder, inputs):
             return "more is asked of the model than the next token of token ids"
-        if self._program.remembers:
-            return f"the selector of filter layer {self._program.remembers[0]} looks at older queries"
+        if program.remembers:
+            return f"the selector of filter layer {program.remembers[0]} looks at older queries"
         if ids.shape[0] > MOST_ROWS:
             return f"expected at most {MOST_ROWS} rows, found {ids.shape[0]}"
         if cast(Any, decoder).config.num_hidden_layers != len(cache.layers):
@@ -276,57 +294,62 @@ class StepGraphs:
             return "it runs under autograd, autocast or torch.compile"
         return ""
 
-    def _ready(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> str:
+    def _ready(self, program: Program, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> str:
         """Prepares the replay; why that failed."""
         assert under_way.cache is not None
-        ids_B1, cache, stores = inputs["input_ids"], under_way.cache, _stores(under_way.cache)
-        lengths, positions = tuple(length + 1 for length in stores[0].lengths), inputs.get("position_ids")
-        stream = torch.cuda.current_stream(ids_B1.device)
+        ids_BQ, cache, stores = inputs["input_ids"], under_way.cache, _stores(under_way.cache)
+        (rows, new), phase = ids_BQ.shape, under_way.phase
+        lengths = tuple(length + new for length in stores[0].lengths)
+        stream = torch.cuda.current_stream(ids_BQ.device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)  # the last step used the same memory
         self._stream = stream
-        if self._next is not None and self._next.serves(ids_B1, cache, lengths):
-            self._next.load(ids_B1, positions, lengths)
+        served = self._served.get((phase, ids_BQ.shape))
+        if served is not None and served.serves(cache, lengths):
+            self._next = served
+            served.load(under_way, inputs, lengths)
             return ""
-        if found := obstacle(self._program, stores, lengths, ids_B1):
+        if found := obstacle(program, stores, lengths, ids_BQ):
             return found
-        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(ids_B1.device):
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(ids_BQ.device):
             for store in stores:
                 store.prepare(max(lengths))
             if self._captured is not None and self._captured.numbers_changed():
                 self.release()
-            rows, needed, kinds = ids_B1.shape[0], max(store.capacity for store in stores), kinds_of(stores)
+            needed, kinds = max(store.capacity for store in stores), kinds_of(stores)
             dtype = stores[0].keys.dtype
             least = bucketed_capacity(needed)
             fitting = [
                 key.capacity
                 for key in self._graphs
-                if (key.rows, key.dtype, key.kinds) == (rows, dtype, kinds) and needed <= key.capacity <= 4 * least
+                if key._replace(capacity=0) == _Key(phase, rows, new, 0, dtype, kinds)
+                and needed <= key.capacity <= 4 * least
             ]
-            key = _Key(rows, min(fitting, default=least), dtype, kinds)
+            key = _Key(phase, rows, new, min(fitting, default=least), dtype, kinds)
             known = self._graphs.pop(key, None)
             if known is None and (found := self._refused.get(key) or self._cannot_capture(attached.decoder)):
                 return found
             try:
-                graph = known or StepGraph(cache, key.capacity, self._program, self._reads)
+                graph = known or StepGraph(cache, key, program, self._reads)
                 graph.bind(cache)
-                graph.load(ids_B1, positions, lengths)
+                graph.load(under_way, inputs, lengths)
                 if known is None:
                     self._capture(graph, attached, under_way.engine)
             except Exception as error:  # memory, or what a model does cannot be captured: it runs all the same
-                self._abandon(ids_B1.device)
+                self._abandon(ids_BQ.device)
                 return self._not_captured(key, error)
             except BaseException:
-                self._abandon(ids_B1.device)
+                self._abandon(ids_BQ.device)
                 raise
-            self._graphs[key] = self._next = graph
+            self._graphs[key] = self._next = self._served[phase, ids_BQ.shape] = graph
             if len(self._graphs) > _MOST_GRAPHS:
-                del self._graphs[next(iter(self._graphs))]
+                gone = self._graphs.pop(next(iter(self._graphs)))
+                self._served = {shape: kept for shape, kept in self._served.items() if kept is not gone}
         return ""
 
     def _capture(self, graph: StepGraph, attached: Attachment, engine: Engine) -> None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        self._capturing = self._capturing or torch.cuda.Stream(graph.ids_B1.device)  # cuBLAS keeps memory for each one
+        self._capturing = self._capturing or torch.cuda.Stream(graph.ids_BQ.device)  # cuBLAS keeps memory for each one
         with self._reads.uncounted(), OUTSIDE_CAPTURES.put_off(), graph.states.unmoved():
             graph.capture(attached, engine, self._pool, self._capturing)
 

@@ -9,7 +9,7 @@ Symbols: B batch, S tokens of a forward pass over all rows, K keys of a row, H q
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -21,7 +21,7 @@ from sparsekv.kernels.decode.selection import ALL
 from sparsekv.kernels.topk import BLOCK_ELEMENTS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
-from sparsekv.plans.phases import DecodePlan, PrefillPlan
+from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.core.budgets import scored_tokens
@@ -171,6 +171,7 @@ class MemoryModel:
         mode: what is made of the plan's permission to offload.
         host_layers: layers in host memory, or how many, in place of the plan's.
         chunking: how long inputs are cut.
+        retained: the rules of layers that drop tokens.
 
     Raises:
         UsageError, UnsupportedError: as `place_layers` and `Program.of` do.
@@ -183,6 +184,7 @@ class MemoryModel:
     mode: OffloadMode = "always"
     host_layers: int | Sequence[int] | None = None
     chunking: Chunking = field(default_factory=Chunking)
+    retained: Mapping[int, Retention] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.mode != "auto" or self.host_layers is None
@@ -275,6 +277,8 @@ class MemoryModel:
         if group.kind == "linear":  # a float32 matrix a head, whatever the length
             return Bytes(4 * request.batch * group.heads * group.head_dim**2)
         each = request.batch * self._token_bytes(layer)
+        if rule := self.retained.get(layer):
+            return Bytes((rule.kept_tokens(request.prompt) + (rule.generated or 0)) * each)
         if layer not in placement.layers:
             return Bytes(request.tokens * each)
         device, host = allocated_tokens(placement.hot, self._reads[layer], request.tokens)
@@ -311,7 +315,7 @@ class MemoryModel:
         queries = rows * group.heads * group.head_dim * item
         output = min(queries, max(self.chunking.output_bytes, queries // group.kv_heads))  # of a group of heads
         attending = queries + output + self._index(request, -(-group.heads * output // queries))
-        attending += self._moved(request, on_host)
+        attending += self._moved(request, on_host) + self._before_dropping(request)
         in_mlp = queries + worked_on * (3 * self.size.intermediate + 2 * width) * item
         return always + max(attending, in_mlp, in_linear)
 
@@ -319,6 +323,15 @@ class MemoryModel:
         """Keys and values of a layer in host memory while it attends: packed, and all before them copied back."""
         tokens = request.piece if request.piece == request.prompt else request.piece + request.prompt
         return max((request.batch * tokens * self._token_bytes(layer) for layer in on_host), default=0)
+
+    def _before_dropping(self, request: Request) -> int:
+        """What a prompt has more in layers that drop tokens, until these are dropped: in one layer after another, or
+        where the prompt runs in pieces, in all of them. Beside it lies what a layer moves."""
+        kept = {layer: self._store(layer, request, Placement()).device for layer in self.retained}
+        whole = {layer: request.batch * request.tokens * self._token_bytes(layer) for layer in self.retained}
+        more = [max(0, whole[layer] - own) for layer, own in kept.items()]
+        together = max(more, default=0) if request.piece == request.prompt else sum(more)
+        return together + 2 * max(kept.values(), default=0)
 
     def _index(self, request: Request, heads: int) -> int:
         """The tile lists of the layer that has the widest, for so many heads."""

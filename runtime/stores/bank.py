@@ -290,13 +290,13 @@ class HostStore:
         self._evict(self._hot_from, max(0, length - self._reads.recent))
         self._stream().order(self._written)
 
-    def advance(self) -> None:
-        """Counts the token that a captured step has written."""
-        self.length += 1
+    def advance(self, tokens: int) -> None:
+        """Counts what a captured step has written."""
+        self.length += tokens
         if self._whole is None:
             self._hot_from = self._first_hot(self.length)
         else:
-            self._whole.advance()
+            self._whole.advance(tokens)
 
     def _unbind(self) -> None:
         """Of a context that captured steps have written to, what they did counts as a copy to the host."""

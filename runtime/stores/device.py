@@ -114,9 +114,9 @@ class DeviceStore:
         """Makes room for a captured step at which a row has so many tokens."""
         self.reserve(length)
 
-    def advance(self) -> None:
-        """Counts the token that a captured step has written."""
-        self._count(1)
+    def advance(self, tokens: int) -> None:
+        """Counts what a captured step has written."""
+        self._count(tokens)
 
     @property
     def keys(self) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError, install_command
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.program import LayerProgram
 
 TESTED = {"cpu": ("0.32.0",), "cuda": ("0.26.0",)}  # releases of vLLM by device
@@ -58,6 +59,9 @@ def check_engine(facts: EngineFacts, plan: Plan, allow_untested: bool) -> None:
         UnsupportedError: it names everything that stands in the way, and what to do.
     """
     obstacles = [*_untested(facts, allow_untested), *_obstacles(facts), *_decode_obstacles(facts, plan)]
+    if plan.retained:
+        layers = format_ids(plan.retained)
+        obstacles.append(f"kv_cache: layers {layers} drop tokens, which only the transformers host executes so far")
     if obstacles:
         listed = "\n".join(f"  {line}" for line in obstacles)
         raise UnsupportedError(

@@ -226,7 +226,7 @@ def start_host(
     """
     plan = load_plan(path)
     if not options.decode:
-        plan = plan.model_copy(update={"decode": None})
+        plan = plan.model_copy(update={"decode": None, "kv_cache": None})
     check_engine(facts, plan, options.allow_untested)
     found = describe_config(model.config, model.name, model.revision)
     _check_model(plan, found, options.allow_mismatch)

@@ -10,11 +10,13 @@ from tiny_plans import decode_plan, info_of, plan_for, segment
 import sparsekv
 from sparsekv.bench.decode import (
     ATTENTION,
+    EXACT,
     OURS,
     TOKEN,
     UNMODIFIED,
     DecodeBench,
     DecodeRuns,
+    Forced,
     Run,
     bench_decode,
     check_decode,
@@ -233,3 +235,21 @@ def test_a_case_that_cannot_be_timed_is_refused(subject, plan):
             BenchModel(windowed, info_of(windowed), "tiny", "random"),
             plan_for(windowed, decode=decode_plan(segment(0, (1, 2), BUDGET))),
         )
+
+
+def test_exact_tokens_are_a_row_of_their_own_over_our_dense_steps(subject, plan):
+    rows = rows_of(subject, plan, exact=True, acceptance=0.9)
+    assert [row.name for row in rows] == [ATTENTION, TOKEN, EXACT]
+    token, exact = (row.data() for row in rows[1:])
+    assert exact["dense_ms"] == token["dense_ms"] == exact["dense_peers_ms"][OURS]
+    assert UNMODIFIED not in exact["dense_peers_ms"]
+    assert token["density"] < exact["density"] <= 1  # checks read everything
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.8, 1.0])
+def test_a_forced_share_of_drafts_counts(chance):
+    judge, scores = Forced(chance, 0), torch.randn(20000, 3, 5)
+    verdict = judge.judge(torch.zeros(20000, 2, dtype=torch.int64), scores)
+    assert verdict.accepted_B.float().mean() == pytest.approx(chance + chance**2, abs=0.02)
+    row = int(verdict.accepted_B.argmax())
+    assert verdict.next_B[row] == scores[row, verdict.accepted_B[row]].argmax()

@@ -22,7 +22,6 @@ from sparsekv.plans.schema import Cost, Estimate, Measurement, Plan, Prediction,
 from sparsekv.plans.types import format_length
 
 LENGTH = 4096
-OTHER = AShape(sink=tokens(1), window=tokens(1))
 
 
 def profile():

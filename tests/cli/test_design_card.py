@@ -1,6 +1,5 @@
 """What the README promises, typed as it stands there, on the model that ships: a plan, and the right answer with it."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.files import load_plan
 
 # As typed in the README, on a short length and few samples so that it takes seconds.
-SHORT = ("--lengths", "2k", "--no-crossover", "--tasks", "niah_single", "--samples", 1, "--verify-samples", 1)
-SHORT = (*SHORT, "--families", "vertical_slash", "--max-kl", 0.1, "--device", "cpu")
+SHORT = ("--lengths", "1k", "--no-crossover", "--tasks", "niah_single", "--samples", 1, "--verify-samples", 1)
+SHORT = (*SHORT, "--families", "vertical_slash", "--decode-loss", 0.02, "--max-kl", 0.1, "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +21,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("card")
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny-retriever").path_or_id)
-    sample = make_sample(TASKS["niah_single"], prepare(tokenizer, Split.EVALUATION), 2048, seed=1, index=0)
+    sample = make_sample(TASKS["niah_single"], prepare(tokenizer, Split.EVALUATION), 1024, seed=1, index=0)
     (folder / "document.txt").write_text(tokenizer.decode(sample.prompt_ids, skip_special_tokens=True))
     (folder / "answer.txt").write_text(sample.answer.strip())
     call = [str(part) for part in ("plan", "tiny-retriever", "-o", "plan.yaml", *SHORT)]
@@ -43,17 +42,6 @@ def test_plan_then_run_finds_the_hidden_number(sparsekv, place, monkeypatch):
     assert done.code == 0, done.err
     assert done.data["text"].strip() == (place / "answer.txt").read_text()
     assert done.data["prefill_density"] < 0.95
-
-
-def test_a_plan_committed_as_sparsekv_yaml_is_found_by_run_folder(sparsekv, place, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(resolve_model("tiny-retriever").path_or_id, folder)
-    shutil.copy(place / "plan.yaml", folder / "sparsekv.yaml")
-    call = ("run", folder, "--prompt-file", place / "document.txt", "--device", "cpu")
-    done = sparsekv(*call)
-    assert done.code == 0, done.err
-    assert done.out.strip() == (place / "answer.txt").read_text()
-    assert "density 1.00" not in done.err
 
 
 def test_the_python_calls_of_the_readme(place):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from sparsekv.cli.prompts import given_prompt
 from sparsekv.plans.aliases import ModelSource
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime import hub
@@ -33,15 +32,6 @@ def test_a_plan_that_cannot_be_written_is_refused_at_once(sparsekv):
     done = sparsekv("plan", "tiny-retriever", "-o", "/proc/x.yaml")
     assert done.code == 2
     assert "cannot be written" in done.err
-
-
-@pytest.mark.parametrize(
-    ("data", "prompt"), [("a b\n", "a b"), ("a b\r\n", "a b"), ("a b\n\n", "a b\n"), ("a b", "a b")]
-)
-def test_the_last_newline_of_a_file_is_no_part_of_the_prompt(tmp_path, data, prompt):
-    path = tmp_path / "prompt.txt"
-    path.write_bytes(data.encode())
-    assert given_prompt(None, path) == prompt
 
 
 @pytest.fixture

@@ -149,14 +149,6 @@ def test_schema_is_a_json_schema_that_names_every_part(sparsekv):
     assert sparsekv("schema", "--json").data == schema
 
 
-@pytest.mark.parametrize("command", ["validate", "show", "seal"])
-def test_a_file_that_is_not_there_is_a_usage_error_of_one_line(sparsekv, tmp_path, command):
-    done = sparsekv(command, tmp_path / "none.yaml")
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("error: ")
-    assert done.err.count("\n") == 1
-
-
 BROKEN = {
     "truncated": (lambda text: text[: len(text) // 2], "line"),
     "huge": (lambda text: text + "# " + "x" * (9 << 20), "8,388,608 bytes"),
@@ -184,7 +176,12 @@ def test_a_broken_plan_is_refused_and_left_as_it_was(sparsekv, plan, fault):
 @pytest.mark.parametrize("command", ["validate", "show", "seal"])
 def test_what_is_no_file_is_wrong_usage_not_a_failed_check(sparsekv, tmp_path, command):
     (tmp_path / "file").write_text("x")
-    for path, word in [(tmp_path, str(tmp_path)), (tmp_path / "file" / "plan.yaml", "Not a directory")]:
+    none = tmp_path / "none.yaml"
+    for path, word in [
+        (none, str(none)),
+        (tmp_path, str(tmp_path)),
+        (tmp_path / "file" / "plan.yaml", "Not a directory"),
+    ]:
         done = sparsekv(command, path, "--json")
         assert done.code == done.data["error"]["exit_code"] == 2
         assert word in done.err

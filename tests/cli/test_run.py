@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 from itertools import count
 
 import pytest
@@ -24,6 +23,8 @@ KEYS = {
     "prefill_density",
     "kv_bytes_device",
     "kv_bytes_host",
+    "tokens_drafted",
+    "drafts_accepted",
 }
 PROMPT = "What is the number? " * 40
 FEW = ("--max-new-tokens", 6)
@@ -158,12 +159,6 @@ def test_a_backend_of_the_environment_that_cannot_run_is_told_apart_from_a_flag(
     assert sparsekv(*call, "--backend", "cpu").code == 0
 
 
-def test_flags_go_over_the_environment(sparsekv, folder, monkeypatch):
-    monkeypatch.setenv("SPARSEKV_DEVICE", "quantum")
-    assert sparsekv("run", folder, "--prompt", "a", *FEW).code == 2
-    assert sparsekv("run", folder, "--prompt", "a", "--device", "cpu", *FEW).code == 0
-
-
 def test_compare_shows_both_and_where_they_part(sparsekv, folder):
     data = sparsekv("run", folder, "--prompt", PROMPT, "--compare", "--json", *FEW).data
     assert data.keys() >= KEYS
@@ -288,6 +283,26 @@ def test_dense_needs_no_plan_and_each_phase_can_be_switched_off(sparsekv, copy):
     assert dense["kv_bytes_device"] > sparse["kv_bytes_device"]
 
 
+def test_exact_says_what_dense_attention_says_and_prefills_by_the_plan_where_asked(sparsekv, copy):
+    asked = ("--prompt", PROMPT, "--json", "--max-new-tokens", 24)
+    exact, decode_alone, by_plan, half = (
+        sparsekv("run", copy, *flags, *asked).data
+        for flags in (("--exact",), ("--exact-decode",), (), ("--dense-decode",))
+    )
+    dense = sparsekv("run", copy, "--dense", *asked).data
+    assert (exact["text"], exact["prefill_density"]) == (dense["text"], 1)
+    assert (decode_alone["text"], decode_alone["prefill_density"]) == (half["text"], by_plan["prefill_density"])
+    assert min(exact["tokens_drafted"], decode_alone["tokens_drafted"]) > 0 == by_plan["tokens_drafted"]
+
+
+@pytest.mark.parametrize(
+    "flags", [("--exact", "--dense-decode"), ("--exact", "--dense"), ("--exact", "--exact-decode")]
+)
+def test_exact_beside_what_leaves_no_drafts_is_refused(sparsekv, copy, flags):
+    done = sparsekv("run", copy, "--prompt", PROMPT, *flags)
+    assert (done.code, "--exact" in done.err) == (2, True)
+
+
 def test_prefill_in_pieces_says_the_same(sparsekv, folder):
     whole = sparsekv("run", folder, "--prompt", PROMPT, "--dense-prefill", *FEW).out
     assert sparsekv("run", folder, "--prompt", PROMPT, "--dense-prefill", "--prefill-chunk", 300, *FEW).out == whole
@@ -399,24 +414,13 @@ def test_a_template_keeps_the_cache_over_turns(tmp_path):
     assert kept is retold  # a template that would retell the answer otherwise starts anew
 
 
-def test_ctrl_c_while_generating_ends_with_130(sparsekv, folder, on_output):
-    on_output(lambda: signal.default_int_handler(signal.SIGINT, None))
-    done = sparsekv("run", folder, "--offload", "never", "--prompt", "a")
-    assert (done.code, done.out) == (130, "")
-    assert done.err.startswith("interrupted")
-
-
-def test_a_plan_of_another_architecture_exits_with_3_and_says_what_differs(sparsekv, folder, tmp_path):
+def test_a_plan_of_another_architecture_exits_with_3_unless_allowed_where_its_layers_fit(sparsekv, folder, tmp_path):
     other = save_model(tiny_model(layers=4, context=2048), tmp_path / "other")
-    done = sparsekv("run", other, "--plan", folder / "sparsekv.yaml", "--prompt", "a")
+    call = ("run", other, "--plan", folder / "sparsekv.yaml", "--prompt", PROMPT, *FEW)
+    done = sparsekv(*call)
     assert (done.code, done.out) == (3, "")
     assert "layers" in done.err
-
-
-def test_allow_mismatch_runs_a_plan_whose_layers_fit(sparsekv, folder, tmp_path):
-    other = save_model(tiny_model(layers=4, context=2048), tmp_path / "other")
-    call = ("run", other, "--plan", folder / "sparsekv.yaml", "--prompt", PROMPT, "--allow-mismatch", *FEW)
-    assert sparsekv(*call).code == 0
+    assert sparsekv(*call, "--allow-mismatch").code == 0
 
 
 @pytest.mark.parametrize(

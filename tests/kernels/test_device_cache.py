@@ -1,5 +1,7 @@
 """What is kept between builds: it changes no index, nobody writes to it, and equal layers share it."""
 
+from itertools import product
+
 import pytest
 import torch
 from index_cases import PARTS, TILES, Layer, build, differences, make_layer
@@ -45,8 +47,9 @@ class NothingCached(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("builder", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("name", "builder"), [*product(LAYERS, ["torch"]), ("all lines", "triton"), ("every kind", "triton")]
+)
 def test_a_second_build_is_the_first_whatever_was_built_in_between(name: str, builder: str) -> None:
     layer = layer_at(LAYERS[name], PLACES[0])
     others = [layer_at(LAYERS[name], *place, seed=8) for place in ((PLACES[0], None), (PLACES[1], 77))]
@@ -61,7 +64,7 @@ def test_a_second_build_is_the_first_whatever_was_built_in_between(name: str, bu
         assert differences(index, expected) == []
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", ["all a_shape", "every kind"])
 def test_whoever_writes_to_lists_of_one_index_harms_no_other(name: str) -> None:
     layer = layer_at(LAYERS[name], PLACES[1])
     first = build(layer, builder="triton")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planner_models import made_up_cost
 from planner_profiles import made_up_length, made_up_model, made_up_profile, options_for, rows
 
-from sparsekv.planner.allocate import Allocation, allocate, check_profiled, solve, with_reached_densities
+from sparsekv.planner.allocate import Allocation, allocate, solve, with_reached_densities
 from sparsekv.planner.cost.device_cost import Line
 from sparsekv.planner.cost.predict import ABSENT, DENSE, WORST_WEIGHT, ScoreTables, choice_of, predict
 from sparsekv.planner.options import PlanOptions
@@ -137,13 +137,6 @@ def test_a_solution_is_within_its_budget_and_within_one_step_of_the_best(instanc
     assert np.array_equal(again.choice, found.choice)
 
 
-def test_a_budget_for_all_heads_dense_is_spent_on_that() -> None:
-    cost, damage = np.full((2, 3), 0.5), np.full((2, 3), 1.0)
-    found = solved(cost, damage, np.ones((2, 3), bool), 3.0)
-    assert found.choice.tolist() == [[DENSE] * 3]
-    assert (found.damage, found.bound) == (0.0, 0.0)
-
-
 def test_candidates_without_damage_are_taken_at_their_cheapest() -> None:
     cost, damage = np.array([[0.5], [0.2], [0.2]]), np.zeros((3, 1))
     found = solved(cost, damage, np.ones((3, 1), bool), 1.0)
@@ -179,12 +172,6 @@ def test_one_family_alone_is_allocated_from_a_profile_of_all(family: str) -> Non
     options = options_for(target_density=(0.3,), crossover=False, families=(family,))
     bucket = allocate(profile_with(drift=0.05), made_up_cost(), options).bucket(8192)
     assert {pattern.pattern for layer in range(3) for pattern in bucket.patterns(layer, 4)} == {family}
-
-
-def test_a_target_below_the_ladder_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"at least 0\.2 at 8192"):
-        check_profiled(profile_with(), options_for(target_density=(0.1,)))
-    check_profiled(profile_with(), options_for(target_density=(0.2,)))
 
 
 @pytest.mark.parametrize(
@@ -238,15 +225,6 @@ def test_under_the_preset_each_head_takes_the_least_damage_at_the_target_cost() 
         assert bucket.patterns(row, 4) == tuple(entry.patterns[slot] for slot in least)
 
 
-def test_the_last_bucket_is_open_and_says_that_it_is_extrapolated() -> None:
-    rng = np.random.default_rng(0)
-    profile = made_up_profile(made_up_length(4096, rng), made_up_length(8192, rng))
-    plan = allocate(profile, made_up_cost(), options_for(target_density=(0.3, 0.3), crossover=False))
-    assert [bucket.up_to for bucket in plan.lengths] == [4096, 8192, None]
-    assert plan.lengths[-1].extrapolated
-    assert plan.bucket(100_000) == plan.bucket(8192)
-
-
 @pytest.mark.parametrize(
     ("dense", "found"),
     [
@@ -265,13 +243,6 @@ def test_lengths_that_are_to_be_dense_are_and_the_others_stay_as_they_are(target
     for length in (4096, 8192, 16384):
         assert plan.bucket(length).dense == (length in dense)
         assert plan.bucket(length).dense or plan.bucket(length) == before.bucket(length)
-
-
-def test_a_pattern_whose_index_costs_more_than_it_saves_is_not_used() -> None:
-    free, dear = Line(prices=(0.0, 0.0, 0.0)), Line(prices=(0.0, 10.0, 0.0))
-    index = {"a_shape": free, "vertical_slash": dear, "block_sparse": dear}
-    bucket = allocate(profile_with(), made_up_cost(index=index), options_for(target_density=(0.3,))).bucket(8192)
-    assert {pattern.pattern for layer in range(3) for pattern in bucket.patterns(layer, 4)} == {"a_shape"}
 
 
 @pytest.mark.parametrize("speedup", [2.0, 3.0, 4.5])
@@ -306,11 +277,6 @@ def test_a_target_speedup_is_a_budget_of_time_in_which_dear_columns_count_as_wha
     by_density = [options_for(target_density=(share / 100,), crossover=False) for share in range(12, 80, 2)]
     damages = [damage_of(profile, options, **dear) for options in by_density if speedup(options) >= 1.8]
     assert damage_of(profile, wanted, **dear) < 0.7 * min(damages)
-
-
-def test_a_speedup_out_of_reach_is_an_error_that_says_what_can_be_reached() -> None:
-    with pytest.raises(GateError, match=r"found 5\.00"):
-        allocate(profile_with(), made_up_cost(), options_for(target_speedup=20.0))
 
 
 def test_a_speedup_is_reached_above_levels_that_mandatory_tiles_leave_no_room_for() -> None:

@@ -31,12 +31,6 @@ def test_what_is_read_is_what_was_written(profile: Profile, tmp_path: Path) -> N
     assert read_measured(DeviceCost, tmp_path / "c.json") == made_up_cost()
 
 
-def test_the_same_profile_gives_the_same_bytes(profile: Profile, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        write_measured(profile, tmp_path / name)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
 def test_a_large_profile_is_compressed_to_the_same_bytes_each_time(tmp_path: Path) -> None:
     levels = tuple(0.05 * level for level in range(1, 13))
     entry = made_up_length(4096, np.random.default_rng(0), layers=24, heads=32, levels=levels)

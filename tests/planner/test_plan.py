@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planner_models import bare_job, loaded_tiny, made_up_cost, quick_options
+from planner_models import bare_job, made_up_cost, quick_options
 from progress import Counting, CtrlC
 from tiny_models import tiny_model, tiny_tokenizer
 
@@ -21,7 +21,7 @@ from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.settled import settle
 from sparsekv.planner.verify import Verification, verify
-from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
+from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.patterns import TileShape, tokens
 from sparsekv.plans.schema import Measurement, Plan, Quality
 from sparsekv.runtime.hf.apply import apply
@@ -227,7 +227,7 @@ def test_a_plan_that_misses_is_tightened_until_it_passes(loaded: LoadedModel, me
     loose = settle(quick_options(phases=("prefill",), gate=LOOSE, verify_samples=4), 4096, "cpu")
     kl = planning.verify(loaded, first.plan, loose).quality.prefill.kl
     gate = LOOSE.but(max_kl=kl * 0.8)
-    options = quick_options(phases=("prefill",), target_density=(0.56,), gate=gate, verify_samples=100)
+    options = quick_options(phases=("prefill",), target_density=(0.56,), gate=gate, verify_samples=64)
     progress = Counting()
     result = compile_plan(job_of(loaded, options, profile=profile, cost=cost), progress=progress)
     assert result.attempts == 2
@@ -285,12 +285,6 @@ def test_a_model_of_windows_alone_is_refused_as_having_nothing_to_plan() -> None
     with pytest.raises(UsageError, match="128"):
         compile_plan(job_of(sliding, quick_options()), progress=progress)
     assert progress.stages == []
-
-
-def test_a_profile_of_another_model_is_refused(measured) -> None:
-    profile, cost = measured
-    with pytest.raises(PlanMismatchError, match="weights"):
-        compile_plan(job_of(loaded_tiny(seed=1), OPTIONS, profile=profile, cost=cost))
 
 
 @pytest.mark.parametrize("stage", STAGES)

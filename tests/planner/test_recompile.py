@@ -52,13 +52,6 @@ def test_it_is_the_plan_that_the_loaded_model_gives_twice_the_same_bytes(
     assert [bucket.dense for bucket in lengths] == [True] * crossover + [False, False]
 
 
-def test_it_says_that_nobody_looked_at_the_weights(measured: Profile, cost: DeviceCost, folder: Path) -> None:
-    result = compile_plan(job_of_files(str(folder), OPTIONS, measured, cost))
-    assert result.plan.status == "unverified"
-    assert result.plan.model.fingerprint == measured.model.fingerprint
-    assert any("weights" in remark for remark in result.remarks)
-
-
 def test_a_model_that_cannot_be_reached_is_taken_by_its_name_alone(measured: Profile, cost: DeviceCost) -> None:
     result = compile_plan(job_of_files("tests/tiny", OPTIONS, measured, cost))
     assert any("not checked" in remark for remark in result.remarks)

@@ -63,7 +63,7 @@ def changed(part: Part, **fields: Any) -> Any:
 COMPARED = [name for name in Plan.model_fields if name not in ("kind", "schema_version", "integrity")]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(plans, plans, st.sampled_from(COMPARED) | st.none(), st.booleans())
 def test_there_are_changes_exactly_where_the_content_differs_and_they_reverse(
     one: Plan, two: Plan, only: str | None, full: bool

@@ -142,9 +142,10 @@ def test_a_flood_of_values_is_refused_where_it_passes_what_a_plan_may_hold(flood
 
 
 def test_a_plan_of_many_head_groups_may_hold_more_values_than_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = dump_plan(large_plan())
+    plan = large_plan(4, 32, 1)
+    text = dump_plan(plan)
     monkeypatch.setattr(yaml_io, "MAX_VALUES", 100)
-    assert parse_plan(text) == sign(large_plan())
+    assert parse_plan(text) == sign(plan)
     monkeypatch.setattr(yaml_io, "MAX_GROUPS", 100)
     assert "expected at most" in refusal(text)
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 import yaml
-from plans_samples import full_plan, large_plan, small_plan
+from plans_samples import full_plan, small_plan
 
 from sparsekv.plans import files
 from sparsekv.plans.errors import PlanError, UsageError
@@ -79,12 +79,6 @@ def test_text_stays_text(value: str) -> None:
     text = dump_plan(plan)
     assert parse_plan(text) == sign(plan)
     assert yaml.safe_load(text)["extensions"] == plan.extensions
-
-
-def test_one_line_a_head_group() -> None:
-    lines = dump_plan(large_plan(4, 4, 1)).splitlines()
-    assert sum("pattern: vertical_slash" in line for line in lines) == 16
-    assert all(line.lstrip().startswith("- {layer:") and line.endswith("}") for line in lines if "pattern" in line)
 
 
 def test_a_plan_too_large_to_read_is_not_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

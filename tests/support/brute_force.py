@@ -9,6 +9,7 @@ Shapes: B batch, H query heads, G KV heads, S queries, K keys, D head size.
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from masks import best, brute_heads, brute_mask
 from transformers import AttentionInterface, PreTrainedModel
 
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.phases import Segment
+from sparsekv.plans.phases import Retention, Segment
 from sparsekv.plans.schema import Plan
 
 _NAME = "brute_force"
@@ -28,6 +29,7 @@ class BruteForce:
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
         self._model, self._plan = model, plan
         self._chosen: dict[int, torch.Tensor] = {}  # by filter layer, of the step under way
+        self._kept = {layer: Kept(rule) for layer, rule in plan.retained.items()}
         self._queries: dict[int, torch.Tensor] = {}  # all so far, of filter layers that look back, over one cache
 
     def __enter__(self) -> BruteForce:
@@ -50,6 +52,8 @@ class BruteForce:
         steps = q_BHSD.shape[2] == 1 < k_BGKD.shape[2]
         mask_of = self._decode_mask if steps else self._prefill_mask
         visible_BHSK = mask_of(module.layer_idx, q_BHSD, k_BGKD, scaling, sliding_window)
+        if kept := self._kept.get(module.layer_idx):
+            visible_BHSK = kept.mask(q_BHSD, k_BGKD, scaling, self._cap, s_aux, visible_BHSK)
         k_BHKD, v_BHKD = (x.repeat_interleave(q_BHSD.shape[1] // x.shape[1], 1) for x in (k_BGKD, v_BGKD))
         scores_BHSK = capped(q_BHSD @ k_BHKD.mT * scaling, self._cap).masked_fill(~visible_BHSK, -math.inf)
         return (softmax(scores_BHSK, s_aux) @ v_BHKD).transpose(1, 2).contiguous(), None
@@ -89,6 +93,68 @@ class BruteForce:
                     visible_BGK = visible_BGK[:, list(segment.heads[layer])]
         in_window_K = torch.arange(length) > length - 1 - (window or length)
         return (visible_BGK & in_window_K).repeat_interleave(heads // groups, 1)[:, :, None]
+
+
+class Kept:
+    """Which tokens of one cache a layer that drops tokens still has, over a cache that drops nothing."""
+
+    def __init__(self, rule: Retention) -> None:
+        self._rule, self._kept_BGK, self._queries, self._generated = rule, None, None, 0
+
+    def mask(self, q_BHSD, k_BGKD, scale, cap, sinks_H, visible_BHSK):
+        """bool [B, H, S, K]: `visible_BHSK` without the tokens that are dropped by now."""
+        (batch, groups, length, _), rows = k_BGKD.shape, q_BHSD.shape[2]
+        if self._kept_BGK is None:
+            self._kept_BGK = torch.ones(batch, groups, 0, dtype=torch.bool)
+        if rows == 1 < length:
+            self._complete(k_BGKD[:, :, :-1], scale, cap, sinks_H)
+            self._generated += 1
+            self._grow(1)
+            if self._generated > self._rule.generated:
+                self._kept_BGK[:, :, length - self._rule.generated - 1] = False
+        else:
+            self._generated = 0
+            self._queries = q_BHSD if self._queries is None else torch.cat((self._queries, q_BHSD), 2)
+            if not self._kept_BGK.all():
+                visible_BHSK = torch.arange(length) <= torch.arange(length - rows, length)[:, None]
+            self._grow(rows)
+        return visible_BHSK & self._kept_BGK.repeat_interleave(q_BHSD.shape[1] // groups, 1)[:, :, None]
+
+    def _grow(self, rows):
+        self._kept_BGK = torch.cat((self._kept_BGK, torch.ones(*self._kept_BGK.shape[:2], rows, dtype=torch.bool)), 2)
+
+    def _complete(self, k_BGKD, scale, cap, sinks_H):
+        """The prompt is: drops what the rule does not keep, one KV head of one batch row at a time."""
+        if self._queries is None:
+            return
+        observed, self._queries = self._queries[:, :, -self._rule.observe :], None
+        scores_BGK = torch.zeros(self._kept_BGK.shape, dtype=torch.float64)
+        per_group = observed.shape[1] // k_BGKD.shape[1]
+        for b, g in product(range(len(k_BGKD)), range(k_BGKD.shape[1])):
+            held = self._kept_BGK[b, g].nonzero()[:, 0]
+            attention = torch.zeros(len(held), dtype=torch.float64)
+            for h, w in product(range(g * per_group, (g + 1) * per_group), range(observed.shape[2])):
+                seen = held[: len(held) - observed.shape[2] + w + 1]
+                logits = capped(k_BGKD[b, g, seen].double() @ observed[b, h, w].double() * scale, cap)
+                sink = 0.0 if sinks_H is None else sinks_H[h].double().exp()
+                attention[: len(seen)] += logits.exp() / (logits.exp().sum() + sink)
+            near = [attention[max(0, j - 2) : j + 3].sum() for j in range(len(held))]
+            scores_BGK[b, g, held] = torch.stack(near)
+        if self._rule.heads == "max":
+            scores_BGK = scores_BGK.amax(1, keepdim=True).expand_as(scores_BGK)
+        for b, g in product(range(len(k_BGKD)), range(k_BGKD.shape[1])):
+            self._kept_BGK[b, g] = self._choose(self._kept_BGK[b, g], scores_BGK[b, g])
+
+    def _choose(self, kept_K, scores_K):
+        rule, held = self._rule, kept_K.nonzero()[:, 0].tolist()
+        count = rule.keep.resolve(len(kept_K))
+        if rule.sink + count + rule.recent >= len(held):
+            return kept_K
+        free = held[rule.sink : len(held) - rule.recent]
+        chosen = best({j: scores_K[j].item() for j in free}, count)
+        return torch.zeros_like(kept_K).index_fill_(0, torch.tensor(held), True) & ~torch.isin(
+            torch.arange(len(kept_K)), torch.tensor(sorted(set(free) - set(chosen)))
+        )
 
 
 def capped(scores: torch.Tensor, cap: float) -> torch.Tensor:

@@ -80,7 +80,7 @@ def _capture(self: Any, attached: Any, engine: Any, pool: Any, stream: Any) -> N
     step = self.step_of(attached, engine)
     step()
     with _DEVICE.capture():
-        out = self._out_B1E = step()
+        out = self._out_BQE = step()
     self.captured_of, this = (attached.decoder, engine), weakref.ref(self)  # a graph keeps nothing of Python alive
 
     def run() -> None:

@@ -2,7 +2,7 @@
 
 It has the same eyes: whole tiles are taken without a mask whatever they hold, masked ones through the predicates of
 `mask_mod`, rows and keys are counted from the launch's own tensors, nothing is read past a count, and the end of K is
-only looked at in the last tile of each list. Slow. Lists are made by torch operations, as call.py makes them on a GPU.
+only looked at in the last tile of each list. Slow. Lists are made by their definition.
 
 Shapes: M rows of a query tile, N keys listed for it; else as in call.py.
 """
@@ -10,16 +10,15 @@ Shapes: M rows of a query tile, N keys listed for it; else as in call.py.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 
-from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.prefill.flash.backend import Passes, run
 from sparsekv.kernels.prefill.flash.call import BlockLists, Part, causal, causal_in_window, empty_lists
 from sparsekv.kernels.tiles import Chunk, TileIndex
-from sparsekv.kernels.topk import blocks
+from sparsekv.plans.patterns import TileShape
 
 
 def attend_lists(part: Part, lists: BlockLists) -> None:
@@ -90,104 +89,27 @@ def _read(x_KD: torch.Tensor, key_N: torch.Tensor) -> torch.Tensor:
 
 
 def lower(index: TileIndex, chunk: Chunk, *, window: int | None = None, list_dense: bool = False) -> BlockLists:
-    """`lists.lower` by torch operations."""
-    lists, bounds = empty_lists(index, chunk, window=window, list_dense=list_dense), _bounds(chunk, index, window)
-    batch, heads, rows, width = lists.full_block_idx_BHTW.shape
-    for part in blocks(rows, batch * heads * width):
-        row_lists = _RowLists.of(index, bounds, part, list_dense)
-        lists.full_block_cnt_BHT[:, :, part] = row_lists.full_counts()
-        lists.mask_block_cnt_BHT[:, :, part] = row_lists.mask_counts()
-        lists.mask_block_idx_BHTE[:, :, part] = row_lists.masked_tiles(lists.mask_block_idx_BHTE.shape[3])
-        if lists.full_block_idx_BHTW is not index.tiles_BHTW:
-            lists.full_block_idx_BHTW[:, :, part] = row_lists.whole_tiles(width)
+    """`call.lower` by its definition: every real row sees every key of a whole tile, some sees some of a masked one."""
+    lists, tile = empty_lists(index, chunk, window=window, list_dense=list_dense), index.tile
+    for b, h, t in product(*map(range, index.counts_BHT.shape)):
+        listed = index.tiles_BHTW[b, h, t, : index.counts_BHT[b, h, t]].tolist()
+        if index.dense_H[h]:
+            listed = range(chunk.key_tiles(tile)) if list_dense else ()
+        seen = {n: _seen(chunk, tile, b, t, n, window) for n in listed}
+        whole = [n for n, seen_MN in seen.items() if len(seen_MN) and seen_MN.all()]
+        masked = [n for n, seen_MN in seen.items() if seen_MN.any() and n not in whole]
+        lists.full_block_cnt_BHT[b, h, t], lists.mask_block_cnt_BHT[b, h, t] = len(whole), len(masked)
+        lists.full_block_idx_BHTW[b, h, t, : len(whole)] = torch.tensor(whole, dtype=torch.int32)
+        lists.mask_block_idx_BHTE[b, h, t, : len(masked)] = torch.tensor(masked, dtype=torch.int32)
     return lists
 
 
-@dataclass(frozen=True, slots=True)
-class _Bounds:
-    """Key tiles that the rows of a query tile see, int32 [B, T]: [start, stop), and those whole in it."""
-
-    start_BT: torch.Tensor
-    whole_start_BT: torch.Tensor
-    whole_stop_BT: torch.Tensor
-    stop_BT: torch.Tensor
-    windowed: bool
-
-
-def _bounds(chunk: Chunk, index: TileIndex, window: int | None) -> _Bounds:
-    device, query, key = index.counts_BHT.device, index.tile.query, index.tile.key
-    past_B1, length_B1 = on_device([chunk.past, chunk.lengths], device, torch.int32).unsqueeze(-1)
-    rows_T = torch.arange(index.counts_BHT.shape[2], device=device, dtype=torch.int32)
-    first_BT = past_B1 + rows_T * query
-    last_BT = torch.minimum(first_BT + query, length_B1) - 1
-    stop_BT = (last_BT // key + 1).masked_fill_(first_BT >= length_B1, 0)
-    start_BT = whole_start_BT = torch.zeros_like(stop_BT)
-    if window is not None:
-        start_BT = torch.minimum((first_BT - window + 1).clamp_(min=0) // key, stop_BT)
-        whole_start_BT = ((last_BT - window + 1).clamp_(min=0) + key - 1) // key
-    whole_stop_BT = torch.minimum(torch.maximum((first_BT + 1) // key, whole_start_BT), stop_BT)
-    whole_start_BT = torch.minimum(whole_start_BT, whole_stop_BT)
-    return _Bounds(start_BT, whole_start_BT, whole_stop_BT, stop_BT, window is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class _RowLists:
-    """Some rows, each one ascending list of tiles cut in three: masked [start, whole_start), whole, masked up to stop.
-
-    The cuts are positions in the list. The list of a dense head is `first`, `first` + 1, and so on.
-    """
-
-    tiles_BHTW: torch.Tensor
-    first_BHT: torch.Tensor | None
-    dense_1H11: torch.Tensor
-    start_BHT: torch.Tensor
-    whole_start_BHT: torch.Tensor
-    whole_stop_BHT: torch.Tensor
-    stop_BHT: torch.Tensor
-
-    @classmethod
-    def of(cls, index: TileIndex, bounds: _Bounds, part: slice, list_dense: bool) -> _RowLists:
-        tiles_BHTW, counts_BHT = index.tiles_BHTW[:, :, part], index.counts_BHT[:, :, part]
-        dense_1H1 = index.dense_H[:, None]
-        first_B1T = bounds.start_BT[:, None, part]
-
-        def position(bound_BT: torch.Tensor) -> torch.Tensor:
-            bound_B1T = bound_BT[:, None, part]
-            # Padding of a list is below every bound, so what is not below is counted.
-            sparse_BHT = counts_BHT - (tiles_BHTW >= bound_B1T.unsqueeze(-1)).sum(-1, dtype=torch.int32)
-            return torch.where(dense_1H1, bound_B1T - first_B1T if list_dense else 0, sparse_BHT)
-
-        whole_stop_BHT, stop_BHT = position(bounds.whole_stop_BT), position(bounds.stop_BT)
-        start_BHT = whole_start_BHT = torch.zeros_like(stop_BHT)
-        if bounds.windowed:
-            start_BHT, whole_start_BHT = position(bounds.start_BT), position(bounds.whole_start_BT)
-        first_BHT = first_B1T.expand_as(stop_BHT) if list_dense else None
-        return cls(tiles_BHTW, first_BHT, dense_1H1.unsqueeze(-1), start_BHT, whole_start_BHT, whole_stop_BHT, stop_BHT)
-
-    def full_counts(self) -> torch.Tensor:
-        return self.whole_stop_BHT - self.whole_start_BHT
-
-    def mask_counts(self) -> torch.Tensor:
-        return self.whole_start_BHT - self.start_BHT + self.stop_BHT - self.whole_stop_BHT
-
-    def whole_tiles(self, width: int) -> torch.Tensor:
-        slot_W = torch.arange(width, device=self.stop_BHT.device)
-        return self._tiles_at(self.whole_start_BHT.unsqueeze(-1) + slot_W)
-
-    def masked_tiles(self, width: int) -> torch.Tensor:
-        slot_E = torch.arange(width, device=self.stop_BHT.device)
-        edge_BHT1 = (self.whole_start_BHT - self.start_BHT).unsqueeze(-1)
-        skipped_BHTE = torch.where(slot_E < edge_BHT1, 0, self.full_counts().unsqueeze(-1))
-        return self._tiles_at(self.start_BHT.unsqueeze(-1) + skipped_BHTE + slot_E)
-
-    def _tiles_at(self, at_BHTX: torch.Tensor) -> torch.Tensor:
-        listed = self.tiles_BHTW.shape[3]
-        sparse_BHTX = torch.zeros_like(at_BHTX, dtype=torch.int32)
-        if listed:
-            sparse_BHTX = self.tiles_BHTW.gather(-1, at_BHTX.clamp(max=listed - 1).long())
-        if self.first_BHT is None:
-            return sparse_BHTX
-        return torch.where(self.dense_1H11, (self.first_BHT.unsqueeze(-1) + at_BHTX).int(), sparse_BHTX)
+def _seen(chunk: Chunk, tile: TileShape, b: int, t: int, n: int, window: int | None) -> torch.Tensor:
+    """Which keys of a key tile the real rows of a query tile see, bool [M, N]."""
+    first, length = chunk.past[b] + t * tile.query, chunk.lengths[b]
+    row_M1 = torch.arange(first, max(first, min(first + tile.query, length)))[:, None]
+    key_N = torch.arange(n * tile.key, (n + 1) * tile.key)
+    return _visible(row_M1, key_N, window) & (key_N < length)
 
 
 PASSES = Passes(lower, attend_lists, attend_dense)

@@ -115,9 +115,16 @@ def full_plan() -> Plan:
         prefill=_prefill(),
         decode=_decode(),
         kv_cache=(
-            Retention(layers=(0, 1), keep="all"),
+            Retention(layers=(1,), keep="all"),
             Retention(
-                layers=tuple(range(2, 8)), keep=tokens(1024), sink=4, recent=128, score="attention_sum", observe=256
+                layers=(0,),
+                keep=tokens(1024),
+                sink=4,
+                recent=128,
+                generated=512,
+                score="attention_sum",
+                observe=256,
+                heads="max",
             ),
         ),
         quality=_quality(),

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.patterns import Pattern, TileShape, tokens
+from sparsekv.plans.patterns import Budget, Pattern, TileShape, tokens
 from sparsekv.plans.phases import (
     DecodeBucket,
     DecodeBudget,
@@ -16,6 +16,7 @@ from sparsekv.plans.phases import (
     Offload,
     PrefillBucket,
     PrefillPlan,
+    Retention,
     Segment,
 )
 from sparsekv.plans.schema import Plan
@@ -27,9 +28,17 @@ def info_of(model: PreTrainedModel) -> ModelInfo:
     return describe_model(model, "tests/tiny")
 
 
-def plan_for(model: PreTrainedModel, prefill: PrefillPlan | None = None, decode: DecodePlan | None = None) -> Plan:
-    """An unverified plan of the two phases."""
-    return Plan(status="unverified", model=info_of(model), prefill=prefill, decode=decode)
+def plan_for(
+    model: PreTrainedModel, prefill: PrefillPlan | None = None, decode: DecodePlan | None = None, *drops: Retention
+) -> Plan:
+    """An unverified plan of the two phases, and of layers that drop tokens."""
+    return Plan(status="unverified", model=info_of(model), prefill=prefill, decode=decode, kv_cache=drops or None)
+
+
+def drops(layers: tuple[int, ...], keep: Budget | int, **options: Any) -> Retention:
+    """Layers that drop tokens; a whole number is a budget in tokens. Two sinks, three recent, eight generated."""
+    usual = {"sink": 2, "recent": 3, "generated": 8, "score": "attention_sum", "observe": 5, "heads": "max"}
+    return Retention(layers=layers, keep=tokens(keep) if isinstance(keep, int) else keep, **usual | options)
 
 
 def every_head(model: PreTrainedModel, *patterns: Pattern, tile: int = 64) -> PrefillPlan:

@@ -15,7 +15,6 @@ from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
 from sparsekv.kernels.keys import KeyView, full_view
-from sparsekv.kernels.reference import reference_attention
 from sparsekv.plans.errors import ShapeError
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
@@ -102,7 +101,7 @@ SPLIT = [
 
 
 @needs_interpreter
-@pytest.mark.parametrize("splits", [1, 3, 64])
+@pytest.mark.parametrize("splits", [1, 3, 16])  # of 10 blocks
 @pytest.mark.parametrize("case", SPLIT, ids=str)
 def test_split_of_the_tokens_never_changes_the_answer(splits: int, case: DecodeCase) -> None:
     from sparsekv.kernels.decode.triton import Launch, decode
@@ -182,13 +181,6 @@ def test_the_cpu_backend_takes_pages_with_transposed_keys_as_vllm_has_them_there
     problem = draw(DecodeCase("x", (300, 41), (60, ALL), page=32))
     keys = replace(problem.keys, k=problem.keys.k.mT.contiguous().mT)
     assert_close(attend(replace(problem, keys=keys), "cpu"), problem)
-
-
-def test_the_oracle_takes_pages_too() -> None:
-    problem = draw(DecodeCase("x", (300, 41), (60, ALL), page=32))
-    k, v = problem.keys.contiguous(problem.keys.capacity)
-    found = reference_attention(problem.q_BHQD, k, v.nan_to_num(), problem.mask_BH1S, scale=problem.scale)
-    assert_close(found, problem)
 
 
 def test_a_listed_selection_names_every_token_that_a_row_attends_to() -> None:

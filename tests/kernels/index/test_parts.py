@@ -22,12 +22,6 @@ def test_bits_come_back_and_are_counted(columns: int, seed: int) -> None:
     assert torch.equal(count_bits(words).sum(-1), bits.sum(-1))
 
 
-def test_bits_of_a_full_word_include_the_sign() -> None:
-    assert pack_bits(torch.ones(1, 32, dtype=torch.bool)).item() == -1
-    assert pack_bits(torch.arange(32) == 31).item() == -(1 << 31)
-    assert count_bits(torch.tensor([-1, -(1 << 31), 0], dtype=torch.int32)).tolist() == [32, 1, 0]
-
-
 @quick
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.data())
 def test_choice_takes_the_lowest_index_among_equals(values: list[int], data: st.DataObject) -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from masks import brute_heads
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import NO_TILE, Chunk
@@ -36,17 +35,6 @@ def test_planted_lines_are_selected_and_nothing_else() -> None:
     assert (
         index.live_BHTN[0, 0, 15].item() == 0b0110
     )  # 300 and 301: nothing crosses tile 4; 770 in tile 12, which 190 crosses
-
-
-def test_chunks_of_a_prompt_see_the_columns_of_the_whole_prompt() -> None:
-    q, k = planted_lines()
-    pattern = VerticalSlash(vertical=tokens(4), slash=tokens(len(OFFSETS)), max_tiles=tokens(S))
-    last = build_index([pattern], q[:, :, 900:], k, Chunk.uniform(1, 900, S), TILE, scale=1.0)
-    rows = brute_heads([pattern], q[:, :, 900:], k, Chunk.uniform(1, 900, S), TILE, scale=1.0)[0][0]
-    assert [set(last.tiles_BHTW[0, 0, t, : len(r.tiles)].tolist()) for t, r in enumerate(rows)] == [
-        r.tiles for r in rows
-    ]
-    assert last.columns_BHC[0, 0].tolist() == list(COLUMNS)
 
 
 @pytest.mark.parametrize("pattern", [BlockSparse(keep=tokens(256)), FEW_LINES], ids=["block_sparse", "vertical_slash"])

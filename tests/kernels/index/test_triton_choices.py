@@ -52,7 +52,7 @@ def scored_layers(draw: st.DrawFn) -> tuple[Layer, LineScores]:
 
 
 @settings(
-    max_examples=10,
+    max_examples=6,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -8,7 +8,7 @@ from dataclasses import replace
 import flash_emulator
 import pytest
 import torch
-from attention_cases import Case, assert_close, compare, draw, pack
+from attention_cases import Case, assert_close, draw, pack
 from flash_cases import COLUMN_CASES, SQUARE, TALL, TILE_CASES, half, stand_in
 from poison import poisoned_memory
 
@@ -115,33 +115,6 @@ def test_indices_as_the_builders_make_them_are_understood(tile: TileShape) -> No
     answer = prefill_attention(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=0.125, want_lse=True, backend="reference")
     torch.testing.assert_close(found.out_BHSD, answer.out_BHSD, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found.lse_BHS, answer.lse_BHS, atol=1e-4, rtol=1e-4)
-
-
-def test_the_emulator_would_show_a_mask_list_taken_without_its_mask() -> None:
-    def unmasked(part, lists):
-        flash_emulator.attend_lists(part, _swapped(lists))
-
-    problem = draw(Case("x", lengths=(300,), tile=SQUARE, share=1.0))
-    found = backend.run(
-        problem.q_BHSD,
-        problem.k_BGKD,
-        problem.v_BGKD,
-        problem.index,
-        problem.chunk,
-        scale=problem.scale,
-        passes=backend.Passes(flash_emulator.lower, unmasked, flash_emulator.attend_dense),
-    )
-    assert compare(found, problem).faults
-
-
-def _swapped(lists):
-    return replace(
-        lists,
-        full_block_cnt_BHT=lists.mask_block_cnt_BHT,
-        full_block_idx_BHTW=lists.mask_block_idx_BHTE,
-        mask_block_cnt_BHT=lists.full_block_cnt_BHT,
-        mask_block_idx_BHTE=lists.full_block_idx_BHTW,
-    )
 
 
 def test_log_sum_exp_is_only_returned_on_request() -> None:

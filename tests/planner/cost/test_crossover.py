@@ -181,14 +181,6 @@ def test_a_layer_whose_launches_cost_more_than_it_saves_runs_dense_as_a_whole() 
     assert estimate.sparse_us < estimate.dense_us
 
 
-def test_a_dense_layer_is_priced_by_the_dense_kernel() -> None:
-    profile = with_tiles(profile_with(levels=(0.2,)), 1, 0.32)
-    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * HEAD_US, 0.0, 1.0, 1.0)))
-    plan = allocate(profile, cost, options_for(target_density=(0.3,)))
-    times = times_at(profile, cost, plan, 8192)
-    assert times.sparse_us[1] == times.dense_us[1] == pytest.approx(4 * HEAD_US)
-
-
 def times_at(profile: Profile, cost: DeviceCost, plan: PrefillPlan, length: int) -> LayerTimes:
     """What the plan takes at a length, by the tables of the profiled length whose patterns hold there."""
     entry = next(entry for entry in profile.lengths if entry.length >= length)
@@ -229,15 +221,6 @@ def totals(times: LayerTimes) -> tuple[float, float]:
     return float(times.sparse_us.sum()), float(times.dense_us.sum())
 
 
-def test_dense_lengths_next_to_each_other_are_one_bucket() -> None:
-    profile, cost = two_lengths(), made_up_cost(prefill_sparse=Line(prices=(6000.0, 0.0, 1.0, 1.0)))
-    plan = allocate(profile, cost, options_for(target_density=(0.4, 0.3)))
-    assert [bucket.dense for bucket in plan.lengths] == [True, False, False]
-    assert plan.lengths[0].up_to > 4096
-    assert plan.bucket(4096).dense
-    assert not plan.bucket(16384).dense
-
-
 def test_a_device_on_which_nothing_pays_gets_a_dense_plan() -> None:
     cost = made_up_cost(prefill_sparse=Line(prices=(1e8, 0.0, 1.0, 1.0)))
     plan = allocate(two_lengths(), cost, options_for(target_density=(0.4, 0.3)))
@@ -260,14 +243,6 @@ def test_beyond_the_longest_length_prefill_is_dense_where_index_building_outgrow
     assert plan.bucket(max(8193, context)).dense is dense
     if not dense:
         assert (plan.lengths[-1].extrapolated, plan.lengths[-1].same_as) == (True, 8192)
-
-
-def test_a_prompt_within_the_first_tile_is_dense_where_its_end_would_not_pay() -> None:
-    def pays_at(length: int) -> bool:
-        return length == 1 or length > 64
-
-    assert longest_losing(pays_at, 4096) == 256
-    assert longest_losing(pays_at, 4096, above=1024) is None
 
 
 PRICES = st.floats(0.0, 5000.0)

@@ -6,15 +6,10 @@ from task_tokenizers import NAMES, kit_named
 from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Request, Split, TaskError
 from sparsekv.planner.tasks.documents import KEYS, Draws
 from sparsekv.planner.tasks.samples import generator
-from sparsekv.plans.errors import SparseKVError
 
 
 def draws() -> Draws:
     return Draws(generator(Split.EVALUATION, "test", 0, 0, 0))
-
-
-def test_task_errors_are_errors_of_the_project() -> None:
-    assert issubclass(TaskError, SparseKVError)
 
 
 @pytest.mark.parametrize("tokenizer", NAMES)

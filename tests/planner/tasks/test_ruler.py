@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from task_tokenizers import NAMES, kit_named, tokenizer_named
 
-from sparsekv.planner.tasks import RULER_TASKS, TASKS, Request, Sample, TaskError, make_sample, make_samples
-from sparsekv.planner.tasks.documents import Draws
+from sparsekv.planner.tasks import RULER_TASKS, TASKS, Sample, make_sample, make_samples
 
 
 def text(sample: Sample, tokenizer: str = "shipped") -> str:
@@ -82,9 +81,3 @@ def test_words_fill_their_length_with_less_than_a_line_of_text_in_front() -> Non
     for task, head in (("cwe", "Words:"), ("fwe", "Coded text:")):
         prompt = text(make_sample(TASKS[task], kit_named("shipped"), 6000, 0, 0))
         assert len(tokenizer_named("shipped")(prompt[: prompt.index(head)])["input_ids"]) < 60
-
-
-@pytest.mark.parametrize("task", RULER_TASKS)
-def test_a_length_that_holds_no_question_is_refused(task: str) -> None:
-    with pytest.raises(TaskError, match="found 20"):
-        TASKS[task].document(kit_named("shipped"), Request(20), Draws(np.random.default_rng(0)))

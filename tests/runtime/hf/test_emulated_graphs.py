@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulated_graphs import emulate
 from tiny_models import random_tokens, steps, tiny_model
-from tiny_plans import decode_plan, plan_for, segment
+from tiny_plans import decode_plan, drops, plan_for, segment
 
 from sparsekv.plans.errors import ShapeError
 from sparsekv.runtime.hf import graphs
@@ -197,3 +197,23 @@ def test_captured_steps_of_a_mixture_have_what_its_head_reads(kind, captured):
         found, _ = steps(mixture, prompt, new)
     assert handle.steps.replayed == 2
     torch.testing.assert_close(found, expected(mixture, plan, prompt, new), atol=1e-4, rtol=1e-4)
+
+
+def test_layers_that_drop_tokens_are_captured_over_turns_and_caches(model, captured):
+    """More tokens are generated than stay; another cache, whose prompt is too short to drop any, takes turns."""
+    plan = plan_for(model, None, None, drops((1,), 12, generated=5))
+    prompts, new = [random_tokens(2, 60), random_tokens(2, 9, 3)], random_tokens(2, 8, 1)
+
+    def turns(backend):
+        with apply(model, plan, backend=backend) as handle:
+            caches, seen = [None, None], []
+            for text in (prompts[0], random_tokens(2, 30, 2)):
+                for number, part in enumerate((text, prompts[1])):
+                    logits, caches[number] = steps(model, part, new[:, :4], caches[number])
+                    more, _ = steps(model, new[:, 4:5], new[:, 5:], caches[number])
+                    seen += [logits, more]
+            if handle.steps:
+                assert (handle.steps.replayed, handle.steps.why_not, len(handle.steps._graphs)) == (4 * 8, "", 1)
+            return torch.cat(seen, 1)
+
+    torch.testing.assert_close(turns("triton"), turns("cpu"), rtol=1e-3, atol=1e-4)

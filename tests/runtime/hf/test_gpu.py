@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny_models import TYPICAL, random_tokens, steady_model, tiny_model
-from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
+from tiny_plans import EVERYTHING, decode_plan, drops, every_head, plan_for, segment
 
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.plans.errors import UnsupportedError
@@ -46,6 +46,34 @@ def test_full_density_gives_the_dense_logits(model):
     assert handle.backend.name == "triton"
     assert handle.stats().prefill_density == 1.0
     assert (sparse - dense).norm() / dense.norm() < 0.03
+
+
+@pytest.mark.parametrize("heads", ["max", "per_kv_head"])
+def test_layers_that_drop_tokens_keep_the_same_ones_in_captured_steps_and_free_memory(heads):
+    prompt, new = random_tokens(2, 3000).cuda(), random_tokens(2, 20, 1).cuda()
+    model = tiny_model(head_dim=64, dtype=torch.bfloat16, layers=6).cuda()
+    plan = plan_for(model, None, None, drops((1, 2, 3, 4, 5), 200, generated=8, observe=64, heads=heads))
+    with apply(model, plan, backend="triton") as handle:
+        found = logits(model, prompt, new)
+        assert (handle.steps.replayed, handle.steps.why_not) == (20, "")
+        token = 2 * 2 * 2 * 64 * 2
+        assert handle.stats().kv_bytes_device < (3400 + 5 * 213) * token
+    with apply(model, plan, backend="reference") as handle:
+        assert (logits(model, prompt, new) - found).norm() / found.norm() < 0.03
+
+
+def test_memory_that_a_prompt_of_generate_takes_on_its_way():
+    model = tiny_model(head_dim=64, dtype=torch.bfloat16, layers=12, context=1 << 17).cuda()
+    plan = plan_for(model, None, None, drops(tuple(range(1, 12)), 500, generated=8))
+    prompt, peaks = random_tokens(1, 100_000).cuda(), []
+    for decode in (False, True):
+        with torch.no_grad(), apply(model, plan, decode=decode):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            model.generate(prompt, max_new_tokens=2)
+            peaks.append(torch.cuda.max_memory_allocated())
+    kv = 12 * 100_000 * 2 * 2 * 64 * 2
+    assert peaks[1] < peaks[0] - 0.7 * kv
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -124,7 +124,7 @@ def even(length: int) -> tuple[int, ...]:
 def step(steps: Steps, cache: Cache, seed: int) -> None:
     steps.run(cache, seed)
     for store in cache.stores:
-        store.advance()
+        store.advance(1)
 
 
 OPS = st.sampled_from(

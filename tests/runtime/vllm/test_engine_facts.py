@@ -8,7 +8,7 @@ from plans_samples import model_info, small_plan
 from sparsekv.plans.errors import PlanWarning, UnsupportedError
 from sparsekv.plans.model import AttentionGroup
 from sparsekv.plans.patterns import AShape, TileShape, tokens
-from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
+from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan, Retention
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layer, check_layers
@@ -49,6 +49,12 @@ def test_what_the_host_cannot_run_is_refused_by_name(fact: dict[str, Any], named
     assert named in message
     assert way_out in message
     assert '"dense": true' in message
+
+
+def test_a_plan_that_drops_tokens_is_refused_by_name() -> None:
+    rule = {"sink": 4, "recent": 128, "generated": 8, "score": "attention_sum", "observe": 64, "heads": "max"}
+    plan = small_plan(kv_cache=(Retention(layers=(0, 1), keep=tokens(64), **rule),))
+    assert "kv_cache: layers 0-1" in refusal(plan)
 
 
 def test_everything_that_stands_in_the_way_is_named_at_once() -> None:

@@ -1,0 +1,59 @@
+"""How much attention the last queries of a prompt pay to every key: what a smaller cache is chosen by.
+
+Softmax over the keys for each observed query; mean over the queries and over the query heads of a KV head; then the sum
+over neighbouring keys, as single keys of a phrase stand out by chance (SnapKV, 2024, section 4; PyramidKV, 2024).
+
+Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, W observed queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import avg_pool1d
+
+from sparsekv.kernels.scores import scaled_scores
+from sparsekv.kernels.softmax import PLAIN, Softmax
+from sparsekv.kernels.topk import blocks
+
+NEIGHBOURS = 2  # keys on either side whose attention counts for a key
+
+
+def observed_attention(
+    q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, *, scale: float, softmax: Softmax = PLAIN, backend: str
+) -> torch.Tensor:
+    """The attention of the last W of S tokens to each of them and its neighbours.
+
+    Args:
+        q_BHWD: queries of the last W tokens; W is at most S.
+        k_BGSD: keys of all tokens.
+        scale: softmax scale.
+        softmax: of the layer.
+        backend: of decode; "reference" is torch on any device.
+
+    Returns:
+        float32 [B, G, S], from 0 to 1.
+    """
+    by_triton = k_BGSD.is_cuda and backend != "reference"
+    if by_triton:
+        from sparsekv.kernels.observed_triton import attention_sums  # loads Triton
+    sums_BGS = (attention_sums if by_triton else sums_by_torch)(q_BHWD, k_BGSD, scale, softmax)
+    sums_BGS /= q_BHWD.shape[1] // k_BGSD.shape[1] * q_BHWD.shape[2]
+    near = 2 * NEIGHBOURS + 1
+    return avg_pool1d(sums_BGS, near, stride=1, padding=NEIGHBOURS) * near
+
+
+def sums_by_torch(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, softmax: Softmax) -> torch.Tensor:
+    """Attention weights summed over queries and the query heads of a KV head, float32 [B, G, S]."""
+    (batch, groups, keys, _), (heads, window) = k_BGSD.shape, q_BHWD.shape[1:3]
+    per_group = heads // groups
+    sums_BGS = torch.zeros((batch, groups, keys), dtype=torch.float32, device=k_BGSD.device)
+    key_S, position_W = (torch.arange(start, keys, device=k_BGSD.device) for start in (0, keys - window))
+    for group in range(groups):
+        own = slice(group * per_group, (group + 1) * per_group)
+        for part in blocks(window, batch * per_group * keys):
+            q_B1XD = q_BHWD[:, own, part].flatten(1, 2)[:, None]
+            scores_B1XS = scaled_scores(q_B1XD, k_BGSD[:, group : group + 1], scale, softmax.cap)
+            scores_BNWS = scores_B1XS[:, 0].unflatten(1, (per_group, -1))
+            scores_BNWS.masked_fill_(key_S > position_W[part, None], -torch.inf)
+            sums_BGS[:, group] += softmax.weights(scores_BNWS, own).sum((1, 2))
+    return sums_BGS

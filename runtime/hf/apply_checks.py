@@ -1,0 +1,72 @@
+"""What `apply` and its handle are given: checked once, before anything runs."""
+
+from __future__ import annotations
+
+from types import UnionType
+from typing import get_args
+
+from transformers import PreTrainedModel
+
+from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.hf.placement import OffloadMode
+from sparsekv.runtime.model_config import linear_layers, rope_switch
+
+
+def check_sizes(answer: object, *, tokens: int, **sizes: object) -> None:
+    """Raises UsageError where an answer or a size of `Handle.new_cache` is none."""
+    for name, count in {"tokens": tokens, **sizes}.items():
+        if type(count) is not int or count < 1:
+            raise UsageError(f"expected {name} of 1 or more, found {count!r:.40}")
+    if type(answer) is not int or not 0 <= answer < tokens:
+        raise UsageError(f"expected answer to be 0 to {tokens - 1} of the {tokens} tokens, found {answer!r:.40}")
+
+
+def check_offload(mode: object, host_layers: object) -> None:
+    """Raises UsageError where `offload` is no mode, or stands beside `kv_host_layers`."""
+    if mode is None:
+        return
+    if mode not in get_args(OffloadMode):
+        raise UsageError(f"expected offload to be {', '.join(get_args(OffloadMode))}, found {mode!r:.40}")
+    if host_layers is not None:
+        raise UsageError(f"expected offload or kv_host_layers, found both: {mode} and {host_layers!r:.40}")
+
+
+def check_exact(exact: object, program: Program, model: PreTrainedModel) -> None:
+    """Refuses what drafts cannot be made with, or not be taken back.
+
+    Raises:
+        UsageError: `exact` is another value, or decode is dense.
+        UnsupportedError: selectors look back, layers drop tokens or have a recurrent state, angles change with lengths.
+    """
+    if exact not in (True, "decode"):
+        raise UsageError(f'expected exact to be True, False or "decode", found {exact!r:.40}')
+    if not program.filters:
+        raise UsageError("expected a plan whose decode is sparse, to draft with, found one that is dense, or left out")
+    if program.remembers:
+        raise UnsupportedError(
+            f"expected filter layers that choose by the newest query alone, found that layer {program.remembers[0]} "
+            "looks at older ones, which drafts would leave behind; compile the plan with the selector `last`"
+        )
+    if dropping := [layer.layer for layer in program.layers if layer.retains]:
+        raise UnsupportedError(
+            f"expected layers that keep all tokens, as dense attention has them, found that layer {dropping[0]} drops "
+            "some; leave exact out, or make a plan without kv_cache"
+        )
+    if linear := linear_layers(model.config):
+        raise UnsupportedError(
+            f"expected layers with keys and values, found a recurrent state in layer {linear[0]}: drafts cannot be "
+            "taken back; leave exact out"
+        )
+    if switch := rope_switch(model.config):
+        raise UnsupportedError(
+            f"expected rotary angles that do not depend on the length, found others from {switch + 1} tokens on; leave "
+            "exact out"
+        )
+
+
+def check_type(kind: type | UnionType, expected: str, **arguments: object) -> None:
+    """Raises UsageError where an argument is of another type."""
+    for name, value in arguments.items():
+        if not isinstance(value, kind):
+            raise UsageError(f"expected {name} to be {expected}, found {value!r:.80}")

@@ -1,0 +1,115 @@
+"""Decode attention of several new tokens a row: every backend against brute force, on poisoned memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from brute_force import capped
+from decode_cases import DecodeCase, DecodeProblem, draw
+from poison import poisoned_memory
+
+from sparsekv.kernels.backends import decode_attention
+from sparsekv.plans.errors import ShapeError
+
+needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
+CASES = [
+    (DecodeCase("two", (300, 2), None), 2, None),
+    (DecodeCase("seven of one length", (300, 300), None), 7, None),
+    (DecodeCase("seven, ragged, three heads a KV head", (300, 41, 7), None, heads=6), 7, None),
+    (DecodeCase("sixteen, groups of eight", (130, 16), None, heads=8, kv_heads=1), 16, None),
+    (DecodeCase("mixed counts, a row without any", (300, 41, 90, 12), None), 5, (5, 1, 0, 3)),
+    (DecodeCase("a row without tokens", (0, 90), None), 4, (0, 4)),
+    (DecodeCase("a window that ends between the new tokens", (300, 52, 20), None, window=50), 6, (6, 4, 6)),
+    (DecodeCase("a window shorter than the new tokens", (300, 9), None, window=3), 7, None),
+    (DecodeCase("pages, bfloat16", (300, 41), None, page=16, interleaved=True, dtype=torch.bfloat16), 7, (7, 2)),
+    (DecodeCase("head size that is no power of two", (90, 33), None, dim=40), 3, None),
+    (DecodeCase("learned sinks and a soft cap", (300, 41), None, learned_sinks=True, cap=1.5), 7, (7, 6)),
+]
+GPU_CASES = [
+    (DecodeCase("long", (40000, 300), None, heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16), 7, None),
+    (DecodeCase("long, 16", (40000, 9001), None, heads=32, kv_heads=4, dim=128, dtype=torch.bfloat16), 16, (16, 9)),
+    (DecodeCase("head size 256", (5000,), None, dim=256, dtype=torch.bfloat16), 7, None),
+]
+
+
+def problem_of(case: DecodeCase, queries: int, device: str = "cpu") -> DecodeProblem:
+    seen = case.window and case.window + queries - 1  # by the oldest new token or a later one: all else is NaN
+    problem = draw(replace(case, window=seen), device)
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    q_BHQD = torch.randn((len(case.lengths), case.heads, queries, case.dim), generator=generator)
+    return replace(problem, case=case, q_BHQD=q_BHQD.to(case.dtype).to(device))
+
+
+def oracle(problem: DecodeProblem, counts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp in float64, a query and a head at a time."""
+    case, q, keys = problem.case, problem.q_BHQD.double(), problem.keys
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, dtype=torch.float64, device=q.device)
+    for b, (length, count) in enumerate(zip(case.lengths, counts, strict=True)):
+        for number in range(count):
+            end = length - count + number + 1
+            begin = max(0, end - case.window) if case.window else 0
+            for h in range(case.heads):
+                g = h // (case.heads // case.kv_heads)
+                k, v = (keys.head(x, b, g, torch.arange(begin, end, device=x.device)) for x in (keys.k, keys.v))
+                scores = capped(k.double() @ q[b, h, number] * problem.scale, case.cap)
+                sinks_H = keys.softmax.sinks_H
+                every = scores if sinks_H is None else torch.cat((scores, sinks_H[h : h + 1].double()))
+                lse[b, h, number] = every.logsumexp(0)
+                out[b, h, number] = (scores - lse[b, h, number]).exp() @ v.double()
+    return out, lse
+
+
+def check(case: DecodeCase, queries: int, counts: tuple[int, ...] | None, backend: str, device: str = "cpu") -> None:
+    problem = problem_of(case, queries, device)
+    new_B = None if counts is None else torch.tensor(counts, dtype=torch.int32, device=device)
+    expected, lse = oracle(problem, counts or (queries,) * len(case.lengths))
+    tolerance = 3e-2 if case.dtype == torch.bfloat16 else 1e-4
+    for want_lse in (False, True):
+        with poisoned_memory():
+            found = decode_attention(
+                problem.q_BHQD, problem.keys, scale=problem.scale, window=case.window, want_lse=want_lse, new_B=new_B,
+                backend=backend,
+            )  # fmt: skip
+        assert found.out_BHSD.dtype == case.dtype
+        torch.testing.assert_close(found.out_BHSD.double(), expected, atol=tolerance, rtol=tolerance)
+        if want_lse:
+            real = lse.isfinite()  # the others may have their sink
+            torch.testing.assert_close(found.lse_BHS.double()[real], lse[real], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("case", "queries", "counts"), CASES, ids=str)
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])
+def test_new_tokens_see_what_is_before_them_and_themselves(backend, case, queries, counts) -> None:
+    check(case, queries, counts, backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "queries", "counts"), [*CASES, *GPU_CASES], ids=str)
+def test_new_tokens_see_what_is_before_them_and_themselves_on_a_gpu(case, queries, counts) -> None:
+    check(case, queries, counts, "triton", "cuda")
+
+
+def test_more_new_tokens_than_a_call_takes_are_refused_and_so_are_several_beside_a_choice() -> None:
+    for case, queries in ((DecodeCase("x", (300,), None), 17), (DecodeCase("x", (300,)), 2)):
+        problem = problem_of(case, queries)
+        with pytest.raises(ShapeError, match=str(queries)):
+            decode_attention(problem.q_BHQD, problem.keys, problem.selection, scale=1.0, backend="cpu")
+
+
+@needs_interpreter
+def test_several_tokens_are_written_behind_each_row_where_the_step_finds_its_keys() -> None:
+    from sparsekv.kernels.decode.append import append_newest
+    from sparsekv.kernels.keys import CAPACITY, COLUMNS, KEYS, VALUES, KeyView
+
+    k, v = torch.zeros(2, 2, 3, 50, 16).unbind()
+    new_k, new_v = torch.randn(2, 2, 3, 4, 16).unbind()
+    anchor = torch.zeros(1, 3, 1, 16)
+    where = torch.zeros(COLUMNS, dtype=torch.int64)
+    where[KEYS], where[VALUES] = ((x.data_ptr() - anchor.data_ptr()) // 4 for x in (k, v))
+    where[CAPACITY] = 50
+    lengths_B = torch.tensor([50, 9], dtype=torch.int32)
+    append_newest(KeyView(anchor, anchor, lengths_B, None, where), new_k, new_v)
+    for x, new in ((k, new_k), (v, new_v)):
+        assert torch.equal(x[0, :, 46:], new[0])
+        assert torch.equal(x[1, :, 5:9], new[1])
+        assert x.count_nonzero() == new.count_nonzero()

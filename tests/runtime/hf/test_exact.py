@@ -1,0 +1,281 @@
+"""`exact`: what is generated is what dense attention generates, whatever the plan drafts."""
+
+from itertools import zip_longest
+
+import pytest
+import torch
+from emulated_graphs import emulate
+from tiny_models import random_tokens, tiny_model
+from tiny_plans import decode_plan, plan_for, segment
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.runtime.hf import drafts
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.drafts import DraftLength, Greedy, Sampled
+
+GOOD = decode_plan(segment(0, (1, 2, 3), 30, sink=4, recent=10))
+BAD = decode_plan(segment(0, (1, 2, 3), 1, sink=0, recent=1))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(layers=4)
+
+
+@pytest.fixture
+def drafting(monkeypatch):
+    """Draft lengths take turns, whatever the time says."""
+    sizes = iter([0, 4, 2, 10, 6, 4] * 100)
+    monkeypatch.setattr(DraftLength, "next", lambda self, most: next(size for size in sizes if size <= most))
+
+
+def generated(model, prompt, cache=None, new=40, **more):
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | more
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **options)
+
+
+def exactly(model, plan, prompt, **more):
+    with apply(model, plan_for(model, None, plan), exact=True) as handle:
+        return generated(model, prompt, **more), handle.stats()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("plan", [GOOD, BAD], ids=["good drafts", "bad drafts"])
+def test_tokens_are_those_of_dense_decoding(model, drafting, rows, plan):
+    prompt = random_tokens(rows, 50)
+    found, stats = exactly(model, plan, prompt)
+    assert torch.equal(found, generated(model, prompt))
+    assert 0 < stats.drafts_accepted < stats.tokens_drafted
+    assert stats.checks < 40
+
+
+@pytest.mark.parametrize("new", range(1, 12))
+def test_an_answer_ends_where_it_is_told_to(model, drafting, new):
+    prompt = random_tokens(2, 30)
+    assert torch.equal(exactly(model, GOOD, prompt, new=new)[0], generated(model, prompt, new=new))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_row_that_ends_amid_a_draft_is_padded_and_the_others_go_on(model, drafting, rows):
+    prompt = random_tokens(rows, 50)
+    dense = generated(model, prompt)
+    for end in dense[0, [53, 60, 71]].tolist():
+        options = {"eos_token_id": [end], "pad_token_id": 7}
+        found, _ = exactly(model, GOOD, prompt, **options)
+        assert torch.equal(found, generated(model, prompt, **options))
+
+
+class After(StoppingCriteria):
+    """Ends a text whose last two tokens sum to an even number and that is long enough."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, -2:].sum(1) % 2 == 0) & torch.tensor(input_ids.shape[1] > 65)
+
+
+def test_other_criteria_are_asked_behind_every_token(model, drafting):
+    prompt = random_tokens(1, 50)
+    options = {"stopping_criteria": StoppingCriteriaList([After()])}
+    found, _ = exactly(model, GOOD, prompt, **options)
+    assert 50 < found.shape[1] < 90
+    assert torch.equal(found, generated(model, prompt, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 20, "eos_token_id": list(range(100)), "pad_token_id": 0},
+        {"suppress_tokens": list(range(0, 200, 2))},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_processors_see_the_text_of_each_row_up_to_every_draft(model, drafting, rows, options):
+    prompt = random_tokens(rows, 50)
+    assert torch.equal(exactly(model, GOOD, prompt, **options)[0], generated(model, prompt, **options))
+
+
+def test_a_next_turn_goes_on_from_the_cache(model, drafting):
+    prompt, more = random_tokens(1, 50), random_tokens(1, 9, 5)
+    with apply(model, plan_for(model, None, GOOD), exact=True):
+        cache = DynamicCache()
+        first = generated(model, prompt, cache)
+        assert cache.get_seq_length() == first.shape[1] - 1
+        found = generated(model, torch.cat((first, more), 1), cache)
+    assert torch.equal(found, generated(model, torch.cat((generated(model, prompt), more), 1)))
+
+
+def test_single_passes_are_dense_too(model):
+    prompt, new = random_tokens(2, 50), random_tokens(2, 3, 1)
+    with torch.no_grad():
+        expected = model(torch.cat((prompt, new), 1)).logits[:, -3:]
+        with apply(model, plan_for(model, None, BAD), exact=True):
+            cache = model(prompt).past_key_values
+            found = torch.cat([model(token, past_key_values=cache).logits for token in new.split(1, 1)], 1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+class Broken(Exception):
+    pass
+
+
+class Unknown(LogitsProcessor):
+    """May remember what it saw."""
+
+
+def test_what_fails_amid_a_draft_leaves_a_cache_of_whole_tokens(model, drafting, monkeypatch):
+    prompt, calls = random_tokens(1, 50), []
+    real = Greedy.draft
+
+    def broken(self, scores):
+        calls.append(1)
+        if len(calls) == 7:
+            raise Broken
+        return real(self, scores)
+
+    monkeypatch.setattr(Greedy, "draft", broken)
+    with apply(model, plan_for(model, None, GOOD), exact=True):
+        cache = DynamicCache()
+        with pytest.raises(Broken):
+            generated(model, prompt, cache)
+        before = generated(model, prompt, new=cache.get_seq_length() - 49)
+        found = generated(model, before, cache, new=5)
+    assert torch.equal(found, generated(model, prompt, new=found.shape[1] - 50))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_captured_drafts_and_checks_give_the_same_tokens(model, drafting, monkeypatch, rows):
+    if not torch.cuda.is_available():
+        emulate(monkeypatch)
+    prompt = random_tokens(rows, 50)
+    with apply(model, plan_for(model, None, GOOD), backend="triton", exact=True) as handle:
+        found = generated(model, prompt, new=12)
+        assert handle.steps.why_not == ""
+        assert handle.steps.replayed >= handle.stats().checks
+    assert torch.equal(found, generated(model, prompt, new=12))
+
+
+def test_keys_and_values_in_host_memory_are_checked_too(model, drafting):
+    prompt = random_tokens(1, 90)
+    with apply(model, plan_for(model, None, GOOD), exact=True, kv_host_layers=(1, 2)):
+        found = generated(model, prompt)
+        with pytest.raises(UnsupportedError, match="2"):
+            generated(model, random_tokens(2, 50))
+    assert torch.equal(found, generated(model, prompt))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"output_scores": True, "return_dict_in_generate": True},
+        {"use_cache": False},
+        {"num_beams": 2},
+        {"custom_generate": lambda *args, **kwargs: None},
+        {"logits_processor": LogitsProcessorList([Unknown()])},
+        {"prefix_allowed_tokens_fn": lambda batch, ids: [1, 2]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_drafts_cannot_follow_is_refused_by_name(model, options):
+    with apply(model, plan_for(model, None, GOOD), exact=True), pytest.raises(UnsupportedError):
+        generated(model, random_tokens(1, 30), **options)
+
+
+def test_plans_that_cannot_draft_are_refused(model):
+    looks_back = decode_plan(segment(0, (1, 2, 3), 12, selector="uniform", window=5))
+    with pytest.raises(UnsupportedError, match="layer 0"):
+        apply(model, plan_for(model, None, looks_back), exact=True)
+    with pytest.raises(UsageError):
+        apply(model, plan_for(model, None, None), exact=True)
+    with pytest.raises(UsageError):
+        apply(model, plan_for(model, None, GOOD), exact="prefill")
+
+
+# --- rejection sampling -----------------------------------------------------------------------------------------------
+
+
+def chi_square(counts, expected):
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_sampled_tokens_are_distributed_as_dense_attention_has_them():
+    """All pairs of a draft and what follows, over a vocabulary of four; drafts from another distribution."""
+    torch.manual_seed(0)
+    rows, p = 40000, torch.tensor([0.5, 0.3, 0.15, 0.05])
+    after = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1], [0.25, 0.25, 0.25, 0.25], [0.0, 0.5, 0.5, 0.0]])
+    judge, q = Sampled(), torch.tensor([0.1, 0.3, 0.2, 0.4])
+    drafts_B = judge.draft(q.log().expand(rows, 4))
+    scores = torch.stack((p.expand(rows, 4), after[drafts_B]), 1).log()
+    verdict = judge.judge(drafts_B[:, None], scores)
+    accepted = verdict.accepted_B == 1
+    first = torch.where(accepted, drafts_B, verdict.next_B)
+    assert chi_square(torch.bincount(first, minlength=4), rows * p) < 16.3  # 3 degrees of freedom, 0.1%
+    for token in range(3):
+        follow = verdict.next_B[accepted & (drafts_B == token)]
+        assert chi_square(torch.bincount(follow, minlength=4), len(follow) * after[token]) < 16.3
+    expected = float(torch.minimum(p, q).sum())
+    assert abs(float(accepted.float().mean()) - expected) < 0.01
+
+
+def test_drafts_from_dense_attentions_own_distribution_all_count():
+    judge, scores = Sampled(), torch.randn(50, 8)
+    drafts = torch.stack([judge.draft(scores) for _ in range(3)], 1)
+    verdict = judge.judge(drafts, scores[:, None].expand(50, 4, 8))
+    assert verdict.accepted_B.tolist() == [3] * 50
+    assert judge.judge(drafts[:, :0], scores[:, None]).accepted_B.tolist() == [0] * 50
+
+
+def test_sampling_draws_by_temperature_top_k_and_top_p_as_transformers_applies_them(model, drafting):
+    """The third token behind a prompt, drafted or not, against the distribution that dense passes give it."""
+    prompt, options = random_tokens(1, 40), {"do_sample": True, "temperature": 1.5, "top_k": 3, "top_p": 0.9}
+    torch.manual_seed(0)
+    with apply(model, plan_for(model, None, BAD), exact=True):
+        found = generated(model, prompt.expand(600, 40), new=3, **options)
+    dense = generated(model, prompt.expand(600, 40), new=3, **options)
+    for at in (40, 41):
+        one, other = (torch.bincount(x[:, at]).tolist() for x in (found, dense))
+        pairs = [(float(x), float(y)) for x, y in zip_longest(one, other, fillvalue=0) if x + y > 20]
+        assert sum((x - y) ** 2 / (x + y) for x, y in pairs) < 4 * len(pairs) + 12  # two samples of 600
+        assert sum(x + y for x, y in pairs) > 600
+
+
+# --- how long drafts are ----------------------------------------------------------------------------------------------
+
+
+def paced(agreement, dense, step, cycles=400):
+    """The draft lengths of a run with these times, and its seconds over those of dense decoding."""
+    pace, tokens, seconds, sizes = DraftLength(), 0.0, 0.0, []
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(cycles):
+        size = pace.next(100)
+        agrees = torch.rand(max(size, 1), generator=generator) < agreement
+        count = int(agrees[:size].int().cumprod(0).sum())
+        took = dense + size * step
+        pace.ran(size, took, [count])
+        sizes.append(size)
+        tokens, seconds = tokens + count + 1, seconds + took
+    return sizes, seconds / (tokens * dense)
+
+
+def test_drafts_are_as_long_as_pays():
+    sizes, share = paced(0.975, 23.0, 10.0)
+    assert min(sizes[10:]) >= 4
+    assert share < 0.65
+    assert max(paced(0.6, 23.0, 10.0)[0][100:]) <= 2
+
+
+def test_where_no_draft_pays_it_is_dense_decoding_within_two_percent():
+    sizes, share = paced(0.5, 10.0, 9.0, 2000)
+    assert set(sizes[50:]) <= {0, 2}
+    assert share < 1.02
+
+
+def test_a_draft_never_runs_over_the_end_of_an_answer():
+    pace = DraftLength()
+    for most in (9, 5, 3, 2, 1, 0, 0):
+        size = pace.next(most)
+        assert size <= most
+        assert size in drafts.SIZES
+        pace.ran(size, 1.0, [size])

@@ -1,0 +1,17 @@
+"""Short timings of the device cost: tests ask what is timed and what is made of it, never how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from sparsekv.planner.cost import measure
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_timings() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "SECONDS_A_TIMING", 1e-3)
+        patch.setattr(measure, "_FEWEST_RUNS", 1)
+        yield
