@@ -12,6 +12,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Sto
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.hf import drafts
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.drafts import DraftLength, Greedy, Sampled
 
 GOOD = decode_plan(segment(0, (1, 2, 3), 30, sink=4, recent=10))
@@ -49,6 +50,18 @@ def test_tokens_are_those_of_dense_decoding(model, drafting, rows, plan):
     assert torch.equal(found, generated(model, prompt))
     assert 0 < stats.drafts_accepted < stats.tokens_drafted
     assert stats.checks < 40
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss", "mixtral", "phi3", "smollm3"])
+def test_caps_sinks_windows_and_experts_are_checked_as_dense_decoding_has_them(drafting, family):
+    other = tiny_model(family, layers=6)
+    first, *rest = describe_model(other).full_layers
+    plan = plan_for(other, None, decode_plan(segment(first, tuple(rest), 15, sink=2, recent=5)))
+    prompt, new = random_tokens(2, 60), 24
+    with apply(other, plan, decode=False):
+        dense = generated(other, prompt, new=new)
+    with apply(other, plan, exact=True):
+        assert torch.equal(generated(other, prompt, new=new), dense)
 
 
 @pytest.mark.parametrize("new", range(1, 12))
