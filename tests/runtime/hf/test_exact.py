@@ -184,6 +184,18 @@ def test_captured_drafts_and_checks_give_the_same_tokens(model, drafting, monkey
     assert torch.equal(found, generated(model, prompt, new=12))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3])
+def test_captured_drafts_and_checks_give_the_tokens_of_dense_decoding_on_a_gpu(drafting, rows):
+    there = tiny_model(layers=4).to("cuda")
+    prompt = random_tokens(rows, 300).to("cuda")
+    with apply(there, plan_for(there, None, GOOD), backend="triton", exact=True) as handle:
+        found, stats = generated(there, prompt, new=100), handle.stats()
+        assert (handle.steps.why_not, stats.checks < 100) == ("", True)
+    with apply(there, plan_for(there, None, GOOD), backend="triton", decode=False):
+        assert torch.equal(found, generated(there, prompt, new=100))
+
+
 def test_keys_and_values_in_host_memory_are_checked_too(model, drafting):
     prompt = random_tokens(1, 90)
     with apply(model, plan_for(model, None, GOOD), exact=True, kv_host_layers=(1, 2)):
