@@ -37,6 +37,7 @@ from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
+from sparsekv.runtime.hf.paging import Paging
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of, reads_of
 from sparsekv.runtime.hf.retain import begin_prompt, begin_step, check_handed_over, check_retained, end_prompt
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
@@ -59,6 +60,7 @@ class PlanEngine:
         chunking: how long inputs are cut.
         memory: where blocks of host memory come from; its own when None.
         exact: the program's steps are drafts, and what they draft is checked.
+        paging: the layers in virtual memory of the device; none when None.
     """
 
     differentiable = False
@@ -72,6 +74,7 @@ class PlanEngine:
         chunking: Chunking,
         memory: HostMemory | None = None,
         exact: bool = False,
+        paging: Paging | None = None,
     ) -> None:
         self.open = True
         self.loop = ExactLoop(lambda: self.meter, lambda: self.placement.layers) if exact else None
@@ -90,13 +93,14 @@ class PlanEngine:
         self._chunking = chunking
         self.memory = HostMemory() if memory is None else memory
         self._owns_memory = memory is None
+        self.paging = paging
 
     def new_store(self, layer: int) -> KVStore:
         """Host memory for the layers that are placed there, else the device."""
         if rule := self.program.layers[layer].retains:
             return RetainedStore(rule.generated or 1)
         if layer not in self.placement.layers:
-            return DeviceStore()
+            return (self.paging and self.paging.new_store(layer)) or DeviceStore()
         return HostStore(self.placement.hot, self.memory, reads_of(self.program.layers[layer]), self.host_reads)
 
     @property
@@ -475,11 +479,14 @@ def apply(
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
     retained = plan.retained if decode else {}
     sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, retained)
+    paging = Paging.of(model, info.context_length)
     check_retained(frozenset(retained), sizes.permitted.layers)
     program = Program.of(*phases, info, retained=retained)
     if exact:
         check_exact(exact, program, model)
-    engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, memory, exact=bool(exact))
+    engine = PlanEngine(
+        program, model, choice.name, sizes.permitted, chunking, memory, exact=bool(exact), paging=paging
+    )
     return Handle(model, engine, choice, sizes)
 
 

@@ -392,8 +392,8 @@ def can_capture(device: torch.device, backend: str) -> bool:
 
 
 def bucketed_capacity(tokens: int) -> int:
-    """Capacities are powers of two: few graphs serve all contexts."""
-    return max(_LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
+    """Capacities are powers of four: few graphs serve all contexts, and what a grid has more ends at once."""
+    return max(_LEAST_CAPACITY, 4 ** -(-(tokens - 1).bit_length() // 2))
 
 
 _NUMBERS = (int, float, str, bool, type(None))
