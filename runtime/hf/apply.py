@@ -43,7 +43,7 @@ from sparsekv.runtime.hf.retain import begin_prompt, begin_step, check_handed_ov
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
 from sparsekv.runtime.plan_checks import check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
-from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.page_pool import page_bytes
 from sparsekv.runtime.stores.pinned import HostMemory
 from sparsekv.runtime.stores.retained import RetainedStore
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
@@ -58,9 +58,9 @@ class PlanEngine:
         backend: the kernel backend's name; prefill goes on with another one should it fail.
         placement: the layers whose keys and values live in host memory; of caches to come, so that it may change.
         chunking: how long inputs are cut.
+        paging: the layers in virtual memory.
         memory: where blocks of host memory come from; its own when None.
         exact: the program's steps are drafts, and what they draft is checked.
-        paging: the layers in virtual memory of the device; none when None.
     """
 
     differentiable = False
@@ -72,9 +72,9 @@ class PlanEngine:
         backend: str,
         placement: Placement,
         chunking: Chunking,
+        paging: Paging,
         memory: HostMemory | None = None,
         exact: bool = False,
-        paging: Paging | None = None,
     ) -> None:
         self.open = True
         self.loop = ExactLoop(lambda: self.meter, lambda: self.placement.layers) if exact else None
@@ -100,7 +100,7 @@ class PlanEngine:
         if rule := self.program.layers[layer].retains:
             return RetainedStore(rule.generated or 1)
         if layer not in self.placement.layers:
-            return (self.paging and self.paging.new_store(layer)) or DeviceStore()
+            return self.paging.new_store(layer)
         return HostStore(self.placement.hot, self.memory, reads_of(self.program.layers[layer]), self.host_reads)
 
     @property
@@ -128,6 +128,7 @@ class PlanEngine:
     def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
         """Starts a pass at which the rows have these lengths, the new tokens included, and counts a step."""
         if phase is Phase.PREFILL:
+            self.paging.expect(cache, lengths, self.placement)
             return begin_prompt(self.program, cache)
         begin_step(self.program, cache, self._attempt, self.meter)
         first_of(cache).state.begin(lengths, device)
@@ -478,15 +479,13 @@ def apply(
     loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
     retained = plan.retained if decode else {}
-    sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, retained)
-    paging = Paging.of(model, info.context_length)
+    sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, retained, page_bytes(model.device))
     check_retained(frozenset(retained), sizes.permitted.layers)
     program = Program.of(*phases, info, retained=retained)
     if exact:
         check_exact(exact, program, model)
-    engine = PlanEngine(
-        program, model, choice.name, sizes.permitted, chunking, memory, exact=bool(exact), paging=paging
-    )
+    paging = Paging.of(model, sizes)
+    engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, paging, memory, exact=bool(exact))
     return Handle(model, engine, choice, sizes)
 
 

@@ -1,9 +1,4 @@
-"""Which layers of a model have their keys and values in virtual memory, and how prompts get theirs ahead of need.
-
-A page of 2 MiB is the least that a row can have of a layer's keys, and the most that it has beyond its tokens. Where a
-row of the whole context fills `LEAST_PAGES`, that is no more than the eighth by which a device store grows, and a copy
-at growth, with old and new side by side, is saved. Smaller layers (SmolLM2 has 1.5 pages at 8K) keep the device store.
-"""
+"""Virtual memory for the layers of a model that it pays for, and for prompts ahead of need."""
 
 from __future__ import annotations
 
@@ -14,17 +9,12 @@ from transformers import Cache, PreTrainedModel
 
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.hf.cache import SparseLayer, is_autocast
-from sparsekv.runtime.hf.placement import layouts_of
+from sparsekv.runtime.hf.memory import MemoryModel, Request
+from sparsekv.runtime.hf.placement import Placement, layouts_of
+from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.page_pool import PagePool, pool_of
 from sparsekv.runtime.stores.store import Layout
 from sparsekv.runtime.stores.virtual import VirtualStore, token_bytes
-
-LEAST_PAGES = 8
-
-
-def pays(token: int, context: int, page: int) -> bool:
-    """Whether pages of so many bytes pay for keys of `token` bytes."""
-    return token * context >= LEAST_PAGES * page
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,42 +22,38 @@ class Paging:
     """Virtual memory of the layers of one model.
 
     Attributes:
-        context: tokens that the model is made for.
+        sizes: what a prompt takes.
         layouts: of each layer, for one row.
         pools: of each layer that is in virtual memory.
     """
 
-    context: int
+    sizes: MemoryModel
     layouts: Sequence[Layout]
     pools: dict[int, PagePool]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, context: int) -> Paging:
+    def of(cls, model: PreTrainedModel, sizes: MemoryModel) -> Paging:
         """All layers that it pays for, on devices that have it."""
-        layouts, pools = layouts_of(model), dict[int, PagePool]()
-        for layer, layout in enumerate(layouts):
-            pool = pool_of(layout.device)
-            if pool is not None and pays(token_bytes(layout), context, pool.driver.granularity):
-                pools[layer] = pool
-        return cls(context, layouts, pools)
+        layouts = layouts_of(model)
+        pools = {layer: pool_of(layouts[layer].device) for layer in sizes.paged}
+        return cls(sizes, layouts, {layer: pool for layer, pool in pools.items() if pool is not None})
 
-    @property
-    def page(self) -> int:
-        """Bytes of a page; 0 where no layer is in virtual memory."""
-        return next((pool.driver.granularity for pool in self.pools.values()), 0)
+    def without(self) -> Paging:
+        """No layer in virtual memory."""
+        return replace(self, pools={})
 
-    def new_store(self, layer: int) -> VirtualStore | None:
-        """An empty store; None for a layer that is not in virtual memory."""
+    def new_store(self, layer: int) -> DeviceStore:
+        """An empty one on the device."""
         pool = self.pools.get(layer)
-        return None if pool is None else VirtualStore(pool, self.context)
+        return DeviceStore() if pool is None else VirtualStore(pool, self.sizes.size.info.context_length)
 
-    def expect(self, cache: Cache, lengths: tuple[int, ...], working: int) -> None:
+    def expect(self, cache: Cache, lengths: tuple[int, ...], placement: Placement) -> None:
         """Maps pages ahead of a prompt layer by layer, in order, while the device works on the layers before.
 
         Args:
             cache: of the prompt.
             lengths: of its rows, with the prompt.
-            working: bytes that the prompt takes besides.
+            placement: of its other layers.
 
         Raises:
             UsageError: the memory of a device does not suffice; nothing was mapped.
@@ -75,11 +61,15 @@ class Paging:
         layers = [layer for layer in cache.layers if isinstance(layer, SparseLayer) and _is_virtual(layer)]
         if len(set(lengths)) > 1 or any(is_autocast(pool.driver.device.type) for pool in self.pools.values()):
             return
+        if not layers:
+            return
+        new = max(lengths) - max(layers[0].store.lengths, default=0)
+        request = Request(max(lengths), batch=len(lengths), chunk=new)
         for pool in {id(pool): pool for pool in self.pools.values()}.values():
             mine = [layer for layer in layers if self.pools.get(layer.layer) is pool]
             missing = sum(self._missing(layer, lengths) for layer in mine)
             self._check(pool, missing, lengths)
-            pool.make_way(missing, working)
+            pool.make_way(missing, lambda: self.sizes.use(request, placement).prefill)
         for layer in layers:
             layer.expect(max(lengths), replace(self.layouts[layer.layer], batch=len(lengths)))
 

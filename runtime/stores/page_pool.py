@@ -77,10 +77,10 @@ class PagePool:
                 self.bytes += pages.nbytes
                 self._free.setdefault(pages.nbytes, []).append(pages)
 
-    def make_way(self, missing: int, working: int) -> None:
+    def make_way(self, missing: int, working: Callable[[], int]) -> None:
         """Before a prompt that takes `missing` bytes of pages and `working` bytes of other memory: free pages that it
         has no need of go back to the driver where these would not fit beside them."""
-        if self.driver.available() - max(0, missing - self.bytes) < working:
+        if self.bytes > missing and self.driver.available() < working():
             self.trim(missing)
 
     def trim(self, keep: int = 0) -> None:
@@ -110,6 +110,12 @@ class PagePool:
 def pool_of(device: torch.device) -> PagePool | None:
     """The one pool of a device; None where there is no virtual memory."""
     return None if why_not(device) else _pool_of(index_of(device))
+
+
+def page_bytes(device: torch.device) -> int:
+    """Of a page of a device; 0 where there is no virtual memory."""
+    pool = pool_of(device)
+    return 0 if pool is None else pool.driver.granularity
 
 
 @cache

@@ -84,6 +84,18 @@ def token_bytes(layout: Layout) -> int:
     return layout.heads * layout.size * layout.dtype.itemsize
 
 
+_LEAST_PAGES = 8
+
+
+def pays(token: int, context: int, page: int) -> bool:
+    """Whether pages of so many bytes pay for keys of `token` bytes.
+
+    A row has up to a page beyond its tokens. Where its whole context fills eight, that is no more than the eighth by
+    which a device store grows, and copies, with old and new side by side, are saved.
+    """
+    return 0 < _LEAST_PAGES * page <= token * context
+
+
 def round_up(count: int, step: int) -> int:
     """The least multiple of `step` from `count` on."""
     return -(-count // step) * step
@@ -200,8 +212,10 @@ class VirtualStore(DeviceStore):
             assert self._memory is not None
             if any(map(self._memory.shares, range(layout.batch), lengths)):
                 self._fork(range(layout.batch), self._memory)  # other rows still have what these write to
-            self._memory.ensure(wanted)
-            self._measure()
+            try:
+                self._memory.ensure(wanted)
+            finally:
+                self._measure()
 
     def _take(self, memory: _Memory) -> None:
         self._memory, self._k_BGCD, self._v_BGCD = memory, memory.k_BGCD, memory.v_BGCD

@@ -1,13 +1,9 @@
-"""Virtual memory of the host in place of a GPU's: what is not mapped cannot be read, and one page can be in two places.
-
-Pages are pieces of memory files. A limit stands for the size of a device's memory, and calls can be made to fail.
-"""
+"""Virtual memory of the host in place of a GPU's: unmapped memory cannot be read, and a page can be in two places."""
 
 import ctypes
 import mmap
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import torch
 
@@ -20,23 +16,72 @@ _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, c
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FIXED, _NO_RESERVE, _NONE, _FAILED = 0x10, 0x4000, 0, ctypes.c_void_p(-1).value
-CPU = torch.device("cpu")
 _HIDDEN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
 
 
-@dataclass
 class HostPages:
-    """A driver of pages of host memory that counts what is out."""
+    """A driver whose pages are memory files."""
 
-    granularity: int = 4096
-    limit: int = 1 << 30  # bytes that can be created
-    device: torch.device = CPU
-    created: dict[int, int] = field(default_factory=dict)  # bytes by handle
-    reserved: dict[int, int] = field(default_factory=dict)  # bytes by address
-    mapped: dict[int, tuple[int, int]] = field(default_factory=dict)  # bytes and handle by address
-    calls: dict[str, int] = field(default_factory=dict)
-    fail: str = ""  # the call that fails next
-    fail_after: int = 0  # calls of it that still succeed
+    def __init__(self, granularity: int = 4096) -> None:
+        self.device, self.granularity = torch.device("cpu"), granularity
+        self._reserved: dict[int, int] = {}
+
+    def reserve(self, nbytes):
+        address = _LIBC.mmap(None, nbytes, _NONE, _HIDDEN, -1, 0)
+        if address == _FAILED:
+            raise PageError(f"reserve failed: {os.strerror(ctypes.get_errno())}")
+        self._reserved[address] = nbytes
+        return address
+
+    def free(self, address, nbytes):
+        assert self._reserved.pop(address) == nbytes
+        assert _LIBC.munmap(address, nbytes) == 0
+
+    def create(self, nbytes):
+        handle = os.memfd_create("page")
+        os.ftruncate(handle, nbytes)
+        return handle
+
+    def release(self, handle):
+        os.close(handle)
+
+    def map(self, address, nbytes, handle):
+        assert _LIBC.mmap(address, nbytes, _NONE, mmap.MAP_SHARED | _FIXED, handle, 0) == address
+
+    def allow(self, address, nbytes):
+        assert _LIBC.mprotect(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+
+    def unmap(self, address, nbytes):
+        assert _LIBC.mmap(address, nbytes, _NONE, _HIDDEN | _FIXED, -1, 0) == address
+
+    def settle(self): ...
+
+    def relieve(self): ...
+
+    def enter(self): ...
+
+    def available(self):
+        return 1 << 40
+
+    def tensor(self, address, size, stride, dtype, owner):
+        end = next(at + nbytes for at, nbytes in self._reserved.items() if at <= address < at + nbytes)
+        array = (ctypes.c_char * (end - address)).from_address(address)
+        array.owner = owner
+        return torch.frombuffer(array, dtype=dtype).as_strided(size, stride)
+
+
+class Watched:
+    """A driver that knows what is out, and whose calls can be made to fail.
+
+    Attributes:
+        limit: bytes that can be created.
+        fail: the call that fails next, once `fail_after` of it have succeeded.
+    """
+
+    def __init__(self, driver, limit: int = 1 << 40) -> None:
+        self.driver, self.device, self.granularity = driver, driver.device, driver.granularity
+        self.limit, self.fail, self.fail_after = limit, "", 0
+        self.created, self.reserved, self.mapped, self.calls = {}, {}, {}, {}
 
     def _called(self, name: str) -> None:
         self.calls[name] = self.calls.get(name, 0) + 1
@@ -46,68 +91,64 @@ class HostPages:
                 raise PageError(f"{name} failed")
             self.fail_after -= 1
 
-    def reserve(self, nbytes: int) -> int:
+    def reserve(self, nbytes):
         self._called("reserve")
-        address = _LIBC.mmap(None, nbytes, _NONE, _HIDDEN, -1, 0)
-        if address == _FAILED:
-            raise PageError(f"reserve failed: {os.strerror(ctypes.get_errno())}")
+        address = self.driver.reserve(nbytes)
         self.reserved[address] = nbytes
         return address
 
-    def free(self, address: int, nbytes: int) -> None:
+    def free(self, address, nbytes):
         assert self.reserved.pop(address) == nbytes
         assert not any(address <= at < address + nbytes for at in self.mapped)
-        assert _LIBC.munmap(address, nbytes) == 0
+        self.driver.free(address, nbytes)
 
-    def create(self, nbytes: int) -> int:
-        self.calls["create"] = self.calls.get("create", 0) + 1
+    def create(self, nbytes):
+        self._called("create")
         if sum(self.created.values()) + nbytes > self.limit:
             raise torch.OutOfMemoryError("create failed: out of memory")
-        handle = os.memfd_create("page")
-        os.ftruncate(handle, nbytes)
+        handle = self.driver.create(nbytes)
         self.created[handle] = nbytes
         return handle
 
-    def release(self, handle: int) -> None:
+    def release(self, handle):
         assert handle not in {other for _, other in self.mapped.values()}
         del self.created[handle]
-        os.close(handle)
+        self.driver.release(handle)
 
-    def map(self, address: int, nbytes: int, handle: int) -> None:
+    def map(self, address, nbytes, handle):
         self._called("map")
         assert self.created[handle] == nbytes
         assert any(at <= address and address + nbytes <= at + size for at, size in self.reserved.items())
         assert not any(at < address + nbytes and address < at + size for at, (size, _) in self.mapped.items())
-        assert _LIBC.mmap(address, nbytes, _NONE, mmap.MAP_SHARED | _FIXED, handle, 0) == address
+        self.driver.map(address, nbytes, handle)
         self.mapped[address] = nbytes, handle
 
-    def allow(self, address: int, nbytes: int) -> None:
+    def allow(self, address, nbytes):
         self._called("allow")
-        assert _LIBC.mprotect(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+        self.driver.allow(address, nbytes)
 
-    def unmap(self, address: int, nbytes: int) -> None:
+    def unmap(self, address, nbytes):
+        self._called("unmap")
         size, _ = self.mapped.pop(address)
         assert size == nbytes
-        assert _LIBC.mmap(address, nbytes, _NONE, _HIDDEN | _FIXED, -1, 0) == address
+        self.driver.unmap(address, nbytes)
 
-    def settle(self) -> None:
-        self.calls["settle"] = self.calls.get("settle", 0) + 1
+    def settle(self):
+        self._called("settle")
+        self.driver.settle()
 
-    def relieve(self) -> None: ...
+    def relieve(self):
+        self.driver.relieve()
 
-    def enter(self) -> None: ...
+    def enter(self):
+        self.driver.enter()
 
-    def available(self) -> int:
-        return self.limit - sum(self.created.values())
+    def available(self):
+        return min(self.driver.available(), self.limit - sum(self.created.values()))
 
     def tensor(self, address, size, stride, dtype, owner):
         assert address in self.mapped, "nobody can tell where this memory is"
-        array = (ctypes.c_char * self.reserved_from(address)).from_address(address)
-        array.owner = owner
-        return torch.frombuffer(array, dtype=dtype).as_strided(size, stride)
-
-    def reserved_from(self, address: int) -> int:
-        return next(at + size - address for at, size in self.reserved.items() if at <= address < at + size)
+        return self.driver.tensor(address, size, stride, dtype, owner)
 
 
 class AtOnce:
@@ -118,9 +159,14 @@ class AtOnce:
             method()
 
 
-def host_pool(at_once: bool = True, **given) -> PagePool:
-    """A pool of host pages."""
-    pool = PagePool(HostPages(**given))
+def host_pool(granularity: int = 4096, limit: int = 1 << 40, at_once: bool = True) -> PagePool:
+    """A pool of host pages whose driver is watched."""
+    return watched_pool(HostPages(granularity), limit, at_once)
+
+
+def watched_pool(driver, limit: int = 1 << 40, at_once: bool = True) -> PagePool:
+    """A pool of a driver that is watched."""
+    pool = PagePool(Watched(driver, limit))
     if at_once:
         pool.ahead = AtOnce()
     return pool
