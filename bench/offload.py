@@ -31,8 +31,8 @@ from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.gather import gather_missed
 from sparsekv.kernels.decode.place import PlacedStep
 from sparsekv.kernels.decode.selection import ALL
-from sparsekv.kernels.keys import HEAD, HOST, HOST_TOKENS, ROWS
 from sparsekv.kernels.keys import COLUMNS as TABLE_COLUMNS
+from sparsekv.kernels.keys import HEAD, HOST, HOST_TOKENS, ROWS
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo

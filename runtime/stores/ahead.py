@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.runtime.stores.pages import PageDriver, PageError
+from sparsekv.runtime.stores.page_driver import PageDriver, PageError
 
 AHEAD = 64  # tokens before the end of its pages at which a row gets more
 

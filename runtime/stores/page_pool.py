@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sparsekv.runtime.stores.ahead import Ahead
-from sparsekv.runtime.stores.pages import CudaPages, PageDriver, Pages, index_of, why_not
+from sparsekv.runtime.stores.page_driver import CudaPages, PageDriver, Pages, index_of, why_not
 
 LARGE = 16  # pages of a larger allocation, of which a prompt takes as many as fit
 
