@@ -280,7 +280,7 @@ def batch(subject: BenchModel, args: argparse.Namespace) -> Found:
         padded, single = [], []
         for _ in range(args.repeats):
             cache = None
-            single.append(sum(_seconds(lambda x=x: model(x, logits_to_keep=1), model.device) for x in rows))
+            single.append(_seconds(lambda: [model(x, logits_to_keep=1) for x in rows], model.device))
 
             def run() -> None:
                 nonlocal cache

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sparsekv.plans.errors import SparseKVError
+from sparsekv.plans.errors import SparseKVError, install_command
 
 
 class PageError(SparseKVError):
@@ -167,13 +167,13 @@ class _Array:
 def why_not(device: torch.device) -> str:
     """Why a device's keys and values cannot lie in virtual memory; empty where they can."""
     if device.type != "cuda":
-        return f"a device of type {device.type} has none"
+        return f"{device.type} has none"
     if torch.version.hip is not None:
-        return "ROCm has no such driver calls here"
+        return "it is used by CUDA's driver alone, not by ROCm"
     try:
         from cuda.bindings import driver
     except ImportError:
-        return "cuda.bindings is not installed: pip install cuda-bindings"
+        return f"cuda.bindings is not installed: {install_command('virtual')}"
     supported = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
     error, found = driver.cuDeviceGetAttribute(supported, index_of(device))
     if error != driver.CUresult.CUDA_SUCCESS or not found:

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import torch
 
-from sparsekv.runtime.stores.page_pool import PagePool
 from sparsekv.runtime.stores.page_driver import PageError
+from sparsekv.runtime.stores.page_pool import PagePool
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p

@@ -6,8 +6,8 @@ from copy import deepcopy
 
 import torch
 
-from sparsekv.runtime.stores.page_pool import PagePool
 from sparsekv.runtime.stores.page_driver import PageError
+from sparsekv.runtime.stores.page_pool import PagePool
 from sparsekv.runtime.stores.row import row_of
 from sparsekv.runtime.stores.store import Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
