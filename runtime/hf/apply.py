@@ -283,7 +283,7 @@ class Handle:
         allocate on first use, and `reserve` in cache.py says how much.
 
         Args:
-            tokens: prompt and answer together; the cache may grow beyond, which copies it.
+            tokens: prompt and answer together; the cache may grow beyond, which copies what is not in virtual memory.
             batch: rows.
             answer: how many of the tokens are the answer: decode adds them one by one, and they need nothing besides
                 the cache.
