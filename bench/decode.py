@@ -1,7 +1,7 @@
 """`sparsekv bench decode`: decode steps by a plan and dense, attention alone and whole tokens.
 
 Attention alone is one step of all layers, on CUDA a graph, against every dense kernel in turn. A whole token is the
-mean of 64 that `generate` adds, greedily and without an end token, once the first steps have captured what is replayed;
+mean of those that `generate` adds, greedily and without an end token, once the first steps have captured what is replayed;
 the unmodified model, and this runtime dense and by each plan, in turn. Nothing is prefilled: caches are filled with
 random keys and values.
 """
@@ -53,7 +53,7 @@ from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.attention import Phase
 from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.describe import attention_modules
-from sparsekv.runtime.hf.drafts import Verdict
+from sparsekv.runtime.hf.drafts import SIZES, Verdict
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.plan_checks import check_plan
@@ -67,6 +67,7 @@ UNMODIFIED, OURS = "transformers", "sparsekv dense"  # ways to run dense
 ATTENTION, TOKEN, EXACT = "attention", "token", "exact"  # rows
 WARM_UP_TOKENS = 3  # steps like all others, of which the first is captured
 WARM_UP_EXACT = 96  # until drafts are as long as they stay
+NEW_TOKENS, NEW_EXACT = 64, 256  # the mean of which is timed; rows that accept for themselves end apart
 CHECKED = 7  # tokens of the check that is timed alone
 _TIMES = (
     "acceptance",
@@ -115,7 +116,7 @@ class DecodeBench:
     lengths: tuple[int, ...]
     batches: tuple[int, ...] = (1,)
     repeats: int = 3
-    new_tokens: int = 64
+    new_tokens: int = NEW_TOKENS
     backend: str = "auto"
     seed: int = 0
     allow_mismatch: bool = False
@@ -282,7 +283,8 @@ class DecodeRuns:
             cache: Cache = DynamicCache(config=self.model.config)
             layers: Iterable[Fillable] = (_Appended(cache, layer) for layer in range(len(layouts)))
         else:
-            cache = handle.new_cache(length, batch, answer=length - 1)
+            room = length + SIZES[-1] if handle.loop else length
+            cache = handle.new_cache(room, batch, answer=room - 1)
             layers = (layer for layer in cache.layers if isinstance(layer, SparseLayer))
         fill(layers, tokens, layouts, self.bench.seed)
         return cache
