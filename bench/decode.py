@@ -1,9 +1,9 @@
 """`sparsekv bench decode`: decode steps by a plan and dense, attention alone and whole tokens.
 
 Attention alone is one step of all layers, on CUDA a graph, against every dense kernel in turn. A whole token is the
-mean of those that `generate` adds, greedily and without an end token, once the first steps have captured what is replayed;
-the unmodified model, and this runtime dense and by each plan, in turn. Nothing is prefilled: caches are filled with
-random keys and values.
+mean of those that `generate` adds, greedily and without an end token, once the first steps have captured what is
+replayed; the unmodified model, and this runtime dense and by each plan, in turn. Nothing is prefilled: caches are
+filled with random keys and values.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -182,7 +183,9 @@ class ExactLoop:
     def __init__(self, meter: Callable[[], Meter], host_layers: Callable[[], Collection[int]]) -> None:
         self._meter = meter
         self._host_layers = host_layers
-        self._lengths: dict[tuple[int, int], DraftLength] = {}  # by rows, and by power of two of the context
+        self.paces: dict[tuple[int, int], DraftLength] = defaultdict(
+            DraftLength
+        )  # by rows, and powers of two of tokens
         self.judge_of: Callable[[GenerationConfig], Judge] = lambda config: Sampled() if config.do_sample else Greedy()
 
     def taking_over(self, attached: Attachment, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -250,7 +253,7 @@ class ExactLoop:
     def _cycle(self, cycles: _Cycles, text: Text) -> None:
         running = [row for row, finished in enumerate(text.finished) if not finished]
         rows, shortest = len(text.lengths), min(text.lengths[row] for row in running)
-        pace = self._lengths.setdefault((rows, shortest.bit_length()), DraftLength())
+        pace = self.paces[rows, shortest.bit_length()]
         drafted, began = pace.next(cycles.stops.longest - shortest - 1), time.perf_counter()
         accepted = cycles.run(drafted)
         counts = [accepted[row] for row in running]
