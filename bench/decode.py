@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -53,7 +54,7 @@ from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.attention import Phase
 from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.describe import attention_modules
-from sparsekv.runtime.hf.drafts import SIZES, Verdict
+from sparsekv.runtime.hf.drafts import SIZES, DraftLength, Verdict
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.plan_checks import check_plan
@@ -239,6 +240,8 @@ class DecodeRuns:
             cache = self.filled(handle, length, batch)  # grows with all that follows
             if handle is None:
                 return Run(self.token_ms(cache, batch, lambda: None))
+            if handle.loop is not None:
+                handle.loop.paces = defaultdict(Measured)
             if handle.loop is not None and self.bench.acceptance is not None:
                 judge = Forced(self.bench.acceptance, self.bench.seed)
                 handle.loop.judge_of = lambda config: judge
@@ -332,6 +335,15 @@ class Forced:
         drawn_BK = torch.rand(drafts_BK.shape, generator=self._generator, device=drafts_BK.device)
         accepted_B = (drawn_BK < self._chance).int().cumprod(1).sum(1)
         return Verdict(accepted_B, likeliest_BQ.gather(1, accepted_B[:, None])[:, 0])
+
+
+class Measured(DraftLength):
+    """Tries every length first, so that none is captured while time is taken."""
+
+    def next(self, most: int) -> int:
+        """See DraftLength."""
+        untried = (size for size in SIZES if size <= most and size not in self._seconds)
+        return next(untried, None) or super().next(most)
 
 
 class _Appended:

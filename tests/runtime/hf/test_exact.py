@@ -313,7 +313,7 @@ def test_drafts_are_as_long_as_pays():
 
 def test_where_no_draft_pays_it_is_dense_decoding_within_two_percent():
     sizes, share = paced(0.5, 10.0, 9.0, 2000)
-    assert set(sizes[50:]) <= {0, 2}
+    assert len(set(sizes)) == 2, "others would be captured in vain"
     assert share < 1.02
 
 
