@@ -24,10 +24,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Attachment, Phase
 from sparsekv.runtime.hf.cache import first_of, take_back
-from sparsekv.runtime.hf.drafts import SIZES, DraftLength, Greedy, Judge, Sampled
+from sparsekv.runtime.hf.drafts import DraftLength, Greedy, Judge, Sampled
 from sparsekv.runtime.hf.generate import FirstChecked
 
 # Functions of the scores alone: all rows and positions at once.
@@ -134,7 +135,7 @@ class Text:
     def of(cls, ids_BS: torch.Tensor, longest: int) -> Text:
         """Prompts with room for answers."""
         batch, tokens = ids_BS.shape
-        ids_BT = ids_BS.new_zeros((batch, longest + SIZES[-1]))  # rows that are finished are drafted behind, too
+        ids_BT = ids_BS.new_zeros((batch, longest + DRAFTS[-1]))  # rows that are finished are drafted behind, too
         ids_BT[:, :tokens] = ids_BS
         return cls(ids_BT, [tokens] * batch, [0] * batch, [False] * batch)
 

@@ -316,5 +316,5 @@ def test_a_draft_never_runs_over_the_end_of_an_answer():
     for most in (9, 5, 3, 2, 1, 0, 0):
         size = pace.next(most)
         assert size <= most
-        assert size in drafts.SIZES
+        assert size in drafts.DRAFTS
         pace.ran(size, 1.0, [size])
