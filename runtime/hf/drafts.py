@@ -16,7 +16,7 @@ import torch
 from sparsekv.plans.exact_gain import DRAFTS, tokens_a_cycle
 
 _FIRST = 4  # before anything was measured
-_SHORTEST = DRAFTS[1]
+_UNTRIED = 0.97  # of what a length promises that would be captured first
 _FRESH = 0.3  # weight of the latest time among those before it
 _FADING = 0.98  # of what was agreed on before, a token
 _PRIOR_AGREED, _PRIOR_ASKED = 4.5, 5.0
@@ -90,7 +90,7 @@ class Sampled:
 class DraftLength:
     """How many tokens to draft before the next check: those that give most tokens a second, by the share of drafts that
     counted lately and the seconds that cycles of each length took. Where no draft pays it is 0, dense decoding, but for
-    a short one now and then."""
+    one now and then of the shortest length that was tried: another one would be captured for it."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
@@ -110,10 +110,11 @@ class DraftLength:
         if len(self._seconds) < 2:
             return max(size for size in DRAFTS if size <= min(most, _FIRST))
         best = max((size for size in DRAFTS if size <= most), key=self._tokens_a_second)
-        if best or self._dense < self._pause or most < _SHORTEST:
+        shortest = min(size for size in self._seen if size)
+        if best or self._dense < self._pause or most < shortest:
             return best
         self._pause *= 2
-        return _SHORTEST
+        return shortest
 
     def ran(self, drafted: int, seconds: float, accepted: list[int]) -> None:
         """A cycle is over.
@@ -135,7 +136,8 @@ class DraftLength:
         self._seconds[drafted] = before + _FRESH * (seconds - before)
 
     def _tokens_a_second(self, drafted: int) -> float:
-        return tokens_a_cycle(self.agreement, drafted) / self._expected_seconds(drafted)
+        tokens = tokens_a_cycle(self.agreement, drafted)
+        return tokens / self._expected_seconds(drafted) * (1.0 if drafted in self._seen else _UNTRIED)
 
     def _expected_seconds(self, drafted: int) -> float:
         if drafted in self._seconds:
