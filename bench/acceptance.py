@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from sparsekv.planner.tasks import TASKS, Split, make_samples, prepare
+from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import parse_lengths
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.drafts import SIZES, DraftLength
+from sparsekv.runtime.hf.drafts import DraftLength
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import device_name
 
@@ -55,7 +56,7 @@ class Always(DraftLength):
 
     def next(self, most: int) -> int:
         """The length, or what there is room for."""
-        return max(size for size in SIZES if size <= min(most, self._size))
+        return max(size for size in DRAFTS if size <= min(most, self._size))
 
 
 def accepted(

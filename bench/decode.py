@@ -44,6 +44,7 @@ from sparsekv.kernels.softmax import Softmax
 from sparsekv.planner.options import check_lengths
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.schema import Plan
@@ -54,7 +55,7 @@ from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.attention import Phase
 from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.describe import attention_modules
-from sparsekv.runtime.hf.drafts import SIZES, DraftLength, Verdict
+from sparsekv.runtime.hf.drafts import DraftLength, Verdict
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.plan_checks import check_plan
@@ -286,7 +287,7 @@ class DecodeRuns:
             cache: Cache = DynamicCache(config=self.model.config)
             layers: Iterable[Fillable] = (_Appended(cache, layer) for layer in range(len(layouts)))
         else:
-            room = length + SIZES[-1] if handle.loop else length
+            room = length + DRAFTS[-1] if handle.loop else length
             cache = handle.new_cache(room, batch, answer=room - 1)
             layers = (layer for layer in cache.layers if isinstance(layer, SparseLayer))
         fill(layers, tokens, layouts, self.bench.seed)
@@ -342,7 +343,7 @@ class Measured(DraftLength):
 
     def next(self, most: int) -> int:
         """See DraftLength."""
-        untried = (size for size in SIZES if size <= most and size not in self._seconds)
+        untried = (size for size in DRAFTS if size <= most and size not in self._seconds)
         return next(untried, None) or super().next(most)
 
 

@@ -1,7 +1,7 @@
 """What of a draft counts, and how long drafts should be: the rules of speculative decoding, apart from any model.
 
-Sources: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (ICML 2023), algorithm 1, and
-section 3.1 on the expected number of tokens; Zhang et al., Draft & Verify (ACL 2024) on drafts by the model itself.
+Sources: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (ICML 2023), algorithm 1; Zhang
+et al., Draft & Verify (ACL 2024) on drafts by the model itself.
 
 Shapes: B batch, K drafted tokens, Q = K + 1 checked ones, V vocabulary.
 """
@@ -13,7 +13,8 @@ from typing import Protocol
 
 import torch
 
-SIZES = (0, 2, 4, 6, 10)  # tokens of a draft: each is a captured step of its own; 0 is a step of dense decoding
+from sparsekv.plans.exact_gain import DRAFTS, tokens_a_cycle
+
 _FIRST = 4  # before anything was measured
 _UNTRIED = 0.97  # of what a length promises that would be captured first
 _FRESH = 0.3  # weight of the latest time among those before it
@@ -103,12 +104,12 @@ class DraftLength:
         return self._agreed / self._asked
 
     def next(self, most: int) -> int:
-        """One of SIZES, at most `most`."""
+        """One of DRAFTS, at most `most`."""
         if 0 not in self._seconds:
             return 0
         if len(self._seconds) < 2:
-            return max(size for size in SIZES if size <= min(most, _FIRST))
-        best = max((size for size in SIZES if size <= most), key=self._tokens_a_second)
+            return max(size for size in DRAFTS if size <= min(most, _FIRST))
+        best = max((size for size in DRAFTS if size <= most), key=self._tokens_a_second)
         shortest = min(size for size in self._seen if size)
         if best or self._dense < self._pause or most < shortest:
             return best
@@ -135,8 +136,7 @@ class DraftLength:
         self._seconds[drafted] = before + _FRESH * (seconds - before)
 
     def _tokens_a_second(self, drafted: int) -> float:
-        rate = self.agreement
-        tokens = drafted + 1 if rate >= 1 else (1 - rate ** (drafted + 1)) / (1 - rate)
+        tokens = tokens_a_cycle(self.agreement, drafted)
         return tokens / self._expected_seconds(drafted) * (1.0 if drafted in self._seen else _UNTRIED)
 
     def _expected_seconds(self, drafted: int) -> float:

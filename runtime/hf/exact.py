@@ -25,10 +25,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Attachment, Phase
 from sparsekv.runtime.hf.cache import first_of, reserve, take_back
-from sparsekv.runtime.hf.drafts import SIZES, DraftLength, Greedy, Judge, Sampled
+from sparsekv.runtime.hf.drafts import DraftLength, Greedy, Judge, Sampled
 from sparsekv.runtime.hf.generate import FirstChecked
 
 # Functions of the scores alone: all rows and positions at once.
@@ -135,7 +136,7 @@ class Text:
     def of(cls, ids_BS: torch.Tensor, longest: int) -> Text:
         """Prompts with room for answers."""
         batch, tokens = ids_BS.shape
-        ids_BT = ids_BS.new_zeros((batch, longest + SIZES[-1]))  # rows that are finished are drafted behind, too
+        ids_BT = ids_BS.new_zeros((batch, longest + DRAFTS[-1]))  # rows that are finished are drafted behind, too
         ids_BT[:, :tokens] = ids_BS
         return cls(ids_BT, [tokens] * batch, [0] * batch, [False] * batch)
 
@@ -228,7 +229,7 @@ class ExactLoop:
         text, judge = Text.of(input_ids, stops.longest), self.judge_of(generation_config)
         cache: Cache = model_kwargs["past_key_values"]
         if input_ids.shape[0] > 1:
-            reserve(cache, stops.longest + SIZES[-1])  # rows that are finished are drafted behind, too
+            reserve(cache, stops.longest + DRAFTS[-1])  # rows that are finished are drafted behind, too
         found = model._prefill(input_ids, generation_config, model_kwargs)
         scores_BV = found.logits[:, -1].to(torch.float32, copy=True)
         first = judge.judge(input_ids[:, :0], processors.at(text, 0, scores_BV)[:, None])

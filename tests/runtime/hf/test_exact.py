@@ -67,7 +67,7 @@ def test_caps_sinks_windows_and_experts_are_checked_as_dense_decoding_has_them(d
 def test_drafts_behind_rows_that_ended_do_not_grow_the_cache(model, drafting):
     prompt, cache = random_tokens(3, 50), DynamicCache()
     exactly(model, BAD, prompt, cache=cache)
-    assert {layer.store.capacity for layer in cache.layers} == {50 + 40 + drafts.SIZES[-1]}
+    assert {layer.store.capacity for layer in cache.layers} == {50 + 40 + drafts.DRAFTS[-1]}
 
 
 @pytest.mark.parametrize("new", range(1, 12))
@@ -322,5 +322,5 @@ def test_a_draft_never_runs_over_the_end_of_an_answer():
     for most in (9, 5, 3, 2, 1, 0, 0):
         size = pace.next(most)
         assert size <= most
-        assert size in drafts.SIZES
+        assert size in drafts.DRAFTS
         pace.ran(size, 1.0, [size])
