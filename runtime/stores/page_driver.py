@@ -174,6 +174,7 @@ def why_not(device: torch.device) -> str:
         from cuda.bindings import driver
     except ImportError:
         return f"cuda.bindings is not installed: {install_command('virtual')}"
+    torch.cuda.init()
     supported = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
     error, found = driver.cuDeviceGetAttribute(supported, index_of(device))
     if error != driver.CUresult.CUDA_SUCCESS or not found:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from sparsekv.runtime.stores.page_pool import PagePool
 from sparsekv.runtime.stores.page_driver import Pages
+from sparsekv.runtime.stores.page_pool import PagePool
 from sparsekv.runtime.stores.reservation import common, total
 
 

@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from sparsekv.runtime.stores.page_pool import PagePool
 from sparsekv.runtime.stores.page_driver import Pages
+from sparsekv.runtime.stores.page_pool import PagePool
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
 
 
