@@ -341,7 +341,15 @@ def decode(flags: DecodeFlags) -> None:
     hardware, precision = device_and_dtype(machine)
     if flags.miss_rate is not None and hardware.type != "cuda":
         raise UsageError(f"expected a GPU for --miss-rate, whose kernel runs there, found {hardware}; leave it out")
-    from sparsekv.bench.decode import COLUMNS, RANDOM_NOTE, DecodeBench, bench_decode, check_decode
+    from sparsekv.bench.decode import (
+        COLUMNS,
+        NEW_EXACT,
+        NEW_TOKENS,
+        RANDOM_NOTE,
+        DecodeBench,
+        bench_decode,
+        check_decode,
+    )
     from sparsekv.bench.hand_plans import HandDecode
     from sparsekv.bench.random_model import describe_named
     from sparsekv.planner.progress import BarProgress
@@ -352,6 +360,7 @@ def decode(flags: DecodeFlags) -> None:
         wanted,
         flags.batch,
         flags.repeats,
+        NEW_EXACT if flags.exact else NEW_TOKENS,
         backend=machine.backend,
         seed=flags.seed,
         allow_mismatch=flags.allow_mismatch,

@@ -112,7 +112,7 @@ def test_a_copied_cache_shares_nothing_and_a_repeated_one_its_full_pages(model, 
         cache.batch_repeat_interleave(3)
         assert pool.used < 3 * used
         found = logits(model, cache, new.expand(3, 30))
-        torch.testing.assert_close(found[:1], logits(model, copied, new), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[:1], logits(model, copied, new), atol=1e-4, rtol=1e-4)
         assert torch.equal(found[0], found[2])
 
 
