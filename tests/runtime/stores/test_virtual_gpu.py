@@ -59,7 +59,7 @@ def test_a_thread_maps_pages_meanwhile(cuda):
     store.append(*torch.randn(2, 1, 8, 1000, 128, dtype=torch.bfloat16, device=cuda))
     address, (k_BGSD, _) = store.keys.data_ptr(), store.tensors
     before = k_BGSD[:, :, :1000].clone()
-    store.expect(40_000, layout)
+    store.expect([40_000], layout)
     while store.capacity < 40_000:
         torch.cuda.synchronize()
     assert store.keys.data_ptr() == address
