@@ -81,7 +81,7 @@ class PlanEngine:
         self.bytes: list[Bytes] = []
         self.host_reads = HostReads()
         self.meter = Meter()
-        self.fallback = Fallback(backend)
+        self.fallback = Fallback(backend, paging.relieve)
         self._backend = backend  # of decode: there is one for each kind of device
         self._device = model.device
         self._model_type: str = model.config.model_type

@@ -47,6 +47,10 @@ class Paging:
         pool = self.pools.get(layer)
         return DeviceStore() if pool is None else VirtualStore(pool, self.sizes.size.info.context_length)
 
+    def relieve(self) -> bool:
+        """Gives the pages back that no cache uses, before something is tried again; whether there were any."""
+        return any([pool.trim() for pool in self.pools.values()])
+
     def expect(self, cache: Cache, lengths: tuple[int, ...], placement: Placement) -> None:
         """Maps pages ahead of a prompt layer by layer, in order, while the device works on the layers before.
 

@@ -85,14 +85,16 @@ class PagePool:
         if self.bytes > missing and self.driver.available() < working():
             self.trim(missing)
 
-    def trim(self, keep: int = 0) -> None:
-        """Gives free pages back to the driver, all but so many bytes."""
+    def trim(self, keep: int = 0) -> bool:
+        """Gives free pages back to the driver, all but so many bytes; whether there were any."""
         with self.lock:
+            before = self.bytes
             for free in self._free.values():
                 while free and self.bytes > keep:
                     pages = free.pop()
                     self.bytes -= pages.nbytes
                     self.driver.release(pages.handle)
+            return self.bytes < before
 
     @contextmanager
     def first(self) -> Iterator[None]:
