@@ -1,0 +1,86 @@
+"""Which blocks of a request hold what a layer keeps that drops tokens: known from lengths alone, so that the scheduler
+frees blocks without asking the device.
+
+What is kept of a prompt is moved, in its order, to the first blocks of the request, and behind them to the rows of the
+prompt in the block that its end shares with the answer; the blocks between are freed. Positions keep their place in the
+block table, and new tokens are appended as usual. Only whole blocks are freed, so that what is left has no holes: a
+layer keeps up to a block less one more tokens than its rule says, by score.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from sparsekv.plans.patterns import Budget
+from sparsekv.plans.phases import Retention
+
+
+class Moves(NamedTuple):
+    """Where the blocks that a step reads are in a request's table: entry i of them is entry i of the table up to
+    `front`, entry i + `dropped` up to `middle`, and entry i + `skipped` behind."""
+
+    front: int
+    middle: int
+    dropped: int
+    skipped: int
+
+
+UNMOVED = Moves(0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBlocks:
+    """What a layer keeps, as far as lengths depend on it: layers of which these are equal share their blocks.
+
+    Args:
+        always: tokens of a prompt that are kept whatever their score, first and last ones.
+        chosen: tokens that are chosen by score.
+        generated: the newest tokens of an answer that are kept.
+        block: tokens of a block.
+    """
+
+    always: int
+    chosen: Budget
+    generated: int
+    block: int
+
+    @classmethod
+    def of(cls, rule: Retention, block: int) -> KeptBlocks:
+        """Those of a rule that drops tokens."""
+        assert isinstance(rule.keep, Budget)
+        assert rule.generated is not None
+        return cls((rule.sink or 0) + (rule.recent or 0), rule.keep, rule.generated, block)
+
+    def dropped(self, prompt: int) -> int:
+        """How many blocks of a complete prompt are freed."""
+        return max(0, prompt - self.always - self.chosen.resolve(prompt)) // self.block
+
+    def kept(self, prompt: int) -> int:
+        """How many tokens of a complete prompt are kept."""
+        return prompt - self.dropped(prompt) * self.block
+
+    def freed(self, prompt: int, computed: int) -> tuple[range, range]:
+        """The blocks that no step reads once so many tokens are computed, the prompt among them: of the prompt, and of
+        the answer."""
+        whole, first = prompt // self.block, -(-prompt // self.block)
+        newest = max(first, (computed + 1 - self.generated) // self.block)
+        return range(whole - self.dropped(prompt), whole), range(first, newest)
+
+    def moves(self, prompt: int, computed: int) -> Moves:
+        """What a step reads that begins with so many tokens computed."""
+        if computed < prompt:
+            return UNMOVED
+        return _moves(*self.freed(prompt, computed), -(-prompt // self.block))
+
+    def rule(self, given: Retention, prompt: int) -> Retention:
+        """A layer's rule with as many chosen tokens as the blocks of this prompt have room for."""
+        return given.model_copy(update={"keep": Budget(tokens=max(0, self.kept(prompt) - self.always))})
+
+
+@lru_cache(maxsize=4096)
+def _moves(of_prompt: range, of_answer: range, first: int) -> Moves:
+    shared = first - of_prompt.stop  # 1 where the prompt's end shares its block
+    dropped = len(of_prompt)
+    return Moves(of_prompt.start, of_prompt.start + shared, dropped, dropped + len(of_answer))
