@@ -30,10 +30,10 @@ from sparsekv.runtime.vllm.decode_step import DecodeHost, DecodeRows
 from sparsekv.runtime.vllm.engine_facts import check_layer
 from sparsekv.runtime.vllm.engine_options import plan_path, read_options
 from sparsekv.runtime.vllm.kept_blocks import KeptBlocks
+from sparsekv.runtime.vllm.kept_tables import KeptLengths, KeptTable, Rows
 from sparsekv.runtime.vllm.metrics import publish
 from sparsekv.runtime.vllm.plan_host import PlanHost, start_host
 from sparsekv.runtime.vllm.request_lengths import Requests
-from sparsekv.runtime.vllm.retained_step import KeptStep, KeptTables
 from sparsekv.runtime.vllm.step_rows import PrefillRows, Rest, StepRows, decode_rows, prefill_rows, split_rows
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
@@ -189,7 +189,7 @@ class SparseBuilder(_Builder):
         layers = vllm.layers_so_far(vllm_config)
         own = [layers[name] for name in layer_names if isinstance(getattr(layers[name], "impl", None), SparseImpl)]
         self._host: PlanHost | None = own[0].impl.plan_host if own else None
-        self._tables: KeptTables | None = None  # of layers that drop tokens
+        self._table: KeptTable | None = None  # of layers that drop tokens
         if self._host is None:
             return
         first = next(layer for layer in layers.values() if isinstance(getattr(layer, "impl", None), SparseImpl))
@@ -200,7 +200,7 @@ class SparseBuilder(_Builder):
         self._graph_rows = vllm.graph_rows(vllm_config)
         kept: KeptBlocks | None = getattr(kv_cache_spec, "kept", None)
         if self._host.retention is not None and kept is not None:
-            self._tables = KeptTables(kept, self._host.retention, kv_cache_spec.block_size, device)
+            self._table = KeptTable(kept, self._host.retention.tables, kv_cache_spec.block_size)
         elif self._host.decode is not None:
             longest, softmax = vllm_config.model_config.max_model_len, own[0].impl.softmax
             self._host.decode.warm_up(self._programs, pages, longest, softmax)
@@ -217,10 +217,10 @@ class SparseBuilder(_Builder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """vLLM's metadata of a step, with the prefill rows beside it."""
         common, kept = common_attn_metadata, None
-        if self._tables is not None:
+        if self._table is not None:
             starts, lengths, _ = vllm.requests_of(common)
-            kept = self._tables.step(starts, lengths, common.seq_lens, common.block_table_tensor)
-            common = caches.with_tables(common, kept.lengths_B, kept.lengths, kept.table_BP)
+            kept, table_BP = self._table.step(Rows(starts, lengths), common.seq_lens, common.block_table_tensor)
+            common = caches.with_tables(common, kept.lengths_B, kept.lengths, table_BP)
         metadata = super().build(common_prefix_len, common, fast_build)
         if self._host is not None:
             step = self._step(self._host, common, kept)
@@ -228,7 +228,7 @@ class SparseBuilder(_Builder):
                 setattr(metadata, _STEP, step)
         return metadata
 
-    def _step(self, host: PlanHost, common: Any, kept: KeptStep | None) -> StepRows | None:
+    def _step(self, host: PlanHost, common: Any, kept: KeptLengths | None) -> StepRows | None:
         """What the layers ask of a step; None where all of it is vLLM's."""
         starts, lengths, unfinished = vllm.requests_of(common)
         # Captured graphs do not tell a prompt's single row from a decoded one: it goes with those, and is dense.

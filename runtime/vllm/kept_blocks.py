@@ -11,23 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from sparsekv.plans.patterns import Budget
 from sparsekv.plans.phases import Retention
-
-
-class Moves(NamedTuple):
-    """Where the blocks that a step reads are in a request's table: entry i of them is entry i of the table up to
-    `front`, entry i + `dropped` up to `middle`, and entry i + `skipped` behind."""
-
-    front: int
-    middle: int
-    dropped: int
-    skipped: int
-
-
-UNMOVED = Moves(0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +39,7 @@ class KeptBlocks:
         assert rule.generated is not None
         return cls((rule.sink or 0) + (rule.recent or 0), rule.keep, rule.generated, block)
 
+    @lru_cache(maxsize=4096)  # noqa: B019 - of a few, which live as long as the engine
     def dropped(self, prompt: int) -> int:
         """How many blocks of a complete prompt are freed."""
         return max(0, prompt - self.always - self.chosen.resolve(prompt)) // self.block
@@ -68,19 +55,6 @@ class KeptBlocks:
         newest = max(first, (computed + 1 - self.generated) // self.block)
         return range(whole - self.dropped(prompt), whole), range(first, newest)
 
-    def moves(self, prompt: int, computed: int) -> Moves:
-        """What a step reads that begins with so many tokens computed."""
-        if computed < prompt:
-            return UNMOVED
-        return _moves(*self.freed(prompt, computed), -(-prompt // self.block))
-
     def rule(self, given: Retention, prompt: int) -> Retention:
         """A layer's rule with as many chosen tokens as the blocks of this prompt have room for."""
         return given.model_copy(update={"keep": Budget(tokens=max(0, self.kept(prompt) - self.always))})
-
-
-@lru_cache(maxsize=4096)
-def _moves(of_prompt: range, of_answer: range, first: int) -> Moves:
-    shared = first - of_prompt.stop  # 1 where the prompt's end shares its block
-    dropped = len(of_prompt)
-    return Moves(of_prompt.start, of_prompt.start + shared, dropped, dropped + len(of_answer))

@@ -26,6 +26,7 @@ class Requests:
         self._open: dict[str, int] = {}  # tokens computed of prompts that are not complete
         self._order: Callable[[], Sequence[str]] | None = None
         self.gone: list[str] = []  # requests that finished since anybody looked
+        self.steps = 0  # begun so far
 
     @contextmanager
     def step(self, scheduled: Scheduled, order: Callable[[], Sequence[str]] | None = None) -> Iterator[bool]:
@@ -43,6 +44,7 @@ class Requests:
         self._open.update(scheduled.computed)
         self._open.update(dict.fromkeys(scheduled.resumed, 0))
         self._order = order
+        self.steps += 1
         try:
             yield self._advance(scheduled.rows)
         finally:
