@@ -21,14 +21,14 @@ class KeptBlocks:
     """What a layer keeps, as far as lengths depend on it: layers of which these are equal share their blocks.
 
     Args:
-        always: tokens of a prompt that are kept whatever their score, first and last ones.
-        chosen: tokens that are chosen by score.
+        fixed: tokens of a prompt that are kept whatever its length.
+        share: of all tokens of a prompt, that are kept besides.
         generated: the newest tokens of an answer that are kept.
         block: tokens of a block.
     """
 
-    always: int
-    chosen: Budget
+    fixed: int
+    share: Budget | None
     generated: int
     block: int
 
@@ -37,12 +37,14 @@ class KeptBlocks:
         """Those of a rule that drops tokens."""
         assert isinstance(rule.keep, Budget)
         assert rule.generated is not None
-        return cls((rule.sink or 0) + (rule.recent or 0), rule.keep, rule.generated, block)
+        fixed = _unscored(rule) + (rule.keep.tokens or 0)
+        return cls(fixed, rule.keep if rule.keep.tokens is None else None, rule.generated, block)
 
     @lru_cache(maxsize=4096)  # noqa: B019 - of a few, which live as long as the engine
     def dropped(self, prompt: int) -> int:
         """How many blocks of a complete prompt are freed."""
-        return max(0, prompt - self.always - self.chosen.resolve(prompt)) // self.block
+        share = self.share.resolve(prompt) if self.share else 0
+        return max(0, prompt - self.fixed - share) // self.block
 
     def kept(self, prompt: int) -> int:
         """How many tokens of a complete prompt are kept."""
@@ -57,4 +59,9 @@ class KeptBlocks:
 
     def rule(self, given: Retention, prompt: int) -> Retention:
         """A layer's rule with as many chosen tokens as the blocks of this prompt have room for."""
-        return given.model_copy(update={"keep": Budget(tokens=max(0, self.kept(prompt) - self.always))})
+        return given.model_copy(update={"keep": Budget(tokens=max(0, self.kept(prompt) - _unscored(given)))})
+
+
+def _unscored(rule: Retention) -> int:
+    """First and last tokens of a prompt, which are kept whatever their score."""
+    return (rule.sink or 0) + (rule.recent or 0)
