@@ -21,6 +21,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from sparsekv.runtime.vllm.internals import derived_fields
 from sparsekv.runtime.vllm.request_lengths import Requests, Scheduled
 
+# What of a model runner holds captured graphs, and what of that says whether there are any.
+_GRAPHS, _GRAPHS_V2 = ("cudagraph_dispatcher", "keys_initialized"), ("cudagraph_manager", "_graphs_captured")
 _OURS = "sparsekv_given"  # what a method that was replaced by ours was, on ours
 
 
@@ -76,21 +78,30 @@ def follow_steps(config: VllmConfig, requests_of: Callable[[VllmConfig], Request
     if config.use_v2_model_runner:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 
-        _replace(RunnerV2, "execute_model", lambda given: _executing(given, requests_of))
+        _replace(RunnerV2, "execute_model", lambda given: _executing(given, requests_of, None, _GRAPHS_V2))
         _replace(RunnerV2, "prepare_attn", lambda given: _preparing(given, requests_of))
     else:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-        _replace(GPUModelRunner, "execute_model", lambda given: _executing(given, requests_of))
+        _replace(GPUModelRunner, "execute_model", lambda given: _executing(given, requests_of, _order, _GRAPHS))
 
 
-def _executing(given: Any, requests_of: Callable[[VllmConfig], Requests | None]) -> Any:
+def _order(runner: Any) -> Sequence[str]:
+    """The rows of a step, once it is prepared; the other runner's are known to what it calls alone."""
+    ids: list[str] = runner.input_batch.req_ids
+    return ids
+
+
+def _executing(
+    given: Any, requests_of: Callable[[VllmConfig], Requests | None], order: Callable[[Any], Sequence[str]] | None,
+    graphs: tuple[str, str],
+) -> Any:  # fmt: skip
     def execute_model(self: Any, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         requests = requests_of(self.vllm_config)
         if requests is None:
             return given(self, scheduler_output, *args, **kwargs)
-        order = None if self.vllm_config.use_v2_model_runner else lambda: self.input_batch.req_ids
-        with requests.step(scheduled(scheduler_output), order) as has_single_row, _launched(self, has_single_row):
+        rows = None if order is None else lambda: order(self)
+        with requests.step(scheduled(scheduler_output), rows) as launch, _launched(self, graphs, launch):
             return given(self, scheduler_output, *args, **kwargs)
 
     return execute_model
@@ -115,13 +126,10 @@ def _replace(owner: Any, name: str, replacement: Callable[[Any], Any]) -> None:
 
 
 @contextmanager
-def _launched(runner: Any, always: bool) -> Iterator[None]:
-    """Meanwhile no graph is replayed where `always`."""
-    if runner.vllm_config.use_v2_model_runner:
-        holder, name = runner.cudagraph_manager, "_graphs_captured"
-    else:
-        holder, name = runner.cudagraph_dispatcher, "keys_initialized"
-    if not always or holder is None:
+def _launched(runner: Any, graphs: tuple[str, str], launch: bool) -> Iterator[None]:
+    """Meanwhile no graph is replayed where `launch`."""
+    holder, name = getattr(runner, graphs[0]), graphs[1]
+    if not launch or holder is None:
         yield
         return
     captured = getattr(holder, name)

@@ -90,7 +90,9 @@ class StepTables:
         moves_4B = np.zeros((4, len(pasts_B)), dtype=np.int64)
         moves_4B[:, : len(requests)] = moves(kept, [prompt for _, prompt in requests], pasts_B[: len(requests)])
         shorter_B = np.asarray(rows.lengths) - moves_4B[3] * kept.block
-        buffer_B = self._buffers.setdefault(kept, lengths_B.new_zeros(self.rows))[: len(lengths_B)]
+        if kept not in self._buffers:
+            self._buffers[kept] = lengths_B.new_zeros(self.rows)
+        buffer_B = self._buffers[kept][: len(lengths_B)]
         moved_4B = _to_device(moves_4B * (kept.block // page), lengths_B.device)
         torch.sub(lengths_B, moved_4B[3] * page, out=buffer_B)
         used = min(pages, max(1, -(-int(shorter_B.max()) // page)))
@@ -120,11 +122,12 @@ class KeptTable:
             lengths_B: tokens of each request, on the device.
             table_BP: pages of each request.
         """
-        count, pages = table_BP.shape
+        pages = table_BP.shape[1]
         if self._table_BP is None:
             self._table_BP = table_BP.new_zeros((self._shared.rows, pages))
         found = self._shared.lengths(self._kept, self._page, rows, lengths_B, pages)
-        self._table_BP[:count, : found.entry_BP.shape[1]] = table_BP.gather(1, found.entry_BP)
+        count, used = found.entry_BP.shape
+        self._table_BP[:count, :used] = table_BP.gather(1, found.entry_BP)
         return found, self._table_BP[:count]
 
 
