@@ -133,9 +133,11 @@ class Watch:
         after_KGD = _rows(pages[0], table_P, places)
         scores_GS = brute_scores(self._queries.pop((rows.name, layer)), before_SGD, rule, scale)
         for head in range(before_SGD.shape[1]):
-            same_KS = (after_KGD[:, None, head] == before_SGD[None, :, head]).all(-1)
+            same_KS = (after_KGD[:, None, head, :6] == before_SGD[None, :, head, :6]).all(-1)
             assert same_KS.sum(1).tolist() == [1] * count
-            kept = same_KS.int().argmax(1).tolist()
+            from_K = same_KS.int().argmax(1)
+            assert torch.equal(after_KGD[:, head], before_SGD[from_K, head])
+            kept = from_K.tolist()
             assert kept == sorted(kept)
             _check_choice(set(kept), scores_GS[head], rule, count, prompt)
         self.counts["prompts"] += 1
@@ -168,9 +170,9 @@ def brute_scores(q_HSD: torch.Tensor, k_SGD: torch.Tensor, rule: Retention, scal
 
 def _rows(x_NGSD: torch.Tensor, table_P: torch.Tensor, tokens: Any) -> torch.Tensor:
     """[tokens, G, D]: of a request, by their place in its table."""
-    page = x_NGSD.shape[2]
-    table = table_P.tolist()
-    return torch.stack([x_NGSD[table[at // page], :, at % page] for at in tokens])
+    at_T, page = torch.tensor(list(tokens), device=table_P.device), x_NGSD.shape[2]
+    found_TGD: torch.Tensor = x_NGSD[table_P.long()[at_T // page], :, at_T % page]
+    return found_TGD
 
 
 def _cache_tensors(engine: Any) -> list[torch.Tensor]:

@@ -3,6 +3,10 @@ transformers host."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,13 +14,13 @@ from typing import Any
 import pytest
 from model_folders import save_model
 from tiny_models import random_tokens, tiny_model
-from tiny_plans import drops, plan_for
+from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 from transformers import PreTrainedModel
 from vllm_engine import Oracle, generate, make_engine, tokens_of
 from vllm_retained import Watch, drive, free_blocks, held_blocks, scheduler_of
 
 from sparsekv.plans.files import write_plan
-from sparsekv.plans.patterns import fraction
+from sparsekv.plans.patterns import AShape, BlockSparse, fraction, tokens
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.vllm.internals import layer_number
 from sparsekv.runtime.vllm.kept_blocks import KeptBlocks
@@ -120,7 +124,9 @@ def test_answers_are_those_of_the_transformers_host_at_every_remainder_of_block_
 
 
 @pytest.mark.parametrize(
-    "count", [40, pytest.param(2000, marks=pytest.mark.fuzz)], ids=["a few requests", "many requests"]
+    "count",
+    [40, pytest.param(2000, marks=(pytest.mark.fuzz, pytest.mark.timeout(1800)))],
+    ids=["a few requests", "many requests"],
 )
 def test_random_requests_keep_what_the_rules_say_and_read_no_freed_block(
     engine: Any, model: PreTrainedModel, plan: Plan, count: int
@@ -137,3 +143,62 @@ def test_random_requests_keep_what_the_rules_say_and_read_no_freed_block(
     for one in whole[:: count // 40]:
         expected = Oracle(model, rounded(plan, len(one.prompt))).of(one.prompt, [], one.answer)
         assert one.logprobs == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+def test_sparse_prefill_and_decode_segments_run_beside_layers_that_drop_tokens(
+    model: PreTrainedModel, tmp_path: Path, kept_engines: list[Any]
+) -> None:
+    """Prompts in one chunk, so that the transformers host cuts them as the engine does."""
+    patterns = (AShape(sink=tokens(64), window=tokens(64)), BlockSparse(keep=fraction(0.4)))
+    rule = drops((3, 4), 60, sink=4, recent=20, generated=40, observe=30)
+    plan = plan_for(model, every_head(model, *patterns), decode_plan(segment(0, (1, 2), 40)), rule)
+    write_plan(plan, tmp_path / "plan.yaml")
+    engine = make_engine(
+        str(save_model(model, tmp_path / "model")), block_size=BLOCK, max_model_len=512, max_num_batched_tokens=2048,
+        additional_config={"sparsekv": {"plan": str(tmp_path / "plan.yaml")}},
+    )  # fmt: skip
+    kept_engines.append(engine)
+    prompts = [random_tokens(1, length, length)[0].tolist() for length in (300, 417, 161)]
+    for prompt, output in zip(prompts, generate(engine, prompts, 6), strict=True):
+        answer = tokens_of(output)
+        expected = Oracle(model, rounded(plan, len(prompt))).of(prompt, [], answer)
+        found = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, answer, strict=True)]
+        assert found == pytest.approx(expected.tolist(), abs=1e-3), len(prompt)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_model_runner_that_gpus_have_does_the_same() -> None:
+    """It needs Triton, which its interpreter is."""
+    asked = os.environ | {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    names = "blocks_that_a_request or every_remainder or random_requests"
+    subprocess.run([sys.executable, "-m", "pytest", __file__, "-k", names], check=True, env=asked)
+
+
+RANKS = """
+import json, os, sys
+if __name__ == "__main__":
+    os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    sys.path.insert(0, {support!r})
+    from vllm_engine import generate, make_engine, tokens_of
+    engine = make_engine({model!r}, additional_config={{"sparsekv": {{"plan": {plan!r}}}}}, tensor_parallel_size=2,
+        block_size={block}, max_model_len=512, max_num_batched_tokens={chunk}, num_gpu_blocks_override=300)
+    print(json.dumps([
+        [tokens_of(one), [at[token].logprob for at, token in zip(one.outputs[0].logprobs, tokens_of(one))]]
+        for one in generate(engine, {prompts}, 6)
+    ]))
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_choose_as_one_does(model: PreTrainedModel, plan: Plan, folder: Path) -> None:
+    prompts = [random_tokens(1, length, length)[0].tolist() for length in (300, 257, 130)]
+    script = RANKS.format(
+        support=str(Path(__file__).parents[1] / "support"), model=str(folder / "model"),
+        plan=str(folder / "plan.yaml"), block=BLOCK, chunk=CHUNK, prompts=prompts,
+    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE, text=True)
+    (printed,) = (line for line in done.stdout.splitlines() if line.startswith("[["))  # among lines of vLLM's log
+    for prompt, (answer, found) in zip(prompts, json.loads(printed), strict=True):
+        expected = Oracle(model, rounded(plan, len(prompt))).of(prompt, [], answer)
+        assert found == pytest.approx(expected.tolist(), abs=1e-3), len(prompt)
