@@ -192,8 +192,9 @@ class SparseBuilder(_Builder):
         self._table: KeptTable | None = None  # of layers that drop tokens
         if self._host is None:
             return
-        first = next(layer for layer in layers.values() if isinstance(getattr(layer, "impl", None), SparseImpl))
-        self._counts = first in own  # of several kinds of cache, each of which has a builder, one counts the prompts
+        ours = [layer for layer in layers.values() if isinstance(getattr(layer, "impl", None), SparseImpl)]
+        ours.sort(key=lambda layer: layer.impl.program_of(self._host, layer).retains is not None)
+        self._counts = ours[0] in own  # of several kinds of cache, each of which has a builder, one counts the tokens
         pages = vllm.check_pages(vllm_config, own[0].impl, own[0], kv_cache_spec, device)
         self._host.scratch.copy(pages, torch.ones(1, dtype=torch.int32, device=device), 1)  # compiles what copies
         self._programs = tuple(layer.impl.program_of(self._host, layer) for layer in own)
@@ -218,11 +219,11 @@ class SparseBuilder(_Builder):
         """vLLM's metadata of a step, with the prefill rows beside it."""
         common, kept = common_attn_metadata, None
         if self._table is not None:
-            starts, lengths, _ = vllm.requests_of(common)
-            kept, table_BP = self._table.step(Rows(starts, lengths), common.seq_lens, common.block_table_tensor)
-            common = caches.with_tables(common, kept.lengths_B, kept.lengths, table_BP)
+            kept, table_BP = self._table.step(partial(_rows, common), common.seq_lens, common.block_table_tensor)
+            common = caches.with_tables(common, kept.lengths_B, kept.cpu_lengths_B, table_BP)
         metadata = super().build(common_prefix_len, common, fast_build)
-        if self._host is not None:
+        only_decodes = kept is not None and not kept.prompts and common.max_query_len == 1
+        if self._host is not None and (self._counts or not only_decodes):
             step = self._step(self._host, common, kept)
             if step is not None:
                 setattr(metadata, _STEP, step)
@@ -277,6 +278,11 @@ class SparseBuilder(_Builder):
     def _part_of(self, common: Any, first: int, end: int) -> Any:
         # A fast build leaves alone what the builder keeps for the whole step: a schedule that graphs read.
         return super().build(0, vllm.part_of(common, first, end), fast_build=True)
+
+
+def _rows(common: Any) -> Rows:
+    starts, lengths, _ = vllm.requests_of(common)
+    return Rows(starts, lengths)
 
 
 def _host_of(config: Any) -> PlanHost | None:

@@ -155,12 +155,12 @@ def scheduled(output: SchedulerOutput) -> Scheduled:
 
 
 def with_tables(
-    common: CommonAttentionMetadata, lengths_B: torch.Tensor, lengths: Sequence[int], table_BP: torch.Tensor
+    common: CommonAttentionMetadata, lengths_B: torch.Tensor, cpu_lengths_B: torch.Tensor, table_BP: torch.Tensor
 ) -> CommonAttentionMetadata:
     """A step's metadata with other lengths and block tables."""
     return common.replace(
         seq_lens=lengths_B,
-        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32, device="cpu"),
+        seq_lens_cpu_upper_bound=cpu_lengths_B,
         block_table_tensor=table_BP,
         **{name: None for name in derived_fields(common)},
     )

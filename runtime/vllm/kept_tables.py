@@ -5,7 +5,7 @@ Shapes: B requests of a step, P pages of a request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class KeptLengths(NamedTuple):
     """What the layers that keep as much read in a step."""
 
     lengths_B: torch.Tensor  # int32, tokens of each request
-    lengths: list[int]
+    cpu_lengths_B: torch.Tensor  # the same, on the host
     shortened: list[bool]  # whether it lacks tokens of the request
     prompts: tuple[PromptRows, ...]
     entry_BP: torch.Tensor  # int64, of each page that is read, its entry in the table; as many as are read at most
@@ -65,13 +65,15 @@ class StepTables:
         self._of_step: dict[KeptBlocks, KeptLengths] = {}
         self._step = 0
 
-    def lengths(self, kept: KeptBlocks, page: int, rows: Rows, lengths_B: torch.Tensor, pages: int) -> KeptLengths:
+    def lengths(
+        self, kept: KeptBlocks, page: int, rows: Callable[[], Rows], lengths_B: torch.Tensor, pages: int
+    ) -> KeptLengths:
         """What is read of each request, made once in a step.
 
         Args:
             kept: of each layer.
             page: tokens of a page, as kernels see it: a block, or a part of one.
-            rows: of the step.
+            rows: gives those of the step.
             lengths_B: tokens of each request, on the device.
             pages: of the longest request.
         """
@@ -79,7 +81,7 @@ class StepTables:
         if self._step != self._requests.steps or not requests:
             self._of_step, self._step = {}, self._requests.steps
         if kept not in self._of_step:
-            self._of_step[kept] = self._new(kept, page, rows, requests, lengths_B, pages)
+            self._of_step[kept] = self._new(kept, page, rows(), requests, lengths_B, pages)
         return self._of_step[kept]
 
     def _new(
@@ -98,7 +100,8 @@ class StepTables:
         used = min(pages, max(1, -(-int(shorter_B.max()) // page)))
         prompts = tuple(_prompts(kept, requests, rows.starts, pasts_B.tolist()))
         entry_BP = _entries(moved_4B, used).clamp_(max=pages - 1)
-        return KeptLengths(buffer_B, shorter_B.tolist(), (moves_4B[3] > 0).tolist(), prompts, entry_BP)
+        shorter = torch.from_numpy(shorter_B.astype(np.int32))
+        return KeptLengths(buffer_B, shorter, (moves_4B[3] > 0).tolist(), prompts, entry_BP)
 
 
 class KeptTable:
@@ -114,11 +117,13 @@ class KeptTable:
         self._kept, self._shared, self._page = kept, shared, page
         self._table_BP: torch.Tensor | None = None
 
-    def step(self, rows: Rows, lengths_B: torch.Tensor, table_BP: torch.Tensor) -> tuple[KeptLengths, torch.Tensor]:
+    def step(
+        self, rows: Callable[[], Rows], lengths_B: torch.Tensor, table_BP: torch.Tensor
+    ) -> tuple[KeptLengths, torch.Tensor]:
         """What the layers of the group read in a step, and the pages of each request, of which as many are its own.
 
         Args:
-            rows: of the step.
+            rows: gives those of the step.
             lengths_B: tokens of each request, on the device.
             table_BP: pages of each request.
         """
