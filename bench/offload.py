@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from transformers import Cache
 
-from sparsekv.bench.decode import DecodeBench, DecodeRuns, Run, median_ms, median_replay_ms
 from sparsekv.bench.harness import Columns, Row, is_out_of_memory, number, once, repeat_in_turn, replayed, try_each
 from sparsekv.bench.random_model import BenchModel
+from sparsekv.bench.token_runs import DecodeBench, DecodeRuns, Run, median_ms, median_replay_ms
 from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.gather import gather_missed
 from sparsekv.kernels.decode.place import PlacedStep
