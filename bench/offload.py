@@ -374,7 +374,7 @@ class LinkRate:
     few_us: float
 
 
-def link_rate(host_CBPGD: torch.Tensor, device: torch.device, seed: int = 0) -> LinkRate:
+def link_rate(host_CBPGD: torch.Tensor, device: torch.device) -> LinkRate:
     """Fetches random tokens into rows of its own, by the kernel that decode steps fetch them with.
 
     Args:
@@ -387,7 +387,7 @@ def link_rate(host_CBPGD: torch.Tensor, device: torch.device, seed: int = 0) -> 
 
     def milliseconds(count: int) -> float:
         each = max(1, count // batch)
-        lists = [_random(rows_PBGRD, len(host_CBPGD), each, seed + number) for number in range(_LISTS)]
+        lists = [_random(rows_PBGRD, len(host_CBPGD), each, number) for number in range(_LISTS)]
 
         def fetch() -> None:
             for placed in lists:
