@@ -31,8 +31,8 @@ from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.gather import gather_missed
 from sparsekv.kernels.decode.place import PlacedStep
 from sparsekv.kernels.decode.selection import ALL
-from sparsekv.kernels.keys import CAPACITY, HOST, HOST_TOKENS, ROWS
 from sparsekv.kernels.keys import COLUMNS as TABLE_COLUMNS
+from sparsekv.kernels.keys import HEAD, HOST, HOST_TOKENS, ROWS
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
@@ -408,7 +408,7 @@ def link_rate(host_CBPGD: torch.Tensor, device: torch.device) -> LinkRate:
 
 def _table(rows_PBGRD: torch.Tensor, host_CBPGD: torch.Tensor) -> torch.Tensor:
     where = [0] * TABLE_COLUMNS
-    where[CAPACITY], where[ROWS], where[HOST] = rows_PBGRD.shape[3], rows_PBGRD.data_ptr(), host_CBPGD.data_ptr()
+    where[HEAD], where[ROWS], where[HOST] = rows_PBGRD.shape[3], rows_PBGRD.data_ptr(), host_CBPGD.data_ptr()
     where[HOST_TOKENS] = len(host_CBPGD)
     return torch.tensor(where, dtype=torch.int64, device=rows_PBGRD.device)
 

@@ -1,6 +1,6 @@
 """Tokens of a whole model: unmodified, by this runtime dense, and by plans.
 
-A token is the mean of many that `generate` adds, greedily and without an end token, once the first steps have captured
+A token is the mean of those that `generate` adds, greedily and without an end token, once the first steps have captured
 what is replayed. Nothing is prefilled: caches are filled with random keys and values.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,12 +20,13 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel,
 from sparsekv.bench.harness import free_memory, once, wait_for
 from sparsekv.bench.random_model import BenchModel
 from sparsekv.bench.step_attention import Fillable, fill
+from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.attention import Phase
 from sparsekv.runtime.hf.cache import SparseLayer
-from sparsekv.runtime.hf.drafts import Verdict
+from sparsekv.runtime.hf.drafts import DraftLength, Verdict
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.stores.store import Layout
 
@@ -32,6 +34,7 @@ UNMODIFIED, OURS = "transformers", "sparsekv dense"  # ways to run dense
 EXACT = "exact"  # a way to run in which a plan drafts, and its rows
 WARM_UP_TOKENS = 3  # steps like all others, of which the first is captured
 WARM_UP_EXACT = 96  # until drafts are as long as they stay
+NEW_TOKENS, NEW_EXACT = 64, 256  # the mean of which is timed; rows that accept for themselves end apart
 CHECKED = 7  # tokens of the check that is timed alone
 
 
@@ -51,7 +54,7 @@ class DecodeBench:
     lengths: tuple[int, ...]
     batches: tuple[int, ...] = (1,)
     repeats: int = 3
-    new_tokens: int = 64
+    new_tokens: int = NEW_TOKENS
     backend: str = "auto"
     seed: int = 0
     allow_mismatch: bool = False
@@ -141,6 +144,8 @@ class DecodeRuns:
             cache = self.filled(handle, length, batch)  # grows with all that follows
             if handle is None:
                 return Run(self.token_ms(cache, batch, lambda: None))
+            if handle.loop is not None:
+                handle.loop.paces = defaultdict(Measured)
             if handle.loop is not None and self.bench.acceptance is not None:
                 judge = Forced(self.bench.acceptance, self.bench.seed)
                 handle.loop.judge_of = lambda config: judge
@@ -185,7 +190,8 @@ class DecodeRuns:
             cache: Cache = DynamicCache(config=self.model.config)
             layers: Iterable[Fillable] = (_Appended(cache, layer) for layer in range(len(layouts)))
         else:
-            cache = handle.new_cache(length, batch, answer=length - 1)
+            room = length + DRAFTS[-1] if handle.loop else length
+            cache = handle.new_cache(room, batch, answer=room - 1)
             layers = (layer for layer in cache.layers if isinstance(layer, SparseLayer))
         fill(layers, tokens, layouts, self.bench.seed)
         return cache
@@ -233,6 +239,15 @@ class Forced:
         drawn_BK = torch.rand(drafts_BK.shape, generator=self._generator, device=drafts_BK.device)
         accepted_B = (drawn_BK < self._chance).int().cumprod(1).sum(1)
         return Verdict(accepted_B, likeliest_BQ.gather(1, accepted_B[:, None])[:, 0])
+
+
+class Measured(DraftLength):
+    """Tries every length first, so that none is captured while time is taken."""
+
+    def next(self, most: int) -> int:
+        """See DraftLength."""
+        untried = (size for size in DRAFTS if size <= most and size not in self._seconds)
+        return next(untried, None) or super().next(most)
 
 
 class _Appended:

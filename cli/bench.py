@@ -334,7 +334,7 @@ def decode(flags: DecodeFlags) -> None:
     from sparsekv.bench.decode import COLUMNS, RANDOM_NOTE, bench_decode, check_decode
     from sparsekv.bench.hand_plans import HandDecode
     from sparsekv.bench.random_model import describe_named
-    from sparsekv.bench.token_runs import DecodeBench
+    from sparsekv.bench.token_runs import NEW_EXACT, NEW_TOKENS, DecodeBench
 
     info = describe_named(flags.model, flags.random_weights)
     wanted, info = _decode_lengths(flags, info, _DECODE_LENGTHS[hardware.type])
@@ -342,6 +342,7 @@ def decode(flags: DecodeFlags) -> None:
         wanted,
         flags.batch,
         flags.repeats,
+        NEW_EXACT if flags.exact else NEW_TOKENS,
         backend=machine.backend,
         seed=flags.seed,
         allow_mismatch=flags.allow_mismatch,

@@ -23,7 +23,7 @@ import torch
 
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import MOST_SLOTS, SlotMap, SlotState, SlotTable
-from sparsekv.kernels.keys import CAPACITY, COLUMNS, HOST, HOST_TOKENS, KEYS, ROWS, VALUES, KeyView
+from sparsekv.kernels.keys import COLUMNS, HEAD, HOST, HOST_TOKENS, KEYS, ROW, ROWS, TOKEN, VALUES, KeyView
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.core.budgets import counts_of
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
@@ -291,7 +291,7 @@ class StepStores:
             row[ROWS], row[HOST], row[HOST_TOKENS] = rows_PBGRD.data_ptr(), host_CBPGD.data_ptr(), len(host_CBPGD)
         anchor, size = shape_BGSD.data_ptr(), shape_BGSD.element_size()
         row[KEYS], row[VALUES] = ((x_BGRD.data_ptr() - anchor) // size for x_BGRD in (k_BGRD, v_BGRD))
-        row[CAPACITY] = k_BGRD.shape[2]
+        row[ROW], row[HEAD], row[TOKEN] = (step // k_BGRD.shape[3] for step in k_BGRD.stride()[:3])
         return row
 
     # --- inside a step ------------------------------------------------------------------------------------------------
