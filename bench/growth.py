@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from sparsekv.bench.decode import greedy
 from sparsekv.bench.hand_plans import HandDecode, hand_plan
 from sparsekv.bench.harness import free_memory, wait_for
 from sparsekv.bench.random_model import BenchModel, random_model
 from sparsekv.bench.step_attention import fill
+from sparsekv.bench.token_runs import greedy
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import parse_lengths
