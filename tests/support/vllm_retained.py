@@ -1,5 +1,5 @@
-"""What an engine on the CPU does with layers that drop tokens, checked at every step against definitions that share
-nothing with the runtime: which blocks are read, what is kept of each prompt, and that freed blocks are never read.
+"""What an engine in this process does with layers that drop tokens, checked at every step against definitions that
+share nothing with the runtime: which blocks are read, what is kept of each prompt, and that freed blocks never are.
 
 Shapes: S tokens of a prompt, K kept tokens, G KV heads, H query heads, W observed queries, D head size.
 """
@@ -21,7 +21,7 @@ from sparsekv.runtime.vllm.kept_tables import PromptRows
 from sparsekv.runtime.vllm.retained_step import RetentionHost
 
 POISON = 1e4  # of keys and values that nobody may read; finite, as kernels may multiply rows behind the end by 0
-_CLOSE = 1e-6  # scores that rounding may exchange
+_CLOSE = 1e-5  # scores that rounding may exchange
 
 
 def scheduler_of(engine: Any) -> Any:
@@ -118,7 +118,7 @@ class Watch:
 
     def _record(self, layer: int, rows: PromptRows, new: Any) -> None:
         key = (rows.name, layer)
-        q_HSD = new.q_BHWD[0].clone()
+        q_HSD = new.q_BHWD[0].cpu()
         older = self._queries.get(key) if rows.past else None
         assert (0 if older is None else older.shape[1]) == rows.past, "rows of a prompt were not observed"
         self._queries[key] = q_HSD if older is None else torch.cat((older, q_HSD), 1)
@@ -172,7 +172,7 @@ def _rows(x_NGSD: torch.Tensor, table_P: torch.Tensor, tokens: Any) -> torch.Ten
     """[tokens, G, D]: of a request, by their place in its table."""
     at_T, page = torch.tensor(list(tokens), device=table_P.device), x_NGSD.shape[2]
     found_TGD: torch.Tensor = x_NGSD[table_P.long()[at_T // page], :, at_T % page]
-    return found_TGD
+    return found_TGD.cpu()
 
 
 def _cache_tensors(engine: Any) -> list[torch.Tensor]:
