@@ -76,11 +76,9 @@ def decode(
     return AttentionOutput(found.view_as(q_BHQD), lse.view(q_BHQD.shape[:3]) if want_lse else None, scores_gT)
 
 
-def score(
-    q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float, launch: Launch | None = None
-) -> torch.Tensor:
+def score(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float) -> torch.Tensor:
     """The scores alone, float32 [g, T]; arguments as in `decode_scores`."""
-    _, _, scores_gT = _run(q_BHQD, keys, None, scale, None, True, scoring, launch, None, attends=False)
+    _, _, scores_gT = _run(q_BHQD, keys, None, scale, None, True, scoring, None, None, attends=False)
     assert scores_gT is not None
     return scores_gT
 

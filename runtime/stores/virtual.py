@@ -118,6 +118,7 @@ class VirtualStore(DeviceStore):
         self._context = context
         self._memory: _Memory | None = None
         self._capacity = self._extent = 0
+        self._mapped: list[int] = []  # tokens that each row has pages for
         self._asked: tuple[int, ...] = ()  # tokens of each row that pages are asked for ahead of need
         self._layout: Layout | None = None  # of these
 
@@ -225,16 +226,16 @@ class VirtualStore(DeviceStore):
             return
         mapped, lengths = memory.mapped(), self.lengths or (0,) * memory.layout.batch
         room = [0 if memory.shares(row, has) else mapped[row] - has for row, has in enumerate(lengths)]
-        self._capacity = max(lengths) + min(room)
+        self._capacity, self._mapped = max(lengths) + min(room), mapped
         self._extent, self.bytes.device = max(mapped), memory.reservation.bytes
 
     # --- rows -----------------------------------------------------------------------------------------------------
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Counts so many tokens. Pages behind them go back, but for what is reserved and the next few tokens."""
-        was_even, has_forks = not self._is_ragged, self._forks.any
+        has_forks = self._forks.any
         super().truncate(lengths)
-        if self._memory is None or (was_even and not has_forks and self._keeps_all(lengths)):
+        if self._memory is None or (not has_forks and self._keeps_all(lengths)):
             return
         with self._pool.first():
             self._asked = ()
@@ -243,11 +244,14 @@ class VirtualStore(DeviceStore):
             self._measure()
 
     def _keeps_all(self, lengths: Sequence[int]) -> bool:
-        """Whether rows that are equally long have no page to give back."""
+        """Whether no row has a page to give back; then takes note of the room that there is."""
         assert self._memory is not None
         page = self._pool.driver.granularity // token_bytes(self._memory.layout)
-        is_short = self._extent - page <= max(min(lengths) + AHEAD, self._reserved)
-        return is_short and any(lengths) and len(set(lengths)) == 1
+        rows = list(zip(self._mapped, lengths, strict=True))
+        keeps = any(lengths) and all(most - page <= max(length + AHEAD, self._reserved) for most, length in rows)
+        if keeps:
+            self._capacity = max(lengths) + min(most - length for most, length in rows)
+        return keeps
 
     def _drop_behind(self, tokens: Sequence[int]) -> None:
         assert self._memory is not None

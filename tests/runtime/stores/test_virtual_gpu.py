@@ -70,7 +70,7 @@ def test_a_thread_maps_pages_meanwhile(cuda):
 def test_kernels_read_nothing_beyond_the_pages_of_a_row(cuda, heads, kv_heads, head_dim):
     """What lies behind is not mapped: reading it would be an illegal access."""
     model = tiny_model(
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, context=131_072, dtype=torch.bfloat16, layers=3
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden=96, context=131_072, dtype=torch.bfloat16
     ).to(cuda)
     plans = {
         "sparse": plan_for(model, every_head(model, *PATTERNS, tile=128), decode_plan(segment(0, (1, 2), 64))),
