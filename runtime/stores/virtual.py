@@ -84,6 +84,11 @@ def token_bytes(layout: Layout) -> int:
     return layout.heads * layout.size * layout.dtype.itemsize
 
 
+def mapped_bytes(tokens: int, token: int, page: int) -> int:
+    """Of a row's keys, or its values, of so many tokens of `token` bytes."""
+    return round_up(round_up(tokens, _TILE) * token, page)
+
+
 _LEAST_PAGES = 8
 
 

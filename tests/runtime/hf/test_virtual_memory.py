@@ -14,6 +14,8 @@ from sparsekv.runtime.hf import apply as plan_engine
 from sparsekv.runtime.hf import memory, paging
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import first_of, take_back
+from sparsekv.runtime.hf.memory import Request
+from sparsekv.runtime.hf.placement import Placement
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.page_driver import PageError
 from sparsekv.runtime.stores.virtual import VirtualStore
@@ -56,6 +58,14 @@ def test_a_cache_grows_in_place_and_attends_as_on_the_device_store(model, pool):
         assert torch.equal(found, logits(model, other, new))
     del cache
     assert pool.used == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 300, 1000])
+def test_what_a_cache_takes_is_known_before_and_is_mapped_when_it_is_announced(model, pool, tokens):
+    with apply(model, plan_for(model, None, DECODE)) as handle:
+        cache = handle.new_cache(tokens, 2)
+        use = handle._memory.use(Request(tokens, batch=2), Placement())
+        assert use.kv_device == pool.used == sum(store.bytes.device for store in stores(cache))
 
 
 def test_small_layers_keep_the_device_store(pool):
