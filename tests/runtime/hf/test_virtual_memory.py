@@ -8,6 +8,7 @@ from emulated_graphs import emulate
 from host_pages import host_pool
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
+from transformers import DynamicCache
 
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.hf import apply as plan_engine
@@ -161,6 +162,7 @@ def test_a_pass_whose_pages_cannot_be_had_leaves_no_trace(model, pool, call):
     prompt, more = random_tokens(2, 100), random_tokens(2, 300, 1)
     with torch.no_grad(), apply(model, plan_for(model, None, DECODE)):
         expected = model(more, past_key_values=model(prompt).past_key_values).logits
+        alone = model(more).logits
         pool.trim()
         for after in (0, 1, 4, 5):
             cache = model(prompt).past_key_values
@@ -170,3 +172,9 @@ def test_a_pass_whose_pages_cannot_be_had_leaves_no_trace(model, pool, call):
                 model(more, past_key_values=cache)
             assert torch.equal(model(more, past_key_values=cache).logits, expected)
             assert cache.get_seq_length() == 400
+            cache = DynamicCache()
+            pool.trim()
+            pool.driver.fail, pool.driver.fail_after = call, after
+            with pytest.raises(PageError, match=call):
+                model(more, past_key_values=cache)
+            assert torch.equal(model(more, past_key_values=cache).logits, alone)
