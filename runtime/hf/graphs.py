@@ -44,7 +44,7 @@ from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
 
 MOST_ROWS = 64
-_LEAST_CAPACITY = 4096
+_LEAST_CAPACITY = 8192
 _MOST_GRAPHS = 16  # of all batch sizes and capacities; the one that was not used for longest makes room
 
 
@@ -394,8 +394,8 @@ def can_capture(device: torch.device, backend: str) -> bool:
 
 
 def bucketed_capacity(tokens: int) -> int:
-    """Capacities are powers of four: few graphs serve all contexts, and what a grid has more ends at once."""
-    return max(_LEAST_CAPACITY, 1 << -(-(tokens - 1).bit_length() // 2) * 2)
+    """8K times powers of four: few graphs serve all contexts, and what a grid has too much ends at once."""
+    return max(_LEAST_CAPACITY, 1 << ((tokens - 1).bit_length() | 1))
 
 
 _NUMBERS = (int, float, str, bool, type(None))

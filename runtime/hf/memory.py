@@ -33,7 +33,7 @@ from sparsekv.runtime.model_config import describe_config
 from sparsekv.runtime.stores.page_pool import pool_of
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, spare_beside
 from sparsekv.runtime.stores.store import Bytes, Reads, allocated_slots, allocated_tokens, grown
-from sparsekv.runtime.stores.virtual import pays, round_up
+from sparsekv.runtime.stores.virtual import mapped_bytes, pays
 
 _LONGEST = 1 << 30  # tokens: where the search for a length ends
 _FRAGMENTS = 16  # a share of what a forward pass makes: freed blocks and new ones are not of the same sizes
@@ -290,7 +290,7 @@ class MemoryModel:
             return Bytes((rule.kept_tokens(request.prompt) + (rule.generated or 0)) * each)
         if layer not in placement.layers:
             if layer in self.paged:
-                return Bytes(2 * request.batch * round_up(self._token_bytes(layer) // 2 * request.filled, self.page))
+                return Bytes(2 * request.batch * mapped_bytes(request.filled, self._token_bytes(layer) // 2, self.page))
             return Bytes(request.tokens * each)
         device, host = allocated_tokens(placement.hot, self._reads[layer], request.tokens)
         return Bytes(device * each, host * each)

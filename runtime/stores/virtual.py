@@ -84,6 +84,11 @@ def token_bytes(layout: Layout) -> int:
     return layout.heads * layout.size * layout.dtype.itemsize
 
 
+def mapped_bytes(tokens: int, token: int, page: int) -> int:
+    """Of a row's keys, or its values, of so many tokens of `token` bytes."""
+    return round_up(round_up(tokens, _TILE) * token, page)
+
+
 _LEAST_PAGES = 8
 
 
@@ -151,8 +156,7 @@ class VirtualStore(DeviceStore):
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         """All tokens without a copy."""
-        held = self.lengths if self._is_ragged else None
-        return KeyView(*self.tensors, lengths_B, held=held)
+        return replace(super().view(lengths_B), held=self.lengths if self._is_ragged else None)
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
         """Room for `tokens` in all; pages are mapped now where the layout is known."""
@@ -235,12 +239,15 @@ class VirtualStore(DeviceStore):
         """Counts so many tokens. Pages behind them go back, but for what is reserved and the next few tokens."""
         has_forks = self._forks.any
         super().truncate(lengths)
-        if self._memory is None or (not has_forks and self._keeps_all(lengths)):
+        if self._memory is None:
+            return
+        counts = lengths or (0,) * self._memory.layout.batch
+        if not has_forks and self._keeps_all(counts):
             return
         with self._pool.first():
             self._asked = ()
-            left = [max(length + AHEAD, self._reserved) for length in lengths]
-            self._drop_behind(left if any(lengths) or self._reserved else [0] * len(left))
+            left = [max(length + AHEAD, self._reserved) for length in counts]
+            self._drop_behind(left if any(counts) or self._reserved else [0] * len(left))
             self._measure()
 
     def _keeps_all(self, lengths: Sequence[int]) -> bool:

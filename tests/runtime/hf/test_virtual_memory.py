@@ -8,12 +8,15 @@ from emulated_graphs import emulate
 from host_pages import host_pool
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
+from transformers import DynamicCache
 
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.hf import apply as plan_engine
 from sparsekv.runtime.hf import memory, paging
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import first_of, take_back
+from sparsekv.runtime.hf.memory import Request
+from sparsekv.runtime.hf.placement import Placement
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.page_driver import PageError
 from sparsekv.runtime.stores.virtual import VirtualStore
@@ -56,6 +59,14 @@ def test_a_cache_grows_in_place_and_attends_as_on_the_device_store(model, pool):
         assert torch.equal(found, logits(model, other, new))
     del cache
     assert pool.used == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 300, 1000])
+def test_what_a_cache_takes_is_known_before_and_is_mapped_when_it_is_announced(model, pool, tokens):
+    with apply(model, plan_for(model, None, DECODE)) as handle:
+        cache = handle.new_cache(tokens, 2)
+        use = handle._memory.use(Request(tokens, batch=2), Placement())
+        assert use.kv_device == pool.used == sum(store.bytes.device for store in stores(cache))
 
 
 def test_small_layers_keep_the_device_store(pool):
@@ -151,6 +162,7 @@ def test_a_pass_whose_pages_cannot_be_had_leaves_no_trace(model, pool, call):
     prompt, more = random_tokens(2, 100), random_tokens(2, 300, 1)
     with torch.no_grad(), apply(model, plan_for(model, None, DECODE)):
         expected = model(more, past_key_values=model(prompt).past_key_values).logits
+        alone = model(more).logits
         pool.trim()
         for after in (0, 1, 4, 5):
             cache = model(prompt).past_key_values
@@ -160,3 +172,9 @@ def test_a_pass_whose_pages_cannot_be_had_leaves_no_trace(model, pool, call):
                 model(more, past_key_values=cache)
             assert torch.equal(model(more, past_key_values=cache).logits, expected)
             assert cache.get_seq_length() == 400
+            cache = DynamicCache()
+            pool.trim()
+            pool.driver.fail, pool.driver.fail_after = call, after
+            with pytest.raises(PageError, match=call):
+                model(more, past_key_values=cache)
+            assert torch.equal(model(more, past_key_values=cache).logits, alone)
