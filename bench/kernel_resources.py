@@ -171,7 +171,7 @@ def decode_cases() -> Cases:
         keys = full_view(k, v)
         selection = Selection(chosen, torch.full_like(keys.lengths_B, 250), 4, 16)
         shape = k[:, :, :1].expand(-1, -1, 600, -1)
-        elsewhere = KeyView(shape, shape, keys.lengths_B, None, torch.zeros(3, dtype=torch.int64))
+        elsewhere = KeyView(shape, shape, keys.lengths_B, None, torch.zeros(COLUMNS, dtype=torch.int64))
         scoring = Scoring(torch.zeros_like(keys.lengths_B), 600, 1)
         for name, view, chosen_tokens, scores in (
             ("selected", keys, selection, None), ("dense", keys, None, None), ("pages", pages, None, None),

@@ -24,15 +24,15 @@ import triton
 import triton.language as tl
 from transformers import Cache
 
-from sparsekv.bench.decode import DecodeBench, DecodeRuns, Run, median_ms, median_replay_ms
 from sparsekv.bench.harness import Columns, Row, is_out_of_memory, number, once, repeat_in_turn, replayed, try_each
 from sparsekv.bench.random_model import BenchModel
+from sparsekv.bench.token_runs import DecodeBench, DecodeRuns, Run, median_ms, median_replay_ms
 from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.gather import gather_missed
 from sparsekv.kernels.decode.place import PlacedStep
 from sparsekv.kernels.decode.selection import ALL
-from sparsekv.kernels.keys import CAPACITY, HOST, HOST_TOKENS, ROWS
 from sparsekv.kernels.keys import COLUMNS as TABLE_COLUMNS
+from sparsekv.kernels.keys import HEAD, HOST, HOST_TOKENS, ROWS
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
@@ -374,7 +374,7 @@ class LinkRate:
     few_us: float
 
 
-def link_rate(host_CBPGD: torch.Tensor, device: torch.device, seed: int = 0) -> LinkRate:
+def link_rate(host_CBPGD: torch.Tensor, device: torch.device) -> LinkRate:
     """Fetches random tokens into rows of its own, by the kernel that decode steps fetch them with.
 
     Args:
@@ -387,7 +387,7 @@ def link_rate(host_CBPGD: torch.Tensor, device: torch.device, seed: int = 0) -> 
 
     def milliseconds(count: int) -> float:
         each = max(1, count // batch)
-        lists = [_random(rows_PBGRD, len(host_CBPGD), each, seed + number) for number in range(_LISTS)]
+        lists = [_random(rows_PBGRD, len(host_CBPGD), each, number) for number in range(_LISTS)]
 
         def fetch() -> None:
             for placed in lists:
@@ -408,7 +408,7 @@ def link_rate(host_CBPGD: torch.Tensor, device: torch.device, seed: int = 0) -> 
 
 def _table(rows_PBGRD: torch.Tensor, host_CBPGD: torch.Tensor) -> torch.Tensor:
     where = [0] * TABLE_COLUMNS
-    where[CAPACITY], where[ROWS], where[HOST] = rows_PBGRD.shape[3], rows_PBGRD.data_ptr(), host_CBPGD.data_ptr()
+    where[HEAD], where[ROWS], where[HOST] = rows_PBGRD.shape[3], rows_PBGRD.data_ptr(), host_CBPGD.data_ptr()
     where[HOST_TOKENS] = len(host_CBPGD)
     return torch.tensor(where, dtype=torch.int64, device=rows_PBGRD.device)
 

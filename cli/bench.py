@@ -28,6 +28,7 @@ from sparsekv.planner.flags import (
     TokenBudget,
 )
 from sparsekv.planner.options import Device, Hardware, Kernels, Precision, PrefillChunk, Seed
+from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import PATTERNS, TileShape, tokens
@@ -38,19 +39,20 @@ if TYPE_CHECKING:
 
     import torch
 
-    from sparsekv.bench.decode import DecodeBench
     from sparsekv.bench.harness import Columns, Row
     from sparsekv.bench.random_model import BenchModel
+    from sparsekv.bench.token_runs import DecodeBench
 
 Narrow = Annotated[int, Field(ge=1, le=1024)]  # heads, their size, layers: as in a plan
+_LENGTHS = (("--lengths", "--length"), "LIST")
+_BUDGET = (("--budget", "--decode-budget"), "N")
+_FILTERS = (("--filters", "--filter-layers"), "LAYERS")
 HandDensity = Annotated[
     Shares,
     Flag("Without a plan, of one made by hand: one, or one a length.", ("--density", "--densities"), "LIST"),
 ]
 HandTile = Annotated[Tile, Flag("Rows and columns of a tile, of a plan made by hand.", reads=Literal["64", "128"])]
-BenchLengths = Annotated[
-    Lengths, Flag("Tokens, such as 8k,32k; by default as fits the device.", ("--lengths", "--length"), "LIST")
-]
+BenchLengths = Annotated[Lengths, Flag("Tokens, such as 8k,32k; by default as fits the device.", *_LENGTHS)]
 
 
 class Timed(Options):
@@ -70,12 +72,16 @@ class Benched(Options):
     random_weights: Annotated[bool, Flag("Random weights of the model's shape, made on the device.")] = False
 
 
-def checked(flags: Benched, subject: Subject, lengths: Lengths) -> Subject:
-    """See `Subject.checked`; random weights take any length, of a model that need not be there."""
+def named_subject(flags: PrefillFlags | DecodeFlags | ServeFlags, by_hand: bool) -> Subject:
+    """The model and its plan, unless one is made by hand; random weights take any length, of a model that need not be
+    there."""
+    named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan, None)
+    if not named.plan and isinstance(flags, AllowMismatch) and flags.allow_mismatch:
+        raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
     if not flags.random_weights:
-        return subject.checked(flags, lengths)
+        return named.checked(flags, flags.lengths)
     check_machine(flags)
-    return subject
+    return named
 
 
 def subject_of(flags: Benched, named: Subject, device: torch.device, dtype: torch.dtype, **how: Any) -> BenchModel:
@@ -158,7 +164,6 @@ def kernels(flags: KernelFlags) -> None:
     hardware, precision = device_and_dtype(settings_of(flags))
     _check_backends(flags, hardware)
     from sparsekv.bench.kernels import COLUMNS, PLANTED_NOTE, KernelBench, bench_kernels
-    from sparsekv.planner.progress import BarProgress
 
     tile = flags.tile or TileShape()
     bench = KernelBench(
@@ -225,21 +230,17 @@ class PrefillFlags(Benched, Timed, Hardware, AllowMismatch, Output):
 def prefill(flags: PrefillFlags) -> None:
     """A model from its tokens to the last logits, by its plan and dense, in turn."""
     by_hand = flags.density or flags.patterns or (flags.layers and flags.plan is None)
-    named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan, None)
+    named, machine = named_subject(flags, bool(by_hand)), settings_of(flags)
     used = named.plan
     if used and flags.tile is not None:
         raise UsageError(
             "expected --tile of a plan made by hand, found a plan, which has its own tiles; leave --tile out, or add "
             "--density"
         )
-    if not used and flags.allow_mismatch:
-        raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
-    named, machine = checked(flags, named, flags.lengths), settings_of(flags)
     hardware, precision = device_and_dtype(machine)
     wanted = flags.lengths or _PREFILL_LENGTHS[hardware.type]
     from sparsekv.bench.hand_plans import FAMILIES, hand_plan
     from sparsekv.bench.prefill import COLUMNS, PrefillBench, bench_prefill
-    from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.settled import density_for
 
     how = {"longest": max(wanted), "layers": flags.layers, "seed": flags.seed}
@@ -272,22 +273,15 @@ class DecodeFlags(Benched, Timed, Hardware, AllowMismatch, Output):
 
     lengths: Annotated[
         Lengths,
-        Flag(
-            "Cached tokens a row, such as 8k,512k; by default as fits model and device.",
-            ("--lengths", "--length"),
-            "LIST",
-        ),
+        Flag("Cached tokens a row, such as 8k,512k; by default as fits model and device.", *_LENGTHS),
     ] = ()
     batch: Annotated[Counts, Flag("Rows decoded at once, such as 1,4; 1 by default.", metavar="LIST")] = (1,)
     budget: Annotated[
-        TokenBudget,
-        Flag(
-            "Without a plan: tokens that a filter layer chooses; 2k by default.", ("--budget", "--decode-budget"), "N"
-        ),
+        TokenBudget, Flag("Without a plan: tokens that a filter layer chooses; 2k by default.", *_BUDGET)
     ] = tokens(2048)
     filters: Annotated[
         Layers,
-        Flag("Without a plan: filter layers; three by depth by default.", ("--filters", "--filter-layers"), "LAYERS"),
+        Flag("Without a plan: filter layers; three by depth by default.", *_FILTERS),
     ] = ()
     selector: Annotated[Names, Flag("Without a plan: last, uniform, exponential; last by default.", metavar="LIST")] = (
         "last",
@@ -333,19 +327,15 @@ class DecodeFlags(Benched, Timed, Hardware, AllowMismatch, Output):
 
 def decode(flags: DecodeFlags) -> None:
     """Attention of one step, and whole tokens, by a plan and dense, in turn."""
-    by_hand = any(map(flags.is_given, _DECODE_BY_HAND))
-    named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan, None)
+    named, machine = named_subject(flags, any(map(flags.is_given, _DECODE_BY_HAND))), settings_of(flags)
     used = named.plan
-    if not used and flags.allow_mismatch:
-        raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
-    named, machine = checked(flags, named, flags.lengths), settings_of(flags)
     hardware, precision = device_and_dtype(machine)
     if flags.miss_rate is not None and hardware.type != "cuda":
         raise UsageError(f"expected a GPU for --miss-rate, whose kernel runs there, found {hardware}; leave it out")
-    from sparsekv.bench.decode import COLUMNS, RANDOM_NOTE, DecodeBench, bench_decode, check_decode
+    from sparsekv.bench.decode import COLUMNS, RANDOM_NOTE, bench_decode, check_decode
     from sparsekv.bench.hand_plans import HandDecode
     from sparsekv.bench.random_model import describe_named
-    from sparsekv.planner.progress import BarProgress
+    from sparsekv.bench.token_runs import NEW_EXACT, NEW_TOKENS, DecodeBench
 
     info = describe_named(flags.model, flags.random_weights)
     wanted, info = _decode_lengths(flags, info, _DECODE_LENGTHS[hardware.type])
@@ -353,6 +343,7 @@ def decode(flags: DecodeFlags) -> None:
         wanted,
         flags.batch,
         flags.repeats,
+        NEW_EXACT if flags.exact else NEW_TOKENS,
         backend=machine.backend,
         seed=flags.seed,
         allow_mismatch=flags.allow_mismatch,
@@ -401,7 +392,6 @@ def _offloaded(
     flags: DecodeFlags, subject: BenchModel, plans: Mapping[str, Plan], words: str, bench: DecodeBench
 ) -> None:
     from sparsekv.bench.offload import COLUMNS, bench_offload
-    from sparsekv.planner.progress import BarProgress
 
     assert flags.offload is not None
     share = flags.miss_rate
@@ -422,7 +412,7 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
 
     lengths: Annotated[
         Lengths,
-        Flag("Tokens of a prompt, such as 4k,32k; by default as fits the device.", ("--lengths", "--length"), "LIST"),
+        Flag("Tokens of a prompt, such as 4k,32k; by default as fits the device.", *_LENGTHS),
     ] = ()
     answer: Annotated[Count, Flag("Tokens of an answer.", metavar="N")] = 64
     at_once: Annotated[Count, Flag("Requests that the engine has at a time.", metavar="N")] = 1
@@ -432,14 +422,9 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
     crossover: Annotated[OneLength, Flag("Without a plan: lengths up to N are dense.", metavar="N")] = 8192
     tile: HandTile = None
     budget: Annotated[
-        TokenBudget | None,
-        Flag(
-            "Without a plan: decode by filter layers that choose so many tokens.", ("--budget", "--decode-budget"), "N"
-        ),
+        TokenBudget | None, Flag("Without a plan: decode by filter layers that choose so many tokens.", *_BUDGET)
     ] = None
-    filters: Annotated[
-        Layers, Flag("These filter layers; three by depth by default.", ("--filters", "--filter-layers"), "LAYERS")
-    ] = ()
+    filters: Annotated[Layers, Flag("These filter layers; three by depth by default.", *_FILTERS)] = ()
     keep: Annotated[
         Count | None,
         Flag("Without a plan: all layers but three keep so many tokens of a prompt, and 132 more.", metavar="N"),
@@ -464,15 +449,13 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
 
 def serve(flags: ServeFlags) -> None:
     """Requests through two engines of vLLM in this process, by a plan and dense, in turn."""
-    by_hand, machine = any(map(flags.is_given, _SERVE_BY_HAND)), settings_of(flags)
+    machine = settings_of(flags)
     from sparsekv.runtime.vllm.engine_facts import check_installed
 
     check_installed()
-    named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan, None)
-    used = checked(flags, named, flags.lengths).plan
+    used = named_subject(flags, any(map(flags.is_given, _SERVE_BY_HAND))).plan
     from sparsekv.bench.hand_plans import HandDecode, dense_up_to, dummy_plan, hand_plan, kept_by_hand
     from sparsekv.bench.serve import COLUMNS, Load, ServeBench, bench_serve, served_model
-    from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.settled import density_for
 
     hardware, precision = device_and_dtype(machine)

@@ -136,6 +136,7 @@ def _say_machine(machine: Settings, as_json: bool) -> None:
         "device": _device(hardware),
         "host": {"available_bytes": available_bytes()},
         "backend": _backend(hardware, precision, machine.backend),
+        "virtual_memory": _virtual_memory(hardware),
     }
     if as_json:
         emit_json(report)
@@ -177,6 +178,13 @@ def _backend(hardware: torch.device, dtype: torch.dtype, requested: str) -> dict
     return {"name": choice.name, "reason": choice.reason, "dtype": name, "rejected": dict(choice.rejected)}
 
 
+def _virtual_memory(hardware: torch.device) -> dict[str, Any]:
+    from sparsekv.runtime.stores.page_driver import why_not
+    from sparsekv.runtime.stores.page_pool import page_bytes
+
+    return {"page_bytes": page_bytes(hardware), "why_not": why_not(hardware)}
+
+
 def _text(report: dict[str, Any]) -> str:
     versions = [(name, found or "not installed") for name, found in report["versions"].items()]
     device, backend = report["device"], report["backend"]
@@ -190,7 +198,10 @@ def _text(report: dict[str, Any]) -> str:
     rows.append(("host memory", f"{_known(report['host']['available_bytes'])} available"))
     rows.append(("backend", f"{backend['name']}: {backend['reason']}"))
     rows += [("", f"not {name}: {why}") for name, why in backend["rejected"].items()]
-    return "\n".join(f"{name:<13} {value}".rstrip() for name, value in rows)
+    virtual = report["virtual_memory"]
+    used = f"pages of {size(virtual['page_bytes'])}, so that caches grow without a copy"
+    rows.append(("virtual memory", f"not used: {virtual['why_not']}" if virtual["why_not"] else used))
+    return "\n".join(f"{name:<14} {value}".rstrip() for name, value in rows)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -240,6 +251,7 @@ class MemoryEstimate:
         from sparsekv.runtime.devices import torch_device
         from sparsekv.runtime.hf.load import torch_dtype
         from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize
+        from sparsekv.runtime.stores.page_pool import page_bytes
 
         if device_bytes is not None and machine.device == "cpu":
             raise UsageError("expected a GPU beside --device-memory, found cpu; give --host-memory alone")
@@ -257,7 +269,10 @@ class MemoryEstimate:
         phases = (plan.prefill, plan.decode) if plan else (None, None)
         on_cpu = device.type == "cpu"
         retained = plan.retained if plan else {}
-        memory = MemoryModel(loaded, *phases, on_cpu, placing.mode or "always", placing.host_layers, retained=retained)
+        page = page_bytes(device) if device_bytes is None else 0
+        memory = MemoryModel(
+            loaded, *phases, on_cpu, placing.mode or "always", placing.host_layers, retained=retained, page=page
+        )
         quantised = getattr(config, "quantization_config", None) is not None
         return cls(name, memory, found, quantised)
 

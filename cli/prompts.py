@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from sparsekv.planner.own_prompts import GivenPrompt
 from sparsekv.plans.errors import PromptError, UsageError
@@ -16,7 +16,7 @@ from sparsekv.plans.files import as_text, read_text
 MAX_BYTES = 64 << 20  # more tokens than any model takes, and nothing that fills the memory of a machine
 
 
-def given_prompt(text: str | None, file: Path | None, stream: TextIO | None = None) -> str | None:
+def given_prompt(text: str | None, file: Path | None) -> str | None:
     """The prompt of a call, or None where a person at a terminal is to be asked for it.
 
     Args:
@@ -27,7 +27,6 @@ def given_prompt(text: str | None, file: Path | None, stream: TextIO | None = No
         UsageError: text and file are both given, or the file cannot be read.
         PromptError: the prompt is empty or is not text.
     """
-    stream = sys.stdin if stream is None else stream
     if text is not None and file is not None:
         raise UsageError("expected --prompt or --prompt-file, found both; leave one out")
     if text is not None:
@@ -35,9 +34,9 @@ def given_prompt(text: str | None, file: Path | None, stream: TextIO | None = No
         return _text(text.encode("utf-8", "surrogateescape"), "--prompt")
     if file is not None and str(file) != "-":
         return _without_newline(_text_of(file))
-    if file is None and stream.isatty():
+    if file is None and sys.stdin.isatty():
         return None
-    return _without_newline(_text(stream.buffer.read(MAX_BYTES + 1), "standard input"))
+    return _without_newline(_text(sys.stdin.buffer.read(MAX_BYTES + 1), "standard input"))
 
 
 def typed_prompt() -> str | None:

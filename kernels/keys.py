@@ -5,7 +5,7 @@ Shapes: B batch, G KV heads, S tokens in memory, D head size, N pages in memory,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,11 +15,12 @@ from sparsekv.plans.errors import ShapeError
 
 MOST_QUERIES = 16  # of a row in one call of decode attention
 
-# Columns of `KeyView.where`: elements from `k` and from `v` to the real keys and values, and the tokens that a row has
-# room for. Of a layer in host memory also, for kernels/decode/gather.py, the addresses of its rows on the device
-# [P, B, G, R, D] and of its host memory [C, B, P, G, D], and C.
-KEYS, VALUES, CAPACITY, ROWS, HOST, HOST_TOKENS = range(6)
-COLUMNS = 6
+# Columns of `KeyView.where`: elements from `k` and from `v` to the real keys and values, and how far it is there from
+# one KV head, token and row to the next, in units of D elements. Of a layer in host memory also, for
+# kernels/decode/gather.py, the addresses of its rows on the device [P, B, G, R, D] and of its host memory
+# [C, B, P, G, D], and C.
+KEYS, VALUES, HEAD, ROWS, HOST, HOST_TOKENS, TOKEN, ROW = range(8)
+COLUMNS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,9 +28,8 @@ class KeyView:
     """Keys and values of every batch row, contiguous by token or in pages. Nothing is copied and no stride is assumed
     but 1 in the last dimension (the torch operations of the CPU assume none).
 
-    With `where`, the tensors only say shape, dtype and where to count from: kernels read `[B, G, tokens, D]` without
-    gaps, at the offsets that stand there when they run. So a captured step serves one cache after another. For Triton
-    alone.
+    With `where`, the tensors only say shape, dtype and where to count from: kernels read at the offsets and by the
+    strides that stand there when they run. So a captured step serves one cache after another. For Triton alone.
 
     Contiguous (`table_BP` is None): token t of row b is `k[b, :, t]`. Paged: it is
     `k[table_BP[b, t // T], :, t % T]`; entries of the table beyond a row's length may hold anything, and so may the
@@ -42,6 +42,7 @@ class KeyView:
     table_BP: torch.Tensor | None = None  # int32 on the device
     where: torch.Tensor | None = None  # int64 [COLUMNS] on the device
     softmax: Softmax = PLAIN  # what attention over them has besides their scores
+    held: tuple[int, ...] | None = None  # tokens of each row that can be read, where that is not all of S
 
     @property
     def batch(self) -> int:
@@ -67,7 +68,7 @@ class KeyView:
         """The same tokens of these KV heads alone, and of the query heads that they serve."""
         self._check_here()
         softmax = self.softmax.heads(queries)
-        return KeyView(self.k[:, kv], self.v[:, kv], self.lengths_B, self.table_BP, softmax=softmax)
+        return replace(self, k=self.k[:, kv], v=self.v[:, kv], softmax=softmax)
 
     def head(self, x: torch.Tensor, b: int, g: int, tokens: slice | torch.Tensor) -> torch.Tensor:
         """[T, D] of `x`, which is `k` or `v`: some tokens of one KV head of one batch row.
@@ -84,8 +85,8 @@ class KeyView:
         return x[:, g][page_T, slot_T]
 
     def contiguous(self, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, G, longest, D] each: views of contiguous keys, copies of paged ones. Rows shorter than `longest` hold
-        anything behind their end.
+        """[B, G, longest, D] each: views of contiguous keys, copies of paged ones and of those `held`. Rows shorter
+        than `longest` hold anything behind their end.
 
         Raises:
             ShapeError: no row can be that long.
@@ -104,6 +105,11 @@ class KeyView:
         self._check_here()
         if longest > self.capacity:
             raise ShapeError(f"expected room for {longest} tokens a row, found a capacity of {self.capacity}")
+        if self.held is not None and min(self.held) < longest:
+            rows = x.new_zeros((*x.shape[:2], longest, x.shape[3]))
+            for row, count in enumerate(self.held):
+                rows[row, :, :count] = x[row, :, : min(count, longest)]
+            return rows
         if self.table_BP is None:
             return x[:, :, :longest]
         used_BP = self.table_BP[:, : -(-longest // self.page)].clamp(0, x.shape[0] - 1)

@@ -184,29 +184,37 @@ class RetentionTrials(DecodeTrials):
 
     def damages(self, prompt: CalibrationPrompt, layouts: Sequence[Layout], options: Settled) -> list[float]:
         """KL(dense || what layers keep) of the next token of a text behind the prompt, in nats, for each layout."""
-        device = self._loaded.model.device
-        self._observed, self._until = {}, max(1, prompt.answer_start - 1)
-        prefix = self.prefilled(prompt, _STEPS.get(device.type, _FEW_STEPS), options)
-        self._until = 0
+        prefix = self.observed(prompt, options)
         rows: dict[tuple[int, float], torch.Tensor] = {}
         found = []
         for layout in layouts:
             for layer, share in layout.items():
                 if (layer, share) not in rows:
-                    rows[layer, share] = self._kept(prefix, layer, share)
+                    rows[layer, share] = self.kept(prefix, layer, rule_of((layer,), share))
             kept = {layer: rows[layer, share] for layer, share in layout.items()}
-            steps = _KeptSteps((), prefix.past, prefix.rows_1R.shape[1], kept_gS=kept)
-            found.append(
-                float(divergence(prefix.dense_1RV, self.run(steps, prefix.cache, prefix.states, prefix.rows_1R)))
-            )
+            found.append(float(divergence(prefix.dense_1RV, self.log_probabilities(prefix, kept))))
         return found
 
-    def _kept(self, prefix: Prefix, layer: int, share: float) -> torch.Tensor:
-        """bool [g, S]."""
+    def observed(self, prompt: CalibrationPrompt, options: Settled, least: int = 0) -> Prefix:
+        """Runs a prompt densely, and watches its last queries; of the text behind it at least so many rows."""
+        self._observed, self._until = {}, max(1, prompt.answer_start - 1)
+        steps = _STEPS.get(self._loaded.model.device.type, _FEW_STEPS)
+        prefix = self.prefilled(prompt, max(steps, least), options)
+        self._until = 0
+        return prefix
+
+    def log_probabilities(self, prefix: Prefix, kept_gS: dict[int, torch.Tensor]) -> torch.Tensor:
+        """[1, R, V]: after each row of the text, where layers have kept these tokens of the prompt."""
+        steps = _KeptSteps((), prefix.past, prefix.rows_1R.shape[1], kept_gS=kept_gS)
+        return self.run(steps, prefix.cache, prefix.states, prefix.rows_1R)
+
+    def kept(self, prefix: Prefix, layer: int, rule: Retention) -> torch.Tensor:
+        """bool [g, S]: what a rule keeps of the prompt that was observed last."""
         store: Any = prefix.cache.layers[layer].store  # type: ignore[union-attr]
         k_1GSD: torch.Tensor = store.tensors[0][:, :, : prefix.past]
         backend = "triton" if k_1GSD.is_cuda else "reference"
-        kept_1gK = kept_rows(rule_of((layer,), share), prefix.past, self._observed[layer], k_1GSD, backend=backend)
+        newest = self._observed[layer].before(None, rule.observe or 0)
+        kept_1gK = kept_rows(rule, prefix.past, newest, k_1GSD, backend=backend)
         if kept_1gK is None:
             return k_1GSD.new_ones((1, prefix.past), dtype=torch.bool)
         mask_gS = k_1GSD.new_zeros((kept_1gK.shape[1], prefix.past), dtype=torch.bool)

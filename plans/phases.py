@@ -437,7 +437,3 @@ class Retention(Part):
     def kept_tokens(self, length: int) -> int:
         """Tokens that a layer keeps of a prompt, where `length` is all so far."""
         return min(length, (self.sink or 0) + self.chosen_tokens(length) + (self.recent or 0))
-
-    def most_tokens(self, prompt: int, answer: int) -> int:
-        """Tokens that a layer has room for behind a prompt and its answer."""
-        return self.kept_tokens(prompt) + min(answer, self.generated or answer)

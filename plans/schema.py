@@ -208,12 +208,25 @@ class Estimate(Part):
     density: Share
 
 
+class WholeStep(Part):
+    """One decode step of the whole model, weights and small kernels included, in microseconds: dense, by the plan, and
+    what a dense pass over several new tokens takes longer for each more of them."""
+
+    dense_us: NonNegative
+    sparse_us: NonNegative
+    token_us: NonNegative
+
+
 class Prediction(Part):
-    """Predicted cost at one context length: a whole prefill, one decode step."""
+    """Predicted cost at one context length: a whole prefill, one decode step.
+
+    `step` is there where the plan can draft what dense attention checks, and products were measured.
+    """
 
     length: Length
     prefill: Estimate | None = None
     decode: Estimate | None = None
+    step: WholeStep | None = None
 
 
 class Cost(Part):

@@ -12,6 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sparsekv.plans.exact_gain import exact_line
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern
 from sparsekv.plans.phases import (
@@ -142,8 +143,8 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
 
 
 def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
-    """A line each: what is sparse and what it is predicted to gain, what is dropped where something is, the status with
-    its reason, the next command."""
+    """A line each: what is sparse and what it is predicted to gain, where exact output pays if that is known, what is
+    dropped where something is, the status with its reason, the next command."""
     nothing = not plan.retained and all(bucket.dense for bucket in plan.buckets)  # dense is nothing to verify
     is_done = plan.status == "verified" or nothing
     command = f"sparsekv run --plan {file}" if is_done else f"sparsekv verify --plan {file} --write --verify-time 1800"
@@ -155,7 +156,8 @@ def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
         reason = f"{found.kl:.2g} nats from dense on {found.samples} held-out samples"
     status = f"status: {plan.status}" + (f", {reason}" if reason else "" if plan.quality else ", never measured")
     kept = (f"kv_cache: lossy, tokens kept of a prompt: {_kept(plan)}",) if plan.retained else ()
-    return _gains("prefill", plan), _gains("decode", plan), *kept, status, f"next: {command}"
+    exact = (line,) if (line := exact_line(plan)) else ()
+    return _gains("prefill", plan), _gains("decode", plan), *exact, *kept, status, f"next: {command}"
 
 
 def _kept(plan: Plan) -> str:

@@ -25,6 +25,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if find_spec("triton"):
-        from interpreted_bfloat16 import widen_bfloat16
+        from interpreted_triton import prepare_interpreter
 
-        widen_bfloat16()
+        prepare_interpreter()

@@ -1,7 +1,8 @@
 """The layer rule: which package may import which, and where the outside world may be looked at."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,16 @@ COMMANDS = {"bench", "doctor", "eval", "main", "plan", "run", "verify"}
 SOURCES = sorted(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports_of(path: Path) -> tuple[tuple[str, int], ...]:
+    return tuple(imported(tree_of(path)))
+
+
 def imported(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Every module a file imports anywhere in it, inside functions and TYPE_CHECKING blocks as well."""
     for node in ast.walk(tree):
@@ -45,10 +56,10 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, int]]:
                 yield from ((f"sparsekv.{alias.name}", node.lineno) for alias in node.names)
 
 
-def breaches(package: str, source: str) -> list[str]:
+def breaches(package: str, imports: Iterable[tuple[str, int]]) -> list[str]:
     """What in a file of `package` breaks the rule."""
     found = []
-    for module, line in imported(ast.parse(source)):
+    for module, line in imports:
         parts = module.split(".")
         if module.startswith("."):
             found.append(f"line {line}: relative import; write `from sparsekv.{package}...`")
@@ -62,11 +73,11 @@ def breaches(package: str, source: str) -> list[str]:
     return found
 
 
-def environment_reads(source: str) -> list[int]:
+def environment_reads(path: Path) -> list[int]:
     """Lines that look at environment variables."""
     return [
         node.lineno
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and (node.value.id, node.attr) in {("os", "environ"), ("os", "getenv")}
@@ -76,7 +87,7 @@ def environment_reads(source: str) -> list[int]:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_imports_a_layer_above_its_own(path: Path) -> None:
     package = path.relative_to(ROOT).parts[0]
-    assert breaches(package, path.read_text()) == []
+    assert breaches(package, imports_of(path)) == []
 
 
 @pytest.mark.parametrize(
@@ -95,29 +106,32 @@ def test_no_file_imports_a_layer_above_its_own(path: Path) -> None:
     ],
 )
 def test_the_rule_catches_each_kind_of_breach(package: str, line: str) -> None:
-    assert len(breaches(package, line)) == 1
+    assert len(breaches(package, imported(ast.parse(line)))) == 1
 
 
 def test_the_rule_lets_the_allowed_arrows_through() -> None:
-    assert breaches("planner", "from sparsekv.runtime.hf.apply import apply\nimport torch") == []
-    assert breaches("cli", "from sparsekv import __version__") == []
-    assert breaches("bench", "from sparsekv.planner.plan import compile_plan") == []
+    for package, line in (
+        ("planner", "from sparsekv.runtime.hf.apply import apply\nimport torch"),
+        ("cli", "from sparsekv import __version__"),
+        ("bench", "from sparsekv.planner.plan import compile_plan"),
+    ):
+        assert breaches(package, imported(ast.parse(line))) == []
 
 
-def imports_of_bench(tree: ast.AST) -> Iterator[str]:
-    return (module for module, _ in imported(tree) if f"{module}.".startswith("sparsekv.bench."))
+def of_bench(imports: Iterable[tuple[str, int]]) -> list[str]:
+    return [module for module, _ in imports if f"{module}.".startswith("sparsekv.bench.")]
 
 
 def test_only_the_commands_that_measure_import_bench_and_only_when_they_run() -> None:
-    users = {path for path in SOURCES if path.parts[len(ROOT.parts)] != "bench"}
-    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in users}
-    assert {name for name, tree in trees.items() if any(imports_of_bench(tree))} <= MEASURE
-    at_import = [node for name in MEASURE for node in trees[name].body if isinstance(node, ast.Import | ast.ImportFrom)]
-    assert [module for node in at_import for module in imports_of_bench(node)] == []
+    users = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "bench" and of_bench(imports_of(path))]
+    assert {str(path.relative_to(ROOT)) for path in users} <= MEASURE
+    nodes = (node for name in MEASURE for node in tree_of(ROOT / name).body)
+    at_import = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert [module for node in at_import for module in of_bench(imported(node))] == []
 
 
 def test_the_environment_is_read_in_one_settings_module() -> None:
-    readers = {str(path.relative_to(ROOT)) for path in SOURCES if environment_reads(path.read_text())}
+    readers = {str(path.relative_to(ROOT)) for path in SOURCES if environment_reads(path)}
     assert readers <= {"runtime/settings.py"}
 
 
@@ -126,7 +140,7 @@ def hostless_breaches(path: Path) -> list[str]:
     home = path.relative_to(ROOT).parent.as_posix()
     allowed = {f"sparsekv.{folder.replace('/', '.')}" for folder in HOSTLESS[home]}
     found = []
-    for module, line in imported(ast.parse(path.read_text())):
+    for module, line in imports_of(path):
         inside = module.startswith("sparsekv.runtime") and not any(module.startswith(name) for name in allowed)
         if inside or module.split(".")[0] in HOSTS:
             found.append(f"line {line}: {module}")
@@ -138,9 +152,8 @@ def test_the_core_and_the_stores_know_no_host(path: Path) -> None:
     assert hostless_breaches(path) == []
 
 
-def names_and_strings(source: str) -> Iterator[tuple[str, int]]:
+def names_and_strings(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Every identifier, module and string of a file's code, docstrings left out."""
-    tree = ast.parse(source)
     documents = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -155,18 +168,16 @@ def names_and_strings(source: str) -> Iterator[tuple[str, int]]:
                 yield text, getattr(node, "lineno", 0)
 
 
-def hosts_named(source: str) -> list[str]:
+def hosts_named(tree: ast.AST) -> list[str]:
     """Where the code of a file names a host."""
     return [
-        f"line {line}: {text}"
-        for text, line in names_and_strings(source)
-        if any(host in text.lower() for host in HOSTS)
+        f"line {line}: {text}" for text, line in names_and_strings(tree) if any(host in text.lower() for host in HOSTS)
     ]
 
 
 @pytest.mark.parametrize("path", [path for home in NAMELESS for path in (ROOT / home).rglob("*.py")], ids=str)
 def test_no_host_is_named_where_hosts_are_not_known(path: Path) -> None:
-    assert hosts_named(path.read_text()) == []
+    assert hosts_named(tree_of(path)) == []
 
 
 @pytest.mark.parametrize(
@@ -183,13 +194,13 @@ def test_no_host_is_named_where_hosts_are_not_known(path: Path) -> None:
     ],
 )
 def test_the_rule_finds_a_host_in_names_and_strings_but_not_in_docstrings(line: str, found: int) -> None:
-    assert len(hosts_named(line)) == found
+    assert len(hosts_named(ast.parse(line))) == found
 
 
-def silent_handlers(source: str) -> list[int]:
+def silent_handlers(tree: ast.AST) -> list[int]:
     """Handlers of any exception that neither always raise nor name what they caught."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler) and _is_wide(node.type):
             inside = [inner for statement in node.body for inner in ast.walk(statement)]
             is_named = any(isinstance(inner, ast.Name) and inner.id == node.name for inner in inside)
@@ -207,32 +218,35 @@ ATTENDS = [path for home in (*NAMELESS, "runtime/hf", "runtime/vllm") for path i
 
 @pytest.mark.parametrize("path", ATTENDS, ids=str)
 def test_no_failure_turns_into_another_computation_without_being_named(path: Path) -> None:
-    assert silent_handlers(path.read_text()) == []
+    assert silent_handlers(tree_of(path)) == []
+
+
+CAUGHT = {
+    ("", "dense()"): [3],
+    (" as error", "dense()"): [3],
+    (" as error", "log(error); dense()"): [],
+    ("", "undo(); raise"): [],
+    ("", "if odd(): raise"): [3],
+}
 
 
 def test_the_rule_finds_handlers_that_hide_what_they_caught() -> None:
     hides = "try:\n    sparse()\nexcept Exception{}:\n    {}"
-    assert silent_handlers(hides.format("", "dense()")) == silent_handlers(hides.format(" as error", "dense()")) == [3]
-    assert silent_handlers(hides.format(" as error", "log(error); dense()")) == []
-    assert silent_handlers(hides.format("", "undo(); raise")) == []
-    assert silent_handlers(hides.format("", "if odd(): raise")) == [3]
+    found = {case: silent_handlers(ast.parse(hides.format(*case))) for case in CAUGHT}
+    assert found == CAUGHT
 
 
 def test_the_hosts_do_not_know_each_other() -> None:
     other = {"hf": "sparsekv.runtime.vllm", "vllm": "sparsekv.runtime.hf"}
     files = [(path, name) for host, name in other.items() for path in (ROOT / "runtime" / host).glob("*.py")]
     assert len(files) > 2
-    breaches = [path for path, name in files for module, _ in imported(ast.parse(path.read_text())) if name in module]
+    breaches = [path for path, name in files for module, _ in imports_of(path) if name in module]
     assert breaches == []
 
 
 def test_three_files_alone_import_vllm_which_promises_nothing_of_its_inside() -> None:
-    users = [
-        path for path in SOURCES if any(m.split(".")[0] == "vllm" for m, _ in imported(ast.parse(path.read_text())))
-    ]
-    own = [
-        f"runtime/vllm/{name}.py" for name in ("cache_internals", "contract", "internals")
-    ]  # which the second checks
+    users = [path for path in SOURCES if any(m.split(".")[0] == "vllm" for m, _ in imports_of(path))]
+    own = [f"runtime/vllm/{name}.py" for name in ("cache_internals", "contract", "internals")]  # the second checks
     assert [str(path.relative_to(ROOT)) for path in users] == own
 
 
@@ -243,7 +257,7 @@ def module_of(path: Path) -> str:
 def test_no_modules_import_each_other_in_a_circle_in_functions_or_for_types_neither() -> None:
     modules = {module_of(path): path for path in SOURCES}
     arrows = {
-        name: {module for module, _ in imported(ast.parse(path.read_text())) if module in modules and module != name}
+        name: {module for module, _ in imports_of(path) if module in modules and module != name}
         for name, path in modules.items()
     }
     while ends := {name for name, targets in arrows.items() if not targets}:

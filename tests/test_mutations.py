@@ -183,10 +183,10 @@ def use_cost(data: Any) -> None:
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 KINDS = {
-    "plan": (PLANS, use_plan, 1500),
-    "plan text": (PLANS, use_plan_text, 100),
-    "cost": (COSTS, use_cost, 200),
-    "records": (RECORDS, use_records, 200),
+    "plan": (PLANS, use_plan, 500),
+    "plan text": (PLANS, use_plan_text, 50),
+    "cost": (COSTS, use_cost, 80),
+    "records": (RECORDS, use_records, 80),
 }
 
 

@@ -24,6 +24,7 @@ EXTRA = {
     "prometheus_client": "vllm",
     "accelerate": "spread",
     "gguf": "gguf",
+    "cuda": "virtual",
     "onnx": "onnx",
 } | dict.fromkeys(("altair", "vl_convert", "jinja2", "markupsafe"), "report")
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")

@@ -32,17 +32,17 @@ def append_newest(
     with torch.cuda.device_of(k_BGQD):
         append_kernel[(heads, batch, new)](
             k_BGQD, v_BGQD, keys.k, keys.v, keys.where, keys.lengths_B,
-            *k_BGQD.stride()[:3], *v_BGQD.stride()[:3], heads, first,
-            size_of_ring, D=size, BLOCK_D=triton.next_power_of_2(size), num_warps=1,
+            *k_BGQD.stride()[:3], *v_BGQD.stride()[:3], first, size_of_ring,
+            D=size, BLOCK_D=triton.next_power_of_2(size), num_warps=1,
             **overlap(overlaps_launches(k_BGQD.device)),
         )  # fmt: skip
 
 
 @no_type_check
-@triton.jit(do_not_specialize=["heads", "first", "ring"])
+@triton.jit(do_not_specialize=["first", "ring"])
 def append_kernel(
     new_k_ptr, new_v_ptr, k_ptr, v_ptr, where_ptr, lengths_ptr, k_stride_B, k_stride_G, k_stride_Q, v_stride_B,
-    v_stride_G, v_stride_Q, heads, first, ring, D: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+    v_stride_G, v_stride_Q, first, ring, D: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (KV heads, batch, new tokens)."""
     if OVERLAP:
@@ -54,7 +54,7 @@ def append_kernel(
     number = tl.program_id(2)
     at = tl.load(lengths_ptr + batch) - tl.num_programs(2) + number
     at = tl.where(ring > 0, first + at % tl.maximum(ring, 1), at)
-    row = (batch * heads + head) * tl.load(where_ptr + 2) + at
+    row = batch * tl.load(where_ptr + 7) + head * tl.load(where_ptr + 2) + at * tl.load(where_ptr + 6)
     k_D = tl.load(new_k_ptr + batch * k_stride_B + head * k_stride_G + number * k_stride_Q + lanes_D, mask=lanes_D < D)
     v_D = tl.load(new_v_ptr + batch * v_stride_B + head * v_stride_G + number * v_stride_Q + lanes_D, mask=lanes_D < D)
     tl.store(k_ptr + tl.load(where_ptr) + row * D + lanes_D, k_D, mask=lanes_D < D)

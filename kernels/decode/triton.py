@@ -76,11 +76,9 @@ def decode(
     return AttentionOutput(found.view_as(q_BHQD), lse.view(q_BHQD.shape[:3]) if want_lse else None, scores_gT)
 
 
-def score(
-    q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float, launch: Launch | None = None
-) -> torch.Tensor:
+def score(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float) -> torch.Tensor:
     """The scores alone, float32 [g, T]; arguments as in `decode_scores`."""
-    _, _, scores_gT = _run(q_BHQD, keys, None, scale, None, True, scoring, launch, None, attends=False)
+    _, _, scores_gT = _run(q_BHQD, keys, None, scale, None, True, scoring, None, None, attends=False)
     assert scores_gT is not None
     return scores_gT
 
@@ -269,12 +267,12 @@ def decode_kernel(
     q_base = q_ptr + batch * q_stride_B
     q_RD = tl.load(q_base + head_R.to(tl.int64)[:, None] * q_stride_H + lanes_D[None, :], mask=real_RD, other=0.0)
     if INDIRECT:
-        # [B, G, capacity, D] wherever the host has put it for this step: elements from these tensors, and the capacity
-        row = (batch * kv_heads + kv_head) * tl.load(where_ptr + 2) * D
+        # wherever the host has put it for this step: elements from these tensors, and strides in units of D
+        row = (batch * tl.load(where_ptr + 7) + kv_head * tl.load(where_ptr + 2)) * D
         k_base = k_ptr + tl.multiple_of(tl.load(where_ptr), 16) + row
         v_base = v_ptr + tl.multiple_of(tl.load(where_ptr + 1), 16) + row
-        k_step = D
-        v_step = D
+        k_step = tl.load(where_ptr + 6) * D
+        v_step = k_step
     else:
         k_base = k_ptr + kv_head.to(tl.int64) * k_stride_G
         v_base = v_ptr + kv_head.to(tl.int64) * v_stride_G

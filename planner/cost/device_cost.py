@@ -28,6 +28,8 @@ _PRICES = {
     "decode_choose": 2,
     "decode_choose_alone": 2,
     "decode_host": 3,
+    "decode_check": 3,
+    "products": 3,
 }
 
 
@@ -114,6 +116,10 @@ class DeviceCost(Part):
         decode_host: of (1, tokens attended, tokens of these read from host memory): a step of an offloaded layer
             over chosen tokens, on a GPU a captured one, as planner/cost/measure.py times it. None where it was not
             asked for.
+        decode_check: of (1, tokens attended, tokens attended by all new tokens): a dense pass of several new tokens of
+            a row. None where the host has no exact output.
+        products: of (1, parameters read, parameters multiplied with over all tokens): a product with a matrix of
+            weights, and the small kernels beside it. None where it was not measured.
     """
 
     kind: Literal["sparsekv.cost"] = "sparsekv.cost"
@@ -135,6 +141,8 @@ class DeviceCost(Part):
     decode_choose: Line
     decode_choose_alone: Line | None = None
     decode_host: Line | None = None
+    decode_check: Line | None = None
+    products: Line | None = None
     timings: tuple[Timing, ...] = ()
 
     @property

@@ -9,7 +9,8 @@ cut to the largest that it has: the line goes on beyond. Steps on CUDA that are 
 for the host and take longer; they have no price of their own. Here rows are fetched beside attention alone, in a whole
 step beside the rest of the layers as well, which may cost less.
 
-Shapes: B batch (1), H query heads, G KV heads, S tokens, T tokens of a chunk, D head size, N chosen tokens.
+Shapes: B batch (1), H query heads, G KV heads, S tokens, T tokens of a chunk, Q new tokens of a step, D head size,
+N chosen tokens, E in and F out of a product.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from types import MappingProxyType
 from typing import cast
 
@@ -37,6 +38,7 @@ from sparsekv.planner.cost.device_cost import BATCHES, DeviceCost, HeadShape, Li
 from sparsekv.planner.data_files import versions
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
 from sparsekv.planner.progress import Progress, prefill_work
+from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.plans.patterns import PATTERNS, TileShape, tokens
 from sparsekv.plans.phases import DecodeBudget, Segment
 from sparsekv.plans.schema import BackendName, HostName
@@ -132,7 +134,7 @@ def measure_cost(
     program = host or Host()
     bench = Bench(shape, device, dtype, tile, timed_families, choice.name, offload, program)
     timed = timed_lengths(shape, lengths, device.type)
-    timings: list[Timing] = []
+    timings = list(bench.products())
     with (progress or Progress()).stage("cost", total=sum(map(prefill_work, timed))) as step:
         for length in timed:
             timings.extend(bench.run(length))
@@ -155,6 +157,8 @@ def measure_cost(
         decode_choose=fit_line(timings, "choose"),
         decode_choose_alone=_line_of(timings, "choose alone"),
         decode_host=_line_of(timings, "host decode"),
+        decode_check=_line_of(timings, "check"),
+        products=_line_of(timings, "product"),
         timings=tuple(timings),
     )
 
@@ -201,6 +205,8 @@ _RECENT = 2  # tokens, as few as captured steps take
 _FEW = 16  # the fewest chosen tokens that are timed: one in so many
 _FEWEST_RUNS = 4  # on a CPU, beside those that fill the time
 _LEAST_US = 1.0  # of a difference of two timings
+_CHECKED = (DRAFTS[1] + 1, DRAFTS[-1] + 1)  # new tokens of a pass that checks a draft
+_CPU_CACHE = 32 << 20  # bytes
 
 
 def _filter(count: int, heads: int, keys: KeyView) -> LayerProgram:
@@ -291,6 +297,25 @@ class Bench:
         for rows in BATCHES[self.host.name]:
             q_BH1D = q_BHSD[:, :, -1:].repeat(rows, 1, 1, 1)
             yield from self._decode(length, q_BH1D, self._views(k_BGSD, v_BGSD, rows), scale)
+        if self.host.name == "transformers":
+            yield from self._checks(length, q_BHSD, self._views(k_BGSD, v_BGSD, 1), scale)
+
+    def products(self) -> Iterator[Timing]:
+        """Of matrices as wide as the heads together, as those of attention and of MLPs are."""
+        width = self.shape.heads * self.shape.head_dim
+        draw = partial(torch.randn, device=self.device, dtype=self.dtype)
+        for out, new in product((width, 4 * width), (1, *_CHECKED)):
+            x_TE = draw(new, width)
+            size = out * width * x_TE.itemsize
+            weights = [draw(out, width) for _ in range(copies_to_read_cold(size, self._cache_bytes))]
+            us = self._step_us([partial(_product, x_TE, weight) for weight in weights])
+            yield _timing("product", new, (1.0, float(out * width), float(new * out * width)), us)
+
+    def _checks(self, length: int, q_BHSD: torch.Tensor, views: Sequence[KeyView], scale: float) -> Iterator[Timing]:
+        for new in _CHECKED:
+            q_BHQD = q_BHSD[:, :, -new:]
+            us = self._step_us([self.host.dense_step(q_BHQD, view, scale, self.backend) for view in views])
+            yield _timing("check", length, (1.0, float(length), float(new * length)), us)
 
     def _prefill(
         self, length: int, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, scale: float
@@ -425,11 +450,16 @@ class Bench:
         # What else runs on the cores takes time slices: the fastest of several is what the work takes.
         return 1e6 * min(*found.times, *(timer.timeit(found.number_per_run).mean for _ in range(_FEWEST_RUNS)))
 
+    @property
+    def _cache_bytes(self) -> int:
+        if self.device.type != "cuda":
+            return _CPU_CACHE
+        return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
+
     def _views(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, rows: int) -> list[KeyView]:
         copies = 1
         if self.device.type == "cuda":
-            cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-            copies = copies_to_read_cold(rows * (k_BGSD.nbytes + v_BGSD.nbytes) // _FEW, cache)
+            copies = copies_to_read_cold(rows * (k_BGSD.nbytes + v_BGSD.nbytes) // _FEW, self._cache_bytes)
         return self.host.views(k_BGSD, v_BGSD, rows, copies)
 
     def _step_us(self, launches: Sequence[Callable[[], object]]) -> float:
@@ -448,6 +478,13 @@ class Bench:
             torch.cuda.synchronize()  # the stream that times does not wait for this one
             timed_ms = do_bench_cudagraph(all_of_them, rep=round(1e3 * SECONDS_A_TIMING), return_mode="median")
             return float(timed_ms) * 1e3 / len(launches)
+
+
+def _product(x_TE: torch.Tensor, weight_FE: torch.Tensor) -> torch.Tensor:
+    """A product and five small kernels: a Llama layer has 34 of these (norms, rotary, activation, sums, cache) beside
+    its seven products."""
+    out_TF = torch.nn.functional.linear(x_TE, weight_FE)
+    return out_TF * torch.rsqrt(out_TF.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
 def _timing(what: str, length: int, features: Sequence[float], us: float) -> Timing:

@@ -153,7 +153,11 @@ def held_out(kit: Kit, task: str, length: int, samples: int, seed: int, first: i
 
 
 def _from_task(kit: Kit, task: str, turn: int, length: int, seed: int) -> CalibrationPrompt:
-    sample = _sample(task, kit, length, seed, turn)
+    return whole_prompt(_sample(task, kit, length, seed, turn))
+
+
+def whole_prompt(sample: Sample) -> CalibrationPrompt:
+    """A sample's prompt and answer."""
     ids = np.concatenate([sample.prompt_ids, sample.answer_ids])
     return CalibrationPrompt(ids, len(sample.prompt_ids))
 

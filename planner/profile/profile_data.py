@@ -144,6 +144,25 @@ class LengthProfile(Part):
         return tuple(sorted({candidate.density for candidate in self.candidates}))
 
 
+class StepReads(Part):
+    """The matrices that one token is multiplied with, embeddings left out.
+
+    Attributes:
+        parameters: of those that every token is.
+        experts: of all experts of mixtures.
+        share: of the experts, how many a token goes to.
+    """
+
+    matrices: Positive
+    parameters: Measured
+    experts: Measured = 0.0
+    share: PartOfAll = 1.0
+
+    def of_tokens(self, new: int) -> float:
+        """Parameters that a pass of so many tokens reads, whose experts are independent of each other."""
+        return self.parameters + self.experts * (1.0 - (1.0 - self.share) ** new)
+
+
 class Profile(Part):
     """What one profiling run found, and what it was run with."""
 
@@ -160,6 +179,7 @@ class Profile(Part):
     tasks: tuple[Text, ...] = ()
     calibration: Digest
     versions: dict[Text, Text] = Field(default_factory=dict)
+    reads: StepReads | None = None
     lengths: Annotated[tuple[LengthProfile, ...], Field(min_length=1, max_length=MAX_LENGTHS)]
 
 

@@ -19,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.kernels.tiles import Chunk
@@ -26,7 +27,7 @@ from sparsekv.planner.data_files import versions
 from sparsekv.planner.job import Job
 from sparsekv.planner.profile.calibration import CalibrationPrompt, digest_of
 from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
-from sparsekv.planner.profile.profile_data import SCORES, Profile
+from sparsekv.planner.profile.profile_data import SCORES, Profile, StepReads
 from sparsekv.planner.profile.resume import LayerRecord, Records, RunShape, as_table, length_means
 from sparsekv.planner.profile.search_space import Aim, Numbers, Patterns, Prefix, aims, fit_to_target, screened, slots
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
@@ -34,11 +35,11 @@ from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores, token_
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.settled import Settled, check_targets
 from sparsekv.plans.schema import BackendName
-from sparsekv.runtime.hf.describe import attention_modules
+from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.observe import AttentionCall
-from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
+from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
 
 Prompts = Mapping[int, Sequence[CalibrationPrompt]]
 
@@ -102,6 +103,7 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
         tasks=() if options.prompts else options.tasks,
         calibration=digest_of(prompts),
         versions=versions(),
+        reads=step_reads(model),
         lengths=tuple(
             length_means(
                 length,
@@ -113,6 +115,19 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
             for length, some in prompts.items()
         ),
     )
+
+
+def step_reads(model: PreTrainedModel) -> StepReads | None:
+    """What a decode step reads, experts as tensors of three dimensions; None where layers have other ones."""
+    if linear_layers(model.config):
+        return None
+    layers: Any = decoder_of(model).layers
+    weights = [*layers.parameters(), model.get_output_embeddings().weight]
+    sizes = {dims: [float(one.numel()) for one in weights if one.ndim == dims] for dims in (2, 3)}
+    experts = [len(one) for one in weights if one.ndim == 3]
+    share = model.config.num_experts_per_tok / max(experts) if experts else 1.0
+    count = len(sizes[2]) + len(sizes[3])
+    return StepReads(matrices=count, parameters=sum(sizes[2]), experts=sum(sizes[3]), share=share)
 
 
 def _check_targets(prompts: Prompts, options: Settled) -> None:

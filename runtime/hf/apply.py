@@ -37,12 +37,13 @@ from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
+from sparsekv.runtime.hf.paging import Paging
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of, reads_of
 from sparsekv.runtime.hf.retain import begin_prompt, begin_step, check_handed_over, check_retained, end_prompt
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
 from sparsekv.runtime.plan_checks import check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
-from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.page_pool import page_bytes
 from sparsekv.runtime.stores.pinned import HostMemory
 from sparsekv.runtime.stores.retained import RetainedStore
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
@@ -57,6 +58,7 @@ class PlanEngine:
         backend: the kernel backend's name; prefill goes on with another one should it fail.
         placement: the layers whose keys and values live in host memory; of caches to come, so that it may change.
         chunking: how long inputs are cut.
+        paging: the layers in virtual memory.
         memory: where blocks of host memory come from; its own when None.
         exact: the program's steps are drafts, and what they draft is checked.
     """
@@ -70,6 +72,7 @@ class PlanEngine:
         backend: str,
         placement: Placement,
         chunking: Chunking,
+        paging: Paging,
         memory: HostMemory | None = None,
         exact: bool = False,
     ) -> None:
@@ -78,7 +81,7 @@ class PlanEngine:
         self.bytes: list[Bytes] = []
         self.host_reads = HostReads()
         self.meter = Meter()
-        self.fallback = Fallback(backend)
+        self.fallback = Fallback(backend, paging.relieve)
         self._backend = backend  # of decode: there is one for each kind of device
         self._device = model.device
         self._model_type: str = model.config.model_type
@@ -90,13 +93,14 @@ class PlanEngine:
         self._chunking = chunking
         self.memory = HostMemory() if memory is None else memory
         self._owns_memory = memory is None
+        self.paging = paging
 
     def new_store(self, layer: int) -> KVStore:
         """Host memory for the layers that are placed there, else the device."""
         if rule := self.program.layers[layer].retains:
             return RetainedStore(rule.generated or 1)
         if layer not in self.placement.layers:
-            return DeviceStore()
+            return self.paging.new_store(layer)
         return HostStore(self.placement.hot, self.memory, reads_of(self.program.layers[layer]), self.host_reads)
 
     @property
@@ -124,6 +128,7 @@ class PlanEngine:
     def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
         """Starts a pass at which the rows have these lengths, the new tokens included, and counts a step."""
         if phase is Phase.PREFILL:
+            self.paging.expect(cache, lengths, self.placement)
             return begin_prompt(self.program, cache)
         begin_step(self.program, cache, self._attempt, self.meter)
         first_of(cache).state.begin(lengths, device)
@@ -278,7 +283,7 @@ class Handle:
         allocate on first use, and `reserve` in cache.py says how much.
 
         Args:
-            tokens: prompt and answer together; the cache may grow beyond, which copies it.
+            tokens: prompt and answer together; the cache may grow beyond, which copies what is not in virtual memory.
             batch: rows.
             answer: how many of the tokens are the answer: decode adds them one by one, and they need nothing besides
                 the cache.
@@ -474,12 +479,13 @@ def apply(
     loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
     retained = plan.retained if decode else {}
-    sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, retained)
+    sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, retained, page_bytes(model.device))
     check_retained(frozenset(retained), sizes.permitted.layers)
     program = Program.of(*phases, info, retained=retained)
     if exact:
         check_exact(exact, program, model)
-    engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, memory, exact=bool(exact))
+    paging = Paging.of(model, sizes)
+    engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, paging, memory, exact=bool(exact))
     return Handle(model, engine, choice, sizes)
 
 

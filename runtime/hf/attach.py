@@ -355,11 +355,11 @@ class Attached:
         ends = prompt is not None and phase is Phase.PREFILL and past + new >= prompt.end
         if phase is None:
             phase = self._engine.step_phase if new == 1 and past > 0 else Phase.PREFILL
-        rows = None
-        if tokens is not None:
-            rows = rows_of_pass(inputs, Columns(tokens, past, lengths, self._switch), phase, is_checked)
-        if cache is not None and tokens is not None:
-            self._engine.begin(cache, phase, tuple(length + new for length in lengths), tokens.device)
+        columns = None if tokens is None else Columns(tokens, past, lengths, self._switch)
+        rows = None if columns is None else rows_of_pass(inputs, columns, phase, is_checked)
+        if cache is not None and columns is not None:
+            more = [new] * len(columns.cached) if rows is None else [row.stop - row.start for row in rows]
+            self._engine.begin(cache, phase, tuple(map(int.__add__, columns.cached, more)), columns.given.device)
         return Pass(self._engine, phase, cache, self.windows, new_B=new_B, ends_prompt=ends, rows=rows)
 
 

@@ -22,6 +22,7 @@ from sparsekv.runtime.core.state import DecodeState, Remembered
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.retained import RetainedStore
 from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
+from sparsekv.runtime.stores.virtual import VirtualStore
 
 _EXPECTED = "sparsekv_expected_tokens"
 
@@ -184,6 +185,13 @@ class SparseLayer(CacheLayerMixin):
         if layout is not None and self.dtype is None:
             self.dtype = layout.dtype
         self.store.reserve(tokens, layout)
+
+    def expect(self, wanted: Sequence[int], layout: Layout) -> None:
+        """Makes room for so many tokens of each row meanwhile; of a store in virtual memory."""
+        if self.dtype in (None, layout.dtype):
+            assert isinstance(self.store, VirtualStore)
+            self.dtype = layout.dtype
+            self.store.expect(wanted, layout)
 
     def get_seq_length(self) -> int:
         """Columns of the batch that ran, but for those of a pass that has not ended: tokens cached of each row, and

@@ -1,7 +1,7 @@
 """What of a draft counts, and how long drafts should be: the rules of speculative decoding, apart from any model.
 
-Sources: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (ICML 2023), algorithm 1, and
-section 3.1 on the expected number of tokens; Zhang et al., Draft & Verify (ACL 2024) on drafts by the model itself.
+Sources: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (ICML 2023), algorithm 1; Zhang
+et al., Draft & Verify (ACL 2024) on drafts by the model itself.
 
 Shapes: B batch, K drafted tokens, Q = K + 1 checked ones, V vocabulary.
 """
@@ -13,13 +13,14 @@ from typing import Protocol
 
 import torch
 
-SIZES = (0, 2, 4, 6, 10)  # tokens of a draft: each is a captured step of its own; 0 is a step of dense decoding
+from sparsekv.plans.exact_gain import DRAFTS, tokens_a_cycle
+
 _FIRST = 4  # before anything was measured
-_SHORTEST = SIZES[1]
+_UNTRIED = 0.97  # of what a length promises that would be captured first
 _FRESH = 0.3  # weight of the latest time among those before it
 _FADING = 0.98  # of what was agreed on before, a token
 _PRIOR_AGREED, _PRIOR_ASKED = 4.5, 5.0
-_FIRST_PAUSE = 128  # dense tokens before drafts that did not pay are tried again; twice as many each time
+_FIRST_PAUSE = 256  # dense tokens before drafts that did not pay are tried again; twice as many each time
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Sampled:
 class DraftLength:
     """How many tokens to draft before the next check: those that give most tokens a second, by the share of drafts that
     counted lately and the seconds that cycles of each length took. Where no draft pays it is 0, dense decoding, but for
-    a short one now and then."""
+    one now and then of the shortest length that was tried: another one would be captured for it."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
@@ -103,16 +104,17 @@ class DraftLength:
         return self._agreed / self._asked
 
     def next(self, most: int) -> int:
-        """One of SIZES, at most `most`."""
+        """One of DRAFTS, at most `most`."""
         if 0 not in self._seconds:
             return 0
         if len(self._seconds) < 2:
-            return max(size for size in SIZES if size <= min(most, _FIRST))
-        best = max((size for size in SIZES if size <= most), key=self._tokens_a_second)
-        if best or self._dense < self._pause or most < _SHORTEST:
+            return max(size for size in DRAFTS if size <= min(most, _FIRST))
+        best = max((size for size in DRAFTS if size <= most), key=self._tokens_a_second)
+        shortest = min(size for size in self._seen if size)
+        if best or self._dense < self._pause or most < shortest:
             return best
         self._pause *= 2
-        return _SHORTEST
+        return shortest
 
     def ran(self, drafted: int, seconds: float, accepted: list[int]) -> None:
         """A cycle is over.
@@ -134,9 +136,8 @@ class DraftLength:
         self._seconds[drafted] = before + _FRESH * (seconds - before)
 
     def _tokens_a_second(self, drafted: int) -> float:
-        rate = self.agreement
-        tokens = drafted + 1 if rate >= 1 else (1 - rate ** (drafted + 1)) / (1 - rate)
-        return tokens / self._expected_seconds(drafted)
+        tokens = tokens_a_cycle(self.agreement, drafted)
+        return tokens / self._expected_seconds(drafted) * (1.0 if drafted in self._seen else _UNTRIED)
 
     def _expected_seconds(self, drafted: int) -> float:
         if drafted in self._seconds:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +25,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Attachment, Phase
-from sparsekv.runtime.hf.cache import first_of, take_back
-from sparsekv.runtime.hf.drafts import SIZES, DraftLength, Greedy, Judge, Sampled
+from sparsekv.runtime.hf.cache import first_of, reserve, take_back
+from sparsekv.runtime.hf.drafts import DraftLength, Greedy, Judge, Sampled
 from sparsekv.runtime.hf.generate import FirstChecked
 
 # Functions of the scores alone: all rows and positions at once.
@@ -134,7 +136,7 @@ class Text:
     def of(cls, ids_BS: torch.Tensor, longest: int) -> Text:
         """Prompts with room for answers."""
         batch, tokens = ids_BS.shape
-        ids_BT = ids_BS.new_zeros((batch, longest + SIZES[-1]))  # rows that are finished are drafted behind, too
+        ids_BT = ids_BS.new_zeros((batch, longest + DRAFTS[-1]))  # rows that are finished are drafted behind, too
         ids_BT[:, :tokens] = ids_BS
         return cls(ids_BT, [tokens] * batch, [0] * batch, [False] * batch)
 
@@ -182,7 +184,9 @@ class ExactLoop:
     def __init__(self, meter: Callable[[], Meter], host_layers: Callable[[], Collection[int]]) -> None:
         self._meter = meter
         self._host_layers = host_layers
-        self._lengths: dict[tuple[int, int], DraftLength] = {}  # by rows, and by power of two of the context
+        self.paces: dict[tuple[int, int], DraftLength] = defaultdict(
+            DraftLength
+        )  # by rows, and powers of two of tokens
         self.judge_of: Callable[[GenerationConfig], Judge] = lambda config: Sampled() if config.do_sample else Greedy()
 
     def taking_over(self, attached: Attachment, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -223,11 +227,13 @@ class ExactLoop:
             streamer.put(input_ids.cpu())
         processors, stops = Processors(logits_processor), Stops.of(stopping_criteria)
         text, judge = Text.of(input_ids, stops.longest), self.judge_of(generation_config)
+        cache: Cache = model_kwargs["past_key_values"]
+        if input_ids.shape[0] > 1:
+            reserve(cache, stops.longest + DRAFTS[-1])  # rows that are finished are drafted behind, too
         found = model._prefill(input_ids, generation_config, model_kwargs)
         scores_BV = found.logits[:, -1].to(torch.float32, copy=True)
         first = judge.judge(input_ids[:, :0], processors.at(text, 0, scores_BV)[:, None])
         del found
-        cache: Cache = model_kwargs["past_key_values"]
         text.padding = [input_ids.shape[1] - length for length in first_of(cache).store.lengths]
         cycles = _Cycles(attached, model, cache, text, processors, judge, stops, streamer)
         cycles.keep(0, first.accepted_B, first.next_B)
@@ -247,9 +253,9 @@ class ExactLoop:
 
     def _cycle(self, cycles: _Cycles, text: Text) -> None:
         running = [row for row, finished in enumerate(text.finished) if not finished]
-        longest = max(text.lengths[row] for row in running)
-        pace = self._lengths.setdefault((len(running), longest.bit_length()), DraftLength())
-        drafted, began = pace.next(cycles.stops.longest - longest - 1), time.perf_counter()
+        rows, shortest = len(text.lengths), min(text.lengths[row] for row in running)
+        pace = self.paces[rows, shortest.bit_length()]
+        drafted, began = pace.next(cycles.stops.longest - shortest - 1), time.perf_counter()
         accepted = cycles.run(drafted)
         counts = [accepted[row] for row in running]
         pace.ran(drafted, time.perf_counter() - began, counts)

@@ -23,7 +23,7 @@ import torch
 
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import MOST_SLOTS, SlotMap, SlotState, SlotTable
-from sparsekv.kernels.keys import CAPACITY, COLUMNS, HOST, HOST_TOKENS, KEYS, ROWS, VALUES, KeyView
+from sparsekv.kernels.keys import COLUMNS, HEAD, HOST, HOST_TOKENS, KEYS, ROW, ROWS, TOKEN, VALUES, KeyView
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.core.budgets import counts_of
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
@@ -247,6 +247,8 @@ class StepStores:
         memory are read by choice."""
         if max(lengths) > self._room or len(stores) != len(self._bound) or not self.rings.serves(stores):
             return False
+        if max(lengths) > self._room_of(stores):  # rows grow apart where each keeps what counts of its draft
+            return False
         if any(_reads_all(segment, self._program, lengths) for segment in self._segments):
             return False
         return all(
@@ -275,9 +277,13 @@ class StepStores:
             None if isinstance(hot, HotRows) else weakref.ref(store.keys)
             for hot, store in zip(self.kinds, stores, strict=True)
         ]  # a cache that is let go of is freed
-        rooms = (store.capacity for hot, store in zip(self.kinds, stores, strict=True) if not isinstance(hot, KeptRows))
-        self._room = min(rooms, default=sys.maxsize)
+        self._room = self._room_of(stores)
         self.rings.bind(stores)
+
+    def _room_of(self, stores: Sequence[Any]) -> int:
+        """Tokens of the longest row that all of these have memory for."""
+        rooms = (store.capacity for hot, store in zip(self.kinds, stores, strict=True) if not isinstance(hot, KeptRows))
+        return min(rooms, default=sys.maxsize)
 
     @staticmethod
     def _addresses(shape_BGSD: torch.Tensor, hot: Kind, store: Any) -> list[int]:
@@ -291,7 +297,7 @@ class StepStores:
             row[ROWS], row[HOST], row[HOST_TOKENS] = rows_PBGRD.data_ptr(), host_CBPGD.data_ptr(), len(host_CBPGD)
         anchor, size = shape_BGSD.data_ptr(), shape_BGSD.element_size()
         row[KEYS], row[VALUES] = ((x_BGRD.data_ptr() - anchor) // size for x_BGRD in (k_BGRD, v_BGRD))
-        row[CAPACITY] = k_BGRD.shape[2]
+        row[ROW], row[HEAD], row[TOKEN] = (step // k_BGRD.shape[3] for step in k_BGRD.stride()[:3])
         return row
 
     # --- inside a step ------------------------------------------------------------------------------------------------

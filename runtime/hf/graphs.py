@@ -222,6 +222,7 @@ class StepGraphs:
         self._captured: CapturedModel | None = None
         self._refused: dict[_Key, str] = {}  # what memory did not suffice for, or cannot be fetched
         self.replayed = 0  # steps so far
+        self.captures = 0
         self.why_not = ""  # why the last decode step was not replayed
         self._never = ""  # why no step is captured any more
         self._told = False
@@ -348,6 +349,7 @@ class StepGraphs:
         return ""
 
     def _capture(self, graph: StepGraph, attached: Attachment, engine: Engine) -> None:
+        self.captures += 1
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._capturing = self._capturing or torch.cuda.Stream(graph.ids_BQ.device)  # cuBLAS keeps memory for each one
         with self._reads.uncounted(), OUTSIDE_CAPTURES.put_off(), graph.states.unmoved():
@@ -392,8 +394,8 @@ def can_capture(device: torch.device, backend: str) -> bool:
 
 
 def bucketed_capacity(tokens: int) -> int:
-    """Capacities are powers of two: few graphs serve all contexts."""
-    return max(_LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
+    """Capacities are powers of four: few graphs serve all contexts, and what a grid has more ends at once."""
+    return max(_LEAST_CAPACITY, 1 << -(-(tokens - 1).bit_length() // 2) * 2)
 
 
 _NUMBERS = (int, float, str, bool, type(None))

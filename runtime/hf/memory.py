@@ -30,8 +30,10 @@ from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, reads_of, spill_order
 from sparsekv.runtime.model_config import describe_config
+from sparsekv.runtime.stores.page_pool import pool_of
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, spare_beside
 from sparsekv.runtime.stores.store import Bytes, Reads, allocated_slots, allocated_tokens, grown
+from sparsekv.runtime.stores.virtual import pays, round_up
 
 _LONGEST = 1 << 30  # tokens: where the search for a length ends
 _FRAGMENTS = 16  # a share of what a forward pass makes: freed blocks and new ones are not of the same sizes
@@ -97,8 +99,12 @@ class Request:
     @property
     def tokens(self) -> int:
         """That a row has room for in the end."""
-        tokens = self.prompt + self.answer
-        return grown(0, tokens) if self.grows else tokens
+        return grown(0, self.filled) if self.grows else self.filled
+
+    @property
+    def filled(self) -> int:
+        """That a row has in the end."""
+        return self.prompt + self.answer
 
     @property
     def piece(self) -> int:
@@ -156,7 +162,8 @@ class Available:
 
 def _free_on(device: torch.device) -> int:
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    pool = pool_of(device)
+    return torch.cuda.mem_get_info(device)[0] + unused + (pool.bytes if pool else 0)
 
 
 @dataclass(frozen=True)
@@ -172,6 +179,7 @@ class MemoryModel:
         host_layers: layers in host memory, or how many, in place of the plan's.
         chunking: how long inputs are cut.
         retained: the rules of layers that drop tokens.
+        page: bytes of a page of the device's virtual memory; 0 where it has none.
 
     Raises:
         UsageError, UnsupportedError: as `place_layers` and `Program.of` do.
@@ -185,6 +193,7 @@ class MemoryModel:
     host_layers: int | Sequence[int] | None = None
     chunking: Chunking = field(default_factory=Chunking)
     retained: Mapping[int, Retention] = field(default_factory=dict)
+    page: int = 0
 
     def __post_init__(self) -> None:
         assert self.mode != "auto" or self.host_layers is None
@@ -272,7 +281,7 @@ class MemoryModel:
         return self.on_cpu or available.device is None or use.device <= available.device
 
     def _store(self, layer: int, request: Request, placement: Placement) -> Bytes:
-        """As DeviceStore and HostStore allocate them."""
+        """As DeviceStore, VirtualStore and HostStore allocate them."""
         group = self._groups[layer]
         if group.kind == "linear":  # a float32 matrix a head, whatever the length
             return Bytes(4 * request.batch * group.heads * group.head_dim**2)
@@ -280,9 +289,18 @@ class MemoryModel:
         if rule := self.retained.get(layer):
             return Bytes((rule.kept_tokens(request.prompt) + (rule.generated or 0)) * each)
         if layer not in placement.layers:
+            if layer in self.paged:
+                return Bytes(2 * request.batch * round_up(self._token_bytes(layer) // 2 * request.filled, self.page))
             return Bytes(request.tokens * each)
         device, host = allocated_tokens(placement.hot, self._reads[layer], request.tokens)
         return Bytes(device * each, host * each)
+
+    @cached_property
+    def paged(self) -> frozenset[int]:
+        """Layers whose keys and values go to virtual memory where they are on the device."""
+        context, layers = self.size.info.context_length, self._groups.keys() - self.retained.keys()
+        full = [layer for layer in layers if self._groups[layer].kind != "linear"]
+        return frozenset(layer for layer in full if pays(self._token_bytes(layer) // 2, context, self.page))
 
     def _token_bytes(self, layer: int) -> int:
         """Of the keys and values of one token."""

@@ -40,7 +40,7 @@ class DeviceStore:
         """Copies the new tokens behind the old ones. Raises ShapeError when they do not fit."""
         check_fit(self._k_BGCD, k_BGSD, v_BGSD)
         tokens = k_BGSD.shape[2]
-        if self._k_BGCD is None or self.length + tokens > self._k_BGCD.shape[2]:
+        if self._k_BGCD is None or self.length + tokens > self.capacity:
             self._grow(self.length + tokens, Layout.of(k_BGSD))
         for room_BGCD, new_BGSD in zip(self.tensors, (k_BGSD.detach(), v_BGSD.detach()), strict=True):
             if not self._is_ragged:
@@ -59,8 +59,9 @@ class DeviceStore:
         k_BGCD, v_BGCD = self.tensors
         return k_BGCD.narrow(2, self.length, tokens), v_BGCD.narrow(2, self.length, tokens)
 
-    def hold(self, tokens: int, layout: Layout) -> None:
-        """Makes room for so many tokens a row in all, now. Raises ShapeError when the layout does not fit."""
+    def hold(self, tokens: int, layout: Layout, row: int | None = None) -> None:
+        """Makes room for so many tokens in all, now, at least in this row. Raises ShapeError when the layout does not
+        fit."""
         layout.check(self._k_BGCD)
         self._grow(tokens, layout)
 
@@ -95,13 +96,18 @@ class DeviceStore:
     @torch.inference_mode(False)  # else what is allocated there could not be written to under torch.no_grad()
     def select(self, rows: Sequence[int]) -> None:
         """Row i becomes a copy of row `rows[i]`, all of them at once; in place where as many are left."""
+        if not self.lengths:
+            return
+        same, changed = self._forks.same_as(rows, self.lengths), [row for row, of in enumerate(rows) if row != of]
         if len(rows) == len(self.lengths):
-            changed, tokens = self._forks.select(rows, self.lengths)
-            self._copy_rows(changed, [rows[row] for row in changed], tokens)
-        elif self.lengths:
+            begin = min((same[row] for row in changed), default=0)
+            end = max((self.lengths[rows[row]] for row in changed), default=0)
+            self._copy_rows(changed, [rows[row] for row in changed], slice(begin, max(begin, end)))
+        else:
             self._k_BGCD, self._v_BGCD = (x_BGCD[list(rows)] for x_BGCD in self.tensors)
-            self.bytes.device, self._forks = 2 * self._k_BGCD.untyped_storage().nbytes(), Forks()
-        self.lengths = tuple(self.lengths[row] for row in rows) if self.lengths else ()
+            self.bytes.device = 2 * self._k_BGCD.untyped_storage().nbytes()
+        self._forks.select(rows, self.lengths)
+        self.lengths = tuple(self.lengths[row] for row in rows)
 
     def _copy_rows(self, into: Sequence[int], sources: Sequence[int], tokens: slice) -> None:
         if not into:

@@ -17,24 +17,27 @@ class Forks:
     def __init__(self) -> None:
         self._same_BB: torch.Tensor | None = None  # int64 on the host: first tokens of two rows that are the same
 
-    def select(self, rows: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], slice]:
-        """Row i becomes a copy of row `rows[i]`, all of them at once.
+    @property
+    def any(self) -> bool:
+        """Whether some row may have tokens of another one."""
+        return self._same_BB is not None
 
-        Args:
-            rows: as many as there are.
-            lengths: tokens of the rows as they were.
+    def same_as(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        """How many first tokens of each row are those of row `rows[i]`; lengths are tokens of the rows."""
+        if len(rows) != len(lengths):
+            return [0] * len(rows)
+        return [
+            lengths[row] if row == source else 0 if self._same_BB is None else int(self._same_BB[row, source])
+            for row, source in enumerate(rows)
+        ]
 
-        Returns:
-            The rows that change, and which of their tokens have to be copied.
-        """
+    def select(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Row i becomes a copy of row `rows[i]`, all of them at once; lengths are tokens of the rows as they were."""
         if self._same_BB is None:
-            self._same_BB = torch.zeros((len(rows), len(rows)), dtype=torch.int64, device="cpu")
+            self._same_BB = torch.zeros((len(lengths), len(lengths)), dtype=torch.int64, device="cpu")
         self._same_BB.diagonal().copy_(torch.tensor(lengths, device="cpu"))
-        index_B, changed = torch.tensor(rows, device="cpu"), [row for row, source in enumerate(rows) if row != source]
-        begin = min((int(self._same_BB[row, rows[row]]) for row in changed), default=0)
-        end = max((lengths[rows[row]] for row in changed), default=0)
+        index_B = torch.tensor(rows, device="cpu")
         self._same_BB = self._same_BB[index_B][:, index_B]
-        return changed, slice(begin, max(begin, end))
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Rows have only so many tokens left; other ones may follow."""

@@ -63,7 +63,7 @@ class RowStore:
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory behind the row's tokens. Raises ShapeError when the layout does not fit."""
         (length,) = self.lengths
-        self._whole.hold(length + tokens, replace(layout, batch=layout.batch * self._batch))
+        self._whole.hold(length + tokens, replace(layout, batch=layout.batch * self._batch), self._row)
         k_1GCD, v_1GCD = self._memory
         return k_1GCD.narrow(2, length, tokens), v_1GCD.narrow(2, length, tokens)
 

@@ -8,23 +8,11 @@ from tiny_models import tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
 
 import sparsekv
-from sparsekv.bench.decode import (
-    ATTENTION,
-    EXACT,
-    OURS,
-    TOKEN,
-    UNMODIFIED,
-    DecodeBench,
-    DecodeRuns,
-    Forced,
-    Run,
-    bench_decode,
-    check_decode,
-    softmax_of,
-)
+from sparsekv.bench.decode import ATTENTION, TOKEN, bench_decode, check_decode, softmax_of
 from sparsekv.bench.hand_plans import HandDecode
 from sparsekv.bench.random_model import BenchModel
 from sparsekv.bench.step_attention import StepAttention, fill
+from sparsekv.bench.token_runs import EXACT, OURS, UNMODIFIED, DecodeBench, DecodeRuns, Forced, Run
 from sparsekv.plans.errors import PlanMismatchError, UnsupportedError, UsageError
 from sparsekv.plans.patterns import tokens
 from sparsekv.plans.schema import Plan

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsekv.bench.decode import DecodeBench, bench_decode, check_decode
+from sparsekv.bench.decode import bench_decode, check_decode
 from sparsekv.bench.hand_plans import HandDecode
 from sparsekv.bench.harness import try_each
 from sparsekv.bench.kernels import KernelBench, bench_kernels, families_of
@@ -13,6 +13,7 @@ from sparsekv.bench.planted import plant
 from sparsekv.bench.random_model import random_model
 from sparsekv.bench.step_attention import StepAttention
 from sparsekv.bench.structure import FAMILIES
+from sparsekv.bench.token_runs import DecodeBench
 from sparsekv.plans.patterns import TileShape, tokens
 from sparsekv.runtime.hf.placement import layouts_of
 

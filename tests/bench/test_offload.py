@@ -9,10 +9,11 @@ from kv_stores import rows
 from tiny_models import tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
 
-from sparsekv.bench.decode import DecodeBench, check_decode
+from sparsekv.bench.decode import check_decode
 from sparsekv.bench.harness import Row
 from sparsekv.bench.offload import LinkRate, OffloadRun, OffloadRuns, bench_offload, check_miss_rate, link_rate
 from sparsekv.bench.random_model import BenchModel
+from sparsekv.bench.token_runs import DecodeBench
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core import select
 from sparsekv.runtime.core.stats import RunStats

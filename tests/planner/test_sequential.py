@@ -7,7 +7,7 @@ from sparsekv.planner.sequential import Range, is_above, is_below, more_needed, 
 
 NATS, SHARE = Range(-1.0, 5.0, 0.5, 0.5), Range(0.0, 1.0, 0.01, 0.1)
 LEVEL = 0.05
-RUNS, ROUNDS = 400, 60
+RUNS, ROUNDS = 150, 40
 
 
 def skewed(rng: np.random.Generator, mean: float, shape: tuple[int, ...]) -> np.ndarray:

@@ -51,12 +51,12 @@ def test_a_lossy_plan_misses_in_every_phase_and_drawing_ends_there(loaded: Loade
 
 def test_a_plan_near_dense_is_verified_once_enough_samples_show_it(loaded: LoadedModel) -> None:
     """On a random model whose answers are never right, so that nothing is said of accuracy."""
-    whole = plan_for(loaded.model, every_head(loaded.model, AShape(sink=tokens(64), window=tokens(192))))
+    whole = plan_for(loaded.model, every_head(loaded.model, AShape(sink=tokens(64), window=tokens(64))))
     one = whole.prefill.lengths[-1].heads[-1].model_copy(update={"heads": (0,)})
-    sparse = whole.prefill.lengths[-1].model_copy(update={"heads": (one,), "up_to": 384})
-    buckets = (sparse, PrefillBucket(up_to=None, extrapolated=True, same_as=384))
+    sparse = whole.prefill.lengths[-1].model_copy(update={"heads": (one,), "up_to": 256})
+    buckets = (sparse, PrefillBucket(up_to=None, extrapolated=True, same_as=256))
     plan = whole.model_copy(update={"prefill": whole.prefill.model_copy(update={"lengths": buckets})})
-    found = verify(loaded, plan, options(None, lengths=(384,), verify_time=1e6))
+    found = verify(loaded, plan, options(None, lengths=(256,), verify_time=1e6))
     assert found.conclusive, found.reasons
     assert found.recorded(plan).status == "verified"
     measured, evidence = found.quality.prefill, found.quality.evidence

@@ -42,19 +42,19 @@ def plan_or_error(text: str | bytes, signed: bool = False) -> Plan | PlanError:
     return found
 
 
-@examples(300)
+@examples(150)
 @given(st.binary(max_size=300))
 def test_bytes_break_nothing(data: bytes) -> None:
     assert isinstance(plan_or_error(data), PlanError)
 
 
-@examples(300)
+@examples(150)
 @given(st.text(max_size=300) | texts)
 def test_text_breaks_nothing(text: str) -> None:
     assert isinstance(plan_or_error(text), PlanError)
 
 
-@examples(200)
+@examples(100)
 @given(damaged_texts(TEXT))
 def test_damaged_files_break_nothing(text: str) -> None:
     found = plan_or_error(text)
@@ -69,7 +69,7 @@ def test_a_damaged_file_never_passes_for_another_plan(text: str) -> None:
     assert isinstance(found, PlanError) or found == sign(full_plan())
 
 
-@examples(80)
+@examples(40)
 @given(plans)
 def test_any_plan_reads_back(plan: Plan) -> None:
     text = dump_plan(plan)
@@ -77,14 +77,14 @@ def test_any_plan_reads_back(plan: Plan) -> None:
     assert dump_plan(parse_plan(text)) == text
 
 
-@examples(40)
+@examples(20)
 @given(plans)
 def test_any_plan_can_be_shown(plan: Plan) -> None:
     assert describe(plan)
     assert json.dumps(summary(plan), allow_nan=False)
 
 
-@examples(150)
+@examples(50)
 @given(json_objects.filter(bool))
 def test_written_data_reads_alike_everywhere(data: dict[str, Any]) -> None:
     text = to_yaml(data)
@@ -125,7 +125,7 @@ def test_many_groups_of_many_heads_stay_small() -> None:
     assert "once" in str(plan_or_error(head + groups + TEXT[TEXT.index("decode:") :]))
 
 
-@examples(300)
+@examples(150)
 @given(st.text(max_size=40) | st.text("0123456789-, ", max_size=30))
 def test_sets_of_ids_are_read_or_refused(text: str) -> None:
     try:

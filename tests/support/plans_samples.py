@@ -31,6 +31,7 @@ from sparsekv.plans.schema import (
     Quality,
     Score,
     Target,
+    WholeStep,
 )
 
 TENTH = DecodeBudget(fraction=0.1, at_most=13108)
@@ -136,6 +137,7 @@ def full_plan() -> Plan:
                     length=32768,
                     prefill=Estimate(dense_us=81234.5678, sparse_us=20311.25, density=0.221),
                     decode=Estimate(dense_us=412.5, sparse_us=96.25, density=0.0625),
+                    step=WholeStep(dense_us=5612.5, sparse_us=5296.25, token_us=31.5),
                 ),
             ),
         ),

@@ -97,16 +97,18 @@ def test_more_new_tokens_than_a_call_takes_are_refused_and_so_are_several_beside
 
 
 @needs_interpreter
-def test_several_tokens_are_written_behind_each_row_where_the_step_finds_its_keys() -> None:
+@pytest.mark.parametrize("by_token", [False, True])
+def test_several_tokens_are_written_behind_each_row_where_the_step_finds_its_keys(by_token: bool) -> None:
     from sparsekv.kernels.decode.append import append_newest
-    from sparsekv.kernels.keys import CAPACITY, COLUMNS, KEYS, VALUES, KeyView
+    from sparsekv.kernels.keys import COLUMNS, HEAD, KEYS, ROW, TOKEN, VALUES, KeyView
 
-    k, v = torch.zeros(2, 2, 3, 50, 16).unbind()
+    k, v = torch.zeros((2, 2, 50, 3, 16) if by_token else (2, 2, 3, 50, 16)).unbind()
+    k, v = (x.transpose(1, 2) if by_token else x for x in (k, v))
     new_k, new_v = torch.randn(2, 2, 3, 4, 16).unbind()
     anchor = torch.zeros(1, 3, 1, 16)
     where = torch.zeros(COLUMNS, dtype=torch.int64)
     where[KEYS], where[VALUES] = ((x.data_ptr() - anchor.data_ptr()) // 4 for x in (k, v))
-    where[CAPACITY] = 50
+    where[ROW], where[HEAD], where[TOKEN] = (step // 16 for step in k.stride()[:3])
     lengths_B = torch.tensor([50, 9], dtype=torch.int32)
     append_newest(KeyView(anchor, anchor, lengths_B, None, where), new_k, new_v)
     for x, new in ((k, new_k), (v, new_v)):

@@ -126,20 +126,20 @@ def test_the_layers_of_a_segment_find_a_needle_that_only_the_filter_layer_looks_
 
 @pytest.mark.parametrize("offload", [(), (1,)], ids=["device", "host"])
 def test_generated_tokens_are_chosen_from_like_any_other(offload):
-    """2,000 tokens after a prompt of 20: what a layer of a segment attends to stays what it is, the share falls."""
+    """600 tokens after a prompt of 20: what a layer of a segment attends to stays what it is, the share falls."""
     model = tiny_model(layers=2, heads=2, kv_heads=1, head_dim=16, hidden=16, ffn=16)
     plan = plan_for(model, None, decode_plan(segment(0, (1,), 30, sink=4, recent=16), offload=offload))
     with torch.no_grad(), apply(model, plan) as handle:
         cache, shares = model(random_tokens(1, 20)).past_key_values, []
-        for token in random_tokens(1, 2000, seed=1).split(1, 1):
+        for token in random_tokens(1, 600, seed=1).split(1, 1):
             model(token, past_key_values=cache)
-            if cache.get_seq_length() % 500 == 20:
+            if cache.get_seq_length() % 150 == 20:
                 shares.append(handle.stats().decode_share)
                 handle.reset_stats()
                 chosen = selection_of(cache, plan)
     assert shares == sorted(shares, reverse=True)
-    assert shares[-1] == pytest.approx(1 / 2 + 1 / 2 * 50 / 1770, rel=0.02)
-    assert chosen.chosen_BgN.max() > 1000
+    assert shares[-1] == pytest.approx(1 / 2 + 1 / 2 * 50 / 545, rel=0.02)
+    assert chosen.chosen_BgN.max() > 300
 
 
 def test_where_sinks_budget_and_recent_cover_the_context_the_step_is_dense_bit_for_bit(model):

@@ -64,6 +64,12 @@ def test_caps_sinks_windows_and_experts_are_checked_as_dense_decoding_has_them(d
         assert torch.equal(generated(other, prompt, new=new), dense)
 
 
+def test_drafts_behind_rows_that_ended_do_not_grow_the_cache(model, drafting):
+    prompt, cache = random_tokens(3, 50), DynamicCache()
+    exactly(model, BAD, prompt, cache=cache)
+    assert {layer.store.capacity for layer in cache.layers} == {50 + 40 + drafts.DRAFTS[-1]}
+
+
 @pytest.mark.parametrize("new", range(1, 12))
 def test_an_answer_ends_where_it_is_told_to(model, drafting, new):
     prompt = random_tokens(2, 30)
@@ -307,7 +313,7 @@ def test_drafts_are_as_long_as_pays():
 
 def test_where_no_draft_pays_it_is_dense_decoding_within_two_percent():
     sizes, share = paced(0.5, 10.0, 9.0, 2000)
-    assert set(sizes[50:]) <= {0, 2}
+    assert len(set(sizes)) == 2, "others would be captured in vain"
     assert share < 1.02
 
 
@@ -316,5 +322,5 @@ def test_a_draft_never_runs_over_the_end_of_an_answer():
     for most in (9, 5, 3, 2, 1, 0, 0):
         size = pace.next(most)
         assert size <= most
-        assert size in drafts.SIZES
+        assert size in drafts.DRAFTS
         pace.ran(size, 1.0, [size])

@@ -30,12 +30,24 @@ PLANS = {"dense": None, "sparse": SPARSE, "across buckets": GROWING, "a filter l
 
 
 HYBRID = {"layers": 5, "layer_types": [*["full_attention"] * 3, *["linear_attention"] * 2]}
+LONG_ROPE = {  # whose angles change amid the steps
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 320,
+    "short_factor": [1.0] * 16,
+    "long_factor": [1.0 + number / 4 for number in range(16)],
+}
+OF_THEIR_OWN = {
+    "qwen3_next": ("qwen3_next", HYBRID),
+    "a long rope": ("phi3", {"hidden": 256, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 320}),
+}
 
 
-@pytest.fixture(scope="module", params=[*TYPICAL, "qwen3_next"])
+@pytest.fixture(scope="module", params=[*TYPICAL, *OF_THEIR_OWN])
 def model(request):
-    own = HYBRID if request.param == "qwen3_next" else {}
-    return tiny_model(request.param, head_dim=64, dtype=torch.bfloat16, **own).cuda()
+    family, own = OF_THEIR_OWN.get(request.param, (request.param, {}))
+    return tiny_model(family, head_dim=64, dtype=torch.bfloat16, **own).cuda()
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def test_a_layer_attends_to_what_it_kept_and_to_the_newest_generated_tokens(mode
         found, cache = run(model, turns)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     for layer, rule in plan.retained.items():
-        assert rows_of(cache)[layer] == rule.most_tokens(70 - NEW, NEW)
+        assert rows_of(cache)[layer] == rule.kept_tokens(70 - NEW) + min(NEW, rule.generated or NEW)
 
 
 @pytest.mark.parametrize("name", ["one choice for all heads", "each KV head for itself", "a fraction"])

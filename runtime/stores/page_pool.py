@@ -1,0 +1,136 @@
+"""Pages of a device that no row uses, kept for the next one: creating them takes longer than mapping them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from threading import RLock
+from typing import Any
+
+import torch
+
+from sparsekv.runtime.stores.ahead import Ahead
+from sparsekv.runtime.stores.page_driver import CudaPages, PageDriver, Pages, index_of, why_not
+
+LARGE = 16  # pages of a larger allocation, of which a prompt takes as many as fit
+
+
+class PagePool:
+    """Pages of a device that no row uses, kept for the next one.
+
+    Args:
+        driver: where they come from.
+    """
+
+    def __init__(self, driver: PageDriver) -> None:
+        self.driver = driver
+        self.lock = RLock()  # over everything that maps and unmaps
+        self.bytes = 0  # of free pages
+        self.used = 0  # bytes of pages that are mapped
+        self._free: dict[int, list[Pages]] = {}
+        self.ahead = Ahead(self)
+        self.waiting = 0  # who cannot go on without pages
+        self._closings: deque[Callable[[], None]] = deque()
+
+    def take(self, nbytes: int) -> list[Pages]:
+        """At least so many bytes, in few allocations; one user has them. None where that is no number above 0.
+
+        Raises:
+            PageError, torch.OutOfMemoryError: there is no memory, not even with an empty pool; nothing was taken.
+        """
+        page = self.driver.granularity
+        count = max(0, -(-nbytes // page))
+        taken: list[Pages] = []
+        try:
+            for size in (LARGE,) * (count // LARGE) + (1,) * (count % LARGE):
+                taken.append(self._take(size * page))
+        except BaseException:
+            self.give(taken)
+            raise
+        return taken
+
+    def _take(self, nbytes: int) -> Pages:
+        free = self._free.get(nbytes)
+        if free:
+            pages = free.pop()
+            self.bytes -= nbytes
+            pages.users = 1
+        else:
+            pages = Pages(self._create(nbytes), nbytes)
+        self.used += nbytes
+        return pages
+
+    def _create(self, nbytes: int) -> Any:
+        try:
+            return self.driver.create(nbytes)
+        except torch.OutOfMemoryError:
+            self.trim()
+            self.driver.relieve()
+            return self.driver.create(nbytes)
+
+    def give(self, some: Iterable[Pages]) -> None:
+        """One user less of each; without any, they wait for the next one."""
+        for pages in some:
+            pages.users -= 1
+            if not pages.users:
+                self.used -= pages.nbytes
+                self.bytes += pages.nbytes
+                self._free.setdefault(pages.nbytes, []).append(pages)
+
+    def make_way(self, missing: int, working: Callable[[], int]) -> None:
+        """Before a prompt that takes `missing` bytes of pages and `working` bytes of other memory: free pages that it
+        has no need of go back to the driver where these would not fit beside them."""
+        if self.bytes > missing and self.driver.available() < working():
+            self.trim(missing)
+
+    def trim(self, keep: int = 0) -> bool:
+        """Gives free pages back to the driver, all but so many bytes; whether there were any."""
+        with self.lock:
+            before = self.bytes
+            for free in self._free.values():
+                while free and self.bytes > keep:
+                    pages = free.pop()
+                    self.bytes -= pages.nbytes
+                    self.driver.release(pages.handle)
+            return self.bytes < before
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """With the lock, before the thread that maps ahead of need. What nobody uses any more is closed."""
+        self.waiting += 1
+        with self.lock:
+            self.waiting -= 1
+            self.close_waiting()
+            yield
+
+    def close_later(self, closing: Callable[[], None]) -> None:
+        """Closes a range that nobody uses any more: now, unless another thread is at work here."""
+        self._closings.append(closing)
+        if self.lock.acquire(blocking=False):
+            try:
+                self.close_waiting()
+            finally:
+                self.lock.release()
+
+    def close_waiting(self) -> None:
+        """Closes what was put off. Waits for the device."""
+        while self._closings:
+            self._closings.popleft()()
+
+
+def pool_of(device: torch.device) -> PagePool | None:
+    """The one pool of a device; None where there is no virtual memory."""
+    return None if why_not(device) else _pool_of(index_of(device))
+
+
+def page_bytes(device: torch.device) -> int:
+    """Of a page of a device; 0 where there is no virtual memory."""
+    pool = pool_of(device)
+    return 0 if pool is None else pool.driver.granularity
+
+
+@cache
+def _pool_of(index: int) -> PagePool:
+    return PagePool(CudaPages(torch.device("cuda", index)))

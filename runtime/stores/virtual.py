@@ -1,0 +1,315 @@
+"""A KV store in virtual memory of the compute device: rows have addresses for the model's whole context, and pages for
+the tokens that they have. It grows without a copy, and its addresses do not change.
+
+In memory every token is followed by the next one with all its heads: [B, C, G, D], seen as [B, G, C, D].
+
+Shapes: B batch, G KV heads, S tokens, C tokens that there are addresses for, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sparsekv.kernels.keys import KeyView
+from sparsekv.runtime.stores.ahead import AHEAD
+from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.page_forks import Fork, ends, planned
+from sparsekv.runtime.stores.page_pool import PagePool
+from sparsekv.runtime.stores.reservation import Reservation, total
+from sparsekv.runtime.stores.store import Bytes, Layout
+
+_TILE = 128  # kernels may load whole tiles of the last tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Addresses of a layer: first the keys of all rows, then their values."""
+
+    reservation: Reservation
+    layout: Layout
+    k_BGCD: torch.Tensor
+    v_BGCD: torch.Tensor
+
+    @classmethod
+    def of(cls, pool: PagePool, layout: Layout, context: int) -> _Memory:
+        """For so many tokens a row. The first page is there."""
+        token, step = token_bytes(layout), layout.size * layout.dtype.itemsize
+        row = round_up(context * token, math.lcm(pool.driver.granularity, step))
+        reservation = Reservation(pool, 2 * layout.batch, row)
+        reservation.ensure([(0, 1), (layout.batch, 1)])  # else nobody can tell where the memory is
+        size = (layout.batch, layout.heads, row // token, layout.size)
+        stride = (row // layout.dtype.itemsize, layout.size, layout.heads * layout.size, 1)
+        addresses = (reservation.address, reservation.address + layout.batch * row)
+        k_BGCD, v_BGCD = (pool.driver.tensor(address, size, stride, layout.dtype, reservation) for address in addresses)
+        return cls(reservation, layout, k_BGCD, v_BGCD)
+
+    @property
+    def context(self) -> int:
+        """C."""
+        return self.k_BGCD.shape[2]
+
+    def rows_of(self, row: int) -> tuple[int, int]:
+        """Where the reservation has a row's keys and values."""
+        return row, self.layout.batch + row
+
+    def mapped(self) -> list[int]:
+        """Tokens that each row has pages for."""
+        token, pages = token_bytes(self.layout), self.reservation.pages
+        both = [min(total(pages(at)) for at in self.rows_of(row)) for row in range(self.layout.batch)]
+        return [min(nbytes // token, self.context) for nbytes in both]
+
+    def shares(self, row: int, length: int) -> bool:
+        """Whether other rows have pages that the tokens behind so many of a row go to."""
+        begin = length * token_bytes(self.layout)
+        pages = [self.reservation.pages(at) for at in self.rows_of(row)]
+        return any(one.users > 1 and end > begin for some in pages for one, end in zip(some, ends(some), strict=True))
+
+    def bytes_for(self, tokens: int) -> int:
+        """Of a row's keys, or its values."""
+        return min(round_up(tokens, _TILE) * token_bytes(self.layout), self.reservation.row_bytes)
+
+    def ensure(self, wanted: Sequence[int]) -> bool:
+        """Pages for so many tokens of each row; whether some were missing."""
+        needed = [(at, self.bytes_for(n)) for row, n in enumerate(wanted) for at in self.rows_of(row)]
+        return self.reservation.ensure(needed)
+
+
+def token_bytes(layout: Layout) -> int:
+    """Of the keys, or the values, of one token of a row."""
+    return layout.heads * layout.size * layout.dtype.itemsize
+
+
+_LEAST_PAGES = 8
+
+
+def pays(token: int, context: int, page: int) -> bool:
+    """Whether pages of so many bytes pay for keys of `token` bytes.
+
+    A row has up to a page beyond its tokens. Where its whole context fills eight, that is no more than the eighth by
+    which a device store grows, and copies, with old and new side by side, are saved.
+    """
+    return 0 < _LEAST_PAGES * page <= token * context
+
+
+def round_up(count: int, step: int) -> int:
+    """The least multiple of `step` from `count` on."""
+    return -(-count // step) * step
+
+
+class VirtualStore(DeviceStore):
+    """Keys and values beside their queries; views cost nothing.
+
+    The pages from the one that a row's next token goes to are its own; those before may be of several rows.
+
+    Args:
+        pool: the pages.
+        context: tokens that a row will hardly exceed; where it does, it gets other addresses.
+        counts: where to say how many bytes are mapped; its own when None.
+    """
+
+    def __init__(self, pool: PagePool, context: int, counts: Bytes | None = None) -> None:
+        super().__init__(counts)
+        self._pool = pool
+        self._context = context
+        self._memory: _Memory | None = None
+        self._capacity = self._extent = 0
+        self._mapped: list[int] = []  # tokens that each row has pages for
+        self._asked: tuple[int, ...] = ()  # tokens of each row that pages are asked for ahead of need
+        self._layout: Layout | None = None  # of these
+
+    @torch.inference_mode(False)  # else the copy could not be written to under torch.no_grad()
+    def __deepcopy__(self, memo: dict[int, Any]) -> VirtualStore:
+        """Has pages of its own."""
+        copied = VirtualStore(self._pool, self._context)
+        copied._reserved = self._reserved
+        if self._memory is not None:
+            copied._grow(self.length, self._memory.layout, self.lengths or None)
+            copied.lengths = self.lengths
+            for row, length in enumerate(self.lengths):
+                for mine, theirs in zip(copied.tensors, self.tensors, strict=True):
+                    mine[row, :, :length].copy_(theirs[row, :, :length])
+            copied._measure()
+        return copied
+
+    # --- room -----------------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest row up to which all rows can grow together with the pages they have."""
+        return self._capacity
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values up to where the row with most pages ends; others may end before."""
+        k_BGCD, v_BGCD = super().tensors
+        return k_BGCD[:, :, : self._extent], v_BGCD[:, :, : self._extent]
+
+    def view(self, lengths_B: torch.Tensor) -> KeyView:
+        """All tokens without a copy."""
+        held = self.lengths if self._is_ragged else None
+        return KeyView(*self.tensors, lengths_B, held=held)
+
+    def reserve(self, tokens: int, layout: Layout | None = None) -> None:
+        """Room for `tokens` in all; pages are mapped now where the layout is known."""
+        self._reserved = max(self._reserved, tokens)
+        known = layout if self._memory is None else self._memory.layout
+        if known is not None:
+            self._grow(tokens, known)
+
+    def hold(self, tokens: int, layout: Layout, row: int | None = None) -> None:
+        """Pages for so many tokens of one row; or of the longest, all others as far behind as they are."""
+        layout.check(self._k_BGCD)
+        wanted = list(self.lengths or (0,) * layout.batch)
+        if row is not None:
+            wanted[row] = max(tokens, self._reserved)
+        self._grow(tokens, layout, wanted if row is not None else None)
+
+    def prepare(self, length: int) -> None:
+        """Pages for a captured step at which a row has so many tokens."""
+        assert self._memory is not None
+        self._grow(length, self._memory.layout)
+
+    def _count(self, tokens: int) -> None:
+        super()._count(tokens)
+        if self._capacity - self.length < AHEAD and not self._asked:
+            self.expect([length + 2 * AHEAD for length in self.lengths])
+
+    def expect(self, wanted: Sequence[int], layout: Layout | None = None) -> None:
+        """Pages for so many tokens of each row are mapped meanwhile, as far as there are addresses for them."""
+        self._asked, self._layout = tuple(wanted), layout
+        self._pool.ahead.run(self._map_ahead)
+
+    def _map_ahead(self) -> None:
+        with self._pool.lock:
+            wanted, self._asked, layout = self._asked, (), self._layout
+            if self._memory is None and layout is not None and wanted:
+                self._take(_Memory.of(self._pool, layout, max(*wanted, self._context)))
+            memory = self._memory
+            if memory is not None and wanted and max(wanted) <= memory.context and memory.ensure(wanted):
+                self._measure()
+
+    @torch.inference_mode(False)  # else what is made there could not be written to under torch.no_grad()
+    def _grow(self, needed: int, layout: Layout, wanted: Sequence[int] | None = None) -> None:
+        """Pages for `wanted` tokens of the rows; without it for `needed` of the longest, or as many as are reserved."""
+        lengths = self.lengths or (0,) * layout.batch
+        if wanted is None:
+            if self._memory is not None and needed <= self._capacity:
+                return
+            more = max(needed, 0 if self.length else self._reserved) - self.length
+            wanted = [length + more for length in lengths]
+        with self._pool.first():
+            if self._memory is None:
+                self._take(_Memory.of(self._pool, layout, max(*wanted, self._context)))
+            elif max(wanted) > self._memory.context:
+                self._fork(range(layout.batch), _Memory.of(self._pool, layout, max(wanted)))
+            assert self._memory is not None
+            if any(map(self._memory.shares, range(layout.batch), lengths)):
+                self._fork(range(layout.batch), self._memory)  # other rows still have what these write to
+            try:
+                self._memory.ensure(wanted)
+            finally:
+                self._measure()
+
+    def _take(self, memory: _Memory) -> None:
+        self._memory, self._k_BGCD, self._v_BGCD = memory, memory.k_BGCD, memory.v_BGCD
+        self._measure()
+
+    def _measure(self) -> None:
+        """Takes note of what is mapped now."""
+        memory = self._memory
+        if memory is None:
+            return
+        mapped, lengths = memory.mapped(), self.lengths or (0,) * memory.layout.batch
+        room = [0 if memory.shares(row, has) else mapped[row] - has for row, has in enumerate(lengths)]
+        self._capacity, self._mapped = max(lengths) + min(room), mapped
+        self._extent, self.bytes.device = max(mapped), memory.reservation.bytes
+
+    # --- rows -----------------------------------------------------------------------------------------------------
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Counts so many tokens. Pages behind them go back, but for what is reserved and the next few tokens."""
+        has_forks = self._forks.any
+        super().truncate(lengths)
+        if self._memory is None or (not has_forks and self._keeps_all(lengths)):
+            return
+        with self._pool.first():
+            self._asked = ()
+            left = [max(length + AHEAD, self._reserved) for length in lengths]
+            self._drop_behind(left if any(lengths) or self._reserved else [0] * len(left))
+            self._measure()
+
+    def _keeps_all(self, lengths: Sequence[int]) -> bool:
+        """Whether no row has a page to give back; then takes note of the room that there is."""
+        assert self._memory is not None
+        page = self._pool.driver.granularity // token_bytes(self._memory.layout)
+        rows = list(zip(self._mapped, lengths, strict=True))
+        keeps = any(lengths) and all(most - page <= max(length + AHEAD, self._reserved) for most, length in rows)
+        if keeps:
+            self._capacity = max(lengths) + min(most - length for most, length in rows)
+        return keeps
+
+    def _drop_behind(self, tokens: Sequence[int]) -> None:
+        assert self._memory is not None
+        changes = {}
+        for row, count in enumerate(tokens):
+            for at in self._memory.rows_of(row):
+                pages = self._memory.reservation.pages(at)
+                left = [
+                    one
+                    for one, end in zip(pages, ends(pages), strict=True)
+                    if end - one.nbytes < self._memory.bytes_for(count)
+                ]
+                if len(left) < len(pages):
+                    changes[at] = left
+        if changes:
+            self._memory.reservation.replace(changes)
+
+    @torch.inference_mode(False)
+    def select(self, rows: Sequence[int]) -> None:
+        """Row i becomes a copy of row `rows[i]`, all of them at once: it shares the pages that are full, and has the
+        last one for itself. Other addresses where the number of rows changes."""
+        if self._memory is None or not self.lengths:
+            return
+        with self._pool.first():
+            layout, into = self._memory.layout, self._memory
+            if len(rows) != layout.batch:
+                into = _Memory.of(self._pool, replace(layout, batch=len(rows)), into.context)
+            self._asked = ()
+            self._fork(rows, into)
+            self._forks.select(rows, self.lengths)
+            self.lengths = tuple(self.lengths[row] for row in rows)
+            self._measure()
+
+    def _fork(self, rows: Sequence[int], into: _Memory) -> None:
+        """As `select`, to other memory where it is not that of the store. Nothing changes where it fails."""
+        source, lengths = self._memory, self.lengths or (0,) * into.layout.batch
+        assert source is not None
+        forks = [self._fork_of(row, rows, into, half) for half in range(2) for row in range(len(rows))]
+        same, token = self._forks.same_as(rows, lengths), token_bytes(into.layout)
+        with planned(self._pool, forks):
+            tails = []
+            for row, of in enumerate(rows):
+                right = min(fork.right(same[row] * token) for fork in forks[row :: len(rows)])
+                tail = slice(min(right // token, lengths[of]), lengths[of])
+                if tail.start < tail.stop:
+                    tails.append((row, tail, source.k_BGCD[of, :, tail].clone(), source.v_BGCD[of, :, tail].clone()))
+            into.reservation.replace({fork.at: fork.pages for fork in forks})
+        for row, tail, k_GSD, v_GSD in tails:
+            into.k_BGCD[row, :, tail].copy_(k_GSD)
+            into.v_BGCD[row, :, tail].copy_(v_GSD)
+        if into is not source:
+            self._memory, self._k_BGCD, self._v_BGCD = into, into.k_BGCD, into.v_BGCD
+
+    def _fork_of(self, row: int, rows: Sequence[int], into: _Memory, half: int) -> Fork:
+        source, of = self._memory, rows[row]
+        assert source is not None
+        at = into.rows_of(row)[half]
+        had = source.reservation.pages(source.rows_of(of)[half])
+        own = into.reservation.pages(at) if into is source else ()
+        nbytes = self.lengths[of] * token_bytes(into.layout) if self.lengths else 0
+        return Fork(at, own, had, nbytes, moves=into is not source and of not in rows[:row])

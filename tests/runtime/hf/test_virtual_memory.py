@@ -1,0 +1,162 @@
+"""The transformers host over virtual memory: nothing is copied as a cache grows, and the logits are the same."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from emulated_graphs import emulate
+from host_pages import host_pool
+from tiny_models import random_tokens, tiny_model
+from tiny_plans import decode_plan, plan_for, segment
+
+from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.hf import apply as plan_engine
+from sparsekv.runtime.hf import memory, paging
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.cache import first_of, take_back
+from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.page_driver import PageError
+from sparsekv.runtime.stores.virtual import VirtualStore
+
+DECODE = decode_plan(segment(0, (1, 2), 12, sink=4, recent=10))
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """Virtual memory for models on the CPU."""
+    pool = host_pool(at_once=False)
+    monkeypatch.setattr(paging, "pool_of", lambda device: pool)
+    monkeypatch.setattr(memory, "pool_of", lambda device: pool)
+    monkeypatch.setattr(plan_engine, "page_bytes", lambda device: pool.driver.granularity)
+    return pool
+
+
+def logits(model, cache, ids):
+    with torch.no_grad():
+        return torch.cat([model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(ids.shape[1])], 1)
+
+
+def stores(cache):
+    return [layer.store for layer in cache.layers]
+
+
+def test_a_cache_grows_in_place_and_attends_as_on_the_device_store(model, pool):
+    prompt, new = random_tokens(2, 100), random_tokens(2, 80, 1)
+    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)) as handle:
+        cache = model(prompt).past_key_values
+        assert {type(store) for store in stores(cache)} == {VirtualStore}
+        places = [store.keys.data_ptr() for store in stores(cache)]
+        found = logits(model, cache, new)
+        cache = model(random_tokens(2, 300, 3), past_key_values=cache).past_key_values
+        assert [store.keys.data_ptr() for store in stores(cache)] == places
+        assert handle.stats().kv_bytes_device == pool.used == sum(store.bytes.device for store in stores(cache))
+        handle._engine.paging = handle._engine.paging.without()
+        other = model(prompt).past_key_values
+        assert type(first_of(other).store) is DeviceStore
+        assert torch.equal(found, logits(model, other, new))
+    del cache
+    assert pool.used == 0
+
+
+def test_small_layers_keep_the_device_store(pool):
+    model = tiny_model(context=100)
+    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)):
+        assert type(first_of(model(random_tokens(1, 20)).past_key_values).store) is DeviceStore
+
+
+def test_one_captured_step_serves_a_cache_that_grows(monkeypatch, pool):
+    emulate(monkeypatch)
+    model = tiny_model(layers=2, head_dim=16, heads=2, kv_heads=1, context=2048)
+    plan = plan_for(model, None, decode_plan(segment(0, (1,), 12, sink=4, recent=10)))
+    prompt, new = random_tokens(1, 120), random_tokens(1, 12, 1)
+    with torch.no_grad(), apply(model, plan, backend="triton") as handle:
+        cache = model(prompt).past_key_values
+        found = logits(model, cache, new)
+        assert (handle.steps.replayed, handle.steps.captures, handle.steps.why_not) == (12, 1, "")
+    with torch.no_grad(), apply(model, plan, backend="cpu"):
+        expected = logits(model, model(prompt).past_key_values, new)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_different_lengths_have_pages_of_their_own_tokens(model, pool):
+    lengths, page = (30, 200, 90), pool.driver.granularity
+    ids, mask = torch.zeros(3, 200, dtype=torch.long), torch.zeros(3, 200, dtype=torch.long)
+    rows = [random_tokens(1, length, length) for length in lengths]
+    for row, one in enumerate(rows):
+        ids[row, 200 - one.shape[1] :], mask[row, 200 - one.shape[1] :] = one[0], 1
+    windowed = decode_plan(segment(0, (1, 2), 8, selector="uniform", window=3))
+    with torch.no_grad(), apply(model, plan_for(model, None, windowed)):
+        cache = model(ids, attention_mask=mask).past_key_values
+        token = 2 * 32 * 4
+        needed = [-(-(-(-length // 128) * 128 * token) // page) * page for length in lengths]
+        assert first_of(cache).store.bytes.device == 2 * sum(needed)
+        found = model.generate(ids, attention_mask=mask, max_new_tokens=40)[:, 200:]
+        for row, one in enumerate(rows):
+            assert torch.equal(found[row], model.generate(one, max_new_tokens=40)[0, one.shape[1] :])
+
+
+def test_beams_and_copies_are_those_of_the_device_store(model, pool):
+    beams, prompt = {"num_beams": 3, "max_new_tokens": 20, "do_sample": False}, random_tokens(2, 150)
+    with apply(model, plan_for(model, None, DECODE)) as handle:
+        found = model.generate(prompt, num_return_sequences=2, **beams)
+        handle._engine.paging = handle._engine.paging.without()
+        assert torch.equal(found, model.generate(prompt, num_return_sequences=2, **beams))
+
+
+def test_a_copied_cache_shares_nothing_and_a_repeated_one_its_full_pages(model, pool):
+    prompt, new = random_tokens(1, 200), random_tokens(1, 30, 1)
+    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)):
+        cache = model(prompt).past_key_values
+        used = pool.used
+        copied = deepcopy(cache)
+        assert pool.used - used == sum(store.bytes.device for store in stores(copied))
+        cache.batch_repeat_interleave(3)
+        assert pool.used < 3 * used
+        found = logits(model, cache, new.expand(3, 30))
+        torch.testing.assert_close(found[:1], logits(model, copied, new), atol=1e-4, rtol=1e-4)
+        assert torch.equal(found[0], found[2])
+
+
+def test_what_is_taken_back_is_unmapped(model, pool):
+    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)):
+        cache = model(random_tokens(1, 1000)).past_key_values
+        used = pool.used
+        take_back(cache, (100,))
+        assert pool.used < used // 3
+        assert pool.used + pool.bytes == sum(pool.driver.created.values())
+        cache.reset()
+        assert pool.used == 0
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_mapped(model, pool):
+    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)):
+        cache = model(random_tokens(1, 100)).past_key_values
+        before, pool.driver.limit = pool.used, pool.used + (1 << 16)
+        with pytest.raises(UsageError, match="fit"):
+            model(random_tokens(1, 2000), past_key_values=cache)
+        assert (pool.used, first_of(cache).store.lengths) == (before, (100,))
+        pool.driver.limit = 1 << 40
+        model(random_tokens(1, 2000), past_key_values=cache)
+
+
+class Never:
+    """Nothing is mapped ahead."""
+
+    def run(self, method): ...
+
+
+@pytest.mark.parametrize("call", ["create", "map", "allow"])
+def test_a_pass_whose_pages_cannot_be_had_leaves_no_trace(model, pool, call):
+    pool.ahead = Never()
+    prompt, more = random_tokens(2, 100), random_tokens(2, 300, 1)
+    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)):
+        expected = model(more, past_key_values=model(prompt).past_key_values).logits
+        pool.trim()
+        for after in (0, 1, 4, 5):
+            cache = model(prompt).past_key_values
+            pool.trim()
+            pool.driver.fail, pool.driver.fail_after = call, after
+            with pytest.raises(PageError, match=call):
+                model(more, past_key_values=cache)
+            assert torch.equal(model(more, past_key_values=cache).logits, expected)
+            assert cache.get_seq_length() == 400
