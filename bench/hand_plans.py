@@ -24,6 +24,7 @@ from sparsekv.plans.phases import (
     Offload,
     PrefillBucket,
     PrefillPlan,
+    Retention,
     Segment,
     Selector,
 )
@@ -32,6 +33,7 @@ from sparsekv.plans.types import MAX_ID, format_ids
 
 FAMILIES = ("vertical_slash", "a_shape")
 _SINK, _RECENT = 4, 128
+_WHOLE, _OBSERVE = 3, 256  # layers that drop nothing, and the queries that others choose by
 
 
 def hand_plan(
@@ -213,3 +215,19 @@ def _followers(full: Sequence[int], filters: Sequence[int]) -> dict[int, tuple[i
         layer: tuple(other for other in full if layer < other < end) if layer in full else ()
         for layer, end in zip(filters, ends, strict=False)  # no end is needed where there are no filters
     }
+
+
+def kept_by_hand(info: ModelInfo, keep: int, generated: int) -> tuple[tuple[Retention, ...], str]:
+    """Rules by which all layers but the first three keep so many tokens by their score; and in words.
+
+    Args:
+        keep: tokens of a prompt, besides its first and last ones.
+        generated: of an answer, the newest.
+    """
+    layers = info.full_layers[_WHOLE:]
+    rule = Retention(
+        layers=layers, keep=tokens(keep), sink=_SINK, recent=_RECENT, generated=generated, score="attention_sum",
+        observe=_OBSERVE, heads="max",
+    )  # fmt: skip
+    words = f"layers {format_ids(layers)} keep {keep} + {_SINK + _RECENT} tokens and {generated} of an answer"
+    return (rule,), words

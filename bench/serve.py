@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +42,7 @@ COLUMNS: Columns = {
     "answer": ("answer", number("d")),
     "at once": ("at_once", number("d")),
     "requests": ("requests", number("d")),
+    "a minute": ("per_minute", number("d")),
     "density": ("density", number(".3f")),
     "decoded": ("decoded", number("d")),
     "first s dense": ("dense_ms", number(".3f", 1e3)),
@@ -66,12 +68,14 @@ class Load:
         prompt, answer: tokens of each.
         at_once: requests that the engine has at a time.
         requests: in all.
+        per_minute: how many come at random (Poisson); None gives a new one as soon as one is answered.
     """
 
     prompt: int
     answer: int
     at_once: int = 1
     requests: int = 1
+    per_minute: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class ServeBench:
         step_tokens: that an engine computes in a step at most (vLLM's `max_num_batched_tokens`).
         backend: of the kernels that prefill sparse, or "auto".
         alone: one engine at a time.
+        cache_bytes: of keys and values, of each engine; None takes what the device has left.
     """
 
     loads: tuple[Load, ...]
@@ -93,6 +98,7 @@ class ServeBench:
     backend: str = "auto"
     seed: int = 0
     alone: bool = False
+    cache_bytes: int | None = None
 
     @property
     def longest(self) -> int:
@@ -113,7 +119,7 @@ class ServeBench:
         }
         share = ALONE if self.alone else BESIDE
         on_device = {"gpu_memory_utilization": share} if self.device.type == "cuda" else {}
-        return own | on_device
+        return own | on_device | ({"kv_cache_memory_bytes": self.cache_bytes} if self.cache_bytes else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +209,13 @@ def bench_serve(
     host |= {"weights": "random" if model.random else "loaded", "plan": words}
     with (progress or Progress()).stage("serve", total=(2 if bench.alone else 1) * len(bench.loads)) as step:
         for load, found in (_one_by_one if bench.alone else _in_turn)(model, plan, bench, step):
-            own = {"answer": load.answer, "at_once": load.at_once, "requests": load.requests}
+            own = {
+                "answer": load.answer,
+                "at_once": load.at_once,
+                "requests": load.requests,
+                "per_minute": load.per_minute,
+            }
+            own["cache_bytes"] = bench.cache_bytes
             row = Row(
                 name="serve",
                 length=load.prompt,
@@ -285,7 +297,7 @@ def _measure(engines: Mapping[str, Any], load: Load, model: ServedModel, bench: 
     prompts = _prompts(load, model.vocabulary, bench.seed)
 
     def run(way: str) -> Served:
-        return serve(engines[way], prompts, load.answer, load.at_once)
+        return serve(engines[way], prompts, load.answer, load.at_once, _arrivals(load, bench.seed))
 
     for engine in engines.values():
         serve(engine, prompts[: _WARM_UP[0]], min(_WARM_UP[1], load.answer), load.at_once)
@@ -312,6 +324,13 @@ def _filled(row: Row, found: Measured) -> Row:
 def _prompts(load: Load, vocabulary: int, seed: int) -> list[list[int]]:
     source = random.Random(seed)
     return [[source.randrange(1, vocabulary) for _ in range(load.prompt)] for _ in range(load.requests)]
+
+
+def _arrivals(load: Load, seed: int) -> list[float] | None:
+    if load.per_minute is None:
+        return None
+    source = random.Random(seed)
+    return list(accumulate(source.expovariate(load.per_minute / 60) for _ in range(load.requests)))
 
 
 def _medians(runs: Sequence[Served]) -> tuple[float, float | None, float]:
@@ -354,14 +373,17 @@ class Served:
         return len(self.timings) * self.answer / span
 
 
-def serve(llm: Any, prompts: Sequence[Sequence[int]], answer: int, at_once: int) -> Served:
-    """Serves all prompts, a new one as soon as one of `at_once` is answered.
+def serve(
+    llm: Any, prompts: Sequence[Sequence[int]], answer: int, at_once: int, arrivals: Sequence[float] | None = None
+) -> Served:
+    """Serves all prompts, a new one as soon as one of `at_once` is answered, or when its time has come.
 
     Args:
         llm: a `vllm.LLM`.
         prompts: tokens.
         answer: tokens of every answer, whatever the model says.
         at_once: requests that the engine has at a time.
+        arrivals: seconds from the beginning, ascending, at which each prompt is given instead.
 
     Raises:
         BackendError: the engine lost a request.
@@ -374,13 +396,24 @@ def serve(llm: Any, prompts: Sequence[Sequence[int]], answer: int, at_once: int)
     first: dict[str, float] = {}
     last: dict[str, float] = {}
     between: list[float] = []
-    before = 0.0
+    before, start = 0.0, time.perf_counter()
+
+    def due() -> float | None:
+        """Since when the next request is due."""
+        now = time.perf_counter()
+        if arrivals is None:
+            return now if len(given) - len(last) < at_once else None
+        return at if (at := start + arrivals[len(given)]) <= now else None
+
     try:
         while waiting or engine.has_unfinished_requests():
-            while waiting and len(given) - len(last) < at_once:
+            while waiting and (since := due()) is not None:
                 name, prompt = waiting.popleft()
-                given[name] = time.perf_counter()
+                given[name] = since
                 engine.add_request(name, {"prompt_token_ids": prompt}, asked)
+            if not engine.has_unfinished_requests():
+                time.sleep(1e-3)
+                continue
             decodes = given.keys() == first.keys()
             outputs, now = engine.step(), time.perf_counter()
             if decodes and outputs:

@@ -23,6 +23,7 @@ from sparsekv.planner.flags import (
     OneShare,
     Options,
     Shares,
+    Size,
     Tile,
     TokenBudget,
 )
@@ -403,7 +404,7 @@ def _offloaded(
 # --- serve ------------------------------------------------------------------------------------------------------------
 
 _SERVE_LENGTHS = {"cuda": (32768, 131072), "cpu": (4096,)}
-_SERVE_BY_HAND = ("density", "crossover", "tile", "budget", "filters")
+_SERVE_BY_HAND = ("density", "crossover", "tile", "budget", "filters", "keep", "generated")
 
 
 class ServeFlags(Benched, Timed, Precision, Kernels, Output):
@@ -424,13 +425,24 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
         TokenBudget | None, Flag("Without a plan: decode by filter layers that choose so many tokens.", *_BUDGET)
     ] = None
     filters: Annotated[Layers, Flag("These filter layers; three by depth by default.", *_FILTERS)] = ()
+    keep: Annotated[
+        Count | None,
+        Flag("Without a plan: all layers but three keep so many tokens of a prompt, and 132 more.", metavar="N"),
+    ] = None
+    generated: Annotated[Count, Flag("With --keep: the newest tokens of an answer that they keep.", metavar="N")] = 256
     dense_decode: Annotated[bool, Flag("Decode without the plan.")] = False
     alone: Annotated[bool, Flag("One engine at a time, for loads that do not fit the device twice.")] = False
+    per_minute: Annotated[Counts, Flag("Requests that come at random in a minute; each is a row.", metavar="LIST")] = ()
+    cache_memory: Annotated[
+        Size | None, Flag("For keys and values, of each engine (vLLM's kv_cache_memory_bytes).", metavar="SIZE")
+    ] = None
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
         if self.budget is None:
             self.refuse(("filters",), "decode is dense without --budget")
+        if self.keep is None:
+            self.refuse(("generated",), "layers keep everything without --keep")
         self.refuse(_SERVE_BY_HAND if self.plan else (), "each says what the plan is", "plan")
         return self
 
@@ -442,15 +454,16 @@ def serve(flags: ServeFlags) -> None:
 
     check_installed()
     used = named_subject(flags, any(map(flags.is_given, _SERVE_BY_HAND))).plan
-    from sparsekv.bench.hand_plans import HandDecode, dense_up_to, dummy_plan, hand_plan
+    from sparsekv.bench.hand_plans import HandDecode, dense_up_to, dummy_plan, hand_plan, kept_by_hand
     from sparsekv.bench.serve import COLUMNS, Load, ServeBench, bench_serve, served_model
     from sparsekv.planner.settled import density_for
 
     hardware, precision = device_and_dtype(machine)
     wanted = flags.lengths or _SERVE_LENGTHS[hardware.type]
-    loads = tuple(Load(length, flags.answer, flags.at_once, flags.requests or flags.at_once) for length in wanted)
+    asked = (flags.answer, flags.at_once, flags.requests or flags.at_once)
+    loads = tuple(Load(length, *asked, rate) for length in wanted for rate in flags.per_minute or (None,))
     drawn = (flags.repeats, flags.step_tokens, machine.backend, flags.seed)
-    bench = ServeBench(loads, hardware, precision, *drawn, flags.alone)
+    bench = ServeBench(loads, hardware, precision, *drawn, flags.alone, flags.cache_memory)
     words = "given"
     with served_model(flags.model, flags.random_weights, bench.longest) as subject:
         if used is None:
@@ -461,6 +474,9 @@ def serve(flags: ServeFlags) -> None:
                 plans, chosen = HandDecode(flags.budget, flags.filters).plans(subject.info, bench.longest)
                 used, words = used.model_copy(update={"decode": plans["last"].decode}), f"{words}; {chosen}"
             used, words = dense_up_to(used, flags.crossover), f"{words}, dense up to {flags.crossover}"
+            if flags.keep is not None:
+                rules, kept = kept_by_hand(subject.info, flags.keep, flags.generated)
+                used, words = used.model_copy(update={"kv_cache": rules}), f"{words}; {kept}"
         if flags.dense_decode:
             used = used.model_copy(update={"decode": None})
         if subject.note:

@@ -323,10 +323,12 @@ class Fallback:
 
     Args:
         backend: the name that `choose_backend` gave.
+        relieve: gives memory of the device back that nobody uses; whether there was any.
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, relieve: Callable[[], bool] = lambda: False) -> None:
         self.backend = backend  # that the next call runs on
+        self._relieve = relieve
         self.failed: dict[str, str] = {}  # backends that are not tried again, and why
         self._by_torch: dict[str, str] = {}  # what Triton no longer computes, and why
 
@@ -349,7 +351,7 @@ class Fallback:
         """
         while True:
             try:
-                return call(self.backend)
+                return self._attempt(call, self.backend)
             except Exception as error:
                 behind = [name for name in backends_after(self.backend, q_BHSD, tile) if name not in self.failed]
                 if not behind or not _recoverable(error, q_BHSD.device):
@@ -380,13 +382,22 @@ class Fallback:
         by_torch = backend in ("cpu", "reference")
         return self._or_torch("decode", call, (backend, "reference"), None if by_torch else device)
 
+    def _attempt(self, call: Callable[[Any], Found], name: Any) -> Found:
+        """Once more where memory ran out and some could be given back."""
+        try:
+            return call(name)
+        except torch.OutOfMemoryError:
+            if not self._relieve():
+                raise
+        return call(name)
+
     def _or_torch(
         self, part: str, call: Callable[[Any], Found], names: tuple[str, str], device: torch.device | None
     ) -> Found:
         """`call` by the first name, or by the second once that failed; without a device there is no second."""
         if part not in self._by_torch:
             try:
-                return call(names[0])
+                return self._attempt(call, names[0])
             except Exception as error:
                 short = part == "decode" and isinstance(error, torch.OutOfMemoryError)
                 if device is None or short or not _recoverable(error, device):

@@ -359,7 +359,6 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
             self.refuse(("decode_kl",), "each is a bound on what is lost", "decode_loss")
         if self.host == "vllm":
             self.refuse(("offload",), "vLLM keeps all pages on the device", "host")
-            self.refuse(("retain",), "only transformers runs what drops tokens so far", "host")
         if self.retain is not None:
             segments = ("filter_layers", "decode_budget", "decode_loss", "decode_kl", "offload")
             self.refuse(segments, "a layer that drops tokens is in no segment", "retain")

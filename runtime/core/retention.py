@@ -6,6 +6,7 @@ G.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,8 +33,9 @@ class Observed:
 
 
 def kept_rows(
-    rule: Retention, length: int, observed: Observed, k_BGSD: torch.Tensor, *, backend: str
-) -> torch.Tensor | None:
+    rule: Retention, length: int, observed: Observed, k_BGSD: torch.Tensor, *, backend: str,
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor | None:  # fmt: skip
     """The rows that a layer keeps of those in memory.
 
     Args:
@@ -42,6 +44,7 @@ def kept_rows(
         observed: the last queries of the prompt, which end where the keys do.
         k_BGSD: keys of all rows in memory.
         backend: of decode; "reference" is torch on any device.
+        gather: gives the tensors of all ranks whose heads choose together, [ranks, ...].
 
     Returns:
         int64 [B, g, K] ascending; None where all are kept.
@@ -54,6 +57,7 @@ def kept_rows(
     scores_BgS = observed_attention(q_BHWD, k_BGSD, scale=observed.scale, softmax=observed.softmax, backend=backend)
     if rule.heads == "max":
         scores_BgS = scores_BgS.amax(1, keepdim=True)
+        scores_BgS = scores_BgS if gather is None else gather(scores_BgS).amax(0)
     starts_B = torch.arange(batch, dtype=torch.int32, device=device) * held
     lengths_B, counts_B = (torch.full_like(starts_B, count) for count in (held, chosen))
     chosen_BgN = choose(

@@ -81,7 +81,7 @@ class PlanEngine:
         self.bytes: list[Bytes] = []
         self.host_reads = HostReads()
         self.meter = Meter()
-        self.fallback = Fallback(backend)
+        self.fallback = Fallback(backend, paging.relieve)
         self._backend = backend  # of decode: there is one for each kind of device
         self._device = model.device
         self._model_type: str = model.config.model_type
@@ -283,7 +283,7 @@ class Handle:
         allocate on first use, and `reserve` in cache.py says how much.
 
         Args:
-            tokens: prompt and answer together; the cache may grow beyond, which copies it.
+            tokens: prompt and answer together; the cache may grow beyond, which copies what is not in virtual memory.
             batch: rows.
             answer: how many of the tokens are the answer: decode adds them one by one, and they need nothing besides
                 the cache.

@@ -186,12 +186,12 @@ class SparseLayer(CacheLayerMixin):
             self.dtype = layout.dtype
         self.store.reserve(tokens, layout)
 
-    def expect(self, tokens: int, layout: Layout) -> None:
-        """Makes room for so many tokens in all meanwhile; of a store in virtual memory."""
+    def expect(self, wanted: Sequence[int], layout: Layout) -> None:
+        """Makes room for so many tokens of each row meanwhile; of a store in virtual memory."""
         if self.dtype in (None, layout.dtype):
             assert isinstance(self.store, VirtualStore)
             self.dtype = layout.dtype
-            self.store.expect(tokens, layout)
+            self.store.expect(wanted, layout)
 
     def get_seq_length(self) -> int:
         """Columns of the batch that ran, but for those of a pass that has not ended: tokens cached of each row, and

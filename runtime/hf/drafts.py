@@ -20,7 +20,7 @@ _UNTRIED = 0.97  # of what a length promises that would be captured first
 _FRESH = 0.3  # weight of the latest time among those before it
 _FADING = 0.98  # of what was agreed on before, a token
 _PRIOR_AGREED, _PRIOR_ASKED = 4.5, 5.0
-_FIRST_PAUSE = 128  # dense tokens before drafts that did not pay are tried again; twice as many each time
+_FIRST_PAUSE = 256  # dense tokens before drafts that did not pay are tried again; twice as many each time
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,6 +247,8 @@ class StepStores:
         memory are read by choice."""
         if max(lengths) > self._room or len(stores) != len(self._bound) or not self.rings.serves(stores):
             return False
+        if max(lengths) > self._room_of(stores):  # rows grow apart where each keeps what counts of its draft
+            return False
         if any(_reads_all(segment, self._program, lengths) for segment in self._segments):
             return False
         return all(
@@ -275,9 +277,13 @@ class StepStores:
             None if isinstance(hot, HotRows) else weakref.ref(store.keys)
             for hot, store in zip(self.kinds, stores, strict=True)
         ]  # a cache that is let go of is freed
-        rooms = (store.capacity for hot, store in zip(self.kinds, stores, strict=True) if not isinstance(hot, KeptRows))
-        self._room = min(rooms, default=sys.maxsize)
+        self._room = self._room_of(stores)
         self.rings.bind(stores)
+
+    def _room_of(self, stores: Sequence[Any]) -> int:
+        """Tokens of the longest row that all of these have memory for."""
+        rooms = (store.capacity for hot, store in zip(self.kinds, stores, strict=True) if not isinstance(hot, KeptRows))
+        return min(rooms, default=sys.maxsize)
 
     @staticmethod
     def _addresses(shape_BGSD: torch.Tensor, hot: Kind, store: Any) -> list[int]:

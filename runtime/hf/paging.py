@@ -47,6 +47,10 @@ class Paging:
         pool = self.pools.get(layer)
         return DeviceStore() if pool is None else VirtualStore(pool, self.sizes.size.info.context_length)
 
+    def relieve(self) -> bool:
+        """Gives the pages back that no cache uses, before something is tried again; whether there were any."""
+        return any([pool.trim() for pool in self.pools.values()])
+
     def expect(self, cache: Cache, lengths: tuple[int, ...], placement: Placement) -> None:
         """Maps pages ahead of a prompt layer by layer, in order, while the device works on the layers before.
 
@@ -59,7 +63,7 @@ class Paging:
             UsageError: the memory of a device does not suffice; nothing was mapped.
         """
         layers = [layer for layer in cache.layers if isinstance(layer, SparseLayer) and _is_virtual(layer)]
-        if len(set(lengths)) > 1 or any(is_autocast(pool.driver.device.type) for pool in self.pools.values()):
+        if any(is_autocast(pool.driver.device.type) for pool in self.pools.values()):
             return
         if not layers:
             return
@@ -71,7 +75,7 @@ class Paging:
             self._check(pool, missing, lengths)
             pool.make_way(missing, lambda: self.sizes.use(request, placement).prefill)
         for layer in layers:
-            layer.expect(max(lengths), replace(self.layouts[layer.layer], batch=len(lengths)))
+            layer.expect(lengths, replace(self.layouts[layer.layer], batch=len(lengths)))
 
     def _missing(self, layer: SparseLayer, lengths: tuple[int, ...]) -> int:
         layout = replace(self.layouts[layer.layer], batch=len(lengths))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,15 +17,25 @@ from sparsekv.runtime.stores.page_driver import PageDriver, PageError
 AHEAD = 64  # tokens before the end of its pages at which a row gets more
 
 
+_PATIENCE = 2e-5  # seconds
+
+
+class Pool(Protocol):
+    """What it asks of the pool."""
+
+    driver: PageDriver
+    waiting: int
+
+
 class Ahead:
     """The thread of one device.
 
     Args:
-        driver: whose calls it makes.
+        pool: whose pages it maps. Whoever waits for these goes first.
     """
 
-    def __init__(self, driver: PageDriver) -> None:
-        self._driver = driver
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
         self._waiting: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._thread: Thread | None = None
 
@@ -36,9 +47,11 @@ class Ahead:
         self._waiting.put(weakref.WeakMethod(method))
 
     def _work(self) -> None:
-        self._driver.enter()
+        self._pool.driver.enter()
         while True:
             method: Any = self._waiting.get()()
+            while self._pool.waiting:
+                time.sleep(_PATIENCE)
             if method is not None:
                 with suppress(PageError, torch.OutOfMemoryError):
                     method()

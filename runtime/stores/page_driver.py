@@ -114,7 +114,7 @@ class CudaPages:
         self._call("cuMemAddressFree", address, nbytes)
 
     def create(self, nbytes: int) -> Any:
-        return self._call("cuMemCreate", nbytes, self._prop, 0)
+        return int(self._call("cuMemCreate", nbytes, self._prop, 0))
 
     def release(self, handle: Any) -> None:
         self._call("cuMemRelease", handle)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from threading import RLock
 from typing import Any
@@ -29,7 +30,8 @@ class PagePool:
         self.bytes = 0  # of free pages
         self.used = 0  # bytes of pages that are mapped
         self._free: dict[int, list[Pages]] = {}
-        self.ahead = Ahead(driver)
+        self.ahead = Ahead(self)
+        self.waiting = 0  # who cannot go on without pages
         self._closings: deque[Callable[[], None]] = deque()
 
     def take(self, nbytes: int) -> list[Pages]:
@@ -83,14 +85,25 @@ class PagePool:
         if self.bytes > missing and self.driver.available() < working():
             self.trim(missing)
 
-    def trim(self, keep: int = 0) -> None:
-        """Gives free pages back to the driver, all but so many bytes."""
+    def trim(self, keep: int = 0) -> bool:
+        """Gives free pages back to the driver, all but so many bytes; whether there were any."""
         with self.lock:
+            before = self.bytes
             for free in self._free.values():
                 while free and self.bytes > keep:
                     pages = free.pop()
                     self.bytes -= pages.nbytes
                     self.driver.release(pages.handle)
+            return self.bytes < before
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """With the lock, before the thread that maps ahead of need. What nobody uses any more is closed."""
+        self.waiting += 1
+        with self.lock:
+            self.waiting -= 1
+            self.close_waiting()
+            yield
 
     def close_later(self, closing: Callable[[], None]) -> None:
         """Closes a range that nobody uses any more: now, unless another thread is at work here."""

@@ -118,7 +118,8 @@ class VirtualStore(DeviceStore):
         self._context = context
         self._memory: _Memory | None = None
         self._capacity = self._extent = 0
-        self._asked = 0  # tokens that pages are asked for ahead of need
+        self._mapped: list[int] = []  # tokens that each row has pages for
+        self._asked: tuple[int, ...] = ()  # tokens of each row that pages are asked for ahead of need
         self._layout: Layout | None = None  # of these
 
     @torch.inference_mode(False)  # else the copy could not be written to under torch.no_grad()
@@ -176,23 +177,21 @@ class VirtualStore(DeviceStore):
     def _count(self, tokens: int) -> None:
         super()._count(tokens)
         if self._capacity - self.length < AHEAD and not self._asked:
-            self.expect(self.length + 2 * AHEAD)
+            self.expect([length + 2 * AHEAD for length in self.lengths])
 
-    def expect(self, tokens: int, layout: Layout | None = None) -> None:
-        """Pages for so many tokens of the longest row are mapped meanwhile, as far as there are addresses for them."""
-        self._asked, self._layout = tokens, layout
+    def expect(self, wanted: Sequence[int], layout: Layout | None = None) -> None:
+        """Pages for so many tokens of each row are mapped meanwhile, as far as there are addresses for them."""
+        self._asked, self._layout = tuple(wanted), layout
         self._pool.ahead.run(self._map_ahead)
 
     def _map_ahead(self) -> None:
         with self._pool.lock:
-            tokens, self._asked, layout = self._asked, 0, self._layout
-            if self._memory is None and layout is not None:
-                self._take(_Memory.of(self._pool, layout, max(tokens, self._context)))
-            memory, length = self._memory, self.length
-            if memory is not None and length < tokens <= memory.context:
-                lengths = self.lengths or (0,) * memory.layout.batch
-                if memory.ensure([length + tokens - max(lengths) for length in lengths]):
-                    self._measure()
+            wanted, self._asked, layout = self._asked, (), self._layout
+            if self._memory is None and layout is not None and wanted:
+                self._take(_Memory.of(self._pool, layout, max(*wanted, self._context)))
+            memory = self._memory
+            if memory is not None and wanted and max(wanted) <= memory.context and memory.ensure(wanted):
+                self._measure()
 
     @torch.inference_mode(False)  # else what is made there could not be written to under torch.no_grad()
     def _grow(self, needed: int, layout: Layout, wanted: Sequence[int] | None = None) -> None:
@@ -203,8 +202,7 @@ class VirtualStore(DeviceStore):
                 return
             more = max(needed, 0 if self.length else self._reserved) - self.length
             wanted = [length + more for length in lengths]
-        with self._pool.lock:
-            self._pool.close_waiting()
+        with self._pool.first():
             if self._memory is None:
                 self._take(_Memory.of(self._pool, layout, max(*wanted, self._context)))
             elif max(wanted) > self._memory.context:
@@ -228,28 +226,32 @@ class VirtualStore(DeviceStore):
             return
         mapped, lengths = memory.mapped(), self.lengths or (0,) * memory.layout.batch
         room = [0 if memory.shares(row, has) else mapped[row] - has for row, has in enumerate(lengths)]
-        self._capacity = max(lengths) + min(room)
+        self._capacity, self._mapped = max(lengths) + min(room), mapped
         self._extent, self.bytes.device = max(mapped), memory.reservation.bytes
 
     # --- rows -----------------------------------------------------------------------------------------------------
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Counts so many tokens. Pages behind them go back, but for what is reserved and the next few tokens."""
-        was_even, has_forks = not self._is_ragged, self._forks.any
+        has_forks = self._forks.any
         super().truncate(lengths)
-        if self._memory is None or (was_even and not has_forks and self._keeps_all(lengths)):
+        if self._memory is None or (not has_forks and self._keeps_all(lengths)):
             return
-        with self._pool.lock:
+        with self._pool.first():
+            self._asked = ()
             left = [max(length + AHEAD, self._reserved) for length in lengths]
             self._drop_behind(left if any(lengths) or self._reserved else [0] * len(left))
             self._measure()
 
     def _keeps_all(self, lengths: Sequence[int]) -> bool:
-        """Whether rows that are equally long have no page to give back."""
+        """Whether no row has a page to give back; then takes note of the room that there is."""
         assert self._memory is not None
         page = self._pool.driver.granularity // token_bytes(self._memory.layout)
-        is_short = self._extent - page <= max(min(lengths) + AHEAD, self._reserved)
-        return is_short and any(lengths) and len(set(lengths)) == 1
+        rows = list(zip(self._mapped, lengths, strict=True))
+        keeps = any(lengths) and all(most - page <= max(length + AHEAD, self._reserved) for most, length in rows)
+        if keeps:
+            self._capacity = max(lengths) + min(most - length for most, length in rows)
+        return keeps
 
     def _drop_behind(self, tokens: Sequence[int]) -> None:
         assert self._memory is not None
@@ -273,11 +275,11 @@ class VirtualStore(DeviceStore):
         last one for itself. Other addresses where the number of rows changes."""
         if self._memory is None or not self.lengths:
             return
-        with self._pool.lock:
-            self._pool.close_waiting()
+        with self._pool.first():
             layout, into = self._memory.layout, self._memory
             if len(rows) != layout.batch:
                 into = _Memory.of(self._pool, replace(layout, batch=len(rows)), into.context)
+            self._asked = ()
             self._fork(rows, into)
             self._forks.select(rows, self.lengths)
             self.lengths = tuple(self.lengths[row] for row in rows)

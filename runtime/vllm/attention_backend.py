@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,12 +22,18 @@ from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.core.retention import Observed
+from sparsekv.runtime.vllm import cache_internals as caches
 from sparsekv.runtime.vllm import internals as vllm
+from sparsekv.runtime.vllm.block_manager import retained_spec
 from sparsekv.runtime.vllm.decode_step import DecodeHost, DecodeRows
 from sparsekv.runtime.vllm.engine_facts import check_layer
 from sparsekv.runtime.vllm.engine_options import plan_path, read_options
+from sparsekv.runtime.vllm.kept_blocks import KeptBlocks
+from sparsekv.runtime.vllm.kept_tables import KeptLengths, KeptTable, Rows
 from sparsekv.runtime.vllm.metrics import publish
 from sparsekv.runtime.vllm.plan_host import PlanHost, start_host
+from sparsekv.runtime.vllm.request_lengths import Requests
 from sparsekv.runtime.vllm.step_rows import PrefillRows, Rest, StepRows, decode_rows, prefill_rows, split_rows
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
@@ -106,25 +113,44 @@ class SparseImpl(_Impl):
         dense = partial(super().forward, output_scale=output_scale, output_block_scale=output_block_scale)
         host = self.plan_host
         if host is not None and attn_metadata is None and vllm.platform.profiles:
-            host.warm_up(self.program_of(host, layer), query, self.softmax)
+            host.warm_up(self.program_of(host, layer), query, self.softmax, self.scale)
         step: StepRows | None = getattr(attn_metadata, _STEP, None)
         if host is None or self.program is None or step is None:
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)
-        decode = step.decode if self.program.follows or self.program.filters else None
-        done = self._sparse(host, self.program, step, (query, key, value), kv_cache, output)
+        self._attend(host, self.program, step, dense, (layer, query, key, value, kv_cache, attn_metadata, output))
+        if host.retention is not None and self.program.retains:
+            write = partial(self._write, layer, kv_cache)
+            for rows in step.prompts:
+                new = Observed(query[rows.tokens].transpose(0, 1)[None], self.scale, self.softmax)
+                pages = vllm.platform.pages_of(kv_cache)
+                host.retention.observe(self.program, rows, new, pages, step.table[rows.request], write)
+        return output
+
+    def _write(
+        self, layer: Any, kv_cache: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor, slots_K: torch.Tensor
+    ) -> None:
+        self.do_kv_cache_update(layer, k_KGD, v_KGD, kv_cache, slots_K)
+
+    def _attend(
+        self, host: PlanHost, program: LayerProgram, step: StepRows, dense: Callable[..., torch.Tensor],
+        given: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        layer, query, key, value, kv_cache, attn_metadata, output = given
+        decode = step.decode if program.follows or program.filters else None
+        done = self._sparse(host, program, step, (query, key, value), kv_cache, output)
         if not done and decode is None:
-            return dense(layer, query, key, value, kv_cache, attn_metadata, output)
+            dense(*given)
+            return
         parts = step.rest(done if decode is None else done.union(decode.requests))
         if decode is not None:  # whose rows are the first of the step
-            others = decode.rest(self.program, attn_metadata, vllm.platform.of_lengths)
+            others = decode.rest(program, attn_metadata, vllm.platform.of_lengths)
             parts = (Rest(slice(len(decode.requests)), others), *parts)
         for rest in parts:
             q_THD, k_TGD, v_TGD, out_THD = (x[rest.tokens] for x in (query, key, value, output))
             dense(layer, q_THD, k_TGD, v_TGD, kv_cache, rest.metadata, out_THD)
         if decode is not None:
             rows, pages = slice(len(decode.requests)), vllm.platform.pages_of(kv_cache)
-            decode.attend(self.program, query[rows], pages, output[rows], self.scale, self.softmax)
-        return output
+            decode.attend(program, query[rows], pages, output[rows], self.scale, self.softmax)
 
     def _sparse(
         self, host: PlanHost, program: LayerProgram, step: StepRows, qkv: tuple[torch.Tensor, ...],
@@ -163,15 +189,20 @@ class SparseBuilder(_Builder):
         layers = vllm.layers_so_far(vllm_config)
         own = [layers[name] for name in layer_names if isinstance(getattr(layers[name], "impl", None), SparseImpl)]
         self._host: PlanHost | None = own[0].impl.plan_host if own else None
+        self._table: KeptTable | None = None  # of layers that drop tokens
         if self._host is None:
             return
-        first = next(layer for layer in layers.values() if isinstance(getattr(layer, "impl", None), SparseImpl))
-        self._counts = first in own  # of several kinds of cache, each of which has a builder, one counts the prompts
+        ours = [layer for layer in layers.values() if isinstance(getattr(layer, "impl", None), SparseImpl)]
+        ours.sort(key=lambda layer: layer.impl.program_of(self._host, layer).retains is not None)
+        self._counts = ours[0] in own  # of several kinds of cache, each of which has a builder, one counts the tokens
         pages = vllm.check_pages(vllm_config, own[0].impl, own[0], kv_cache_spec, device)
         self._host.scratch.copy(pages, torch.ones(1, dtype=torch.int32, device=device), 1)  # compiles what copies
         self._programs = tuple(layer.impl.program_of(self._host, layer) for layer in own)
         self._graph_rows = vllm.graph_rows(vllm_config)
-        if self._host.decode is not None:
+        kept: KeptBlocks | None = getattr(kv_cache_spec, "kept", None)
+        if self._host.retention is not None and kept is not None:
+            self._table = KeptTable(kept, self._host.retention.tables, kv_cache_spec.block_size)
+        elif self._host.decode is not None:
             longest, softmax = vllm_config.model_config.max_model_len, own[0].impl.softmax
             self._host.decode.warm_up(self._programs, pages, longest, softmax)
 
@@ -186,32 +217,42 @@ class SparseBuilder(_Builder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """vLLM's metadata of a step, with the prefill rows beside it."""
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if self._host is not None:
-            step = self._step(self._host, common_attn_metadata)
+        common, kept = common_attn_metadata, None
+        if self._table is not None:
+            kept, table_BP = self._table.step(partial(_rows, common), common.seq_lens, common.block_table_tensor)
+            common = caches.with_tables(common, kept.lengths_B, kept.cpu_lengths_B, table_BP)
+        metadata = super().build(common_prefix_len, common, fast_build)
+        only_decodes = kept is not None and not kept.prompts and common.max_query_len == 1
+        if self._host is not None and (self._counts or not only_decodes):
+            step = self._step(self._host, common, kept)
             if step is not None:
                 setattr(metadata, _STEP, step)
         return metadata
 
-    def _step(self, host: PlanHost, common: Any) -> StepRows | None:
+    def _step(self, host: PlanHost, common: Any, kept: KeptLengths | None) -> StepRows | None:
         """What the layers ask of a step; None where all of it is vLLM's."""
         starts, lengths, unfinished = vllm.requests_of(common)
         # Captured graphs do not tell a prompt's single row from a decoded one: it goes with those, and is dense.
         alone = [False] * len(lengths) if vllm.platform.captures else unfinished
         prefill = prefill_rows(starts, lengths, alone)
+        prompts = () if kept is None else kept.prompts
         decoding = decode_rows(starts, prefill)
         if self._counts:
             self._report(host, bool(prefill))  # of the steps before: the layers of this one have not run yet
             host.count_step(prefill)
-        decode = None if host.decode is None else self._decode(host.decode, common, lengths, unfinished, decoding)
+        if kept is not None:  # lines and tiles mean nothing over keys of which some were dropped
+            prefill = tuple(rows for rows in prefill if not kept.shortened[rows.request])
+        decode = None
+        if host.decode is not None and kept is None:
+            decode = self._decode(host.decode, common, lengths, unfinished, decoding)
         if not any(host.is_sparse(rows.chunk) for rows in prefill):
             for rows in prefill:
                 host.count_dense(self._programs, rows.chunk)
             prefill = ()
-        if not prefill and decode is None:
+        if not prefill and decode is None and not prompts:
             return None
         part_of = partial(self._part_of, common)
-        return StepRows(tuple(starts), prefill, common.block_table_tensor, part_of, decode)
+        return StepRows(tuple(starts), prefill, common.block_table_tensor, part_of, decode, prompts)
 
     def _decode(
         self, decode: DecodeHost, common: Any, lengths: list[int], unfinished: list[bool], rows: int
@@ -239,6 +280,11 @@ class SparseBuilder(_Builder):
         return super().build(0, vllm.part_of(common, first, end), fast_build=True)
 
 
+def _rows(common: Any) -> Rows:
+    starts, lengths, _ = vllm.requests_of(common)
+    return Rows(starts, lengths)
+
+
 def _host_of(config: Any) -> PlanHost | None:
     """The plan of an engine: that of its other layers, or a new one for the first."""
     others = (getattr(layer, "impl", None) for layer in vllm.layers_so_far(config).values())
@@ -250,6 +296,8 @@ def _host_of(config: Any) -> PlanHost | None:
     if path is None:  # and nothing else of vLLM has been looked at
         return None
     host = start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config), vllm.gather)
+    if host.retention is not None:
+        _keep_less(config)
     vllm.logger.info("sparsekv: %s by %s, kernels: %s", host.phases, path, host.backend)
     return host
 
@@ -263,3 +311,27 @@ def _keys(
         k_BGTD, v_BGTD = (x_TGD.transpose(0, 1)[None] for x_TGD in new)
         return full_view(k_BGTD, v_BGTD)
     return host.scratch.copy(pages, table[rows.request], rows.chunk.longest)
+
+
+def _keep_less(config: Any) -> None:
+    """Has vLLM free what layers drop, and tell of which requests steps are."""
+    caches.change_specs(_spec_of)
+    caches.follow_steps(config, _requests_of)
+    if caches.without_prefix_caching(config):
+        vllm.logger.info("sparsekv: prefix caching is off: blocks of layers that drop tokens cannot be shared")
+
+
+def _spec_of(layer: Any, spec: Any) -> Any:
+    """The cache of a layer, where vLLM would give it this one."""
+    impl = getattr(layer, "impl", None)
+    if not isinstance(impl, SparseImpl) or impl.plan_host is None:
+        return spec
+    rule = impl.program_of(impl.plan_host, layer).retains
+    return spec if rule is None else retained_spec(spec, KeptBlocks.of(rule, spec.block_size))
+
+
+def _requests_of(config: Any) -> Requests | None:
+    """What an engine is told of its requests; None where no layer drops tokens."""
+    layers = (getattr(layer, "impl", None) for layer in vllm.layers_so_far(config).values())
+    host = next((impl.plan_host for impl in layers if isinstance(impl, SparseImpl)), None)
+    return host.retention.requests if host is not None and host.retention is not None else None

@@ -1,4 +1,5 @@
-"""What `internals.py` reads and overrides of vLLM beyond what it imports: whether the installed release has it."""
+"""What `internals.py` and `cache_internals.py` read and override of vLLM beyond what they import: whether the installed
+release has it."""
 
 from __future__ import annotations
 
@@ -23,8 +24,16 @@ from vllm.config import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 FIELDS: dict[Any, set[str]] = {
     VllmConfig: {
@@ -36,13 +45,17 @@ FIELDS: dict[Any, set[str]] = {
         "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size",
         "decode_context_parallel_size",
     },
-    SchedulerConfig: {"max_num_batched_tokens", "max_num_seqs"},
+    SchedulerConfig: {"disable_hybrid_kv_cache_manager", "max_num_batched_tokens", "max_num_seqs"},
     AttentionConfig: {"backend", "backend_per_kind"},
-    CacheConfig: {"cache_dtype", "block_size"},
+    CacheConfig: {"cache_dtype", "block_size", "enable_prefix_caching"},
     CompilationConfig: {"static_forward_context", "cudagraph_mode", "max_cudagraph_capture_size"},
     KVTransferConfig: {"kv_connector"},
     SpeculativeConfig: {"method"},
     AttentionSpec: {"block_size", "num_kv_heads", "head_size", "dtype"},
+    SchedulerOutput: {"num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids"},
+    NewRequestData: {"req_id", "prompt_token_ids", "prompt_embeds", "num_computed_tokens"},
+    CachedRequestData: {"resumed_req_ids"},
+    InputBatch: {"req_ids"},
     CommonAttentionMetadata: {
         "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len",
         "block_table_tensor", "slot_mapping", "positions", "is_prefilling", "seq_lens_cpu_upper_bound",
@@ -50,6 +63,17 @@ FIELDS: dict[Any, set[str]] = {
     },
 }  # fmt: skip
 METHODS: dict[Any, tuple[str, ...]] = {
+    VllmConfig: ("use_v2_model_runner",),
+    FullAttentionSpec: ("page_size_bytes",),
+    KVCacheSpecRegistry: ("_ensure_registered", "register"),
+    SingleTypeKVCacheManager: (
+        "_remove_blocks_in_range",
+        "cache_blocks",
+        "find_longest_cache_hit",
+        "remove_skipped_blocks",
+    ),
+    RunnerV2: ("execute_model", "prepare_attn"),
+    GPUModelRunner: ("execute_model",),
     ModelConfig: ("is_encoder_decoder", "use_mla"),
     ParallelConfig: ("use_ubatching",),
     CUDAGraphMode: ("has_full_cudagraphs",),
@@ -64,7 +88,16 @@ _LAYER = {"impl", "layer_name", "num_heads", "num_kv_heads", "sliding_window"}
 
 def set_by_init(impl: Any) -> dict[Any, set[str]]:
     """Attributes that are set when one is made."""
-    return {impl: _IMPL, Attention: _LAYER, LLM: {"llm_engine"}}
+    return {
+        impl: _IMPL,
+        Attention: _LAYER,
+        LLM: {"llm_engine"},
+        SingleTypeKVCacheManager: {"block_size"},
+        RunnerV2: {"vllm_config", "cudagraph_manager"},
+        GPUModelRunner: {"vllm_config", "cudagraph_dispatcher", "input_batch"},
+        CudaGraphManager: {"_graphs_captured"},
+        CudagraphDispatcher: {"keys_initialized"},
+    }
 
 
 def calls_of(impl: Any, builder: Any) -> dict[Any, tuple[str, ...]]:
@@ -77,6 +110,11 @@ def calls_of(impl: Any, builder: Any) -> dict[Any, tuple[str, ...]]:
         impl.do_kv_cache_update: ("layer", "key", "value", "kv_cache", "slot_mapping"),
         builder.__init__: ("kv_cache_spec", "layer_names", "vllm_config", "device"),
         builder.build: ("common_prefix_len", "common_attn_metadata", "fast_build"),
+        Attention.get_kv_cache_spec: ("vllm_config",),
+        SingleTypeKVCacheManager.remove_skipped_blocks: (
+            "request_id", "processed_computed_tokens", "num_prompt_tokens",
+        ),
+        RunnerV2.prepare_attn: ("input_batch",),
     }  # fmt: skip
 
 
@@ -91,7 +129,10 @@ def unfulfilled(impl: Any, builder: Any) -> Iterator[str]:
     for kind, methods in METHODS.items():
         yield from (f"{kind.__name__}.{name}" for name in methods if not hasattr(kind, name))
     for kind, attributes in set_by_init(impl).items():
-        yield from (f"{kind.__name__}.{name}" for name in sorted(attributes - {*kind.__init__.__code__.co_names}))
+        yield from (
+            f"{kind.__name__}.{name}"
+            for name in sorted(attributes - {*inspect.unwrap(kind.__init__).__code__.co_names})
+        )
     for call, parameters in calls_of(impl, builder).items():
         if tuple(inspect.signature(call).parameters)[1:] != parameters:
             yield f"{call.__qualname__}({', '.join(parameters)})"

@@ -35,6 +35,7 @@ class EngineFacts:
     encoder_decoder: bool = False
     latent: bool = False  # multi-head latent attention
     micro_batches: bool = False  # two halves of a step in turn
+    one_group: bool = False  # all layers share their block tables
     missing: tuple[str, ...] = ()  # of an untested release, what it lacks of the tested ones (contract.py)
 
 
@@ -59,9 +60,7 @@ def check_engine(facts: EngineFacts, plan: Plan, allow_untested: bool) -> None:
         UnsupportedError: it names everything that stands in the way, and what to do.
     """
     obstacles = [*_untested(facts, allow_untested), *_obstacles(facts), *_decode_obstacles(facts, plan)]
-    if plan.retained:
-        layers = format_ids(plan.retained)
-        obstacles.append(f"kv_cache: layers {layers} drop tokens, which only the transformers host executes so far")
+    obstacles += _cache_obstacles(facts, plan) if plan.retained else ()
     if obstacles:
         listed = "\n".join(f"  {line}" for line in obstacles)
         raise UnsupportedError(
@@ -152,3 +151,22 @@ def _decode_obstacles(facts: EngineFacts, plan: Plan) -> Iterator[str]:
                 f"pipeline stages that part filter layer {chosen_by} from layers of its segment (up to "
                 f"{max(layers)}): use --pipeline-parallel-size 1, or set VLLM_PP_LAYER_PARTITION to keep them together"
             )
+
+
+def _cache_obstacles(facts: EngineFacts, plan: Plan) -> Iterator[str]:
+    layers, shapes = format_ids(plan.retained), plan.model.attention
+    if facts.one_group:
+        yield (
+            f"block tables that all layers share, where layers {layers} drop tokens: remove "
+            "--disable-hybrid-kv-cache-manager"
+        )
+    if facts.micro_batches:
+        yield f"micro-batches (--enable-dbo), where layers {layers} drop tokens: turn them off"
+    if len({(shape.kv_heads, shape.head_dim) for shape in shapes}) > 1 or any(s.kind == "linear" for s in shapes):
+        yield f"layers that drop tokens ({layers}) in a model whose layers have caches of several shapes"
+    fewest = min(shape.kv_heads for shape in shapes)
+    if facts.tensor_parallel > fewest:
+        yield (
+            f"{facts.tensor_parallel} ranks that share {fewest} KV heads, where layers {layers} drop tokens: use "
+            f"--tensor-parallel-size {fewest} or less"
+        )

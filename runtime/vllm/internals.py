@@ -229,6 +229,7 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         encoder_decoder=model.is_encoder_decoder,
         latent=model.use_mla,
         micro_batches=parallel.use_ubatching,
+        one_group=bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
         missing=missing_names(),
     )
 
@@ -409,8 +410,13 @@ def part_of(common: CommonAttentionMetadata, first: int, end: int) -> CommonAtte
         max_query_len=int(counts.max()),
         **{name: _cut(common, name, requests) for name in by_request},
         **{name: _cut(common, name, rows) for name in by_row},
-        **{name: None for name in _DERIVED if hasattr(common, name)},
+        **{name: None for name in derived_fields(common)},
     )
+
+
+def derived_fields(common: CommonAttentionMetadata) -> list[str]:
+    """What of a step's metadata vLLM has computed from the rest of it."""
+    return [name for name in _DERIVED if hasattr(common, name)]
 
 
 def _cut(common: CommonAttentionMetadata, name: str, part: slice) -> torch.Tensor | None:

@@ -17,14 +17,16 @@ import torch
 
 from sparsekv.kernels.backends import Fallback, choose_backend
 from sparsekv.kernels.keys import KeyView, full_view
-from sparsekv.kernels.softmax import PLAIN, Softmax
+from sparsekv.kernels.softmax import Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import PlanMismatchError, PlanWarning
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank
+from sparsekv.runtime.core.retention import Observed
 from sparsekv.runtime.core.state import Gather
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name, has_soft_cap
 from sparsekv.runtime.plan_checks import check_plan, check_target
@@ -32,6 +34,7 @@ from sparsekv.runtime.vllm.counters import Counters
 from sparsekv.runtime.vllm.decode_step import DecodeHost
 from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layers
 from sparsekv.runtime.vllm.engine_options import Options
+from sparsekv.runtime.vllm.retained_step import RetentionHost
 from sparsekv.runtime.vllm.step_rows import PrefillRows, causal_tiles
 
 
@@ -127,21 +130,24 @@ class PlanHost:
         self.program = program
         self.scratch = scratch
         self.decode: DecodeHost | None = None  # where the plan has a sparse one
+        self.retention: RetentionHost | None = None  # where layers drop tokens
         self.counters = Counters()
         self._longest = longest
-        self._fallback = Fallback(backend)
+        self.fallback = Fallback(backend)
         self._warm: set[frozenset[str]] = set()
         self._failures: set[type[Exception]] = set()
 
     @property
     def phases(self) -> str:
         """What is executed."""
-        return "prefill" if self.decode is None else "prefill and decode"
+        retained = self.retention and format_ids(layer.layer for layer in self.program.layers if layer.retains)
+        phases = "prefill" if self.decode is None else "prefill and decode"
+        return f"{phases}, layers {retained} drop tokens" if retained else phases
 
     @property
     def backend(self) -> str:
         """The kernels that prefill at present."""
-        return self._fallback.backend
+        return self.fallback.backend
 
     def is_sparse(self, chunk: Chunk) -> bool:
         """Whether any layer prefills this chunk sparse."""
@@ -170,10 +176,10 @@ class PlanHost:
         """
         q_BHTD = q_THD.transpose(0, 1)[None]
         meter = self.counters.meter
-        out_BHTD = prefill(layer, q_BHTD, keys, chunk, scale=scale, fallback=self._fallback, meter=meter)
+        out_BHTD = prefill(layer, q_BHTD, keys, chunk, scale=scale, fallback=self.fallback, meter=meter)
         return out_BHTD[0].transpose(0, 1)
 
-    def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor, softmax: Softmax = PLAIN) -> None:
+    def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor, softmax: Softmax, scale: float) -> None:
         """Runs a layer on a chunk of these queries at the end of the longest request: kernels are compiled before
         anybody waits for them, and the memory that they take is taken where the engine measures it. Families of
         patterns that were seen before are skipped.
@@ -182,7 +188,12 @@ class PlanHost:
             layer: what the layer computes.
             q_THD: as many queries as a step can have.
             softmax: of the layer.
+            scale: of its softmax.
         """
+        if layer.retains and self.retention:
+            k_1GKD = self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], self._longest).k
+            q_1HWD = q_THD[-(layer.retains.observe or 0) :].transpose(0, 1)[None]
+            self.retention.warm_up(layer, Observed(q_1HWD, scale, softmax), k_1GKD)
         for length in sorted({min(bound, self._longest) for bound in (*layer.bounds, self._longest)}, reverse=True):
             rows = min(len(q_THD), length)
             chunk = Chunk.uniform(1, length - rows, length)
@@ -193,7 +204,7 @@ class PlanHost:
             self._warm.add(families)
             keys = replace(self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], length), softmax=softmax)
             q_BHTD = q_THD[:rows].transpose(0, 1)[None]
-            prefill(layer, q_BHTD, keys, chunk, scale=1.0, fallback=self._fallback)
+            prefill(layer, q_BHTD, keys, chunk, scale=1.0, fallback=self.fallback)
 
     def count_failure(self, error: Exception) -> bool:
         """Counts a chunk that a layer runs dense because its backend failed; whether the error is the first of its
@@ -240,8 +251,11 @@ def start_host(
     check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), "vllm", model.step)
     _announce(plan, path)
     scratch = Scratch(model.longest, group.kv_heads * group.head_dim, model.dtype, model.device)
-    program = Program.of(plan.prefill, plan.decode, found, model.rank)
+    program = Program.of(plan.prefill, plan.decode, found, model.rank, plan.retained)
     host = PlanHost(program, choice.name, scratch, model.longest)
+    if plan.retained:
+        ranks = gather if model.rank.count > 1 else None
+        host.retention = RetentionHost(choice.name, host.fallback, scratch.copy, model.rows, ranks)
     if program.filters:
         room = (model.rows, model.longest, model.device)
         host.decode = DecodeHost(program, choice.name, *room, host.counters, gather)
@@ -264,5 +278,9 @@ def _announce(plan: Plan, path: Path) -> None:
             f"{path} allows some layers in host memory, which vLLM ignores: their pages stay on the device",
             PlanWarning, stacklevel=2,
         )  # fmt: skip
-    if not decodes and (plan.prefill is None or not any(bucket.heads for bucket in plan.prefill.lengths)):
+    if (
+        not decodes
+        and not plan.retained
+        and (plan.prefill is None or not any(bucket.heads for bucket in plan.prefill.lengths))
+    ):
         warnings.warn(f"{path} is dense at every length: it changes nothing here", PlanWarning, stacklevel=2)

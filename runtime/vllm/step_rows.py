@@ -17,6 +17,7 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.vllm.decode_step import DecodeRows
+from sparsekv.runtime.vllm.kept_tables import PromptRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class StepRows:
         table: the block table, int32 [requests, pages].
         part_of: builds what vLLM's kernel takes for the requests from the first to before the second number.
         decode: the rows that decode, where some may attend to a choice.
+        prompts: rows of prompts, of layers that drop tokens.
     """
 
     starts: tuple[int, ...]
@@ -53,6 +55,7 @@ class StepRows:
     table: torch.Tensor
     part_of: Callable[[int, int], Any]
     decode: DecodeRows | None = None
+    prompts: tuple[PromptRows, ...] = ()
     _built: dict[frozenset[int], tuple[Rest, ...]] = field(default_factory=dict)
 
     def rest(self, done: frozenset[int]) -> tuple[Rest, ...]:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OTHERS = {  # of the hub's own command, and of vLLM's
     *("--local-dir", "--additional-config", "--attention-backend", "--kv-cache-dtype", "--kv-transfer-config"),
     *("--pipeline-parallel-size", "--speculative-config", "--tensor-parallel-size"),
-    *("--max-num-batched-tokens", "--block-size", "--enable-dbo"),
+    *("--max-num-batched-tokens", "--block-size", "--enable-dbo", "--disable-hybrid-kv-cache-manager"),
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ if find_spec("vllm"):  # before anything imports it; elsewhere these would only 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a line that counts log-probabilities: a minute
+    if os.environ.get("TRITON_INTERPRET") == os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":  # which needs Triton
+        from triton.backends import backends
+
+        backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True)))
 
 from vllm_engine import CROSSOVER, DECODE_BOUND, TILE, Oracle, make_engine
 

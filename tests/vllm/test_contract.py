@@ -1,4 +1,4 @@
-"""Every name of vLLM that `runtime/vllm/internals.py` uses is there, and takes what we give it."""
+"""Every name of vLLM that our two files of its internals use is there, and takes what we give it."""
 
 import ast
 import inspect
@@ -11,7 +11,7 @@ from vllm.config import CacheConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 
 import sparsekv.runtime.vllm.internals as internals
-from sparsekv.runtime.vllm import contract
+from sparsekv.runtime.vllm import cache_internals, contract
 from sparsekv.runtime.vllm.engine_facts import TESTED
 
 DEVICE = "cuda" if internals.platform is internals.OnCuda else "cpu"
@@ -19,7 +19,8 @@ OTHERS = "flash_attn" if DEVICE == "cpu" else "cpu_attn"  # the backend of the o
 Backend, Impl, Builder = internals.platform.classes()
 IMPORTS = [
     (node.module, alias.name)
-    for node in ast.walk(ast.parse(Path(inspect.getfile(internals)).read_text()))
+    for source in (internals, cache_internals)
+    for node in ast.walk(ast.parse(Path(inspect.getfile(source)).read_text()))
     if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
     for alias in node.names
     if not node.module.endswith(OTHERS)

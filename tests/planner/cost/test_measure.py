@@ -23,7 +23,7 @@ from sparsekv.planner.cost.measure import (
 from sparsekv.planner.cost.predict import causal_tiles, predict
 from sparsekv.planner.options import PRESET_FAMILIES
 from sparsekv.planner.profile.profile_data import StepReads
-from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.plans.patterns import AShape, TileShape, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
 from sparsekv.runtime.stores.pinned import HostMemory
 
@@ -113,6 +113,17 @@ def test_on_a_gpu_rows_in_host_memory_are_timed_as_captured_steps_fetch_them() -
     assert all(timing.us > 0 for timing in timed)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_on_a_gpu_products_and_checks_of_drafts_are_timed_as_captured_steps_run_them(backend: str) -> None:
+    shape = HeadShape(heads=32, kv_heads=8, head_dim=128)
+    found = measure_cost(shape, (8192,), device=DEVICE, dtype=DTYPE, tile=TileShape(), families=(), backend=backend)
+    assert found.products is not None
+    assert found.decode_check is not None
+    assert found.products.at(1, 2e9, 2e9) > found.products.at(1, 1e9, 1e9) > 0
+    assert found.decode_check.us(1e5, 7e5) > found.decode_check.us(1e4, 7e4) > 0
+
+
 @pytest.mark.parametrize(
     ("heads", "lengths", "device", "timed"),
     [
@@ -159,7 +170,7 @@ def test_a_made_up_prediction_is_what_paper_and_pencil_give() -> None:
     assert found.decode.density == pytest.approx((8192 + 2 * 1132) / (3 * 8192), rel=1e-4)
 
 
-DRAFTS_PRICES = {"decode_check": Line(prices=(2.0, 0.001, 0.0001)), "products": Line(prices=(3.0, 1e-3, 1e-5))}
+DRAFT_PRICES = {"decode_check": Line(prices=(2.0, 0.001, 0.0001)), "products": Line(prices=(3.0, 1e-3, 1e-5))}
 READS = StepReads(matrices=22, parameters=1e6, experts=8e6, share=0.25)
 
 
@@ -171,7 +182,7 @@ def drafting(**changes) -> DecodePlan:
 def test_a_step_of_the_model_is_its_attention_and_the_weights_that_its_tokens_read() -> None:
     """Seven tokens go to more experts than one."""
     profile = made_up_profile(made_up_length(8192, np.random.default_rng(0))).model_copy(update={"reads": READS})
-    (found,) = predict(profile, made_up_cost(**DRAFTS_PRICES), None, drafting()).lengths
+    (found,) = predict(profile, made_up_cost(**DRAFT_PRICES), None, drafting()).lengths
     rest, seven = 22 * 3 + 1e-3 * 3e6 + 1e-5 * 3e6, 22 * 3 + 1e-3 * (1e6 + 8e6 * (1 - 0.75**7)) + 1e-5 * 7 * 3e6
     assert found.step.dense_us == pytest.approx(rest + found.decode.dense_us, rel=1e-4)
     assert found.step.sparse_us == pytest.approx(rest + found.decode.sparse_us, rel=1e-4)
@@ -182,10 +193,10 @@ def test_a_step_of_the_model_is_its_attention_and_the_weights_that_its_tokens_re
 @pytest.mark.parametrize(
     ("plan", "cost", "reads"),
     [
-        (drafting(), {"decode_check": DRAFTS_PRICES["decode_check"]}, READS),
-        (drafting(), DRAFTS_PRICES, None),
-        (drafting(selector="uniform", window=8), DRAFTS_PRICES, READS),
-        (DecodePlan(lengths=(DecodeBucket(up_to=None, dense=True),)), DRAFTS_PRICES, READS),
+        (drafting(), {"decode_check": DRAFT_PRICES["decode_check"]}, READS),
+        (drafting(), DRAFT_PRICES, None),
+        (drafting(selector="uniform", window=8), DRAFT_PRICES, READS),
+        (DecodePlan(lengths=(DecodeBucket(up_to=None, dense=True),)), DRAFT_PRICES, READS),
     ],
     ids=["no prices", "no weights", "looks back", "dense"],
 )

@@ -40,7 +40,7 @@ LONG_ROPE = {  # whose angles change amid the steps
 }
 OF_THEIR_OWN = {
     "qwen3_next": ("qwen3_next", HYBRID),
-    "a long rope": ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 320}),
+    "a long rope": ("phi3", {"hidden": 256, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 320}),
 }
 
 

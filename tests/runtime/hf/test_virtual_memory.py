@@ -15,6 +15,7 @@ from sparsekv.runtime.hf import memory, paging
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import first_of, take_back
 from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.page_driver import PageError
 from sparsekv.runtime.stores.virtual import VirtualStore
 
 DECODE = decode_plan(segment(0, (1, 2), 12, sink=4, recent=10))
@@ -136,3 +137,26 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_mapped(model, 
         assert (pool.used, first_of(cache).store.lengths) == (before, (100,))
         pool.driver.limit = 1 << 40
         model(random_tokens(1, 2000), past_key_values=cache)
+
+
+class Never:
+    """Nothing is mapped ahead."""
+
+    def run(self, method): ...
+
+
+@pytest.mark.parametrize("call", ["create", "map", "allow"])
+def test_a_pass_whose_pages_cannot_be_had_leaves_no_trace(model, pool, call):
+    pool.ahead = Never()
+    prompt, more = random_tokens(2, 100), random_tokens(2, 300, 1)
+    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)):
+        expected = model(more, past_key_values=model(prompt).past_key_values).logits
+        pool.trim()
+        for after in (0, 1, 4, 5):
+            cache = model(prompt).past_key_values
+            pool.trim()
+            pool.driver.fail, pool.driver.fail_after = call, after
+            with pytest.raises(PageError, match=call):
+                model(more, past_key_values=cache)
+            assert torch.equal(model(more, past_key_values=cache).logits, expected)
+            assert cache.get_seq_length() == 400

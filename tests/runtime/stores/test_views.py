@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from host_pages import host_pool
 from kv_stores import (
     BATCH,
     GROUPS,
@@ -22,15 +23,20 @@ from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore, grown
 from sparsekv.runtime.stores.store import Reads, allocated_tokens
+from sparsekv.runtime.stores.virtual import VirtualStore
 
 HOT = [tokens(0), tokens(1), tokens(7), tokens(300), tokens(5000), fraction(0.1), fraction(1.0)]
 
 
+def on_device(kind: str | None) -> DeviceStore:
+    return VirtualStore(host_pool(), 500) if kind == "virtual" else DeviceStore()
+
+
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("heads", [1, GROUPS])
-@pytest.mark.parametrize("hot", [None, *HOT], ids=str)
-def test_gather_gives_the_tokens_that_were_selected(hot: Budget | None, heads: int, window: int | None):
-    store = DeviceStore() if hot is None else HostStore(hot, None, Reads((tokens(20),), 3, 4))
+@pytest.mark.parametrize("hot", [None, "virtual", *HOT], ids=str)
+def test_gather_gives_the_tokens_that_were_selected(hot: Budget | str | None, heads: int, window: int | None):
+    store = HostStore(hot, None, Reads((tokens(20),), 3, 4)) if isinstance(hot, Budget) else on_device(hot)
     k, v = filled(store, [150, 1, 60, 1, 1])
     for _ in range(3):
         chosen = torch.stack([torch.randperm(140)[:20].sort().values + 3 for _ in range(BATCH * heads)])
@@ -99,14 +105,17 @@ def test_decoding_a_thousand_tokens_copies_the_cache_a_handful_of_times():
     assert grown(1_000_000, 1_000_001) - 1_000_001 <= 65_536
 
 
-def test_a_store_keeps_no_graph():
-    store = DeviceStore()
+@pytest.mark.parametrize("kind", ["contiguous", "virtual"])
+def test_a_store_keeps_no_graph(kind):
+    store = on_device(kind)
     k, v = rows(4, 0)
     store.append(k.requires_grad_(), v)
     assert not seen_in(store)[0].requires_grad
 
 
-@pytest.mark.parametrize("store", [DeviceStore(), HostStore(tokens(4))], ids=["device", "host"])
+@pytest.mark.parametrize(
+    "store", [DeviceStore(), on_device("virtual"), HostStore(tokens(4))], ids=["device", "virtual", "host"]
+)
 def test_another_batch_in_a_filled_store_is_refused(store):
     filled(store, [10])
     k, v = rows(1, 0)

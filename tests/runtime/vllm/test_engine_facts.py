@@ -51,10 +51,22 @@ def test_what_the_host_cannot_run_is_refused_by_name(fact: dict[str, Any], named
     assert '"dense": true' in message
 
 
-def test_a_plan_that_drops_tokens_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("fact", "named"),
+    [
+        ({"one_group": True}, "--disable-hybrid-kv-cache-manager"),
+        ({"micro_batches": True}, "micro-batches (--enable-dbo), where layers 0-1"),
+        ({"tensor_parallel": 4}, "4 ranks that share 2 KV heads"),
+        ({"speculative": "ngram"}, "speculative decoding"),
+        ({"kv_connector": "LMCache"}, "the KV connector"),
+    ],
+    ids=str,
+)
+def test_engines_that_cannot_drop_tokens_are_refused_by_name(fact: dict[str, Any], named: str) -> None:
     rule = {"sink": 4, "recent": 128, "generated": 8, "score": "attention_sum", "observe": 64, "heads": "max"}
-    plan = small_plan(kv_cache=(Retention(layers=(0, 1), keep=tokens(64), **rule),))
-    assert "kv_cache: layers 0-1" in refusal(plan)
+    plan = small_plan(decode=None, kv_cache=(Retention(layers=(0, 1), keep=tokens(64), **rule),))
+    check_engine(EngineFacts(**FACTS), plan, False)
+    assert named in refusal(plan, **fact)
 
 
 def test_everything_that_stands_in_the_way_is_named_at_once() -> None:

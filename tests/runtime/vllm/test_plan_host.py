@@ -9,6 +9,7 @@ from tiny_models import tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 
 from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.softmax import PLAIN
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import PlanMismatchError, PlanWarning, UnsupportedError
 from sparsekv.plans.files import write_plan
@@ -88,7 +89,7 @@ def test_a_layer_runs_once_for_each_kind_of_patterns_before_prompts_come_and_not
     queries = torch.randn(300, group.heads, group.head_dim)
     for layer, left in zip(host.program.layers[:2], (0.0, 1.0), strict=True):
         scratch.fill_(1.0)
-        host.warm_up(layer, queries)
+        host.warm_up(layer, queries, PLAIN, 1.0)
         assert scratch.unique().tolist() == [left]
     assert host.counters.read().prefill_density is None
 

@@ -1,0 +1,86 @@
+"""Layers that drop tokens in vLLM on an NVIDIA GPU: launched and in captured graphs, each checked at every step."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from model_folders import save_model
+from tiny_models import random_tokens, tiny_model
+from tiny_plans import drops, plan_for
+from vllm_engine import generate, make_engine, tokens_of
+from vllm_retained import Watch, drive, free_blocks
+
+from sparsekv.plans.files import write_plan
+from sparsekv.plans.patterns import fraction
+from sparsekv.runtime.vllm.internals import asking_for_ours
+
+pytestmark = pytest.mark.gpu
+BLOCK, CHUNK, BLOCKS = 16, 128, 165
+CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without compilation, which these tests turn off
+MODEL = tiny_model(layers=5, head_dim=64, context=1024)
+PLAN = plan_for(
+    MODEL,
+    None,
+    None,
+    drops((1, 3), 50, sink=4, recent=20, generated=40, observe=30),
+    drops((2,), 54, sink=0, recent=20, generated=40, observe=200, heads="per_kv_head"),
+    drops((4,), fraction(0.3), sink=1, recent=3, generated=100, observe=1),
+)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory, kept_engines: list[Any]) -> dict[str, Any]:
+    """Few blocks, so that requests are preempted; in one of them steps are scheduled while others run."""
+    folder = tmp_path_factory.mktemp("retained")
+    save_model(MODEL, folder / "model")
+    write_plan(PLAN, folder / "plan.yaml")
+
+    def engine(**settings: Any) -> Any:
+        return make_engine(
+            str(folder / "model"), dtype="bfloat16", block_size=BLOCK, num_gpu_blocks_override=BLOCKS,
+            max_model_len=512, max_num_batched_tokens=CHUNK, gpu_memory_utilization=0.1, disable_log_stats=True,
+            additional_config={"sparsekv": {"plan": str(folder / "plan.yaml")}}, **asking_for_ours(), **settings,
+        )  # fmt: skip
+
+    found = {
+        "eager": engine(async_scheduling=False),
+        "captured": engine(enforce_eager=False, compilation_config=CAPTURED, async_scheduling=False),
+        "ahead": engine(enforce_eager=False, compilation_config=CAPTURED, async_scheduling=True),
+    }
+    kept_engines.extend(found.values())
+    return found
+
+
+@pytest.mark.parametrize("name", ["eager", "captured"])
+def test_random_requests_keep_what_the_rules_say_and_read_no_freed_block(engines: dict[str, Any], name: str) -> None:
+    watch = Watch(engines[name], PLAN.retained)
+    with watch.watching():
+        done = drive(watch, engines[name], Random(1), 60)
+    assert free_blocks(engines[name]) == BLOCKS - 1
+    assert min(watch.counts["prompts"], watch.counts["shortened rows"]) > 60
+    assert sum(one.preempted for one in done) > 1
+
+
+@pytest.mark.parametrize("ending", [0, 1, 2, 15, 16, 17])
+def test_captured_steps_answer_as_launched_ones_whatever_the_last_chunk_is(
+    engines: dict[str, Any], ending: int
+) -> None:
+    """A last chunk of one token alone is a step that graphs could serve, in which no query would be observed."""
+    prompt = random_tokens(1, 2 * CHUNK + ending, ending)[0].tolist()
+    found = {name: generate(engine, [prompt], 8)[0] for name, engine in engines.items()}
+    for output in found.values():
+        assert tokens_of(output) == tokens_of(found["eager"])
+        total, expected = (one.outputs[0].cumulative_logprob for one in (output, found["eager"]))
+        assert total == pytest.approx(expected, abs=0.3)
+
+
+def test_requests_together_answer_as_alone_while_their_freed_blocks_are_used_by_others(engines: dict[str, Any]) -> None:
+    prompts = [random_tokens(1, length, length)[0].tolist() for length in (257, 300, 130, 420, 40, 385, 129, 333)]
+    alone = [generate(engines["captured"], [prompt], 24)[0] for prompt in prompts]
+    for name in ("captured", "ahead"):
+        together = generate(engines[name], prompts, 24)
+        same = sum(tokens_of(one) == tokens_of(other) for one, other in zip(alone, together, strict=True))
+        assert same >= len(prompts) - 1, name  # bfloat16 may tip a choice over
+        assert free_blocks(engines[name]) == BLOCKS - 1
