@@ -27,7 +27,7 @@ DECODE = decode_plan(segment(0, (1, 2), 12, sink=4, recent=10))
 @pytest.fixture
 def pool(monkeypatch):
     """Virtual memory for models on the CPU."""
-    pool = host_pool(at_once=False)
+    pool = host_pool()
     monkeypatch.setattr(paging, "pool_of", lambda device: pool)
     monkeypatch.setattr(memory, "pool_of", lambda device: pool)
     monkeypatch.setattr(plan_engine, "page_bytes", lambda device: pool.driver.granularity)
