@@ -221,6 +221,23 @@ def cached_tokens(bench: DecodeBench, length: int) -> int:
     return length - bench.fewest_tokens
 
 
+def check_offload(
+    info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBench, miss_rate: float | None = None
+) -> None:
+    """Refuses plans that permit no layer to be offloaded, and with a miss rate what `check_miss_rate` refuses.
+
+    Raises:
+        UsageError: a plan that `check_decode` has seen permits none, or lengths are too short for the miss rate.
+    """
+    if any(one.decode and one.decode.offload is None for one in plans.values()):
+        raise UsageError(
+            "expected a plan that permits layers to be in host memory, found one that does not; compile it with "
+            "`plan --offload`, or make one by hand: --budget 2k"
+        )
+    if miss_rate is not None:
+        check_miss_rate(info, plans, bench)
+
+
 def check_miss_rate(info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBench) -> None:
     """Refuses lengths that have too few tokens to state how many of a choice are new: new tokens are drawn in turn from
     a span of the context, and all that were chosen lately are in the hot set.

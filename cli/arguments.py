@@ -155,7 +155,7 @@ def device_and_dtype(asked: Settings) -> tuple[torch.device, torch.dtype]:
     """Where to run without a model, and in what precision: bfloat16 on a GPU and float32 elsewhere by default."""
     import torch
 
-    from sparsekv.runtime.devices import torch_device
+    from sparsekv.runtime.model_config import torch_device
 
     hardware = torch_device(asked.device)
     default = "bfloat16" if hardware.type == "cuda" else "float32"
@@ -176,7 +176,7 @@ def check_machine(flags: Options) -> None:
     if device == backend == "auto":
         return
     from sparsekv.kernels.backends import check_backend
-    from sparsekv.runtime.devices import torch_device
+    from sparsekv.runtime.model_config import torch_device
 
     check_backend(backend, torch_device(device))
 
@@ -286,9 +286,8 @@ class Subject:
         from transformers.utils import logging
 
         from sparsekv.kernels.backends import choose_backend
-        from sparsekv.runtime.devices import torch_device
         from sparsekv.runtime.hf.load import load_config, load_model, torch_dtype
-        from sparsekv.runtime.model_config import describe_config, dtype_name
+        from sparsekv.runtime.model_config import describe_config, dtype_name, torch_device
 
         if not sys.stderr.isatty():
             logging.disable_progress_bar()

@@ -334,6 +334,7 @@ def decode(flags: DecodeFlags) -> None:
         raise UsageError(f"expected a GPU for --miss-rate, whose kernel runs there, found {hardware}; leave it out")
     from sparsekv.bench.decode import COLUMNS, RANDOM_NOTE, bench_decode, check_decode
     from sparsekv.bench.hand_plans import HandDecode
+    from sparsekv.bench.offload import check_offload
     from sparsekv.bench.random_model import describe_named
     from sparsekv.bench.token_runs import NEW_EXACT, NEW_TOKENS, DecodeBench
 
@@ -353,7 +354,8 @@ def decode(flags: DecodeFlags) -> None:
     hand = HandDecode(flags.budget, flags.filters, flags.selector, flags.window, flags.offload is not None)
     plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(wanted))
     check_decode(info, plans, bench)
-    _check_offload(flags, info, plans, bench)
+    if flags.offload is not None:
+        check_offload(info, plans, bench, flags.miss_rate)
     # Larger cases may not fit, or only those by a plan that offloads: their rows say so.
     offloads = any(one.decode and one.decode.offload for one in plans.values())
     how = {"longest": max(wanted), "seed": flags.seed, "cached": 0 if offloads else min(wanted) * min(flags.batch)}
@@ -374,18 +376,6 @@ def _decode_lengths(flags: DecodeFlags, info: ModelInfo, usual: tuple[int, ...])
         return wanted, info.model_copy(update={"context_length": max(*wanted, info.context_length)})
     fitting = tuple(length for length in usual if length <= info.context_length)
     return flags.lengths or fitting or (info.context_length,), info
-
-
-def _check_offload(flags: DecodeFlags, info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBench) -> None:
-    from sparsekv.bench.offload import check_miss_rate
-
-    if flags.offload is not None and any(one.decode and one.decode.offload is None for one in plans.values()):
-        raise UsageError(
-            "expected a plan that permits layers to be in host memory, found one that does not; compile it with "
-            "`plan --offload`, or make one by hand: --budget 2k"
-        )
-    if flags.miss_rate is not None:
-        check_miss_rate(info, plans, bench)
 
 
 def _offloaded(

@@ -248,9 +248,9 @@ class MemoryEstimate:
         import torch
 
         from sparsekv.kernels.backends import choose_backend
-        from sparsekv.runtime.devices import torch_device
         from sparsekv.runtime.hf.load import torch_dtype
         from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize
+        from sparsekv.runtime.model_config import torch_device
         from sparsekv.runtime.stores.page_pool import page_bytes
 
         if device_bytes is not None and machine.device == "cpu":

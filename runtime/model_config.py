@@ -1,4 +1,4 @@
-"""What a config alone says of a model, whichever host loads it, and what plans call a device and a precision."""
+"""What a config alone says of a model, whichever host loads it, and what is called a device and a precision."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo, architecture_fingerprint, is_model_id
 from sparsekv.plans.schema import DtypeName
 from sparsekv.runtime.architecture import architecture_of
+from sparsekv.runtime.settings import check_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -121,6 +122,26 @@ def _number(text: str) -> int | float:
 
 
 # What plans, profiles and cost files call a device and a precision. No machine names.
+
+
+def torch_device(device: str) -> torch.device:
+    """The device of that name; "auto" is the first GPU, or the CPU.
+
+    Raises:
+        UsageError: there is no such device on this machine.
+    """
+    check_device(device)
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+        torch.empty(0, device=target)
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"expected a device that this machine has, found {device!r:.40} ({reason:.120}); try cpu"
+        ) from error
+    return target
 
 
 def device_name(device: torch.device) -> str:

@@ -309,6 +309,7 @@ class _Cycles:
         found = torch.cat((drafts_BK, next_B[:, None], accepted_B[:, None]), 1).tolist()
         for row, (*tokens, following, accepted) in enumerate(found):
             if not self.text.finished[row]:
+                self.text.ids_BT[row, self.text.lengths[row] + accepted] = next_B[row]  # the drafts that count are there
                 self._extend(row, [*tokens[:accepted], following])
         take_back(self.cache, self.text.cached)
         return [accepted for *_, accepted in found]
@@ -316,7 +317,6 @@ class _Cycles:
     def _extend(self, row: int, tokens: Iterable[int]) -> None:
         text = self.text
         for token in tokens:
-            text.ids_BT[row, text.lengths[row]] = token
             text.lengths[row] += 1
             if self.streamer is not None:
                 self.streamer.put(torch.tensor([token]))

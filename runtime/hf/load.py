@@ -28,10 +28,10 @@ from sparsekv.plans.aliases import ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError, install_command
 from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.architecture import TEXT_DECODERS, architecture_of
-from sparsekv.runtime.devices import torch_device
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.gguf_header import GGUFHeader
 from sparsekv.runtime.hub import needs_cache, without_model
+from sparsekv.runtime.model_config import torch_device
 from sparsekv.runtime.settings import DEVICE_MAPS, DeviceMap
 
 _NAMED = 3  # tensors that a message names

@@ -38,8 +38,9 @@ def config_of(**settings: Any) -> Any:
         ),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            {"kv_connector": "ExampleConnector"},
+            {"kv_connector": "ExampleConnector", "one_group": True},  # which vLLM then decides by itself
         ),
+        ({"disable_hybrid_kv_cache_manager": True}, {"one_group": True}),
     ],
     ids=lambda given: next(iter(given), "plain"),
 )

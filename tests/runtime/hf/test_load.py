@@ -17,8 +17,8 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.runtime.devices import torch_device
 from sparsekv.runtime.hf.load import load_config, load_model
+from sparsekv.runtime.model_config import torch_device
 from sparsekv.runtime.settings import DEVICE_MAPS
 
 HUB_ID = "some-organisation/some-model"

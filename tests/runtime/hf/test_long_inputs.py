@@ -39,8 +39,7 @@ def check_pieces(model, prompt, cuts, expected_cuts):
     assert cuts == expected_cuts
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "dtype"), [(3, torch.float32), (1, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_pieces_give_the_logits_of_the_unmodified_model(architecture, batch, dtype, cuts):
     if (architecture, dtype) == ("gpt_oss", torch.bfloat16):
