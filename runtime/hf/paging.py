@@ -62,24 +62,23 @@ class Paging:
         Raises:
             UsageError: the memory of a device does not suffice; nothing was mapped.
         """
-        layers = [layer for layer in cache.layers if isinstance(layer, SparseLayer) and _is_virtual(layer)]
-        if any(is_autocast(pool.driver.device.type) for pool in self.pools.values()):
+        virtual = {
+            layer: layer.store
+            for layer in cache.layers
+            if isinstance(layer, SparseLayer) and isinstance(layer.store, VirtualStore)
+        }
+        if not virtual or any(is_autocast(pool.driver.device.type) for pool in self.pools.values()):
             return
-        if not layers:
-            return
-        new = max(lengths) - max(layers[0].store.lengths, default=0)
+        new = max(lengths) - max(next(iter(virtual.values())).lengths, default=0)
+        layouts = {layer: replace(self.layouts[layer.layer], batch=len(lengths)) for layer in virtual}
         request = Request(max(lengths), batch=len(lengths), chunk=new)
         for pool in {id(pool): pool for pool in self.pools.values()}.values():
-            mine = [layer for layer in layers if self.pools.get(layer.layer) is pool]
-            missing = sum(self._missing(layer, lengths) for layer in mine)
+            mine = [layer for layer in virtual if self.pools.get(layer.layer) is pool]
+            missing = sum(virtual[layer].missing(lengths, layouts[layer]) for layer in mine)
             self._check(pool, missing, lengths)
             pool.make_way(missing, lambda: self.sizes.use(request, placement).prefill)
-        for layer in layers:
-            layer.expect(lengths, replace(self.layouts[layer.layer], batch=len(lengths)))
-
-    def _missing(self, layer: SparseLayer, lengths: tuple[int, ...]) -> int:
-        layout = replace(self.layouts[layer.layer], batch=len(lengths))
-        return max(0, 2 * token_bytes(layout) * sum(lengths) - layer.store.bytes.device)
+        for layer, layout in layouts.items():
+            layer.expect(lengths, layout)
 
     def _check(self, pool: PagePool, missing: int, lengths: tuple[int, ...]) -> None:
         free = pool.driver.available() + pool.bytes
@@ -91,7 +90,3 @@ class Paging:
             f"expected {missing / 2**30:.1f} GiB of device memory for keys and values of {max(lengths):,} tokens in "
             f"{len(lengths)} rows, found {free / 2**30:.1f} GiB; {max(fit, 0):,} tokens a row fit"
         )
-
-
-def _is_virtual(layer: SparseLayer) -> bool:
-    return isinstance(layer.store, VirtualStore)

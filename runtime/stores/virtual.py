@@ -188,6 +188,11 @@ class VirtualStore(DeviceStore):
         self._asked, self._layout = tuple(wanted), layout
         self._pool.ahead.run(self._map_ahead)
 
+    def missing(self, wanted: Sequence[int], layout: Layout) -> int:
+        """Bytes to map for so many tokens of each row."""
+        mapped = self._mapped or (0,) * len(wanted)
+        return 2 * token_bytes(layout) * sum(max(0, n - has) for n, has in zip(wanted, mapped, strict=True))
+
     def _map_ahead(self) -> None:
         with self._pool.lock:
             wanted, self._asked, layout = self._asked, (), self._layout
@@ -238,13 +243,13 @@ class VirtualStore(DeviceStore):
     def truncate(self, lengths: Sequence[int]) -> None:
         """Counts so many tokens. Pages behind them go back, but for what is reserved and the next few tokens."""
         has_forks = self._forks.any
-        super().truncate(lengths)
-        if self._memory is None:
-            return
-        counts = lengths or (0,) * self._memory.layout.batch
-        if not has_forks and self._keeps_all(counts):
-            return
-        with self._pool.first():
+        with self._pool.first():  # else the thread that maps ahead may take note of room for the rows as they were
+            super().truncate(lengths)
+            if self._memory is None:
+                return
+            counts = lengths or (0,) * self._memory.layout.batch
+            if not has_forks and self._keeps_all(counts):
+                return
             self._asked = ()
             left = [max(length + AHEAD, self._reserved) for length in counts]
             self._drop_behind(left if any(counts) or self._reserved else [0] * len(left))

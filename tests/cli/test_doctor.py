@@ -30,6 +30,8 @@ def test_doctor_names_the_backend_and_why_not_the_others(sparsekv):
     data = sparsekv("doctor", "--device", "cpu", "--json").data
     assert data["backend"]["name"] == "cpu"
     assert data["backend"]["rejected"].keys() == {"flash", "triton"}
+    assert data["virtual_memory"]["page_bytes"] == 0
+    assert data["virtual_memory"]["why_not"]
     assert data["versions"]["torch"]
     text = sparsekv("doctor", "--device", "cpu").out
     assert "not triton: " in text

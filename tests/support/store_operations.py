@@ -3,6 +3,7 @@
 import gc
 import random
 from copy import deepcopy
+from dataclasses import replace
 
 import torch
 
@@ -62,7 +63,7 @@ class Operations:
         model = self.random.choice(self.models)
         name = self.random.choice(
             ["append"] * 6 + ["steps"] * 4 + ["row"] * 2 + ["crop"] * 3 + ["swap", "fork", "beams", "pick", "copy"]
-            + ["reserve", "clear", "free"][: self.random.randint(0, 3)]
+            + ["expect", "reserve", "clear", "free"][: self.random.randint(0, 4)]
         )  # fmt: skip
         try:
             getattr(self, name)(model)
@@ -148,8 +149,12 @@ class Operations:
     def reserve(self, model: Model) -> None:
         model.store.reserve(self.random.randint(1, 400 * self.scale))
 
+    def expect(self, model: Model) -> None:
+        wanted = [len(had) + self.random.randint(0, 300 * self.scale) for had in model.lengths]
+        model.store.expect(wanted, replace(model.one, batch=len(model.rows)))
+
     def clear(self, model: Model) -> None:
-        model.store.truncate([0] * len(model.rows))
+        model.store.truncate(self.random.choice([(), (0,) * len(model.rows)]))
         model.rows = [row[:, :0] for row in model.rows]
 
     def free(self, model: Model) -> None:
