@@ -61,6 +61,7 @@ class Paging:
 
         Raises:
             UsageError: the memory of a device does not suffice; nothing was mapped.
+            ShapeError: the cache has another number of rows.
         """
         virtual = {
             layer: layer.store
@@ -74,9 +75,10 @@ class Paging:
         request = Request(max(lengths), batch=len(lengths), chunk=new)
         for pool in {id(pool): pool for pool in self.pools.values()}.values():
             mine = [layer for layer in virtual if self.pools.get(layer.layer) is pool]
-            missing = sum(virtual[layer].missing(lengths, layouts[layer]) for layer in mine)
-            self._check(pool, missing, lengths)
-            pool.make_way(missing, lambda: self.sizes.use(request, placement).prefill)
+            with pool.first():  # what nobody uses any more is free then
+                missing = sum(virtual[layer].missing(lengths, layouts[layer]) for layer in mine)
+                self._check(pool, missing, lengths)
+                pool.make_way(missing, lambda: self.sizes.use(request, placement).prefill)
         for layer, layout in layouts.items():
             layer.expect(lengths, layout)
 

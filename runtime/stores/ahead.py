@@ -10,8 +10,6 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
 
-import torch
-
 from sparsekv.runtime.stores.page_driver import PageDriver, PageError
 
 AHEAD = 64  # tokens before the end of its pages at which a row gets more
@@ -53,6 +51,6 @@ class Ahead:
             while self._pool.waiting:
                 time.sleep(_PATIENCE)
             if method is not None:
-                with suppress(PageError, torch.OutOfMemoryError):
+                with suppress(PageError, RuntimeError):  # also torch's, which empties no cache beside a capture
                     method()
             del method  # keeps no store alive

@@ -73,8 +73,7 @@ class DeviceStore:
             self._count(k_BGSD.shape[2])
 
     def _count(self, tokens: int) -> None:
-        rows = (0,) * self.tensors[0].shape[0]
-        self.lengths = tuple(length + tokens for length in self.lengths or rows)
+        self.lengths = tuple(length + tokens for length in self.lengths or (0,) * self.tensors[0].shape[0])
 
     @property
     def _is_ragged(self) -> bool:

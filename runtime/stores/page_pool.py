@@ -89,7 +89,7 @@ class PagePool:
         """Gives free pages back to the driver, all but so many bytes; whether there were any."""
         with self.lock:
             before = self.bytes
-            for free in self._free.values():
+            for free in list(self._free.values()):  # what garbage collection closes meanwhile may add another size
                 while free and self.bytes > keep:
                     pages = free.pop()
                     self.bytes -= pages.nbytes
@@ -100,10 +100,15 @@ class PagePool:
     def first(self) -> Iterator[None]:
         """With the lock, before the thread that maps ahead of need. What nobody uses any more is closed."""
         self.waiting += 1
-        with self.lock:
+        try:
+            self.lock.acquire()
+        finally:  # else the thread would wait forever for someone whom Ctrl-C has ended here
             self.waiting -= 1
+        try:
             self.close_waiting()
             yield
+        finally:
+            self.lock.release()
 
     def close_later(self, closing: Callable[[], None]) -> None:
         """Closes a range that nobody uses any more: now, unless another thread is at work here."""

@@ -152,7 +152,8 @@ class VirtualStore(DeviceStore):
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values up to where the row with most pages ends; others may end before."""
         k_BGCD, v_BGCD = super().tensors
-        return k_BGCD[:, :, : self._extent], v_BGCD[:, :, : self._extent]
+        extent = self._extent  # once: the thread that maps ahead may take note of more
+        return k_BGCD[:, :, :extent], v_BGCD[:, :, :extent]
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         """All tokens without a copy."""
@@ -180,7 +181,8 @@ class VirtualStore(DeviceStore):
 
     def _count(self, tokens: int) -> None:
         super()._count(tokens)
-        if self._capacity - self.length < AHEAD and not self._asked:
+        is_announced = self.length < self._reserved <= self._capacity  # no more than that is to come
+        if self._capacity - self.length < AHEAD and not is_announced and not self._asked:
             self.expect([length + 2 * AHEAD for length in self.lengths])
 
     def expect(self, wanted: Sequence[int], layout: Layout | None = None) -> None:
@@ -189,7 +191,8 @@ class VirtualStore(DeviceStore):
         self._pool.ahead.run(self._map_ahead)
 
     def missing(self, wanted: Sequence[int], layout: Layout) -> int:
-        """Bytes to map for so many tokens of each row."""
+        """Bytes to map for so many tokens of each row. Raises ShapeError when the layout does not fit."""
+        layout.check(self._k_BGCD)
         mapped = self._mapped or (0,) * len(wanted)
         return 2 * token_bytes(layout) * sum(max(0, n - has) for n, has in zip(wanted, mapped, strict=True))
 
@@ -235,35 +238,44 @@ class VirtualStore(DeviceStore):
             return
         mapped, lengths = memory.mapped(), self.lengths or (0,) * memory.layout.batch
         room = [0 if memory.shares(row, has) else mapped[row] - has for row, has in enumerate(lengths)]
-        self._capacity, self._mapped = max(lengths) + min(room), mapped
         self._extent, self.bytes.device = max(mapped), memory.reservation.bytes
+        self._mapped, self._capacity = mapped, max(lengths) + min(room)  # last: whoever reads it reads `tensors` then
 
     # --- rows -----------------------------------------------------------------------------------------------------
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Counts so many tokens. Pages behind them go back, but for what is reserved and the next few tokens."""
-        has_forks = self._forks.any
+        """Counts so many tokens. Where some were taken back, pages behind them go back, but for what is reserved and
+        the next few tokens."""
+        has_forks, has_grown = self._forks.any, any(map(int.__gt__, lengths, self.lengths or (0,) * len(lengths)))
         with self._pool.first():  # else the thread that maps ahead may take note of room for the rows as they were
             super().truncate(lengths)
             if self._memory is None:
                 return
             counts = lengths or (0,) * self._memory.layout.batch
+            if has_grown:  # one row was written; the others may have pages for what comes next
+                return self._measure()
             if not has_forks and self._keeps_all(counts):
                 return
             self._asked = ()
-            left = [max(length + AHEAD, self._reserved) for length in counts]
-            self._drop_behind(left if any(counts) or self._reserved else [0] * len(left))
-            self._measure()
+            left = [self._kept(length) for length in counts]
+            try:
+                self._drop_behind(left if any(counts) or self._reserved else [0] * len(left))
+            finally:
+                self._measure()
 
     def _keeps_all(self, lengths: Sequence[int]) -> bool:
         """Whether no row has a page to give back; then takes note of the room that there is."""
         assert self._memory is not None
         page = self._pool.driver.granularity // token_bytes(self._memory.layout)
         rows = list(zip(self._mapped, lengths, strict=True))
-        keeps = any(lengths) and all(most - page <= max(length + AHEAD, self._reserved) for most, length in rows)
+        keeps = any(lengths) and all(most - page <= self._kept(length) for most, length in rows)
         if keeps:
             self._capacity = max(lengths) + min(most - length for most, length in rows)
         return keeps
+
+    def _kept(self, length: int) -> int:
+        """Tokens that a row of this length has pages for, once some were taken back: all that it asks for ahead."""
+        return max(length + 2 * AHEAD, self._reserved)
 
     def _drop_behind(self, tokens: Sequence[int]) -> None:
         assert self._memory is not None

@@ -10,7 +10,7 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 from transformers import DynamicCache
 
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import ShapeError, UsageError
 from sparsekv.runtime.hf import apply as plan_engine
 from sparsekv.runtime.hf import memory, paging
 from sparsekv.runtime.hf.apply import apply
@@ -69,6 +69,22 @@ def test_what_a_cache_takes_is_known_before_and_is_mapped_when_it_is_announced(m
         assert use.kv_device == pool.used == sum(store.bytes.device for store in stores(cache))
 
 
+def test_the_last_announced_tokens_take_no_more_pages(model, pool):
+    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)) as handle:
+        cache = handle.new_cache(128, 2, answer=8)
+        model(random_tokens(2, 120), past_key_values=cache)
+        logits(model, cache, random_tokens(2, 7, 1))
+        assert pool.used == handle._memory.use(Request(120, 8, batch=2), Placement()).kv_device
+
+
+def test_a_cache_for_other_rows_is_refused(model, pool):
+    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)) as handle:
+        cache = handle.new_cache(100, 2)
+        with pytest.raises(ShapeError, match="batch"):
+            model(random_tokens(3, 50), past_key_values=cache)
+        model(random_tokens(2, 50), past_key_values=cache)
+
+
 def test_small_layers_keep_the_device_store(pool):
     model = tiny_model(context=100)
     with torch.no_grad(), apply(model, plan_for(model, None, DECODE)):
@@ -104,6 +120,16 @@ def test_rows_of_different_lengths_have_pages_of_their_own_tokens(model, pool):
         found = model.generate(ids, attention_mask=mask, max_new_tokens=40)[:, 200:]
         for row, one in enumerate(rows):
             assert torch.equal(found[row], model.generate(one, max_new_tokens=40)[0, one.shape[1] :])
+
+
+def test_pages_mapped_ahead_for_padded_rows_wait_for_their_row(model, pool):
+    ids, mask = random_tokens(3, 400), torch.ones(3, 400, dtype=torch.long)
+    mask[1, :100] = mask[2, :90] = 0
+    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)):
+        cache = model(ids, attention_mask=mask).past_key_values
+        assert pool.driver.calls["map"] == len(pool.driver.mapped)
+        assert "settle" not in pool.driver.calls
+        assert first_of(cache).store.lengths == (400, 300, 310)
 
 
 def test_beams_and_copies_are_those_of_the_device_store(model, pool):

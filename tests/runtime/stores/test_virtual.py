@@ -1,6 +1,8 @@
 """A store in virtual memory is a list of tokens a row, whatever happens to it, and gives everything back."""
 
 import os
+from itertools import count
+from threading import Event
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from store_operations import run_operations
 
 from sparsekv.kernels.backends import Fallback
 from sparsekv.runtime.stores.page_driver import PageError
+from sparsekv.runtime.stores.reservation import Reservation
+from sparsekv.runtime.stores.row import row_of
 from sparsekv.runtime.stores.store import Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
 
@@ -72,3 +76,84 @@ def test_a_call_that_fails_is_named_and_leaves_the_store_as_it_was():
             store.append(*torch.randn(2, 1, 3, 400, 8))
         assert (pool.used, store.capacity, store.lengths) == (*before, (50,))
         assert torch.equal(store.view(torch.tensor([50])).k[:, :, :50], k)
+
+
+class _Growing(VirtualStore):
+    """The thread takes note of more pages whenever it can."""
+
+    _extent = property(lambda self: next(self._counts), lambda self, value: setattr(self, "_counts", count(value)))
+
+
+def test_keys_and_values_are_as_long_as_each_other_while_the_thread_maps_more():
+    store = _Growing(host_pool(), 500)
+    store.append(*torch.randn(2, 1, 3, 50, 8))
+    k_shape, v_shape = (x.shape for x in store.tensors)
+    assert k_shape == v_shape
+
+
+def test_room_is_told_of_once_the_tensors_reach_it(monkeypatch):
+    store, seen = VirtualStore(host_pool(), 500), []
+    store.append(*torch.randn(2, 1, 3, 50, 8))
+    counted = Reservation.bytes.fget
+    monkeypatch.setattr(
+        Reservation, "bytes", property(lambda self: (seen.append(store.capacity), counted(self))[1])
+    )  # asked in the midst of taking note
+    store.expect([400])
+    assert seen == [128]
+    assert store.capacity >= 400
+
+
+def test_a_truncation_that_fails_promises_no_room_that_a_row_lacks():
+    pool = host_pool()
+    store = VirtualStore(pool, 500)
+    store.append(*torch.randn(2, 2, 3, 50, 8))
+    row_of(store, 1, 2).append(*torch.randn(2, 1, 3, 250, 8))
+    pool.driver.fail = "unmap"
+    with pytest.raises(PageError, match="unmap"):
+        store.truncate((50, 10))
+    assert (store.lengths, store.capacity) == ((50, 10), 128)
+
+
+def test_tokens_that_are_taken_back_and_written_again_cost_no_call():
+    pool = host_pool()
+    store = VirtualStore(pool, 2000)
+    store.append(*torch.randn(2, 1, 3, 500, 8))
+    cycles = 0
+    for _ in range(300):
+        before = dict(pool.driver.calls)
+        store.append(*torch.randn(2, 1, 3, 10, 8))
+        store.truncate((store.length - 9,))
+        cycles += pool.driver.calls != before
+    assert pool.driver.calls.get("settle", 0) == 0
+    assert cycles <= 5
+
+
+class _Interrupted:
+    """A lock in whose midst Ctrl-C comes."""
+
+    def acquire(self):
+        raise KeyboardInterrupt
+
+
+def test_the_thread_waits_for_nobody_whom_an_interrupt_has_ended():
+    pool = host_pool()
+    pool.lock = _Interrupted()
+    with pytest.raises(KeyboardInterrupt), pool.first():
+        pass
+    assert pool.waiting == 0
+
+
+def test_the_thread_survives_what_torch_refuses():
+    pool, done = host_pool(at_once=False), Event()
+
+    class Work:
+        def refuse(self):
+            raise RuntimeError("a capture is under way")
+
+        def go_on(self):
+            done.set()
+
+    work = Work()
+    pool.ahead.run(work.refuse)
+    pool.ahead.run(work.go_on)
+    assert done.wait(60)
