@@ -70,7 +70,8 @@ class Paging:
         }
         if not virtual or any(is_autocast(pool.driver.device.type) for pool in self.pools.values()):
             return
-        new = max(lengths) - max(next(iter(virtual.values())).lengths, default=0)
+        cached = next(iter(virtual.values())).lengths or (0,) * len(lengths)
+        new = max(map(int.__sub__, lengths, cached))  # the longest row need not be the one with most new tokens
         layouts = {layer: replace(self.layouts[layer.layer], batch=len(lengths)) for layer in virtual}
         request = Request(max(lengths), batch=len(lengths), chunk=new)
         for pool in {id(pool): pool for pool in self.pools.values()}.values():

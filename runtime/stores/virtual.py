@@ -21,7 +21,7 @@ from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.page_forks import Fork, ends, planned
 from sparsekv.runtime.stores.page_pool import PagePool
 from sparsekv.runtime.stores.reservation import Reservation, total
-from sparsekv.runtime.stores.store import Bytes, Layout
+from sparsekv.runtime.stores.store import Layout
 
 _TILE = 128  # kernels may load whole tiles of the last tokens
 
@@ -114,11 +114,10 @@ class VirtualStore(DeviceStore):
     Args:
         pool: the pages.
         context: tokens that a row will hardly exceed; where it does, it gets other addresses.
-        counts: where to say how many bytes are mapped; its own when None.
     """
 
-    def __init__(self, pool: PagePool, context: int, counts: Bytes | None = None) -> None:
-        super().__init__(counts)
+    def __init__(self, pool: PagePool, context: int) -> None:
+        super().__init__()
         self._pool = pool
         self._context = context
         self._memory: _Memory | None = None

@@ -178,6 +178,20 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_mapped(model, 
         model(random_tokens(1, 2000), past_key_values=cache)
 
 
+def test_working_memory_is_asked_for_by_the_row_with_most_new_tokens(model, pool, monkeypatch):
+    asked = []
+    monkeypatch.setattr(type(pool), "make_way", lambda self, missing, working: asked.append(working()))
+    ids, mask = random_tokens(2, 300), torch.ones(2, 300, dtype=torch.long)
+    mask[1, :290] = 0
+    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)) as handle:
+        cache = model(ids, attention_mask=mask).past_key_values
+        more = torch.ones(2, 200, dtype=torch.long)
+        more[0, :199] = 0
+        model(random_tokens(2, 200, 1), past_key_values=cache, attention_mask=torch.cat((mask, more), 1))
+        expected = handle._memory.use(Request(301, batch=2, chunk=200), Placement()).prefill
+    assert asked[1] == expected
+
+
 class Never:
     """Nothing is mapped ahead."""
 
