@@ -190,10 +190,11 @@ class VirtualStore(DeviceStore):
         self._pool.ahead.run(self._map_ahead)
 
     def missing(self, wanted: Sequence[int], layout: Layout) -> int:
-        """Bytes to map for so many tokens of each row. Raises ShapeError when the layout does not fit."""
+        """Bytes of the pages to map for so many tokens of each row. Raises ShapeError when the layout does not fit."""
         layout.check(self._k_BGCD)
-        mapped = self._mapped or (0,) * len(wanted)
-        return 2 * token_bytes(layout) * sum(max(0, n - has) for n, has in zip(wanted, mapped, strict=True))
+        token, page, mapped = token_bytes(layout), self._pool.driver.granularity, self._mapped or (0,) * len(wanted)
+        more = [max(0, round_up(n, _TILE) - has) for n, has in zip(wanted, mapped, strict=True)]
+        return 2 * sum(round_up(tokens * token, page) for tokens in more)
 
     def _map_ahead(self) -> None:
         with self._pool.lock:

@@ -1,6 +1,7 @@
 """A store in virtual memory is a list of tokens a row, whatever happens to it, and gives everything back."""
 
 import os
+from dataclasses import replace
 from itertools import count
 from threading import Event
 
@@ -126,6 +127,16 @@ def test_tokens_that_are_taken_back_and_written_again_cost_no_call():
         cycles += pool.driver.calls != before
     assert pool.driver.calls.get("settle", 0) == 0
     assert cycles <= 5
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 129, 300])
+def test_what_is_missing_is_counted_in_pages(tokens):
+    pool = host_pool()
+    store, layout = VirtualStore(pool, 500), replace(LAYOUT, batch=2)
+    for wanted in ([tokens, 1], [tokens + 150, tokens]):
+        before, missing = pool.used, store.missing(wanted, layout)
+        store.expect(wanted, layout)
+        assert pool.used == before + missing
 
 
 class _Interrupted:
