@@ -309,9 +309,7 @@ class _Cycles:
         found = torch.cat((drafts_BK, next_B[:, None], accepted_B[:, None]), 1).tolist()
         for row, (*tokens, following, accepted) in enumerate(found):
             if not self.text.finished[row]:
-                self.text.ids_BT[row, self.text.lengths[row] + accepted] = next_B[
-                    row
-                ]  # the drafts that count are there
+                self.text.ids_BT[row, self.text.lengths[row] + accepted] = next_B[row]  # drafts that count are there
                 self._extend(row, [*tokens[:accepted], following])
         take_back(self.cache, self.text.cached)
         return [accepted for *_, accepted in found]
