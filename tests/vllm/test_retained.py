@@ -145,6 +145,13 @@ def test_random_requests_keep_what_the_rules_say_and_read_no_freed_block(
         assert one.logprobs == pytest.approx(expected.tolist(), abs=1e-3)
 
 
+def test_no_block_is_shared_with_a_request_that_begins_alike(engine: Any) -> None:
+    prompt = random_tokens(1, 300, 7)[0].tolist()
+    first, second = (generate(engine, [prompt], 6)[0] for _ in range(2))
+    assert second.num_cached_tokens == 0
+    assert tokens_of(second) == tokens_of(first)
+
+
 def test_sparse_prefill_and_decode_segments_run_beside_layers_that_drop_tokens(
     model: PreTrainedModel, tmp_path: Path, kept_engines: list[Any]
 ) -> None:

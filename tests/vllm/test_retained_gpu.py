@@ -70,10 +70,17 @@ def test_captured_steps_answer_as_launched_ones_whatever_the_last_chunk_is(
     """A last chunk of one token alone is a step that graphs could serve, in which no query would be observed."""
     prompt = random_tokens(1, 2 * CHUNK + ending, ending)[0].tolist()
     found = {name: generate(engine, [prompt], 8)[0] for name, engine in engines.items()}
-    for output in found.values():
-        assert tokens_of(output) == tokens_of(found["eager"])
-        total, expected = (one.outputs[0].cumulative_logprob for one in (output, found["eager"]))
-        assert total == pytest.approx(expected, abs=0.3)
+    for name, output in found.items():
+        for one, other in zip(_told(output), _told(found["eager"]), strict=True):
+            assert one[1] == pytest.approx(other[1], abs=0.1), name
+            if one[0] != other[0]:  # bfloat16 may tip a choice over where two tokens are as likely
+                break
+
+
+def _told(output: Any) -> list[tuple[int, float]]:
+    """Tokens of an answer, and how likely they were."""
+    (answer,) = output.outputs
+    return [(token, seen[token].logprob) for token, seen in zip(answer.token_ids, answer.logprobs, strict=True)]
 
 
 def test_requests_together_answer_as_alone_while_their_freed_blocks_are_used_by_others(engines: dict[str, Any]) -> None:
