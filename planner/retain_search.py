@@ -5,7 +5,7 @@ answer and the text that dense itself goes on with. The least total damage at a 
 allocation like that of prefill (allocate.py). Damages of single layers do not add up: what each share of a layer adds
 is measured again beside what the others keep by then, and allocated again. Layouts that people settle by hand are run
 at the same bytes, and of all, what diverges least is taken: every layer alike; the first three whole and the others
-alike (as in forks of vLLM, 2024); PyramidKV's pyramid (2024).
+alike (as in forks of vLLM, 2024); PyramidKV's pyramid (2024). For vLLM, layouts of few groups of layers.
 
 Shapes: B batch, H query heads, G KV heads, S tokens of a prompt, W observed queries, R rows of a text, K = S + R; g is
 1 (one choice for all heads) or G; L layers, C shares.
@@ -39,6 +39,8 @@ from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 _SHARES = (0.7, 0.5, 0.35, 0.25, 0.17, 0.11, 0.07, 0.04, 0.02)
 _SINK, _RECENT, _GENERATED, _OBSERVED = 4, 128, 512, 256
 _WHOLE_FIRST = 3  # layers
+_MOST_GROUPS = 12  # of layers in vLLM: each costs a step its block table
+_FEW_LAYOUTS = 3  # that are tried out
 _STEEPNESS = 20  # of the pyramid: the mean over the least
 _STEPS = {"cuda": 64}  # rows of a text
 _FEW_STEPS = 24
@@ -54,10 +56,10 @@ def search_retention(job: Job, progress: Progress | None = None) -> tuple[tuple[
         UsageError: sinks and recent tokens of all layers alone are more than that.
     """
     options, layers, length = job.options, job.model.full_layers, job.options.lengths[-1]
-    prompts = job.calibration_prompts(length, options.samples_at(length))
+    prompts, runs = job.calibration_prompts(length, options.samples_at(length)), 2 if options.host == "vllm" else 3
     with (
         retention_trials(job.subject) as model,
-        (progress or Progress()).stage("retention", total=3 * len(prompts)) as step,
+        (progress or Progress()).stage("retention", total=runs * len(prompts)) as step,
     ):
 
         def mean(runs: Sequence[Layout]) -> np.ndarray:
@@ -67,9 +69,13 @@ def search_retention(job: Job, progress: Progress | None = None) -> tuple[tuple[
                 step.advance()
             return found
 
-        alone = allocated(layers, damage_beside({}, layers, mean), options, length)
-        beside = allocated(layers, damage_beside(alone, layers, mean), options, length)
-        layouts = {"by damage": beside, "by damage alone": alone, **by_hand(layers, options, length)}
+        damage_LC = damage_beside({}, layers, mean)
+        alone = allocated(layers, damage_LC, options, length)
+        if options.host == "vllm":
+            layouts = in_few_groups(layers, damage_LC, options, length)
+        else:
+            beside = allocated(layers, damage_beside(alone, layers, mean), options, length)
+            layouts = {"by damage": beside, "by damage alone": alone, **by_hand(layers, options, length)}
         together = mean(list(layouts.values()))
     name, layout = list(layouts.items())[int(together.argmin())]
     told = ", ".join(f"{other} {kl:.3g}" for other, kl in zip(layouts, together, strict=True))
@@ -104,6 +110,34 @@ def allocated(layers: Sequence[int], damage_LC: np.ndarray, options: Settled, le
         )
     slots = {layer: int(slot) for layer, slot in zip(layers, found.choice[:, 0], strict=True) if slot >= 0}
     return {layer: _SHARES[slot] for layer, slot in slots.items()}
+
+
+def in_few_groups(layers: Sequence[int], damage_LC: np.ndarray, options: Settled, length: int) -> dict[str, Layout]:
+    """One share for some layers, all tokens for the others, since vLLM has block tables for each group of layers. The
+    layers that lose least by a share, as few as the bytes ask for; of all shares those of which the least damage is
+    expected. And every layer alike."""
+    layouts, expected = dict[str, Layout](), dict[str, float]()
+    for slot, share in enumerate(_SHARES):
+        kept = rule_of((0,), share).kept_tokens(length) / length
+        few = _fewest(len(layers), kept, _retain(options))
+        least = sorted(damage_LC[:, slot].argsort(kind="stable")[:few].tolist())
+        if few:
+            name = f"{share:.0%} in {few} layers"
+            layouts[name], expected[name] = {layers[at]: share for at in least}, float(damage_LC[least, slot].sum())
+    best = sorted(layouts, key=expected.__getitem__)[:_FEW_LAYOUTS]
+    hand = by_hand(layers, options, length)
+    return {name: layouts[name] for name in best} | {name: hand[name] for name in hand.keys() & {"evenly"}}
+
+
+def _fewest(count: int, kept: float, share: float) -> int:
+    """How many of the layers have to keep `kept` of their tokens for all to take `share` of the bytes, in groups of as
+    many layers as the rarer kind has, the last of each kind padded; 0 where all of them are too few."""
+    for few in range(1, count + 1):
+        size = min(few, count - few) or few
+        dropping, whole = -(-few // size), -(-(count - few) // size)
+        if dropping + whole <= _MOST_GROUPS and (dropping * kept + whole) * size <= share * count:
+            return few
+    return 0
 
 
 def by_hand(layers: Sequence[int], options: Settled, length: int) -> dict[str, Layout]:

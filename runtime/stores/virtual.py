@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.keys import KeyView
+from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.ahead import AHEAD
 from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.page_driver import PageError
 from sparsekv.runtime.stores.page_forks import Fork, ends, planned
 from sparsekv.runtime.stores.page_pool import PagePool
 from sparsekv.runtime.stores.reservation import Reservation, total
@@ -37,10 +39,21 @@ class _Memory:
 
     @classmethod
     def of(cls, pool: PagePool, layout: Layout, context: int) -> _Memory:
-        """For so many tokens a row. The first page is there."""
+        """For so many tokens a row. The first page is there.
+
+        Raises:
+            UsageError: there are not so many addresses.
+        """
         token, step = token_bytes(layout), layout.size * layout.dtype.itemsize
         row = round_up(context * token, math.lcm(pool.driver.granularity, step))
-        reservation = Reservation(pool, 2 * layout.batch, row)
+        try:
+            reservation = Reservation(pool, 2 * layout.batch, row)
+        except PageError as error:
+            fit = next((rows for rows in range(layout.batch - 1, 0, -1) if _has_addresses(pool, 2 * rows * row)), 0)
+            raise UsageError(
+                f"expected addresses for {layout.batch} rows of {context:,} tokens in a layer, found some for {fit} "
+                f"({error}); run fewer rows together"
+            ) from error
         reservation.ensure([(0, 1), (layout.batch, 1)])  # else nobody can tell where the memory is
         size = (layout.batch, layout.heads, row // token, layout.size)
         stride = (row // layout.dtype.itemsize, layout.size, layout.heads * layout.size, 1)
@@ -77,6 +90,14 @@ class _Memory:
         """Pages for so many tokens of each row; whether some were missing."""
         needed = [(at, self.bytes_for(n)) for row, n in enumerate(wanted) for at in self.rows_of(row)]
         return self.reservation.ensure(needed)
+
+
+def _has_addresses(pool: PagePool, nbytes: int) -> bool:
+    try:
+        pool.driver.free(pool.driver.reserve(nbytes), nbytes)
+    except PageError:
+        return False
+    return True
 
 
 def token_bytes(layout: Layout) -> int:

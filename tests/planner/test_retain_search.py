@@ -10,7 +10,14 @@ from sparsekv.planner import retain_search
 from sparsekv.planner.job import job_of
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_plan
-from sparsekv.planner.retain_search import allocated, by_hand, retention_trials, rule_of, rules_of
+from sparsekv.planner.retain_search import (
+    allocated,
+    by_hand,
+    in_few_groups,
+    retention_trials,
+    rule_of,
+    rules_of,
+)
 from sparsekv.planner.settled import settle
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.phases import Retention
@@ -59,6 +66,24 @@ def test_layers_that_lose_most_keep_most_and_bytes_are_what_was_asked_for():
         assert 0.3 < retain_search._spent(layers, found, 8192) <= 0.4 + 1e-3
     with pytest.raises(UsageError, match="--retain of at least"):
         allocated(layers, damage, options.but(retain=0.02), LENGTH)
+
+
+@pytest.mark.parametrize("retain", [0.3, 0.5, 0.7])
+def test_for_vllm_layers_that_lose_least_drop_in_few_groups_that_fit_with_their_padding(retain):
+    generator, layers = np.random.default_rng(0), tuple(range(32))
+    damage = np.sort(generator.random((32, len(retain_search._SHARES))), 1)
+    found = in_few_groups(layers, damage, settled(host="vllm").but(retain=retain), 8192)
+    assert 1 < len(found) <= 4
+    for name, layout in found.items():
+        (share,), few = set(layout.values()), len(layout)
+        size = min(few, 32 - few) or few
+        groups = -(-few // size), -(-(32 - few) // size)
+        kept = rule_of((0,), share).kept_tokens(8192) / 8192
+        assert sum(groups) <= 12
+        assert size * (groups[0] * kept + groups[1]) <= retain * 32 + 0.1
+        slot = {share: number for number, share in enumerate(retain_search._SHARES)}.get(share)
+        if slot is not None:
+            assert damage[list(layout), slot].max() <= np.delete(damage[:, slot], list(layout)).min(initial=2.0), name
 
 
 def test_a_layer_that_others_stand_in_for_is_dear_only_beside_them():

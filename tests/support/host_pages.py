@@ -75,11 +75,13 @@ class Watched:
 
     Attributes:
         limit: bytes that can be created.
+        addresses: bytes that can be reserved at once.
         fail: the call that fails next, once `fail_after` of it have succeeded.
     """
 
     def __init__(self, driver, limit: int = 1 << 40) -> None:
         self.driver, self.device, self.granularity = driver, driver.device, driver.granularity
+        self.addresses = 1 << 50
         self.limit, self.fail, self.fail_after = limit, "", 0
         self.created, self.reserved, self.mapped, self.calls = {}, {}, {}, {}
 
@@ -93,6 +95,8 @@ class Watched:
 
     def reserve(self, nbytes):
         self._called("reserve")
+        if nbytes > self.addresses:
+            raise PageError("reserve failed")
         address = self.driver.reserve(nbytes)
         self.reserved[address] = nbytes
         return address

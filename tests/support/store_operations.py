@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.page_driver import PageError
 from sparsekv.runtime.stores.page_pool import PagePool
 from sparsekv.runtime.stores.row import row_of
@@ -67,7 +68,7 @@ class Operations:
         )  # fmt: skip
         try:
             getattr(self, name)(model)
-        except (torch.OutOfMemoryError, PageError):
+        except (torch.OutOfMemoryError, PageError, UsageError):
             self.failures += 1
         model.check()
 

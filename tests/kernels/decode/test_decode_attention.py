@@ -14,7 +14,7 @@ from sparsekv.kernels import cpu_threads
 from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
-from sparsekv.kernels.keys import KeyView, full_view
+from sparsekv.kernels.keys import COLUMNS, HEAD, KEYS, ROW, TOKEN, VALUES, KeyView, full_view
 from sparsekv.plans.errors import ShapeError
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
@@ -220,9 +220,10 @@ def elsewhere(keys: KeyView, capacity: int) -> tuple[KeyView, tuple[torch.Tensor
     k, v = (x.new_empty((batch, heads, tokens + 5, size)) for x in (keys.k, keys.v))
     k[:, :, :tokens], v[:, :, :tokens] = keys.k, keys.v
     offsets = [(x.data_ptr() - anchor.data_ptr()) // x.element_size() for x in (k, v)]
-    where = torch.tensor([*offsets, tokens + 5], device=k.device)
+    where = torch.zeros(COLUMNS, dtype=torch.int64)
+    where[[KEYS, VALUES, HEAD, TOKEN, ROW]] = torch.tensor([*offsets, tokens + 5, 1, heads * (tokens + 5)])
     shape = anchor.expand(-1, -1, capacity, -1)
-    return KeyView(shape, shape, keys.lengths_B, None, where), (k, v)
+    return KeyView(shape, shape, keys.lengths_B, None, where.to(k.device)), (k, v)
 
 
 def check_elsewhere(device: str) -> None:

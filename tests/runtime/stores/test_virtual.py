@@ -11,6 +11,7 @@ from host_pages import host_pool
 from store_operations import run_operations
 
 from sparsekv.kernels.backends import Fallback
+from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.page_driver import PageError
 from sparsekv.runtime.stores.reservation import Reservation
 from sparsekv.runtime.stores.row import row_of
@@ -63,6 +64,14 @@ def test_a_thread_maps_pages_while_others_wait_for_theirs():
         store.append(k, v)
         assert torch.equal(store.view(torch.tensor([40_000])).k[:, :, :40_000], k)
     assert pool.used == sum(store.bytes.device for store in stores)
+
+
+def test_more_rows_than_there_are_addresses_for_are_refused_with_those_that_fit():
+    pool = host_pool()
+    pool.driver.addresses = 2 * 3 * 96 * 4096 + 4096
+    with pytest.raises(UsageError, match="4 rows of 4,096 tokens in a layer, found some for 3"):
+        VirtualStore(pool, 4096).append(*torch.zeros(2, 4, 3, 10, 8))
+    assert (pool.used, pool.driver.reserved) == (0, {})
 
 
 def test_a_call_that_fails_is_named_and_leaves_the_store_as_it_was():
