@@ -24,7 +24,7 @@ Pages = tuple[torch.Tensor, torch.Tensor]
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 """Writes keys and values, [K, G, D] each, to slots, int64 [K]."""
 
-_WARM_UP = "warm-up"
+_WARM_UP = "warm-up"  # no request, so that it is forgotten by the first one
 
 
 class Saved(NamedTuple):
@@ -83,9 +83,8 @@ class RetentionHost:
                 self._saved.setdefault(rows.name, {})[layer.layer] = Saved(copied, rows.end)
 
     def _forget(self) -> None:
-        self._saved.pop(_WARM_UP, None)
-        while self.requests.gone:
-            self._saved.pop(self.requests.gone.pop(), None)
+        for name in [name for name in self._saved if not self.requests.knows(name)]:
+            del self._saved[name]
 
     def _drop(
         self, layer: LayerProgram, rows: PromptRows, observed: Observed, pages: Pages, table_P: torch.Tensor,
