@@ -433,6 +433,8 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
             self.refuse(("filters",), "decode is dense without --budget")
         if self.keep is None:
             self.refuse(("generated",), "layers keep everything without --keep")
+        else:
+            self.refuse(("budget",), "a layer that drops tokens is in no segment", "keep")
         self.refuse(_SERVE_BY_HAND if self.plan else (), "each says what the plan is", "plan")
         return self
 
