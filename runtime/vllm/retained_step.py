@@ -21,7 +21,7 @@ from sparsekv.runtime.vllm.kept_blocks import KeptBlocks
 from sparsekv.runtime.vllm.kept_tables import PromptRows, StepTables
 from sparsekv.runtime.vllm.request_lengths import Requests
 
-Pages = tuple[torch.Tensor, torch.Tensor]
+Pages = tuple[torch.Tensor, torch.Tensor]  # keys and values
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 """Writes keys and values, [K, G, D] each, to slots, int64 [K]."""
 
@@ -126,9 +126,10 @@ class RetentionHost:
         self._saved.setdefault(_WARM_UP, {})[layer.layer] = Saved(copied, 0)
 
 
-def _taken(keys: KeyView, rows_1gK: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _taken(keys: KeyView, rows_1gK: torch.Tensor) -> Pages:
     """[K, G, D] each: keys and values."""
-    return tuple(x.gather(2, _rows_of(rows_1gK, x))[0].transpose(0, 1).contiguous() for x in (keys.k, keys.v))
+    k_KGD, v_KGD = (x.gather(2, _rows_of(rows_1gK, x))[0].transpose(0, 1).contiguous() for x in (keys.k, keys.v))
+    return k_KGD, v_KGD
 
 
 def _rows_of(rows_1gK: torch.Tensor, x_1GKD: torch.Tensor) -> torch.Tensor:
