@@ -223,8 +223,16 @@ def kept_by_hand(info: ModelInfo, keep: int, generated: int) -> tuple[tuple[Rete
     Args:
         keep: tokens of a prompt, besides its first and last ones.
         generated: of an answer, the newest.
+
+    Raises:
+        UsageError: the model has no more layers than that.
     """
     layers = info.full_layers[_WHOLE:]
+    if not layers:
+        raise UsageError(
+            f"expected more than {_WHOLE} layers with full attention beside --keep, found {len(info.full_layers)}; "
+            "take a deeper model, or a plan"
+        )
     rule = Retention(
         layers=layers, keep=tokens(keep), sink=_SINK, recent=_RECENT, generated=generated, score="attention_sum",
         observe=_OBSERVE, heads="max",

@@ -433,6 +433,9 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
             self.refuse(("filters",), "decode is dense without --budget")
         if self.keep is None:
             self.refuse(("generated",), "layers keep everything without --keep")
+        else:
+            self.refuse(("budget",), "a layer that drops tokens is in no segment", "keep")
+            self.refuse(("dense_decode",), "decode without the plan reads all tokens", "keep")
         self.refuse(_SERVE_BY_HAND if self.plan else (), "each says what the plan is", "plan")
         return self
 
@@ -468,7 +471,7 @@ def serve(flags: ServeFlags) -> None:
                 rules, kept = kept_by_hand(subject.info, flags.keep, flags.generated)
                 used, words = used.model_copy(update={"kv_cache": rules}), f"{words}; {kept}"
         if flags.dense_decode:
-            used = used.model_copy(update={"decode": None})
+            used = used.model_copy(update={"decode": None, "kv_cache": None})
         if subject.note:
             tell(subject.note)
         rows = list(bench_serve(subject, used, words, bench, BarProgress()))

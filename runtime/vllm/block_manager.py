@@ -70,6 +70,7 @@ class RetainedManager(_Manager):
 
 
 vllm.register_cache(RetainedSpec, RetainedManager)
+vllm.refuse_sessions(RetainedSpec)
 
 
 def retained_spec(spec: Any, kept: KeptBlocks) -> RetainedSpec:

@@ -15,9 +15,12 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.vllm.internals import derived_fields
 from sparsekv.runtime.vllm.request_lengths import Requests, Scheduled
 
@@ -38,8 +41,27 @@ def register_cache(spec: Any, manager: Any) -> None:
 
 
 def is_full_attention(spec: Any) -> bool:
-    """Whether it is the plain cache of a layer that keeps everything."""
-    return type(spec) is FullAttentionSpec
+    """Whether it is the plain cache of a layer that keeps everything, and nothing else is said of it than of any."""
+    return type(spec) is FullAttentionSpec and spec == FullAttentionSpec(**fields_of(spec))
+
+
+def refuse_sessions(kind: Any) -> None:
+    """Has engines with such a cache refuse requests whose prompts grow (streaming input), each by itself: later parts
+    would read blocks that are freed when the first is complete."""
+
+    def replacement(given: Any) -> Any:
+        def preprocess_add_request(self: Any, request: EngineCoreRequest) -> Any:
+            groups = self.scheduler.kv_cache_config.kv_cache_groups
+            if request.resumable and any(isinstance(group.kv_cache_spec, kind) for group in groups):
+                raise UnsupportedError(
+                    "expected requests with a complete prompt where layers drop tokens, found streaming input; send "
+                    "each turn as a request of its own"
+                )
+            return given(self, request)
+
+        return preprocess_add_request
+
+    _replace(EngineCore, "preprocess_add_request", replacement)
 
 
 def fields_of(spec: Any) -> dict[str, Any]:

@@ -25,10 +25,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -52,6 +55,8 @@ FIELDS: dict[Any, set[str]] = {
     KVTransferConfig: {"kv_connector"},
     SpeculativeConfig: {"method"},
     AttentionSpec: {"block_size", "num_kv_heads", "head_size", "dtype"},
+    KVCacheConfig: {"kv_cache_groups"},
+    KVCacheGroupSpec: {"kv_cache_spec"},
     SchedulerOutput: {"num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids"},
     NewRequestData: {"req_id", "prompt_token_ids", "prompt_embeds", "num_computed_tokens"},
     CachedRequestData: {"resumed_req_ids"},
@@ -72,6 +77,8 @@ METHODS: dict[Any, tuple[str, ...]] = {
         "find_longest_cache_hit",
         "remove_skipped_blocks",
     ),
+    EngineCore: ("preprocess_add_request",),
+    EngineCoreRequest: ("resumable",),
     RunnerV2: ("execute_model", "prepare_attn"),
     GPUModelRunner: ("execute_model",),
     ModelConfig: ("is_encoder_decoder", "use_mla"),
@@ -92,6 +99,8 @@ def set_by_init(impl: Any) -> dict[Any, set[str]]:
         impl: _IMPL,
         Attention: _LAYER,
         LLM: {"llm_engine"},
+        EngineCore: {"scheduler"},
+        Scheduler: {"kv_cache_config"},
         SingleTypeKVCacheManager: {"block_size"},
         RunnerV2: {"vllm_config", "cudagraph_manager"},
         GPUModelRunner: {"vllm_config", "cudagraph_dispatcher", "input_batch"},
@@ -115,6 +124,7 @@ def calls_of(impl: Any, builder: Any) -> dict[Any, tuple[str, ...]]:
             "request_id", "processed_computed_tokens", "num_prompt_tokens",
         ),
         RunnerV2.prepare_attn: ("input_batch",),
+        EngineCore.preprocess_add_request: ("request",),
     }  # fmt: skip
 
 

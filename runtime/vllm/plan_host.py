@@ -191,9 +191,9 @@ class PlanHost:
             scale: of its softmax.
         """
         if layer.retains and self.retention:
-            k_1GKD = self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], self._longest).k
+            keys = self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], self._longest)
             q_1HWD = q_THD[-(layer.retains.observe or 0) :].transpose(0, 1)[None]
-            self.retention.warm_up(layer, Observed(q_1HWD, scale, softmax), k_1GKD)
+            self.retention.warm_up(layer, Observed(q_1HWD, scale, softmax), keys)
         for length in sorted({min(bound, self._longest) for bound in (*layer.bounds, self._longest)}, reverse=True):
             rows = min(len(q_THD), length)
             chunk = Chunk.uniform(1, length - rows, length)

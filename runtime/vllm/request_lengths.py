@@ -25,7 +25,6 @@ class Requests:
         self._prompts: dict[str, int] = {}
         self._open: dict[str, int] = {}  # tokens computed of prompts that are not complete
         self._order: Callable[[], Sequence[str]] | None = None
-        self.gone: list[str] = []  # requests that finished since anybody looked
         self.steps = 0  # begun so far
 
     @contextmanager
@@ -39,7 +38,6 @@ class Requests:
         for request in scheduled.finished:
             self._prompts.pop(request, None)
             self._open.pop(request, None)
-            self.gone.append(request)
         self._prompts.update(scheduled.prompts)
         self._open.update(scheduled.computed)
         self._open.update(dict.fromkeys(scheduled.resumed, 0))
@@ -58,6 +56,10 @@ class Requests:
             if self._open[request] >= self._prompts[request]:
                 del self._open[request]
         return single and max(rows.values()) == 1
+
+    def knows(self, request: str) -> bool:
+        """Whether the worker still has a request."""
+        return request in self._prompts
 
     def order(self, requests: Sequence[str]) -> None:
         """The rows of the step under way."""

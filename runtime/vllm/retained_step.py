@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsekv.kernels.backends import Fallback
+from sparsekv.kernels.keys import KeyView
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.retention import Observed, kept_rows
 from sparsekv.runtime.core.state import Gather
@@ -20,11 +21,11 @@ from sparsekv.runtime.vllm.kept_blocks import KeptBlocks
 from sparsekv.runtime.vllm.kept_tables import PromptRows, StepTables
 from sparsekv.runtime.vllm.request_lengths import Requests
 
-Pages = tuple[torch.Tensor, torch.Tensor]
+Pages = tuple[torch.Tensor, torch.Tensor]  # keys and values
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 """Writes keys and values, [K, G, D] each, to slots, int64 [K]."""
 
-_WARM_UP = "warm-up"
+_WARM_UP = "warm-up"  # no request, so that it is forgotten by the first one
 
 
 class Saved(NamedTuple):
@@ -46,7 +47,7 @@ class RetentionHost:
     """
 
     def __init__(
-        self, backend: str, fallback: Fallback, copy: Callable[[Pages, torch.Tensor, int], Any], rows: int,
+        self, backend: str, fallback: Fallback, copy: Callable[[Pages, torch.Tensor, int], KeyView], rows: int,
         gather: Gather | None,
     ) -> None:  # fmt: skip
         self.requests = Requests()
@@ -83,9 +84,8 @@ class RetentionHost:
                 self._saved.setdefault(rows.name, {})[layer.layer] = Saved(copied, rows.end)
 
     def _forget(self) -> None:
-        self._saved.pop(_WARM_UP, None)
-        while self.requests.gone:
-            self._saved.pop(self.requests.gone.pop(), None)
+        for name in [name for name in self._saved if not self.requests.knows(name)]:
+            del self._saved[name]
 
     def _drop(
         self, layer: LayerProgram, rows: PromptRows, observed: Observed, pages: Pages, table_P: torch.Tensor,
@@ -95,8 +95,7 @@ class RetentionHost:
         rows_1gK = self._choose(layer, rows.prompt, observed, keys.k, rows.kept)
         if rows_1gK is None:
             return
-        k_KGD, v_KGD = (x_1GKD.gather(2, _rows_of(rows_1gK, x_1GKD))[0].transpose(0, 1) for x_1GKD in (keys.k, keys.v))
-        write(k_KGD.contiguous(), v_KGD.contiguous(), _slots(rows.kept, rows.prompt, table_P, pages[0].shape[2]))
+        write(*_taken(keys, rows_1gK), _slots(rows.kept, rows.prompt, table_P, pages[0].shape[2]))
 
     def _choose(
         self, layer: LayerProgram, prompt: int, observed: Observed, k_1GKD: torch.Tensor, kept: KeptBlocks
@@ -109,22 +108,28 @@ class RetentionHost:
 
         return self._fallback.decode(call, self._backend, k_1GKD.device)
 
-    def warm_up(self, layer: LayerProgram, observed: Observed, k_1GKD: torch.Tensor) -> None:
-        """Chooses among these keys, so that kernels are compiled and memory is taken where the engine measures it; the
-        queries of one prompt are saved until the first step.
+    def warm_up(self, layer: LayerProgram, observed: Observed, keys: KeyView) -> None:
+        """Chooses among these keys and takes them, so that kernels are compiled and memory is taken where the engine
+        measures it; the queries of one prompt are saved until the first step.
 
         Args:
             layer: that drops tokens.
             observed: the last queries.
-            k_1GKD: of the longest prompt.
+            keys: of the longest prompt.
         """
         assert layer.retains is not None
-        length = k_1GKD.shape[2]
-        kept = KeptBlocks.of(layer.retains, 1)
-        if kept.dropped(length):
-            self._choose(layer, length, observed, k_1GKD, kept)
+        length = keys.k.shape[2]
+        rows_1gK = self._choose(layer, length, observed, keys.k, KeptBlocks.of(layer.retains, 1))
+        if rows_1gK is not None:
+            _taken(keys, rows_1gK)
         copied = Observed(observed.q_BHWD.clone(), observed.scale, observed.softmax)
         self._saved.setdefault(_WARM_UP, {})[layer.layer] = Saved(copied, 0)
+
+
+def _taken(keys: KeyView, rows_1gK: torch.Tensor) -> Pages:
+    """[K, G, D] each: keys and values."""
+    k_KGD, v_KGD = (x.gather(2, _rows_of(rows_1gK, x))[0].transpose(0, 1).contiguous() for x in (keys.k, keys.v))
+    return k_KGD, v_KGD
 
 
 def _rows_of(rows_1gK: torch.Tensor, x_1GKD: torch.Tensor) -> torch.Tensor:

@@ -170,6 +170,9 @@ def test_a_decode_whose_smallest_case_does_not_fit_is_refused_unless_its_plan_of
         (("prefill", "tiny-retriever", "--density", "0.1", "--allow-mismatch"), "--allow-mismatch"),
         (("prefill", "FOLDER", "--lengths", "512", "--tile", "64"), "--tile"),
         (("serve", "FOLDER", "--plan", "sparsekv.yaml", "--density", "20%"), "--density"),
+        (("serve", "FOLDER", "--keep", "64", "--budget", "64"), "--budget"),
+        (("serve", "FOLDER", "--keep", "64", "--dense-decode"), "--dense-decode"),
+        (("serve", "FOLDER", "--generated", "64"), "--generated"),
         (("neither",), "neither"),
     ],
 )

@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 from tiny_plans import every_head, info_of, plan_for
 
 from sparsekv.bench import random_model as random_models
-from sparsekv.bench.hand_plans import HandDecode, dense_up_to, dummy_plan, hand_plan
+from sparsekv.bench.hand_plans import HandDecode, dense_up_to, dummy_plan, hand_plan, kept_by_hand
 from sparsekv.bench.random_model import describe_named, random_model
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, computed_tiles
@@ -144,6 +144,15 @@ def test_budgets_that_are_shares_are_bounded_at_the_longest_context_and_hot_sets
     assert (plan.decode.offload.layers, plan.decode.offload.hot) == ((1, 2), tokens(4096))
     (plan,) = replace(hand, budget=fraction(0.5)).plans(info, 100_000)[0].values()
     assert plan.decode.offload.hot == tokens(100_000)
+
+
+def test_all_layers_but_three_keep_by_hand_and_a_model_without_others_is_refused(info):
+    deeper = info_of(tiny_model(layers=5))
+    (rule,), words = kept_by_hand(deeper, 64, 40)
+    assert (rule.layers, rule.keep, rule.generated) == ((3, 4), tokens(64), 40)
+    assert "layers 3-4 keep 64 + 132" in words
+    with pytest.raises(UsageError, match=r"--keep, found 3;"):
+        kept_by_hand(info_of(tiny_model(layers=3)), 64, 40)
 
 
 @pytest.mark.parametrize(("filters", "found"), [((3,), "3"), ((2,), "2"), ((0, 1, 2), "0-2"), ((0, 7), "7")])

@@ -1,9 +1,13 @@
-"""bench serve, as far as it needs no vLLM: which model is served, and how engines are set."""
+"""bench serve, as far as it needs no vLLM: which model is served, how engines are set, and when requests come."""
 
+import sys
+from types import SimpleNamespace
+
+import pytest
 import torch
 from transformers import AutoConfig
 
-from sparsekv.bench.serve import Load, ServeBench, served_model
+from sparsekv.bench.serve import Load, ServeBench, _arrivals, serve, served_model
 
 
 def test_random_weights_are_served_from_a_config_that_vllm_can_load_and_that_fits_the_prompts() -> None:
@@ -19,3 +23,50 @@ def test_engines_have_room_for_the_longest_request_and_for_all_that_come_at_once
     assert bench.engine["max_model_len"] == 1100
     assert bench.engine["max_num_seqs"] == 8
     assert "gpu_memory_utilization" not in bench.engine
+    assert "kv_cache_memory_bytes" not in bench.engine
+
+
+def test_engines_get_the_memory_for_keys_and_values_that_is_asked_for() -> None:
+    bench = ServeBench((Load(10, 10),), torch.device("cpu"), torch.float32, cache_bytes=5 << 20)
+    assert bench.engine["kv_cache_memory_bytes"] == 5 << 20
+
+
+def test_requests_come_at_random_as_many_a_minute_as_asked_and_the_same_in_every_run() -> None:
+    load = Load(10, 1, requests=2000, per_minute=120)
+    came = _arrivals(load, 0)
+    assert came == sorted(came) == _arrivals(load, 0)
+    assert came[-1] == pytest.approx(1000, rel=0.1)
+    assert _arrivals(Load(10, 1), 0) is None
+
+
+class OneAStep:
+    """An engine that answers one request a step with a token."""
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+        self.most = 0
+
+    def add_request(self, name: str, prompt: object, asked: object) -> None:
+        self.waiting.append(name)
+        self.most = max(self.most, len(self.waiting))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting)
+
+    def step(self) -> list[SimpleNamespace]:
+        answer = SimpleNamespace(token_ids=[1])
+        return [SimpleNamespace(request_id=self.waiting.pop(0), outputs=[answer], finished=True)]
+
+
+def test_prompts_are_given_when_their_time_has_come_or_as_many_at_a_time_as_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "sparsekv.runtime.vllm.internals", SimpleNamespace(greedy=lambda tokens: tokens))
+    engine, prompts = OneAStep(), [[1, 2]] * 6
+    found = serve(SimpleNamespace(llm_engine=engine), prompts, 1, 6, [0.0, 0.05, 0.05, 0.05, 0.1, 0.1])
+    assert engine.most >= 3
+    assert len(found.timings) == 6
+    assert max(one.last for one in found.timings) - min(one.given for one in found.timings) >= 0.1
+    engine = OneAStep()
+    serve(SimpleNamespace(llm_engine=engine), prompts, 1, 2)
+    assert engine.most == 2

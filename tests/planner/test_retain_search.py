@@ -118,3 +118,4 @@ def test_a_plan_keeps_its_share_of_bytes_is_verified_as_decode_and_says_what_els
 def test_what_needs_segments_is_refused_beside_it(other):
     with pytest.raises(UsageError, match="--retain"):
         PlanOptions(retain=0.3, **other)
+    assert PlanOptions(retain=0.3, host="vllm").retain == 0.3

@@ -7,21 +7,27 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 from model_folders import save_model
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 from transformers import PreTrainedModel
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_engine import Oracle, generate, make_engine, tokens_of
 from vllm_retained import Watch, drive, free_blocks, held_blocks, scheduler_of
 
+from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import AShape, BlockSparse, fraction, tokens
 from sparsekv.plans.schema import Plan
+from sparsekv.runtime.vllm.block_manager import retained_spec
 from sparsekv.runtime.vllm.internals import layer_number
 from sparsekv.runtime.vllm.kept_blocks import KeptBlocks
 
@@ -150,6 +156,28 @@ def test_no_block_is_shared_with_a_request_that_begins_alike(engine: Any) -> Non
     first, second = (generate(engine, [prompt], 6)[0] for _ in range(2))
     assert second.num_cached_tokens == 0
     assert tokens_of(second) == tokens_of(first)
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_a_request_whose_prompt_grows_is_refused(engine: Any, resumable: bool) -> None:
+    """What it would add attends to blocks that are freed."""
+    from vllm import SamplingParams
+
+    inside = engine.llm_engine
+    asked = inside.input_processor.process_inputs(
+        "one", {"prompt_token_ids": [1, 2, 3]}, SamplingParams(), ("generate",), resumable=resumable
+    )
+    with pytest.raises(UnsupportedError) if resumable else nullcontext():
+        inside.engine_core.engine_core.preprocess_add_request(asked)
+
+
+@pytest.mark.parametrize("more", [{"non_causal": True}, {"sliding_window": 64}], ids=str)
+def test_a_cache_of_which_more_is_said_is_refused(more: dict[str, Any]) -> None:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    kept = KeptBlocks.of(drops((0,), 50), 16)
+    assert retained_spec(spec, kept).page_size_bytes == spec.page_size_bytes
+    with pytest.raises(UnsupportedError):
+        retained_spec(replace(spec, **more), kept)
 
 
 def test_sparse_prefill_and_decode_segments_run_beside_layers_that_drop_tokens(
