@@ -191,10 +191,12 @@ class Session:
         return dense, sparse
 
     def why_dense(self, answer: Answer) -> str:
-        """Why nothing of an answer by the plan was sparse; empty where something was, or nothing was to be."""
-        follows = self.prefill or self.decode
-        if self.plan is None or self.exact or not follows or (self.decode and self.plan.retained):
+        """Why nothing of an answer by the plan was sparse, or that layers dropped tokens; else empty."""
+        if self.plan is None or self.exact or not (self.prefill or self.decode):
             return ""
+        if self.decode and self.plan.retained:
+            count, layers = len(self.plan.retained), self.plan.model.layers
+            return f"{count} of {layers} layers kept a part of the prompt: lossy, as the plan's kv_cache says"
         parts = ((self.prefill, self.plan.prefill), (self.decode, self.plan.decode))
         starts = [start for follows, part in parts if follows and part and (start := first_sparse(part.lengths))]
         if not starts:

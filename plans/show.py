@@ -133,13 +133,17 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
     """What `sparsekv show` prints, one thing after the other; `full` lists every head pattern of large layers."""
     parts: list[RenderableType] = [_facts(plan)]
     parts += _prefill(plan.prefill, plan.model, full) if plan.prefill else [Text("\nPrefill: dense at every length")]
-    parts += _decode(plan.decode, plan.model) if plan.decode else [Text("\nDecode: dense at every length")]
+    parts += _decode(plan.decode, plan.model) if plan.decode else [Text(f"\nDecode: dense {_over(plan)}")]
     parts += [_cache(plan.kv_cache)] if plan.kv_cache else []
     parts += _quality(plan.quality) if plan.quality else [Text("\nQuality: not measured")]
     parts += [_cost(plan.cost)] if plan.cost else []
     if refused := unsupported(plan):
         parts.append(Text("\n  ".join(("\nThis version cannot run this plan:", *refused))))
     return parts
+
+
+def _over(plan: Plan) -> str:
+    return "over what layers keep" if plan.retained else "at every length"
 
 
 def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
@@ -163,14 +167,15 @@ def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
 def _kept(plan: Plan) -> str:
     """What layers keep of a prompt beside its ends, rule by rule."""
     rules = [rule for rule in plan.kv_cache or () if rule.is_lossy]
-    return ", ".join(f"layers {format_ids(rule.layers)} {text_of(rule.keep)}" for rule in rules)
+    named = [("layer" if len(rule.layers) == 1 else "layers", rule) for rule in rules]
+    return ", ".join(f"{name} {format_ids(rule.layers)} {text_of(rule.keep)}" for name, rule in named)
 
 
 def _gains(phase: Literal["prefill", "decode"], plan: Plan) -> str:
     part: PrefillPlan | DecodePlan | None = getattr(plan, phase)
     # `same_as` names another bucket of the list
     if part is None or all(bucket.dense or getattr(bucket, "same_as", None) for bucket in part.lengths):
-        return f"{phase}: dense at every length"
+        return f"{phase}: dense {_over(plan) if phase == 'decode' else 'at every length'}"
     line = f"{phase}: sparse"
     if isinstance(part, DecodePlan):
         chosen = f"{len(part.sparse_layers)} of {plan.model.layers} layers read what {len(part.filter_layers)} choose"

@@ -41,17 +41,20 @@ def check_exact(exact: object, program: Program, model: PreTrainedModel) -> None
     """
     if exact not in (True, "decode"):
         raise UsageError(f'expected exact to be True, False or "decode", found {exact!r:.40}')
-    if not program.filters:
-        raise UsageError("expected a plan whose decode is sparse, to draft with, found one that is dense, or left out")
-    if program.remembers:
-        raise UnsupportedError(
-            f"expected filter layers that choose by the newest query alone, found that layer {program.remembers[0]} "
-            "looks at older ones, which drafts would leave behind; compile the plan with the selector `last`"
-        )
     if dropping := [layer.layer for layer in program.layers if layer.retains]:
         raise UnsupportedError(
             f"expected layers that keep all tokens, as dense attention has them, found that layer {dropping[0]} drops "
             "some; leave exact out, or make a plan without kv_cache"
+        )
+    if not program.filters:
+        raise UsageError(
+            "expected a plan whose decode is sparse, to draft with, found decode dense at every length; plan longer "
+            "--lengths, or with --no-crossover, or leave exact out"
+        )
+    if program.remembers:
+        raise UnsupportedError(
+            f"expected filter layers that choose by the newest query alone, found that layer {program.remembers[0]} "
+            "looks at older ones, which drafts would leave behind; compile the plan with the selector `last`"
         )
     if linear := linear_layers(model.config):
         raise UnsupportedError(

@@ -27,7 +27,7 @@ from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, check_layer, register
 from sparsekv.runtime.hf.cache import Progress, begin_pass, progress_of, sparse_cache
-from sparsekv.runtime.hf.describe import attention_modules, decoder_of
+from sparsekv.runtime.hf.describe import attention_modules, check_release, decoder_of
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
 from sparsekv.runtime.hf.ragged_rows import Columns, rows_of_pass, run_by_rows
 from sparsekv.runtime.model_config import attention_groups, linear_layers, rope_switch
@@ -41,14 +41,15 @@ def check_attachable(model: PreTrainedModel) -> None:
 
     Raises:
         UsageError: not a Hugging Face model, in training mode, or something is attached already.
-        UnsupportedError: an architecture that is not supported, layers that are not transformers' own, or a model
-            split by tensor parallelism.
+        UnsupportedError: an architecture or a release of transformers that is not supported, layers that are not
+            transformers' own, or a model split by tensor parallelism.
     """
     if not isinstance(model, PreTrainedModel):
         raise UsageError(
             f"expected a Hugging Face PreTrainedModel, found {type(model).__name__}; load it with load_model"
         )
     architecture_of(model.config.model_type)
+    check_release(model)
     if model.config._attn_implementation == NAME:
         raise UsageError(
             "a plan is applied to this model already; close or suspend that handle before applying another"

@@ -237,7 +237,10 @@ class SparseLayer(CacheLayerMixin):
 
     def _select(self, rows_B: torch.Tensor) -> None:
         if not self.progress.is_on_device or not isinstance(self.store, DeviceStore):
-            _refuse("other rows of a cache in host memory", "apply the plan with offload='never'")
+            dropped = isinstance(self.store, RetainedStore)
+            what = "whose layers drop tokens" if dropped else "in host memory"
+            instead = "generate with num_beams=1" if dropped else "apply the plan with offload='never'"
+            _refuse(f"other rows of a cache {what}", instead)
         self.store.select(rows_B.tolist())
         self.state.select(self.layer, rows_B)
 
