@@ -41,8 +41,7 @@ def check_attachable(model: PreTrainedModel) -> None:
 
     Raises:
         UsageError: not a Hugging Face model, in training mode, or something is attached already.
-        UnsupportedError: an architecture or a release of transformers that is not supported, layers that are not
-            transformers' own, or a model split by tensor parallelism.
+        UnsupportedError: an architecture, a release, layers or tensor parallelism that is not supported.
     """
     if not isinstance(model, PreTrainedModel):
         raise UsageError(
