@@ -234,16 +234,23 @@ def _first_difference(dense: Answer, sparse: Answer) -> int | None:
 def _comparison_text(dense: Answer, sparse: Answer) -> str:
     rows = [(name, told, sparse.facts()[name]) for name, told in dense.facts().items()]
     index, count = _first_difference(dense, sparse), dense.generation.new_tokens
-    lines = [f"{name} {answer.generation.text.strip()}" for name, answer in (("dense: ", dense), ("sparse:", sparse))]
-    lines += ["", columns([("", "dense", "sparse"), *rows], right=(1, 2)), ""]
+    name = _name(sparse)
+    lines = [
+        f"{title} {answer.generation.text.strip()}" for title, answer in (("dense: ", dense), (f"{name}:", sparse))
+    ]
+    lines += ["", columns([("", "dense", name), *rows], right=(1, 2)), ""]
     told = "all new tokens are the same" if index is None else f"the answers part at new token {index + 1} of {count}"
     return "\n".join([*lines, told, _gain(dense, sparse)])
+
+
+def _name(sparse: Answer) -> str:
+    return "exact" if sparse.drafted else "sparse"
 
 
 def _gain(dense: Answer, sparse: Answer) -> str:
     """What the plan gained, in a line."""
     one, other = dense.generation, sparse.generation
-    gained = f"sparse: prefill {one.prefill_seconds / other.prefill_seconds:.2f}x as fast as dense"
+    gained = f"{_name(sparse)}: prefill {one.prefill_seconds / other.prefill_seconds:.2f}x as fast as dense"
     if one.decode_seconds > 0 and other.decode_seconds > 0:
         ratio = (other.new_tokens - 1) / other.decode_seconds * one.decode_seconds / (one.new_tokens - 1)
         gained += f", decode {ratio:.2f}x"

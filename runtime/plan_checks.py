@@ -57,8 +57,8 @@ def check_target(
         again = "" if host == "transformers" else f" --host {host}"
         warnings.warn(
             f"cost and crossover of this plan were measured on {', '.join(measured)}, not on {here}: sparse may be "
-            f"slower than dense here. `sparsekv plan MODEL --profile FILE{again} -o PLAN` recompiles it for "
-            "this device",
+            f"slower than dense here. `sparsekv plan MODEL --dtype {dtype} --backend {backend}{again} -o PLAN` plans "
+            "for this, in seconds with --profile FILE where --profile-out saved one",
             PlanWarning,
             stacklevel=3,
         )
