@@ -122,13 +122,14 @@ def test_a_token_beyond_the_room_on_the_host_is_not_written() -> None:
 
 def test_the_newest_token_goes_to_its_place_in_the_ring() -> None:
     from sparsekv.kernels.decode.append import append_newest
-    from sparsekv.kernels.keys import KeyView
+    from sparsekv.kernels.keys import COLUMNS, HEAD, ROW, TOKEN, KeyView
 
     heads, size, slots = 2, 16, 5
     k, v = (torch.zeros(1, heads, slots + RING, size, device=DEVICE) for _ in range(2))
     new_k, new_v = (torch.randn(1, heads, 1, size, device=DEVICE) for _ in range(2))
     lengths_B = torch.tensor([31], dtype=torch.int32, device=DEVICE)
-    where_X = torch.tensor([0, 0, slots + RING], dtype=torch.int64, device=DEVICE)
+    where_X = torch.zeros(COLUMNS, dtype=torch.int64, device=DEVICE)
+    where_X[[HEAD, TOKEN, ROW]] = torch.tensor([slots + RING, 1, heads * (slots + RING)], device=DEVICE)
     append_newest(KeyView(k, v, lengths_B, None, where_X), new_k, new_v, (slots, RING))
     for cached, new in ((k, new_k), (v, new_v)):
         assert torch.equal(cached[:, :, slots + 30 % RING], new[:, :, 0])
