@@ -28,11 +28,13 @@ import numpy as np
 import torch
 
 from sparsekv.planner.evaluation.predictions import divergence
+from sparsekv.planner.gates import ERROR, FINDING
 from sparsekv.planner.job import Job, job_of
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.profile.calibration import CalibrationPrompt, held_out, whole_prompt
 from sparsekv.planner.progress import BarProgress, Progress
 from sparsekv.planner.retain_search import by_hand, retention_trials, rule_of, search_retention
+from sparsekv.planner.sequential import Range, is_above
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.plans.patterns import tokens
 from sparsekv.plans.phases import Retention
@@ -72,7 +74,7 @@ def rules_at(job: Job, progress: Progress | None = None) -> dict[str, Rules]:
     assert options.retain is not None, "asked for below"
     ours, told = search_retention(job, progress)
     (progress or Progress()).say("\n".join(told))
-    layouts = {_NAMES[name]: layout for name, layout in by_hand(layers, options, length).items()}
+    layouts = {_NAMES[name]: layout for name, layout in by_hand(layers, options.retain, length).items()}
     even, kept = rule_of((0,), layouts["evenly"][layers[0]]), round(options.retain * length)
     snap = {"keep": tokens(kept - _SNAP), "sink": 0, "recent": _SNAP, "observe": _SNAP, "heads": "per_kv_head"}
     alike = {"snapkv": snap, "sinks and window": {"keep": tokens(0), "recent": kept - _SINK}, RANDOM: {}}
@@ -128,7 +130,7 @@ def kept_share(rules: Rules, layers: Sequence[int], length: int) -> float:
 
 
 def lines(found: Mapping[str, Found], length: int) -> Iterator[str]:
-    """A table in Markdown; accuracy is of the tasks that dense solves."""
+    """A table in Markdown; accuracy is of the tasks that dense solves, and a star says that a drop of it is shown."""
     dense = found[DENSE].right
     solved = [task for task, right in dense.items() if task != "perplexity" and np.mean(right) >= Gate().solved]
     yield f"| at {format_length(length)} | bytes | nats | lost / won of {sum(len(dense[one]) for one in solved)} | " + (
@@ -138,8 +140,16 @@ def lines(found: Mapping[str, Found], length: int) -> Iterator[str]:
     for name, own in found.items():
         pairs = [pair for task in solved for pair in zip(dense[task], own.right[task], strict=True)]
         lost, won = (sum(pair == changed for pair in pairs) for changed in ((True, False), (False, True)))
-        tasks = " | ".join(f"{100 * np.mean(own.right[task]):.0f}%" for task in solved)
+        tasks = " | ".join(
+            f"{100 * np.mean(own.right[task]):.0f}%{'*' * drop_shown(dense[task], own.right[task])}" for task in solved
+        )
         yield f"| {name} | {own.share:.3f} | {np.mean(own.nats):.3g} | {lost} / {won} | {tasks} |"
+
+
+def drop_shown(before: Sequence[bool], after: Sequence[bool]) -> bool:
+    """Whether right answers were lost, by the paired test of the gates."""
+    rounds = [[float(was) - float(is_now)] for was, is_now in zip(before, after, strict=True)]
+    return is_above(rounds, FINDING, Range(-1.0, 1.0, 0.0, 0.1), ERROR)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from sparsekv.kernels.triton_support import soft_cap
 _LOG2_E = math.log2(math.e)
 _RANGE = 4096  # keys of a program of the first pass, or more
 _MOST_RANGES = 64
-_ROWS, _KEYS = 64, 64
+_ROWS, _KEYS, _WARPS = 64, 64, 4
 
 
 def attention_sums(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, softmax: Softmax) -> torch.Tensor:
@@ -37,7 +37,7 @@ def attention_sums(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, sof
     shared = (*q_BHWD.stride()[:3], *k_BGSD.stride()[:3], scale * _LOG2_E, groups, window, rows, keys)
     options: dict[str, Any] = {
         "CAP": softmax.cap * _LOG2_E, "D": size, "BLOCK_D": triton.next_power_of_2(size), "BLOCK_M": _ROWS,
-        "BLOCK_N": _KEYS, "num_warps": 4,
+        "BLOCK_N": _KEYS, "num_warps": _WARPS,
     }  # fmt: skip
     with torch.cuda.device_of(k_BGSD):
         stats_kernel[(triton.cdiv(rows, _ROWS), ranges, batch * groups)](
@@ -62,14 +62,15 @@ def _joined(stats_2GRX: torch.Tensor, softmax: Softmax, groups: int) -> torch.Te
 
 @no_type_check
 @triton.jit
-def _scores(q_MD, k_DN, row_M, key_N, scale, window, rows, keys, CAP: tl.constexpr):
-    """Scaled scores to the base of 2; -inf where a row does not see a key."""
+def _scores(q_MD, k_DN, row_M, key_N, scale, window, keys, CAP: tl.constexpr, HIDDEN: tl.constexpr):
+    """Scaled scores to the base of 2; -inf where a row does not see a key, if there are such."""
     s_MN = tl.dot(q_MD, k_DN, input_precision="ieee") * scale
     if CAP > 0.0:
         s_MN = soft_cap(s_MN, CAP)
-    position_M = keys - window + row_M % window
-    seen_MN = (key_N[None, :] <= position_M[:, None]) & (row_M < rows)[:, None]
-    return tl.where(seen_MN, s_MN, float("-inf"))
+    if HIDDEN:
+        position_M = keys - window + row_M % window
+        s_MN = tl.where(key_N[None, :] <= position_M[:, None], s_MN, float("-inf"))
+    return s_MN
 
 
 @no_type_check
@@ -106,14 +107,17 @@ def stats_kernel(
     most_M = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     sum_M = tl.zeros((BLOCK_M,), tl.float32)
     first = tl.program_id(1) * span
-    for start in range(first, tl.minimum(first + span, keys), BLOCK_N):
-        key_N = start + tl.arange(0, BLOCK_N)
-        k_DN = _keys(k_base, key_N, keys, k_stride_S, D, BLOCK_D)
-        s_MN = _scores(q_MD, k_DN, row_M, key_N, scale, window, rows, keys, CAP)
-        new_M = tl.maximum(most_M, tl.max(s_MN, 1))
-        safe_M = tl.where(new_M == float("-inf"), 0.0, new_M)
-        sum_M = sum_M * tl.exp2(most_M - safe_M) + tl.sum(tl.exp2(s_MN - safe_M[:, None]), 1)
-        most_M = new_M
+    seen = (keys - window + 1) // BLOCK_N * BLOCK_N  # by every row
+    for HIDDEN in tl.static_range(2):
+        begin = tl.maximum(first, seen) if HIDDEN else first
+        for start in range(begin, tl.minimum(first + span, keys if HIDDEN else seen), BLOCK_N):
+            key_N = start + tl.arange(0, BLOCK_N)
+            k_DN = _keys(k_base, key_N, keys, k_stride_S, D, BLOCK_D)
+            s_MN = _scores(q_MD, k_DN, row_M, key_N, scale, window, keys, CAP, HIDDEN)
+            new_M = tl.maximum(most_M, tl.max(s_MN, 1))
+            safe_M = tl.where(new_M == float("-inf"), 0.0, new_M)
+            sum_M = sum_M * tl.exp2(most_M - safe_M) + tl.sum(tl.exp2(s_MN - safe_M[:, None]), 1)
+            most_M = new_M
     at_M = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * rows + row_M
     tl.store(most_ptr + at_M, most_M, mask=row_M < rows)
     tl.store(sum_ptr + at_M, sum_M, mask=row_M < rows)
@@ -133,10 +137,14 @@ def sums_kernel(
     key_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k_DN = _keys(k_ptr + batch * k_stride_B + group * k_stride_G, key_N, keys, k_stride_S, D, BLOCK_D)
     sum_N = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(0, rows, BLOCK_M):
-        row_M = start + tl.arange(0, BLOCK_M)
-        q_MD = _queries(q_base, row_M, rows, window, q_stride_H, q_stride_W, D, BLOCK_D)
-        s_MN = _scores(q_MD, k_DN, row_M, key_N, scale, window, rows, keys, CAP)
-        lse_M = tl.load(lse_ptr + tl.program_id(1).to(tl.int64) * rows + row_M, mask=row_M < rows, other=0.0)
-        sum_N += tl.sum(tl.exp2(s_MN - lse_M[:, None]), 0)
+    lse_base = lse_ptr + tl.program_id(1).to(tl.int64) * rows
+    is_seen = (tl.program_id(0) + 1) * BLOCK_N <= keys - window + 1  # by every row
+    seen, hidden = tl.where(is_seen, rows, 0), tl.where(is_seen, 0, rows)
+    for HIDDEN in tl.static_range(2):
+        for start in range(0, hidden if HIDDEN else seen, BLOCK_M):
+            row_M = start + tl.arange(0, BLOCK_M)
+            q_MD = _queries(q_base, row_M, rows, window, q_stride_H, q_stride_W, D, BLOCK_D)
+            s_MN = _scores(q_MD, k_DN, row_M, key_N, scale, window, keys, CAP, HIDDEN)
+            lse_M = tl.load(lse_base + row_M, mask=row_M < rows, other=float("inf"))
+            sum_N += tl.sum(tl.exp2(s_MN - lse_M[:, None]), 0)
     tl.store(sums_ptr + tl.program_id(1).to(tl.int64) * keys + key_N, sum_N, mask=key_N < keys)

@@ -75,7 +75,7 @@ def search_retention(job: Job, progress: Progress | None = None) -> tuple[tuple[
             layouts = in_few_groups(layers, damage_LC, options, length)
         else:
             beside = allocated(layers, damage_beside(alone, layers, mean), options, length)
-            layouts = {"by damage": beside, "by damage alone": alone, **by_hand(layers, options, length)}
+            layouts = {"by damage": beside, "by damage alone": alone, **by_hand(layers, _retain(options), length)}
         together = mean(list(layouts.values()))
     name, layout = list(layouts.items())[int(together.argmin())]
     told = ", ".join(f"{other} {kl:.3g}" for other, kl in zip(layouts, together, strict=True))
@@ -125,7 +125,7 @@ def in_few_groups(layers: Sequence[int], damage_LC: np.ndarray, options: Settled
             name = f"{share:.0%} in {few} layers"
             layouts[name], expected[name] = {layers[at]: share for at in least}, float(damage_LC[least, slot].sum())
     best = sorted(layouts, key=expected.__getitem__)[:_FEW_LAYOUTS]
-    hand = by_hand(layers, options, length)
+    hand = by_hand(layers, _retain(options), length)
     return {name: layouts[name] for name in best} | {name: hand[name] for name in hand.keys() & {"evenly"}}
 
 
@@ -140,15 +140,15 @@ def _fewest(count: int, kept: float, share: float) -> int:
     return 0
 
 
-def by_hand(layers: Sequence[int], options: Settled, length: int) -> dict[str, Layout]:
-    """What is settled by hand, at the same bytes; what would keep less than nothing is left out."""
-    edges, mean, count = (_SINK + _RECENT) / length, _retain(options), len(layers)
+def by_hand(layers: Sequence[int], retain: float, length: int) -> dict[str, Layout]:
+    """What is settled by hand for a share of the bytes; what would keep less than nothing is left out."""
+    edges, count = (_SINK + _RECENT) / length, len(layers)
     later = layers[_WHOLE_FIRST:]
-    least = max(mean / _STEEPNESS, edges)
-    kept = np.linspace(2 * mean - least, least, count).clip(max=1.0)
+    least = max(retain / _STEEPNESS, edges)
+    kept = np.linspace(2 * retain - least, least, count).clip(max=1.0)
     shares: dict[str, dict[int, float]] = {
-        "evenly": dict.fromkeys(layers, mean - edges),
-        "behind whole first layers": dict.fromkeys(later, (mean * count - _WHOLE_FIRST) / max(1, len(later)) - edges),
+        "evenly": dict.fromkeys(layers, retain - edges),
+        "behind whole first layers": dict.fromkeys(later, (retain * count - _WHOLE_FIRST) / max(1, len(later)) - edges),
         "as a pyramid": dict(zip(layers, (kept - edges).tolist(), strict=True)),
     }
     return {name: layout for name, layout in shares.items() if layout and min(layout.values()) >= 0}

@@ -62,7 +62,7 @@ def test_layers_that_lose_most_keep_most_and_bytes_are_what_was_asked_for():
     options = settled()
     layout = allocated(layers, damage, options, 8192)
     assert layout.get(3, 1.0) > max(layout[0], layout[1])
-    for found in (layout, *by_hand(layers, options, 8192).values()):
+    for found in (layout, *by_hand(layers, options.retain, 8192).values()):
         assert 0.3 < retain_search._spent(layers, found, 8192) <= 0.4 + 1e-3
     with pytest.raises(UsageError, match="--retain of at least"):
         allocated(layers, damage, options.but(retain=0.02), LENGTH)
