@@ -33,7 +33,7 @@ from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import parse_lengths
 from sparsekv.runtime.hf.apply import Handle, apply
-from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.runtime.hf.cache import CACHE_NAME, SparseLayer
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.model_config import device_name
 from sparsekv.runtime.stores.device import DeviceStore
@@ -180,11 +180,11 @@ def growth(subject: BenchModel, args: argparse.Namespace) -> Found:
     with applied(subject, args, "virtual") as handle, mapping() as spent:
         cache, tokens, began, addresses = handle.new_cache(1, answer=0), 0, time.perf_counter(), set()
         while tokens < 1 << 18:
-            model(ids_1S, past_key_values=cache, logits_to_keep=1)
+            model(ids_1S, logits_to_keep=1, **{CACHE_NAME: cache})
             tokens += 1024
             if tokens & (tokens - 1) == 0:
                 for step in range(16):
-                    model(ids_1S[:, step : step + 1], past_key_values=cache, logits_to_keep=1)
+                    model(ids_1S[:, step : step + 1], logits_to_keep=1, **{CACHE_NAME: cache})
                 for store in stores_of(cache):
                     store.truncate((tokens,))
             addresses.add(tuple(x.data_ptr() for store in stores_of(cache) for x in store.tensors))
@@ -228,16 +228,16 @@ def _step_ms(
     """Milliseconds of a step; and what was spent before the first one."""
     model: Any = subject.model
     layouts = layouts_of(model)
-    cache: Any = model(torch.ones((1, 1), dtype=torch.int64, device=model.device)).past_key_values
+    cache: Any = model(torch.ones((1, 1), dtype=torch.int64, device=model.device))[CACHE_NAME]
     fill((layer for layer in cache.layers if isinstance(layer, SparseLayer)), length - 1, layouts, 0)
     ids_11 = torch.ones((1, 1), dtype=torch.int64, device=model.device)
     for _ in range(4):
-        model(ids_11, past_key_values=cache, logits_to_keep=1)
+        model(ids_11, logits_to_keep=1, **{CACHE_NAME: cache})
     before = dict(spent or {})
 
     def run() -> None:
         for _ in range(count):
-            model(ids_11, past_key_values=cache, logits_to_keep=1)
+            model(ids_11, logits_to_keep=1, **{CACHE_NAME: cache})
 
     seconds = _seconds(run, model.device)
     assert handle.steps is not None
@@ -287,7 +287,7 @@ def batch(subject: BenchModel, args: argparse.Namespace) -> Found:
 
             def run() -> None:
                 nonlocal cache
-                cache = model(ids_BS, attention_mask=mask_BS, logits_to_keep=1).past_key_values
+                cache = model(ids_BS, attention_mask=mask_BS, logits_to_keep=1)[CACHE_NAME]
 
             padded.append(_seconds(run, model.device))
         stored = sum(ROWS) * 2 * sum(map(token_bytes, layouts_of(model)))

@@ -25,7 +25,7 @@ from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.attention import Phase
-from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.runtime.hf.cache import CACHE_NAME, SparseLayer
 from sparsekv.runtime.hf.drafts import DraftLength, Verdict
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.stores.store import Layout
@@ -160,8 +160,9 @@ class DecodeRuns:
         warm_up = self.bench.warm_up
         clock, new = _Clock(device, begin, ids_BS.shape[1] + warm_up), warm_up + self.bench.new_tokens
         generate: Any = self.model.generate
-        options = {"attention_mask": torch.ones_like(ids_BS), "max_new_tokens": new, "stopping_criteria": [clock]}
-        generate(ids_BS, past_key_values=cache, **options)
+        mask_BS = torch.ones_like(ids_BS)
+        options = {CACHE_NAME: cache, "attention_mask": mask_BS, "max_new_tokens": new, "stopping_criteria": [clock]}
+        generate(ids_BS, **options)
         return (clock.latest() - clock.began) / self.bench.new_tokens * 1e3
 
     def result(self, handle: Handle, cache: Cache, milliseconds: float) -> Run:

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from sparsekv.cli.output import tell
 from sparsekv.planner.flags import Flag, Options, text
 from sparsekv.planner.options import Hardware, check_lengths
-from sparsekv.plans.aliases import PLAN_NAME, ModelSource, is_hub_id, names_gguf, resolve_model, without_plan
+from sparsekv.plans.aliases import PLAN_NAME, ModelSource, is_alias, is_hub_id, names_gguf, resolve_model, without_plan
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
@@ -343,6 +343,11 @@ def plan_file(place: Path) -> Path:
         raise UsageError(
             f"expected a plan file, or a folder with {PLAN_NAME} in it, found the folder {place} without one; name the "
             f"plan's file, or make the plan of a model in it: sparsekv plan {place} -o {beside}"
+        )
+    if is_alias(str(place)) and not os.path.exists(place):
+        raise UsageError(
+            f"expected a plan file, or a folder or hub repository with {PLAN_NAME} in it, found {place}, the alias of "
+            f"a model; make its plan, and name that: sparsekv plan {place} -o {PLAN_NAME}"
         )
     if not _names_repository(place):
         return place  # the reader of the file says what is wrong with it

@@ -281,7 +281,8 @@ class MemoryEstimate:
         from sparsekv.runtime.stores.pinned import spare_beside
 
         model, placement = self.model, self.model.place(request, self.available)
-        use = model.use(request, placement)
+        use, context = model.use(request, placement), model.size.info.context_length
+        longest = model.longest(request, self.available)
         host_spare = spare_beside(model.host(use))
         working = {"prefill": use.prefill, "decode": use.decode}
         on_device = {"weights": use.weights, "kv": use.kv_device, "hot_set": use.hot_set, **working, "spare": use.spare}
@@ -291,7 +292,7 @@ class MemoryEstimate:
             "prompt_tokens": request.prompt,
             "new_tokens": request.answer,
             "batch": request.batch,
-            "context_length": model.size.info.context_length,
+            "context_length": context,
             "host_layers": sorted(placement.layers) if use.kv_host else [],
             "device": on_device | {"needed": use.device, "available": self.available.device},
             "host": {
@@ -301,8 +302,8 @@ class MemoryEstimate:
                 "available": self.available.host,
             },
             "on_cpu": model.on_cpu,
-            "fits": model.fits(use, self.available),
-            "longest_prompt": model.longest(request, self.available),
+            "fits": request.prompt < context and model.fits(use, self.available),
+            "longest_prompt": None if longest is None else min(longest, context - 1),  # room for a token of the answer
         }
 
 
@@ -380,8 +381,8 @@ def _longest(data: dict[str, Any]) -> str:
         return "how long a prompt fits is unknown: this machine does not tell how much memory it has"
     if not longest:
         return f"no prompt fits{_way_out(data)}"
-    beyond = f"; the model's own context is {context:,}" if longest + data["new_tokens"] > context else ""
-    return f"longest prompt that fits: {longest:,} tokens{beyond}"
+    bound = ", by the model's own context" if longest == context - 1 else ""
+    return f"longest prompt that fits: {longest:,} tokens{bound}"
 
 
 def _way_out(data: dict[str, Any]) -> str:

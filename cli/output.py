@@ -123,10 +123,10 @@ def quality_table(quality: Quality) -> str:
 
 def _gates_table(quality: Quality) -> str:
     """What was shown of each gate; empty where nothing was held against one."""
-    from sparsekv.plans.show import CLAIM_HEADER, claim_rows
+    from sparsekv.plans.show import CLAIM_CAPTION, CLAIM_HEADER, claim_rows
 
-    rows = list(claim_rows(quality))
-    return columns([tuple(map(str.lower, CLAIM_HEADER)), *rows], right=(3, 4, 5, 6)) if rows else ""
+    rows = [tuple(map(str.lower, CLAIM_HEADER)), *claim_rows(quality)]
+    return f"{columns(rows, right=(3, 4, 5, 6))}\n{CLAIM_CAPTION}" if rows[1:] else ""
 
 
 def agreement_table(quality: Quality) -> str:

@@ -97,7 +97,7 @@ def plan(flags: PlanFlags) -> None:
         subject = subject.checked(flags, wanted.lengths)
     # Imports torch and transformers, which takes seconds: what is wrong with the call was said by now.
     from sparsekv.planner.plan import compile_plan
-    from sparsekv.planner.profile.resume import only_run
+    from sparsekv.planner.profile.resume import left_aside, only_run
     from sparsekv.planner.progress import BarProgress
 
     progress = BarProgress()
@@ -113,6 +113,8 @@ def plan(flags: PlanFlags) -> None:
         if not flags.profile:
             flags.resume.unlink(missing_ok=True)
     _tell(result, flags, time.monotonic() - started)
+    for other in [] if flags.profile else left_aside(flags.resume):
+        tell(f"{other} is left of a run with other options, which goes on from it; remove it if that one is not wanted")
 
 
 def _measured(flags: PlanFlags, wanted: PlanOptions) -> Measured:

@@ -19,7 +19,7 @@ from sparsekv.planner.own_prompts import GivenPrompt, digest_of, set_aside
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
-from sparsekv.plans.schema import Plan, check_model, to_data
+from sparsekv.plans.schema import NOTHING_SPARSE, Plan, check_model, to_data
 from sparsekv.plans.show import verdict
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def verify(flags: VerifyFlags) -> None:
         file = _own_file(subject)
         before = read_text(file)
         found = parse_plan(before, str(file))
-    if all(bucket.dense for bucket in found.buckets):
+    if found.is_dense:
         _tell_nothing_sparse(found, subject, flags.as_json)
         return
     asked = flags.options(found)
@@ -153,11 +153,10 @@ def _aside(plan: Plan, file: Path | None) -> tuple[GivenPrompt, ...]:
 
 
 def _tell_nothing_sparse(plan: Plan, subject: Subject, as_json: bool) -> None:
-    reason = "nothing in it is sparse, so that there is nothing to verify"
     if as_json:
-        emit_json({"passed": True, "verified": False, "reasons": [reason], "quality": None})
+        emit_json({"passed": True, "verified": False, "reasons": [NOTHING_SPARSE], "quality": None})
     else:
-        emit(_verdict(plan, subject, (reason,)))
+        emit(_verdict(plan, subject, ()))
 
 
 def _write(result: Verification, plan: Plan, file: Path, before: str, facts: dict[str, Any]) -> None:

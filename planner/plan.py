@@ -48,7 +48,7 @@ from sparsekv.planner.verify import planned_phases, verify
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
-from sparsekv.plans.schema import Estimate, Plan, Prediction, Provenance, Quality, Target
+from sparsekv.plans.schema import NOTHING_SPARSE, Estimate, Plan, Prediction, Provenance, Quality, Target
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_model
@@ -57,7 +57,6 @@ from sparsekv.runtime.plan_checks import overload, warn_of_spinning
 
 MOST_ATTEMPTS = 6  # before what misses goes dense
 _USED_UP = "undecided: earlier attempts saw all {} prompts that were set aside; give more --prompts"
-_NOTHING_SPARSE = "nothing in it is sparse, so that nothing of it was measured"
 _UNSOLVED = "dense solves no task here: how far the plan is from dense was measured, what it does to answers was not"
 
 
@@ -223,7 +222,7 @@ def _verified(
         reasons |= reasons_by_phase(verdict.missed, verdict.reasons)
         used, plan = stricter, compile_once(job.model, stricter, measured, cost, stages, kv_cache)
     else:
-        said = (_NOTHING_SPARSE,)
+        said = (NOTHING_SPARSE,)
     used = used.but(dense=went_dense(first, plan, measured))
     plan = plan.model_copy(update={"provenance": _provenance(used, measured, cost, job.held_out)})
     return _Found(plan, used, attempts, (*said, *dense_remarks(used, reasons)))

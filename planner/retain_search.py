@@ -78,9 +78,12 @@ def search_retention(job: Job, progress: Progress | None = None) -> tuple[tuple[
             layouts = {"by damage": beside, "by damage alone": alone, **by_hand(layers, _retain(options), length)}
         together = mean(list(layouts.values()))
     name, layout = list(layouts.items())[int(together.argmin())]
-    told = ", ".join(f"{other} {kl:.3g}" for other, kl in zip(layouts, together, strict=True))
-    dropped = 1 - _spent(layers, layout, length)
-    return rules_of(job.model, layout), (f"{dropped:.0%} of the cache is dropped {name}; nats of each layout: {told}",)
+    others = [f"{other} {kl:.3g}" for other, kl in zip(layouts, together, strict=True) if other != name]
+    told = (
+        f"{1 - _spent(layers, layout, length):.0%} of the cache is dropped; of {len(layouts)} layouts of as many bytes "
+        f'"{name}" is nearest to dense: {together.min():.3g} nats on calibration prompts ({", ".join(others)})'
+    )
+    return rules_of(job.model, layout), (told,)
 
 
 def damage_beside(layout: Layout, layers: Sequence[int], mean: Callable[[Sequence[Layout]], np.ndarray]) -> np.ndarray:
@@ -122,7 +125,7 @@ def in_few_groups(layers: Sequence[int], damage_LC: np.ndarray, options: Settled
         few = _fewest(len(layers), kept, _retain(options))
         least = sorted(damage_LC[:, slot].argsort(kind="stable")[:few].tolist())
         if few:
-            name = f"{share:.0%} in {few} layers"
+            name = f"{few} layers keep {share:.0%}"
             layouts[name], expected[name] = {layers[at]: share for at in least}, float(damage_LC[least, slot].sum())
     best = sorted(layouts, key=expected.__getitem__)[:_FEW_LAYOUTS]
     hand = by_hand(layers, _retain(options), length)

@@ -100,6 +100,11 @@ def is_hub_id(name: str) -> bool:
     return bool(_HUB_ID.fullmatch(name))
 
 
+def is_alias(name: str) -> bool:
+    """Whether it is the short name of a checkpoint."""
+    return any(alias.name == name.lower() for alias in ALIASES)
+
+
 def without_plan(model: str, found: str) -> str:
     """The message for a plan that is not where the plan of `model` was looked for."""
     return (

@@ -31,6 +31,7 @@ from sparsekv.plans.types import (
 KIND = "sparsekv.plan"
 SCHEMA_VERSION = 1
 SCHEMA_FILE = "sparsekv-plan-v1.schema.json"
+NOTHING_SPARSE = "nothing in it is sparse, so that there is nothing to verify"
 """What editors look for beside a plan; `sparsekv schema` prints it."""
 
 Status = Literal["imported", "unverified", "verified"]
@@ -301,6 +302,11 @@ class Plan(Part):
         """The length buckets of both phases."""
         prefill, decode = self.prefill, self.decode
         return (*(prefill.lengths if prefill else ()), *(decode.lengths if decode else ()))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all layers attend to everything, at every length."""
+        return not self.retained and all(bucket.dense for bucket in self.buckets)
 
 
 def to_data(part: BaseModel) -> dict[str, Any]:

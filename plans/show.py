@@ -25,7 +25,7 @@ from sparsekv.plans.phases import (
     Retention,
     reach,
 )
-from sparsekv.plans.schema import Agreement, Cost, Plan, Quality, Score, Target, to_data, unsupported
+from sparsekv.plans.schema import NOTHING_SPARSE, Agreement, Cost, Plan, Quality, Score, Target, to_data, unsupported
 from sparsekv.plans.types import Part, format_ids, format_length
 
 _LONG = 6
@@ -149,13 +149,12 @@ def _over(plan: Plan) -> str:
 def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
     """A line each: what is sparse and what it is predicted to gain, where exact output pays if that is known, what is
     dropped where something is, the status with its reason, the next command."""
-    nothing = not plan.retained and all(bucket.dense for bucket in plan.buckets)  # dense is nothing to verify
-    is_done = plan.status == "verified" or nothing
+    is_done = plan.status == "verified" or plan.is_dense
     command = f"sparsekv run --plan {file}" if is_done else f"sparsekv verify --plan {file} --write --verify-time 1800"
     measured = (plan.quality.both, plan.quality.prefill, plan.quality.decode) if plan.quality else ()
     found = next((one.agreement for one in measured if one and one.agreement), None)
     evidence = plan.quality.evidence if plan.quality else None
-    reason = reason or (evidence.reason or "" if evidence else "")
+    reason = NOTHING_SPARSE if plan.is_dense else reason or (evidence.reason or "" if evidence else "")
     if not reason and found:
         reason = f"{found.kl:.2g} nats from dense on {found.samples} held-out samples"
     status = f"status: {plan.status}" + (f", {reason}" if reason else "" if plan.quality else ", never measured")
@@ -307,6 +306,7 @@ def _quality(quality: Quality) -> Iterator[RenderableType]:
         yield _table("\nAgreement with dense, with 95% intervals", "  ".join(AGREEMENT_HEADER), rows, "Samples")
     if rows := list(claim_rows(quality)):
         yield _table("\nGates", "  ".join(CLAIM_HEADER), rows, "Prompts  Mean  Shown below  Gate")
+        yield Text(CLAIM_CAPTION)
     if quality.evidence and quality.evidence.excludes:
         yield Text(f"verified excludes, {quality.evidence.excludes}")
 
@@ -326,6 +326,10 @@ def agreement_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
         yield from (("", task, *_agreed(found)) for task, found in tasks if found is not None)
 
 
+CLAIM_CAPTION = """\
+mean over prompts of what the plan loses beyond rounding: divergence in nats; else shares, of prompts
+that broke (failed), right answers (accuracy), dense's likeliest tokens (agreement), dense's texts
+(exact). A gate is met where the mean is shown to be below it."""
 CLAIM_HEADER = ("Phase", "Figure", "Over", "Prompts", "Mean", "Shown below", "Gate", "Outcome")
 
 

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsekv.planner.evaluation.batches import Batch
 from sparsekv.planner.tasks import matches
+from sparsekv.runtime.hf.cache import CACHE_NAME
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import rope_switch
@@ -36,8 +37,8 @@ def prefill(model: Any, ids_BS: torch.Tensor, chunk: int | None, keep: int = 1, 
     for piece in torch.split(ids_BS, piece_sizes(tokens, chunk, rope_switch(model.config)) if chunk else [tokens], 1):
         after -= piece.shape[1]
         wanted = max(1, min(piece.shape[1], keep - after))  # rows of this piece among the last `keep` of all
-        out = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=wanted)
-        cache = out.past_key_values
+        out = model(input_ids=piece, use_cache=True, logits_to_keep=wanted, **{CACHE_NAME: cache})
+        cache = out[CACHE_NAME]
         if keep > after:
             logits.append(out.logits)
     return Prefilled(torch.cat(logits, 1), cache)
@@ -52,7 +53,7 @@ def after_prompt(model: Any, prompts: Prefilled, text_BA: torch.Tensor, *, stepw
     """
     rows = [prompts.logits_BKV]
     for piece in torch.split(text_BA, 1 if stepwise else text_BA.shape[1], 1):
-        rows.append(model(input_ids=piece, past_key_values=prompts.cache, use_cache=True).logits)
+        rows.append(model(input_ids=piece, use_cache=True, **{CACHE_NAME: prompts.cache}).logits)
     return torch.cat(rows, 1).float()
 
 
@@ -60,7 +61,7 @@ def continued(model: Any, prompts: Prefilled, tokens: int) -> torch.Tensor:
     """[B, G]: so many tokens, each the likeliest; the cache grows with them."""
     picked = [prompts.logits_BKV.argmax(-1)]
     while len(picked) < tokens:
-        picked.append(model(input_ids=picked[-1], past_key_values=prompts.cache, use_cache=True).logits.argmax(-1))
+        picked.append(model(input_ids=picked[-1], use_cache=True, **{CACHE_NAME: prompts.cache}).logits.argmax(-1))
     return torch.cat(picked, 1)
 
 

@@ -238,6 +238,12 @@ def _aside(path: Path, header: str) -> Path:
     return path.with_name(f"{path.name}.{header.split()[-1][:8]}")
 
 
+def left_aside(path: Path) -> list[Path]:
+    """The records of runs with other options that stopped at `path` and were not taken up again."""
+    name = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{8}}")
+    return sorted(one for one in path.parent.iterdir() if name.fullmatch(one.name))
+
+
 @contextmanager
 def _told(path: Path, advice: str) -> Iterator[None]:
     try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
+
+_SHARES = ("prefill_density", "decode_share", "miss_share", "acceptance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,14 @@ class RunStats:
     tokens_drafted: int = 0  # under `exact`, in rows that were not finished
     drafts_accepted: int = 0
     checks: int = 0  # dense passes of an answer, those without a draft among them
+
+    def __repr__(self) -> str:
+        """What was counted, and the shares that follow from it."""
+        counts = {one.name: getattr(self, one.name) for one in fields(self)}
+        shares = {name: getattr(self, name) for name in _SHARES}
+        told = [f"{name}={value}" for name, value in counts.items() if value]
+        told += [f"{name}={value:.4g}" for name, value in shares.items() if value is not None]
+        return f"RunStats({', '.join(told)})"
 
     @property
     def acceptance(self) -> float | None:

@@ -273,7 +273,7 @@ class Handle:
         at_most: int | None = None,
         on_bytes: Callable[[int, int], object] | None = None,
     ) -> Cache:
-        """An empty cache with its memory in place: `past_key_values` of what runs under this handle.
+        """An empty cache with its memory in place, for what runs under this handle.
 
         With `offload="auto"` it is decided here which layers go to host memory: as few as it takes for the device to
         hold the rest. The decision holds until the next one, also for caches that are made elsewhere or reset.

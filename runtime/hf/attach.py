@@ -26,8 +26,8 @@ from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedCon
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, check_layer, register
-from sparsekv.runtime.hf.cache import Progress, begin_pass, progress_of, sparse_cache
-from sparsekv.runtime.hf.describe import attention_modules, check_release, decoder_of
+from sparsekv.runtime.hf.cache import CACHE_NAME, Progress, begin_pass, named, progress_of, sparse_cache
+from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
 from sparsekv.runtime.hf.ragged_rows import Columns, rows_of_pass, run_by_rows
 from sparsekv.runtime.model_config import attention_groups, linear_layers, rope_switch
@@ -41,14 +41,13 @@ def check_attachable(model: PreTrainedModel) -> None:
 
     Raises:
         UsageError: not a Hugging Face model, in training mode, or something is attached already.
-        UnsupportedError: an architecture, a release, layers or tensor parallelism that is not supported.
+        UnsupportedError: an architecture, layers or tensor parallelism that is not supported.
     """
     if not isinstance(model, PreTrainedModel):
         raise UsageError(
             f"expected a Hugging Face PreTrainedModel, found {type(model).__name__}; load it with load_model"
         )
     architecture_of(model.config.model_type)
-    check_release(model)
     if model.config._attn_implementation == NAME:
         raise UsageError(
             "a plan is applied to this model already; close or suspend that handle before applying another"
@@ -216,17 +215,14 @@ class Attached:
 
         return guarded
 
-    def _prepared(self, input_ids: torch.Tensor, past_key_values: Cache | None = None, **kwargs: Any) -> Any:
+    def _prepared(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         """What a step of `generate` runs. Where the angles of a long rope change, the whole sequence, over the same
         cache: transformers' own method leaves the caller's cache for another one, an empty one too."""
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if 0 < past <= self._switch < input_ids.shape[1]:
-            assert past_key_values is not None
-            past_key_values.reset()
+        cache: Cache | None = kwargs.get(CACHE_NAME)
+        if cache is not None and 0 < cache.get_seq_length() <= self._switch < input_ids.shape[1]:
+            cache.reset()
             kwargs["next_sequence_length"] = None
-        return GenerationMixin.prepare_inputs_for_generation(
-            cast(Any, self.model), cast(Any, input_ids), past_key_values=past_key_values, **kwargs
-        )
+        return GenerationMixin.prepare_inputs_for_generation(cast(Any, self.model), cast(Any, input_ids), **kwargs)
 
     def _inside(self, forward: Callable[..., Any], run: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """A forward in whose midst passes run. The last one over a cache ends when the outermost forward returns: what
@@ -271,7 +267,7 @@ class Attached:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """A forward pass of the decoder."""
-        inputs = dict(zip(self._names, args, strict=False)) | kwargs
+        inputs = named(dict(zip(self._names, args, strict=False)) | kwargs)
         under_way = self._begin(inputs)
         found = (self.run if under_way.rows is None else partial(run_by_rows, self))(under_way, inputs)
         if under_way.cache is not None:
@@ -329,12 +325,12 @@ class Attached:
     def _begin(self, inputs: dict[str, Any]) -> Pass:
         """One token behind a past is a decode step, unless it is a piece of a longer prompt of `generate`."""
         tokens = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
-        cache, use_cache = inputs.get("past_key_values"), inputs.get("use_cache")
+        cache, use_cache = inputs.get(CACHE_NAME), inputs.get("use_cache")
         lengths: tuple[int, ...] = ()
         past = 0
         config: Any = self.decoder.config
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
-            cache = inputs["past_key_values"] = sparse_cache(cache, self._engine, self._layers, self._linear)
+            cache = inputs[CACHE_NAME] = sparse_cache(cache, self._engine, self._layers, self._linear)
             progress = progress_of(cache)
             if progress in self._ran:  # the model's forward runs the decoder once more
                 self._ran.remove(progress)
@@ -493,7 +489,7 @@ def prompt_end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return 0
-    mask, cache, tokens = kwargs.get("attention_mask"), kwargs.get("past_key_values"), ids.shape[1]
+    mask, cache, tokens = kwargs.get("attention_mask"), named(kwargs).get(CACHE_NAME), ids.shape[1]
     # transformers takes the ids for those behind the cached ones alone where the mask has another length
     if isinstance(mask, torch.Tensor) and mask.shape[-1] != tokens and isinstance(cache, Cache):
         return cache.get_seq_length() + tokens

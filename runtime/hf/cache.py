@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.core.state import DecodeState, Remembered
@@ -23,6 +24,10 @@ from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.retained import RetainedStore
 from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
+
+_OLD_NAME = "past_key_values"
+CACHE_NAME = "cache" if "cache" in MoeModelOutputWithPast.__dataclass_fields__ else _OLD_NAME
+"""What models call the cache that they take and return: "cache" from transformers 5.24 on."""
 
 _EXPECTED = "sparsekv_expected_tokens"
 
@@ -245,6 +250,17 @@ class SparseLayer(CacheLayerMixin):
         self.state.select(self.layer, rows_B)
 
 
+def named(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a model with the cache under `CACHE_NAME`; releases that have renamed it take the old name too."""
+    return {CACHE_NAME if name == _OLD_NAME else name: value for name, value in given.items()}
+
+
+def decoder_output(hidden_BSE: torch.Tensor, cache: Cache | None) -> MoeModelOutputWithPast:
+    """What a decoder returns, as every head reads it, of mixtures too."""
+    found: dict[str, Any] = {"last_hidden_state": hidden_BSE, CACHE_NAME: cache}
+    return MoeModelOutputWithPast(**found)
+
+
 def sparse_cache(given: Any, owner: CacheOwner, layers: int, linear: Collection[int] = ()) -> Cache:
     """The cache to run with: `given` if it is the owner's, else an empty DynamicCache (or a new one) filled with
     our layers, and with transformers' own where there is a recurrent state.
@@ -389,7 +405,7 @@ def _check_empty(cache: Any) -> None:
     if type(cache) is not DynamicCache or cache.offloading:
         raise UnsupportedError(
             f"expected no cache or an empty DynamicCache, found {type(cache).__name__}; "
-            f"leave past_key_values and cache_implementation unset (a plan's decode.offload moves KV to the host)"
+            f"leave {CACHE_NAME} and cache_implementation unset (a plan's decode.offload moves KV to the host)"
         )
     if cache.get_seq_length() > 0:
         raise UsageError(

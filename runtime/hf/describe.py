@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -24,15 +22,6 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     decoder = model.base_model
     assert isinstance(decoder, PreTrainedModel)
     return decoder
-
-
-def check_release(model: PreTrainedModel) -> None:
-    """Raises UnsupportedError where models of the installed transformers take their cache by another name."""
-    if "past_key_values" not in inspect.signature(type(decoder_of(model)).forward).parameters:
-        raise UnsupportedError(
-            f"expected transformers 5.16 to 5.23, found {transformers.__version__}, whose models take their cache by "
-            "another name; pip install 'transformers<5.24'"
-        )
 
 
 def logits_of(model: PreTrainedModel, hidden_XE: torch.Tensor) -> torch.Tensor:
@@ -72,11 +61,10 @@ def describe_model(model: PreTrainedModel, source: str | None = None, revision: 
         revision: the hub revision, where one was asked for.
 
     Raises:
-        UnsupportedError: the architecture or the release of transformers is not supported, or weights lie on the meta
-            device, and not because accelerate has offloaded them.
+        UnsupportedError: the architecture is not supported, or weights lie on the meta device, and not because
+            accelerate has offloaded them.
     """
     described = describe_config(model.config, source, revision)
-    check_release(model)
     weights = weights_fingerprint(_weight_samples(model))
     return described.model_copy(
         update={"fingerprint": described.fingerprint.model_copy(update={"weights": weights})},

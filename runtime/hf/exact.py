@@ -28,7 +28,7 @@ from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Attachment, Phase
-from sparsekv.runtime.hf.cache import first_of, reserve, take_back
+from sparsekv.runtime.hf.cache import CACHE_NAME, first_of, reserve, take_back
 from sparsekv.runtime.hf.drafts import DraftLength, Greedy, Judge, Sampled
 from sparsekv.runtime.hf.generate import FirstChecked
 
@@ -227,7 +227,7 @@ class ExactLoop:
             streamer.put(input_ids.cpu())
         processors, stops = Processors(logits_processor), Stops.of(stopping_criteria)
         text, judge = Text.of(input_ids, stops.longest), self.judge_of(generation_config)
-        cache: Cache = model_kwargs["past_key_values"]
+        cache: Cache = model_kwargs[CACHE_NAME]
         if input_ids.shape[0] > 1:
             reserve(cache, stops.longest + DRAFTS[-1])  # rows that are finished are drafted behind, too
         found = model._prefill(input_ids, generation_config, model_kwargs)
@@ -249,7 +249,7 @@ class ExactLoop:
         ids_BT = text.padded(0 if pad is None else int(pad))
         if not generation_config.return_dict_in_generate:
             return ids_BT
-        return GenerateDecoderOnlyOutput(sequences=ids_BT, past_key_values=cache)  # type: ignore[arg-type]
+        return GenerateDecoderOnlyOutput(sequences=ids_BT, **{CACHE_NAME: cache})  # type: ignore[arg-type]
 
     def _cycle(self, cycles: _Cycles, text: Text) -> None:
         running = [row for row, finished in enumerate(text.finished) if not finished]
@@ -292,7 +292,7 @@ class _Cycles:
 
     def _scores(self, ids_BQ: torch.Tensor) -> torch.Tensor:
         """float32 [B, Q, V]."""
-        found = self.model(input_ids=ids_BQ, past_key_values=self.cache, use_cache=True, return_dict=True)
+        found = self.model(input_ids=ids_BQ, use_cache=True, return_dict=True, **{CACHE_NAME: self.cache})
         logits_BQV: torch.Tensor = found.logits
         return logits_BQV.float()
 
@@ -336,7 +336,7 @@ def check_settings(config: GenerationConfig, given: dict[str, Any], rows: int, s
             _refuse("tokens alone", name)
     if config.num_beams and config.num_beams > 1:
         _refuse("one beam", f"num_beams={config.num_beams}")
-    if not config.use_cache or given.get("past_key_values") is None:
+    if not config.use_cache or given.get(CACHE_NAME) is None:
         _refuse("a cache", "use_cache=False")
     if given.get("inputs_embeds") is not None:
         _refuse("token ids", "inputs_embeds")

@@ -21,7 +21,7 @@ from transformers import (
 
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.types import LEAST_CHUNK
-from sparsekv.runtime.hf.cache import reserve
+from sparsekv.runtime.hf.cache import CACHE_NAME, reserve
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import dtype_name, rope_switch
 
@@ -131,9 +131,9 @@ def generate_stream(
             ids_BS,
             attention_mask=torch.ones_like(ids_BS),  # or it is guessed from what may be a padding token in the text
             max_new_tokens=new_tokens,
-            past_key_values=cache,
             streamer=stream,
             logits_processor=LogitsProcessorList([FirstChecked(loaded.model)]),
+            **{CACHE_NAME: cache},
             **_one_sequence(loaded.model),
             **_sampling_options(chosen),
             **_pad_option(loaded),
@@ -153,7 +153,7 @@ def _prefill_most(model: PreTrainedModel, ids_BS: torch.Tensor, cache: Cache, ch
         cache.reset()  # other angles
     start = cache.get_seq_length()
     for size in piece_sizes(ids_BS.shape[1] - start, chunk, 0 if start else switch)[:-1]:
-        model(ids_BS[:, start : start + size], past_key_values=cache, logits_to_keep=1)
+        model(ids_BS[:, start : start + size], logits_to_keep=1, **{CACHE_NAME: cache})
         start += size
 
 

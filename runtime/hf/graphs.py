@@ -27,7 +27,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers import Cache, DynamicCache
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.device_cache import on_device
@@ -36,7 +35,7 @@ from sparsekv.runtime.architecture import ARCHITECTURES
 from sparsekv.runtime.core.program import Program, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
-from sparsekv.runtime.hf.cache import Progress, SparseLayer
+from sparsekv.runtime.hf.cache import CACHE_NAME, Progress, SparseLayer, decoder_output
 from sparsekv.runtime.hf.graph_states import StepStates
 from sparsekv.runtime.hf.graph_stores import FetchError, Kind, StepStores, kinds_of, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
@@ -143,7 +142,7 @@ class StepGraph:
             self.stores.rings.begin()
             inputs = {"input_ids": self.ids_BQ, "position_ids": self.positions_BQ}
             under_way = Pass(engine, self._phase, cache, attached.windows, new_B=self._new_B)
-            found = attached.run_own(under_way, {**inputs, "past_key_values": cache, "use_cache": True})
+            found = attached.run_own(under_way, {**inputs, CACHE_NAME: cache, "use_cache": True})
             self.stores.join()
             hidden_BQE: torch.Tensor = found.last_hidden_state
             return hidden_BQE
@@ -271,8 +270,7 @@ class StepGraphs:
         for store in _stores(under_way.cache):
             store.advance(hidden_BQE.shape[1])
         self.replayed += 1
-        # What every head reads, of mixtures too.
-        return MoeModelOutputWithPast(last_hidden_state=hidden_BQE, past_key_values=under_way.cache)
+        return decoder_output(hidden_BQE, under_way.cache)
 
     def release(self) -> None:
         """Frees the graphs and their memory."""

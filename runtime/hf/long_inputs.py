@@ -29,11 +29,12 @@ from torch.nn.modules import module as torch_modules
 
 from sparsekv.runtime.architecture import Architecture, architecture_of
 from sparsekv.runtime.hf.attention import Attachment, Pass, Projected
+from sparsekv.runtime.hf.cache import CACHE_NAME
 from sparsekv.runtime.stores.store import Layout
 
 _DORMANT = "transformers.utils.output_capturing"  # hooks that stay behind once hidden states were asked for
 _OWN = str(Path(transformers.__file__).parent)
-_INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+_INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", CACHE_NAME, "use_cache"}
 
 
 @dataclass(frozen=True, slots=True)

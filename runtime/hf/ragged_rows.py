@@ -21,7 +21,7 @@ from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import PromptError, UnsupportedError
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Pass, Phase
-from sparsekv.runtime.hf.cache import Progress, SparseLayer, first_of, progress_of
+from sparsekv.runtime.hf.cache import CACHE_NAME, Progress, SparseLayer, decoder_output, first_of, progress_of
 from sparsekv.runtime.hf.long_inputs import asks_for_more
 from sparsekv.runtime.stores.row import row_of
 from sparsekv.runtime.stores.store import Bytes, KVStore
@@ -183,7 +183,7 @@ def run_by_rows(attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -
     for row in _longest_first(lengths, under_way.rows):
         tokens, cache = under_way.rows[row], caches[row]
         positions_1S = torch.arange(lengths[row], lengths[row] + _count(tokens), device=given.device)[None]
-        own = {"attention_mask": None, "position_ids": positions_1S, "past_key_values": cache}
+        own = {"attention_mask": None, "position_ids": positions_1S, CACHE_NAME: cache}
         alone = Pass(under_way.engine, under_way.phase, cache, under_way.windows)
         found = attached.run(alone, inputs | own | {name: given[row : row + 1, tokens]}).last_hidden_state[0]
         if hidden_BSE is None:
@@ -194,7 +194,7 @@ def run_by_rows(attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -
         raise PromptError("expected at least one token, found padding alone; leave it out")
     if whole is not None:
         _give_back(whole, [cache for cache in caches if cache is not None], columns)
-    return MoeModelOutputWithPast(last_hidden_state=hidden_BSE, past_key_values=whole)
+    return decoder_output(hidden_BSE, whole)
 
 
 def _longest_first(lengths: Sequence[int], rows: Sequence[slice]) -> list[int]:

@@ -52,18 +52,20 @@ def test_the_longest_prompt_fits_and_a_longer_one_does_not(sparsekv, folder):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "answer", "notes"),
+    ("prompt", "answer", "notes", "fits"),
     [
-        ((1 << 20) - 256, 256, 0),
-        ((1 << 20) - 256, 257, 1),
-        (1 << 20, 1, 1),
+        ((1 << 20) - 256, 256, 0, True),
+        ((1 << 20) - 256, 257, 1, True),
+        ((1 << 20) - 1, 1, 0, True),
+        (1 << 20, 1, 1, False),
     ],
 )
-def test_what_fits_but_not_into_the_models_context_is_told(sparsekv, folder, prompt, answer, notes):
+def test_a_prompt_that_memory_would_hold_fits_if_the_models_context_does(sparsekv, folder, prompt, answer, notes, fits):
     call = ("doctor", "--memory", folder, prompt, "--max-new-tokens", answer, "--device-memory", "1TiB", "--json")
     done = sparsekv(*call, "--host-memory", "1TiB")
-    assert done.code == 0
-    assert done.data["fits"]
+    assert done.code == (not fits)
+    assert done.data["fits"] == fits == (prompt <= done.data["longest_prompt"])
+    assert done.data["longest_prompt"] == (1 << 20) - 1
     assert ["1,048,576" in note for note in done.data["notes"]] == [True] * notes
 
 

@@ -106,6 +106,9 @@ def test_a_missed_gate_makes_the_plan_dense_and_says_why(sparsekv, model, priced
     assert "nats" in done.err
     assert "--filter-layers" in done.err
     assert "nothing in it is sparse" in done.out
+    said = [sparsekv(*call).out for call in (("show", out), ("verify", model, "--plan", out))]
+    statuses = {line for text in (done.out, *said) for line in text.splitlines() if line.startswith("status: ")}
+    assert len(statuses) == 1
     assert load_plan(out).decode.bucket(1024).dense
     assert list(out.parent.iterdir()) == [out]
 
@@ -183,6 +186,19 @@ def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, ct
     assert again.code == 0
     assert f"profile resumed: {'33.3' if stage == 'profile' else '100'}% of it" in again.err
     assert sorted(out.parent.iterdir()) == [profile, out]
+
+
+def test_what_a_run_with_other_options_has_left_is_told_at_the_end_and_goes_on(sparsekv, model, priced, out, ctrl_c_in):
+    call = ("plan", model, "-o", out, *FAST, *priced, "--no-verify", "--seed")
+    with ctrl_c_in("profile"):
+        assert sparsekv(*call, 1).code == 130
+    other = sparsekv(*call, 2)
+    (left,) = set(out.parent.iterdir()) - {out}
+    assert str(left) in other.err.splitlines()[-1]
+    again = sparsekv(*call, 1)
+    assert "profile resumed" in again.err
+    assert str(left) not in again.err
+    assert list(out.parent.iterdir()) == [out]
 
 
 def test_an_older_profile_is_not_told_as_that_of_an_interrupted_run(sparsekv, model, priced, out, ctrl_c_in):

@@ -127,6 +127,15 @@ def test_show_prints_every_phase_of_a_plan_that_uses_every_field(sparsekv, tmp_p
         assert word in done.out
 
 
+def test_an_alias_in_place_of_a_plan_is_answered_by_the_command_that_makes_one(sparsekv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = sparsekv("show", "tiny-retriever")
+    assert done.code == 2
+    assert "sparsekv plan tiny-retriever -o sparsekv.yaml" in done.err
+    write_plan(full_plan(), "tiny-retriever")
+    assert sparsekv("show", "tiny-retriever").code == 0
+
+
 def test_show_json_is_json(sparsekv, plan):
     data = sparsekv("show", plan, "--json").data
     assert data["model"]["id"] == "example/model"

@@ -8,6 +8,7 @@ import pytest
 from sparsekv.planner.evaluation.results import Outcome
 from sparsekv.planner.gates import Measured, Prompt, claims_of, level_of
 from sparsekv.planner.options import Gate
+from sparsekv.plans.show import CLAIM_CAPTION
 
 GATE = Gate()
 ATTEMPTS = 6
@@ -31,6 +32,11 @@ def outcomes(claims) -> dict[str, str]:
 
 def test_a_plan_that_equals_dense_on_many_prompts_meets_every_gate() -> None:
     assert set(outcomes(found([prompt()] * 200)).values()) == {"met"}
+
+
+def test_the_caption_of_their_table_names_every_figure() -> None:
+    names = {name.split()[0] for name in outcomes(found([prompt()] * 3))}
+    assert [name for name in names if name not in CLAIM_CAPTION] == []
 
 
 def test_a_few_prompts_decide_nothing() -> None:

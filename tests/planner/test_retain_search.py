@@ -111,7 +111,9 @@ def test_a_plan_keeps_its_share_of_bytes_is_verified_as_decode_and_says_what_els
     assert plan.decode is None
     assert plan.quality.decode is not None
     assert plan.provenance.settings["retain"] == 0.4
-    assert any("by damage alone" in line and "evenly" in line for line in result.remarks)
+    (told,) = (line for line in result.remarks if "layouts" in line)
+    taken, others = told.split(" nats ")
+    assert all(f"{name} " in others or f'"{name}"' in taken for name in ("by damage", "by damage alone", "evenly"))
 
 
 @pytest.mark.parametrize("other", [{"filter_layers": (0,)}, {"offload": True}, {"phases": ("decode",)}], ids=str)

@@ -254,6 +254,13 @@ def test_decode_lengths_find_their_bucket() -> None:
     assert (plan.bucket(8).dense, plan.bucket(9).dense) == (True, False)
 
 
+def test_a_plan_is_dense_unless_a_bucket_is_sparse_or_tokens_are_dropped() -> None:
+    bare = small_plan(prefill=None, decode=None)
+    assert bare.is_dense
+    assert not small_plan().is_dense
+    assert not bare.model_copy(update={"kv_cache": full_plan().kv_cache}).is_dense
+
+
 def test_a_model_knows_its_layers() -> None:
     model = full_plan().model
     assert model.layers == 9

@@ -54,6 +54,8 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from sparsekv.runtime.hf.cache import CACHE_NAME
+
 ARCHITECTURES = {
     "ernie4_5": (Ernie4_5Config, Ernie4_5ForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
@@ -180,7 +182,7 @@ def steps(
     seen, runs_model = [], cast(Any, model)
     with torch.no_grad():
         for piece in (prompt, *(new.split(1, 1) if new.numel() else ())):
-            out = runs_model(piece, past_key_values=cache, logits_to_keep=1)
-            cache = out.past_key_values
+            out = runs_model(piece, logits_to_keep=1, **{CACHE_NAME: cache})
+            cache = out[CACHE_NAME]
             seen.append(out.logits)
     return torch.cat(seen, 1), cache

@@ -10,8 +10,9 @@ from tiny_plans import decode_plan, plan_for, segment
 from transformers import DynamicCache, StaticCache
 
 from sparsekv.plans.errors import ShapeError, UnsupportedError, UsageError
+from sparsekv.runtime.hf import cache as cache_file
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.runtime.hf.cache import CACHE_NAME, SparseLayer, named
 
 SEGMENT = segment(0, (1, 2), 12, selector="uniform", window=3)
 
@@ -46,6 +47,20 @@ def test_an_empty_cache_of_the_caller_is_adopted_whatever_layers_it_had(model, h
         out = model(random_tokens(1, 30), past_key_values=given)
         assert out.past_key_values is given
         assert given.get_seq_length() == 30
+
+
+@pytest.mark.parametrize("name", {CACHE_NAME, "past_key_values"})
+def test_a_cache_is_taken_by_every_name_that_the_release_knows(model, cache, name):
+    model(random_tokens(1, 1), **{name: cache})
+    model.base_model(random_tokens(1, 2), **{name: cache})
+    assert cache.get_seq_length() == 43
+    found = model.generate(random_tokens(1, 9), attention_mask=torch.ones(1, 52), max_new_tokens=3, **{name: cache})
+    assert (found.shape[1], cache.get_seq_length()) == (12, 54)
+
+
+def test_the_older_name_of_a_cache_is_that_of_the_release(monkeypatch):
+    monkeypatch.setattr(cache_file, "CACHE_NAME", "cache")
+    assert named({"past_key_values": 1, "use_cache": True}) == {"cache": 1, "use_cache": True}
 
 
 def test_a_copied_cache_goes_its_own_way(model, cache):
