@@ -30,6 +30,7 @@ from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import parse_lengths
 from sparsekv.runtime.hf import apply as hf
+from sparsekv.runtime.hf.cache import CACHE_NAME
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.model_config import device_name
 
@@ -108,7 +109,7 @@ def run(subject: BenchModel, plan: Plan, length: int) -> dict[str, float]:
 
         def steps(count: int) -> None:
             for _ in range(count):
-                model(ids_11, past_key_values=cache, logits_to_keep=1)
+                model(ids_11, logits_to_keep=1, **{CACHE_NAME: cache})
 
         steps(WARM_UP)
         token, _ = _timed(lambda: steps(STEPS), model.device)

@@ -163,7 +163,8 @@ def evaluate(flags: EvalFlags) -> None:
 def _all_dense(plan: Plan, phase: PhaseName, length: int) -> str | None:
     """A line where nothing that is measured is sparse at the length: dense is then compared with itself."""
     parts = [part for name, part in (("prefill", plan.prefill), ("decode", plan.decode)) if phase in (name, "both")]
-    if any(part is not None and part.bucket(length).is_sparse_at(length) for part in parts):
+    drops = plan.retained and phase != "prefill"
+    if drops or any(part is not None and part.bucket(length).is_sparse_at(length) for part in parts):
         return None
     return f"the plan is dense at {format_length(length)}, and dense is compared with itself; `show` says where not"
 

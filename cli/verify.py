@@ -20,7 +20,7 @@ from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
 from sparsekv.plans.schema import NOTHING_SPARSE, Plan, check_model, to_data
-from sparsekv.plans.show import verdict
+from sparsekv.plans.show import hurt_lines, verdict
 
 if TYPE_CHECKING:
     from sparsekv.planner.verify import Verification
@@ -124,8 +124,11 @@ def verify(flags: VerifyFlags) -> None:
     facts |= {"model": loaded.info.id, "plan_model": found.model.id, "differs": differs}
     if not flags.as_json:
         emit(quality_table(result.quality))
+    recorded, say = result.recorded(found), tell if flags.as_json else emit
     if result.passed:
-        (tell if flags.as_json else emit)(_verdict(result.recorded(found), subject, result.reasons))
+        say(_verdict(recorded, subject, result.reasons))
+    elif told := hurt_lines(recorded):
+        say("\n".join(told))
     if differs:
         tell(f"measured on {loaded.info.id}; this says nothing about {found.model.id}, the model of the plan")
     if file is not None:

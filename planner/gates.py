@@ -5,7 +5,8 @@ every tile computed, and all figures but accuracy are excesses over it. A gate i
 inside, *missed* where it is shown to be outside, else *undecided*; one sample is no finding. At each length divergence
 is capped at `_CAP` gates, over all lengths together at `_FAILS` gates: from there on a prompt has failed, and failures
 have a gate of their own. Accuracy is that of the tasks that dense or the plan solves at least half of the time. Which
-those are is decided for each round by the rounds before it, so that no answer decides whether it counts.
+those are is decided for each round by the rounds before it, so that no answer decides whether it counts. Where long
+texts were read, divergence and agreement on them are figures of their own, by the same gates.
 
 Attempts at a plan spend one error budget: half of what is left for each. Of one attempt every gate has to be shown to
 be met, so that each has the whole level of the attempt; to be missed one is enough, so that they share it.
@@ -14,7 +15,7 @@ be met, so that each has the whole level of the attempt; to be missed one is eno
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparsekv.planner.evaluation import PhaseName
 from sparsekv.planner.evaluation.results import EvalResult, Outcome, TaskResult
@@ -54,6 +55,18 @@ class Prompt:
         return self.floor.agreed_share - self.plan.agreed_share if self.plan.scored else None
 
     @property
+    def text_divergence(self) -> float | None:
+        """On the text that dense goes on with, in nats; None where no long one was read."""
+        floor, plan = self.floor.text, self.plan.text
+        return plan.kl - floor.kl if plan and floor else None
+
+    @property
+    def text_disagreement(self) -> float | None:
+        """The same of agreement."""
+        floor, plan = self.floor.text, self.plan.text
+        return floor.agreed_share - plan.agreed_share if plan and floor else None
+
+    @property
     def parted(self) -> float | None:
         """Whether the plan left dense's text."""
         return None if self.plan.exact is None else float(self.floor.exact is not False) - float(self.plan.exact)
@@ -84,6 +97,11 @@ class Measured:
             return tuple(map(Prompt, task.dense, rounding, task.sparse))
 
         return cls(own.lengths[0], {name: prompts(name, task) for name, task in own.tasks.items()})
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether long texts were read."""
+        return any(prompt.plan.text for prompts in self.tasks.values() for prompt in prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +157,19 @@ def _divergence(gate: Gate, phase: PhaseName, cap: float) -> _Figure:
     return _Figure("divergence", gate.kl_bound(phase), gate.kl_bound(phase), span, lambda prompt: prompt.divergence)
 
 
-def _of_a_length(gate: Gate, phase: PhaseName) -> tuple[_Figure, ...]:
+def _of_a_length(gate: Gate, phase: PhaseName, one: Measured) -> tuple[_Figure, ...]:
     apart, parted = 1.0 - gate.min_agreement, 1.0 - gate.min_exact
     scale = max(apart, _LEAST)
     most = min(1.0, _CAP * scale)
     span = Range(-most, most, 0.2 * scale, scale)
-    return (
-        _divergence(gate, phase, _CAP),
-        _Figure("agreement", apart, apart, span, lambda prompt: prompt.disagreement),
-        _Figure("exact", parted, parted, Range(-1.0, 1.0, 0.2, 0.4), lambda prompt: prompt.parted),
+    divergence = _divergence(gate, phase, _CAP)
+    agreement = _Figure("agreement", apart, apart, span, lambda prompt: prompt.disagreement)
+    exact = _Figure("exact", parted, parted, Range(-1.0, 1.0, 0.2, 0.4), lambda prompt: prompt.parted)
+    texts = (
+        replace(divergence, name="text_divergence", value=lambda prompt: prompt.text_divergence),
+        replace(agreement, name="text_agreement", value=lambda prompt: prompt.text_disagreement),
     )
+    return divergence, agreement, exact, *(texts if one.has_texts else ())
 
 
 def _of_all_lengths(gate: Gate, phase: PhaseName) -> tuple[_Figure, ...]:
@@ -232,7 +253,9 @@ def claims_of(
         attempt: which plan this is of those that were tried, from 1; see `level_of`.
     """
     level = level_of(attempt)
-    figures = sum(len(lengths) * len(_of_a_length(gate, phase)) + 3 for phase, lengths in measured.items())
+    figures = sum(
+        3 + sum(len(_of_a_length(gate, phase, one)) for one in lengths) for phase, lengths in measured.items()
+    )
     return {phase: _claims(phase, lengths, gate, level, level / figures) for phase, lengths in measured.items()}
 
 
@@ -241,15 +264,28 @@ def _claims(phase: PhaseName, lengths: Sequence[Measured], gate: Gate, level: fl
         claims = ((figure.name, figure.claim(figure.rounds(some), level, shared)) for figure in figures)
         return {name: claim for name, claim in claims if claim is not None}
 
-    by_length = {one.length: told(_of_a_length(gate, phase), [one]) for one in lengths}
+    by_length = {one.length: told(_of_a_length(gate, phase, one), [one]) for one in lengths}
     overall = told(_of_all_lengths(gate, phase), lengths)
     accuracy = _accuracy(gate).claim(_answered(lengths, gate.solved), level, shared)
     return PhaseClaims(by_length, overall | ({"accuracy": accuracy} if accuracy else {}))
 
 
+def lost_tasks(phase: PhaseName, lengths: Sequence[Measured], gate: Gate) -> Iterator[str]:
+    """A line where a task that dense solves has lost more right answers than all of them may, on the prompts seen."""
+    lost = []
+    for task in dict.fromkeys(name for one in lengths for name in one.tasks):
+        prompts = [prompt for one in lengths for prompt in one.tasks.get(task, ()) if prompt.lost is not None]
+        points = 100.0 * sum(prompt.lost or 0.0 for prompt in prompts) / max(1, len(prompts))
+        solved = sum(bool(prompt.dense.correct) for prompt in prompts) >= gate.solved * len(prompts)
+        if solved and points > gate.max_accuracy_drop:
+            lost.append(f"{task} {points:.3g}% on {len(prompts)} prompts")
+    if lost:
+        yield f"{phase}: more than {gate.max_accuracy_drop:g}% of right answers lost: {', '.join(lost)}"
+
+
 def line_of(phase: PhaseName, name: str, claim: Claim) -> str:
     """One claim in a line."""
-    unit, scale = (" nats", 1.0) if name.startswith("divergence") else ("%", 100.0)
+    unit, scale = (" nats", 1.0) if "divergence" in name else ("%", 100.0)
     mean, bound, gate = (f"{scale * value:.3g}{unit}" for value in (claim.mean, claim.bound, claim.gate))
     figure = _NAMES[name.split()[0]] + name.removeprefix(name.split()[0])
     if claim.outcome == "missed":
@@ -261,6 +297,8 @@ def line_of(phase: PhaseName, name: str, claim: Claim) -> str:
 _NAMES = {
     "divergence": "divergence from dense",
     "agreement": "disagreement with dense's likeliest tokens",
+    "text_divergence": "divergence from dense in the text that it goes on with",
+    "text_agreement": "disagreement with dense in the text that it goes on with",
     "exact": "the share of dense's texts left",
     "failed": "the share of prompts that fail",
     "accuracy": "the loss of right answers",

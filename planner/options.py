@@ -67,6 +67,7 @@ Task = Literal[
     "vt",
     "cwe",
     "fwe",
+    "second_question",
 ]
 TASKS: tuple[Task, ...] = get_args(Task)
 DEFAULT_TASKS = TASKS[: TASKS.index("perplexity") + 1]  # what is published was measured on these

@@ -5,6 +5,9 @@ are drawn until every figure of every gate is decided, something is missed, or t
 plan is *verified* where all are met, by gates at least as strict as the defaults, and every sparse bucket was run
 sparse near the end of its lengths; else it stays unverified, with what was measured. Results come from evaluation/;
 what to try after a miss is said in tighten.py.
+
+A plan whose layers drop tokens loses what nobody asked for yet. So it is also run on tasks that show that, and on what
+dense generates far beyond an answer, and is not verified where any one task has lost more than all of them may.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import torch
 from sparsekv.planner.evaluation import DENSE, EvalSamples, Evaluator, Mode, PhaseName, PlanMode, opened
 from sparsekv.planner.evaluation.given import NEAR_END, GivenSamples, samples_of
 from sparsekv.planner.evaluation.results import Comparison, EvalResult, measurement_of, merged
-from sparsekv.planner.gates import Measured, PhaseClaims, claims_of, fails_at, level_of, line_of
+from sparsekv.planner.gates import Measured, PhaseClaims, claims_of, fails_at, level_of, line_of, lost_tasks
 from sparsekv.planner.options import Gate
 from sparsekv.planner.own_prompts import GivenPrompt
 from sparsekv.planner.progress import Progress, Step, prefill_work
@@ -39,6 +42,7 @@ _BROKEN_FLOOR = 0.1  # nats: that much is no rounding
 _ROUNDS = 6  # most samples of each task and length between two looks, on a GPU; on a CPU one
 _ROUND_TOKENS = 1 << 17  # of a task between two looks
 _DENSE_FROM = 0.999  # a density that computes everything, but for how shares are counted
+_LONG_TEXT = 128  # tokens of dense's own text that a plan reads whose layers drop tokens
 _NO_NUMBER = 20.0  # nats, of a sample without finite probabilities
 
 
@@ -112,6 +116,8 @@ def verify(
     if not phases:
         raise UsageError("expected a plan that is sparse somewhere, found none: there is nothing to verify")
     modes = _modes(plan, phases, options.backend, allow_mismatch, loaded.model.dtype)
+    options = options.but(tasks=options.verified_tasks(drops=bool(plan.retained)))
+    text = _LONG_TEXT if plan.retained else 0
     samples, source = held_out_samples(plan, options), kit or prepare(loaded.tokenizer, Split.EVALUATION)
     if prompts:
         samples = GivenSamples.of(samples, samples_of(loaded.tokenizer, prompts, loaded.info.context_length))
@@ -122,7 +128,7 @@ def verify(
     samples.check_fit(source)
     found = _Found({name: {} for name in modes}, options.gate, attempt)
     with (
-        opened(loaded, modes, batch=samples.batch, chunk=samples.prefill_chunk) as evaluator,
+        opened(loaded, modes, batch=samples.batch, chunk=samples.prefill_chunk, text=text) as evaluator,
         (progress or Progress()).stage("evaluate", _work(samples, options.verify_samples, modes)) as step,
     ):
         wanted = {phase: _sparse_lengths(plan, phase, samples.lengths) for phase in phases}
@@ -316,7 +322,9 @@ def _verdict(plan: Plan, found: _Found, options: Settled, skipped: int) -> Verif
     ) + tuple(
         line_of(phase, name, claim) for phase, claims in found.claims.items() for name, claim in claims.having("missed")
     )
-    doubts = reasons or tuple(_doubts(plan, found, options))
+    lost = tuple(line for phase in found.phases for line in lost_tasks(phase, found.measured(phase), found.gate))
+    lost = lost if plan.retained else ()
+    doubts = (*reasons, *lost) if reasons else (*lost, *_doubts(plan, found, options))
     quality = Quality(
         **{phase: _recorded(phase, found, options.prefill_chunk) for phase in found.phases},
         evidence=_evidence(found, options, next(iter(doubts), None), skipped),

@@ -180,6 +180,10 @@ class Evidence(Part):
     reason: Text | None = None
 
 
+# Tasks of held-out prompts that tell what dropping tokens of a prompt loses: many keys, a question behind an answer.
+HURT_BY_DROPPING = ("niah_multikey", "second_question")
+
+
 class Quality(Part):
     """What was measured for each phase alone and for both; an absent one was not measured."""
 

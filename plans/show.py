@@ -25,7 +25,18 @@ from sparsekv.plans.phases import (
     Retention,
     reach,
 )
-from sparsekv.plans.schema import NOTHING_SPARSE, Agreement, Cost, Plan, Quality, Score, Target, to_data, unsupported
+from sparsekv.plans.schema import (
+    HURT_BY_DROPPING,
+    NOTHING_SPARSE,
+    Agreement,
+    Cost,
+    Plan,
+    Quality,
+    Score,
+    Target,
+    to_data,
+    unsupported,
+)
 from sparsekv.plans.types import Part, format_ids, format_length
 
 _LONG = 6
@@ -148,7 +159,7 @@ def _over(plan: Plan) -> str:
 
 def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
     """A line each: what is sparse and what it is predicted to gain, where exact output pays if that is known, what is
-    dropped where something is, the status with its reason, the next command."""
+    dropped where something is and what that did to answers, the status with its reason, the next command."""
     is_done = plan.status == "verified" or plan.is_dense
     command = f"sparsekv run --plan {file}" if is_done else f"sparsekv verify --plan {file} --write --verify-time 1800"
     measured = (plan.quality.both, plan.quality.prefill, plan.quality.decode) if plan.quality else ()
@@ -158,7 +169,7 @@ def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
     if not reason and found:
         reason = f"{found.kl:.2g} nats from dense on {found.samples} held-out samples"
     status = f"status: {plan.status}" + (f", {reason}" if reason else "" if plan.quality else ", never measured")
-    kept = (f"kv_cache: lossy, tokens kept of a prompt: {_kept(plan)}",) if plan.retained else ()
+    kept = (f"kv_cache: lossy, tokens kept of a prompt: {_kept(plan)}", *hurt_lines(plan)) if plan.retained else ()
     exact = (line,) if (line := exact_line(plan)) else ()
     return _gains("prefill", plan), _gains("decode", plan), *exact, *kept, status, f"next: {command}"
 
@@ -168,6 +179,14 @@ def _kept(plan: Plan) -> str:
     rules = [rule for rule in plan.kv_cache or () if rule.is_lossy]
     named = [("layer" if len(rule.layers) == 1 else "layers", rule) for rule in rules]
     return ", ".join(f"{name} {format_ids(rule.layers)} {text_of(rule.keep)}" for name, rule in named)
+
+
+def hurt_lines(plan: Plan) -> tuple[str, ...]:
+    """What dropping tokens did to answers that it hurts most, in a line; none where that was not measured."""
+    measured = plan.quality and (plan.quality.both or plan.quality.decode)
+    scores = [(task, measured.tasks.get(task)) for task in HURT_BY_DROPPING] if measured and plan.retained else []
+    told = [f"{task} {score.dense:.0%} -> {score.sparse:.0%}" for task, score in scores if score]
+    return (f"where dropping hurts: right answers, dense -> plan: {', '.join(told)}",) if told else ()
 
 
 def _gains(phase: Literal["prefill", "decode"], plan: Plan) -> str:

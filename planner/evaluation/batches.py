@@ -1,6 +1,6 @@
 """Held-out samples, and the batches that they run in: of equal shape, as many as surely fit the memory of the device.
 
-Shapes: B batch, S tokens of a prompt, A tokens of the answer.
+Shapes: B batch, S tokens of a prompt, R tokens of a reply, A tokens of the answer.
 """
 
 from __future__ import annotations
@@ -73,50 +73,72 @@ class EvalSamples:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Samples whose prompts are equally long, and whose answers are."""
+    """Samples whose prompts are equally long, and whose answers are, turn by turn.
+
+    Attributes:
+        later: replies [B, R] and the prompts [B, S] behind them.
+    """
 
     samples: tuple[Sample, ...]
     prompt_BS: torch.Tensor
     answer_BA: torch.Tensor
+    later: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+    @property
+    def past(self) -> int:
+        """Tokens before the answer."""
+        return self.prompt_BS.shape[1] + sum(ids.shape[1] for turn in self.later for ids in turn)
 
     @classmethod
     def of(cls, samples: Iterable[Sample], device: torch.device) -> Batch:
         """The samples as tensors on the model's device."""
         some = tuple(samples)
-        both = ([sample.prompt_ids for sample in some], [_fed(sample) for sample in some])
-        return cls(some, *(torch.from_numpy(np.stack(rows).astype(np.int64)).to(device) for rows in both))
+
+        def stacked(rows: Iterable[Ids]) -> torch.Tensor:
+            return torch.from_numpy(np.stack(list(rows)).astype(np.int64)).to(device)
+
+        turns = zip(*(sample.later for sample in some), strict=True)
+        later = tuple((stacked(r for r, _ in turn), stacked(p for _, p in turn)) for turn in turns)
+        return cls(some, stacked(sample.prompt_ids for sample in some), stacked(map(_fed, some)), later)
 
 
-def batches(samples: Iterable[Sample], model: PreTrainedModel, most: int | None = None) -> Iterator[Batch]:
+def batches(
+    samples: Iterable[Sample], model: PreTrainedModel, most: int | None = None, text: int = 0
+) -> Iterator[Batch]:
     """Groups samples of equal shape; the order within a shape is kept.
 
     Args:
         most: samples in a batch; None: as many as surely fit beside the longest.
+        text: tokens of dense's own continuation that are scored beside the answer.
     """
     ordered = sorted(samples, key=_shape)
-    size = most or prompts_at_once(model, max((sum(_shape(sample)) for sample in ordered), default=1))
+    size = most or prompts_at_once(model, max((sum(_shape(sample)) for sample in ordered), default=1), text)
     for _, group in groupby(ordered, key=_shape):
         equal = tuple(group)
         for first in range(0, len(equal), size):
             yield Batch.of(equal[first : first + size], model.device)
 
 
-def _shape(sample: Sample) -> tuple[int, int]:
-    return len(sample.prompt_ids), len(_fed(sample))
+def _shape(sample: Sample) -> tuple[int, ...]:
+    return (len(sample.prompt_ids), *(len(ids) for turn in sample.later for ids in turn), len(_fed(sample)))
 
 
 def _fed(sample: Sample) -> Ids:
     return sample.answer_ids if sample.answer else sample.answer_ids[:MOST_TEXT]
 
 
-def prompts_at_once(model: PreTrainedModel, length: int) -> int:
-    """Prompts of `length` tokens that run together, a power of two; one on a CPU, where one keeps all cores busy."""
+def prompts_at_once(model: PreTrainedModel, length: int, text: int = 0) -> int:
+    """Prompts of `length` tokens that run together, a power of two; one on a CPU, where one keeps all cores busy.
+
+    Args:
+        text: tokens that are scored beside an answer.
+    """
     if model.device.type != "cuda":
         return 1
     total: int = torch.cuda.get_device_properties(model.device).total_memory
     here = (weight for weight in model.parameters() if weight.device == model.device)  # others may be elsewhere
     left = total - sum(weight.numel() * weight.element_size() for weight in here)
-    to_score: int = _SCORES * 4 * _SCORED * cast(Any, model.config).vocab_size
+    to_score: int = _SCORES * 4 * (_SCORED + text) * cast(Any, model.config).vocab_size
     fitting: int = min(int(_SHARE * left), _MOST_BYTES) // (length * bytes_per_token(model) + to_score)
     return 1 << (max(1, min(_MOST, fitting)).bit_length() - 1)
 

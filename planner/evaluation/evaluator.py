@@ -10,7 +10,12 @@ the unmodified model reads each text in one pass. Two texts are fed after each p
    answer exactly when, fed the answer, it picks every next token of it.
 2. Dense's own greedy continuation of the prompt, of as many tokens as the answer (at most `MOST_GREEDY`). A sample
    agrees exactly when the mode picks every token of it. So agreement is known whether or not dense solves the task.
-   Where dense gives the answer, both texts are one.
+   Where dense gives the answer, both texts are one. On request it goes on for more tokens, an end token among them or
+   not, and divergence and top-1 agreement are measured on it as well, apart from the answer's.
+
+A sample may be a conversation: its turns run as a user's do, prompts as prefill and the replies between them token by
+token, and the answer is that to the last prompt. No prefill is shared then, since each mode has replies of its own in
+its cache.
 
 Logits count from the first row that the mode computed itself: with decode alone, the prompt's last row is dense's own
 and would dilute the divergence. With prefill alone, the rows after the prompt attend to all of a cache that was
@@ -29,7 +34,7 @@ from contextlib import ExitStack, closing, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count, repeat, starmap
+from itertools import chain, count, repeat, starmap
 from typing import Any
 
 import torch
@@ -46,10 +51,11 @@ from sparsekv.planner.evaluation.predictions import (
     divergence,
     log_likelihood,
     prefill,
+    prefill_turns,
     until_end,
     without_plans,
 )
-from sparsekv.planner.evaluation.results import Comparison, EvalResult, Outcome, Spent
+from sparsekv.planner.evaluation.results import Comparison, EvalResult, LongText, Outcome, Spent
 from sparsekv.planner.progress import Progress, Step, prefill_work
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
 from sparsekv.plans.errors import PromptError
@@ -59,7 +65,7 @@ from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.stores.pinned import HostMemory
 
-MOST_GREEDY = 16  # tokens of dense's own continuation
+MOST_GREEDY = 16  # tokens of dense's own continuation that are to be picked exactly
 _SURE = math.log(0.9)  # of a token's probability
 _MOST_CAPTURED = 3  # plans, the first ones, whose captured decode steps stay from batch to batch
 
@@ -121,6 +127,7 @@ def opened(
     batch: int | None = None,
     chunk: int | None = None,
     greedy: bool = True,
+    text: int = 0,
 ) -> Iterator[Evaluator]:
     """Modes that are compared with dense again and again; the model is given back at the end.
 
@@ -130,12 +137,13 @@ def opened(
         batch: most samples run at once; None: as many as surely fit.
         chunk: most tokens of a prompt given to the model at once; None is all.
         greedy: measure exact agreement with dense's greedy continuation as well; False saves that text's decode steps.
+        text: measure divergence and top-1 agreement on so many tokens of it too, at least `MOST_GREEDY`; 0 does not.
 
     Raises:
         PlanMismatchError, UnsupportedError, BackendError: a plan cannot be applied; before anything runs.
     """
     with ExitStack() as stack:
-        yield Evaluator(loaded, _applied(modes, loaded.model, stack), batch, chunk, greedy)
+        yield Evaluator(loaded, _applied(modes, loaded.model, stack), batch, chunk, greedy, text)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,6 +155,7 @@ class Evaluator:
     batch: int | None
     chunk: int | None
     greedy: bool
+    text: int
 
     def compare(
         self,
@@ -160,8 +169,9 @@ class Evaluator:
 
         Args:
             samples: prompts and answers, of tasks or of the caller: `Sample(prompt_ids, answer_ids, answer, task,
-                length)` with at least one answer token. The answer is the text to measure on; its wording `answer` is
-                "" where no generated text is to be compared with it, and then `MOST_TEXT` tokens of it are measured on.
+                length, later)` with at least one answer token. The answer is the text to measure on; its wording
+                `answer` is "" where no generated text is to be compared with it, and then `MOST_TEXT` tokens of it are
+                measured on.
             names: of the modes that run; None is all.
             step: advanced by the `prefill_work` of each sample, for dense and each mode.
             before: how many samples of the same length ran before these, for the notes of the step.
@@ -193,13 +203,13 @@ class Evaluator:
         }
 
     def _measured(self, modes: Mapping[str, Mode], samples: Iterable[Sample]) -> Generator[Measured]:
-        for batch in batches(samples, self.loaded.model, self.batch):
-            run, outcomes, prompts = _Run.of(self.loaded, batch, self.chunk, self.greedy)
+        for batch in batches(samples, self.loaded.model, self.batch, self.text):
+            run, outcomes, prompts = _Run.of(self.loaded, batch, self.chunk, self.greedy, self.text)
             yield DENSE, batch.samples, outcomes, Spent()
             # a layer with a sliding window has dropped the tokens behind it
             attending = (layer for layer in prompts.cache.layers if not isinstance(layer, LinearAttentionLayer))
             dense_serves = all(layer.keys.shape[2] == layer.get_seq_length() for layer in attending)
-            alike = _prefilled_alike(modes, dense_serves)
+            alike = _prefilled_alike(modes, dense_serves, each=bool(batch.later))
             yield from run.through(alike.pop(DENSE, {}), _Source(prompts))
             del prompts  # unless a mode went on from it, that cache is there still
             for some in alike.values():
@@ -248,11 +258,12 @@ def _applied(modes: Mapping[str, Mode], model: PreTrainedModel, stack: ExitStack
     return {name: applied(mode) if isinstance(mode, PlanMode) else mode for name, mode in modes.items()}
 
 
-def _prefilled_alike(modes: Mapping[str, Mode], dense_serves: bool) -> dict[Hashable, dict[str, Mode]]:
-    """Groups that share a prefill. Modes whose decode is dense come last: they can go on from any cache."""
+def _prefilled_alike(modes: Mapping[str, Mode], dense_serves: bool, each: bool) -> dict[Hashable, dict[str, Mode]]:
+    """Groups that share a prefill; each its own on request. Modes whose decode is dense come last: they can go on from
+    any cache."""
     found: dict[Hashable, dict[str, Mode]] = defaultdict(dict)
     for name, mode in sorted(modes.items(), key=lambda item: _decodes_densely(item[1])):
-        key: Hashable = mode.prefilled_by if isinstance(mode, _Applied) else name
+        key: Hashable = mode.prefilled_by if isinstance(mode, _Applied) and not each else name
         found[key if key != DENSE or dense_serves else name][name] = mode
     return found
 
@@ -278,7 +289,8 @@ class _Run:
         picked_BA: [B, A + 1], the likeliest tokens on the way through the answer.
         log_BAV: [B, A + 1, V], log-probabilities, float32.
         greedy_BG: dense's greedy continuation of the prompts; no token where it is not asked for.
-        counted_BG: which of its tokens count: those up to an end token.
+        counted_BG: which of its tokens count for exact agreement: those up to an end token.
+        text_BGV: log-probabilities of it, where divergence is measured on it too.
     """
 
     loaded: LoadedModel
@@ -288,11 +300,12 @@ class _Run:
     log_BAV: torch.Tensor
     greedy_BG: torch.Tensor
     counted_BG: torch.Tensor
+    text_BGV: torch.Tensor | None
 
     @classmethod
     @torch.no_grad()
     def of(
-        cls, loaded: LoadedModel, batch: Batch, chunk: int | None, greedy: bool
+        cls, loaded: LoadedModel, batch: Batch, chunk: int | None, greedy: bool, text: int
     ) -> tuple[_Run, tuple[Outcome, ...], Prefilled]:
         """Prefills the prompts, continues them greedily from a copy of the cache, and reads the answers in one pass.
 
@@ -300,38 +313,40 @@ class _Run:
             UnsupportedError: the model overflows in its dtype.
         """
         model: Any = loaded.model
-        prompts, tokens = prefill(model, batch.prompt_BS, chunk), min(batch.answer_BA.shape[1], MOST_GREEDY)
-        greedy_BG, states = batch.answer_BA[:, :0], states_of(prompts.cache)
+        prompts, tokens = prefill_turns(model, batch, chunk), text or min(batch.answer_BA.shape[1], MOST_GREEDY)
+        greedy_BGV, states = prompts.logits_BKV[:, :0], states_of(prompts.cache)
         with without_plans():
             if greedy:
-                greedy_BG = continued(model, deepcopy(prompts) if tokens > 1 else prompts, tokens)
+                greedy_BGV = continued(model, deepcopy(prompts) if tokens > 1 else prompts, tokens)
             logits_BAV = after_prompt(model, prompts, batch.answer_BA, stepwise=False)
         put_back(prompts.cache, states)
         check_numbers(model, "logits", logits_BAV)
-        log_BAV, counted_BG = logits_BAV.log_softmax(-1), until_end(model, greedy_BG)
-        run = cls(loaded, batch, chunk, logits_BAV.argmax(-1), log_BAV, greedy_BG, counted_BG)
-        exact = True if greedy else None
-        return run, tuple(replace(one, kl=0.0, exact=exact) for one in run.outcomes([logits_BAV])), prompts
+        log_BAV, greedy_BG = logits_BAV.log_softmax(-1), greedy_BGV.argmax(-1)
+        text_BGV, counted_BG = greedy_BGV.log_softmax(-1) if text else None, until_end(model, greedy_BG)
+        run = cls(loaded, batch, chunk, logits_BAV.argmax(-1), log_BAV, greedy_BG, counted_BG, text_BGV)
+        return run, tuple(replace(one, kl=0.0) for one in run.outcomes([logits_BAV, greedy_BGV])), prompts
 
     def through(self, modes: Mapping[str, Mode], source: _Source | None = None) -> Iterator[Measured]:
         """Measures modes that go on from one prefill: the source, which is used up, or that of the first of them."""
         names = list(modes)
         for name, mode in modes.items():
             read, spent, source = self._predicted(mode, source, last=name == names[-1])
-            yield name, self.batch.samples, self.outcomes(read, int(mode.dense_prefill)), spent
+            first = int(mode.dense_prefill and not self.batch.later)  # a later prompt runs behind what was decoded
+            yield name, self.batch.samples, self.outcomes(read, first), spent
 
     @torch.no_grad()
     def _predicted(
         self, mode: Mode, source: _Source | None, *, last: bool
     ) -> tuple[list[torch.Tensor], Spent, _Source | None]:
         """Logits for each text, what was computed, and where the next mode goes on from."""
-        model, prompt_BS = self.loaded.model, self.batch.prompt_BS
+        model, batch = self.loaded.model, self.batch
         with mode.running(model) as spent:
             if not mode.stepwise:
-                wholes = [(torch.cat([prompt_BS, text_BA], 1), text_BA.shape[1] + 1) for text_BA in self._texts]
+                past_BS = torch.cat([batch.prompt_BS, *chain.from_iterable(batch.later)], 1)
+                wholes = [(torch.cat([past_BS, text_BA], 1), text_BA.shape[1] + 1) for text_BA in self._texts]
                 read = [prefill(model, ids_BS, self.chunk, keep).logits_BKV.float() for ids_BS, keep in wholes]
                 return read, spent(), None
-            source = source or _Source(prefill(model, prompt_BS, self.chunk), mode, spent())
+            source = source or _Source(prefill_turns(model, batch, self.chunk), mode, spent())
             read = [] if _decodes_densely(mode) else self._read(mode, source, last)
             computed = replace(spent(), tiles=source.spent.tiles, causal_tiles=source.spent.causal_tiles)
         if _decodes_densely(mode):
@@ -341,11 +356,13 @@ class _Run:
 
     @property
     def _texts(self) -> list[torch.Tensor]:
-        """[B, A] each: what a mode is fed after the prompts; one where the answers begin as dense goes on."""
+        """[B, A] each: what a mode is fed after the prompts; the longer one where both begin alike."""
         answer_BA, fed_BG = self.batch.answer_BA, self.greedy_BG[:, :-1]
-        tokens = fed_BG.shape[1]
-        same_BG = (answer_BA[:, :tokens] == fed_BG) | ~self.counted_BG[:, :tokens]
-        return [answer_BA] if same_BG.all() else [answer_BA, fed_BG]
+        tokens = min(answer_BA.shape[1], fed_BG.shape[1])
+        same_BG = answer_BA[:, :tokens] == fed_BG[:, :tokens]
+        if self.text_BGV is None:
+            same_BG |= ~self.counted_BG[:, :tokens]
+        return [max(answer_BA, fed_BG, key=_width)] if same_BG.all() else [answer_BA, fed_BG]
 
     def _read(self, mode: Mode, source: _Source, last: bool) -> list[torch.Tensor]:
         stepwise, texts = not _decodes_densely(mode), self._texts
@@ -364,7 +381,7 @@ class _Run:
         given: Cache = source.prompts.cache
         if source.owner is mode and not _decodes_densely(mode):
             return given if final else deepcopy(given)
-        layers = handed_over(given if final else copy(given), self.batch.prompt_BS.shape[1])
+        layers = handed_over(given if final else copy(given), self.batch.past)
         assert isinstance(mode, _Applied)
         if not mode.dense_decode:
             return mode.handle.cache_of(layers)
@@ -379,7 +396,8 @@ class _Run:
 
     def outcomes(self, read: Sequence[torch.Tensor], first: int = 0) -> tuple[Outcome, ...]:
         """What was predicted for the texts, beside dense; rows before the `first` are dense's own."""
-        picked_BA, log_BAV = read[0].argmax(-1), read[0].log_softmax(-1)
+        logits_BAV = read[0][:, : self.picked_BA.shape[1]]
+        picked_BA, log_BAV = logits_BAV.argmax(-1), logits_BAV.log_softmax(-1)
         agreed_BA = (self.picked_BA == picked_BA)[:, first:]
         sure_B = self.log_BAV[:, first].amax(-1) >= _SURE
         rows = zip(
@@ -390,13 +408,27 @@ class _Run:
             repeat(agreed_BA.shape[1]),
             self._exact(read[-1]),
             (sure_B & ~agreed_BA[:, 0]).tolist(),
+            self._long_texts(read[-1], first),
         )
         return tuple(starmap(Outcome, rows))
 
     def _exact(self, logits_BAV: torch.Tensor) -> list[bool | None]:
-        tokens = self.greedy_BG.shape[1]
+        tokens = min(self.greedy_BG.shape[1], self.batch.answer_BA.shape[1], MOST_GREEDY)
         if not tokens:
             return [None] * len(self.batch.samples)
-        picked_BG = logits_BAV[:, :tokens].argmax(-1)
-        same: list[bool | None] = ((picked_BG == self.greedy_BG) | ~self.counted_BG).all(1).tolist()
+        same_BG = logits_BAV[:, :tokens].argmax(-1) == self.greedy_BG[:, :tokens]
+        same: list[bool | None] = (same_BG | ~self.counted_BG[:, :tokens]).all(1).tolist()
         return same
+
+    def _long_texts(self, logits_BGV: torch.Tensor, first: int) -> list[LongText | None]:
+        if self.text_BGV is None:
+            return [None] * len(self.batch.samples)
+        dense_BGV, tokens = self.text_BGV[:, first:], self.greedy_BG.shape[1]
+        log_BGV = logits_BGV[:, first:tokens].log_softmax(-1)
+        agreed_B = (log_BGV.argmax(-1) == self.greedy_BG[:, first:]).sum(1)
+        kl_B = divergence(dense_BGV, log_BGV)
+        return list(map(LongText, kl_B.tolist(), agreed_B.tolist(), repeat(tokens - first)))
+
+
+def _width(text_BA: torch.Tensor) -> int:
+    return text_BA.shape[1]

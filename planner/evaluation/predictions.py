@@ -1,6 +1,7 @@
 """What a model, with or without something applied to it, predicts for texts after prompts.
 
-Shapes: B batch, S tokens of a prompt, K of its rows, A tokens of a text, G tokens of a continuation, V vocabulary.
+Shapes: B batch, S tokens of a prompt, K of its rows, R tokens of a reply, A tokens of a text, G tokens of a
+continuation, V vocabulary.
 """
 
 from __future__ import annotations
@@ -44,6 +45,18 @@ def prefill(model: Any, ids_BS: torch.Tensor, chunk: int | None, keep: int = 1, 
     return Prefilled(torch.cat(logits, 1), cache)
 
 
+def prefill_turns(model: Any, batch: Batch, chunk: int | None) -> Prefilled:
+    """Runs the prompts of a batch, and of a conversation each reply token by token, as it is generated, and the prompt
+    behind it."""
+    found = prefill(model, batch.prompt_BS, chunk)
+    for reply_BR, prompt_BS in batch.later:
+        with without_plans():
+            for token_B1 in reply_BR.split(1, 1):
+                model(input_ids=token_B1, use_cache=True, **{CACHE_NAME: found.cache})
+        found = prefill(model, prompt_BS, chunk, cache=found.cache)
+    return found
+
+
 def after_prompt(model: Any, prompts: Prefilled, text_BA: torch.Tensor, *, stepwise: bool) -> torch.Tensor:
     """[B, A + 1, V], float32: the logits for every token of a text and for the one after; the cache grows with it.
 
@@ -58,11 +71,12 @@ def after_prompt(model: Any, prompts: Prefilled, text_BA: torch.Tensor, *, stepw
 
 
 def continued(model: Any, prompts: Prefilled, tokens: int) -> torch.Tensor:
-    """[B, G]: so many tokens, each the likeliest; the cache grows with them."""
-    picked = [prompts.logits_BKV.argmax(-1)]
-    while len(picked) < tokens:
-        picked.append(model(input_ids=picked[-1], use_cache=True, **{CACHE_NAME: prompts.cache}).logits.argmax(-1))
-    return torch.cat(picked, 1)
+    """[B, G, V], float32: the logits of so many tokens, each the likeliest; the cache grows with them."""
+    rows = [prompts.logits_BKV]
+    while len(rows) < tokens:
+        picked_B1 = rows[-1].argmax(-1)
+        rows.append(model(input_ids=picked_B1, use_cache=True, **{CACHE_NAME: prompts.cache}).logits)
+    return torch.cat(rows, 1).float()
 
 
 def until_end(model: Any, ids_BG: torch.Tensor) -> torch.Tensor:

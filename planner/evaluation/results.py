@@ -20,6 +20,20 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
+class LongText:
+    """What dense itself generates behind a prompt, read by a mode: as `kl`, `agreed` and `scored` of an outcome."""
+
+    kl: float
+    agreed: int
+    scored: int
+
+    @property
+    def agreed_share(self) -> float:
+        """Of the scored positions."""
+        return self.agreed / self.scored
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """One sample.
 
@@ -31,6 +45,7 @@ class Outcome:
         scored: positions at which next-token distributions were compared.
         exact: whether every token of dense's own greedy continuation was picked; None where that was not measured.
         flipped: whether another first token was picked where dense was sure of its own.
+        text: the same on dense's own continuation, where that is long.
     """
 
     correct: bool | None
@@ -40,11 +55,12 @@ class Outcome:
     scored: int = 0
     exact: bool | None = None
     flipped: bool = False
+    text: LongText | None = None
 
     @property
     def is_finite(self) -> bool:
         """Whether its probabilities are numbers."""
-        return math.isfinite(self.nll) and math.isfinite(self.kl)
+        return all(map(math.isfinite, (self.nll, self.kl, self.text.kl if self.text else 0.0)))
 
     @property
     def agreed_share(self) -> float:
@@ -146,7 +162,8 @@ class EvalResult:
             if outcome.is_finite:
                 return outcome
             is_wrong = None if outcome.correct is None else False
-            return replace(outcome, correct=is_wrong, nll=nats, kl=nats, flipped=True)
+            text = outcome.text and replace(outcome.text, kl=nats)
+            return replace(outcome, correct=is_wrong, nll=nats, kl=nats, flipped=True, text=text)
 
         tasks = {name: TaskResult(task.dense, tuple(map(finite, task.sparse))) for name, task in self.tasks.items()}
         return replace(self, tasks=tasks)

@@ -14,8 +14,6 @@ import numpy as np
 
 from sparsekv.planner.tasks import (
     QUOTE_TASKS,
-    RETRIEVAL_TASKS,
-    RULER_TASKS,
     TASKS,
     Kit,
     Sample,
@@ -117,7 +115,7 @@ def task_of_each(tasks: Sequence[str], samples: int) -> tuple[str, ...]:
     quotes, others = _split(tasks, QUOTE_TASKS)
     if not quotes or not others:
         return tuple(islice(cycle(tasks), samples))
-    retrieval, text = _split(others, (*RETRIEVAL_TASKS, *RULER_TASKS))
+    text, retrieval = _split(others, ("perplexity",))
     turn = (*retrieval[:1], *text, *retrieval[1:])
     return tuple(islice(chain(quotes, cycle(turn)), samples))
 
@@ -157,9 +155,9 @@ def _from_task(kit: Kit, task: str, turn: int, length: int, seed: int) -> Calibr
 
 
 def whole_prompt(sample: Sample) -> CalibrationPrompt:
-    """A sample's prompt and answer."""
-    ids = np.concatenate([sample.prompt_ids, sample.answer_ids])
-    return CalibrationPrompt(ids, len(sample.prompt_ids))
+    """A sample's prompts and answers, fed at once."""
+    past_ids = sample.past_ids
+    return CalibrationPrompt(np.concatenate([past_ids, sample.answer_ids]), len(past_ids))
 
 
 def _sample(name: str, kit: Kit, length: int, seed: int, index: int) -> Sample:

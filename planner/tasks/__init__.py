@@ -3,9 +3,9 @@
 A new task is a class that follows `Task`, in a file of its own or that of its kind, and a line in its kind's tuple.
 """
 
-from sparsekv.planner.tasks.documents import Document, Kit, Query, Request, Sample, Task
+from sparsekv.planner.tasks.documents import Document, Kit, Query, Request, Sample, Task, Turn
 from sparsekv.planner.tasks.quotes import Perplexity, Quote
-from sparsekv.planner.tasks.retrieval import KvRetrieval, Niah, TwoStage, VariableTracking
+from sparsekv.planner.tasks.retrieval import KvRetrieval, Niah, SecondQuestion, TwoStage, VariableTracking
 from sparsekv.planner.tasks.ruler import Cwe, Fwe, NiahMultiquery, NiahMultivalue, Vt
 from sparsekv.planner.tasks.samples import make_sample, make_samples, matches, prepare
 from sparsekv.planner.tasks.text import Filler, PieceEncoder, Split, TaskError, load_filler_text
@@ -25,7 +25,7 @@ _RETRIEVAL: tuple[Task, ...] = (
 # Only where they are asked for by name.
 _RULER: tuple[Task, ...] = (NiahMultivalue(), NiahMultiquery(), Vt(), Cwe(), Fwe())
 
-TASKS: dict[str, Task] = {task.name: task for task in (*_QUOTES, *_RETRIEVAL, Perplexity(), *_RULER)}
+TASKS: dict[str, Task] = {task.name: task for task in (*_QUOTES, *_RETRIEVAL, Perplexity(), *_RULER, SecondQuestion())}
 QUOTE_TASKS = tuple(task.name for task in _QUOTES)
 RETRIEVAL_TASKS = tuple(task.name for task in _RETRIEVAL)
 RULER_TASKS = tuple(task.name for task in _RULER)
@@ -45,6 +45,7 @@ __all__ = [
     "Split",
     "Task",
     "TaskError",
+    "Turn",
     "load_filler_text",
     "make_sample",
     "make_samples",

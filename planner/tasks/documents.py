@@ -8,27 +8,30 @@ Token ids are int32 arrays of one dimension.
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from sparsekv.planner.tasks.text import Filler, Ids, Mask, PieceEncoder, Split, TaskError, plant
 from sparsekv.plans.errors import PlanWarning
 
-_MESSAGE = "the-message-itself"
+_MESSAGE, _REPLY, _NEXT = "the-message-itself", "the-reply-to-it", "the-next-message"
 # Templates that know these otherwise write today's date, or leave room to think before the answer.
 _SETTINGS: dict[str, Any] = {"date_string": "26 Jul 2024", "enable_thinking": False}
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFrame:
-    """Token ids before a user's message, with the begin token where there is one, and between it and the answer."""
+    """Token ids before a user's message, with the begin token where there is one, and between it and the answer; and
+    between an answer and the user's next message, where the template has several."""
 
     before_ids: tuple[int, ...]
     after_ids: tuple[int, ...]
+    between_ids: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, tokenizer: Any, encoder: PieceEncoder) -> ChatFrame | None:
@@ -39,9 +42,8 @@ class ChatFrame:
         """
         if getattr(tokenizer, "chat_template", None) is None:
             return None
-        messages = [{"role": "user", "content": _MESSAGE}]
         try:
-            rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **_SETTINGS)
+            rendered = _rendered(tokenizer, _MESSAGE)
         except Exception as error:  # a template is a program: it raises what it likes
             _warn(f"one that fails ({error!s:.200})")
             return None
@@ -50,7 +52,23 @@ class ChatFrame:
             _warn(f"one that repeats it {len(parts) - 1} times")
             return None
         before_ids, after_ids = encoder.encode_lines(parts)
-        return cls(tuple(before_ids), tuple(after_ids))
+        return cls(tuple(before_ids), tuple(after_ids), _between(tokenizer, encoder))
+
+
+def _rendered(tokenizer: Any, *messages: str) -> str:
+    """Messages of a user and replies in turn, and the beginning of a reply."""
+    told = [{"role": ("user", "assistant")[at % 2], "content": message} for at, message in enumerate(messages)]
+    text: str = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True, **_SETTINGS)
+    return text
+
+
+def _between(tokenizer: Any, encoder: PieceEncoder) -> tuple[int, ...] | None:
+    try:
+        rendered = _rendered(tokenizer, _MESSAGE, _REPLY, _NEXT)
+    except Exception:  # one that knows single messages alone
+        return None
+    found = re.findall(f"{_REPLY}(.*?){_NEXT}", rendered, re.DOTALL)
+    return tuple(encoder.encode_lines(found)[0]) if len(found) == 1 else None
 
 
 def _warn(found: str) -> None:
@@ -156,15 +174,33 @@ class Document:
         return len(self.context_ids) + sum(len(query) for query in self.queries)
 
 
+class Turn(NamedTuple):
+    """What follows a prompt in a conversation: the reply to it, which is no prompt but generated, and the next one."""
+
+    reply_ids: Ids
+    prompt_ids: Ids
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One prompt to complete: BOS if the tokenizer has one, the context, a question; in the frame of a chat, if any."""
+    """One prompt to complete: BOS if the tokenizer has one, the context, a question; in the frame of a chat, if any.
+
+    Attributes:
+        later: the turns between the prompt and the answer.
+        length: most tokens of all turns and the answer together.
+    """
 
     prompt_ids: Ids
     answer_ids: Ids
     answer: str
     task: str
     length: int
+    later: tuple[Turn, ...] = ()
+
+    @property
+    def past_ids(self) -> Ids:
+        """All that comes before the answer."""
+        return np.concatenate([self.prompt_ids, *(ids for turn in self.later for ids in turn)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +212,8 @@ class Request:
         queries: most questions about the context.
         statements: how many needles, pairs or chains to plant; None for the task's standard number at this length.
             Fewer are planted where they do not fit.
-        answer_room: tokens reserved for the one answer, whatever it needs of them: context and question then take
-            exactly the rest of the length, in every document. None: answers take what they need.
+        answer_room: tokens reserved for the last answer, whatever it needs of them: the rest then takes exactly the
+            rest of the length, in every document. None: answers take what they need.
     """
 
     length: int
@@ -251,9 +287,9 @@ def build(kit: Kit, units: list[Unit], request: Request, draws: Draws, scattered
 
 def _room(request: Request, asked: list[Query]) -> int:
     """Tokens for the context."""
-    if request.answer_room is None:
-        return request.length - sum(len(query) for query in asked)
-    return request.length - sum(len(query.question_ids) + request.answer_room for query in asked)
+    last = sum(len(query.answer_ids) for query in asked[-1:])
+    reserved = last if request.answer_room is None else request.answer_room
+    return request.length - sum(len(query) for query in asked) + last - reserved
 
 
 def _lay_out(

@@ -1,11 +1,11 @@
-"""Tasks that ask for what was planted: needles, key-value pairs, two-stage retrieval, variable tracking.
+"""Tasks that ask for what was planted: needles, once or twice, key-value pairs, two-stage retrieval, variable tracking.
 
 Sources: `niah_single`, `niah_multikey` and `variable_tracking` follow RULER (arXiv 2404.06654, section 3),
 `kv_retrieval` the key-value task of Lost in the Middle (arXiv 2307.03172, section 3), `two_stage` the 2StageRetr of
 OmniKV (ICLR 2025).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from sparsekv.planner.tasks.documents import (
@@ -19,7 +19,7 @@ from sparsekv.planner.tasks.documents import (
     longest_key,
     longest_value,
 )
-from sparsekv.planner.tasks.text import PieceEncoder
+from sparsekv.planner.tasks.text import PieceEncoder, TaskError
 
 _NEEDLE_DIGITS = 7
 _DIGITS = 5  # of every other value
@@ -47,8 +47,11 @@ class Niah:
         """See `Task`."""
         standard = self.needles + (request.length // self.tokens_per_needle if self.tokens_per_needle else 0)
         count = request.statements or standard
-        pairs = zip(draws.keys(count), draws.values(count, _NEEDLE_DIGITS), strict=True)
-        return build(kit, [_needle(key, value) for key, value in pairs], request, draws)
+        return build(kit, _needles(draws, count), request, draws)
+
+
+def _needles(draws: Draws, count: int) -> list[Unit]:
+    return [_needle(*pair) for pair in zip(draws.keys(count), draws.values(count, _NEEDLE_DIGITS), strict=True)]
 
 
 def _needle(key: Pieces, value: str) -> Unit:
@@ -58,6 +61,32 @@ def _needle(key: Pieces, value: str) -> Unit:
         cue=(" The special number for", *key, " is"),
         answer=(value,),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SecondQuestion:
+    """Numbers for keys, planted in filler text; the question names one key, and behind its answer another one.
+
+    What was not kept when the first answer began is not there for the second. Nothing but the second answer counts.
+    """
+
+    name: str = "second_question"
+    needles: int = 4
+
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """See `Task`."""
+        return longest_value(_NEEDLE_DIGITS)
+
+    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+        """See `Task`. There are two questions, whatever the request says."""
+        needles = _needles(draws, request.statements or self.needles)
+        found = build(kit, needles, replace(request, queries=2), draws)
+        if len(found.queries) < 2:
+            raise TaskError(
+                f"expected room for two statements and their questions, found {request.length} tokens; use a longer "
+                "length"
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True)

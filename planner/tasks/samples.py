@@ -1,14 +1,16 @@
 """Prompts for calibration and evaluation, each from a random generator of its own, and how answers are matched."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from sparsekv.planner.tasks.documents import ChatFrame, Draws, Kit, Request, Sample, Task
+from sparsekv.planner.tasks.documents import ChatFrame, Draws, Kit, Query, Request, Sample, Task, Turn
 from sparsekv.planner.tasks.quotes import Perplexity
-from sparsekv.planner.tasks.text import Filler, PieceEncoder, Split, TaskError, load_filler_text
+from sparsekv.planner.tasks.retrieval import SecondQuestion
+from sparsekv.planner.tasks.text import Filler, Ids, PieceEncoder, Split, TaskError, load_filler_text
 
 
 def generator(split: Split, task: str, length: int, seed: int, index: int) -> np.random.Generator:
@@ -37,30 +39,50 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
     """One prompt with its answer.
 
     Where the kit has the frame of a chat, the prompt is a user's message and the beginning of the reply; text that is
-    to be continued has no frame.
+    to be continued has no frame, nor have two questions where the template is one of single messages. Of two questions
+    about a document the second is to be answered, behind the first and its answer.
 
     Args:
-        length: tokens of the prompt, its frame included, and of the longest answer that the task can have with this
-            tokenizer: all prompts of a task, length and tokenizer are equally long.
+        length: tokens before the answer, frame included, and of the longest answer that the task can have with this
+            tokenizer: all samples of a task, length and tokenizer are equally long.
         index: which sample of the set; samples do not depend on each other.
 
     Raises:
         TaskError: the length does not hold one statement and its question, or needs more keys than there are.
     """
-    plain = ChatFrame(kit.encoder.bos_ids, ())
-    frame = plain if kit.chat is None or isinstance(task, Perplexity) else kit.chat
-    around = len(frame.before_ids) + len(frame.after_ids)
+    is_twice = isinstance(task, SecondQuestion)
+    frame = _frame(kit, task)
+    before, after, between = (_ids(ids) for ids in (frame.before_ids, frame.after_ids, frame.between_ids or ()))
+    around = len(before) + len(after) + (len(between) + len(after) if is_twice else 0)
     if length <= around:
         raise TaskError(f"expected a length of more than {around} tokens, found {length}")
     room = length - around
     draws = Draws(generator(kit.split, task.name, length, seed, index))
     document = task.document(kit, Request(room, answer_room=task.longest_answer(kit.encoder, room)), draws)
-    query = document.queries[0]
-    before, after = (np.asarray(ids, np.int32) for ids in (frame.before_ids, frame.after_ids))
-    asked = len(query.question_ids) - query.cue
-    message = np.concatenate([document.context_ids, query.question_ids[:asked]])
-    prompt_ids = np.concatenate([before, message, after, query.question_ids[asked:]])
-    return Sample(prompt_ids, query.answer_ids, query.answer, task.name, length)
+
+    def asked(query: Query) -> list[Ids]:
+        cut = len(query.question_ids) - query.cue
+        return [query.question_ids[:cut], after, query.question_ids[cut:]]
+
+    prompt_ids = np.concatenate([before, document.context_ids, *asked(document.queries[0])])
+    later = tuple(
+        Turn(first.answer_ids, np.concatenate([between, *asked(second)]))
+        for first, second in pairwise(document.queries)
+    )
+    last = document.queries[-1]
+    return Sample(prompt_ids, last.answer_ids, last.answer, task.name, length, later)
+
+
+def _frame(kit: Kit, task: Task) -> ChatFrame:
+    chat = kit.chat
+    lacks_turns = chat is not None and chat.between_ids is None
+    if chat is None or isinstance(task, Perplexity) or (lacks_turns and isinstance(task, SecondQuestion)):
+        return ChatFrame(kit.encoder.bos_ids, (), kit.encoder.newline_ids)
+    return chat
+
+
+def _ids(ids: Sequence[int]) -> Ids:
+    return np.asarray(ids, np.int32)
 
 
 def make_samples(task: Task, kit: Kit, length: int, seed: int, count: int) -> Iterator[Sample]:

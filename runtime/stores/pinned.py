@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import RLock
+from threading import Condition, RLock
 from typing import Any
 
 import torch
@@ -83,7 +83,8 @@ class CudaStream(CopyStream):
 
     def settle(self) -> None:
         """The host waits for every stream."""
-        torch.cuda.synchronize(self._device)
+        with OUTSIDE_CAPTURES.none_under_way():
+            torch.cuda.synchronize(self._device)
 
 
 def stream_for(device: torch.device) -> CopyStream:
@@ -92,26 +93,38 @@ def stream_for(device: torch.device) -> CopyStream:
 
 
 class OutsideCaptures:
-    """Work that ends the capture of a CUDA graph, and that may come at any time, as garbage collections do: waiting for
-    the device, and destroying a graph. While a graph is captured it is put off."""
+    """Work that ends the capture of a CUDA graph, in whichever thread that is: waiting for the device, and destroying a
+    graph. Whoever has some waits until no capture is under way; what may come at any time, as garbage collections do,
+    is put off."""
 
     def __init__(self) -> None:
-        self._lock = RLock()  # a collection may come to the thread that holds it
+        self.lock = RLock()  # a collection may come to the thread that holds it
+        self._ended = Condition(self.lock)
         self._captures = 0
         self._collects = False  # whether Python collects garbage by itself outside captures
         self._waiting: deque[Callable[[], object]] = deque()
 
     def run(self, work: Callable[[], object]) -> None:
-        """Runs it now, or once no capture is under way."""
+        """Runs it now, or once no capture is under way and no other thread is at such work. Waits for nobody."""
         self._waiting.append(work)
-        with self._lock:
+        self._run_waiting()
+
+    @contextmanager
+    def none_under_way(self) -> Iterator[None]:
+        """Waits until no capture is under way; inside it, none begins, and no other thread is at such work. For threads
+        that capture nothing themselves."""
+        try:
+            with self._ended:
+                self._ended.wait_for(lambda: not self._captures)
+                yield
+        finally:
             self._run_waiting()
 
     @contextmanager
     def put_off(self) -> Iterator[None]:
         """Inside it, work of any thread is put off to its end, and Python collects no garbage by itself: there may be
         graphs of others in it, and torch 2.11 fails a capture in whose thread it destroys one."""
-        with self._lock:  # waits for work that has begun
+        with self.lock:  # waits for work that has begun
             if not self._captures:
                 self._collects = gc.isenabled()
                 gc.disable()
@@ -119,15 +132,23 @@ class OutsideCaptures:
         try:
             yield
         finally:
-            with self._lock:
+            with self.lock:
                 self._captures -= 1
                 if self._collects and not self._captures:
                     gc.enable()
-                self._run_waiting()
+                self._ended.notify_all()
+            self._run_waiting()
 
     def _run_waiting(self) -> None:
-        while self._waiting and not self._captures and not _captures_here():
-            self._waiting.popleft()()
+        # whoever has the lock meanwhile looks again once it has not
+        while self._waiting and self.lock.acquire(blocking=False):
+            try:
+                if self._captures or _captures_here():
+                    return
+                while self._waiting:
+                    self._waiting.popleft()()
+            finally:
+                self.lock.release()
 
 
 def _captures_here() -> bool:

@@ -9,7 +9,7 @@ import pytest
 from model_folders import save_model
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
-from tiny_plans import every_head, plan_for
+from tiny_plans import drops, every_head, plan_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparsekv.plans.files import load_plan, write_plan
@@ -197,6 +197,17 @@ def test_verify_of_a_plan_of_one_bucket_measures_at_the_lengths_that_it_was_plan
     done = sparsekv("verify", copy, *SMALL, "--samples", 1, "--write")
     assert done.code == 0, done.err
     assert load_plan(copy / "sparsekv.yaml").quality.prefill.lengths == (1024,)
+
+
+def test_a_plan_that_drops_tokens_alone_is_verified_and_show_says_what_that_did_to_answers(sparsekv, copy):
+    write_plan(plan_for(tiny_model(context=2048), None, None, drops((0, 1), 64)), copy / "sparsekv.yaml")
+    asked = ("--tasks", "second_question", "--samples", 1)
+    assert "dense is compared with itself" not in sparsekv("eval", copy, *asked, "--length", "1k").err
+    done = sparsekv("verify", copy, *asked, "--lengths", "1k", *LOOSE, "--max-failed", 1, "--write")
+    assert done.code == 0, done.err
+    (told,) = [line for line in done.out.splitlines() if line.startswith("where dropping hurts")]
+    assert told.endswith("second_question 0% -> 0%")  # of a random model
+    assert told in sparsekv("show", copy).out
 
 
 def test_verify_does_not_write_what_was_measured_on_other_weights(sparsekv, folder, copy, tmp_path):

@@ -1,12 +1,13 @@
 """What samples show of each gate: met, missed, undecided; and how often a plan is called verified by mistake."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from sparsekv.planner.evaluation.results import Outcome
-from sparsekv.planner.gates import Measured, Prompt, claims_of, level_of
+from sparsekv.planner.evaluation.results import LongText, Outcome
+from sparsekv.planner.gates import Measured, Prompt, claims_of, level_of, lost_tasks
 from sparsekv.planner.options import Gate
 from sparsekv.plans.show import CLAIM_CAPTION
 
@@ -58,6 +59,28 @@ def test_each_figure_is_missed_by_itself(changes, figure) -> None:
     missed = [name for name, _ in found([prompt(**changes)] * 60).having("missed")]
     assert figure in missed
     assert {name.split()[0] for name in missed} == {figure.split()[0]}
+
+
+@pytest.mark.parametrize(
+    ("text", "figure"), [(LongText(0.2, 128, 128), "text_divergence"), (LongText(0.0, 100, 128), "text_agreement")]
+)
+def test_a_long_text_is_held_against_the_gates_by_itself(text: LongText, figure: str) -> None:
+    dense, clean = (Prompt(one, one, one) for one in (replace(DENSE, text=LongText(0.0, 128, 128)), DENSE))
+    moved = Prompt(dense.dense, dense.dense, replace(DENSE, text=text))
+    assert [name for name, _ in found([moved] * 60).having("missed")] == [f"{figure} at 4k"]
+    assert {*outcomes(found([dense] * 200)).values()} == {"met"}
+    assert not any(name.startswith("text") for name in outcomes(found([clean] * 200)))
+
+
+def test_a_task_that_lost_more_than_all_may_is_named_though_all_together_lost_little() -> None:
+    kept = {name: (prompt(),) * 100 for name in "abcd"}
+    lost = tuple(prompt(right=number >= 8) for number in range(100))
+    unsolved = (prompt(before=False, right=False),) * 100
+    halves = [Measured(4096, kept | {"e": lost, "f": unsolved}), Measured(8192, kept)]
+    (line,) = lost_tasks("decode", halves, GATE)
+    assert line.startswith("decode: ")
+    assert line.endswith(": e 8% on 100 prompts")
+    assert list(lost_tasks("decode", [Measured(4096, kept | {"e": lost[7:]})], GATE)) == []
 
 
 def test_what_rounding_alone_does_is_not_held_against_a_plan() -> None:

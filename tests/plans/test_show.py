@@ -11,7 +11,7 @@ from rich.console import Console
 
 from sparsekv.plans.pattern_family import TileShape
 from sparsekv.plans.phases import PrefillBucket, PrefillPlan
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.schema import Measurement, Plan, Quality, Score
 from sparsekv.plans.show import describe, summary, verdict
 
 
@@ -96,6 +96,15 @@ def test_the_verdict_names_what_is_gained_the_status_and_the_next_command(plan: 
     assert any("lossy" in line for line in lines) == bool(plan.retained)
     assert f"{command} --plan a.yaml" in lines[-1]
     assert ("4.00x" in lines[0]) == (plan.cost is not None)
+
+
+def test_what_dropping_does_to_answers_has_a_line_of_its_own_in_the_verdict() -> None:
+    scores = {name: Score(dense=1.0, sparse=0.25, samples=8) for name in ("second_question", "quote_text")}
+    measured = Measurement(lengths=(4096,), density=0.5, tasks=scores)
+    lossy = full_plan().model_copy(update={"quality": Quality(decode=measured)})
+    (line,) = (line for line in verdict(lossy, "a.yaml") if "hurts" in line)
+    assert line.endswith("dense -> plan: second_question 100% -> 25%")
+    assert not any("hurts" in line for line in verdict(lossy.model_copy(update={"kv_cache": None}), "a.yaml"))
 
 
 def test_longer_prompts_that_go_by_a_dense_bucket_are_dense() -> None:

@@ -1,7 +1,10 @@
 """Prompts as a user's message: the tokens of the rendered template, exact in length, the reply begun with the cue."""
 
+import re
 import warnings
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from task_tokenizers import NAMES, kit_named, tokenizer_named
 from transformers import PreTrainedTokenizerFast
@@ -54,6 +57,47 @@ def test_the_reply_begins_with_the_cue_behind_the_question(task: str, name: str)
     assert system.endswith("System: be brief.\n")
     assert message.endswith(("above?", "?", "value.", "number."))
     assert reply.endswith((" is", ":", " ="))
+
+
+CONVERSATION = (
+    "{{ bos_token }}{% for m in messages %}{{ '<U>' if m.role == 'user' else '<A>' }}{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<A>{% endif %}"
+)
+ONE_MESSAGE = "{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}{{ messages[0].content }}\n"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_question_follows_the_first_answer_as_in_the_rendered_conversation(name: str) -> None:
+    kit, longest = chat_kit(name, CONVERSATION), TASKS["second_question"].longest_answer(kit_named(name).encoder, 900)
+    sample = make_sample(TASKS["second_question"], kit, 900, seed=0, index=0)
+    assert len(sample.past_ids) + longest == 900
+    (turn,) = sample.later
+    whole = np.concatenate([sample.past_ids, sample.answer_ids])
+    decoded = str(tokenizer_named(name).decode(whole.tolist(), skip_special_tokens=True))
+    messages = re.findall("(?s)<[UA]>(.*?)(?:</>|$)", decoded)
+    roles = ("user", "assistant", "user", "assistant")
+    told = [{"role": role, "content": message} for role, message in zip(roles, messages, strict=True)]
+    rendered = templated(name, CONVERSATION).apply_chat_template(told, tokenize=False)
+    assert rendered.removeprefix(tokenizer_named(name).bos_token or "") == decoded + "</>"
+    first = text(name, replace(sample, prompt_ids=turn.reply_ids))
+    assert messages[1].endswith(first)
+    assert messages[3].endswith(sample.answer)
+    keys = [re.search(r"special number for (\S+) is", reply)[1] for reply in messages[1::2]]
+    assert keys[0] != keys[1]
+    for key, reply in zip(keys, messages[1::2], strict=True):
+        assert f"The special number for {key} is{reply.rpartition(' is')[2]}.\n" in messages[0]
+
+
+@pytest.mark.parametrize(
+    "kit", [kit_named("shipped"), chat_kit("shipped", ONE_MESSAGE)], ids=["none", "of one message"]
+)
+def test_without_a_template_of_several_messages_a_second_question_is_a_line_behind_the_first_answer(kit: Kit) -> None:
+    sample = make_sample(TASKS["second_question"], kit, 900, seed=0, index=0)
+    (turn,) = sample.later
+    lines = str(tokenizer_named("shipped").decode(sample.past_ids.tolist(), skip_special_tokens=True)).split("\n")
+    assert lines[-2].startswith("What is the special number")
+    assert lines[-2].endswith(text("shipped", replace(sample, prompt_ids=turn.reply_ids)))
+    assert lines[-1] == text("shipped", replace(sample, prompt_ids=turn.prompt_ids)).strip()
 
 
 @pytest.mark.parametrize("task", ["quote_text", "quote_code"])

@@ -32,7 +32,7 @@ def test_lengths_hold_with_any_vocabulary(build, vocabulary, single_digits, begi
         length = SHORTEST + extra
         room = task.longest_answer(kit.encoder, length - len(kit.encoder.bos_ids))
         for sample in make_samples(task, kit, length, seed, count=3):
-            assert len(sample.prompt_ids) == length - room
+            assert len(sample.past_ids) == length - room
             assert len(sample.answer_ids) <= room
 
 
@@ -44,7 +44,7 @@ def test_a_short_length_gives_an_exact_sample_or_a_task_error_and_nothing_else(l
         sample = make_sample(TASKS[task], kit, length, seed=0, index=index)
     except TaskError:
         return
-    assert len(sample.prompt_ids) == length - TASKS[task].longest_answer(kit.encoder, length)
+    assert len(sample.past_ids) == length - TASKS[task].longest_answer(kit.encoder, length)
     assert len(sample.answer_ids) > 0
 
 

@@ -1,0 +1,203 @@
+"""A second question behind an answer, and long texts: measured is what a user gets of layers that drop tokens."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from planner_models import loaded_tiny
+from tiny_plans import decode_plan, drops, every_head, plan_for, segment
+from torch_threads import torch_threads
+
+from sparsekv.planner.evaluation import DENSE, PlanMode, compare, opened
+from sparsekv.planner.evaluation.results import LongText
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.settled import settle
+from sparsekv.planner.tasks import Kit, Sample, Split, Turn, prepare
+from sparsekv.planner.verify import verify
+from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.plans.schema import Plan
+from sparsekv.plans.show import hurt_lines
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.generate import piece_sizes
+from sparsekv.runtime.hf.load import LoadedModel, load_model
+
+PROMPT = 300
+ALL = (0, 1, 2)
+NARROW = AShape(sink=tokens(64), window=tokens(64))
+SPARSE = decode_plan(segment(0, (1, 2), 8))
+RULES = {"segments": (SPARSE, ()), "dropped tokens": (None, (drops((1, 2), 24, generated=3),))}
+
+
+def conversations(count: int = 2) -> list[Sample]:
+    """Of no task: a prompt, a reply of five tokens, a prompt, an answer of four."""
+    rng = np.random.default_rng(3)
+
+    def drawn(tokens: int) -> Any:
+        return rng.integers(1, 90, tokens, np.int32)
+
+    turns = [(drawn(PROMPT), drawn(4), Turn(drawn(5), drawn(140))) for _ in range(count)]
+    return [Sample(prompt, answer, "", "own", PROMPT + 149, (turn,)) for prompt, answer, turn in turns]
+
+
+def by_hand(loaded: LoadedModel, sample: Sample, chunk: int | None, plan: Plan | None, **phases: bool) -> torch.Tensor:
+    """[A + 1, V]: the prompts in pieces, all between and behind them token by token."""
+    model: Any = loaded.model
+    cache, rows = None, []
+
+    def ran(ids: Any, sizes: list[int]) -> None:
+        nonlocal cache
+        for piece in torch.tensor(ids[None].astype(np.int64)).split(sizes, 1):
+            out = model(piece, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            rows.append(out.logits[:, -1:])
+
+    def prompt(ids: Any) -> None:
+        ran(ids, piece_sizes(len(ids), chunk) if chunk else [len(ids)])
+
+    with nullcontext() if plan is None else apply(model, plan, **phases), torch.no_grad():
+        prompt(sample.prompt_ids)
+        for turn in sample.later:
+            ran(turn.reply_ids, [1] * len(turn.reply_ids))
+            prompt(turn.prompt_ids)
+        ran(sample.answer_ids, [1] * len(sample.answer_ids))
+    return torch.cat(rows[-len(sample.answer_ids) - 1 :], 1)[0].float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("chunk", [None, 128])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_turns_of_a_conversation_run_as_a_users_do(loaded: LoadedModel, rule: str, chunk: int | None) -> None:
+    decode, dropped = RULES[rule]
+    plan = plan_for(loaded.model, every_head(loaded.model, NARROW), decode, *dropped)
+    modes = {phase: PlanMode(plan, phase) for phase in ("prefill", "decode", "both")}
+    found = compare(loaded, modes, conversations(), batch=2, chunk=chunk)
+    for place, sample in enumerate(conversations()):
+        p = by_hand(loaded, sample, chunk, None)
+        for phase in modes:
+            q = by_hand(loaded, sample, chunk, plan, prefill=phase != "decode", decode=phase != "prefill")
+            outcome = found[phase].outcomes[place]
+            assert outcome.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+            assert outcome.kl > 1e-4
+            assert outcome.scored == 5
+
+
+def test_a_plan_that_keeps_everything_equals_dense_in_every_turn(loaded: LoadedModel) -> None:
+    plan = plan_for(loaded.model, None, None, drops(ALL, 2048, generated=512))
+    with opened(loaded, {"decode": PlanMode(plan, "decode")}, text=40) as evaluator:
+        found = evaluator.compare(conversations())
+    for dense, own in zip(found[DENSE].outcomes, found["decode"].outcomes, strict=True):
+        assert own.kl == pytest.approx(0.0, abs=1e-6)
+        assert own.nll == pytest.approx(dense.nll, abs=1e-4)
+        assert (own.agreed, own.scored, own.exact) == (5, 5, True)
+        assert own.text == LongText(pytest.approx(0.0, abs=1e-6), 40, 40)
+
+
+def test_on_conversations_of_other_shapes_batches_are_equal_turn_by_turn(loaded: LoadedModel) -> None:
+    one, other = conversations()
+    longer = replace(other, later=(Turn(other.later[0].reply_ids[1:], other.later[0].prompt_ids),))
+    plan = plan_for(loaded.model, None, None, *RULES["dropped tokens"][1])
+    together = compare(loaded, {"d": PlanMode(plan, "decode")}, [one, longer, one], batch=4)["d"].kl
+    alone = [compare(loaded, {"d": PlanMode(plan, "decode")}, [sample])["d"].kl[0] for sample in (one, longer, one)]
+    assert together == pytest.approx(alone, rel=1e-4)
+
+
+# --- long texts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", ["another", "as dense goes on"])
+def test_a_long_text_is_read_beside_the_answer_and_changes_nothing_of_it(loaded: LoadedModel, answer: str) -> None:
+    """Where dense gives the answer, both are one text."""
+    plan = plan_for(loaded.model, None, None, *RULES["dropped tokens"][1])
+    sample = replace(conversations(1)[0], later=())
+    text_1G = loaded.model.generate(
+        torch.tensor(sample.prompt_ids[None].astype(np.int64)), max_new_tokens=40, do_sample=False, eos_token_id=None
+    )[:, PROMPT:]
+    if answer == "as dense goes on":
+        sample = replace(sample, answer_ids=text_1G[0, :4].numpy().astype(np.int32))
+    modes = {"decode": PlanMode(plan, "decode")}
+    with opened(loaded, modes, text=40) as evaluator:
+        (long,) = evaluator.compare([sample])["decode"].outcomes
+    (short,) = compare(loaded, modes, [sample])["decode"].outcomes
+    assert replace(long, text=None) == replace(
+        short, nll=pytest.approx(short.nll, rel=1e-5), kl=pytest.approx(short.kl, rel=1e-4)
+    )
+    told = replace(sample, answer_ids=text_1G[0, :39].numpy().astype(np.int32))
+    p, q = by_hand(loaded, told, None, None)[1:], by_hand(loaded, told, None, plan)[1:]
+    assert long.text.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+    assert (long.text.agreed, long.text.scored) == (int((p.argmax(-1) == q.argmax(-1)).sum()), 39)
+
+
+# --- on the reference model -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[LoadedModel]:
+    with torch_threads(1):
+        yield load_model("tiny-retriever", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def kit(reference: LoadedModel) -> Kit:
+    return prepare(reference.tokenizer, Split.EVALUATION)
+
+
+def dropping(reference: LoadedModel, **options: Any) -> Plan:
+    return plan_for(reference.model, None, None, drops(reference.info.full_layers, 0, generated=64, **options))
+
+
+def asked(kit: Kit, *keys: str) -> Sample:
+    """About a far and a near number, one question behind the other."""
+    numbers = {"amber-falcon": " 4815162", "coral-anchor": " 2342108"}
+    lines = [("The special number for", " " + key, " is", value, ".\n") for key, value in numbers.items()]
+    questions = [
+        kit.encoder.encode(("What is the special number for", " " + key, " in the text above?"))
+        + kit.encoder.encode((" The special number for", " " + key, " is"))
+        for key in keys
+    ]
+    far, near = map(kit.encoder.encode, lines)
+    filler, _ = kit.filler.excerpt(500, np.random.default_rng(0))
+    prompts = [[*kit.encoder.bos_ids, *far, *filler.tolist(), *near, *questions[0]]]
+    prompts += [[*kit.encoder.newline_ids, *question] for question in questions[1:]]
+    prompt_ids, *later_ids = (np.asarray(ids, np.int32) for ids in prompts)
+    *replies, answer = (numbers[key] for key in keys)
+    told = [np.asarray(kit.encoder.encode((reply,)), np.int32) for reply in (*replies, answer)]
+    later = tuple(map(Turn, told[:-1], later_ids))
+    return Sample(prompt_ids, told[-1], answer, "/".join(keys), 700, later)
+
+
+def test_a_fact_that_was_dropped_is_lost_to_a_second_question_alone(reference: LoadedModel, kit: Kit) -> None:
+    """Of the first prompt its end is kept, where the number is that the first question asks for."""
+    plan, far, near = dropping(reference, sink=4, recent=200), "amber-falcon", "coral-anchor"
+    samples = [asked(kit, near), asked(kit, near, far), asked(kit, near, near)]
+    found = compare(reference, {"decode": PlanMode(plan, "decode")}, samples)
+    assert [one.correct for one in found[DENSE].outcomes] == [True, True, True]
+    assert [one.correct for one in found["decode"].outcomes] == [True, False, True]
+
+
+def test_a_plan_that_keeps_almost_nothing_stays_unverified_and_says_which_task_lost(reference: LoadedModel) -> None:
+    plan = dropping(reference, sink=4, recent=16)
+    asked = PlanOptions(lengths=(512,), tasks=("niah_multikey",), verify_samples=1)
+    settled = settle(asked, reference.info.context_length, "cpu").but(verify_chosen=())
+    found = verify(reference, plan, settled)
+    assert found.recorded(plan).status == "unverified"
+    (line,) = [line for line in found.reasons if "of right answers lost" in line]
+    assert "second_question 100% on 1 prompts" in line
+    decode = found.quality.decode
+    assert found.quality.evidence.tasks == ("niah_multikey", "second_question")
+    assert (decode.tasks["second_question"].dense, decode.tasks["second_question"].sparse) == (1.0, 0.0)
+    assert {"text_divergence", "text_agreement", "exact"} <= decode.by_length[0].claims.keys()
+    (told,) = hurt_lines(found.recorded(plan))
+    assert "second_question 100% -> 0%" in told
+
+
+def test_only_a_plan_that_drops_tokens_is_held_against_long_texts_and_second_questions() -> None:
+    loaded = loaded_tiny()
+    plan = plan_for(loaded.model, None, SPARSE)
+    settled = settle(PlanOptions(lengths=(512,), tasks=("kv_retrieval",), verify_samples=1), 4096, "cpu")
+    found = verify(loaded, plan, settled.but(verify_chosen=())).quality
+    assert found.decode.by_length[0].claims.keys() == {"divergence", "agreement", "exact"}
+    assert found.decode.tasks.keys() == {"kv_retrieval"}
+    assert settled.verified_tasks(drops=True) == ("kv_retrieval",)  # as asked for
