@@ -58,6 +58,7 @@ Found = TypeVar("Found")
 BESIDE, ALONE = 0.45, 0.9  # shares of the device: of each of two engines, of the only one
 _TIMES = ("token_ms", "dense_token_ms", "tokens_per_second", "dense_tokens_per_second")
 _WARM_UP = (2, 4)  # requests, and tokens of an answer
+_LATE_MS = 1000.0  # a first token: who is late on average is not asked more often
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,8 @@ class Load:
         prompt, answer: tokens of each.
         at_once: requests that the engine has at a time.
         requests: in all.
-        per_minute: how many come at random (Poisson); None gives a new one as soon as one is answered.
+        per_minute: how many come at random (Poisson); None gives a new one as soon as one is answered. An engine whose
+            median first token took more than a second is not asked more often.
     """
 
     prompt: int
@@ -225,20 +227,34 @@ def bench_serve(
                 own=own | {"step_tokens": bench.step_tokens} | dict.fromkeys(_TIMES) | host,
                 note=model.note,
             )
-            yield _filled(row, found)
+            row = _filled(row, found)
+            told = {way: _told(runs) for way, runs in found.turns.items()}
+            (progress or Progress()).say(
+                f"{_words(load)}: {'; '.join(f'{way} {words}' for way, words in told.items())}"
+            )
+            yield row
 
 
 def _in_turn(model: ServedModel, plan: Plan, bench: ServeBench, step: Step) -> Iterator[tuple[Load, Measured]]:
     # By the plan first: that engine refuses what cannot be served.
     with _engine(SPARSE, model, plan, bench) as sparse, _engine(DENSE, model, plan, bench) as dense:
-        engines = {DENSE: dense, SPARSE: sparse}
-        for load in bench.loads:
-            step.advance(0, note=_words(load))
-            found = Measured()
-            with _noting(found):
-                _measure(engines, load, model, bench, found)
-            yield load, found
-            step.advance()
+        yield from _each({DENSE: dense, SPARSE: sparse}, model, bench, step)
+
+
+def _each(
+    engines: Mapping[str, Any], model: ServedModel, bench: ServeBench, step: Step | None = None
+) -> Iterator[tuple[Load, Measured]]:
+    late: set[str] = set()
+    for load in bench.loads:
+        (step or Step()).advance(0, note=_words(load))
+        found, random = Measured(), load.per_minute is not None
+        with _noting(found):
+            _measure(
+                {way: one for way, one in engines.items() if not random or way not in late}, load, model, bench, found
+            )
+        late.update(way for way, runs in found.turns.items() if random and _medians(runs)[0] > _LATE_MS)
+        yield load, found
+        (step or Step()).advance()
 
 
 def _one_by_one(model: ServedModel, plan: Plan, bench: ServeBench, step: Step) -> Iterator[tuple[Load, Measured]]:
@@ -257,16 +273,18 @@ def _elsewhere(run: Callable[..., Found], *args: Any) -> Found:
 
 
 def _alone(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> list[Measured]:
-    found = [Measured() for _ in bench.loads]
     with _engine(way, model, plan, bench) as engine:
-        for load, one in zip(bench.loads, found, strict=True):
-            with _noting(one):
-                _measure({way: engine}, load, model, bench, one)
-    return found
+        return [found for _, found in _each({way: engine}, model, bench)]
 
 
 def _words(load: Load) -> str:
-    return f"{load.requests} of {format_length(load.prompt)} + {load.answer} tokens"
+    often = "" if load.per_minute is None else f", {load.per_minute} a minute"
+    return f"{load.requests} of {format_length(load.prompt)} + {load.answer} tokens{often}"
+
+
+def _told(runs: Sequence[Served]) -> str:
+    first, _, rate = _medians(runs)
+    return f"{first / 1e3:.2f} s to the first token, {rate:.0f} tokens/s"
 
 
 @contextmanager
@@ -294,6 +312,9 @@ def _engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> Iter
 def _measure(engines: Mapping[str, Any], load: Load, model: ServedModel, bench: ServeBench, found: Measured) -> None:
     from sparsekv.runtime.vllm.counters import reset_stats, serving_backend, serving_stats
 
+    if not engines:
+        found.note = f"not asked: first tokens took more than {_LATE_MS / 1e3:g} s at fewer requests a minute"
+        return
     prompts = _prompts(load, model.vocabulary, bench.seed)
 
     def run(way: str) -> Served:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from sparsekv.bench.serve import Load, ServeBench, _arrivals, serve, served_model
+from sparsekv.bench.serve import Load, ServeBench, Served, ServedModel, Timing, _arrivals, _each, serve, served_model
 
 
 def test_random_weights_are_served_from_a_config_that_vllm_can_load_and_that_fits_the_prompts() -> None:
@@ -70,3 +70,26 @@ def test_prompts_are_given_when_their_time_has_come_or_as_many_at_a_time_as_aske
     engine = OneAStep()
     serve(SimpleNamespace(llm_engine=engine), prompts, 1, 2)
     assert engine.most == 2
+
+
+def test_an_engine_that_is_late_is_not_asked_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def served(engine: str, prompts: list, answer: int, at_once: int, arrivals: list[float] | None = None) -> Served:
+        if arrivals is not None:
+            asked.append(len(arrivals))
+        first = 2.0 if engine == "slow" and len(asked) == 2 else 0.1
+        return Served((Timing(0.0, first, 3.0),), answer)
+
+    monkeypatch.setattr("sparsekv.bench.serve.serve", served)
+    monkeypatch.setitem(
+        sys.modules, "sparsekv.runtime.vllm.counters",
+        SimpleNamespace(reset_stats=None, serving_stats=None, serving_backend=None),
+    )  # fmt: skip
+    loads = tuple(Load(4, 2, requests=2, per_minute=often) for often in (60, 90, 120))
+    bench = ServeBench((*loads, Load(4, 2)), torch.device("cpu"), torch.float32, repeats=1)
+    model = ServedModel("", None, 100, "", random=True)  # type: ignore[arg-type]
+    found = dict(_each({"dense": "slow"}, model, bench))
+    assert [bool(found[load].turns) for load in bench.loads] == [True, True, False, True]
+    assert "more than 1 s" in found[loads[2]].note
+    assert len(asked) == 2
