@@ -1,6 +1,6 @@
 """Layers that drop tokens, in transformers: a plan with them beside the same plan without, on one prompt.
 
-    python -m sparsekv.bench.retained --length 128k --retain 0.25
+    python -m sparsekv.bench.dropping --length 128k --retain 0.25
 
 Prompts run sparse by hand-made patterns; `kept` drops tokens of all layers but the first three, all alike, until
 `--retain` of the bytes are left. Steps behind the prompt are dense over what a layer has; `chosen` are those of a
@@ -29,7 +29,8 @@ from sparsekv.planner.retain_search import by_hand, rules_of
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import parse_lengths
-from sparsekv.runtime.hf import apply as hf
+from sparsekv.runtime.hf import apply as host
+from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import CACHE_NAME
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.model_config import device_name
@@ -73,7 +74,8 @@ def plans_of(subject: BenchModel, args: argparse.Namespace) -> dict[str, Plan]:
 def dropping() -> Iterator[list[float]]:
     """Seconds inside that scores, choices and compaction take, a layer each."""
     spent: list[float] = []
-    end_prompt = hf.end_prompt
+    name = "end_prompt"
+    end_prompt = getattr(host, name)
 
     def timed(layer: Any, entry: Any, attempt: Any) -> None:
         wait_for(entry.store.tensors[0].device)
@@ -82,11 +84,11 @@ def dropping() -> Iterator[list[float]]:
         wait_for(entry.store.tensors[0].device)
         spent.append(time.perf_counter() - began)
 
-    hf.end_prompt = timed
+    setattr(host, name, timed)
     try:
         yield spent
     finally:
-        hf.end_prompt = end_prompt
+        setattr(host, name, end_prompt)
 
 
 def run(subject: BenchModel, plan: Plan, length: int) -> dict[str, float]:
@@ -95,7 +97,7 @@ def run(subject: BenchModel, plan: Plan, length: int) -> dict[str, float]:
     ids_1S = torch.randint(1, 1000, (1, length), generator=torch.Generator().manual_seed(0)).to(model.device)
     free_memory(model.device)
     torch.cuda.reset_peak_memory_stats()
-    with hf.apply(model, plan, info=subject.info) as handle, greedy(model):
+    with apply(model, plan, info=subject.info) as handle, greedy(model):
         with dropping() as spent:
             seconds, out = _timed(
                 lambda: model.generate(
