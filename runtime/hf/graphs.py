@@ -358,7 +358,8 @@ class StepGraphs:
     def _abandon(self, device: torch.device) -> None:
         """Frees everything, once the kernels are done that a failed capture has queued on its streams: they read and
         write its tables and the caches."""
-        with suppress(RuntimeError):  # a device that an error has made unusable runs no kernels; that error is told
+        # a device that an error has made unusable runs no kernels; that error is told
+        with OUTSIDE_CAPTURES.none_under_way(), suppress(RuntimeError):
             torch.cuda.synchronize(device)
         self.release()
 

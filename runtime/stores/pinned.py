@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import RLock
+from threading import Condition, RLock
 from typing import Any
 
 import torch
@@ -83,7 +83,8 @@ class CudaStream(CopyStream):
 
     def settle(self) -> None:
         """The host waits for every stream."""
-        torch.cuda.synchronize(self._device)
+        with OUTSIDE_CAPTURES.none_under_way():
+            torch.cuda.synchronize(self._device)
 
 
 def stream_for(device: torch.device) -> CopyStream:
@@ -92,20 +93,46 @@ def stream_for(device: torch.device) -> CopyStream:
 
 
 class OutsideCaptures:
-    """Work that ends the capture of a CUDA graph, and that may come at any time, as garbage collections do: waiting for
-    the device, and destroying a graph. While a graph is captured it is put off."""
+    """Work that ends the capture of a CUDA graph, in whichever thread that is: waiting for the device, and destroying a
+    graph. Whoever has some waits until no capture is under way; what may come at any time, as garbage collections do,
+    is put off."""
 
     def __init__(self) -> None:
         self._lock = RLock()  # a collection may come to the thread that holds it
+        self._ended = Condition(self._lock)
         self._captures = 0
         self._collects = False  # whether Python collects garbage by itself outside captures
         self._waiting: deque[Callable[[], object]] = deque()
 
     def run(self, work: Callable[[], object]) -> None:
-        """Runs it now, or once no capture is under way."""
+        """Runs it now, or once no capture is under way and no other thread is at such work. Waits for nobody."""
         self._waiting.append(work)
-        with self._lock:
-            self._run_waiting()
+        self._run_waiting()
+
+    @contextmanager
+    def none_under_way(self) -> Iterator[None]:
+        """Waits until no capture is under way; inside it, none begins, and no other thread is at such work. For threads
+        that capture nothing themselves."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, waits: bool = True) -> None:
+        """As `none_under_way` begins. Without waiting for captures, none begins or ends until `leave`."""
+        self._lock.acquire()
+        try:
+            while self._captures and waits:
+                self._ended.wait()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def leave(self) -> None:
+        """As `none_under_way` ends."""
+        self._lock.release()
+        self._run_waiting()
 
     @contextmanager
     def put_off(self) -> Iterator[None]:
@@ -123,11 +150,19 @@ class OutsideCaptures:
                 self._captures -= 1
                 if self._collects and not self._captures:
                     gc.enable()
-                self._run_waiting()
+                self._ended.notify_all()
+            self._run_waiting()
 
     def _run_waiting(self) -> None:
-        while self._waiting and not self._captures and not _captures_here():
-            self._waiting.popleft()()
+        # whoever has the lock meanwhile looks again once it has not
+        while self._waiting and self._lock.acquire(blocking=False):
+            try:
+                if self._captures or _captures_here():
+                    return
+                while self._waiting:
+                    self._waiting.popleft()()
+            finally:
+                self._lock.release()
 
 
 def _captures_here() -> bool:
