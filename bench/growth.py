@@ -308,13 +308,14 @@ def beams(subject: BenchModel, args: argparse.Namespace) -> Found:
     model: Any = subject.model
     ids_1S = torch.randint(1, 1000, (1, args.length), generator=torch.Generator().manual_seed(0)).to(model.device)
     found: Found = {}
+    how = {"max_new_tokens": NEW, "attention_mask": torch.ones_like(ids_1S)}  # some id may be that of padding
     for way in WAYS:
         with applied(subject, args, way) as handle:
             for count in (1, BEAMS):
                 runs, clock = [], _Clock()
                 for _ in range(args.repeats + 1):
                     clock.times.clear()
-                    model.generate(ids_1S, num_beams=count, max_new_tokens=NEW, stopping_criteria=[clock])
+                    model.generate(ids_1S, num_beams=count, **how, stopping_criteria=[clock])
                     runs.append(round((clock.times[-1] - clock.times[0]) / (len(clock.times) - 1) * 1e3, 4))
                 found[f"{way}_{count}_beams_ms"] = runs[1:]  # the first one captures
             found[f"{way}_why_not"] = handle.steps.why_not if handle.steps else "not captured"

@@ -151,14 +151,14 @@ def common(some: Sequence[Pages], others: Sequence[Pages]) -> int:
 def _close(pool: PagePool, address: int, nbytes: int, mapped: dict[int, Pages]) -> None:
     """Frees all that it can. Raises PageError where that is not all, and is called again for the rest."""
     pool.driver.settle()
-    failed: PageError | None = None
+    failed = ""
     for at, one in list(mapped.items()):
         try:
             pool.driver.unmap(at, one.nbytes)
         except PageError as error:
-            failed = error
+            failed = str(error)  # itself would keep the frames of all callers alive, and what they refer to
         else:
             pool.give([mapped.pop(at)])
-    if failed is not None:
-        raise failed
+    if failed:
+        raise PageError(failed)
     pool.driver.free(address, nbytes)
