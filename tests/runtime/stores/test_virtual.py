@@ -212,44 +212,45 @@ class Late:
             self.methods.pop()()
 
 
-def reserve(store):
-    store.reserve(400)
+EXPECTED = (300, 200)
+BEFORE = {
+    "nothing": lambda store: None,
+    "reserved": lambda store: store.reserve(400),
+    "tokens": lambda store: store.append(*torch.zeros(2, 2, 3, 20, 8)),
+}
+AFTER = {
+    "reserve": lambda store: store.reserve(400),
+    "a failed first pass": lambda store: store.truncate(()),
+    "a failed pass": lambda store: store.truncate((20, 10)),
+}
 
 
-def reserve_before(store):
-    store.reserve(400)
-    store.truncate(())
-
-
-def fail(store):
-    store.truncate(())
-
-
-def fail_later(store):
-    store.append(*torch.zeros(2, 2, 3, 20, 8))
-    store.expect((300, 200))
-    store.truncate((20, 10))
-
-
-@pytest.mark.parametrize("happens", [reserve, reserve_before, fail, fail_later])
-def test_what_is_mapped_does_not_depend_on_when_the_thread_comes(happens):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("nothing", "reserve"), ("tokens", "reserve"), ("nothing", "a failed first pass"),
+        ("reserved", "a failed first pass"), ("tokens", "a failed pass"),
+    ],
+)  # fmt: skip
+def test_what_is_mapped_does_not_depend_on_when_the_thread_comes(before, after):
     found = []
     for comes_first in (True, False):
         pool = host_pool()
         pool.ahead = Late()
         store, states = VirtualStore(pool, 500), []
-        store.expect((150, 150), replace(LAYOUT, batch=2))
+        BEFORE[before](store)
+        store.expect(EXPECTED, replace(LAYOUT, batch=2))
         if comes_first:
             pool.ahead.come()
-        happens(store)
-        pool.ahead.come()
-        states.append((store.capacity, pool.used, store.bytes.device))
-        for tokens in (1, 120, 200):
-            store.append(*torch.zeros(2, 2, 3, tokens, 8))
+        AFTER[after](store)
+        for tokens in (0, 1, 120, 200):
+            if tokens:
+                store.append(*torch.zeros(2, 2, 3, tokens, 8))
             pool.ahead.come()
             states.append((store.capacity, pool.used, store.bytes.device))
         found.append(states)
     assert found[0] == found[1]
+    assert (found[0][0] == (0, 0, 0)) == ((before, after) == ("nothing", "a failed first pass"))
 
 
 def test_the_thread_survives_a_store_that_there_are_no_addresses_for():
