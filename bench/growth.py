@@ -5,6 +5,7 @@
     python -m sparsekv.bench.growth steps    # decode steps by either store, and what mapping takes of them
     python -m sparsekv.bench.growth prompt   # the same of a prompt
     python -m sparsekv.bench.growth batch    # eight rows that a tokenizer has padded, and each alone
+    python -m sparsekv.bench.growth beams    # four beams over a prompt by either store, and one
 
 Prints a JSON object. Weights are random, of the model's shape.
 """
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import Cache
+from transformers import Cache, StoppingCriteria
 
 from sparsekv.bench.hand_plans import HandDecode, hand_plan
 from sparsekv.bench.harness import free_memory, wait_for
@@ -44,6 +45,7 @@ from sparsekv.runtime.stores.virtual import VirtualStore, token_bytes
 TURN = 16_384
 WORKING = 4 << 30  # bytes that a turn takes besides keys and values
 MANY = 1100  # steps, across a page of a layer of an 8B model
+BEAMS, NEW = 4, 64
 ROWS = (2048, 4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768)
 WAYS = ("device", "virtual")
 Found = dict[str, Any]
@@ -301,6 +303,39 @@ def batch(subject: BenchModel, args: argparse.Namespace) -> Found:
         }
 
 
+def beams(subject: BenchModel, args: argparse.Namespace) -> Found:
+    """Milliseconds of a token behind the first one. transformers runs the prompt once for each beam."""
+    model: Any = subject.model
+    ids_1S = torch.randint(1, 1000, (1, args.length), generator=torch.Generator().manual_seed(0)).to(model.device)
+    found: Found = {}
+    how = {"max_new_tokens": NEW, "attention_mask": torch.ones_like(ids_1S)}  # some id may be that of padding
+    for way in WAYS:
+        with applied(subject, args, way) as handle:
+            for count in (1, BEAMS):
+                runs, clock = [], _Clock()
+                for _ in range(args.repeats + 1):
+                    clock.times.clear()
+                    model.generate(ids_1S, num_beams=count, **how, stopping_criteria=[clock])
+                    runs.append(round((clock.times[-1] - clock.times[0]) / (len(clock.times) - 1) * 1e3, 4))
+                found[f"{way}_{count}_beams_ms"] = runs[1:]  # the first one captures
+            found[f"{way}_why_not"] = handle.steps.why_not if handle.steps else "not captured"
+    medians = [statistics.median(found[f"{way}_{BEAMS}_beams_ms"]) for way in WAYS]
+    return found | {"virtual_over_device": round(medians[1] / medians[0], 4)}
+
+
+class _Clock(StoppingCriteria):
+    """Notes when each token is there, and stops nothing."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, ids_BS: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        wait_for(ids_BS.device)
+        self.times.append(time.perf_counter())
+        done_B: Any = torch.zeros(ids_BS.shape[0], dtype=torch.bool, device=ids_BS.device)
+        return done_B  # type: ignore[no-any-return]
+
+
 def _gap(ids_T: torch.Tensor, alone: Any) -> tuple[int, float, float] | None:
     """At which new token a row in a batch first differs from the row alone, how far apart the logits of the two tokens
     are alone, and the spacing of bfloat16 there."""
@@ -315,7 +350,7 @@ def _gap(ids_T: torch.Tensor, alone: Any) -> tuple[int, float, float] | None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["reach", "growth", "steps", "prompt", "batch"])
+    parser.add_argument("part", choices=["reach", "growth", "steps", "prompt", "batch", "beams"])
     parser.add_argument("--model", default="llama3-8b", help="whose shape")
     parser.add_argument("--layers", type=int, help="only so many")
     parser.add_argument("--length", type=lambda text: parse_lengths(text)[0], default=131_072)

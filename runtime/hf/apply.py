@@ -141,11 +141,13 @@ class PlanEngine:
         return self.fallback.decode(call, self._backend, device)
 
     def release(self) -> None:
-        """Gives host memory back to the system as soon as no cache uses it, and frees captured steps."""
+        """Gives host memory back to the system as soon as no cache uses it, and pages of devices that none uses now;
+        frees captured steps."""
         if self._owns_memory:
             self.memory.close()
         if self.graphs is not None:
             self.graphs.release()
+        self.paging.relieve()
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """The call's phase of its layer."""

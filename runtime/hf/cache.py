@@ -137,6 +137,7 @@ class SparseLayer(CacheLayerMixin):
 
     def _start(self) -> None:
         self.is_initialized = False
+        self.picked = 0  # times that its rows were picked anew
         self.needs_grad = False  # whether autograd made any of the cached keys and values
         self.dtype: torch.dtype | None = None  # of what is cached, or has its memory already
         self.store = self.owner.new_store(self.layer)
@@ -148,6 +149,7 @@ class SparseLayer(CacheLayerMixin):
         """A cache of its own for the same owner, so that one prefix can serve several continuations."""
         copied = SparseLayer(self.owner, self.layer, deepcopy(self.progress, memo))
         copied.is_initialized, copied.needs_grad = self.is_initialized, self.needs_grad
+        copied.picked = self.picked
         copied.dtype = self.dtype
         copied.store = deepcopy(self.store, memo)
         copied.reserved = self.reserved
@@ -247,6 +249,7 @@ class SparseLayer(CacheLayerMixin):
             instead = "generate with num_beams=1" if dropped else "apply the plan with offload='never'"
             _refuse(f"other rows of a cache {what}", instead)
         self.store.select(rows_B.tolist())
+        self.picked += 1
         self.state.select(self.layer, rows_B)
 
 
@@ -372,8 +375,8 @@ def begin_pass(cache: Cache, layers: int) -> tuple[int, ...]:
     """The tokens of the rows of a cache whose first `layers` are about to run; what a failed pass left in it is gone.
 
     Raises:
-        UsageError: their rows are not equally long, as when fewer layers ran before, or a failed pass has left its
-            tokens in a recurrent state.
+        UsageError: their rows are not equally long, as when fewer layers ran before; they are not the same ones; or a
+            failed pass has left its tokens in a recurrent state.
     """
     ours = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
     if progress_of(cache).failed and len(ours) < len(cache.layers):
@@ -382,6 +385,11 @@ def begin_pass(cache: Cache, layers: int) -> tuple[int, ...]:
             "reset() the cache, or start a new one, and run the whole prompt again"
         )
     progress_of(cache).begin(ours)
+    if len({layer.picked for layer in ours}) > 1:
+        raise UsageError(
+            "expected a cache with the same rows in every layer, found one whose rows were picked anew in some layers "
+            "and then not in others, as where memory runs out; reset() the cache, or start a new one"
+        )
     found = {layer.store.lengths for layer in ours if layer.layer < layers}
     if len(found) > 1:
         tokens = [max(lengths, default=0) for lengths in found]

@@ -10,7 +10,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
 
-from sparsekv.runtime.stores.page_driver import PageDriver, PageError
+from sparsekv.plans.errors import SparseKVError
+from sparsekv.runtime.stores.page_driver import PageDriver
 
 AHEAD = 64  # tokens before the end of its pages at which a row gets more
 
@@ -51,6 +52,6 @@ class Ahead:
             while self._pool.waiting:
                 time.sleep(_PATIENCE)
             if method is not None:
-                with suppress(PageError, RuntimeError):  # also torch's, which empties no cache beside a capture
+                with suppress(SparseKVError, RuntimeError):  # also torch's, which empties no cache beside a capture
                     method()
             del method  # keeps no store alive

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import takewhile
 
 from sparsekv.runtime.stores.page_driver import Pages
 from sparsekv.runtime.stores.page_pool import PagePool
-from sparsekv.runtime.stores.reservation import common, total
+from sparsekv.runtime.stores.reservation import Change, common, total
 
 
 @dataclass(slots=True)
@@ -19,40 +19,26 @@ class Fork:
     Attributes:
         at: the row.
         own: pages that it has.
-        source: those of the row that it becomes a copy of; may be its own.
-        nbytes: of these that count.
-        moves: the copy has all pages of the source, which ceases to be.
-        pages: that it has then.
+        full: pages of the row that it becomes a copy of, which may be itself, that are not written to any more.
+        nbytes: that count of that row.
+        change: what becomes of its pages.
     """
 
     at: int
     own: Sequence[Pages]
-    source: Sequence[Pages]
+    full: Sequence[Pages]
     nbytes: int
-    moves: bool
-    pages: list[Pages] = field(default_factory=list)
-
-    @property
-    def full(self) -> list[Pages]:
-        """Pages of the source that are not written to any more."""
-        return [
-            one for one, end in zip(self.source, ends(self.source), strict=True) if self.moves or end <= self.nbytes
-        ]
+    change: Change = (0, ())
 
     def right(self, same: int) -> int:
         """First bytes that are right without a copy, where `same` first bytes of the row are those of its source."""
-        return max(total(self.full), min(same, total(self.own[: common(self.own, self.pages)])))
-
-
-def ends(pages: Sequence[Pages]) -> Iterator[int]:
-    """Where each ends, in bytes from the first one's begin."""
-    return accumulate(one.nbytes for one in pages)
+        return max(total(self.full), min(same, total(self.own[: self.change[0]])))
 
 
 @contextmanager
 def planned(pool: PagePool, forks: Sequence[Fork]) -> Iterator[None]:
-    """Inside it, every fork has the `pages` for its row to be given, with their users counted; where that fails, the
-    users are as before.
+    """Inside it, every fork has its `change`, with the users of the pages counted; where that fails, the users are as
+    before.
 
     Raises:
         PageError, torch.OutOfMemoryError: there are no pages to be had.
@@ -61,23 +47,18 @@ def planned(pool: PagePool, forks: Sequence[Fork]) -> Iterator[None]:
     for one in shared:
         one.users += 1
     taken: list[Pages] = []
+    had: list[Pages] = []  # of `shared`, in the same row as before
     try:
         for fork in forks:
-            full = fork.full
-            has = common(fork.own, full) == len(full)
-            rest = _unshared(fork.own[len(full) :]) if has else []
-            new = pool.take(fork.nbytes - total(full) - total(rest))
+            keep, rest = common(fork.own, fork.full), list[Pages]()
+            had += fork.full[:keep]
+            if keep == len(fork.full):
+                rest += takewhile(lambda one: one.users == 1, fork.own[keep:])
+            new = pool.take(fork.nbytes - total(fork.full) - total(rest))
             taken += new
-            fork.pages = [*full, *rest, *new]
+            fork.change = keep + len(rest), [*fork.full[keep:], *new]
         yield
     except BaseException:
         pool.give([*shared, *taken])
         raise
-    for fork in forks:
-        pool.give(fork.full[: common(fork.own, fork.full)])  # which the row had before
-
-
-def _unshared(pages: Sequence[Pages]) -> list[Pages]:
-    """The first ones that no other row has."""
-    count = next((at for at, one in enumerate(pages) if one.users > 1), len(pages))
-    return list(pages[:count])
+    pool.give(had)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from threading import RLock
 from typing import Any
 
 import torch
 
 from sparsekv.runtime.stores.ahead import Ahead
-from sparsekv.runtime.stores.page_driver import CudaPages, PageDriver, Pages, index_of, why_not
+from sparsekv.runtime.stores.page_driver import CudaPages, PageDriver, PageError, Pages, index_of, why_not
+from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
 
 LARGE = 16  # pages of a larger allocation, of which a prompt takes as many as fit
 
 
+class PageWarning(UserWarning):
+    """Memory of a cache could not be freed; it is tried again."""
+
+
 class PagePool:
     """Pages of a device that no row uses, kept for the next one.
+
+    What maps and unmaps does so outside captures of CUDA graphs, of any thread: unmapping waits for the device.
 
     Args:
         driver: where they come from.
@@ -26,7 +33,6 @@ class PagePool:
 
     def __init__(self, driver: PageDriver) -> None:
         self.driver = driver
-        self.lock = RLock()  # over everything that maps and unmaps
         self.bytes = 0  # of free pages
         self.used = 0  # bytes of pages that are mapped
         self._free: dict[int, list[Pages]] = {}
@@ -35,7 +41,8 @@ class PagePool:
         self._closings: deque[Callable[[], None]] = deque()
 
     def take(self, nbytes: int) -> list[Pages]:
-        """At least so many bytes, in few allocations; one user has them. None where that is no number above 0.
+        """At least so many bytes, in few allocations; one user has them. None where that is no number above 0. The last
+        page is a small one: a row that becomes a copy of another has its own in place of it.
 
         Raises:
             PageError, torch.OutOfMemoryError: there is no memory, not even with an empty pool; nothing was taken.
@@ -44,7 +51,8 @@ class PagePool:
         count = max(0, -(-nbytes // page))
         taken: list[Pages] = []
         try:
-            for size in (LARGE,) * (count // LARGE) + (1,) * (count % LARGE):
+            large = max(0, count - 1) // LARGE
+            for size in (LARGE,) * large + (1,) * (count - large * LARGE):
                 taken.append(self._take(size * page))
         except BaseException:
             self.give(taken)
@@ -86,8 +94,10 @@ class PagePool:
             self.trim(missing)
 
     def trim(self, keep: int = 0) -> bool:
-        """Gives free pages back to the driver, all but so many bytes; whether there were any."""
-        with self.lock:
+        """Gives free pages back to the driver, all but so many bytes; whether there were any. Also inside a capture,
+        for what ran out of memory there."""
+        OUTSIDE_CAPTURES.enter(waits=False)
+        try:
             before = self.bytes
             for free in list(self._free.values()):  # what garbage collection closes meanwhile may add another size
                 while free and self.bytes > keep:
@@ -95,34 +105,46 @@ class PagePool:
                     self.bytes -= pages.nbytes
                     self.driver.release(pages.handle)
             return self.bytes < before
+        finally:
+            OUTSIDE_CAPTURES.leave()
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """With the lock, before the thread that maps ahead of need. What nobody uses any more is closed."""
+        """Outside captures, and before the thread that maps ahead of need. What nobody uses any more is closed."""
         self.waiting += 1
         try:
-            self.lock.acquire()
+            OUTSIDE_CAPTURES.enter()
         finally:  # else the thread would wait forever for someone whom Ctrl-C has ended here
             self.waiting -= 1
         try:
-            self.close_waiting()
+            self._close_all()
             yield
         finally:
-            self.lock.release()
+            OUTSIDE_CAPTURES.leave()
 
     def close_later(self, closing: Callable[[], None]) -> None:
-        """Closes a range that nobody uses any more: now, unless another thread is at work here."""
-        self._closings.append(closing)
-        if self.lock.acquire(blocking=False):
-            try:
-                self.close_waiting()
-            finally:
-                self.lock.release()
+        """Closes a range that nobody uses any more: now, unless a graph is captured or another thread is at work.
 
-    def close_waiting(self) -> None:
-        """Closes what was put off. Waits for the device."""
-        while self._closings:
-            self._closings.popleft()()
+        Args:
+            closing: goes on where it stopped when it is called again.
+        """
+        self._closings.append(closing)
+        OUTSIDE_CAPTURES.run(self._close_all)
+
+    def _close_all(self) -> None:
+        """Closes what it can; the rest is tried again with the next one."""
+        failed: list[Callable[[], None]] = []
+        try:
+            while self._closings:
+                failed.append(self._closings.popleft())
+                try:
+                    failed[-1]()
+                except (PageError, RuntimeError) as error:  # torch's, where somebody else captures a graph
+                    warnings.warn(f"memory that no cache uses is not free yet: {error}", PageWarning, stacklevel=2)
+                else:
+                    failed.pop()
+        finally:
+            self._closings += failed
 
 
 def pool_of(device: torch.device) -> PagePool | None:

@@ -98,8 +98,8 @@ class OutsideCaptures:
     is put off."""
 
     def __init__(self) -> None:
-        self.lock = RLock()  # a collection may come to the thread that holds it
-        self._ended = Condition(self.lock)
+        self._lock = RLock()  # a collection may come to the thread that holds it
+        self._ended = Condition(self._lock)
         self._captures = 0
         self._collects = False  # whether Python collects garbage by itself outside captures
         self._waiting: deque[Callable[[], object]] = deque()
@@ -113,18 +113,32 @@ class OutsideCaptures:
     def none_under_way(self) -> Iterator[None]:
         """Waits until no capture is under way; inside it, none begins, and no other thread is at such work. For threads
         that capture nothing themselves."""
+        self.enter()
         try:
-            with self._ended:
-                self._ended.wait_for(lambda: not self._captures)
-                yield
+            yield
         finally:
-            self._run_waiting()
+            self.leave()
+
+    def enter(self, waits: bool = True) -> None:
+        """As `none_under_way` begins. Without waiting for captures, none begins or ends until `leave`."""
+        self._lock.acquire()
+        try:
+            while self._captures and waits:
+                self._ended.wait()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def leave(self) -> None:
+        """As `none_under_way` ends."""
+        self._lock.release()
+        self._run_waiting()
 
     @contextmanager
     def put_off(self) -> Iterator[None]:
         """Inside it, work of any thread is put off to its end, and Python collects no garbage by itself: there may be
         graphs of others in it, and torch 2.11 fails a capture in whose thread it destroys one."""
-        with self.lock:  # waits for work that has begun
+        with self._lock:  # waits for work that has begun
             if not self._captures:
                 self._collects = gc.isenabled()
                 gc.disable()
@@ -132,7 +146,7 @@ class OutsideCaptures:
         try:
             yield
         finally:
-            with self.lock:
+            with self._lock:
                 self._captures -= 1
                 if self._collects and not self._captures:
                     gc.enable()
@@ -141,14 +155,14 @@ class OutsideCaptures:
 
     def _run_waiting(self) -> None:
         # whoever has the lock meanwhile looks again once it has not
-        while self._waiting and self.lock.acquire(blocking=False):
+        while self._waiting and self._lock.acquire(blocking=False):
             try:
                 if self._captures or _captures_here():
                     return
                 while self._waiting:
                     self._waiting.popleft()()
             finally:
-                self.lock.release()
+                self._lock.release()
 
 
 def _captures_here() -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from operator import is_
 
-from sparsekv.runtime.stores.page_driver import Pages
+from sparsekv.runtime.stores.page_driver import PageError, Pages
 from sparsekv.runtime.stores.page_pool import PagePool
-from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
+
+Change = tuple[int, Sequence[Pages]]
+"""Of a row: how many of its first pages stay, and those that it has behind them from then on."""
 
 
 class Reservation:
@@ -18,7 +22,7 @@ class Reservation:
     It is closed when the last one lets go of it: a tensor over the addresses, or the store.
 
     Args:
-        pool: where pages come from and go to. Whoever calls has its lock.
+        pool: where pages come from and go to. Whoever calls is `first` there, or outside captures.
         rows: how many.
         row_bytes: that a row may have, a multiple of the granularity.
 
@@ -31,17 +35,38 @@ class Reservation:
         self.row_bytes = row_bytes
         self._pool = pool
         self._rows: list[list[Pages]] = [[] for _ in range(rows)]
-        closing = partial(_close, pool, self.address, row_bytes, self._rows)
-        weakref.finalize(self, OUTSIDE_CAPTURES.run, partial(pool.close_later, closing)).atexit = False
+        self._ends = [self.address + row * row_bytes for row in range(rows)]  # where the next page goes
+        self._mapped: dict[int, Pages] = {}  # by address
+        self._places: Counter[Pages] = Counter()  # where each of them is
+        self._bytes = 0
+        closing = partial(_close, pool, self.address, rows * row_bytes, self._mapped)
+        weakref.finalize(self, pool.close_later, closing).atexit = False
 
     @property
     def bytes(self) -> int:
         """Of its pages, each counted once."""
-        return sum(one.nbytes for one in {id(one): one for row in self._rows for one in row}.values())
+        return self._bytes
 
-    def pages(self, row: int) -> tuple[Pages, ...]:
+    def pages(self, row: int) -> Sequence[Pages]:
         """Of a row, in order."""
-        return tuple(self._rows[row])
+        return self._rows[row]
+
+    def size(self, row: int) -> int:
+        """Bytes that a row has pages for."""
+        return self._ends[row] - self.address - row * self.row_bytes
+
+    def up_to(self, row: int, nbytes: int) -> tuple[int, int]:
+        """How many first pages of a row have its first bytes; and how many of these have no others."""
+        pages, end = self._rows[row], self.size(row)
+        count = len(pages)
+        while count and end - pages[count - 1].nbytes >= nbytes:
+            count -= 1
+            end -= pages[count].nbytes
+        return count, count - (end > nbytes)
+
+    def shares(self, row: int, begin: int) -> bool:
+        """Whether other rows have pages that this one's bytes from `begin` on are in."""
+        return any(one.users > 1 for one in self._rows[row][self.up_to(row, begin)[1] :])
 
     def ensure(self, needed: Sequence[tuple[int, int]]) -> bool:
         """Maps pages so that each of these rows has at least so many bytes; whether there were any to map.
@@ -49,61 +74,68 @@ class Reservation:
         Raises:
             PageError, torch.OutOfMemoryError: a call of the driver failed; nothing has changed.
         """
-        changes, taken = {}, list[Pages]()
+        changes: dict[int, Change] = {}
         try:
             for row, nbytes in needed:
-                new = self._pool.take(nbytes - total(self._rows[row]))
-                taken += new
-                if new:
-                    changes[row] = [*self._rows[row], *new]
+                if new := self._pool.take(nbytes - self.size(row)):
+                    changes[row] = len(self._rows[row]), new
             self.replace(changes)
         except BaseException:
-            self._pool.give(taken)
+            self._pool.give(one for _, new in changes.values() for one in new)
             raise
         return bool(changes)
 
-    def replace(self, changes: Mapping[int, Sequence[Pages]]) -> None:
-        """Gives rows other pages. Those that a row has already stay where they are as far as they are the same; behind
-        them, one user of the new pages is this, and of the old ones no more.
+    def replace(self, changes: Mapping[int, Change]) -> None:
+        """Gives rows other pages. One user of the new pages is this, and of those that do not stay no more.
 
         Raises:
             PageError: a call of the driver failed; nothing has changed, and users of new pages are the caller's.
         """
         before = {row: list(self._rows[row]) for row in changes}
-        if any(common(before[row], pages) < len(before[row]) for row, pages in changes.items()):
+        if any(keep < len(before[row]) for row, (keep, _) in changes.items()):
             self._pool.driver.settle()
         try:
-            for row, pages in changes.items():
-                self._put(row, pages)
+            for row, change in changes.items():
+                self._put(row, *change)
         except BaseException:
             for row, old in before.items():
-                self._put(row, old)
+                keep = common(self._rows[row], old)
+                self._put(row, keep, old[keep:])
             raise
-        for row, pages in changes.items():
-            self._pool.give(before[row][common(before[row], pages) :])
+        self._pool.give(one for row, (keep, _) in changes.items() for one in before[row][keep:])
 
-    def _put(self, row: int, pages: Sequence[Pages]) -> None:
+    def _put(self, row: int, keep: int, pages: Sequence[Pages]) -> None:
         driver, had = self._pool.driver, self._rows[row]
-        keep = common(had, pages)
-        first = self.address + row * self.row_bytes + total(had[:keep])
-        at = first + total(had[keep:])
         while len(had) > keep:
-            at -= had[-1].nbytes
+            at = self._ends[row] - had[-1].nbytes
             driver.unmap(at, had[-1].nbytes)
-            had.pop()
-        done: list[tuple[int, int]] = []
+            self._remove(row, at)
+        begin = self._ends[row]
         try:
-            for one in pages[keep:]:
-                driver.map(at, one.nbytes, one.handle)
-                done.append((at, one.nbytes))
-                at += one.nbytes
-            if done:
-                driver.allow(first, at - first)
+            for one in pages:
+                driver.map(self._ends[row], one.nbytes, one.handle)
+                self._add(row, one)
+            if pages:
+                driver.allow(begin, self._ends[row] - begin)
         except BaseException:
-            for place in done:
-                driver.unmap(*place)
+            self._put(row, keep, ())
             raise
-        had += pages[keep:]
+
+    def _add(self, row: int, one: Pages) -> None:
+        self._bytes += 0 if self._places[one] else one.nbytes
+        self._places[one] += 1
+        self._mapped[self._ends[row]] = one
+        self._rows[row].append(one)
+        self._ends[row] += one.nbytes
+
+    def _remove(self, row: int, at: int) -> None:
+        one = self._mapped.pop(at)
+        self._rows[row].pop()
+        self._ends[row] = at
+        self._places[one] -= 1
+        if not self._places[one]:
+            del self._places[one]
+            self._bytes -= one.nbytes
 
 
 def total(pages: Iterable[Pages]) -> int:
@@ -113,18 +145,20 @@ def total(pages: Iterable[Pages]) -> int:
 
 def common(some: Sequence[Pages], others: Sequence[Pages]) -> int:
     """How many of the first pages are the same."""
-    return next(
-        (at for at, pair in enumerate(zip(some, others, strict=False)) if pair[0] is not pair[1]),
-        min(len(some), len(others)),
-    )
+    return [*map(is_, some, others), False].index(False)
 
 
-def _close(pool: PagePool, address: int, row_bytes: int, rows: list[list[Pages]]) -> None:
+def _close(pool: PagePool, address: int, nbytes: int, mapped: dict[int, Pages]) -> None:
+    """Frees all that it can. Raises PageError where that is not all, and is called again for the rest."""
     pool.driver.settle()
-    for number, row in enumerate(rows):
-        at = address + number * row_bytes
-        for one in row:
+    failed = ""
+    for at, one in list(mapped.items()):
+        try:
             pool.driver.unmap(at, one.nbytes)
-            at += one.nbytes
-        pool.give(row)
-    pool.driver.free(address, len(rows) * row_bytes)
+        except PageError as error:
+            failed = str(error)  # itself would keep the frames of all callers alive, and what they refer to
+        else:
+            pool.give([mapped.pop(at)])
+    if failed:
+        raise PageError(failed)
+    pool.driver.free(address, nbytes)

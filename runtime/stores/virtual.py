@@ -20,9 +20,10 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.ahead import AHEAD
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.page_driver import PageError
-from sparsekv.runtime.stores.page_forks import Fork, ends, planned
+from sparsekv.runtime.stores.page_forks import Fork, planned
 from sparsekv.runtime.stores.page_pool import PagePool
-from sparsekv.runtime.stores.reservation import Reservation, total
+from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
+from sparsekv.runtime.stores.reservation import Change, Reservation
 from sparsekv.runtime.stores.store import Layout
 
 _TILE = 128  # kernels may load whole tiles of the last tokens
@@ -34,8 +35,7 @@ class _Memory:
 
     reservation: Reservation
     layout: Layout
-    k_BGCD: torch.Tensor
-    v_BGCD: torch.Tensor
+    kv_2BGCD: torch.Tensor
 
     @classmethod
     def of(cls, pool: PagePool, layout: Layout, context: int) -> _Memory:
@@ -44,8 +44,8 @@ class _Memory:
         Raises:
             UsageError: there are not so many addresses.
         """
-        token, step = token_bytes(layout), layout.size * layout.dtype.itemsize
-        row = round_up(context * token, math.lcm(pool.driver.granularity, step))
+        token = token_bytes(layout)
+        row = round_up(context * token, math.lcm(pool.driver.granularity, layout.size * layout.dtype.itemsize))
         try:
             reservation = Reservation(pool, 2 * layout.batch, row)
         except PageError as error:
@@ -54,17 +54,17 @@ class _Memory:
                 f"expected addresses for {layout.batch} rows of {context:,} tokens in a layer, found some for {fit} "
                 f"({error}); run fewer rows together"
             ) from error
-        reservation.ensure([(0, 1), (layout.batch, 1)])  # else nobody can tell where the memory is
-        size = (layout.batch, layout.heads, row // token, layout.size)
-        stride = (row // layout.dtype.itemsize, layout.size, layout.heads * layout.size, 1)
-        addresses = (reservation.address, reservation.address + layout.batch * row)
-        k_BGCD, v_BGCD = (pool.driver.tensor(address, size, stride, layout.dtype, reservation) for address in addresses)
-        return cls(reservation, layout, k_BGCD, v_BGCD)
+        reservation.ensure([(0, 1)])  # else nobody can tell where the memory is
+        size = (2, layout.batch, layout.heads, row // token, layout.size)
+        step = row // layout.dtype.itemsize
+        stride = (layout.batch * step, step, layout.size, layout.heads * layout.size, 1)
+        kv_2BGCD = pool.driver.tensor(reservation.address, size, stride, layout.dtype, reservation)
+        return cls(reservation, layout, kv_2BGCD)
 
     @property
     def context(self) -> int:
         """C."""
-        return self.k_BGCD.shape[2]
+        return self.kv_2BGCD.shape[3]
 
     def rows_of(self, row: int) -> tuple[int, int]:
         """Where the reservation has a row's keys and values."""
@@ -72,15 +72,14 @@ class _Memory:
 
     def mapped(self) -> list[int]:
         """Tokens that each row has pages for."""
-        token, pages = token_bytes(self.layout), self.reservation.pages
-        both = [min(total(pages(at)) for at in self.rows_of(row)) for row in range(self.layout.batch)]
+        token = token_bytes(self.layout)
+        both = [min(map(self.reservation.size, self.rows_of(row))) for row in range(self.layout.batch)]
         return [min(nbytes // token, self.context) for nbytes in both]
 
     def shares(self, row: int, length: int) -> bool:
         """Whether other rows have pages that the tokens behind so many of a row go to."""
         begin = length * token_bytes(self.layout)
-        pages = [self.reservation.pages(at) for at in self.rows_of(row)]
-        return any(one.users > 1 and end > begin for some in pages for one, end in zip(some, ends(some), strict=True))
+        return any(self.reservation.shares(at, begin) for at in self.rows_of(row))
 
     def bytes_for(self, tokens: int) -> int:
         """Of a row's keys, or its values."""
@@ -144,8 +143,8 @@ class VirtualStore(DeviceStore):
         self._memory: _Memory | None = None
         self._capacity = self._extent = 0
         self._mapped: list[int] = []  # tokens that each row has pages for
+        self._layout: Layout | None = None  # of what is cached, or expected
         self._asked: tuple[int, ...] = ()  # tokens of each row that pages are asked for ahead of need
-        self._layout: Layout | None = None  # of these
 
     @torch.inference_mode(False)  # else the copy could not be written to under torch.no_grad()
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualStore:
@@ -182,8 +181,7 @@ class VirtualStore(DeviceStore):
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
         """Room for `tokens` in all; pages are mapped now where the layout is known."""
         self._reserved = max(self._reserved, tokens)
-        known = layout if self._memory is None else self._memory.layout
-        if known is not None:
+        if (known := self._layout or layout) is not None:
             self._grow(tokens, known)
 
     def hold(self, tokens: int, layout: Layout, row: int | None = None) -> None:
@@ -207,7 +205,8 @@ class VirtualStore(DeviceStore):
 
     def expect(self, wanted: Sequence[int], layout: Layout | None = None) -> None:
         """Pages for so many tokens of each row are mapped meanwhile, as far as there are addresses for them."""
-        self._asked, self._layout = tuple(wanted), layout
+        self._layout = self._layout or layout
+        self._asked = tuple(wanted)
         self._pool.ahead.run(self._map_ahead)
 
     def missing(self, wanted: Sequence[int], layout: Layout) -> int:
@@ -218,12 +217,16 @@ class VirtualStore(DeviceStore):
         return 2 * sum(round_up(tokens * token, page) for tokens in more)
 
     def _map_ahead(self) -> None:
-        with self._pool.lock:
-            wanted, self._asked, layout = self._asked, (), self._layout
-            if self._memory is None and layout is not None and wanted:
-                self._take(_Memory.of(self._pool, layout, max(*wanted, self._context)))
-            memory = self._memory
-            if memory is not None and wanted and max(wanted) <= memory.context and memory.ensure(wanted):
+        with OUTSIDE_CAPTURES.none_under_way():
+            wanted, self._asked = self._asked, ()
+            if not wanted:
+                return
+            try:
+                assert self._layout is not None, "tokens are expected without a layout"
+                memory = self._memory or self._new_memory(self._layout, wanted)
+                if max(wanted) <= memory.context:
+                    memory.ensure(wanted)
+            finally:
                 self._measure()
 
     @torch.inference_mode(False)  # else what is made there could not be written to under torch.no_grad()
@@ -236,21 +239,23 @@ class VirtualStore(DeviceStore):
             more = max(needed, 0 if self.length else self._reserved) - self.length
             wanted = [length + more for length in lengths]
         with self._pool.first():
-            if self._memory is None:
-                self._take(_Memory.of(self._pool, layout, max(*wanted, self._context)))
-            elif max(wanted) > self._memory.context:
-                self._fork(range(layout.batch), _Memory.of(self._pool, layout, max(wanted)))
-            assert self._memory is not None
-            if any(map(self._memory.shares, range(layout.batch), lengths)):
-                self._fork(range(layout.batch), self._memory)  # other rows still have what these write to
             try:
-                self._memory.ensure(wanted)
+                memory = self._memory or self._new_memory(layout, wanted)
+                if max(wanted) > memory.context:
+                    self._fork(range(layout.batch), memory := _Memory.of(self._pool, layout, max(wanted)))
+                if any(map(memory.shares, range(layout.batch), lengths)):
+                    self._fork(range(layout.batch), memory)  # other rows still have what these write to
+                memory.ensure(wanted)
             finally:
                 self._measure()
 
-    def _take(self, memory: _Memory) -> None:
-        self._memory, self._k_BGCD, self._v_BGCD = memory, memory.k_BGCD, memory.v_BGCD
-        self._measure()
+    def _new_memory(self, layout: Layout, wanted: Sequence[int]) -> _Memory:
+        return self._take(_Memory.of(self._pool, layout, max(*wanted, self._context)))
+
+    def _take(self, memory: _Memory) -> _Memory:
+        self._memory, self._layout = memory, memory.layout
+        self._k_BGCD, self._v_BGCD = memory.kv_2BGCD.unbind()
+        return memory
 
     def _measure(self) -> None:
         """Takes note of what is mapped now."""
@@ -266,21 +271,23 @@ class VirtualStore(DeviceStore):
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Counts so many tokens. Where some were taken back, pages behind them go back, but for what is reserved and
-        the next few tokens."""
+        the next few tokens; of a store that is empty then, all of them and its addresses."""
         has_forks, has_grown = self._forks.any, any(map(int.__gt__, lengths, self.lengths or (0,) * len(lengths)))
         with self._pool.first():  # else the thread that maps ahead may take note of room for the rows as they were
             super().truncate(lengths)
-            if self._memory is None:
+            if not self.lengths and not self._reserved:
+                return self._let_go()
+            if self._layout is None:
                 return
-            counts = lengths or (0,) * self._memory.layout.batch
             if has_grown:  # one row was written; the others may have pages for what comes next
                 return self._measure()
-            if not has_forks and self._keeps_all(counts):
+            counts = lengths or (0,) * self._layout.batch
+            if self._asked:
+                self._asked = tuple(map(min, self._asked, map(self._kept, counts)))
+            if self._memory is None or (not has_forks and self._keeps_all(counts)):
                 return
-            self._asked = ()
-            left = [self._kept(length) for length in counts]
             try:
-                self._drop_behind(left if any(counts) or self._reserved else [0] * len(left))
+                self._drop_behind(list(map(self._kept, counts)))
             finally:
                 self._measure()
 
@@ -288,11 +295,15 @@ class VirtualStore(DeviceStore):
         """Whether no row has a page to give back; then takes note of the room that there is."""
         assert self._memory is not None
         page = self._pool.driver.granularity // token_bytes(self._memory.layout)
-        rows = list(zip(self._mapped, lengths, strict=True))
-        keeps = any(lengths) and all(most - page <= self._kept(length) for most, length in rows)
+        keeps = all(most - page <= self._kept(length) for most, length in zip(self._mapped, lengths, strict=True))
         if keeps:
-            self._capacity = max(lengths) + min(most - length for most, length in rows)
+            self._capacity = max(lengths) + min(map(int.__sub__, self._mapped, lengths))
         return keeps
+
+    def _let_go(self) -> None:
+        self._asked, self._mapped = (), []
+        self._memory = self._layout = self._k_BGCD = self._v_BGCD = None
+        self._capacity = self._extent = self.bytes.device = 0
 
     def _kept(self, length: int) -> int:
         """Tokens that a row of this length has pages for, once some were taken back: all that it asks for ahead."""
@@ -300,17 +311,12 @@ class VirtualStore(DeviceStore):
 
     def _drop_behind(self, tokens: Sequence[int]) -> None:
         assert self._memory is not None
-        changes = {}
+        changes: dict[int, Change] = {}
         for row, count in enumerate(tokens):
             for at in self._memory.rows_of(row):
-                pages = self._memory.reservation.pages(at)
-                left = [
-                    one
-                    for one, end in zip(pages, ends(pages), strict=True)
-                    if end - one.nbytes < self._memory.bytes_for(count)
-                ]
-                if len(left) < len(pages):
-                    changes[at] = left
+                needed, _ = self._memory.reservation.up_to(at, self._memory.bytes_for(count))
+                if needed < len(self._memory.reservation.pages(at)):
+                    changes[at] = needed, ()
         if changes:
             self._memory.reservation.replace(changes)
 
@@ -318,9 +324,10 @@ class VirtualStore(DeviceStore):
     def select(self, rows: Sequence[int]) -> None:
         """Row i becomes a copy of row `rows[i]`, all of them at once: it shares the pages that are full, and has the
         last one for itself. Other addresses where the number of rows changes."""
-        if self._memory is None or not self.lengths:
+        if not self.lengths or list(rows) == list(range(len(self.lengths))):
             return
         with self._pool.first():
+            assert self._memory is not None
             layout, into = self._memory.layout, self._memory
             if len(rows) != layout.batch:
                 into = _Memory.of(self._pool, replace(layout, batch=len(rows)), into.context)
@@ -334,27 +341,31 @@ class VirtualStore(DeviceStore):
         """As `select`, to other memory where it is not that of the store. Nothing changes where it fails."""
         source, lengths = self._memory, self.lengths or (0,) * into.layout.batch
         assert source is not None
-        forks = [self._fork_of(row, rows, into, half) for half in range(2) for row in range(len(rows))]
+        forks = {
+            row: [self._fork_of(row, rows, into, half) for half in range(2)]
+            for row, of in enumerate(rows)
+            if row != of or into is not source or source.shares(row, lengths[row])
+        }
         same, token = self._forks.same_as(rows, lengths), token_bytes(into.layout)
-        with planned(self._pool, forks):
+        with planned(self._pool, [fork for halves in forks.values() for fork in halves]):
             tails = []
-            for row, of in enumerate(rows):
-                right = min(fork.right(same[row] * token) for fork in forks[row :: len(rows)])
+            for row, halves in forks.items():
+                right, of = min(fork.right(same[row] * token) for fork in halves), rows[row]
                 tail = slice(min(right // token, lengths[of]), lengths[of])
                 if tail.start < tail.stop:
-                    tails.append((row, tail, source.k_BGCD[of, :, tail].clone(), source.v_BGCD[of, :, tail].clone()))
-            into.reservation.replace({fork.at: fork.pages for fork in forks})
-        for row, tail, k_GSD, v_GSD in tails:
-            into.k_BGCD[row, :, tail].copy_(k_GSD)
-            into.v_BGCD[row, :, tail].copy_(v_GSD)
+                    tails.append((row, tail, source.kv_2BGCD[:, of, :, tail].clone()))
+            into.reservation.replace({fork.at: fork.change for halves in forks.values() for fork in halves})
+        for row, tail, kv_2GSD in tails:
+            into.kv_2BGCD[:, row, :, tail].copy_(kv_2GSD)
         if into is not source:
-            self._memory, self._k_BGCD, self._v_BGCD = into, into.k_BGCD, into.v_BGCD
+            self._take(into)
 
     def _fork_of(self, row: int, rows: Sequence[int], into: _Memory, half: int) -> Fork:
         source, of = self._memory, rows[row]
         assert source is not None
         at = into.rows_of(row)[half]
-        had = source.reservation.pages(source.rows_of(of)[half])
-        own = into.reservation.pages(at) if into is source else ()
         nbytes = self.lengths[of] * token_bytes(into.layout) if self.lengths else 0
-        return Fork(at, own, had, nbytes, moves=into is not source and of not in rows[:row])
+        had = source.rows_of(of)[half]
+        pages, moves = source.reservation.pages(had), into is not source and of not in rows[:row]
+        full = pages if moves else pages[: source.reservation.up_to(had, nbytes)[1]]
+        return Fork(at, into.reservation.pages(at) if into is source else (), full, nbytes)

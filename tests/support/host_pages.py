@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import torch
 
+from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.stores.page_driver import PageError
 from sparsekv.runtime.stores.page_pool import PagePool
 
@@ -102,6 +103,7 @@ class Watched:
         return address
 
     def free(self, address, nbytes):
+        self._called("free")
         assert self.reserved.pop(address) == nbytes
         assert not any(address <= at < address + nbytes for at in self.mapped)
         self.driver.free(address, nbytes)
@@ -159,7 +161,7 @@ class AtOnce:
     """Maps pages ahead of need without a thread."""
 
     def run(self, method):
-        with suppress(PageError, torch.OutOfMemoryError):
+        with suppress(SparseKVError, torch.OutOfMemoryError):
             method()
 
 

@@ -156,6 +156,26 @@ def test_a_copied_cache_shares_nothing_and_a_repeated_one_its_full_pages(model, 
         assert torch.equal(found[0], found[2])
 
 
+def test_beams_whose_layers_were_not_all_picked_anew_are_not_gone_on_with(model, pool):
+    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)):
+        cache = model(random_tokens(2, 200)).past_key_values
+        rows = torch.tensor([1, 0])
+        pool.driver.fail, pool.driver.fail_after = "settle", 1
+        for _ in range(2):  # the second time it succeeds, but the first layer is as it was
+            with pytest.raises(UsageError, match="same rows") if pool.driver.fail == "" else pytest.raises(PageError):
+                cache.reorder_cache(rows)
+                model(random_tokens(2, 1), past_key_values=cache)
+        cache.reset()
+        model(random_tokens(2, 10), past_key_values=cache)
+
+
+def test_pages_that_no_cache_uses_are_given_back_when_the_handle_is_closed(model, pool):
+    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)):
+        model(random_tokens(1, 100))
+        assert pool.bytes
+    assert (pool.bytes, pool.used) == (0, 0)
+
+
 def test_what_is_taken_back_is_unmapped(model, pool):
     with torch.no_grad(), apply(model, plan_for(model, None, DECODE)):
         cache = model(random_tokens(1, 1000)).past_key_values

@@ -1,9 +1,10 @@
 """A store in virtual memory is a list of tokens a row, whatever happens to it, and gives everything back."""
 
 import os
+import time
 from dataclasses import replace
 from itertools import count
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from store_operations import run_operations
 from sparsekv.kernels.backends import Fallback
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.page_driver import PageError
+from sparsekv.runtime.stores.page_pool import LARGE, PageWarning
+from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES, OutsideCaptures
 from sparsekv.runtime.stores.reservation import Reservation
 from sparsekv.runtime.stores.row import row_of
 from sparsekv.runtime.stores.store import Layout
@@ -21,10 +24,12 @@ from sparsekv.runtime.stores.virtual import VirtualStore
 LAYOUT = Layout(1, 3, 8, torch.float32, torch.device("cpu"))  # 96 bytes a token: no divisor of a page
 
 
+@pytest.mark.filterwarnings("ignore::sparsekv.runtime.stores.page_pool.PageWarning")
 def test_random_operations_agree_with_lists():
     run_operations(host_pool(), 0, 1000, LAYOUT)
 
 
+@pytest.mark.filterwarnings("ignore::sparsekv.runtime.stores.page_pool.PageWarning")
 @pytest.mark.fuzz
 @pytest.mark.timeout(1800)
 def test_many_random_operations_agree_with_lists():
@@ -148,16 +153,133 @@ def test_what_is_missing_is_counted_in_pages(tokens):
         assert pool.used == before + missing
 
 
-class _Interrupted:
-    """A lock in whose midst Ctrl-C comes."""
+def test_nothing_is_mapped_nor_waited_for_while_another_thread_captures(monkeypatch):
+    """Whoever needs it waits, the thread that maps ahead too; a capture that runs out of memory can trim meanwhile."""
+    pool, seen, done = host_pool(at_once=False), [], Event()
+    called = pool.driver._called
+    monkeypatch.setattr(
+        pool.driver, "_called", lambda name: (seen.append((name, OUTSIDE_CAPTURES._captures)), called(name))
+    )
 
-    def acquire(self):
+    def work():
+        for _ in range(20):
+            store = VirtualStore(pool, 2000)
+            store.expect([300, 300], replace(LAYOUT, batch=2))
+            store.append(*torch.zeros(2, 2, 3, 300, 8))
+            store.append(*torch.zeros(2, 2, 3, 700, 8))
+            store.select([1, 1])
+            store.truncate([100, 200])
+            del store
+        done.set()
+
+    thread = Thread(target=work)
+    thread.start()
+    while not done.is_set():
+        with OUTSIDE_CAPTURES.put_off():
+            time.sleep(1e-3)
+            pool.trim()
+        time.sleep(1e-3)
+    thread.join()
+    assert {name for name, _ in seen} == {"create", "reserve", "map", "allow", "settle", "unmap", "free"}
+    assert not any(captures for _, captures in seen)
+
+
+@pytest.mark.parametrize(("call", "left"), [("settle", 12), ("unmap", 1), ("free", 0)])
+def test_a_closing_that_fails_frees_the_rest_and_is_tried_again(call, left):
+    pool = host_pool()
+    store = VirtualStore(pool, 500)
+    store.append(*torch.randn(2, 2, 3, 30, 8))  # 3 pages each of 2 rows' keys and values
+    pool.driver.fail = call
+    with pytest.warns(PageWarning, match=f"{call} failed"):
+        del store
+    assert (pool.used, len(pool.driver.mapped)) == (left * pool.driver.granularity, left)
+    with pool.first():
+        pass
+    assert (pool.used, pool.driver.mapped, pool.driver.reserved) == (0, {}, {})
+
+
+class Late:
+    """The thread comes when it is told to."""
+
+    def __init__(self):
+        self.methods = []
+
+    def run(self, method):
+        self.methods.append(method)
+
+    def come(self):
+        while self.methods:
+            self.methods.pop()()
+
+
+EXPECTED = (300, 200)
+BEFORE = {
+    "nothing": lambda store: None,
+    "reserved": lambda store: store.reserve(400),
+    "tokens": lambda store: store.append(*torch.zeros(2, 2, 3, 20, 8)),
+}
+AFTER = {
+    "reserve": lambda store: store.reserve(400),
+    "a failed first pass": lambda store: store.truncate(()),
+    "a failed pass": lambda store: store.truncate((20, 10)),
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("nothing", "reserve"), ("tokens", "reserve"), ("nothing", "a failed first pass"),
+        ("reserved", "a failed first pass"), ("tokens", "a failed pass"),
+    ],
+)  # fmt: skip
+def test_what_is_mapped_does_not_depend_on_when_the_thread_comes(before, after):
+    found = []
+    for comes_first in (True, False):
+        pool = host_pool()
+        pool.ahead = Late()
+        store, states = VirtualStore(pool, 500), []
+        BEFORE[before](store)
+        store.expect(EXPECTED, replace(LAYOUT, batch=2))
+        if comes_first:
+            pool.ahead.come()
+        AFTER[after](store)
+        for tokens in (0, 1, 120, 200):
+            if tokens:
+                store.append(*torch.zeros(2, 2, 3, tokens, 8))
+            pool.ahead.come()
+            states.append((store.capacity, pool.used, store.bytes.device))
+        found.append(states)
+    assert found[0] == found[1]
+    assert (found[0][0] == (0, 0, 0)) == ((before, after) == ("nothing", "a failed first pass"))
+
+
+def test_the_thread_survives_a_store_that_there_are_no_addresses_for():
+    pool = host_pool(at_once=False)
+    pool.driver.addresses = 1 << 20
+    large, small = VirtualStore(pool, 1 << 20), VirtualStore(pool, 500)
+    large.expect((100,), LAYOUT)
+    small.expect((300,), LAYOUT)
+    until = time.monotonic() + 60
+    while small.capacity < 300 and time.monotonic() < until:
+        time.sleep(1e-3)
+    assert small.capacity >= 300
+
+
+def test_a_copy_of_a_row_has_one_page_of_its_own():
+    pool = host_pool(granularity=1 << 16)
+    store, page = VirtualStore(pool, 20_000), pool.driver.granularity
+    store.append(*torch.zeros(2, 2, 3, LARGE * page // 96 - 100, 8))  # as many pages as a large one has
+    store.select([0, 0])
+    assert pool.used == 2 * (LARGE + 1) * page
+
+
+def test_the_thread_waits_for_nobody_whom_an_interrupt_has_ended(monkeypatch):
+    pool = host_pool()
+
+    def press(self):
         raise KeyboardInterrupt
 
-
-def test_the_thread_waits_for_nobody_whom_an_interrupt_has_ended():
-    pool = host_pool()
-    pool.lock = _Interrupted()
+    monkeypatch.setattr(OutsideCaptures, "enter", press)
     with pytest.raises(KeyboardInterrupt), pool.first():
         pass
     assert pool.waiting == 0
