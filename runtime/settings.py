@@ -66,11 +66,12 @@ def threads_spin(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def preset_vllm() -> None:
-    """Presets vLLM, before it is imported: engines run in this process, and nothing of theirs is written to standard
-    output. Variables that are set already stay."""
+    """Presets vLLM, before it is imported: engines run in this process, beside each other, and nothing of theirs is
+    written to standard output. Variables that are set already stay."""
     given = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "0",  # which drops the graphs of engines that are there already
         "VLLM_NO_USAGE_STATS": "1",
     }
     for name, value in given.items():

@@ -143,6 +143,37 @@ class Watch:
         self.counts["prompts"] += 1
 
 
+class Choices:
+    """What layers chose to keep of prompts: a set of (KV head, token) each, in the order of the layers."""
+
+    def __init__(self) -> None:
+        self._found: list[set[tuple[int, int]]] = []
+
+    def add(self, rows_1gK: torch.Tensor | None) -> None:
+        """Of a layer; None is everything."""
+        lists = [] if rows_1gK is None else rows_1gK[0].tolist()
+        self._found.append({(head, token) for head, own in enumerate(lists) for token in own})
+
+    def taken(self) -> list[set[tuple[int, int]]]:
+        """Those since the last call."""
+        found, self._found = self._found, []
+        return found
+
+
+@contextmanager
+def recorded_choices() -> Iterator[Choices]:
+    """Meanwhile all choices of this process are recorded."""
+    choices, choose = Choices(), RetentionHost._choose
+
+    def recording(self: Any, *args: Any) -> torch.Tensor | None:
+        rows_1gK = choose(self, *args)
+        choices.add(rows_1gK)
+        return rows_1gK
+
+    with patch.object(RetentionHost, "_choose", recording):
+        yield choices
+
+
 def _check_choice(kept: set[int], scores_S: torch.Tensor, rule: Retention, count: int, prompt: int) -> None:
     fixed = {*range(rule.sink or 0), *range(prompt - (rule.recent or 0), prompt)}
     assert fixed <= kept

@@ -10,10 +10,11 @@ from model_folders import save_model
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import drops, plan_for
 from vllm_engine import generate, make_engine, tokens_of
-from vllm_retained import Watch, drive, free_blocks
+from vllm_retained import Watch, drive, free_blocks, recorded_choices
 
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import fraction
+from sparsekv.runtime.settings import preset_vllm
 from sparsekv.runtime.vllm.internals import asking_for_ours
 
 pytestmark = pytest.mark.gpu
@@ -33,6 +34,7 @@ PLAN = plan_for(
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory, kept_engines: list[Any]) -> dict[str, Any]:
     """Few blocks, so that requests are preempted; in one of them steps are scheduled while others run."""
+    preset_vllm()
     folder = tmp_path_factory.mktemp("retained")
     save_model(MODEL, folder / "model")
     write_plan(PLAN, folder / "plan.yaml")
@@ -67,13 +69,19 @@ def test_random_requests_keep_what_the_rules_say_and_read_no_freed_block(engines
 def test_captured_steps_answer_as_launched_ones_whatever_the_last_chunk_is(
     engines: dict[str, Any], ending: int
 ) -> None:
-    """A last chunk of one token alone is a step that graphs could serve, in which no query would be observed."""
+    """A last chunk of one token alone is a step that graphs could serve, in which no query would be observed. Engines
+    round the rows of a last chunk differently in bfloat16, which may tip which of two tokens is kept: answers are
+    compared where all layers keep the same ones, as they do at remainders 0 and 1."""
     prompt = random_tokens(1, 2 * CHUNK + ending, ending)[0].tolist()
-    found = {name: generate(engine, [prompt], 8)[0] for name, engine in engines.items()}
-    for name, output in found.items():
-        for one, other in zip(_told(output), _told(found["eager"]), strict=True):
-            assert one[1] == pytest.approx(other[1], abs=0.1), name
-            if one[0] != other[0]:  # bfloat16 may tip a choice over where two tokens are as likely
+    with recorded_choices() as choices:
+        found = {name: (generate(engine, [prompt], 8)[0], choices.taken()) for name, engine in engines.items()}
+    launched, expected = found.pop("eager")
+    for name, (output, kept) in found.items():
+        assert [len(own ^ other) <= 4 for own, other in zip(kept, expected, strict=True)] == [True] * 4, name
+        assert ending > 1 or kept == expected
+        for one, other in zip(_told(output), _told(launched), strict=True):
+            assert kept != expected or one[1] == pytest.approx(other[1], abs=0.1), name
+            if one[0] != other[0]:  # two tokens are as likely
                 break
 
 

@@ -6,6 +6,8 @@ import warnings
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tiny_models import TYPICAL, random_tokens, steps, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 from torch import nn
@@ -46,6 +48,8 @@ OF_THEIR_OWN = {
 
 @pytest.fixture(scope="module", params=[*TYPICAL, *OF_THEIR_OWN])
 def model(request):
+    if request.param == "a long rope" and Version(transformers.__version__) < Version("5.21"):
+        pytest.skip("transformers before 5.21 asks the device which angles to take")
     family, own = OF_THEIR_OWN.get(request.param, (request.param, {}))
     return tiny_model(family, head_dim=64, dtype=torch.bfloat16, **own).cuda()
 
