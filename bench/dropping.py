@@ -105,7 +105,7 @@ def run(subject: BenchModel, plan: Plan, length: int) -> dict[str, float]:
                 ),
                 model.device,
             )
-        cache, peak = out.past_key_values, torch.cuda.max_memory_allocated()
+        cache, peak = out[CACHE_NAME], torch.cuda.max_memory_allocated()
         stored = sum(store.bytes.device for store in stores_of(cache))
         ids_11 = out.sequences[:, -1:]
 

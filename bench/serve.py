@@ -70,7 +70,7 @@ class Load:
         at_once: requests that the engine has at a time.
         requests: in all.
         per_minute: how many come at random (Poisson); None gives a new one as soon as one is answered. An engine whose
-            median first token took more than a second is not asked more often.
+            median first token took more than a second is not asked more often for prompts of that length.
     """
 
     prompt: int
@@ -230,7 +230,7 @@ def bench_serve(
             row = _filled(row, found)
             told = {way: _told(runs) for way, runs in found.turns.items()}
             (progress or Progress()).say(
-                f"{_words(load)}: {'; '.join(f'{way} {words}' for way, words in told.items())}"
+                f"{_words(load)}: {'; '.join(f'{way} {words}' for way, words in told.items()) or found.note}"
             )
             yield row
 
@@ -244,15 +244,17 @@ def _in_turn(model: ServedModel, plan: Plan, bench: ServeBench, step: Step) -> I
 def _each(
     engines: Mapping[str, Any], model: ServedModel, bench: ServeBench, step: Step | None = None
 ) -> Iterator[tuple[Load, Measured]]:
-    late: set[str] = set()
+    late: dict[tuple[str, int], int] = {}  # by prompt, the requests a minute at which an engine was late
     for load in bench.loads:
         (step or Step()).advance(0, note=_words(load))
-        found, random = Measured(), load.per_minute is not None
+        often, found = load.per_minute or 0, Measured()
+        asked = {way: one for way, one in engines.items() if often <= late.get((way, load.prompt), often)}
         with _noting(found):
-            _measure(
-                {way: one for way, one in engines.items() if not random or way not in late}, load, model, bench, found
-            )
-        late.update(way for way, runs in found.turns.items() if random and _medians(runs)[0] > _LATE_MS)
+            _measure(asked, load, model, bench, found)
+        found.note = "; ".join(filter(None, (found.note, *map(_not_asked, sorted(engines.keys() - asked.keys())))))
+        late |= {
+            (way, load.prompt): often for way, runs in found.turns.items() if often and _medians(runs)[0] > _LATE_MS
+        }
         yield load, found
         (step or Step()).advance()
 
@@ -275,6 +277,10 @@ def _elsewhere(run: Callable[..., Found], *args: Any) -> Found:
 def _alone(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> list[Measured]:
     with _engine(way, model, plan, bench) as engine:
         return [found for _, found in _each({way: engine}, model, bench)]
+
+
+def _not_asked(way: str) -> str:
+    return f"{way} not asked: its first tokens took more than {_LATE_MS / 1e3:g} s at fewer requests a minute"
 
 
 def _words(load: Load) -> str:
@@ -313,7 +319,6 @@ def _measure(engines: Mapping[str, Any], load: Load, model: ServedModel, bench: 
     from sparsekv.runtime.vllm.counters import reset_stats, serving_backend, serving_stats
 
     if not engines:
-        found.note = f"not asked: first tokens took more than {_LATE_MS / 1e3:g} s at fewer requests a minute"
         return
     prompts = _prompts(load, model.vocabulary, bench.seed)
 

@@ -31,8 +31,8 @@ from sparsekv.plans.types import (
 KIND = "sparsekv.plan"
 SCHEMA_VERSION = 1
 SCHEMA_FILE = "sparsekv-plan-v1.schema.json"
-NOTHING_SPARSE = "nothing in it is sparse, so that there is nothing to verify"
 """What editors look for beside a plan; `sparsekv schema` prints it."""
+NOTHING_SPARSE = "nothing in it is sparse, so that there is nothing to verify"
 
 Status = Literal["imported", "unverified", "verified"]
 BackendName = Literal["flash", "triton", "cpu", "reference"]

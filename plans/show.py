@@ -348,7 +348,8 @@ def agreement_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
 CLAIM_CAPTION = """\
 mean over prompts of what the plan loses beyond rounding: divergence in nats; else shares, of prompts
 that broke (failed), right answers (accuracy), dense's likeliest tokens (agreement), dense's texts
-(exact). A gate is met where the mean is shown to be below it."""
+(exact); text_divergence and text_agreement are in 128 tokens that dense goes on with. A gate is met
+where the mean is shown to be below it."""
 CLAIM_HEADER = ("Phase", "Figure", "Over", "Prompts", "Mean", "Shown below", "Gate", "Outcome")
 
 

@@ -254,8 +254,10 @@ class SparseLayer(CacheLayerMixin):
 
 
 def named(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a model with the cache under `CACHE_NAME`; releases that have renamed it take the old name too."""
-    return {CACHE_NAME if name == _OLD_NAME else name: value for name, value in given.items()}
+    """Arguments of a model with the cache under `CACHE_NAME`; releases that have renamed it take the old name too, and
+    the new one where there are both."""
+    by_old = {CACHE_NAME: given[_OLD_NAME]} if _OLD_NAME in given else {}
+    return by_old | {name: value for name, value in given.items() if name != _OLD_NAME}
 
 
 def decoder_output(hidden_BSE: torch.Tensor, cache: Cache | None) -> MoeModelOutputWithPast:

@@ -100,6 +100,7 @@ class OutsideCaptures:
     def __init__(self) -> None:
         self._lock = RLock()  # a collection may come to the thread that holds it
         self._ended = Condition(self._lock)
+        self._turn = RLock()  # of the thread that captures
         self._captures = 0
         self._collects = False  # whether Python collects garbage by itself outside captures
         self._waiting: deque[Callable[[], object]] = deque()
@@ -137,21 +138,24 @@ class OutsideCaptures:
     @contextmanager
     def put_off(self) -> Iterator[None]:
         """Inside it, work of any thread is put off to its end, and Python collects no garbage by itself: there may be
-        graphs of others in it, and torch 2.11 fails a capture in whose thread it destroys one."""
-        with self._lock:  # waits for work that has begun
-            if not self._captures:
-                self._collects = gc.isenabled()
-                gc.disable()
-            self._captures += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._captures -= 1
-                if self._collects and not self._captures:
-                    gc.enable()
-                self._ended.notify_all()
-            self._run_waiting()
+        graphs of others in it, and torch 2.11 fails a capture in whose thread it destroys one. Waits for the capture of
+        another thread: torch begins one by waiting for the device, and what finds out waits before is a setting of the
+        process."""
+        with self._turn:
+            with self._lock:  # waits for work that has begun
+                if not self._captures:
+                    self._collects = gc.isenabled()
+                    gc.disable()
+                self._captures += 1
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._captures -= 1
+                    if self._collects and not self._captures:
+                        gc.enable()
+                    self._ended.notify_all()
+                self._run_waiting()
 
     def _run_waiting(self) -> None:
         # whoever has the lock meanwhile looks again once it has not

@@ -205,7 +205,8 @@ class VirtualStore(DeviceStore):
 
     def expect(self, wanted: Sequence[int], layout: Layout | None = None) -> None:
         """Pages for so many tokens of each row are mapped meanwhile, as far as there are addresses for them."""
-        self._layout = self._layout or layout
+        if self._memory is None:  # else the layout is known
+            self._layout = layout or self._layout
         self._asked = tuple(wanted)
         self._pool.ahead.run(self._map_ahead)
 
@@ -219,11 +220,11 @@ class VirtualStore(DeviceStore):
     def _map_ahead(self) -> None:
         with OUTSIDE_CAPTURES.none_under_way():
             wanted, self._asked = self._asked, ()
-            if not wanted:
+            layout = self._memory.layout if self._memory else self._layout
+            if layout is None or len(wanted) != layout.batch:  # nothing, or for the rows of a pass that failed
                 return
             try:
-                assert self._layout is not None, "tokens are expected without a layout"
-                memory = self._memory or self._new_memory(self._layout, wanted)
+                memory = self._memory or self._new_memory(layout, wanted)
                 if max(wanted) <= memory.context:
                     memory.ensure(wanted)
             finally:

@@ -77,19 +77,21 @@ def test_an_engine_that_is_late_is_not_asked_more_often(monkeypatch: pytest.Monk
 
     def served(engine: str, prompts: list, answer: int, at_once: int, arrivals: list[float] | None = None) -> Served:
         if arrivals is not None:
-            asked.append(len(arrivals))
-        first = 2.0 if engine == "slow" and len(asked) == 2 else 0.1
+            asked.append(engine)
+        first = 2.0 if engine == "slow" and asked.count("slow") == 2 else 0.1
         return Served((Timing(0.0, first, 3.0),), answer)
 
     monkeypatch.setattr("sparsekv.bench.serve.serve", served)
     monkeypatch.setitem(
         sys.modules, "sparsekv.runtime.vllm.counters",
-        SimpleNamespace(reset_stats=None, serving_stats=None, serving_backend=None),
+        SimpleNamespace(reset_stats=str, serving_stats=str, serving_backend=str),
     )  # fmt: skip
     loads = tuple(Load(4, 2, requests=2, per_minute=often) for often in (60, 90, 120))
-    bench = ServeBench((*loads, Load(4, 2)), torch.device("cpu"), torch.float32, repeats=1)
+    others = (Load(4, 2, requests=2, per_minute=30), Load(8, 2, requests=2, per_minute=120), Load(4, 2))
+    bench = ServeBench((*loads, *others), torch.device("cpu"), torch.float32, repeats=1)
     model = ServedModel("", None, 100, "", random=True)  # type: ignore[arg-type]
-    found = dict(_each({"dense": "slow"}, model, bench))
-    assert [bool(found[load].turns) for load in bench.loads] == [True, True, False, True]
-    assert "more than 1 s" in found[loads[2]].note
-    assert len(asked) == 2
+    found = dict(_each({"dense": "slow", "sparse": "fast"}, model, bench))
+    assert [load for load in bench.loads if "dense" not in found[load].turns] == [loads[2]]
+    assert all("sparse" in one.turns for one in found.values())
+    assert [load for load in bench.loads if "dense not asked" in found[load].note] == [loads[2]]
+    assert asked.count("slow") == 4

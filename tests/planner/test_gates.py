@@ -36,7 +36,9 @@ def test_a_plan_that_equals_dense_on_many_prompts_meets_every_gate() -> None:
 
 
 def test_the_caption_of_their_table_names_every_figure() -> None:
-    names = {name.split()[0] for name in outcomes(found([prompt()] * 3))}
+    one = replace(DENSE, text=LongText(0.0, 128, 128))
+    names = {name.split()[0] for name in outcomes(found([Prompt(one, one, one)] * 3))}
+    assert "text_divergence" in names
     assert [name for name in names if name not in CLAIM_CAPTION] == []
 
 

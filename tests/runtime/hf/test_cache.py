@@ -61,6 +61,7 @@ def test_a_cache_is_taken_by_every_name_that_the_release_knows(model, cache, nam
 def test_the_older_name_of_a_cache_is_that_of_the_release(monkeypatch):
     monkeypatch.setattr(cache_file, "CACHE_NAME", "cache")
     assert named({"past_key_values": 1, "use_cache": True}) == {"cache": 1, "use_cache": True}
+    assert named({"cache": 1, "past_key_values": None}) == {"cache": 1}
 
 
 def test_a_copied_cache_goes_its_own_way(model, cache):

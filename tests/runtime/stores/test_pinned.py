@@ -3,7 +3,7 @@
 import gc
 import weakref
 from contextlib import nullcontext
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -189,6 +189,24 @@ def test_python_collects_garbage_by_itself_again_behind_the_last_capture(collect
         assert gc.isenabled() == collects
     finally:
         gc.enable()
+
+
+def test_two_threads_capture_one_after_the_other():
+    begun, ended = Event(), []
+
+    def capture():
+        begun.set()
+        with OUTSIDE_CAPTURES.put_off():
+            ended.append("second")
+
+    with OUTSIDE_CAPTURES.put_off():
+        thread = Thread(target=capture)
+        thread.start()
+        assert begun.wait(30)
+        thread.join(0.2)
+        ended.append("first")
+    thread.join(30)
+    assert ended == ["first", "second"]
 
 
 def test_what_is_collected_during_a_capture_of_somebody_else_is_unlocked_with_what_comes_later(cuda, monkeypatch):

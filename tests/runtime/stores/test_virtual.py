@@ -253,6 +253,23 @@ def test_what_is_mapped_does_not_depend_on_when_the_thread_comes(before, after):
     assert (found[0][0] == (0, 0, 0)) == ((before, after) == ("nothing", "a failed first pass"))
 
 
+@pytest.mark.parametrize("is_expected", [True, False])
+@pytest.mark.parametrize(("rows", "others"), [(4, 2), (2, 4)])
+def test_behind_a_first_pass_that_failed_there_may_be_another_number_of_rows(rows, others, is_expected):
+    pool = host_pool()
+    pool.ahead = Late()
+    store = VirtualStore(pool, 500)
+    store.reserve(400)  # else the store would let go of what was expected
+    store.expect((300,) * rows, replace(LAYOUT, batch=rows))
+    store.truncate(())
+    if is_expected:
+        store.expect((300,) * others, replace(LAYOUT, batch=others))
+        pool.ahead.come()
+    store.append(*torch.ones(2, others, 3, 20, 8))
+    pool.ahead.come()
+    assert store.lengths == (20,) * others
+
+
 def test_the_thread_survives_a_store_that_there_are_no_addresses_for():
     pool = host_pool(at_once=False)
     pool.driver.addresses = 1 << 20
