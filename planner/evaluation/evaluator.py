@@ -137,7 +137,8 @@ def opened(
         batch: most samples run at once; None: as many as surely fit.
         chunk: most tokens of a prompt given to the model at once; None is all.
         greedy: measure exact agreement with dense's greedy continuation as well; False saves that text's decode steps.
-        text: measure divergence and top-1 agreement on so many tokens of it too, at least `MOST_GREEDY`; 0 does not.
+        text: measure divergence and top-1 agreement on so many tokens of it too, at least `MOST_GREEDY` and
+            fewer where the context ends before; 0 does not.
 
     Raises:
         PlanMismatchError, UnsupportedError, BackendError: a plan cannot be applied; before anything runs.
@@ -313,7 +314,8 @@ class _Run:
             UnsupportedError: the model overflows in its dtype.
         """
         model: Any = loaded.model
-        prompts, tokens = prefill_turns(model, batch, chunk), text or min(batch.answer_BA.shape[1], MOST_GREEDY)
+        prompts, tokens = prefill_turns(model, batch, chunk), min(batch.answer_BA.shape[1], MOST_GREEDY)
+        tokens = max(tokens, min(text, loaded.info.context_length - batch.past))
         greedy_BGV, states = prompts.logits_BKV[:, :0], states_of(prompts.cache)
         with without_plans():
             if greedy:

@@ -133,6 +133,15 @@ def test_a_long_text_is_read_beside_the_answer_and_changes_nothing_of_it(loaded:
 # --- on the reference model -------------------------------------------------------------------------------------------
 
 
+def test_a_long_text_ends_with_the_context(loaded: LoadedModel) -> None:
+    (sample,), plan = conversations(1), plan_for(loaded.model, None, SPARSE)
+    shorter = replace(loaded, info=loaded.info.model_copy(update={"context_length": sample.length + 20}))
+    with opened(shorter, {"decode": PlanMode(plan, "decode")}, text=40) as evaluator:
+        (outcome,) = evaluator.compare([sample])["decode"].outcomes
+    assert outcome.text is not None
+    assert outcome.text.scored == 20 + len(sample.answer_ids)
+
+
 @pytest.fixture(scope="module")
 def reference() -> Iterator[LoadedModel]:
     with torch_threads(1):
