@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Condition, RLock
+from threading import Condition, RLock, get_ident
 from typing import Any
 
 import torch
@@ -100,7 +100,8 @@ class OutsideCaptures:
     def __init__(self) -> None:
         self._lock = RLock()  # a collection may come to the thread that holds it
         self._ended = Condition(self._lock)
-        self._turn = RLock()  # of the thread that captures
+        self._turn = RLock()
+        self._thread: int | None = None  # that captures
         self._captures = 0
         self._collects = False  # whether Python collects garbage by itself outside captures
         self._waiting: deque[Callable[[], object]] = deque()
@@ -112,8 +113,7 @@ class OutsideCaptures:
 
     @contextmanager
     def none_under_way(self) -> Iterator[None]:
-        """Waits until no capture is under way; inside it, none begins, and no other thread is at such work. For threads
-        that capture nothing themselves."""
+        """Waits until no capture is under way; inside it, none begins, and no other thread is at such work."""
         self.enter()
         try:
             yield
@@ -121,10 +121,16 @@ class OutsideCaptures:
             self.leave()
 
     def enter(self, waits: bool = True) -> None:
-        """As `none_under_way` begins. Without waiting for captures, none begins or ends until `leave`."""
+        """As `none_under_way` begins. Without waiting for captures, none begins or ends until `leave`.
+
+        Raises:
+            RuntimeError: the thread would wait for its own capture.
+        """
         self._lock.acquire()
         try:
             while self._captures and waits:
+                if self._thread == get_ident():
+                    raise RuntimeError("expected no wait for the device inside a capture, found one in its own thread")
                 self._ended.wait()
         except BaseException:
             self._lock.release()
@@ -147,6 +153,7 @@ class OutsideCaptures:
                     self._collects = gc.isenabled()
                     gc.disable()
                 self._captures += 1
+                self._thread = get_ident()
             try:
                 yield
             finally:

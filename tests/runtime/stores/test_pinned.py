@@ -228,3 +228,10 @@ def test_memory_of_a_device_that_no_longer_works_is_unlocked_without_an_error(cu
     with OUTSIDE_CAPTURES.put_off():
         del block
     assert not cudart.locked
+
+
+def test_a_thread_does_not_wait_for_its_own_capture():
+    with OUTSIDE_CAPTURES.put_off(), pytest.raises(RuntimeError, match="in its own thread"):
+        OUTSIDE_CAPTURES.enter()
+    with OUTSIDE_CAPTURES.none_under_way():
+        pass
