@@ -195,8 +195,13 @@ class Session:
         if self.plan is None or self.exact or not (self.prefill or self.decode):
             return ""
         if self.decode and self.plan.retained:
-            count, layers = len(self.plan.retained), self.plan.model.layers
-            return f"{count} of {layers} layers kept a part of the prompt: lossy, as the plan's kv_cache says"
+            prompt, layers = answer.generation.prompt_tokens, self.plan.model.layers
+            count = sum(rule.kept_tokens(prompt) < prompt for rule in self.plan.retained.values())
+            return (
+                f"{count} of {layers} layers kept a part of the prompt: lossy, as the plan's kv_cache says"
+                if count
+                else "this prompt is as short as what layers keep of one: nothing was dropped"
+            )
         parts = ((self.prefill, self.plan.prefill), (self.decode, self.plan.decode))
         starts = [start for follows, part in parts if follows and part and (start := first_sparse(part.lengths))]
         if not starts:

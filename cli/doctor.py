@@ -358,7 +358,8 @@ def _memory_text(data: dict[str, Any], layers: int, notes: Sequence[str]) -> str
     rows_of = f", {data['batch']} rows" if data["batch"] > 1 else ""
     what = f"{data['model']}, {data['dtype']}: {data['prompt_tokens']:,} tokens and {data['new_tokens']:,} new{rows_of}"
     lines = [what, *notes, placed(data["host_layers"], layers), "", columns(rows, right=(1, 2)), ""]
-    return "\n".join([*lines, "it fits" if data["fits"] else "it does not fit", _longest(data)])
+    beyond = " the model's context" if data["prompt_tokens"] >= data["context_length"] else ""
+    return "\n".join([*lines, "it fits" if data["fits"] else f"it does not fit{beyond}", _longest(data)])
 
 
 _PARTS = {

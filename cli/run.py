@@ -54,8 +54,8 @@ class RunFlags(Subjects, Placement, Hardware, Output):
     compare: Annotated[
         bool,
         Flag(
-            "Run dense, then sparse; show both side by side. First both run a beginning of the prompt, untimed, so "
-            "that neither pays for being first."
+            "Run dense (the model as transformers runs it), then sparse; show both side by side. First both run a "
+            "beginning of the prompt, untimed, so that neither pays for being first."
         ),
     ] = False
     max_new_tokens: NewTokens = 256

@@ -76,8 +76,8 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
 def verify(flags: VerifyFlags) -> None:
     """Run a plan on held-out prompts against dense: prefill, decode, both.
 
-    Exit 1 when a mean misses its gate. Exit 0 when all meet theirs, also where samples or their 95% bounds are too
-    little to call the plan verified.
+    Exit 1 when a gate is shown to be missed. Exit 0 otherwise, also where what was drawn shows neither that a gate is
+    met nor that it is missed, whatever its mean: the last lines say which.
     """
     subject = flags.subject
     found, file, before = subject.need_plan(), None, ""

@@ -17,7 +17,7 @@ source = resolve_model(name).path_or_id
 tokenizer = AutoTokenizer.from_pretrained(source)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(device).eval()
-prompt = tokenizer(Path(document).read_text(), return_tensors="pt").to(device)
+prompt = tokenizer(Path(document).read_text().removesuffix("\n"), return_tensors="pt").to(device)
 
 with sparsekv.apply(model, plan[0] if plan else f"{source}/sparsekv.yaml") as handle:
     out = model.generate(**prompt, max_new_tokens=64, do_sample=False)

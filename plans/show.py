@@ -169,7 +169,7 @@ def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
     if not reason and found:
         reason = f"{found.kl:.2g} nats from dense on {found.samples} held-out samples"
     status = f"status: {plan.status}" + (f", {reason}" if reason else "" if plan.quality else ", never measured")
-    kept = (f"kv_cache: lossy, tokens kept of a prompt: {_kept(plan)}", *hurt_lines(plan)) if plan.retained else ()
+    kept = (f"kv_cache: lossy, {_kept_share(plan)}; of a prompt: {_kept(plan)}", *hurt_lines(plan)) if plan.retained else ()
     exact = (line,) if (line := exact_line(plan)) else ()
     return _gains("prefill", plan), _gains("decode", plan), *exact, *kept, status, f"next: {command}"
 
@@ -181,11 +181,18 @@ def _kept(plan: Plan) -> str:
     return ", ".join(f"{name} {format_ids(rule.layers)} {text_of(rule.keep)}" for name, rule in named)
 
 
+def _kept_share(plan: Plan) -> str:
+    model, rules = plan.model, plan.retained
+    length, layers = model.context_length, model.full_layers
+    kept = sum(rules[layer].kept_tokens(length) if layer in rules else length for layer in layers)
+    return f"{kept / (len(layers) * length):.0%} of the cache at {format_length(length)}"
+
+
 def hurt_lines(plan: Plan) -> tuple[str, ...]:
     """What dropping tokens did to answers that it hurts most, in a line; none where that was not measured."""
     measured = plan.quality and (plan.quality.both or plan.quality.decode)
     scores = [(task, measured.tasks.get(task)) for task in HURT_BY_DROPPING] if measured and plan.retained else []
-    told = [f"{task} {score.dense:.0%} -> {score.sparse:.0%}" for task, score in scores if score]
+    told = [f"{task} {score.dense:.0%} -> {score.sparse:.0%} (of {score.samples})" for task, score in scores if score]
     return (f"where dropping hurts: right answers, dense -> plan: {', '.join(told)}",) if told else ()
 
 
