@@ -169,7 +169,11 @@ def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
     if not reason and found:
         reason = f"{found.kl:.2g} nats from dense on {found.samples} held-out samples"
     status = f"status: {plan.status}" + (f", {reason}" if reason else "" if plan.quality else ", never measured")
-    kept = (f"kv_cache: lossy, {_kept_share(plan)}; of a prompt: {_kept(plan)}", *hurt_lines(plan)) if plan.retained else ()
+    kept = (
+        (f"kv_cache: lossy, {_kept_share(plan)}; of a prompt: {_kept(plan)}", *hurt_lines(plan))
+        if plan.retained
+        else ()
+    )
     exact = (line,) if (line := exact_line(plan)) else ()
     return _gains("prefill", plan), _gains("decode", plan), *exact, *kept, status, f"next: {command}"
 
