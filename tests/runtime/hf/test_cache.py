@@ -49,7 +49,7 @@ def test_an_empty_cache_of_the_caller_is_adopted_whatever_layers_it_had(model, h
         assert given.get_seq_length() == 30
 
 
-@pytest.mark.parametrize("name", {CACHE_NAME, "past_key_values"})
+@pytest.mark.parametrize("name", sorted({CACHE_NAME, "past_key_values"}))
 def test_a_cache_is_taken_by_every_name_that_the_release_knows(model, cache, name):
     model(random_tokens(1, 1), **{name: cache})
     model.base_model(random_tokens(1, 2), **{name: cache})
