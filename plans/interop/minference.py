@@ -70,7 +70,7 @@ def read_qwen(source: Source, model: ModelInfo) -> Imported:
 
 def write(plan: Plan) -> Exported:
     """The patterns of the longest bucket."""
-    lost: dict[str, None] = {}
+    lost = {"the score of each head, which no plan has: 1.0 stands for it; MInference does not use it": None}
     if plan.decode is not None:
         lost["the decode phase"] = None
     if plan.prefill is None:

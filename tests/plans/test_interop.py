@@ -161,6 +161,7 @@ def test_each_part_that_a_format_cannot_hold_is_told(to: str) -> None:
     plan = small_plan()
     lost = " ".join(WRITERS[to](plan).lost)
     assert "decode" in lost if to in ("minference", "modelopt") else "prefill" in lost
+    assert ("1.0" in lost) == (to == "minference")  # a score of each head, which no plan has
 
 
 @pytest.mark.parametrize(
