@@ -19,7 +19,7 @@ from sparsekv.planner.options import HELD_OUT, DecodeSearch, Gate, Hardware, Pla
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import GateError
 from sparsekv.plans.files import write_plan
-from sparsekv.plans.schema import Plan, to_data
+from sparsekv.plans.schema import to_data
 
 if TYPE_CHECKING:
     from sparsekv.planner.cost.device_cost import DeviceCost
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     Measured = tuple[Profile | None, DeviceCost | None]
 
-_LONGER = 1800  # seconds of verification to go on with
+_HOW_SPARSE = "longer --lengths or --no-crossover leave more of it sparse, looser gates where it missed them"
 
 
 class PlanFlags(PlanFiles, PlanOptions, Output):
@@ -102,8 +102,9 @@ def plan(flags: PlanFlags) -> None:
 
     progress = BarProgress()
     with nullcontext() if flags.profile else only_run(flags.resume), flags.telling_what_is_saved():
+        job = _job(flags, wanted, subject, measured, progress)
         result = compile_plan(
-            _job(flags, wanted, subject, measured, progress),
+            job,
             profile_out=flags.profile_out,
             cost_out=flags.cost_out,
             resume=flags.resume,
@@ -112,7 +113,7 @@ def plan(flags: PlanFlags) -> None:
         write_plan(result.plan, flags.out)
         if not flags.profile:
             flags.resume.unlink(missing_ok=True)
-    _tell(result, flags, time.monotonic() - started)
+    _tell(result, flags, time.monotonic() - started, job.options.verify_time)
     for other in [] if flags.profile else left_aside(flags.resume):
         tell(f"{other} is left of a run with other options, which goes on from it; remove it if that one is not wanted")
 
@@ -140,16 +141,17 @@ def _job(flags: PlanFlags, wanted: PlanOptions, subject: Subject, measured: Meas
     return job_of(loaded, wanted, profile, cost, progress)
 
 
-def _tell(result: PlanResult, flags: PlanFlags, seconds: float) -> None:
-    from sparsekv.plans.show import verdict
+def _tell(result: PlanResult, flags: PlanFlags, seconds: float, verify_time: float) -> None:
+    from sparsekv.plans.show import next_command, verdict
 
     plan, out, remarks = result.plan, flags.out, list(result.remarks)
     is_unproven = not flags.no_verify and plan.status != "verified"  # the first remark says why
     reason = remarks.pop(0) if is_unproven else ""
+    spent = 0.0 if flags.verify_samples else verify_time
     if not flags.as_json:
         if plan.quality is not None:
             emit(quality_table(plan.quality) + "\n")
-        lines = verdict(plan, str(out), reason)
+        lines = verdict(plan, str(out), reason, model=flags.model, spent=spent)
         emit("\n".join((f"{out}: written in {seconds:.0f} s", *lines)))
     elif reason:
         tell(reason)
@@ -157,18 +159,13 @@ def _tell(result: PlanResult, flags: PlanFlags, seconds: float) -> None:
         tell(remark)
     facts = _facts(result, out, seconds)
     if flags.require_verified and is_unproven:
+        further = f"go on with `{next_command(plan, str(out), flags.model, spent)}`"
         raise GateError(
-            f"expected a verified plan, found {plan.status}: {reason}. {out} is written; {_what_next(plan, out)}"
+            f"expected a verified plan, found {plan.status}: {reason}. {out} is written; "
+            f"{_HOW_SPARSE if plan.is_dense else further}"
         ).with_facts(**facts)
     if flags.as_json:
         emit_json(facts)
-
-
-def _what_next(plan: Plan, out: Path) -> str:
-    """How to go on to a verified plan."""
-    if plan.quality is None:
-        return "longer --lengths or --no-crossover leave more of it sparse, looser gates where it missed them"
-    return f"go on with `sparsekv verify --plan {out} --write --verify-time {_LONGER}`"
 
 
 def _facts(result: PlanResult, out: Path, seconds: float) -> dict[str, Any]:

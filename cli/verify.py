@@ -20,7 +20,7 @@ from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
 from sparsekv.plans.schema import NOTHING_SPARSE, Plan, check_model, to_data
-from sparsekv.plans.show import hurt_lines, verdict
+from sparsekv.plans.show import hurt_lines, next_command, verdict
 
 if TYPE_CHECKING:
     from sparsekv.planner.verify import Verification
@@ -126,7 +126,7 @@ def verify(flags: VerifyFlags) -> None:
         emit(quality_table(result.quality))
     recorded, say = result.recorded(found), tell if flags.as_json else emit
     if result.passed:
-        say(_verdict(recorded, subject, result.reasons))
+        say(_verdict(recorded, subject, result.reasons, 0.0 if flags.verify_samples else settled.verify_time))
     elif told := hurt_lines(recorded):
         say("\n".join(told))
     if differs:
@@ -134,7 +134,8 @@ def verify(flags: VerifyFlags) -> None:
     if file is not None:
         _write(result, found, file, before, facts)
     if not result.passed:
-        raise GateError("gate missed: " + "; ".join(result.reasons)).with_facts(**facts)
+        denser = f"`{next_command(recorded, _place(recorded, subject), subject.model)}`, with the same gates"
+        raise GateError(f"gate missed: {'; '.join(result.reasons)}; go on with {denser}").with_facts(**facts)
     if flags.as_json:
         emit_json(facts)
 
@@ -176,9 +177,13 @@ def _write(result: Verification, plan: Plan, file: Path, before: str, facts: dic
     tell(f"{file}: written as {recorded.status}")
 
 
-def _verdict(plan: Plan, subject: Subject, reasons: Sequence[str]) -> str:
+def _verdict(plan: Plan, subject: Subject, reasons: Sequence[str], spent: float = 0.0) -> str:
     first, *others = reasons or ("",)
-    return "\n".join((*verdict(plan, str(subject.path or plan.model.id), first), *others))
+    return "\n".join((*verdict(plan, _place(plan, subject), first, model=subject.model, spent=spent), *others))
+
+
+def _place(plan: Plan, subject: Subject) -> str:
+    return str(subject.path or plan.model.id)
 
 
 def _own_file(subject: Subject) -> Path:

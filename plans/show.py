@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sparsekv.plans.aliases import PLAN_NAME
 from sparsekv.plans.exact_gain import exact_line
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern
@@ -29,6 +31,7 @@ from sparsekv.plans.schema import (
     HURT_BY_DROPPING,
     NOTHING_SPARSE,
     Agreement,
+    Claim,
     Cost,
     Plan,
     Quality,
@@ -40,6 +43,7 @@ from sparsekv.plans.schema import (
 from sparsekv.plans.types import Part, format_ids, format_length
 
 _LONG = 6
+_LONGER, _LONGEST = 1800, 1_000_000  # seconds of verification to go on with
 _PICTURE = """\
 oldest  SSSS..C....CC........C...C.....C..RRRRRRRR  newest     what the layers of a segment attend to:
         S sinks   C chosen by their filter layer among all between   R recent   . skipped in this step"""
@@ -157,11 +161,13 @@ def _over(plan: Plan) -> str:
     return "over what layers keep" if plan.retained else "at every length"
 
 
-def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
+def verdict(plan: Plan, file: str, reason: str = "", *, model: str = "", spent: float = 0.0) -> tuple[str, ...]:
     """A line each: what is sparse and what it is predicted to gain, where exact output pays if that is known, what is
-    dropped where something is and what that did to answers, the status with its reason, the next command."""
-    is_done = plan.status == "verified" or plan.is_dense
-    command = f"sparsekv run --plan {file}" if is_done else f"sparsekv verify --plan {file} --write --verify-time 1800"
+    dropped where something is and what that did to answers, the status with its reason, the next command.
+
+    Args:
+        model, spent: see `next_command`.
+    """
     measured = (plan.quality.both, plan.quality.prefill, plan.quality.decode) if plan.quality else ()
     found = next((one.agreement for one in measured if one and one.agreement), None)
     evidence = plan.quality.evidence if plan.quality else None
@@ -175,7 +181,46 @@ def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
         else ()
     )
     exact = (line,) if (line := exact_line(plan)) else ()
-    return _gains("prefill", plan), _gains("decode", plan), *exact, *kept, status, f"next: {command}"
+    return (
+        _gains("prefill", plan),
+        _gains("decode", plan),
+        *exact,
+        *kept,
+        status,
+        f"next: {next_command(plan, file, model, spent)}",
+    )
+
+
+def next_command(plan: Plan, file: str, model: str = "", spent: float = 0.0) -> str:
+    """What to go on with: `run` where the plan is verified, or dense. Else a longer `verify`, but where more prompts
+    would change nothing, because a gate is missed or answers are lost with every gate decided: `plan`.
+
+    Args:
+        model: where it is, if the plan's own name of it is not enough.
+        spent: seconds after which verification ended undecided; 0 where that is not known, or time did not end it.
+    """
+    place = f"--plan {file}" + (f" --model {model}" if model not in ("", plan.model.id) else "")
+    if plan.status == "verified" or plan.is_dense:
+        return f"sparsekv run {place}"
+    claims = [claim for _, _, _, claim in _claims(plan.quality)] if plan.quality else []
+    outcomes = {claim.outcome for claim in claims}
+    if "missed" in outcomes or (claims and "undecided" not in outcomes and _lost_answers(plan)):
+        retain = plan.provenance.settings.get("retain")
+        more = f" --retain {min(0.99, retain + 0.1):.2g}" if isinstance(retain, float) else ""
+        return f"sparsekv plan {model or plan.model.id} -o {PLAN_NAME}{more}"
+    # As many times the seconds as there are prompts wanted; a figure that its mean keeps undecided wants no number.
+    times = max((1 + one.more / one.prompts for one in claims if one.more and one.prompts), default=4.0)
+    seconds = min(max(_LONGER, math.ceil(spent * times / 100) * 100), _LONGEST)
+    return f"sparsekv verify {place} --write --verify-time {seconds}"
+
+
+def _lost_answers(plan: Plan) -> bool:
+    """Whether a plan that drops tokens has lost more right answers to a task than all of them may."""
+    if not (plan.retained and plan.quality and plan.quality.evidence):
+        return False
+    most = plan.quality.evidence.gates.get("max_accuracy_drop", 0.0) / 100.0
+    scores = (one for measured in plan.quality.phases.values() for one in measured.tasks.items())
+    return any(score.dense - score.sparse > most for task, score in scores if task != "perplexity")
 
 
 def _kept(plan: Plan) -> str:
@@ -366,13 +411,19 @@ CLAIM_HEADER = ("Phase", "Figure", "Over", "Prompts", "Mean", "Shown below", "Ga
 
 def claim_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
     """What was shown of each gate, for each phase: over all lengths, and at each."""
+    before = ""
+    for phase, over, name, claim in _claims(quality):
+        figures = (f"{value:.3g}" for value in (claim.mean, claim.bound, claim.gate))
+        yield phase if phase != before else "", name, over, str(claim.prompts), *figures, claim.outcome
+        before = phase
+
+
+def _claims(quality: Quality) -> Iterator[tuple[str, str, str, Claim]]:
+    """Each with its phase, the length or `all`, and its name."""
     for phase, measured in quality.phases.items():
-        told, parts = phase, ((format_length(part.length), part.claims) for part in measured.by_length)
+        parts = ((format_length(part.length), part.claims) for part in measured.by_length)
         for over, claims in (("all", measured.claims), *parts):
-            for name, claim in claims.items():
-                figures = (f"{value:.3g}" for value in (claim.mean, claim.bound, claim.gate))
-                yield told, name, over, str(claim.prompts), *figures, claim.outcome
-                told = ""
+            yield from ((phase, over, name, claim) for name, claim in claims.items())
 
 
 def _agreed(found: Agreement) -> tuple[str, ...]:

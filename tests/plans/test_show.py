@@ -11,8 +11,8 @@ from rich.console import Console
 
 from sparsekv.plans.pattern_family import TileShape
 from sparsekv.plans.phases import PrefillBucket, PrefillPlan
-from sparsekv.plans.schema import Measurement, Plan, Quality, Score
-from sparsekv.plans.show import describe, summary, verdict
+from sparsekv.plans.schema import Claim, Measurement, Plan, Provenance, Quality, Score
+from sparsekv.plans.show import describe, next_command, summary, verdict
 
 
 def shown(plan: Plan, full: bool = False) -> list[str]:
@@ -96,6 +96,37 @@ def test_the_verdict_names_what_is_gained_the_status_and_the_next_command(plan: 
     assert any("lossy" in line for line in lines) == bool(plan.retained)
     assert f"{command} --plan a.yaml" in lines[-1]
     assert ("4.00x" in lines[0]) == (plan.cost is not None)
+
+
+def _claim(outcome: str, more: int | None = None) -> Claim:
+    return Claim(gate=0.03, mean=0.0, bound=1.0, prompts=2, outcome=outcome, more=more)
+
+
+LOST = {"niah_multikey": Score(dense=1.0, sparse=0.9, samples=10)}
+KEPT = {"kv_cache": full_plan().kv_cache, "provenance": Provenance(settings={"retain": 0.5}), "decode": None}
+PLAN, VERIFY = "sparsekv plan", "sparsekv verify --plan a.yaml --model ./m --write --verify-time"
+
+
+@pytest.mark.parametrize(
+    ("fields", "claim", "spent", "command"),
+    [
+        ({}, _claim("undecided", 1), 90.0, f"{VERIFY} 1800"),
+        ({}, _claim("undecided", 100), 90.0, f"{VERIFY} 4600"),  # 51 times as many prompts
+        ({}, _claim("undecided", 10**9), 90.0, f"{VERIFY} 1000000"),
+        ({}, _claim("undecided"), 1800.0, f"{VERIFY} 7200"),  # the same time again would show the same
+        ({}, _claim("missed"), 90.0, f"{PLAN} ./m -o sparsekv.yaml"),
+        ({}, _claim("met"), 90.0, f"{VERIFY} 1800"),  # by looser gates, or on samples that were chosen
+        (KEPT, _claim("met"), 90.0, f"{PLAN} ./m -o sparsekv.yaml --retain 0.6"),
+        (KEPT, _claim("undecided", 1), 90.0, f"{VERIFY} 1800"),
+    ],
+)
+def test_more_time_is_advised_only_where_more_prompts_may_decide(
+    fields: dict[str, object], claim: Claim, spent: float, command: str
+) -> None:
+    measured = Measurement(lengths=(4096,), density=0.5, tasks=LOST, claims={"accuracy": claim})
+    evidence = full_plan().quality.evidence.model_copy(update={"gates": {"max_accuracy_drop": 3.0}})
+    plan = small_plan(quality=Quality(decode=measured, evidence=evidence), **fields)
+    assert next_command(plan, "a.yaml", "./m", spent) == command
 
 
 def test_what_dropping_does_to_answers_has_a_line_of_its_own_in_the_verdict() -> None:
