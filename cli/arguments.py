@@ -237,14 +237,17 @@ class Subject:
             )
         return cls(found.model.id, found, own, from_plan=True)
 
-    def need_plan(self) -> Plan:
+    def need_plan(self, otherwise: str = "") -> Plan:
         """The plan.
+
+        Args:
+            otherwise: what else can be done without one, told at the end of the error.
 
         Raises:
             UsageError: there is none.
         """
         if self.plan is None:
-            raise UsageError(self.no_plan)
+            raise UsageError(self.no_plan + otherwise)
         return self.plan
 
     def checked(self, flags: Options, lengths: Sequence[int] = ()) -> Self:

@@ -103,7 +103,7 @@ def run(flags: RunFlags) -> None:
     """Answer a prompt: from --prompt, a file, standard input, or typed at a terminal (several turns)."""
     machine, placing = settings_of(flags), flags.placing
     subject = flags.subject
-    used = None if flags.dense else subject.need_plan()
+    used = None if flags.dense else subject.need_plan("; or add --dense, which runs without a plan")
     subject = subject.checked(flags)
     text = given_prompt(flags.prompt, flags.prompt_file)
     if text is None and (flags.as_json or flags.compare or flags.dry_run):

@@ -76,6 +76,8 @@ def test_run_without_a_plan_says_how_to_make_one(sparsekv, tmp_path):
     done = sparsekv("run", tmp_path, "--prompt", "a")
     assert done.code == 2
     assert f"sparsekv plan {tmp_path}" in done.err
+    assert "--dense" in done.err
+    assert "--dense" not in sparsekv("verify", tmp_path).err
 
 
 @pytest.mark.parametrize("by", ["flag", "variable"])
