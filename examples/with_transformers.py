@@ -11,15 +11,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsekv
 from sparsekv.plans.aliases import resolve_model
+from sparsekv.plans.errors import SparseKVError
 
-name, document, *plan = sys.argv[1:]
-source = resolve_model(name).path_or_id
-tokenizer = AutoTokenizer.from_pretrained(source)
-device = "cuda" if torch.cuda.is_available() else "cpu"
-model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(device).eval()
-prompt = tokenizer(Path(document).read_text().removesuffix("\n"), return_tensors="pt").to(device)
 
-with sparsekv.apply(model, plan[0] if plan else f"{source}/sparsekv.yaml") as handle:
-    out = model.generate(**prompt, max_new_tokens=64, do_sample=False)
-    print(tokenizer.decode(out[0, prompt.input_ids.shape[1] :], skip_special_tokens=True))
-    print(handle.stats(), file=sys.stderr)
+def main(name: str, document: str, plan: str | None = None) -> None:
+    """Goes on with a document for 64 tokens."""
+    source = resolve_model(name).path_or_id
+    loaded_plan = sparsekv.load_plan(plan or f"{source}/sparsekv.yaml")  # first: loading a model takes longer
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
+    prompt = tokenizer(Path(document).read_text().removesuffix("\n"), return_tensors="pt").to(device)
+    with sparsekv.apply(model, loaded_plan) as handle:
+        out = model.generate(**prompt, max_new_tokens=64, do_sample=False)
+        print(tokenizer.decode(out[0, prompt.input_ids.shape[1] :], skip_special_tokens=True))
+        print(handle.stats(), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except SparseKVError as error:
+        sys.exit(f"error: {error}")

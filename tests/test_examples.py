@@ -2,21 +2,34 @@
 
 import runpy
 import sys
+import warnings
 from pathlib import Path
 
+import pytest
+
+from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.files import write_plan
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.schema import Plan, Target
 from sparsekv.runtime.hf.load import load_model
+from sparsekv.runtime.model_config import device_name
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def test_the_one_for_transformers_takes_an_alias_and_a_plan(tmp_path, monkeypatch, capsys):
     plan, document = tmp_path / "plan.yaml", tmp_path / "document.txt"
-    write_plan(Plan(status="unverified", model=load_model("tiny-retriever", device="cpu").info), plan)
+    loaded = load_model("tiny-retriever", device="cpu")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    target = Target(device=device_name(loaded.model.device), backend="cpu", dtype="float32")
+    write_plan(Plan(status="unverified", model=loaded.info, targets=(target,)), plan)
     document.write_text("The special number for lemon is 4810357. What is the special number for lemon?")
     monkeypatch.setattr(sys, "argv", ["with_transformers.py", "tiny-retriever", str(document), str(plan)])
-    runpy.run_path(str(EXAMPLES / "with_transformers.py"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)  # such as that of a half precision, in which no CPU plan was made
+        runpy.run_path(str(EXAMPLES / "with_transformers.py"), run_name="__main__")
     out, err = capsys.readouterr()
     assert out
     assert "prefill_density=1" in err
+    monkeypatch.setattr(sys, "argv", ["with_transformers.py", "tiny-retriever", str(document)])
+    with pytest.raises(SystemExit, match=r"^error: .*sparsekv\.yaml"):
+        runpy.run_path(str(EXAMPLES / "with_transformers.py"), run_name="__main__")
