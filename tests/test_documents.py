@@ -1,6 +1,7 @@
 """What the documents point at is there, and the page of commands says what the command line does."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +24,17 @@ def test_a_link_between_pages_leads_somewhere(page: Path) -> None:
         target = (page.parent / place) if place else page
         assert target.exists(), place
         assert not anchor or anchor in anchors(target), f"{place}#{anchor}"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no clone")
+def test_a_clone_shows_no_change_after_the_commands_of_the_readme() -> None:
+    outputs = re.findall(r"sparsekv (?:plan|import) .*? -o (\S+\.yaml)", (ROOT / "README.md").read_text())
+    written = {name for out in outputs for name in (out, f"{out}.profile.partial")}
+    git = ("git", "-c", "safe.directory=*", "-C", str(ROOT))
+    ignored = subprocess.run((*git, "check-ignore", *written), capture_output=True, text=True, check=False)
+    assert {*ignored.stdout.split()} == written
+    hidden = subprocess.run((*git, "ls-files", "--cached", "--ignored", "--exclude-standard"), capture_output=True)
+    assert (hidden.returncode, hidden.stdout) == (0, b"")
 
 
 def test_the_page_of_commands_is_what_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
