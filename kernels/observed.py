@@ -19,8 +19,9 @@ NEIGHBOURS = 2  # keys on either side whose attention counts for a key
 
 
 def observed_attention(
-    q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, *, scale: float, softmax: Softmax = PLAIN, backend: str
-) -> torch.Tensor:
+    q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, *, scale: float, softmax: Softmax = PLAIN, together: bool = False,
+    backend: str,
+) -> torch.Tensor:  # fmt: skip
     """The attention of the last W of S tokens to each of them and its neighbours.
 
     Args:
@@ -28,18 +29,19 @@ def observed_attention(
         k_BGSD: keys of all tokens.
         scale: softmax scale.
         softmax: of the layer.
+        together: the most of all KV heads.
         backend: of decode; "reference" is torch on any device.
 
     Returns:
-        float32 [B, G, S], from 0 to 1.
+        float32 [B, g, S], from 0 to 1; g is 1 if `together`, else G.
     """
-    by_triton = k_BGSD.is_cuda and backend != "reference"
-    if by_triton:
-        from sparsekv.kernels.observed_triton import attention_sums  # loads Triton
-    sums_BGS = (attention_sums if by_triton else sums_by_torch)(q_BHWD, k_BGSD, scale, softmax)
-    sums_BGS /= q_BHWD.shape[1] // k_BGSD.shape[1] * q_BHWD.shape[2]
-    near = 2 * NEIGHBOURS + 1
-    return avg_pool1d(sums_BGS, near, stride=1, padding=NEIGHBOURS) * near
+    factor = k_BGSD.shape[1] / (q_BHWD.shape[1] * q_BHWD.shape[2])
+    if not k_BGSD.is_cuda or backend == "reference":
+        return near_sums(sums_by_torch(q_BHWD, k_BGSD, scale, softmax), factor, NEIGHBOURS, together)
+    from sparsekv.kernels import observed_triton as on_gpu  # loads Triton
+
+    sums_BGS = on_gpu.attention_sums(q_BHWD, k_BGSD, scale, softmax)
+    return on_gpu.near_sums(sums_BGS, factor, NEIGHBOURS, together)
 
 
 def sums_by_torch(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, softmax: Softmax) -> torch.Tensor:
@@ -57,3 +59,9 @@ def sums_by_torch(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, soft
             scores_BNWS.masked_fill_(key_S > position_W[part, None], -torch.inf)
             sums_BGS[:, group] += softmax.weights(scores_BNWS, own).sum((1, 2))
     return sums_BGS
+
+
+def near_sums(sums_BGS: torch.Tensor, factor: float, near: int, together: bool) -> torch.Tensor:
+    """Of each key and so many on either side, times a factor: of each KV head, or the most of them, [B, g, S]."""
+    near_BGS = avg_pool1d(sums_BGS, 2 * near + 1, stride=1, padding=near) * (factor * (2 * near + 1))
+    return near_BGS.amax(1, keepdim=True) if together else near_BGS

@@ -1,8 +1,8 @@
-"""The attention of observed queries summed over them, by two Triton kernels: scores are never stored.
+"""The attention of observed queries summed over them, by Triton kernels: scores are never stored.
 
 The first pass gives the maximum and the sum of the softmax of every query, over ranges of keys, so that few heads fill
-the GPU; the second computes the scores again and sums the weights of each key. No two programs add to one number:
-results are the same run to run.
+the GPU, and joins the ranges; the second computes the scores again and sums the weights of each key. No two programs
+add to one number: results are the same run to run.
 
 Shapes: as in observed.py; X = N W rows of a KV head (head by head), R key ranges; in kernels M rows and N keys at a
 time, D padded to a power of two.
@@ -23,7 +23,8 @@ from sparsekv.kernels.triton_support import soft_cap
 _LOG2_E = math.log2(math.e)
 _RANGE = 4096  # keys of a program of the first pass, or more
 _MOST_RANGES = 64
-_ROWS, _KEYS, _WARPS = 64, 64, 4
+_ROWS, _KEYS, _WARPS = 64, 128, 4
+_AT_ONCE = 256  # numbers of a program that only adds
 
 
 def attention_sums(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, softmax: Softmax) -> torch.Tensor:
@@ -33,6 +34,7 @@ def attention_sums(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, sof
     span = triton.cdiv(max(_RANGE, triton.cdiv(keys, _MOST_RANGES)), _KEYS) * _KEYS
     ranges = triton.cdiv(keys, span)
     stats_2GRX = torch.empty((2, batch * groups, ranges, rows), dtype=torch.float32, device=device)
+    lse_GX = torch.empty((batch * groups, rows), dtype=torch.float32, device=device)
     sums_BGS = torch.empty((batch, groups, keys), dtype=torch.float32, device=device)
     shared = (*q_BHWD.stride()[:3], *k_BGSD.stride()[:3], scale * _LOG2_E, groups, window, rows, keys)
     options: dict[str, Any] = {
@@ -43,21 +45,24 @@ def attention_sums(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, sof
         stats_kernel[(triton.cdiv(rows, _ROWS), ranges, batch * groups)](
             q_BHWD, k_BGSD, *stats_2GRX, *shared, span, **options
         )
-        lse_GX = _joined(stats_2GRX, softmax, groups)
+        join_kernel[(triton.cdiv(rows, _AT_ONCE), batch * groups)](
+            *stats_2GRX, softmax.sinks_H, lse_GX, groups, window, rows, ranges,
+            SINKS=softmax.sinks_H is not None, LOG2_E=_LOG2_E, BLOCK_M=_AT_ONCE,
+        )  # fmt: skip
         sums_kernel[(triton.cdiv(keys, _KEYS), batch * groups)](q_BHWD, k_BGSD, lse_GX, sums_BGS, *shared, **options)
     return sums_BGS
 
 
-def _joined(stats_2GRX: torch.Tensor, softmax: Softmax, groups: int) -> torch.Tensor:
-    """Log-sum-exp of each row, to the base of 2, learned sinks included."""
-    most_GRX, sum_GRX = stats_2GRX
-    most_G1X = most_GRX.amax(1, keepdim=True)
-    lse_GX: torch.Tensor = most_G1X[:, 0] + (sum_GRX * torch.exp2(most_GRX - most_G1X)).sum(1).log2()
-    if softmax.sinks_H is None:
-        return lse_GX
-    lse_BHW = lse_GX.view(-1, len(softmax.sinks_H), lse_GX.shape[1] * groups // len(softmax.sinks_H))
-    with_sinks_BHW: torch.Tensor = torch.logaddexp2(lse_BHW, softmax.sinks_H.float()[:, None] * _LOG2_E)
-    return with_sinks_BHW.view_as(lse_GX)
+def near_sums(sums_BGS: torch.Tensor, factor: float, near: int, together: bool) -> torch.Tensor:
+    """As `near_sums` of observed.py, for tensors on a GPU."""
+    batch, groups, keys = sums_BGS.shape
+    lists = 1 if together else groups
+    scores_BgS = torch.empty((batch, lists, keys), dtype=torch.float32, device=sums_BGS.device)
+    with torch.cuda.device_of(sums_BGS):
+        near_kernel[(triton.cdiv(keys, _AT_ONCE), lists, batch)](
+            sums_BGS, scores_BgS, factor, groups, keys, NEAR=near, BLOCK_N=_AT_ONCE
+        )
+    return scores_BgS
 
 
 @no_type_check
@@ -124,6 +129,31 @@ def stats_kernel(
 
 
 @no_type_check
+@triton.jit(do_not_specialize=["window", "rows", "ranges"])
+def join_kernel(
+    most_ptr, sum_ptr, sinks_ptr, lse_ptr, groups, window, rows, ranges,
+    SINKS: tl.constexpr, LOG2_E: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of rows, batch times KV heads). Log-sum-exp of each row, to the base of 2, with learned sinks."""
+    row_M, head = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1).to(tl.int64)
+    real_M = row_M < rows
+    most_M = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    sum_M = tl.zeros((BLOCK_M,), tl.float32)
+    for number in range(ranges):
+        at_M = (head * ranges + number) * rows + row_M
+        other_M = tl.load(most_ptr + at_M, mask=real_M, other=0.0)
+        new_M = tl.maximum(most_M, other_M)
+        safe_M = tl.where(new_M == float("-inf"), 0.0, new_M)
+        found_M = tl.load(sum_ptr + at_M, mask=real_M, other=1.0)
+        sum_M = sum_M * tl.exp2(most_M - safe_M) + found_M * tl.exp2(other_M - safe_M)
+        most_M = new_M
+    if SINKS:
+        sink_M = tl.load(sinks_ptr + head % groups * (rows // window) + row_M // window, mask=real_M, other=0.0)
+        sum_M += tl.exp2(sink_M.to(tl.float32) * LOG2_E - most_M)
+    tl.store(lse_ptr + head * rows + row_M, most_M + tl.log2(sum_M), mask=real_M)
+
+
+@no_type_check
 @triton.jit(do_not_specialize=["window", "rows", "keys"])
 def sums_kernel(
     q_ptr, k_ptr, lse_ptr, sums_ptr, q_stride_B, q_stride_H, q_stride_W, k_stride_B, k_stride_G, k_stride_S, scale,
@@ -136,7 +166,7 @@ def sums_kernel(
     q_base = q_ptr + batch * q_stride_B + group * (rows // window) * q_stride_H
     key_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k_DN = _keys(k_ptr + batch * k_stride_B + group * k_stride_G, key_N, keys, k_stride_S, D, BLOCK_D)
-    sum_N = tl.zeros((BLOCK_N,), tl.float32)
+    sum_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # over rows at the end: threads have them in different warps
     lse_base = lse_ptr + tl.program_id(1).to(tl.int64) * rows
     is_seen = (tl.program_id(0) + 1) * BLOCK_N <= keys - window + 1  # by every row
     seen, hidden = tl.where(is_seen, rows, 0), tl.where(is_seen, 0, rows)
@@ -146,5 +176,23 @@ def sums_kernel(
             q_MD = _queries(q_base, row_M, rows, window, q_stride_H, q_stride_W, D, BLOCK_D)
             s_MN = _scores(q_MD, k_DN, row_M, key_N, scale, window, keys, CAP, HIDDEN)
             lse_M = tl.load(lse_base + row_M, mask=row_M < rows, other=float("inf"))
-            sum_N += tl.sum(tl.exp2(s_MN - lse_M[:, None]), 0)
-    tl.store(sums_ptr + tl.program_id(1).to(tl.int64) * keys + key_N, sum_N, mask=key_N < keys)
+            sum_MN += tl.exp2(s_MN - lse_M[:, None])
+    tl.store(sums_ptr + tl.program_id(1).to(tl.int64) * keys + key_N, tl.sum(sum_MN, 0), mask=key_N < keys)
+
+
+@no_type_check
+@triton.jit(do_not_specialize=["keys", "groups"])
+def near_kernel(sums_ptr, scores_ptr, factor, groups, keys, NEAR: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Grid: (blocks of keys, lists, batch). The most of the KV heads of a list: all of them, or one."""
+    lists, batch = tl.num_programs(1), tl.program_id(2).to(tl.int64)
+    key_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    most_N = tl.zeros((BLOCK_N,), tl.float32)
+    for group in range(tl.program_id(1), groups, lists):
+        sum_N = tl.zeros((BLOCK_N,), tl.float32)
+        for shift in tl.static_range(-NEAR, NEAR + 1):
+            at_N = key_N + shift
+            sum_N += tl.load(
+                sums_ptr + (batch * groups + group) * keys + at_N, mask=(at_N >= 0) & (at_N < keys), other=0.0
+            )
+        most_N = tl.maximum(most_N, sum_N)
+    tl.store(scores_ptr + (batch * lists + tl.program_id(1)) * keys + key_N, most_N * factor, mask=key_N < keys)

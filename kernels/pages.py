@@ -1,6 +1,7 @@
-"""Copies a request's pages side by side on a GPU, for kernels that take contiguous keys.
+"""Copies a request's pages side by side on a GPU, for kernels that take contiguous keys, and some rows of them back.
 
-Shapes: N pages in memory, G KV heads, S tokens of a page, D head size, P pages of a request, K tokens of a request.
+Shapes: N pages in memory, G KV heads, S tokens of a page, D head size, P pages of a request, K tokens of a request,
+R rows; g is 1 or G.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton.language as tl
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _AT_ONCE = 128  # tokens of a page
+_ROWS = 32  # of a program that moves some
 
 
 def copy_pages(pages: Pair, table_P: torch.Tensor, into: Pair) -> None:
@@ -35,7 +37,7 @@ def copy_pages(pages: Pair, table_P: torch.Tensor, into: Pair) -> None:
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["table_ptr"])
 @no_type_check
 def _copy_kernel(
     k_ptr, v_ptr, table_ptr, k_out_ptr, v_out_ptr, k_stride_N, k_stride_G, k_stride_S,
@@ -53,3 +55,44 @@ def _copy_kernel(
     v = tl.load(v_ptr + page * v_stride_N + head * v_stride_G + lanes_S * v_stride_S + lanes_D, mask=inside)
     tl.store(k_out_ptr + out, k, mask=inside)
     tl.store(v_out_ptr + out, v, mask=inside)
+
+
+def move_rows(keys: Pair, rows_gR: torch.Tensor, pages: Pair, table_P: torch.Tensor, last: int) -> None:
+    """Copies rows of a request to its first places, in one launch. Nothing asks the device.
+
+    Args:
+        keys: keys and values, [G, K, D] each, contiguous.
+        rows_gR: int64: which of them, for each KV head or for all.
+        pages: as in `copy_pages`.
+        table_P: int32: which pages.
+        last: so many of the rows, the last ones, go to the request's last places instead.
+    """
+    k_NGSD, v_NGSD = pages
+    (heads, length, size), (lists, count) = keys[0].shape, rows_gR.shape
+    with torch.cuda.device_of(k_NGSD):
+        _move_kernel[(triton.cdiv(count, _ROWS), heads)](
+            *keys, rows_gR, k_NGSD, v_NGSD, table_P, *k_NGSD.stride()[:3], *v_NGSD.stride()[:3],
+            rows_gR.stride(0) if lists > 1 else 0, length, count, count - last, k_NGSD.shape[2], size,
+            BLOCK_R=_ROWS, BLOCK_D=triton.next_power_of_2(size),
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["row_stride", "length", "count", "first"], do_not_specialize_on_alignment=["table_ptr"])
+@no_type_check
+def _move_kernel(
+    k_in_ptr, v_in_ptr, rows_ptr, k_ptr, v_ptr, table_ptr, k_stride_N, k_stride_G, k_stride_S,
+    v_stride_N, v_stride_G, v_stride_S, row_stride, length, count, first, tokens, size,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of rows, KV heads)."""
+    lanes_R, lanes_D = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)[None, :]
+    head, real_R = tl.program_id(1).to(tl.int64), lanes_R < count
+    row_R = tl.load(rows_ptr + head * row_stride + lanes_R, mask=real_R, other=0)
+    place_R = tl.where(lanes_R < first, lanes_R, lanes_R + length - count)
+    page_R = tl.load(table_ptr + place_R // tokens, mask=real_R, other=0).to(tl.int64)
+    inside, at_R = real_R[:, None] & (lanes_D < size), (place_R % tokens).to(tl.int64)
+    source = ((head * length + row_R) * size)[:, None] + lanes_D
+    k = tl.load(k_in_ptr + source, mask=inside)
+    v = tl.load(v_in_ptr + source, mask=inside)
+    tl.store(k_ptr + (page_R * k_stride_N + head * k_stride_G + at_R * k_stride_S)[:, None] + lanes_D, k, mask=inside)
+    tl.store(v_ptr + (page_R * v_stride_N + head * v_stride_G + at_R * v_stride_S)[:, None] + lanes_D, v, mask=inside)

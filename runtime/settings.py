@@ -71,7 +71,6 @@ def preset_vllm() -> None:
     given = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-        "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "0",  # which drops the graphs of engines that are there already
         "VLLM_NO_USAGE_STATS": "1",
     }
     for name, value in given.items():

@@ -21,6 +21,7 @@ from sparsekv.kernels.triton_support import overlap, overlaps_launches
 _DIGITS = tl.constexpr(1024)
 _STATE = tl.constexpr(8)  # of a row: programs that came in each pass, the key found so far, tokens wanted at it
 _BLOCK = 2048
+_BLOCKS = 512  # of a row, up to which nothing is compiled again
 
 
 def choose(
@@ -50,7 +51,7 @@ def choose(
         count_kernel[grid](*rows, found_BgK2, tokens, sink, recent, BLOCK_N=_BLOCK, num_warps=4, **overlapping)
         list_kernel[grid](
             *rows, found_BgK2, chosen_BgN, tokens, sink, recent, most,
-            BLOCK_N=_BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=4, **overlapping,
+            BLOCK_N=_BLOCK, BLOCKS=max(_BLOCKS, triton.next_power_of_2(blocks)), num_warps=4, **overlapping,
         )  # fmt: skip
     return chosen_BgN
 

@@ -54,10 +54,11 @@ def kept_rows(
     if kept >= held:
         return None
     q_BHWD = observed.q_BHWD[:, :, -held:]
-    scores_BgS = observed_attention(q_BHWD, k_BGSD, scale=observed.scale, softmax=observed.softmax, backend=backend)
-    if rule.heads == "max":
-        scores_BgS = scores_BgS.amax(1, keepdim=True)
-        scores_BgS = scores_BgS if gather is None else gather(scores_BgS).amax(0)
+    scores_BgS = observed_attention(
+        q_BHWD, k_BGSD, scale=observed.scale, softmax=observed.softmax, together=rule.heads == "max", backend=backend
+    )
+    if rule.heads == "max" and gather is not None:
+        scores_BgS = gather(scores_BgS).amax(0)
     starts_B = torch.arange(batch, dtype=torch.int32, device=device) * held
     lengths_B, counts_B = (torch.full_like(starts_B, count) for count in (held, chosen))
     chosen_BgN = choose(

@@ -125,7 +125,10 @@ class RetainedStore:
         layout, fewer = Layout.of(k_BGCD), DeviceStore(self.bytes)
         index_BGKD = rows_BgK[..., None].expand(-1, layout.heads, -1, layout.size)
         fewer.reserve(rows_BgK.shape[2] + self._generated, layout)
-        fewer.append(k_BGCD.gather(2, index_BGKD), v_BGCD.gather(2, index_BGKD))
+        room = fewer.room(rows_BgK.shape[2], layout)
+        for x_BGCD, into_BGKD in zip((k_BGCD, v_BGCD), room, strict=True):
+            torch.gather(x_BGCD, 2, index_BGKD, out=into_BGKD)
+        fewer.commit(*room)
         self._rows = fewer
 
     def resume(self) -> None:

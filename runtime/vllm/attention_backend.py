@@ -34,6 +34,7 @@ from sparsekv.runtime.vllm.kept_tables import KeptLengths, KeptTable, Rows
 from sparsekv.runtime.vllm.metrics import publish
 from sparsekv.runtime.vllm.plan_host import PlanHost, start_host
 from sparsekv.runtime.vllm.request_lengths import Requests
+from sparsekv.runtime.vllm.retained_step import move
 from sparsekv.runtime.vllm.step_rows import PrefillRows, Rest, StepRows, decode_rows, prefill_rows, split_rows
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
@@ -119,17 +120,11 @@ class SparseImpl(_Impl):
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)
         self._attend(host, self.program, step, dense, (layer, query, key, value, kv_cache, attn_metadata, output))
         if host.retention is not None and self.program.retains:
-            write = partial(self._write, layer, kv_cache)
+            pages = vllm.platform.pages_of(kv_cache)
             for rows in step.prompts:
                 new = Observed(query[rows.tokens].transpose(0, 1)[None], self.scale, self.softmax)
-                pages = vllm.platform.pages_of(kv_cache)
-                host.retention.observe(self.program, rows, new, pages, step.table[rows.request], write)
+                host.retention.observe(self.program, rows, new, pages, step.table[rows.request])
         return output
-
-    def _write(
-        self, layer: Any, kv_cache: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor, slots_K: torch.Tensor
-    ) -> None:
-        self.do_kv_cache_update(layer, k_KGD, v_KGD, kv_cache, slots_K)
 
     def _attend(
         self, host: PlanHost, program: LayerProgram, step: StepRows, dense: Callable[..., torch.Tensor],
@@ -196,12 +191,14 @@ class SparseBuilder(_Builder):
         ours.sort(key=lambda layer: layer.impl.program_of(self._host, layer).retains is not None)
         self._counts = ours[0] in own  # of several kinds of cache, each of which has a builder, one counts the tokens
         pages = vllm.check_pages(vllm_config, own[0].impl, own[0], kv_cache_spec, device)
-        self._host.scratch.copy(pages, torch.ones(1, dtype=torch.int32, device=device), 1)  # compiles what copies
+        table_P = torch.ones(1, dtype=torch.int32, device=device)
+        keys = self._host.scratch.copy(pages, table_P, 1)  # compiles what copies
         self._programs = tuple(layer.impl.program_of(self._host, layer) for layer in own)
         self._graph_rows = vllm.graph_rows(vllm_config)
         kept: KeptBlocks | None = getattr(kv_cache_spec, "kept", None)
         if self._host.retention is not None and kept is not None:
             self._table = KeptTable(kept, self._host.retention.tables, kv_cache_spec.block_size)
+            move((keys.k[0], keys.v[0]), table_P.long()[None] - 1, pages, table_P, 0)
         elif self._host.decode is not None:
             longest, softmax = vllm_config.model_config.max_model_len, own[0].impl.softmax
             self._host.decode.warm_up(self._programs, pages, longest, softmax)

@@ -8,7 +8,7 @@ kept tokens, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -22,9 +22,6 @@ from sparsekv.runtime.vllm.kept_tables import PromptRows, StepTables
 from sparsekv.runtime.vllm.request_lengths import Requests
 
 Pages = tuple[torch.Tensor, torch.Tensor]  # keys and values
-Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
-"""Writes keys and values, [K, G, D] each, to slots, int64 [K]."""
-
 _WARM_UP = "warm-up"  # no request, so that it is forgotten by the first one
 
 
@@ -56,7 +53,7 @@ class RetentionHost:
         self._saved: dict[str, dict[int, Saved]] = {}
 
     def observe(
-        self, layer: LayerProgram, rows: PromptRows, new: Observed, pages: Pages, table_P: torch.Tensor, write: Write
+        self, layer: LayerProgram, rows: PromptRows, new: Observed, pages: Pages, table_P: torch.Tensor
     ) -> None:
         """Rows of a prompt have attended. At its end the layer drops what it does not keep.
 
@@ -66,7 +63,6 @@ class RetentionHost:
             new: their queries.
             pages: the layer's keys and values, [N, G, S, D] each.
             table_P: the request's pages.
-            write: puts rows into the pages.
         """
         assert layer.retains is not None
         assert layer.retains.observe is not None
@@ -75,7 +71,7 @@ class RetentionHost:
         older = saved.queries if saved and saved.end == rows.past else None
         if rows.end == rows.prompt:
             observed = new.before(older, layer.retains.observe)
-            self._drop(layer, rows, observed, pages, table_P, write)
+            self._drop(layer, rows, observed, pages, table_P)
         else:
             wanted = layer.retains.observe - (rows.prompt - rows.end)
             if wanted > 0:
@@ -88,14 +84,12 @@ class RetentionHost:
             del self._saved[name]
 
     def _drop(
-        self, layer: LayerProgram, rows: PromptRows, observed: Observed, pages: Pages, table_P: torch.Tensor,
-        write: Write,
-    ) -> None:  # fmt: skip
+        self, layer: LayerProgram, rows: PromptRows, observed: Observed, pages: Pages, table_P: torch.Tensor
+    ) -> None:
         keys = self._copy(pages, table_P, rows.prompt)
         rows_1gK = self._choose(layer, rows.prompt, observed, keys.k, rows.kept)
-        if rows_1gK is None:
-            return
-        write(*_taken(keys, rows_1gK), _slots(rows.kept, rows.prompt, table_P, pages[0].shape[2]))
+        if rows_1gK is not None:
+            move((keys.k[0], keys.v[0]), rows_1gK[0], pages, table_P, rows.prompt % rows.kept.block)
 
     def _choose(
         self, layer: LayerProgram, prompt: int, observed: Observed, k_1GKD: torch.Tensor, kept: KeptBlocks
@@ -109,8 +103,8 @@ class RetentionHost:
         return self._fallback.decode(call, self._backend, k_1GKD.device)
 
     def warm_up(self, layer: LayerProgram, observed: Observed, keys: KeyView) -> None:
-        """Chooses among these keys and takes them, so that kernels are compiled and memory is taken where the engine
-        measures it; the queries of one prompt are saved until the first step.
+        """Chooses among these keys, so that kernels are compiled and memory is taken where the engine measures it; the
+        queries of one prompt are saved until the first step.
 
         Args:
             layer: that drops tokens.
@@ -118,27 +112,29 @@ class RetentionHost:
             keys: of the longest prompt.
         """
         assert layer.retains is not None
-        length = keys.k.shape[2]
-        rows_1gK = self._choose(layer, length, observed, keys.k, KeptBlocks.of(layer.retains, 1))
-        if rows_1gK is not None:
-            _taken(keys, rows_1gK)
+        self._choose(layer, keys.k.shape[2], observed, keys.k, KeptBlocks.of(layer.retains, 1))
         copied = Observed(observed.q_BHWD.clone(), observed.scale, observed.softmax)
         self._saved.setdefault(_WARM_UP, {})[layer.layer] = Saved(copied, 0)
 
 
-def _taken(keys: KeyView, rows_1gK: torch.Tensor) -> Pages:
-    """[K, G, D] each: keys and values."""
-    k_KGD, v_KGD = (x.gather(2, _rows_of(rows_1gK, x))[0].transpose(0, 1).contiguous() for x in (keys.k, keys.v))
-    return k_KGD, v_KGD
+def move(keys: Pages, rows_gK: torch.Tensor, pages: Pages, table_P: torch.Tensor, shared: int) -> None:
+    """Copies kept rows of a complete prompt to its first blocks, the last ones to the block that its end shares.
 
+    Args:
+        keys: keys and values of the prompt, [G, S, D] each, contiguous.
+        rows_gK: int64 ascending, of each KV head or for all.
+        pages: the layer's keys and values.
+        table_P: the request's pages.
+        shared: tokens of the prompt in the block of its end, unless it fills it.
+    """
+    if table_P.is_cuda:
+        from sparsekv.kernels.pages import move_rows  # it loads Triton
 
-def _rows_of(rows_1gK: torch.Tensor, x_1GKD: torch.Tensor) -> torch.Tensor:
-    return rows_1gK[..., None].expand(-1, x_1GKD.shape[1], -1, x_1GKD.shape[3])
-
-
-def _slots(kept: KeptBlocks, prompt: int, table_P: torch.Tensor, page: int) -> torch.Tensor:
-    """Where the kept tokens of a complete prompt lie: in its first blocks, then in the block of its end."""
-    device, shared = table_P.device, prompt % kept.block
-    first_K = torch.arange(kept.kept(prompt) - shared, device=device)
-    place_K = torch.cat((first_K, torch.arange(prompt - shared, prompt, device=device)))
-    return table_P.long()[place_K // page] * page + place_K % page
+        return move_rows(keys, rows_gK, pages, table_P, shared)
+    (_, length, size), count, page = keys[0].shape, rows_gK.shape[1], pages[0].shape[2]
+    place_K = torch.arange(count)
+    place_K[count - shared :] += length - count
+    pages_K = table_P.long()[place_K // page]
+    for x_GSD, into_NGSD in zip(keys, pages, strict=True):
+        taken_GKD = x_GSD.gather(1, rows_gK[..., None].expand(len(x_GSD), -1, size))
+        into_NGSD[pages_K, :, place_K % page] = taken_GKD.transpose(0, 1)

@@ -8,6 +8,7 @@ import torch
 from sparsekv.kernels.observed import NEIGHBOURS, observed_attention, sums_by_torch
 from sparsekv.kernels.softmax import Softmax
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {  # batch, heads, kv heads, observed, keys, head size, dtype, soft cap, sinks
     "one query": (1, 2, 1, 1, 70, 16, torch.float32, 0.0, False),
     "as many queries as keys": (2, 4, 2, 40, 40, 32, torch.float32, 0.0, False),
@@ -42,12 +43,23 @@ def test_sums_are_those_of_the_softmax_of_each_query(case: str, by: str) -> None
     torch.manual_seed(0)
     q, k = torch.randn(batch, heads, window, size, dtype=dtype), torch.randn(batch, groups, keys, size, dtype=dtype)
     softmax = Softmax(cap, torch.randn(heads) if sinks else None)
+    device = DEVICE if by == "triton" else "cpu"
     if by == "triton":
         from sparsekv.kernels.observed_triton import attention_sums as sums
     else:
         sums = sums_by_torch
-    found = sums(q, k, size**-0.5, softmax)
+    there = Softmax(cap, softmax.sinks_H.to(device)) if softmax.sinks_H is not None else softmax
+    found = sums(q.to(device), k.to(device), size**-0.5, there).cpu()
     torch.testing.assert_close(found, written_out(q, k, size**-0.5, softmax), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_neighbours_and_heads_are_joined_as_by_torch(together: bool) -> None:
+    from sparsekv.kernels import observed, observed_triton
+
+    sums = torch.rand(2, 3, 300, device=DEVICE)
+    found, expected = (by.near_sums(sums, 0.25, 2, together) for by in (observed_triton, observed))
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_key_also_scores_by_what_its_neighbours_get() -> None:
@@ -65,5 +77,7 @@ def test_sums_on_a_gpu_are_those_of_torch(size: int) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, 8, 256, size, dtype=torch.bfloat16, device="cuda")
     k = torch.randn(2, 2, 9000, size, dtype=torch.bfloat16, device="cuda")
-    found, expected = (observed_attention(q, k, scale=size**-0.5, backend=name) for name in ("triton", "reference"))
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-7)
+    for together in (False, True):
+        how = {"scale": size**-0.5, "together": together}
+        found, expected = (observed_attention(q, k, backend=name, **how) for name in ("triton", "reference"))
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-7)

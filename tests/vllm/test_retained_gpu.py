@@ -19,6 +19,7 @@ from sparsekv.runtime.vllm.internals import asking_for_ours
 
 pytestmark = pytest.mark.gpu
 BLOCK, CHUNK, BLOCKS = 16, 128, 165
+MEMORY = 1 << 30  # more than these take; unless it is told, an engine of the older runner drops the graphs of others
 CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without compilation, which these tests turn off
 MODEL = tiny_model(layers=5, head_dim=64, context=1024)
 PLAN = plan_for(
@@ -42,7 +43,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, kept_engines: list[Any]) -
     def engine(**settings: Any) -> Any:
         return make_engine(
             str(folder / "model"), dtype="bfloat16", block_size=BLOCK, num_gpu_blocks_override=BLOCKS,
-            max_model_len=512, max_num_batched_tokens=CHUNK, gpu_memory_utilization=0.1, disable_log_stats=True,
+            max_model_len=512, max_num_batched_tokens=CHUNK, kv_cache_memory_bytes=MEMORY, disable_log_stats=True,
             additional_config={"sparsekv": {"plan": str(folder / "plan.yaml")}}, **asking_for_ours(), **settings,
         )  # fmt: skip
 
