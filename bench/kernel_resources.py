@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sparsekv.kernels import row_damage
+from sparsekv.kernels import observed_triton, pages, row_damage
 from sparsekv.kernels.decode import append, gather, place, radix, step_counts
 from sparsekv.kernels.decode import triton as decode_triton
 from sparsekv.kernels.decode.selection import Scoring, Selection
@@ -40,6 +40,7 @@ from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
 from sparsekv.kernels.keys import COLUMNS, KeyView, full_view
 from sparsekv.kernels.prefill import columns as column_pass
 from sparsekv.kernels.prefill import triton as triton_prefill
+from sparsekv.kernels.softmax import PLAIN
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 
@@ -246,6 +247,18 @@ def damage_cases() -> Cases:
         yield f"head size {dim}, {str(dtype).removeprefix('torch.')}", call
 
 
+def observed_cases() -> Cases:
+    """What a smaller cache is chosen by, and the move of what is kept."""
+    for dim, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32), (256, torch.bfloat16)):
+        q, k = (torch.zeros(1, heads, LENGTH, dim, dtype=dtype) for heads in (8, 2))
+        name = f"head size {dim}, {str(dtype).removeprefix('torch.')}"
+        yield name, partial(observed_triton.attention_sums, q, k, 0.1, PLAIN)
+        page, rows_1R = torch.zeros(40, 2, 16, dim, dtype=dtype), torch.arange(100)[None]
+        table_P = torch.arange(40, dtype=torch.int32)
+        yield f"{name}, move", partial(pages.move_rows, (k[0], k[0]), rows_1R, (page, page), table_P, 8)
+    yield "neighbours", partial(observed_triton.near_sums, torch.zeros(1, 2, LENGTH), 1.0, 2, together=True)
+
+
 CASES = {
     "index": index_cases,
     "blocks": block_cases,
@@ -253,6 +266,7 @@ CASES = {
     "columns": column_cases,
     "decode": decode_cases,
     "damage": damage_cases,
+    "observed": observed_cases,
 }
 
 

@@ -20,7 +20,7 @@ from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
 from sparsekv.plans.schema import NOTHING_SPARSE, Plan, check_model, to_data
-from sparsekv.plans.show import hurt_lines, next_command, verdict
+from sparsekv.plans.show import denser_command, hurt_lines, verdict
 
 if TYPE_CHECKING:
     from sparsekv.planner.verify import Verification
@@ -134,7 +134,7 @@ def verify(flags: VerifyFlags) -> None:
     if file is not None:
         _write(result, found, file, before, facts)
     if not result.passed:
-        denser = f"`{next_command(recorded, _place(recorded, subject), subject.model)}`, with the same gates"
+        denser = f"`{denser_command(recorded, _place(recorded, subject), subject.model)}`, with the same gates"
         raise GateError(f"gate missed: {'; '.join(result.reasons)}; go on with {denser}").with_facts(**facts)
     if flags.as_json:
         emit_json(facts)

@@ -23,33 +23,37 @@ from sparsekv.kernels.triton_support import soft_cap
 _LOG2_E = math.log2(math.e)
 _RANGE = 4096  # keys of a program of the first pass, or more
 _MOST_RANGES = 64
-_ROWS, _KEYS, _WARPS = 64, 128, 4
+_ROWS, _WARPS = 64, 4
+_KEYS, _FEW_KEYS = 128, 64  # of a program at a time; few where those of a token take more memory than _TOKEN
+_TOKEN = 256  # bytes
 _AT_ONCE = 256  # numbers of a program that only adds
 
 
 def attention_sums(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, softmax: Softmax) -> torch.Tensor:
     """As `sums_by_torch`, for tensors on a GPU with stride 1 in their last dimension."""
     (batch, groups, keys, size), (heads, window) = k_BGSD.shape, q_BHWD.shape[1:3]
-    rows, device = heads // groups * window, k_BGSD.device
-    span = triton.cdiv(max(_RANGE, triton.cdiv(keys, _MOST_RANGES)), _KEYS) * _KEYS
+    rows, device, block_d = heads // groups * window, k_BGSD.device, triton.next_power_of_2(size)
+    block = _KEYS if block_d * k_BGSD.element_size() <= _TOKEN else _FEW_KEYS
+    span = triton.cdiv(max(_RANGE, triton.cdiv(keys, _MOST_RANGES)), block) * block
     ranges = triton.cdiv(keys, span)
-    stats_2GRX = torch.empty((2, batch * groups, ranges, rows), dtype=torch.float32, device=device)
+    shape_GRX = (batch * groups, ranges, rows)
+    most_GRX, sum_GRX = (torch.empty(shape_GRX, dtype=torch.float32, device=device) for _ in range(2))
     lse_GX = torch.empty((batch * groups, rows), dtype=torch.float32, device=device)
     sums_BGS = torch.empty((batch, groups, keys), dtype=torch.float32, device=device)
     shared = (*q_BHWD.stride()[:3], *k_BGSD.stride()[:3], scale * _LOG2_E, groups, window, rows, keys)
     options: dict[str, Any] = {
-        "CAP": softmax.cap * _LOG2_E, "D": size, "BLOCK_D": triton.next_power_of_2(size), "BLOCK_M": _ROWS,
-        "BLOCK_N": _KEYS, "num_warps": _WARPS,
+        "CAP": softmax.cap * _LOG2_E, "D": size, "BLOCK_D": block_d, "BLOCK_M": _ROWS, "BLOCK_N": block,
+        "num_warps": _WARPS,
     }  # fmt: skip
     with torch.cuda.device_of(k_BGSD):
         stats_kernel[(triton.cdiv(rows, _ROWS), ranges, batch * groups)](
-            q_BHWD, k_BGSD, *stats_2GRX, *shared, span, **options
+            q_BHWD, k_BGSD, most_GRX, sum_GRX, *shared, span, **options
         )
         join_kernel[(triton.cdiv(rows, _AT_ONCE), batch * groups)](
-            *stats_2GRX, softmax.sinks_H, lse_GX, groups, window, rows, ranges,
+            most_GRX, sum_GRX, softmax.sinks_H, lse_GX, groups, window, rows, ranges,
             SINKS=softmax.sinks_H is not None, LOG2_E=_LOG2_E, BLOCK_M=_AT_ONCE,
         )  # fmt: skip
-        sums_kernel[(triton.cdiv(keys, _KEYS), batch * groups)](q_BHWD, k_BGSD, lse_GX, sums_BGS, *shared, **options)
+        sums_kernel[(triton.cdiv(keys, block), batch * groups)](q_BHWD, k_BGSD, lse_GX, sums_BGS, *shared, **options)
     return sums_BGS
 
 
@@ -194,5 +198,5 @@ def near_kernel(sums_ptr, scores_ptr, factor, groups, keys, NEAR: tl.constexpr, 
             sum_N += tl.load(
                 sums_ptr + (batch * groups + group) * keys + at_N, mask=(at_N >= 0) & (at_N < keys), other=0.0
             )
-        most_N = tl.maximum(most_N, sum_N)
+        most_N = tl.maximum(most_N, sum_N, propagate_nan=tl.PropagateNan.ALL)
     tl.store(scores_ptr + (batch * lists + tl.program_id(1)) * keys + key_N, most_N * factor, mask=key_N < keys)

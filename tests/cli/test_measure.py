@@ -138,7 +138,7 @@ def test_verify_exits_with_1_when_the_gate_is_missed_and_leaves_the_plan(sparsek
     assert "nats" in done.data["reasons"][0]
     assert done.data["verified"] is False
     assert "gate missed: " in done.err
-    assert f"`sparsekv plan {copy} -o sparsekv.yaml`" in done.err
+    assert f"`sparsekv plan {copy} -o {copy / 'sparsekv.yaml'}`" in done.err
     assert (copy / "sparsekv.yaml").read_bytes() == before
 
 

@@ -34,6 +34,20 @@ def test_index_building_does_not_spill_registers(capability: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90"])
+def test_scores_of_observed_queries_do_not_spill_registers(capability: str) -> None:
+    found = resources("--capability", capability, "--kernel", "observed")
+    assert {built["kernel"] for built in found} >= {"stats_kernel", "join_kernel", "sums_kernel", "_move_kernel"}
+    assert not [built for built in found if built["spilled_bytes"] and "float32" not in str(built["case"])]
+
+
+@pytest.mark.slow
+def test_scores_of_observed_queries_fit_the_smallest_shared_memory() -> None:
+    cases = {str(built["case"]) for built in resources("--capability", "89", "--kernel", "observed")}
+    assert {"head size 128, float32", "head size 256, bfloat16"} <= cases  # which take most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90"])
 def test_prefill_decode_and_damage_do_not_spill_registers(capability: str) -> None:
     found = resources("--capability", capability, "--kernel", "prefill", "decode", "damage")
     usual = [built for built in found if "head size 256" not in str(built["case"])]

@@ -114,9 +114,9 @@ PLAN, VERIFY = "sparsekv plan", "sparsekv verify --plan a.yaml --model ./m --wri
         ({}, _claim("undecided", 100), 90.0, f"{VERIFY} 4600"),  # 51 times as many prompts
         ({}, _claim("undecided", 10**9), 90.0, f"{VERIFY} 1000000"),
         ({}, _claim("undecided"), 1800.0, f"{VERIFY} 7200"),  # the same time again would show the same
-        ({}, _claim("missed"), 90.0, f"{PLAN} ./m -o sparsekv.yaml"),
+        ({}, _claim("missed"), 90.0, f"{PLAN} ./m -o a.yaml"),
         ({}, _claim("met"), 90.0, f"{VERIFY} 1800"),  # by looser gates, or on samples that were chosen
-        (KEPT, _claim("met"), 90.0, f"{PLAN} ./m -o sparsekv.yaml --retain 0.6"),
+        (KEPT, _claim("met"), 90.0, f"{PLAN} ./m -o a.yaml --retain 0.6"),
         (KEPT, _claim("undecided", 1), 90.0, f"{VERIFY} 1800"),
     ],
 )
