@@ -30,7 +30,12 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
     """What `verify` is asked to do."""
 
     lengths: Annotated[
-        Lengths, Flag("Such as 4k,16k; the plan's own by default.", ("--lengths", "--length"), "LIST")
+        Lengths,
+        Flag(
+            "Such as 4k,16k; by default the plan's own, or where it names none some that fit the device.",
+            ("--lengths", "--length"),
+            "LIST",
+        ),
     ] = ()
     verify_samples: Annotated[
         int | None, Field(ge=1, le=MOST), Flag(HELD_OUT, ("--samples", "--verify-samples"), "N")
@@ -49,14 +54,16 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
     )
 
     def options(self, plan: Plan) -> PlanOptions:
-        """What to verify of a plan: the lengths it was made for, unless others are asked for."""
+        """What to verify of a plan: the lengths it was made for, unless others are asked for. One that names none, as
+        imported ones do, is verified at the model's context alone, where that is asked for."""
         own = sorted({bucket.up_to for bucket in plan.buckets if bucket.up_to is not None and not bucket.dense})
+        end = (plan.model.context_length,)
         if not own and plan.cost:  # one bucket for all lengths
             own = sorted(entry.length for entry in plan.cost.lengths)
         return PlanOptions(
             lengths=self.lengths or tuple(own),
             tasks=self.tasks,
-            verify_chosen=("--lengths",) if self.lengths and {*self.lengths} != {*own} else (),
+            verify_chosen=("--lengths",) if self.lengths and {*self.lengths} != {*(own or end)} else (),
             verify_samples=self.verify_samples,
             gate=self.gate,
             verify_time=self.verify_time,

@@ -280,7 +280,7 @@ class Gated(Options):
 
 
 HELD_OUT = "Most held-out samples a task and length; by default as many as decide, within --verify-time."
-VERIFY_TIME = "Seconds of drawing more samples, unless all is decided; 90 on a CPU, 300 on a GPU."
+VERIFY_TIME = "Seconds of drawing more samples than the first ones, unless all is decided; 90 on a CPU, 300 on a GPU."
 
 
 class Device(Options):

@@ -428,7 +428,8 @@ def _untouched(plan: Plan, found: _Found) -> tuple[str, ...]:
             was_run = any(max(after, NEAR_END * end) < length <= longest for length in run)
             if bucket.is_sparse_at(longest) and not (continued or was_run):
                 reached, least = _range(after, bucket.up_to), format_length(max(after + 1, math.ceil(NEAR_END * end)))
-                remarks.append(f"{phase} {reached} is sparse and was not run sparse at a length from {least} on")
+                nearby = f"from {least} on, such as {format_length(longest)}"
+                remarks.append(f"{phase} {reached} is sparse and was not run sparse at a length {nearby}")
             after, before = bucket.up_to or after, bucket
     return tuple(remarks)
 

@@ -28,7 +28,12 @@ def test_verifying_an_imported_plan_makes_it_a_measured_one(sparsekv, folder: Pa
     file.write_text(json.dumps({"index_topk_pattern": "F" + "S" * (layers - 1), "index_topk": 64}))
     assert sparsekv("import", file, "--model", folder, "-o", plan).code == 0
     loose = ("--max-kl", 100, "--min-agreement", 0, "--min-exact", 0, "--max-failed", 1)
-    done = sparsekv("verify", folder, "--plan", plan, "--lengths", "1k", "--samples", 1, *loose, "--write")
+    context = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    for length, is_chosen in ((context, False), (1024, True)):  # a plan that names no length is made for the context
+        call = ("verify", folder, "--plan", plan, "--lengths", length, "--samples", 1, *loose)
+        done = sparsekv(*call, "--json")
+        assert any("--lengths" in reason for reason in done.data["reasons"]) == is_chosen
+    done = sparsekv(*call, "--write")
     assert done.code == 0, done.err
     written = load_plan(plan)
     assert (written.status, written.quality is not None) == ("unverified", True)
