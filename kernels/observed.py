@@ -37,11 +37,10 @@ def observed_attention(
     """
     factor = k_BGSD.shape[1] / (q_BHWD.shape[1] * q_BHWD.shape[2])
     if not k_BGSD.is_cuda or backend == "reference":
-        return near_sums(sums_by_torch(q_BHWD, k_BGSD, scale, softmax), factor, NEIGHBOURS, together)
-    from sparsekv.kernels import observed_triton as on_gpu  # loads Triton
+        return near_by_torch(sums_by_torch(q_BHWD, k_BGSD, scale, softmax), factor, together)
+    from sparsekv.kernels.observed_triton import attention_sums, near_sums  # loads Triton
 
-    sums_BGS = on_gpu.attention_sums(q_BHWD, k_BGSD, scale, softmax)
-    return on_gpu.near_sums(sums_BGS, factor, NEIGHBOURS, together)
+    return near_sums(attention_sums(q_BHWD, k_BGSD, scale, softmax), factor, NEIGHBOURS, together)
 
 
 def sums_by_torch(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, softmax: Softmax) -> torch.Tensor:
@@ -61,7 +60,8 @@ def sums_by_torch(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, soft
     return sums_BGS
 
 
-def near_sums(sums_BGS: torch.Tensor, factor: float, near: int, together: bool) -> torch.Tensor:
-    """Of each key and so many on either side, times a factor: of each KV head, or the most of them, [B, g, S]."""
-    near_BGS = avg_pool1d(sums_BGS, 2 * near + 1, stride=1, padding=near) * (factor * (2 * near + 1))
+def near_by_torch(sums_BGS: torch.Tensor, factor: float, together: bool) -> torch.Tensor:
+    """Of each key and its neighbours, times a factor: of each KV head, or the most of them, [B, g, S]."""
+    near = 2 * NEIGHBOURS + 1
+    near_BGS = avg_pool1d(sums_BGS, near, stride=1, padding=NEIGHBOURS) * (factor * near)
     return near_BGS.amax(1, keepdim=True) if together else near_BGS

@@ -58,7 +58,7 @@ def attention_sums(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, sof
 
 
 def near_sums(sums_BGS: torch.Tensor, factor: float, near: int, together: bool) -> torch.Tensor:
-    """As `near_sums` of observed.py, for tensors on a GPU."""
+    """As `near_by_torch`, with so many keys on either side, for tensors on a GPU."""
     batch, groups, keys = sums_BGS.shape
     lists = 1 if together else groups
     scores_BgS = torch.empty((batch, lists, keys), dtype=torch.float32, device=sums_BGS.device)

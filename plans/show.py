@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ from sparsekv.plans.schema import (
 from sparsekv.plans.types import Part, format_ids, format_length
 
 _LONG = 6
-_LONGER, _LONGEST = 1800, 1_000_000  # seconds of verification to go on with
+_LONGER = 1800  # seconds of verification to go on with, or more
 _PICTURE = """\
 oldest  SSSS..C....CC........C...C.....C..RRRRRRRR  newest     what the layers of a segment attend to:
         S sinks   C chosen by their filter layer among all between   R recent   . skipped in this step"""
@@ -202,14 +201,12 @@ def next_command(plan: Plan, file: str, model: str = "", spent: float = 0.0) -> 
     place = f"--plan {file}" + (f" --model {model}" if model not in ("", plan.model.id) else "")
     if plan.status == "verified" or plan.is_dense:
         return f"sparsekv run {place}"
-    claims = [claim for _, _, _, claim in _claims(plan.quality)] if plan.quality else []
-    outcomes = {claim.outcome for claim in claims}
-    if "missed" in outcomes or (claims and "undecided" not in outcomes and _lost_answers(plan)):
+    outcomes = {claim.outcome for _, _, _, claim in _claims(plan.quality)} if plan.quality else set()
+    if "missed" in outcomes or (outcomes == {"met"} and _lost_answers(plan)):
         return denser_command(plan, file, model)
-    # As many times the seconds as there are prompts wanted; a figure that its mean keeps undecided wants no number.
-    times = max((1 + one.more / one.prompts for one in claims if one.more and one.prompts), default=4.0)
-    seconds = min(max(_LONGER, math.ceil(spent * times / 100) * 100), _LONGEST)
-    return f"sparsekv verify {place} --write --verify-time {seconds}"
+    return (
+        f"sparsekv verify {place} --write --verify-time {max(_LONGER, 4 * spent):.0f}"  # the same would show the same
+    )
 
 
 def denser_command(plan: Plan, file: str, model: str = "") -> str:
