@@ -172,7 +172,7 @@ def _plan_of(inputs: CurveInputs, prefill: PrefillPlan) -> Plan:
 def _no_prices(profile: Profile) -> DeviceCost:
     """A device cost that nothing reads: without a crossover, tiles and tokens decide."""
     group = profile.model.group_of(profile.model.full_layers[0])
-    two, three, four = (Line(prices=(0.0,) * count) for count in (2, 3, 4))
+    two, three, five = (Line(prices=(0.0,) * count) for count in (2, 3, 5))
     return DeviceCost(
         device="none",
         dtype=profile.dtype,
@@ -180,7 +180,7 @@ def _no_prices(profile: Profile) -> DeviceCost:
         shape=HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim),
         tile=profile.tile,
         prefill_dense=two,
-        prefill_sparse=four,
+        prefill_sparse=five,
         index=dict.fromkeys(KNOWN_FAMILIES, three),
         decode_dense=two,
         decode_sparse=two,

@@ -22,7 +22,7 @@ from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import to_data
 
 if TYPE_CHECKING:
-    from sparsekv.planner.cost.device_cost import DeviceCost
+    from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost
     from sparsekv.planner.job import Job
     from sparsekv.planner.plan import PlanResult
     from sparsekv.planner.profile.profile_data import Profile
@@ -175,10 +175,18 @@ def _facts(result: PlanResult, out: Path, seconds: float) -> dict[str, Any]:
         "status": result.plan.status,
         "prefill_density": result.prefill_density,
         "predicted_speedup": result.predicted_speedup,
+        "attention": [_times(one) for one in result.timings],
         "filter_layers": list(result.filter_layers),
         "quality": None if quality is None else to_data(quality),
         "seconds": round(seconds, 3),
     }
+
+
+def _times(timing: BucketTiming) -> dict[str, Any]:
+    """Prefill attention of some layers at a length, timed and predicted."""
+    names = ("dense_us", "sparse_us", "dense_line_us", "sparse_line_us", "density")
+    times = {name.replace("_line_us", "_predicted_us"): getattr(timing, name) for name in names}
+    return {"length": timing.length, "layers": list(timing.layers), **times}
 
 
 app = commands.app(commands.command(plan))

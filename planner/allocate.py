@@ -6,10 +6,6 @@ they need, from the mandatory tiles to everything, instead of one density each (
 1, as the preset does it). A target density is a budget of tiles. A target speedup is a budget of measured time: tiles,
 gathered columns and a head's part of the index, each at its price on the device.
 
-Solved by the relaxation in which a head may take a mixture of candidates: on the lower convex hull of each head's
-(cost, damage), segments are bought in order of the damage that they save for their cost. The relaxed optimum bounds the
-real one from below, which gives the proven gap.
-
 Heads that the crossover makes dense stand outside the target: they are dense because that is faster, so that sparser
 neighbours would lose accuracy and win nothing that was asked for. The plan is then denser than its target, which
 `plan_remarks` tells; without a crossover the target bounds the whole.
@@ -18,16 +14,18 @@ neighbours would lose accuracy and win nothing that was asked for. The plan is t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 
 import numpy as np
 
-from sparsekv.planner.cost.device_cost import DeviceCost
+from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost
 from sparsekv.planner.cost.predict import (
     ABSENT,
     DENSE,
+    SURE_GAIN,
     Choice,
     Floats,
     Mask,
@@ -41,8 +39,10 @@ from sparsekv.planner.cost.predict import (
 )
 from sparsekv.planner.options import Family
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.relaxation import Allocation, solve
 from sparsekv.planner.settled import ROUNDING, Settled, mandatory_density, too_low
 from sparsekv.plans.errors import GateError, UsageError
+from sparsekv.plans.files import content_digest
 from sparsekv.plans.patterns import Pattern, TileShape
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.types import format_length
@@ -53,8 +53,9 @@ _SPEEDUP_STEPS = 24  # of the bisection for a budget that comes to a speedup
 
 
 def allocate(
-    profile: Profile, cost: DeviceCost, options: Settled, say: Callable[[str], None] | None = None
-) -> PrefillPlan:
+    profile: Profile, cost: DeviceCost, options: Settled, say: Callable[[str], None] | None = None,
+    timed: Mapping[int, TimedCandidate] = MappingProxyType({}),
+) -> PrefillPlan:  # fmt: skip
     """The prefill phase of a plan: one bucket a profiled length, and an open-ended one like the last (dense where that
     would not pay all the way up to the model's context).
 
@@ -66,15 +67,19 @@ def allocate(
         options: settled for the profile: `target_density` has one entry a profiled length, or none where the profile
             has one density a length (the preset), or `target_speedup` is set.
         say: gets a line a length: the damage of the allocation, and how far above the least possible it may be.
+        timed: `timed_candidates` of the same; at their lengths what was timed decides between dense and sparse.
 
     Raises:
         UsageError: a target lies below all that was profiled.
         GateError: no density reaches the target speedup at the longest length.
     """
-    entries = [entry for entry in profile.lengths if entry.layers]
-    targets = options.target_density or tuple(entry.densities[-1] for entry in entries)
-    work = [_Length(profile, entry, cost, options) for entry in entries]
-    choices = [length.chosen(options, target) for length, target in zip(work, targets, strict=True)]
+    work, choices = [], []
+    for entry, target in _targets(profile, options):
+        own = timed.get(entry.length)
+        length = _Length(profile, entry, own.cost if own else cost, options)
+        choice = length.chosen(options, target)
+        work.append(length)
+        choices.append(length.decided(choice, own.candidate.choice) if own else choice)
     if say is not None:
         for line in filter(None, (length.told() for length in work)):
             say(line)
@@ -88,6 +93,80 @@ def allocate(
     # A dense bucket that a longer dense one follows is part of it.
     lengths = [bucket for bucket, after in pairwise([*buckets, last]) if not (bucket.dense and after.dense)]
     return PrefillPlan(tile=profile.tile, lengths=(*lengths, last))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """What the lines make of a length. Where they leave nothing sparse, what would be without a crossover: timing
+    either decides whether the length runs dense.
+
+    Attributes:
+        choice: of every head.
+        bucket: the same as the plan has it.
+        digest: of the bucket, and of the weights that attend by it.
+    """
+
+    tables: ScoreTables
+    choice: Choice
+    bucket: PrefillBucket
+    digest: str
+
+    @property
+    def length(self) -> int:
+        """The profiled length."""
+        return self.tables.entry.length
+
+
+def candidates(profile: Profile, cost: DeviceCost, options: Settled) -> tuple[Candidate, ...]:
+    """Returns what is to be timed before `allocate` decides: nothing without a crossover, nor of lengths that are dense
+    for another reason.
+
+    Raises:
+        UsageError, GateError: see `allocate`.
+    """
+    if not options.crossover or "prefill" not in options.phases:
+        return ()
+    found = []
+    for entry, target in _targets(profile, options):
+        if entry.length in options.dense_at("prefill"):
+            continue
+        length = _Length(profile, entry, cost, options)
+        choice = length.chosen(options, target)
+        if not (choice >= 0).any():
+            length = _Length(profile, entry, cost, options.but(crossover=False))
+            choice = length.chosen(options, target)
+        bucket = length.bucket(choice)
+        part = {"bucket": bucket.model_dump(mode="json"), "weights": profile.model.fingerprint.weights}
+        found.append(Candidate(length.tables, choice, bucket, content_digest(part)))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TimedCandidate:
+    """A candidate whose timing the device cost has.
+
+    Attributes:
+        cost: prices at its length, which come to what was timed.
+    """
+
+    candidate: Candidate
+    timing: BucketTiming
+    cost: DeviceCost
+
+
+def timed_candidates(profile: Profile, cost: DeviceCost, options: Settled) -> dict[int, TimedCandidate]:
+    """Returns the candidates that were timed, by length. At other lengths the lines decide as they are."""
+    found = {}
+    for one in candidates(profile, cost, options) if cost.buckets else ():
+        if (timing := cost.timed(one.digest, one.length)) is not None:
+            found[one.length] = TimedCandidate(one, timing, cost.corrected(timing))
+    return found
+
+
+def _targets(profile: Profile, options: Settled) -> list[tuple[LengthProfile, float]]:
+    entries = [entry for entry in profile.lengths if entry.layers]
+    targets = options.target_density or tuple(entry.densities[-1] for entry in entries)
+    return list(zip(entries, targets, strict=True))
 
 
 def check_profiled(profile: Profile, options: Settled) -> None:
@@ -135,77 +214,6 @@ def _least_density(entry: LengthProfile, families: Collection[Family]) -> float:
     return math.ceil(float(np.minimum(least_H, 1.0).mean()) * 1e4 - 1e-6) / 1e4 if np.isfinite(least_H).all() else 0.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Allocation:
-    """A choice for every head.
-
-    Attributes:
-        damage: the sum over all heads.
-        bound: what no choice within the budget is below; never more than `damage`.
-    """
-
-    choice: Choice
-    damage: float
-    bound: float
-
-
-def solve(
-    cost_LCH: Floats, damage_LCH: Floats, allowed_LCH: Mask, present_LH: Mask, budget: float
-) -> Allocation | None:
-    """Least damage at a total cost of at most `budget`; None where the cheapest choice costs more, rounding aside.
-
-    Args:
-        cost_LCH, damage_LCH: of each slot; a dense head costs 1 and does no damage.
-        allowed_LCH: slots that may be taken; a dense head always may.
-        present_LH: heads that exist.
-    """
-    choice = np.where(present_LH, DENSE, ABSENT)
-    spent = damage = 0.0
-    steps: list[tuple[float, int, int, int, float, float]] = []
-    for layer, head in np.argwhere(present_LH).tolist():
-        slots = np.flatnonzero(allowed_LCH[layer, :, head]).tolist()
-        hull = _hull([(float(cost_LCH[layer, c, head]), float(damage_LCH[layer, c, head]), c) for c in slots])
-        cheapest, least, choice[layer, head] = hull[0]
-        spent, damage = spent + cheapest, damage + least
-        for (low, worse, _), (high, better, slot) in pairwise(hull):
-            saved, price = worse - better, high - low
-            steps.append((-saved / price, layer, head, slot, price, saved))
-    left = budget - spent
-    if left < -ROUNDING * budget:
-        return None
-    bound, is_bounded, stopped = damage, False, set()
-    for slope, layer, head, slot, price, saved in sorted(steps):
-        if not is_bounded:  # the relaxation takes the part of this step that fits, and nothing after it
-            is_bounded = price > left
-            bound -= min(saved, -slope * max(left, 0.0))
-        if (layer, head) in stopped:
-            continue
-        if price <= left:
-            choice[layer, head], left, damage = slot, left - price, damage - saved
-        else:
-            stopped.add((layer, head))  # later steps of a head stand on the earlier ones
-    return Allocation(choice, max(damage, 0.0), max(min(bound, damage), 0.0))
-
-
-def _hull(points: list[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
-    """The lower convex hull of (cost, damage, slot) and of dense, ascending in cost, descending in damage."""
-    hull: list[tuple[float, float, int]] = []
-    for point in sorted([*points, (1.0, 0.0, DENSE)]):
-        if hull and point[1] >= hull[-1][1]:
-            continue
-        while len(hull) > 1 and _lies_above(hull[-1], hull[-2], point):
-            hull.pop()
-        hull.append(point)
-    return hull
-
-
-def _lies_above(
-    middle: tuple[float, float, int], left: tuple[float, float, int], right: tuple[float, float, int]
-) -> bool:
-    rise = (left[1] - middle[1]) * (right[0] - middle[0])
-    return rise <= (middle[1] - right[1]) * (middle[0] - left[0])
-
-
 def at_target(tables: ScoreTables, families: Collection[Family], target: float) -> Choice | None:
     """The least damage at a mean density over all heads, whatever that costs; None where nothing is so sparse."""
     budget = target * int(tables.present_LH.sum())
@@ -220,13 +228,13 @@ class _Length:
         self._profile, self._entry, self._cost = profile, entry, cost
         self._longest = entry is profile.lengths[-1]
         self._tile: TileShape = profile.tile
-        self._tables = ScoreTables.of(entry)
-        self._savings = Savings(cost, self._tables, profile.tile) if options.crossover else None
-        self._own_LCH = self._tables.of_families(options.families)
+        self.tables = ScoreTables.of(entry)
+        self._savings = Savings(cost, self.tables, profile.tile) if options.crossover else None
+        self._own_LCH = self.tables.of_families(options.families)
         self._families = options.families
-        self._cost_LCH = self._tables.density_LCH  # of each slot; a dense head costs 1
+        self._cost_LCH = self.tables.density_LCH  # of each slot; a dense head costs 1
         if options.target_speedup is not None:
-            times = head_times(cost, self._tables, profile.tile)
+            times = head_times(cost, self.tables, profile.tile)
             # A device on which no tile has a price saves nothing: tiles then stand in for time.
             self._cost_LCH = times.sparse_LCH / times.dense_us if times.dense_us else self._cost_LCH
         self._budget = "density" if options.target_speedup is None else "time"
@@ -235,8 +243,16 @@ class _Length:
     def chosen(self, options: Settled, target: float) -> Choice:
         """The least damage at the target that the options have; dense where they say so."""
         if self._entry.length in options.dense_at("prefill"):
-            return np.where(self._tables.present_LH, DENSE, ABSENT)
+            return self._dense
         return self.at_density(target) if options.target_speedup is None else self.at_speedup(options.target_speedup)
+
+    def decided(self, choice: Choice, timed: Choice) -> Choice:
+        """A choice by corrected prices, or the one that was timed; dense where neither surely gains."""
+        return next((one for one in (choice, timed) if self._gain(one) >= SURE_GAIN), self._dense)
+
+    @property
+    def _dense(self) -> Choice:
+        return np.where(self.tables.present_LH, DENSE, ABSENT)
 
     def at_density(self, target: float) -> Choice:
         """The least damage at a target density, and what of it the crossover leaves sparse."""
@@ -246,7 +262,7 @@ class _Length:
 
     def _at(self, target: float) -> Choice:
         """The least damage at a mean cost, and what of it the crossover leaves sparse."""
-        allowed_LCH, sparse_LH = self._own_LCH.copy(), self._tables.present_LH.copy()
+        allowed_LCH, sparse_LH = self._own_LCH.copy(), self.tables.present_LH.copy()
         if self._savings is None:
             return self._within(allowed_LCH, sparse_LH, target)
         allowed_LCH &= self._savings.paying_candidates()
@@ -293,12 +309,17 @@ class _Length:
     def buckets(self, choice: Choice, above: int) -> list[PrefillBucket]:
         """The choice as a bucket, behind a dense one for the lengths from `above` on at which it would not pay."""
         length = self._entry.length
-        groups = self._groups(choice, as_shares=self._cost.cuts_prompts)
-        if not groups:
-            return [PrefillBucket(up_to=length, dense=True)]
+        own = self.bucket(choice)
+        if own.dense:
+            return [own]
         below = None if self._savings is None else longest_losing(lambda n: self._pays_at(choice, n), length, above)
         dense = [PrefillBucket(up_to=below, dense=True)] if below else []
-        return [*dense, PrefillBucket(up_to=length, heads=groups)]
+        return [*dense, own]
+
+    def bucket(self, choice: Choice) -> PrefillBucket:
+        """The choice as a bucket."""
+        groups = self._groups(choice, as_shares=self._cost.cuts_prompts)
+        return PrefillBucket(up_to=self._entry.length, heads=groups, dense=not groups)
 
     def beyond(self, choice: Choice, longest: int) -> PrefillBucket:
         """The choice at lengths up to `longest` that nothing was profiled at: the same tokens however long, so that
@@ -311,7 +332,7 @@ class _Length:
 
     def _groups(self, choice: Choice, as_shares: bool) -> tuple[HeadGroup, ...]:
         def pattern(row: int, head: int) -> Pattern:
-            chosen = self._tables.pattern(choice, row, head)
+            chosen = self.tables.pattern(choice, row, head)
             return chosen.of_context(self._entry.length) if as_shares else chosen
 
         return tuple(
@@ -328,14 +349,14 @@ class _Length:
         return longest_losing(lambda n: self._pays_at(choice, n), longest + 1, length) is None
 
     def _pays_at(self, choice: Choice, length: int) -> bool:
-        times = layer_times(self._cost, self._tables, choice, self._tile, length)
+        times = layer_times(self._cost, self.tables, choice, self._tile, length)
         return pays(float(times.sparse_us.sum()), float(times.dense_us.sum()))
 
     def _within(self, allowed_LCH: Mask, sparse_LH: Mask, target: float) -> Choice:
         """The least damage over the heads of `sparse_LH`; the others are dense."""
         if self._profile.preset is not None:
             return self._least_damage(allowed_LCH, sparse_LH, target)
-        tables, sparse_LH = self._tables, self._affordable(allowed_LCH, sparse_LH, target)
+        tables, sparse_LH = self.tables, self._affordable(allowed_LCH, sparse_LH, target)
         least = float(self._cheapest(allowed_LCH)[sparse_LH].sum())  # above the target only by rounding
         budget = max(target * int(sparse_LH.sum()), least)
         found = solve(self._cost_LCH, tables.damage_LCH, allowed_LCH, sparse_LH, budget)
@@ -346,7 +367,7 @@ class _Length:
     @property
     def _least(self) -> float:
         """The mean cost of the cheapest choice, whether it pays or not."""
-        return float(self._cheapest(self._own_LCH)[self._tables.present_LH].mean())
+        return float(self._cheapest(self._own_LCH)[self.tables.present_LH].mean())
 
     def _cheapest(self, allowed_LCH: Mask) -> Floats:
         return np.asarray(np.minimum(np.where(allowed_LCH, self._cost_LCH, np.inf).min(1), 1.0))
@@ -363,7 +384,7 @@ class _Length:
 
     def _least_damage(self, allowed_LCH: Mask, sparse_LH: Mask, target: float) -> Choice:
         """Algorithm 1 of MInference: for each head by itself, among candidates of one cost."""
-        tables = self._tables
+        tables = self.tables
         # A range whose smallest pattern costs more than the target is not at the target cost.
         usable_LCH = allowed_LCH & (tables.density_LCH <= target * TOLERANCE)
         if (missing_LH := sparse_LH & ~usable_LCH.any(1)).any() and self._savings is None:
@@ -378,24 +399,27 @@ class _Length:
         took = False
         for row in range(len(choice)):
             if (losing := savings.losing_family(choice[row], row)) is not None:
-                allowed_LCH[row] &= ~self._tables.of_families((losing,))[row]
+                allowed_LCH[row] &= ~self.tables.of_families((losing,))[row]
                 took = True
         return took
 
     def _speedup_at(self, share: float) -> tuple[Choice, float]:
         choice = self._at(share)
-        estimate = prefill_estimate(self._cost, self._tables, choice, self._profile)
-        return choice, estimate.dense_us / max(estimate.sparse_us, 1e-9)
+        return choice, self._gain(choice)
+
+    def _gain(self, choice: Choice) -> float:
+        estimate = prefill_estimate(self._cost, self.tables, choice, self._profile)
+        return estimate.dense_us / max(estimate.sparse_us, 1e-9)
 
     def _unreached(self, target: float, found: float) -> UsageError:
         least = min(mandatory_density(self._entry.length, self._tile, family) for family in self._families)
         if least > target:
             return too_low(target, self._entry.length, found)
-        without = int((self._tables.present_LH & ~self._own_LCH.any(1)).sum())
+        without = int((self.tables.present_LH & ~self._own_LCH.any(1)).sum())
         if without:
             return UsageError(
                 f"expected candidates of {', '.join(sorted(self._families))} for the heads at {self._entry.length} "
-                f"tokens, found none for {without} of {int(self._tables.present_LH.sum())}, which other families of "
+                f"tokens, found none for {without} of {int(self.tables.present_LH.sum())}, which other families of "
                 "the profile served better; add those to --families, or profile again (leave --profile out)"
             )
         return UsageError(

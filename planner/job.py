@@ -17,7 +17,8 @@ import torch
 
 from sparsekv.planner.allocate import check_profiled
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
-from sparsekv.planner.cost.measure import Host
+from sparsekv.planner.cost.fit import free_work
+from sparsekv.planner.cost.timed_host import Host
 from sparsekv.planner.data_files import check_model
 from sparsekv.planner.evaluation import EvalSamples
 from sparsekv.planner.evaluation.batches import batches
@@ -231,6 +232,11 @@ def _check_cost(cost: DeviceCost, model: ModelInfo, options: Settled) -> None:
         raise UsageError(
             f"expected a device cost measured for {expected[0]!r} and {expected[1]!r}, found {found[0]!r} and "
             f"{found[1]!r}; measure again (leave --cost out)"
+        )
+    if options.crossover and "prefill" in options.phases and (free := free_work(cost.timings)):
+        raise UsageError(
+            f"expected a device cost in which each kind of work has a price, found that {free[0]}; measure again "
+            "(leave --cost out)"
         )
     missing = [family for family in options.families if family not in cost.index]
     if missing and "prefill" in options.phases:

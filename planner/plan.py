@@ -1,4 +1,4 @@
-"""From a model to a plan: profile, refine, decode trials, cost, allocate, filter layers, verify, result.
+"""From a model to a plan: profile, refine, decode trials, cost, timing, allocate, filter layers, verify, result.
 
 A plan that misses its gate is tightened and tried again: a larger budget for prefill, allocated anew; for
 decode what was tried and diverged less, or, where nothing was tried, first a smaller loss (fewer layers attend to
@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from sparsekv.kernels.backends import choose_backend
-from sparsekv.planner.allocate import allocate, with_reached_densities
-from sparsekv.planner.cost.device_cost import DeviceCost
+from sparsekv.planner.allocate import TimedCandidate, allocate, timed_candidates, with_reached_densities
+from sparsekv.planner.bucket_times import time_buckets
+from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost
 from sparsekv.planner.cost.measure import measure_cost
-from sparsekv.planner.cost.predict import predict
+from sparsekv.planner.cost.predict import SURE_GAIN, predict
 from sparsekv.planner.data_files import digest_of, versions, write_measured
 from sparsekv.planner.decode_search import measure_decode, tries_decode
 from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
@@ -49,7 +51,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
 from sparsekv.plans.schema import NOTHING_SPARSE, Estimate, Plan, Prediction, Provenance, Quality, Target
-from sparsekv.plans.types import format_length
+from sparsekv.plans.types import format_ids, format_length
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import has_soft_cap
@@ -116,16 +118,19 @@ def compile_plan(
         write_measured(cost, cost_out)
     kv_cache, told = search_retention(job, stages) if job.options.retain is not None else ((), ())
     found = _verified(job, measured, cost, stages, kv_cache)
+    if cost_out is not None and found.cost != cost:
+        write_measured(found.cost, cost_out)
+    timed = {at: one.timing for at, one in timed_candidates(measured, found.cost, found.options).items()}
     remarks = (
         *found.remarks,
         *told,
         *after_a_missed_gate(job.options, set(found.options.dense)),
         *tightened_remarks(job.options, found.options, measured),
-        *plan_remarks(found.plan, found.options, measured, cost),
+        *plan_remarks(found.plan, found.options, measured, found.cost, timed),
         *beside,
         *job.remarks,
     )
-    return PlanResult(found.plan, time.monotonic() - started, found.attempts, remarks)
+    return PlanResult(found.plan, time.monotonic() - started, found.attempts, remarks, tuple(timed.values()))
 
 
 def _stages(job: Job) -> tuple[str, ...]:
@@ -136,6 +141,7 @@ def _stages(job: Job) -> tuple[str, ...]:
         "refine": profiles and refines(options),
         "decode trials": profiles and tries_decode(job.model, options),
         "cost": job.cost is None,
+        "timing": job.cost is None and options.crossover and "prefill" in options.phases,
         "retention": options.retain is not None,
         "allocate": "prefill" in options.phases,
         "filter layers": "decode" in options.phases,
@@ -177,10 +183,12 @@ def _beside_others(device: torch.device) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The last plan that was tried, the options it was compiled with, how many were verified, and what that showed."""
+    """The last plan that was tried, the options and prices it was compiled with, how many were verified, and what that
+    showed."""
 
     plan: Plan
     options: Settled
+    cost: DeviceCost
     attempts: int = 0
     remarks: tuple[str, ...] = ()
 
@@ -193,9 +201,10 @@ def _verified(
     What layers keep was asked for in bytes and stays: only the phases that are planned are made stricter.
     """
     used, attempts = job.options, 0
+    cost = _with_timings(job, used, measured, cost, stages)
     first = plan = compile_once(job.model, used, measured, cost, stages, kv_cache)
     if job.kit is None:
-        return _Found(plan, used)
+        return _Found(plan, used, cost)
     reasons: dict[Phase, str] = {}
     skipped = 0
     while planned_phases(plan):
@@ -220,12 +229,18 @@ def _verified(
             break
         stages.say(f"the plan missed its gate in {'; '.join(verdict.reasons)}; attempt {attempts + 1} is stricter")
         reasons |= reasons_by_phase(verdict.missed, verdict.reasons)
+        cost = _with_timings(job, stricter, measured, cost, stages)
         used, plan = stricter, compile_once(job.model, stricter, measured, cost, stages, kv_cache)
     else:
         said = (NOTHING_SPARSE,)
     used = used.but(dense=went_dense(first, plan, measured))
     plan = plan.model_copy(update={"provenance": _provenance(used, measured, cost, job.held_out)})
-    return _Found(plan, used, attempts, (*said, *dense_remarks(used, reasons)))
+    return _Found(plan, used, cost, attempts, (*said, *dense_remarks(used, reasons)))
+
+
+def _with_timings(job: Job, options: Settled, measured: Profile, cost: DeviceCost, stages: Progress) -> DeviceCost:
+    """The device cost, with what the next plan takes timed; one that was given stays, so that it gives one plan."""
+    return cost if job.cost else time_buckets(job, measured, cost, options, stages)
 
 
 def _unsolved(quality: Quality, gate: Gate) -> tuple[str, ...]:
@@ -252,9 +267,11 @@ def compile_once(
     """
     stages = progress or Progress()
     prefill = decode = None
+    timed: Mapping[int, TimedCandidate] = {}
     if "prefill" in options.phases:
         with stages.stage("allocate", total=1) as step:
-            prefill = allocate(measured, cost, options, stages.say)
+            timed = timed_candidates(measured, cost, options)
+            prefill = allocate(measured, cost, options, stages.say, timed)
             step.advance()
     if "decode" in options.phases:
         with stages.stage("filter layers", total=1) as step:
@@ -267,7 +284,7 @@ def compile_once(
         prefill=prefill,
         decode=decode,
         kv_cache=kv_cache or None,
-        cost=predict(measured, cost, prefill, decode),
+        cost=predict(measured, cost, prefill, decode, {at: one.cost for at, one in timed.items()}),
         provenance=_provenance(options, measured, cost),
     )
 
@@ -282,12 +299,14 @@ class PlanResult:
         attempts: plans that were run on held-out prompts.
         remarks: what to know about the verification, first of all what keeps a plan from being verified; what is dense
             or denser to meet the gate, heads that run dense, and what could not be predicted.
+        timings: prefill attention of the lengths at which it was timed.
     """
 
     plan: Plan
     seconds: float
     attempts: int
     remarks: tuple[str, ...]
+    timings: tuple[BucketTiming, ...] = ()
 
     @property
     def prefill_density(self) -> float | None:
@@ -353,15 +372,20 @@ def _loaded(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel:
     return LoadedModel(model, tokenizer, describe_model(model))
 
 
-def plan_remarks(plan: Plan, options: Settled, profile: Profile, cost: DeviceCost) -> tuple[str, ...]:
-    """A line for each thing to change about a plan; `options` are those it was compiled with, settled."""
+def plan_remarks(
+    plan: Plan, options: Settled, profile: Profile, cost: DeviceCost,
+    timed: Mapping[int, BucketTiming] = MappingProxyType({}),
+) -> tuple[str, ...]:  # fmt: skip
+    """A line for each length whose attention was timed, and for each thing to change about a plan; `options` are those
+    it was compiled with, settled."""
     assert plan.cost is not None, "compiled just now"
     lines: list[str] = []
     if cost.host == "vllm":
         lines.append(f"timed in steps of {cost.chunk} tokens: serve it with --max-num-batched-tokens {cost.chunk}")
     if plan.prefill:
         found = {entry.length: entry.prefill for entry in plan.cost.lengths if entry.prefill}
-        lines += _prefill_remarks(plan.prefill, found, options, profile)
+        lines += [_timing_remark(one) for one in timed.values()]
+        lines += _prefill_remarks(plan.prefill, found, options, profile, timed)
     if plan.decode:
         steps = {entry.length: entry.decode for entry in plan.cost.lengths if entry.decode}
         lines += _decode_remarks(plan.decode, steps, options, profile)
@@ -376,13 +400,33 @@ def plan_remarks(plan: Plan, options: Settled, profile: Profile, cost: DeviceCos
     return tuple(lines)
 
 
+def _timing_remark(timing: BucketTiming) -> str:
+    dense, sparse, dense_line, sparse_line = (
+        f"{us / 1e3:.3g}" for us in (timing.dense_us, timing.sparse_us, timing.dense_line_us, timing.sparse_line_us)
+    )
+    return (
+        f"prefill attention at {format_length(timing.length)}, layers {format_ids(timing.layers)}: dense {dense} ms "
+        f"({dense_line} predicted), sparse {sparse} ms ({sparse_line} predicted), {timing.gain:.2f}x"
+    )
+
+
 def _prefill_remarks(
-    prefill: PrefillPlan, found: dict[int, Estimate], options: Settled, profile: Profile
-) -> Iterator[str]:
+    prefill: PrefillPlan, found: dict[int, Estimate], options: Settled, profile: Profile,
+    timed: Mapping[int, BucketTiming],
+) -> Iterator[str]:  # fmt: skip
     entries = [entry for entry in profile.lengths if entry.layers]
     dense = [entry.length for entry in entries if prefill.bucket(entry.length).dense]
-    if lost := [length for length in dense if length not in options.dense_at("prefill")]:
-        yield f"prefill at {_listed(lost)} runs dense, predicted to be faster; plan longer --lengths or --no-crossover"
+    lost = [length for length in dense if length not in options.dense_at("prefill")]
+    if predicted := [length for length in lost if length not in timed]:
+        yield (
+            f"prefill at {_listed(predicted)} runs dense, predicted to be faster; plan longer --lengths or "
+            "--no-crossover"
+        )
+    if measured := [length for length in lost if length in timed]:
+        yield (
+            f"prefill at {_listed(measured)} runs dense: timed sparse attention gains less than {SURE_GAIN:.2f}x, "
+            "which runs do not agree on; plan longer --lengths or --no-crossover"
+        )
     speedup = options.target_speedup
     targets: Sequence[float] = options.target_density or [entry.densities[-1] for entry in entries]
     for entry, target in zip(entries, targets if speedup is None else [math.inf] * len(entries), strict=True):

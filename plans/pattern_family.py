@@ -183,7 +183,8 @@ class PatternFamily(Part):
         return seen - max(base - 1, 0) + int(base > 1)
 
     def of_context(self, length: int) -> Self:
-        """The same pattern with its growing budgets as shares of the context, the same tokens at `length` of them.
+        """The same pattern with its growing budgets as shares of the context, the same tokens at `length` of them (of
+        up to 64K tokens: a file has six digits of a share).
 
         Where a host cuts prompts, a chunk chooses among the lines of its own context. The number that is right at the
         end of a prompt would be a larger share of an early chunk: by shares, the chunks of a prompt have about the

@@ -103,7 +103,7 @@ def _profile(seed: int, **fields: Any) -> Profile:
 
 def _cost() -> DeviceCost:
     return made_up_cost(
-        prefill_sparse=Line(prices=(5.0, 0.1, 1.0, 1.5)),
+        prefill_sparse=Line(prices=(5.0, 0.1, 1.0, 1.5, 1.0)),
         decode_host=Line(prices=(5.0, 0.001, 0.01)),
         timings=(Timing(what="a", length=1024, features=(1.0, 2.0), us=3.0),),
     )

@@ -15,12 +15,12 @@ from pydantic import AfterValidator, Field, model_validator
 from sparsekv.planner.options import Family
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import BackendName, DtypeName, HostName
-from sparsekv.plans.types import Count, FieldError, Length, NonNegative, Part, Text, rounded
+from sparsekv.plans.types import Count, FieldError, Index, Length, NonNegative, Part, Text, rounded
 
 # Of each line, as `DeviceCost` has them.
 _PRICES = {
     "prefill_dense": 2,
-    "prefill_sparse": 4,
+    "prefill_sparse": 5,
     "prefill_copy": 2,
     "index": 3,
     "decode_dense": 2,
@@ -37,6 +37,8 @@ BATCHES: Mapping[HostName, tuple[int, ...]] = {"transformers": (1,), "vllm": (1,
 
 # Microseconds of a launch, a tile or a token. No device comes near the bound, which keeps every sum finite.
 Price = Annotated[float, Field(strict=True, ge=0.0, le=1e8, allow_inf_nan=False), AfterValidator(rounded)]
+
+Microseconds = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False), AfterValidator(rounded)]
 
 
 class HeadShape(Part):
@@ -56,6 +58,10 @@ class Line(Part):
         """The value for these features."""
         return sum(price * feature for price, feature in zip(self.prices, features, strict=True))
 
+    def scaled(self, factor: float) -> Line:
+        """The line with each price multiplied."""
+        return Line(prices=tuple(price * factor for price in self.prices))
+
     def us(self, *work: float) -> float:
         """The microseconds of one launch and the work in it, as the first feature of every price list is the launch."""
         return self.at(1.0, *work)
@@ -70,13 +76,55 @@ class Timing(Part):
     us: NonNegative
 
 
+class Fit(Part):
+    """How well a line fits, in shares of the time of a launch.
+
+    Attributes:
+        timings: how many it was fitted to.
+        residual: of these, the root of the mean square.
+        left_out: the same of each timing from the line through all others.
+        worst_left_out: the largest of these.
+    """
+
+    timings: Count
+    residual: NonNegative
+    left_out: NonNegative
+    worst_left_out: NonNegative
+
+
+class BucketTiming(Part):
+    """The attention of some layers of a plan at one length, timed on a prompt of the model, beside dense.
+
+    Attributes:
+        bucket: digest of the patterns of all layers, and of the model's weights.
+        layers: that were timed: over all of them, in the last chunk of the prompt, are
+        dense_us, sparse_us: the fastest dense kernel of the host; index building and sparse attention;
+        dense_line_us, sparse_line_us: what the lines come to for the same.
+        density: computed tiles over causal tiles, as the prompt had them.
+    """
+
+    length: Length
+    bucket: Text
+    layers: tuple[Index, ...]
+    dense_us: Microseconds
+    sparse_us: Microseconds
+    dense_line_us: Microseconds
+    sparse_line_us: Microseconds
+    density: NonNegative
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as dense."""
+        return self.dense_us / self.sparse_us
+
+
 @dataclass(frozen=True, slots=True)
 class Chunks:
     """The chunks that a prompt is prefilled in.
 
     Attributes:
         count: how many.
-        first: tokens of the first, which has no past.
+        first: tokens of the first, which has no past; 0 where none of them is.
         keys: that the chunks attend to, its own and those before it, over all chunks.
         pairs: rows times keys, over all chunks.
     """
@@ -95,19 +143,61 @@ class Chunks:
         keys = most * whole * (whole + 1) // 2
         return cls(whole + (rest > 0), most, keys + length * (rest > 0), keys * most + length * rest)
 
+    @classmethod
+    def last(cls, length: int, most: int | None) -> Chunks:
+        """The chunk with the prompt's last `most` tokens, as it is timed."""
+        if most is None or length <= most:
+            return cls.of(length, None)
+        return cls(1, 0, length, most * length)
+
+    @property
+    def with_past(self) -> int:
+        """How many have one."""
+        return self.count - (self.first > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """What the heads of a layer compute in a sparse launch.
+
+    Attributes:
+        tiles, columns: whole tiles of the sparse heads, and their single columns in tiles.
+        dense_tiles: causal tiles of the dense heads.
+        longest: tiles and columns of the query tile that computes most.
+        families: how many heads follow each pattern; empty where all are dense, by the dense kernel.
+    """
+
+    tiles: float
+    columns: float
+    dense_tiles: float
+    longest: float
+    families: Mapping[Family, int]
+
+    def idle(self, processors: int, launches: int = 1) -> float:
+        """How many times as long as a full device one takes that computes a query tile on each processor: where there
+        are few, it waits for the longest."""
+        total = (self.tiles + self.columns + self.dense_tiles) / launches
+        return max(1.0, processors * self.longest / total) if total and processors > 1 else 1.0
+
 
 class DeviceCost(Part):
     """Prices of one device. The first price of every line is what a launch costs, however little it computes.
 
+    Tiles of prefill are counted as a full device computes them: `LayerWork.idle` times as many where it is not full.
+
     Attributes:
+        processors: multiprocessors of a GPU; 1 of a CPU.
         host: the program whose kernels and way to prefill were timed.
         chunk: most tokens of a prompt that it prefills at once; None is all.
         prefill_dense: of (1, causal tiles over all heads), the fastest dense kernel.
-        prefill_sparse: of (1, query tiles over all heads, computed tiles over all heads, single columns in tiles).
-            A query tile has its queries to read and its output to write however few tiles it computes.
+        prefill_sparse: of (1, query tiles of sparse heads, their whole tiles, their single columns in tiles, causal
+            tiles of dense heads). A query tile has its queries to read and its output to write however few tiles it
+            computes; that of a dense head is in the price of its tiles.
         prefill_copy: of (1, tokens): making the keys of a chunk with a past contiguous for sparse attention; None where
             the host has no need to.
         index: per pattern, of (1, heads x keys, heads x rows x keys) of a chunk: building the index of those heads.
+        issue_us: what the program needs to issue a launch of prefill, by the name of its timings; a device that is
+            faster waits for it. Empty where the program computes by itself.
         decode_dense: of (1, tokens attended by all rows), one step.
         decode_sparse: the same, over chosen tokens.
         decode_choose: of (1, tokens scored): choosing tokens in a filter layer.
@@ -120,10 +210,12 @@ class DeviceCost(Part):
             a row. None where the host has no exact output.
         products: of (1, parameters read, parameters multiplied with over all tokens): a product with a matrix of
             weights, and the small kernels beside it. None where it was not measured.
+        fits: how well each line fits its timings, by their name.
+        buckets: what plans were timed to take, beside what the lines come to.
     """
 
     kind: Literal["sparsekv.cost"] = "sparsekv.cost"
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     device: Text
     host: HostName = "transformers"
     chunk: Length | None = None
@@ -131,11 +223,13 @@ class DeviceCost(Part):
     backend: BackendName
     shape: HeadShape
     tile: TileShape
+    processors: Count = 1
     versions: dict[Text, Text] = Field(default_factory=dict)
     prefill_dense: Line
     prefill_sparse: Line
     prefill_copy: Line | None = None
     index: dict[Family, Line]
+    issue_us: dict[Text, Price] = Field(default_factory=dict)
     decode_dense: Line
     decode_sparse: Line
     decode_choose: Line
@@ -144,6 +238,8 @@ class DeviceCost(Part):
     decode_check: Line | None = None
     products: Line | None = None
     timings: tuple[Timing, ...] = ()
+    fits: dict[Text, Fit] = Field(default_factory=dict)
+    buckets: tuple[BucketTiming, ...] = ()
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -164,34 +260,69 @@ class DeviceCost(Part):
                     raise FieldError(f"expected {count} prices of {name}, found {len(one.prices)}", name)
         return self
 
+    def timed(self, bucket: str, length: int) -> BucketTiming | None:
+        """The timing of a bucket at a length, by the bucket's digest; None where there is none."""
+        return next((one for one in self.buckets if (one.bucket, one.length) == (bucket, length)), None)
+
+    def corrected(self, timing: BucketTiming) -> DeviceCost:
+        """Prices of prefill at the length of a timing, such that the lines come to what was timed."""
+        dense, sparse = timing.dense_us / timing.dense_line_us, timing.sparse_us / timing.sparse_line_us
+        return self.model_copy(
+            update={
+                "prefill_dense": self.prefill_dense.scaled(dense),
+                "prefill_sparse": self.prefill_sparse.scaled(sparse),
+                "prefill_copy": self.prefill_copy and self.prefill_copy.scaled(sparse),
+                "index": {name: line.scaled(sparse) for name, line in self.index.items()},
+                "issue_us": {
+                    what: us * (dense if what == "dense prefill" else sparse) for what, us in self.issue_us.items()
+                },
+            }
+        )
+
     def prefill_dense_us(self, tiles: float, length: int) -> float:
         """A dense layer over a whole prompt.
 
         Args:
             tiles: causal tiles, over all heads.
         """
-        return self.prefill_dense.at(Chunks.of(length, self.chunk).count, tiles)
+        return self._dense_us(
+            LayerWork(0.0, 0.0, tiles, self.tile.key_tiles(length), {}), Chunks.of(length, self.chunk)
+        )
 
-    def prefill_sparse_us(self, tiles: float, columns: float, heads: Mapping[Family, int], length: int) -> float:
+    def prefill_sparse_us(self, work: LayerWork, length: int) -> float:
         """A sparse layer over a whole prompt, index building included. All chunks count as sparse; a host runs those
         that end at a length where the plan is dense by its dense kernel.
-
-        Args:
-            tiles: whole tiles computed, over all heads, dense ones included.
-            columns: single columns computed, in tiles, over all heads.
-            heads: how many heads follow each data-dependent or static pattern.
         """
-        chunks = Chunks.of(length, self.chunk)
-        index = sum(self.index_us(name, count, length) for name, count in heads.items() if count)
-        rows = self.shape.heads * -(-length // self.tile.query)
-        copy = self.prefill_copy.at(chunks.count - 1, chunks.keys - chunks.first) if self.prefill_copy else 0.0
-        return index + copy + self.prefill_sparse.at(chunks.count, rows, tiles, columns)
+        return self._sparse_us(work, length, Chunks.of(length, self.chunk))
+
+    def last_chunk_us(self, work: LayerWork, length: int) -> float:
+        """The same of the last chunk alone, as it is timed; by the dense kernel where no head is sparse."""
+        chunk, rows = Chunks.last(length, self.chunk), min(length, self.chunk or length)
+        return self._sparse_us(work, rows, chunk) if work.families else self._dense_us(work, chunk)
+
+    def _dense_us(self, work: LayerWork, chunks: Chunks) -> float:
+        tiles = work.dense_tiles * work.idle(self.processors, chunks.count)
+        return max(chunks.count * self.issue_us.get("dense prefill", 0.0), self.prefill_dense.at(chunks.count, tiles))
+
+    def _sparse_us(self, work: LayerWork, rows: int, chunks: Chunks) -> float:
+        families = {name: count for name, count in work.families.items() if count}
+        index = sum(self._index_us(name, count, chunks) for name, count in families.items())
+        copied = chunks.keys - chunks.first
+        copy = self.prefill_copy.at(chunks.with_past, copied) if self.prefill_copy else 0.0
+        query_tiles = sum(families.values()) * -(-rows // self.tile.query)
+        counted = (work.idle(self.processors, chunks.count) * x for x in (work.tiles, work.columns, work.dense_tiles))
+        attend = self.prefill_sparse.at(chunks.count, query_tiles, *counted)
+        launches = ("sparse prefill", *(f"index {name}" for name in families))
+        issue = chunks.count * sum(self.issue_us.get(name, 0.0) for name in launches)
+        return max(issue + chunks.with_past * self.issue_us.get("copy", 0.0), index + copy + attend)
 
     def index_us(self, name: Family, heads: int, length: int) -> float:
         """Building the index of `heads` heads of a pattern that was measured, over a whole prompt."""
-        chunks = Chunks.of(length, self.chunk)
-        return self.index[name].at(chunks.count, heads * chunks.keys, float(heads) * chunks.pairs)
+        return self._index_us(name, heads, Chunks.of(length, self.chunk))
 
     def index_launch_us(self, name: Family, length: int) -> float:
         """What of it does not depend on how many heads there are."""
         return self.index_us(name, 0, length)
+
+    def _index_us(self, name: Family, heads: int, chunks: Chunks) -> float:
+        return self.index[name].at(chunks.count, heads * chunks.keys, float(heads) * chunks.pairs)

@@ -9,39 +9,40 @@ cut to the largest that it has: the line goes on beyond. Steps on CUDA that are 
 for the host and take longer; they have no price of their own. Here rows are fetched beside attention alone, in a whole
 step beside the rest of the layers as well, which may cost less.
 
-Shapes: B batch (1), H query heads, G KV heads, S tokens, T tokens of a chunk, Q new tokens of a step, D head size,
-N chosen tokens, E in and F out of a product.
+Shapes: B batch (1), H query heads, G KV heads, S tokens, Q new tokens of a step, D head size, N chosen tokens,
+E in and F out of a product.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle, product
-from types import MappingProxyType
+from itertools import chain, cycle, product
 from typing import cast
 
 import numpy as np
 import torch
-from torch.utils.benchmark import Timer
 
-from sparsekv.kernels.backends import choose_backend, decode_attention, dense_prefill, prefill_attention
+from sparsekv.kernels.backends import choose_backend, decode_attention
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import MOST_SLOTS
-from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.keys import KeyView, full_view
-from sparsekv.kernels.tiles import AttentionOutput, Chunk, computed_tiles
+from sparsekv.kernels.keys import KeyView
 from sparsekv.planner.cost.device_cost import BATCHES, DeviceCost, HeadShape, Line, Timing
+from sparsekv.planner.cost.fit import fit_errors, fit_line, free_work
+from sparsekv.planner.cost.prefill_launches import PrefillLaunches
+from sparsekv.planner.cost.stopwatch import Stopwatch
+from sparsekv.planner.cost.timed_host import Host
 from sparsekv.planner.data_files import versions
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
 from sparsekv.planner.progress import Progress, prefill_work
+from sparsekv.plans.errors import BackendError
 from sparsekv.plans.exact_gain import DRAFTS
-from sparsekv.plans.patterns import PATTERNS, TileShape, tokens
+from sparsekv.plans.patterns import TileShape, tokens
 from sparsekv.plans.phases import DecodeBudget, Segment
-from sparsekv.plans.schema import BackendName, HostName
+from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.core.decode import Resident, choose_alone, decode
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
@@ -60,46 +61,7 @@ _SHORTEST = 512
 _APART = 4
 _FEWEST = 3
 _ROUND = 128
-
-
-class Host:
-    """How the program that runs the plan attends, as far as that has a price: here transformers, which takes whole
-    prompts, dense by the fastest kernel of our own, in a contiguous cache.
-
-    Attributes:
-        name: of the host.
-        chunk: most tokens of a prompt at once; None is all.
-        versions: of what is timed here and nowhere else.
-    """
-
-    name: HostName = "transformers"
-    chunk: int | None = None
-    versions: Mapping[str, str] = MappingProxyType({})
-
-    def dense(
-        self, q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, chunk: Chunk, scale: float, backend: str
-    ) -> Callable[[], object]:
-        """A launch of its dense attention of a chunk."""
-        return partial(dense_prefill, q_BHTD, k_BGSD, v_BGSD, chunk, scale=scale, backend=backend)
-
-    def copy(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Callable[[], object] | None:
-        """What comes before sparse attention of a chunk with a past; None for nothing."""
-        return None
-
-    def take(self, out_BHTD: torch.Tensor) -> None:
-        """What comes after sparse attention."""
-
-    def views(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, rows: int, copies: int) -> list[KeyView]:
-        """Such keys and values of a step's rows, as often as steps need to read them cold."""
-        return [full_view(k_BGSD, v_BGSD), *(full_view(k_BGSD.clone(), v_BGSD.clone()) for _ in range(copies - 1))]
-
-    def dense_step(self, q_BH1D: torch.Tensor, keys: KeyView, scale: float, backend: str) -> Callable[[], object]:
-        """A launch of its dense attention of a decode step."""
-        return partial(decode_attention, q_BH1D, keys, scale=scale, backend=backend)
-
-    def idle_step(self, q_BH1D: torch.Tensor, keys: KeyView, scale: float) -> Callable[[], object] | None:
-        """What a layer launches for rows that attend to everything where none does; None for nothing."""
-        return None
+_MOST_ROUNDS = 3  # of further timings of prefill, where work has no price
 
 
 def measure_cost(
@@ -127,7 +89,7 @@ def measure_cost(
         host: the program that runs the plan; None is the transformers host.
 
     Raises:
-        BackendError: the backend cannot run here.
+        BackendError: the backend cannot run here, or timings give work no price however often they are taken.
     """
     choice = choose_backend(device, dtype, shape.head_dim, backend, tile)
     timed_families = tuple(name for name in KNOWN_FAMILIES if name in FAMILIES or name in families)
@@ -139,6 +101,7 @@ def measure_cost(
         for length in timed:
             timings.extend(bench.run(length))
             step.advance(prefill_work(length), f"{length} tokens")
+        timings.extend(_priced(bench, timed, timings))
     return DeviceCost(
         device=device_name(device),
         host=program.name,
@@ -147,11 +110,13 @@ def measure_cost(
         backend=cast(BackendName, choice.name),
         shape=shape,
         tile=tile,
+        processors=bench.watch.processors,
         versions=versions() | dict(program.versions),
         prefill_dense=fit_line(timings, "dense prefill"),
         prefill_sparse=fit_line(timings, "sparse prefill"),
         prefill_copy=_line_of(timings, "copy"),
         index={name: fit_line(timings, f"index {name}") for name in timed_families},
+        issue_us=bench.prefill(timed[0]).issue_us(),
         decode_dense=fit_line(timings, "dense decode"),
         decode_sparse=fit_line(timings, "sparse decode"),
         decode_choose=fit_line(timings, "choose"),
@@ -160,28 +125,33 @@ def measure_cost(
         decode_check=_line_of(timings, "check"),
         products=_line_of(timings, "product"),
         timings=tuple(timings),
+        fits={what: fit_errors(timings, what) for what in sorted({timing.what for timing in timings})},
     )
 
 
+def _priced(bench: Bench, lengths: Sequence[int], timings: Sequence[Timing]) -> list[Timing]:
+    """Returns further timings of prefill, as many as it takes until all of its work has a price."""
+    rounds: list[list[Timing]] = []
+    while free := free_work([*timings, *chain(*rounds)]):
+        if len(rounds) == _MOST_ROUNDS:
+            raise BackendError(
+                f"expected timings on {device_name(bench.device)} that give each kind of work a price, found that "
+                f"{free[0]}, also after {_MOST_ROUNDS} further rounds; plan again where nothing else runs (what was "
+                "profiled is taken up)"
+            )
+        rounds.append([timing for length in lengths for timing in bench.prefill(length).timed()])
+    return list(chain(*rounds))
+
+
 def timed_lengths(shape: HeadShape, lengths: Sequence[int], device_type: str) -> tuple[int, ...]:
-    """From few tokens up to the longest that is timed quickly, but not beyond the longest of the plan."""
+    """Returns lengths from few tokens up to the longest that is timed quickly, but not beyond the longest of the plan;
+    on CUDA, where that takes no time, those of the plan too."""
     most = math.isqrt(int(_MOST_WORK.get(device_type, _MOST_WORK["cpu"]) / (2 * shape.heads * shape.head_dim)))
     longest = max(2 * _SHORTEST, min(max(lengths), most) // _SHORTEST * _SHORTEST)
     count = max(_FEWEST, 1 + round(math.log(longest / _SHORTEST, _APART)))
     spaced = np.geomspace(_SHORTEST, longest, count)
-    return tuple(sorted({round(float(length) / _ROUND) * _ROUND for length in spaced}))
-
-
-def fit_line(timings: Sequence[Timing], what: str) -> Line:
-    """Least squares of relative errors with non-negative prices: short launches count as much as long ones."""
-    from scipy.optimize import nnls
-
-    own = [timing for timing in timings if timing.what == what]
-    features = np.array([timing.features for timing in own])
-    us = np.array([timing.us for timing in own])
-    size = np.maximum(features.max(0), 1e-12)
-    prices, _ = nnls(features / size / us[:, None], np.ones(len(own)))
-    return Line(prices=tuple(float(price) for price in prices / size))
+    planned = (length for length in lengths if device_type == "cuda" and length <= longest)
+    return tuple(sorted({*(round(float(length) / _ROUND) * _ROUND for length in spaced), *planned}))
 
 
 def _line_of(timings: Sequence[Timing], what: str) -> Line | None:
@@ -197,13 +167,11 @@ def copies_to_read_cold(read_bytes: int, cache_bytes: int) -> int:
     return min(_MOST_COPIES, max(1, -(-2 * cache_bytes // max(1, read_bytes))))
 
 
-SECONDS_A_TIMING = 0.03
 _MOST_COPIES = 16
 _FETCHED = (1.0, 0.125)  # shares of chosen tokens that are not in the hot set
 _FOLLOWERS = 4  # layers in host memory that follow one choice, where steps are captured
 _RECENT = 2  # tokens, as few as captured steps take
 _FEW = 16  # the fewest chosen tokens that are timed: one in so many
-_FEWEST_RUNS = 4  # on a CPU, beside those that fill the time
 _LEAST_US = 1.0  # of a difference of two timings
 _CHECKED = (DRAFTS[1] + 1, DRAFTS[-1] + 1)  # new tokens of a pass that checks a draft
 _CPU_CACHE = 32 << 20  # bytes
@@ -291,14 +259,24 @@ class Bench:
 
     def run(self, length: int) -> Iterator[Timing]:
         """Every timing at one length."""
-        q_BHSD, k_BGSD, v_BGSD = self._random(length)
-        scale = self.shape.head_dim**-0.5
-        yield from self._prefill(length, q_BHSD, k_BGSD, v_BGSD, scale)
+        launches, scale = self.prefill(length), self.shape.head_dim**-0.5
+        q_BHSD, k_BGSD, v_BGSD = launches.q_BHSD, launches.k_BGSD, launches.v_BGSD
+        yield from launches.timed()
         for rows in BATCHES[self.host.name]:
             q_BH1D = q_BHSD[:, :, -1:].repeat(rows, 1, 1, 1)
             yield from self._decode(length, q_BH1D, self._views(k_BGSD, v_BGSD, rows), scale)
         if self.host.name == "transformers":
             yield from self._checks(length, q_BHSD, self._views(k_BGSD, v_BGSD, 1), scale)
+
+    @property
+    def watch(self) -> Stopwatch:
+        """What times launches on the device."""
+        return Stopwatch(self.device)
+
+    def prefill(self, length: int) -> PrefillLaunches:
+        """Returns the launches of a prompt's attention at one length, over random queries, keys and values."""
+        shape, tile, families = self.shape, self.tile, self.families
+        return PrefillLaunches(shape, tile, families, self.backend, self.host, self.watch, *self._random(length))
 
     def products(self) -> Iterator[Timing]:
         """Of matrices as wide as the heads together, as those of attention and of MLPs are."""
@@ -308,36 +286,14 @@ class Bench:
             x_TE = draw(new, width)
             size = out * width * x_TE.itemsize
             weights = [draw(out, width) for _ in range(copies_to_read_cold(size, self._cache_bytes))]
-            us = self._step_us([partial(_product, x_TE, weight) for weight in weights])
+            us = self.watch.step([partial(_product, x_TE, weight) for weight in weights])
             yield _timing("product", new, (1.0, float(out * width), float(new * out * width)), us)
 
     def _checks(self, length: int, q_BHSD: torch.Tensor, views: Sequence[KeyView], scale: float) -> Iterator[Timing]:
         for new in _CHECKED:
             q_BHQD = q_BHSD[:, :, -new:]
-            us = self._step_us([self.host.dense_step(q_BHQD, view, scale, self.backend) for view in views])
+            us = self.watch.step([self.host.dense_step(q_BHQD, view, scale, self.backend) for view in views])
             yield _timing("check", length, (1.0, float(length), float(new * length)), us)
-
-    def _prefill(
-        self, length: int, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, scale: float
-    ) -> Iterator[Timing]:
-        rows, heads = min(length, self.host.chunk or length), self.shape.heads
-        chunk, q_BHTD = Chunk.uniform(1, length - rows, length), q_BHSD[:, :, length - rows :]
-        dense_us = self._us(self.host.dense(q_BHTD, k_BGSD, v_BGSD, chunk, scale, self.backend))
-        yield _timing("dense prefill", length, (1.0, heads * chunk.causal_tiles(self.tile)), dense_us)
-        if (copy := self.host.copy(k_BGSD, v_BGSD)) is not None:
-            yield _timing("copy", length, (1.0, float(length)), self._us(copy))
-        for pattern in (one for name in self.families for one in PATTERNS[name].timed(length)):
-            build = partial(build_index, (pattern,) * heads, q_BHTD, k_BGSD, chunk, self.tile, scale=scale)
-            scored = float(heads * length)
-            index, build_us = build(), self._us(build)
-            attend = partial(prefill_attention, q_BHTD, k_BGSD, v_BGSD, index, chunk, scale=scale, backend=self.backend)
-            yield _timing(f"index {pattern.pattern}", length, (1.0, scored, scored * rows), build_us)
-            query_tiles, tiles = float(index.counts_BHT.numel()), float(index.counts_BHT.sum())
-            work = (query_tiles, tiles, max(0.0, float(computed_tiles(index).sum()) - tiles))
-            yield _timing("sparse prefill", length, (1.0, *work), self._us(partial(self._taken, attend)))
-
-    def _taken(self, attend: Callable[[], AttentionOutput]) -> None:
-        self.host.take(attend().out_BHSD)
 
     def _decode(self, length: int, q_BH1D: torch.Tensor, views: Sequence[KeyView], scale: float) -> Iterator[Timing]:
         keys, rows = views[0], len(q_BH1D)
@@ -354,11 +310,11 @@ class Bench:
 
         heads = self.shape.heads
         read = (1.0, float(rows * length))
-        dense_us = self._step_us([self.host.dense_step(q_BH1D, view, scale, self.backend) for view in views])
+        dense_us = self.watch.step([self.host.dense_step(q_BH1D, view, scale, self.backend) for view in views])
         yield _timing("dense decode", length, read, dense_us)
         idle = [one for view in views if (one := self.host.idle_step(q_BH1D, view, scale))]
-        idle_us = self._step_us(idle) if idle else 0.0
-        filter_us = self._step_us([step(_filter(length // 10, heads, view), view)[0] for view in views]) + idle_us
+        idle_us = self.watch.step(idle) if idle else 0.0
+        filter_us = self.watch.step([step(_filter(length // 10, heads, view), view)[0] for view in views]) + idle_us
         yield _timing("choose", length, read, max(_LEAST_US, filter_us - dense_us))
         yield _timing("choose alone", length, read, self._alone_us(length // 10, q_BH1D, views, scale))
         for count in (length // _FEW, length // 4):
@@ -369,7 +325,7 @@ class Bench:
             selection = state.chosen(layer.filters)
             assert selection is not None, "fewer tokens than there are"
             attend = partial(decode_attention, q_BH1D, scale=scale, backend=self.backend)
-            sparse_us = self._step_us([partial(attend, view, selection) for view in views]) + idle_us
+            sparse_us = self.watch.step([partial(attend, view, selection) for view in views]) + idle_us
             yield _timing("sparse decode", length, (1.0, float(rows * selection.most)), sparse_us)
             if self.offload:
                 yield from self._host(selection, q_BH1D, keys, scale)
@@ -386,7 +342,7 @@ class Bench:
 
             return run
 
-        return self._step_us([choice(_filter(count, self.shape.heads, view), view) for view in views])
+        return self.watch.step([choice(_filter(count, self.shape.heads, view), view) for view in views])
 
     def _host(self, selection: Selection, q_BH1D: torch.Tensor, keys: KeyView, scale: float) -> Iterator[Timing]:
         """The same step over rows in host memory: most and some of them are fetched."""
@@ -407,7 +363,7 @@ class Bench:
             step()
             step()
             store.counts.reset()
-            us = self._us(step)
+            (us,) = self.watch.in_turn([step])
             yield _timing("host decode", length, (1.0, float(count), store.counts.fetched / store.counts.steps), us)
 
     def _captured_host(
@@ -429,7 +385,7 @@ class Bench:
                 run()
                 found = steps.reads.collect()
                 work = (1.0, float(selection.most), found.fetched / found.steps)
-                us = self._step_us([run]) / (len(choices) * _FOLLOWERS)
+                us = self.watch.step([run]) / (len(choices) * _FOLLOWERS)
                 yield _timing("host decode", keys.capacity, work, us)
 
     def _random(self, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -440,15 +396,6 @@ class Bench:
             return torch.randn(size, generator=generator, device=self.device, dtype=self.dtype)
 
         return draw(self.shape.heads), draw(self.shape.kv_heads), draw(self.shape.kv_heads)
-
-    def _us(self, launch: Callable[[], object]) -> float:
-        launch()  # compilation and first-touch costs are not the kernel's
-        timer = Timer("launch()", globals={"launch": launch}, num_threads=torch.get_num_threads())
-        found = timer.blocked_autorange(min_run_time=SECONDS_A_TIMING)
-        if self.device.type == "cuda":
-            return float(found.median) * 1e6
-        # What else runs on the cores takes time slices: the fastest of several is what the work takes.
-        return 1e6 * min(*found.times, *(timer.timeit(found.number_per_run).mean for _ in range(_FEWEST_RUNS)))
 
     @property
     def _cache_bytes(self) -> int:
@@ -461,23 +408,6 @@ class Bench:
         if self.device.type == "cuda":
             copies = copies_to_read_cold(rows * (k_BGSD.nbytes + v_BGSD.nbytes) // _FEW, self._cache_bytes)
         return self.host.views(k_BGSD, v_BGSD, rows, copies)
-
-    def _step_us(self, launches: Sequence[Callable[[], object]]) -> float:
-        """Of one of these, as part of a decode step: on a GPU in a CUDA graph, as steps run there."""
-
-        def all_of_them() -> None:
-            for launch in launches:
-                launch()
-
-        if self.device.type != "cuda":
-            return self._us(all_of_them) / len(launches)
-        from triton.testing import do_bench_cudagraph
-
-        with torch.cuda.device(self.device):
-            all_of_them()
-            torch.cuda.synchronize()  # the stream that times does not wait for this one
-            timed_ms = do_bench_cudagraph(all_of_them, rep=round(1e3 * SECONDS_A_TIMING), return_mode="median")
-            return float(timed_ms) * 1e3 / len(launches)
 
 
 def _product(x_TE: torch.Tensor, weight_FE: torch.Tensor) -> torch.Tensor:

@@ -15,14 +15,15 @@ Shapes: L profiled layers, C slots of candidates, H heads (of the widest layer; 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.cost.device_cost import DeviceCost
+from sparsekv.planner.cost.device_cost import DeviceCost, LayerWork
 from sparsekv.planner.options import Family
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.model import AttentionGroup, ModelInfo
@@ -97,8 +98,12 @@ def _table(rows: list[tuple[tuple[float, ...], ...]]) -> Floats:
     return table_LCH
 
 
-def predict(profile: Profile, cost: DeviceCost, prefill: PrefillPlan | None, decode: DecodePlan | None) -> Cost:
-    """Dense and sparse attention of each planned phase at every profiled length.
+def predict(
+    profile: Profile, cost: DeviceCost, prefill: PrefillPlan | None, decode: DecodePlan | None,
+    corrected: Mapping[int, DeviceCost] = MappingProxyType({}),
+) -> Cost:  # fmt: skip
+    """Dense and sparse attention of each planned phase at every profiled length, of prefill by the corrected prices of
+    the lengths that have them.
 
     What has no price is left out: patterns of the plan that the profile did not measure (a plan edited by hand), and
     decode with rows in host memory where `cost` was measured without.
@@ -109,7 +114,8 @@ def predict(profile: Profile, cost: DeviceCost, prefill: PrefillPlan | None, dec
         if prefill and entry.layers:
             tables = ScoreTables.of(entry)
             choice = choice_of(prefill.bucket(entry.length), tables)
-            estimate = None if choice is None else prefill_estimate(cost, tables, choice, profile)
+            own = corrected.get(entry.length, cost)
+            estimate = None if choice is None else prefill_estimate(own, tables, choice, profile)
         step = _of_decode(profile, entry.length, decode, cost) if decode else None
         if estimate or step:
             whole = _whole_step(profile, entry.length, decode, cost, step) if decode and step else None
@@ -143,9 +149,29 @@ def layer_times(
     sparse_L = dense_L.copy()
     for row, choice_H in enumerate(choice):
         if kinds := heads_by_pattern(tables, row, choice_H):
-            tiles, columns = float(tiles_LH[row].sum()), float(columns_LH[row].sum())
-            sparse_L[row] = cost.prefill_sparse_us(tiles, columns, kinds, tokens)
+            work = work_of(choice_H, tiles_LH[row], columns_LH[row], tile.key_tiles(tokens), kinds)
+            sparse_L[row] = cost.prefill_sparse_us(work, tokens)
     return LayerTimes(dense_L, sparse_L)
+
+
+def work_of(
+    choice_H: Choice, tiles_H: Floats, columns_H: Floats, key_tiles: int, families: Mapping[Family, int]
+) -> LayerWork:
+    """What a layer computes whose heads choose so, with so many tiles and columns, in tiles, each.
+
+    Args:
+        key_tiles: of the whole context; a dense head computes all of them in its last row.
+    """
+    is_sparse_H = choice_H >= 0
+    tiles, dense = float(tiles_H[is_sparse_H].sum()), float(tiles_H[~is_sparse_H].sum())
+    causal = key_tiles * (key_tiles + 1) / 2
+    share = min(1.0, float((tiles_H + columns_H).max()) / causal)
+    return LayerWork(tiles, float(columns_H[is_sparse_H].sum()), dense, key_tiles * _of_row(share), families)
+
+
+def _of_row(share: float) -> float:
+    """The share of its longest row that a head computes, of a share of the triangle with rows of one length."""
+    return 1.0 - float(np.sqrt(1.0 - share))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,12 +187,13 @@ def head_times(cost: DeviceCost, tables: ScoreTables, tile: TileShape) -> HeadTi
     """Each slot at the prices of a device."""
     entry, length = tables.entry, tables.entry.length
     causal = causal_tiles(length, tile)
-    _, _, tile_us, column_us = cost.prefill_sparse.prices
+    _, rows_us, tile_us, column_us, dense_us = cost.prefill_sparse.prices
     # Families that were profiled but not priced are not among those asked for (`check_cost`).
     index_us = {name: cost.index_us(name, 1, length) - cost.index_launch_us(name, length) for name in cost.index}
     index_C = np.array([index_us.get(one.family, np.inf) for one in entry.candidates] + [np.inf])
     tiles_LCH = (tables.tiles_LCH * tile_us + tables.columns_LCH * column_us) * causal
-    return HeadTimes(causal * tile_us, np.asarray(tiles_LCH + index_C[tables.candidate_LCH]))
+    head_us = rows_us * -(-length // tile.query)
+    return HeadTimes(causal * dense_us, np.asarray(tiles_LCH + head_us + index_C[tables.candidate_LCH]))
 
 
 def shares_at(
@@ -367,6 +394,9 @@ def decode_share(segments: Sequence[Segment], length: int, model: ModelInfo) -> 
 
 # Predictions and timings differ by more than this: a smaller gain is none.
 LEAST_GAIN = 0.02
+# What a length must gain to run sparse, where its bucket was timed: a twentieth more than the least, so that runs on
+# one device come to one decision.
+SURE_GAIN = 1.05 / (1.0 - LEAST_GAIN)
 _STEP = 256  # tokens; bounds of buckets are multiples of it
 _TILE = 64  # rows of the smallest tile
 _APART = 16  # lengths that are asked about first lie a sixteenth apart, or a step

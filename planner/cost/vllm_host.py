@@ -18,7 +18,7 @@ import torch
 
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.cost.measure import Host
+from sparsekv.planner.cost.timed_host import Host
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.settings import preset_vllm
 from sparsekv.runtime.vllm.engine_facts import TESTED, check_installed, known_releases

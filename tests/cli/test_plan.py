@@ -22,7 +22,7 @@ LOOSE = ("--max-kl", 100, "--min-agreement", 0, "--min-exact", 0)  # of a random
 FAST = ("--lengths", "1k", "--no-crossover", *TASK, "--samples", 1)
 PROVEN = Verification(Quality(both=Measurement(lengths=(1024,), density=0.5)), True, True, (), {})
 OLDER = "kind: sparsekv.plan\n"
-KEYS = {"path", "status", "prefill_density", "predicted_speedup", "filter_layers", "quality", "seconds"}
+KEYS = {"path", "status", "prefill_density", "predicted_speedup", "attention", "filter_layers", "quality", "seconds"}
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert not stop.value.code
     found = read_measured(DeviceCost, folder / "cost")
     tile, free = Line(prices=(0.0, 1.0)), Line(prices=(0.0, 0.0, 0.0))
-    made_up = {"device": "NVIDIA H200", "prefill_dense": tile, "prefill_sparse": Line(prices=(0.0, 0.0, 1.0, 1.0))}
+    made_up = {"device": "NVIDIA H200", "prefill_dense": tile, "prefill_sparse": Line(prices=(0.0, 0.0, 1.0, 1.0, 1.0))}
     write_measured(found.model_copy(update={**made_up, "index": dict.fromkeys(found.index, free)}), folder / "cost")
     return folder
 
@@ -56,7 +56,7 @@ def test_a_plan_from_files_needs_no_weights_and_says_so(sparsekv, bare, kept, tm
 @pytest.mark.parametrize("as_json", [(), ("--json",)])
 def test_a_density_above_the_target_is_explained(sparsekv, bare, kept, tmp_path, as_json):
     slow = read_measured(DeviceCost, kept / "cost").model_copy(
-        update={"prefill_sparse": Line(prices=(0.0, 0.0, 10.0, 10.0))}
+        update={"prefill_sparse": Line(prices=(0.0, 0.0, 10.0, 10.0, 10.0))}
     )
     write_measured(slow, tmp_path / "cost")
     out = tmp_path / "plan.yaml"

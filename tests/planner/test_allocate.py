@@ -261,7 +261,7 @@ def test_a_target_speedup_takes_the_densest_choice_that_reaches_it(speedup: floa
 
 def test_a_target_speedup_is_a_budget_of_time_in_which_dear_columns_count_as_what_they_cost() -> None:
     profile = profile_with(levels=(0.1, 0.2, 0.3, 0.45, 0.6))
-    dear, rng = {"prefill_sparse": Line(prices=(0.0, 0.0, 1.0, 6.0))}, np.random.default_rng(0)
+    dear, rng = {"prefill_sparse": Line(prices=(0.0, 0.0, 1.0, 6.0, 1.0))}, np.random.default_rng(0)
     for layer, scores in enumerate(profile.lengths[0].layers):
         density = np.array(scores.tiles) + np.array(scores.columns)
         columns = density * rng.uniform(0.0, 0.9, density.shape)

@@ -43,7 +43,7 @@ def test_it_is_the_plan_that_the_loaded_model_gives_twice_the_same_bytes(
     loaded: LoadedModel, measured: Profile, cost: DeviceCost, folder: Path, crossover: bool
 ) -> None:
     options = OPTIONS.but(crossover=crossover)
-    launches = cost.model_copy(update={"prefill_sparse": Line(prices=(50.0, 0.0, 1.0, 1.0))})
+    launches = cost.model_copy(update={"prefill_sparse": Line(prices=(50.0, 0.0, 1.0, 1.0, 1.0))})
     first, second = (
         dump_plan(compile_plan(job_of_files(str(folder), options, measured, launches)).plan) for _ in range(2)
     )

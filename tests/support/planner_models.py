@@ -71,7 +71,7 @@ def made_up_cost(**changes: Any) -> DeviceCost:
         shape=HeadShape(heads=4, kv_heads=2, head_dim=32),
         tile=TILE,
         prefill_dense=Line(prices=(0.0, 1.0)),
-        prefill_sparse=Line(prices=(0.0, 0.0, 1.0, 1.0)),
+        prefill_sparse=Line(prices=(0.0, 0.0, 1.0, 1.0, 1.0)),
         index={"a_shape": free, "vertical_slash": free, "block_sparse": free},
         decode_dense=Line(prices=(0.0, 0.001)),
         decode_sparse=Line(prices=(0.0, 0.001)),

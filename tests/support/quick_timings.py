@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparsekv.planner.cost import measure
+from sparsekv.planner.cost import stopwatch
 
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_timings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "SECONDS_A_TIMING", 1e-3)
-        patch.setattr(measure, "_FEWEST_RUNS", 1)
+        patch.setattr(stopwatch, "SECONDS_A_TIMING", 1e-3)
+        patch.setattr(stopwatch, "_FEWEST", 1)
         yield

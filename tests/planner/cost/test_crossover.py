@@ -172,7 +172,7 @@ def test_a_lone_head_takes_another_family_when_its_own_costs_more_to_launch_than
 def test_a_layer_whose_launches_cost_more_than_it_saves_runs_dense_as_a_whole() -> None:
     profile = with_tiles(profile_with(levels=(0.2,)), 1, 0.32)
     dense_us = 4 * HEAD_US
-    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * dense_us, 0.0, 1.0, 1.0)))
+    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * dense_us, 0.0, 1.0, 1.0, 1.0)))
     assert kinds(profile, cost, 1, 0.25) == ["dense"] * 4
     assert "dense" not in kinds(profile, cost, 0, 0.25)
     assert "dense" not in kinds(profile, made_up_cost(), 1, 0.25)
@@ -190,7 +190,7 @@ def times_at(profile: Profile, cost: DeviceCost, plan: PrefillPlan, length: int)
 
 def test_sparse_heads_keep_to_the_target_whatever_goes_dense() -> None:
     profile = with_tiles(profile_with(levels=(0.2,)), 1, 0.32)
-    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * HEAD_US, 0.0, 1.0, 1.0)))
+    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * HEAD_US, 0.0, 1.0, 1.0, 1.0)))
     bucket = allocate(profile, cost, options_for(target_density=(0.3,))).bucket(8192)
     tables = ScoreTables.of(profile.lengths[0])
     choice = choice_of(bucket, tables)
@@ -201,7 +201,7 @@ def test_sparse_heads_keep_to_the_target_whatever_goes_dense() -> None:
 
 
 def test_between_two_profiled_lengths_dense_runs_where_the_longer_ones_patterns_would_not_pay() -> None:
-    profile, cost = two_lengths(), made_up_cost(prefill_sparse=Line(prices=(2500.0, 0.0, 1.0, 1.0)))
+    profile, cost = two_lengths(), made_up_cost(prefill_sparse=Line(prices=(2500.0, 0.0, 1.0, 1.0, 1.0)))
     plan = allocate(profile, cost, options_for(target_density=(0.4, 0.3)))
     bounds = [(bucket.up_to, bucket.dense) for bucket in plan.lengths]
     assert [dense for _, dense in bounds] == [True, False, True, False, False]
@@ -222,7 +222,7 @@ def totals(times: LayerTimes) -> tuple[float, float]:
 
 
 def test_a_device_on_which_nothing_pays_gets_a_dense_plan() -> None:
-    cost = made_up_cost(prefill_sparse=Line(prices=(1e8, 0.0, 1.0, 1.0)))
+    cost = made_up_cost(prefill_sparse=Line(prices=(1e8, 0.0, 1.0, 1.0, 1.0)))
     plan = allocate(two_lengths(), cost, options_for(target_density=(0.4, 0.3)))
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(None, True)]
     assert plan.bucket(1 << 20).dense
@@ -236,7 +236,7 @@ def test_beyond_the_longest_length_prefill_is_dense_where_index_building_outgrow
     profile = made_up_profile(made_up_length(8192, rng, levels=(0.3,)), model=made_up_model(context=context))
     # An index takes more than the dense kernel once its launches no longer make up for it.
     index = {name: Line(prices=(0.0, 0.0, 1.2e-4)) for name in FAMILIES}
-    sparse = Line(prices=(0.0, 0.0, 2.0, 2.0))
+    sparse = Line(prices=(0.0, 0.0, 2.0, 2.0, 2.0))
     cost = made_up_cost(prefill_dense=Line(prices=(60_000.0, 1.0)), prefill_sparse=sparse, index=index)
     plan = allocate(profile, cost, options_for(target_density=(0.3,)))
     assert not plan.bucket(8192).dense
@@ -259,7 +259,7 @@ def test_no_length_is_predicted_to_be_slower_than_dense(
         made_up_length(4096, rng, drift=0.08, levels=(0.25, 0.4)), made_up_length(16384, rng, levels=(0.2, 0.3))
     )
     lines = {name: Line(prices=(us, per_token, 0.0)) for name, us in zip(FAMILIES, index, strict=True)}
-    cost = made_up_cost(prefill_sparse=Line(prices=(launch, 0.0, tile_us, 1.5 * tile_us)), index=lines)
+    cost = made_up_cost(prefill_sparse=Line(prices=(launch, 0.0, tile_us, 1.5 * tile_us, tile_us)), index=lines)
     plan = allocate(profile, cost, options_for(target_density=(0.4, 0.3)))
     asked: list[int] = []
     for length, above in ((4096, 0), (16384, 4096)):
@@ -274,7 +274,7 @@ def test_no_length_is_predicted_to_be_slower_than_dense(
 
 
 def test_without_a_crossover_nothing_is_dense() -> None:
-    cost = made_up_cost(prefill_sparse=Line(prices=(1e8, 0.0, 10.0, 10.0)))
+    cost = made_up_cost(prefill_sparse=Line(prices=(1e8, 0.0, 10.0, 10.0, 10.0)))
     plan = sparse_everywhere(two_lengths(), cost)
     patterns = [
         p for length in (1, 4096, 5000, 16384) for layer in range(3) for p in plan.bucket(length).patterns(layer, 4)
@@ -373,8 +373,8 @@ def test_query_tiles_cost_a_sparse_layer_whatever_they_compute_and_no_head_in_pa
     profile = profile_with(levels=(0.3,))
     rows = 4 * 128
     free = kinds(profile, made_up_cost(), 0)
-    dear = made_up_cost(prefill_sparse=Line(prices=(0.0, 0.6 * 4 * HEAD_US / rows, 1.0, 1.0)))
+    dear = made_up_cost(prefill_sparse=Line(prices=(0.0, 0.6 * 4 * HEAD_US / rows, 1.0, 1.0, 1.0)))
     assert kinds(profile, dear, 0) == free
     assert "dense" not in free
-    too_dear = made_up_cost(prefill_sparse=Line(prices=(0.0, 0.7 * 4 * HEAD_US / rows, 1.0, 1.0)))
+    too_dear = made_up_cost(prefill_sparse=Line(prices=(0.0, 0.7 * 4 * HEAD_US / rows, 1.0, 1.0, 1.0)))
     assert kinds(profile, too_dear, 0) == ["dense"] * 4

@@ -10,17 +10,17 @@ from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.keys import full_view
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
+from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, LayerWork, Line
+from sparsekv.planner.cost.fit import fit_line
 from sparsekv.planner.cost.measure import (
     Bench,
-    Host,
     OffloadedSteps,
     copies_to_read_cold,
-    fit_line,
     measure_cost,
     timed_lengths,
 )
 from sparsekv.planner.cost.predict import causal_tiles, predict
+from sparsekv.planner.cost.timed_host import Host
 from sparsekv.planner.options import PRESET_FAMILIES
 from sparsekv.planner.profile.profile_data import StepReads
 from sparsekv.plans.patterns import AShape, TileShape, tokens
@@ -41,10 +41,8 @@ def measured() -> DeviceCost:
 def test_everything_costs_something_and_more_costs_no_less(measured: DeviceCost) -> None:
     assert measured.prefill_dense.us(1000) > 0
     assert measured.prefill_dense.us(2000) >= measured.prefill_dense.us(1000)
-    assert measured.prefill_sparse_us(1000, 10, {"a_shape": 4}, 2048) > 0
-    assert measured.prefill_sparse_us(2000, 10, {"a_shape": 4}, 2048) >= measured.prefill_sparse_us(
-        1000, 10, {"a_shape": 4}, 2048
-    )
+    less, more = (LayerWork(tiles, 10.0, 0.0, 30.0, {"a_shape": 4}) for tiles in (1000.0, 2000.0))
+    assert measured.prefill_sparse_us(more, 2048) >= measured.prefill_sparse_us(less, 2048) > 0
     assert measured.decode_dense.us(4096) >= measured.decode_dense.us(2048) > 0
     assert measured.decode_choose.us(4096) > 0
     assert set(measured.index) == set(PRESET_FAMILIES)
@@ -54,7 +52,7 @@ def test_everything_costs_something_and_more_costs_no_less(measured: DeviceCost)
     ("what", "prices", "unseen"),
     [
         ("dense prefill", (50.0, 3.0), (1.0, 1e6)),
-        ("sparse prefill", (80.0, 2.0, 3.0, 5.0), (1.0, 4096.0, 1e5, 1e4)),
+        ("sparse prefill", (80.0, 2.0, 3.0, 5.0, 1.0), (1.0, 4096.0, 1e5, 1e4, 1e5)),
         ("index a_shape", (200.0, 1e-3, 0.0), (1.0, 65536.0, 1e9)),
         ("index block_sparse", (200.0, 1e-3, 1e-6), (1.0, 65536.0, 1e9)),
         ("sparse decode", (9.0, 0.01), (1.0, 1e5)),
@@ -130,7 +128,7 @@ def test_on_a_gpu_products_and_checks_of_drafts_are_timed_as_captured_steps_run_
         (4, (4096, 8192), "cpu", (512, 1536, 4608)),
         (4, (1024,), "cpu", (512, 768, 1024)),
         (256, (131072,), "cpu", (512, 768, 1024)),
-        (32, (4096, 131072), "cuda", (512, 2048, 8192, 32768, 131072)),
+        (32, (4096, 131072), "cuda", (512, 2048, 4096, 8192, 32768, 131072)),
         (32, (1 << 20,), "cuda", (512, 2176, 8960, 37376, 156160)),
     ],
 )

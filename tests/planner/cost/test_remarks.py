@@ -16,7 +16,7 @@ from sparsekv.planner.tighten import tightened_remarks
 PREFILL = options_for(target_density=(0.3,), phases=("prefill",))
 DECODE = options_for(phases=("decode",))
 FREE = made_up_cost()
-SLOW_TILES = made_up_cost(prefill_sparse=Line(prices=(0.0, 0.0, 10.0, 10.0)))
+SLOW_TILES = made_up_cost(prefill_sparse=Line(prices=(0.0, 0.0, 10.0, 10.0, 10.0)))
 SLOW_CHOICE = made_up_cost(decode_sparse=Line(prices=(1000.0, 1.0)))
 
 
@@ -77,7 +77,7 @@ def test_a_phase_that_runs_dense_is_told_with_the_options_that_change_it(profile
 
 def test_the_density_that_dense_layers_make_is_told_beside_the_target() -> None:
     profile, options = slower_layer(0.32), PREFILL.but(target_density=(0.25,))
-    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * 128 * 129 / 2, 0.0, 1.0, 1.0)))
+    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * 128 * 129 / 2, 0.0, 1.0, 1.0, 1.0)))
     plan = compile_once(profile.model, options, profile, cost)
     (line,) = plan_remarks(plan, options, profile, cost)
     assert plan.cost.lengths[0].prefill.density > 0.3

@@ -1,0 +1,89 @@
+"""One candidate for every head: least damage within a budget.
+
+Solved by the relaxation in which a head may take a mixture of candidates: on the lower convex hull of each head's
+(cost, damage), segments are bought in order of the damage that they save for their cost. The relaxed optimum bounds the
+real one from below, which gives the proven gap.
+
+Shapes: L layers, C slots of candidates, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from sparsekv.planner.cost.predict import ABSENT, DENSE, Choice, Floats, Mask
+from sparsekv.planner.settled import ROUNDING
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Allocation:
+    """A choice for every head.
+
+    Attributes:
+        damage: the sum over all heads.
+        bound: what no choice within the budget is below; never more than `damage`.
+    """
+
+    choice: Choice
+    damage: float
+    bound: float
+
+
+def solve(
+    cost_LCH: Floats, damage_LCH: Floats, allowed_LCH: Mask, present_LH: Mask, budget: float
+) -> Allocation | None:
+    """Least damage at a total cost of at most `budget`; None where the cheapest choice costs more, rounding aside.
+
+    Args:
+        cost_LCH, damage_LCH: of each slot; a dense head costs 1 and does no damage.
+        allowed_LCH: slots that may be taken; a dense head always may.
+        present_LH: heads that exist.
+    """
+    choice = np.where(present_LH, DENSE, ABSENT)
+    spent = damage = 0.0
+    steps: list[tuple[float, int, int, int, float, float]] = []
+    for layer, head in np.argwhere(present_LH).tolist():
+        slots = np.flatnonzero(allowed_LCH[layer, :, head]).tolist()
+        hull = _hull([(float(cost_LCH[layer, c, head]), float(damage_LCH[layer, c, head]), c) for c in slots])
+        cheapest, least, choice[layer, head] = hull[0]
+        spent, damage = spent + cheapest, damage + least
+        for (low, worse, _), (high, better, slot) in pairwise(hull):
+            saved, price = worse - better, high - low
+            steps.append((-saved / price, layer, head, slot, price, saved))
+    left = budget - spent
+    if left < -ROUNDING * budget:
+        return None
+    bound, is_bounded, stopped = damage, False, set()
+    for slope, layer, head, slot, price, saved in sorted(steps):
+        if not is_bounded:  # the relaxation takes the part of this step that fits, and nothing after it
+            is_bounded = price > left
+            bound -= min(saved, -slope * max(left, 0.0))
+        if (layer, head) in stopped:
+            continue
+        if price <= left:
+            choice[layer, head], left, damage = slot, left - price, damage - saved
+        else:
+            stopped.add((layer, head))  # later steps of a head stand on the earlier ones
+    return Allocation(choice, max(damage, 0.0), max(min(bound, damage), 0.0))
+
+
+def _hull(points: list[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
+    """The lower convex hull of (cost, damage, slot) and of dense, ascending in cost, descending in damage."""
+    hull: list[tuple[float, float, int]] = []
+    for point in sorted([*points, (1.0, 0.0, DENSE)]):
+        if hull and point[1] >= hull[-1][1]:
+            continue
+        while len(hull) > 1 and _lies_above(hull[-1], hull[-2], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _lies_above(
+    middle: tuple[float, float, int], left: tuple[float, float, int], right: tuple[float, float, int]
+) -> bool:
+    rise = (left[1] - middle[1]) * (right[0] - middle[0])
+    return rise <= (middle[1] - right[1]) * (middle[0] - left[0])

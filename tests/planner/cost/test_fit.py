@@ -1,0 +1,116 @@
+"""Prices of prefill from noisy timings, and fits that cannot be right."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.planner.cost.device_cost import HeadShape, Line, Timing
+from sparsekv.planner.cost.fit import fit_errors, fit_line, free_work
+from sparsekv.planner.cost.measure import timed_lengths
+from sparsekv.planner.cost.prefill_launches import features_of, layers_to_time
+from sparsekv.plans.patterns import AShape, Dense, Pattern, TileShape, VerticalSlash, tokens
+
+TILE, PROCESSORS, PASSES = TileShape(), 132, 2
+SHAPES = [(2, 64), (14, 64), (8, 256), (32, 128), (64, 128)]
+SEEDS = 200
+WHAT = "sparse prefill"
+
+
+@cache
+def index_of(even: Pattern, odd: Pattern, length: int) -> TileIndex:
+    """Two heads over random keys."""
+    q_12SD, k_12SD = torch.randn(2, 1, 2, length, 8, generator=torch.Generator().manual_seed(length))
+    return build_index((even, odd), q_12SD, k_12SD, Chunk.uniform(1, 0, length), TILE, scale=1.0)
+
+
+def features(even: Pattern, odd: Pattern, length: int, heads: int) -> tuple[float, ...]:
+    """Of a launch of so many heads, every other one alike."""
+    index = index_of(even, odd, length)
+    wider = {
+        name: getattr(index, name).repeat_interleave(heads // 2, 1)
+        for name in ("tiles_BHTW", "counts_BHT", "columns_BHC", "live_BHTN")
+    }
+    return features_of(replace(index, dense_H=index.dense_H.repeat_interleave(heads // 2), **wider), PROCESSORS)
+
+
+def timed_features(heads: int, size: int) -> Iterator[tuple[int, tuple[float, ...]]]:
+    for length in timed_lengths(HeadShape(heads=heads, kv_heads=1, head_dim=size), (8192, 16384, 32768), "cuda"):
+        for even, odd in layers_to_time(length):
+            yield length, features(even, odd, length, heads)
+
+
+def left_out(heads: int) -> list[tuple[float, ...]]:
+    """Layers as plans have them, at lengths in between: patterns mixed, a few heads dense."""
+    found = []
+    for length in (6144, 12288, 24576):
+        lines = VerticalSlash(vertical=tokens(length // 20), slash=tokens(length // 8), max_tiles=tokens(length // 6))
+        window = AShape(sink=tokens(128), window=tokens(length // 8))
+        found += [features(*pair, length, heads) for pair in ((lines, lines), (lines, window), (lines, Dense()))]
+    return found
+
+
+@pytest.mark.parametrize(("heads", "size"), SHAPES)
+def test_prices_and_other_launches_are_found_from_timings_with_a_tenth_of_noise(heads: int, size: int) -> None:
+    """Tiles and columns within 15% in 85% of fits, launches that were not timed within 15% in 95%."""
+    rng = np.random.default_rng(heads)
+    work, others = list(timed_features(heads, size)) * PASSES, np.array(left_out(heads))
+    close, launches = [], []
+    for _ in range(SEEDS):
+        tile = 0.01 * size / 64 * rng.uniform(0.7, 1.5)
+        planted = (rng.uniform(5, 20), 2 * tile, tile, rng.uniform(1.5, 3) * tile, rng.uniform(0.8, 1.2) * tile)
+        exact = Line(prices=planted)
+        timings = [
+            Timing(what=WHAT, length=length, features=own, us=exact.at(*own) * max(0.5, rng.normal(1.0, 0.1)))
+            for length, own in work
+        ]
+        found = np.array(fit_line(timings, WHAT).prices)
+        close.append((np.abs(found / planted - 1.0) < 0.15)[2:4].all())
+        launches += list(np.abs(others @ found / (others @ np.array(planted)) - 1.0) < 0.15)
+        assert not free_work([*timings, *dense_timings(tile)])
+    assert np.mean(close) >= 0.85
+    assert np.mean(launches) >= 0.95
+
+
+def dense_timings(tile_us: float) -> list[Timing]:
+    return [
+        Timing(what="dense prefill", length=length, features=(1.0, float(tiles)), us=10.0 + tiles * tile_us)
+        for length, tiles in ((1024, 36), (8192, 2080), (32768, 32896))
+    ]
+
+
+def launches_that_vary_in(*varied: int) -> list[Timing]:
+    """Timings in which work of these features takes a microsecond a tile, and all other work nothing."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(30):
+        own = (1.0, 8.0, *(float(x) for x in rng.uniform(100, 1000, 3)))
+        found.append(Timing(what=WHAT, length=4096, features=own, us=50.0 + sum(own[feature] for feature in varied)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("varied", "free"),
+    [((2, 3, 4), ()), ((3, 4), ("tiles have",)), ((2, 4), ("columns have",)), ((2, 3), ("tiles of dense heads have",))],
+)
+def test_work_without_a_price_is_found_where_it_is_a_tenth_of_a_launch(varied, free: tuple[str, ...]) -> None:
+    found = free_work([*launches_that_vary_in(*varied), *dense_timings(1.0)])
+    assert len(found) == len(free)
+    assert all(line.startswith(start) for line, start in zip(found, free, strict=True))
+    assert not free_work([*launches_that_vary_in(*varied), *dense_timings(1e-6)]), "too little work to matter"
+
+
+def test_errors_say_how_far_a_timing_lies_from_the_line_through_the_others() -> None:
+    exact = Line(prices=(10.0, 2.0))
+    timings = [Timing(what="copy", length=1, features=(1.0, x), us=exact.at(1.0, x)) for x in (1.0, 5.0, 20.0, 50.0)]
+    assert fit_errors(timings, "copy").worst_left_out == pytest.approx(0.0, abs=1e-6)
+    off = [*timings, Timing(what="copy", length=1, features=(1.0, 80.0), us=2.0 * exact.at(1.0, 80.0))]
+    found = fit_errors(off, "copy")
+    assert found.timings == 5
+    assert found.worst_left_out == pytest.approx(0.5, abs=0.01)
+    assert found.residual < found.left_out <= found.worst_left_out
