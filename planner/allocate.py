@@ -31,6 +31,7 @@ from sparsekv.planner.cost.predict import (
     Mask,
     Savings,
     ScoreTables,
+    gain_of,
     head_times,
     layer_times,
     longest_losing,
@@ -147,11 +148,13 @@ class TimedCandidate:
 
     Attributes:
         cost: prices at its length, which come to what was timed.
+        gain: how many times as fast as dense they say that all layers are.
     """
 
     candidate: Candidate
     timing: BucketTiming
     cost: DeviceCost
+    gain: float
 
 
 def timed_candidates(profile: Profile, cost: DeviceCost, options: Settled) -> dict[int, TimedCandidate]:
@@ -159,7 +162,10 @@ def timed_candidates(profile: Profile, cost: DeviceCost, options: Settled) -> di
     found = {}
     for one in candidates(profile, cost, options) if cost.buckets else ():
         if (timing := cost.timed(one.digest, one.length)) is not None:
-            found[one.length] = TimedCandidate(one, timing, cost.corrected(timing))
+            own = cost.corrected(timing)
+            found[one.length] = TimedCandidate(
+                one, timing, own, gain_of(prefill_estimate(own, one.tables, one.choice, profile))
+            )
     return found
 
 
@@ -408,8 +414,7 @@ class _Length:
         return choice, self._gain(choice)
 
     def _gain(self, choice: Choice) -> float:
-        estimate = prefill_estimate(self._cost, self.tables, choice, self._profile)
-        return estimate.dense_us / max(estimate.sparse_us, 1e-9)
+        return gain_of(prefill_estimate(self._cost, self.tables, choice, self._profile))
 
     def _unreached(self, target: float, found: float) -> UsageError:
         least = min(mandatory_density(self._entry.length, self._tile, family) for family in self._families)

@@ -120,7 +120,7 @@ def compile_plan(
     found = _verified(job, measured, cost, stages, kv_cache)
     if cost_out is not None and found.cost != cost:
         write_measured(found.cost, cost_out)
-    timed = {at: one.timing for at, one in timed_candidates(measured, found.cost, found.options).items()}
+    timed = timed_candidates(measured, found.cost, found.options)
     remarks = (
         *found.remarks,
         *told,
@@ -130,7 +130,9 @@ def compile_plan(
         *beside,
         *job.remarks,
     )
-    return PlanResult(found.plan, time.monotonic() - started, found.attempts, remarks, tuple(timed.values()))
+    return PlanResult(
+        found.plan, time.monotonic() - started, found.attempts, remarks, tuple(one.timing for one in timed.values())
+    )
 
 
 def _stages(job: Job) -> tuple[str, ...]:
@@ -374,7 +376,7 @@ def _loaded(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel:
 
 def plan_remarks(
     plan: Plan, options: Settled, profile: Profile, cost: DeviceCost,
-    timed: Mapping[int, BucketTiming] = MappingProxyType({}),
+    timed: Mapping[int, TimedCandidate] = MappingProxyType({}),
 ) -> tuple[str, ...]:  # fmt: skip
     """A line for each length whose attention was timed, and for each thing to change about a plan; `options` are those
     it was compiled with, settled."""
@@ -384,7 +386,7 @@ def plan_remarks(
         lines.append(f"timed in steps of {cost.chunk} tokens: serve it with --max-num-batched-tokens {cost.chunk}")
     if plan.prefill:
         found = {entry.length: entry.prefill for entry in plan.cost.lengths if entry.prefill}
-        lines += [_timing_remark(one) for one in timed.values()]
+        lines += [_timing_remark(one.timing) for one in timed.values()]
         lines += _prefill_remarks(plan.prefill, found, options, profile, timed)
     if plan.decode:
         steps = {entry.length: entry.decode for entry in plan.cost.lengths if entry.decode}
@@ -412,7 +414,7 @@ def _timing_remark(timing: BucketTiming) -> str:
 
 def _prefill_remarks(
     prefill: PrefillPlan, found: dict[int, Estimate], options: Settled, profile: Profile,
-    timed: Mapping[int, BucketTiming],
+    timed: Mapping[int, TimedCandidate],
 ) -> Iterator[str]:  # fmt: skip
     entries = [entry for entry in profile.lengths if entry.layers]
     dense = [entry.length for entry in entries if prefill.bucket(entry.length).dense]
@@ -422,10 +424,11 @@ def _prefill_remarks(
             f"prefill at {_listed(predicted)} runs dense, predicted to be faster; plan longer --lengths or "
             "--no-crossover"
         )
-    if measured := [length for length in lost if length in timed]:
+    for length in (length for length in lost if length in timed):
         yield (
-            f"prefill at {_listed(measured)} runs dense: timed sparse attention gains less than {SURE_GAIN:.2f}x, "
-            "which runs do not agree on; plan longer --lengths or --no-crossover"
+            f"prefill at {format_length(length)} runs dense: by what was timed, all layers gain "
+            f"{timed[length].gain:.2f}x, and only from {SURE_GAIN:.2f}x on would each run come to that; plan longer "
+            "--lengths or --no-crossover"
         )
     speedup = options.target_speedup
     targets: Sequence[float] = options.target_density or [entry.densities[-1] for entry in entries]

@@ -242,6 +242,11 @@ def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, prof
     )
 
 
+def gain_of(estimate: Estimate) -> float:
+    """How many times as fast as dense."""
+    return estimate.dense_us / max(estimate.sparse_us, 1e-9)
+
+
 def _window_tiles(length: int, group: AttentionGroup, tile: TileShape) -> int:
     """Tiles of a head that sees its window alone, over a whole prompt."""
     rows = [(first, min(first + tile.query, length) - 1) for first in range(0, length, tile.query)]

@@ -82,10 +82,10 @@ def test_a_plan_says_what_was_timed_and_why_a_length_is_dense() -> None:
     for gain, found in ((2.0, False), (1.01, True)):
         cost = with_gain(made_up_cost(), gain, true_line_gain(made_up_cost()))
         plan = compile_once(made_up().model, OPTIONS, made_up(), cost)
-        timed = {at: one.timing for at, one in timed_candidates(made_up(), cost, OPTIONS).items()}
+        timed = timed_candidates(made_up(), cost, OPTIONS)
         remarks = "\n".join(plan_remarks(plan, OPTIONS, made_up(), cost, timed))
         assert f"layers 0,2: dense {gain:.3g} ms" in remarks
-        assert ("runs dense: timed" in remarks) == found
+        assert ("runs dense: by what was timed" in remarks) == found
         assert plan.prefill.bucket(8192).dense == found
 
 
