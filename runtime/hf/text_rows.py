@@ -1,0 +1,155 @@
+"""The rows of a batch that `exact` generates: they grow at different rates, and end where dense decoding ends them.
+
+Dense `generate` asks its stopping criteria once a step, of the whole batch. A row that has stopped is padded where one
+of them has an `eos_token_id`; else it goes on until all rows have stopped. Here the criteria are asked in the same
+order, of the same tokens, as soon as every row has come so far; what rows have beyond is cut when they stop.
+
+Shapes: B batch, Q checked tokens, T tokens of a text.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import StoppingCriteriaList
+from transformers.generation import stopping_criteria
+
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.exact_gain import DRAFTS
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """The stopping criteria of one call of `generate`, sorted by how they are asked."""
+
+    longest: int  # tokens of a row, the prompt included
+    ends: frozenset[int]
+    others: StoppingCriteriaList
+    pad: int | None  # fills rows that have stopped; None: they go on until all have
+
+    @classmethod
+    def of(cls, criteria: StoppingCriteriaList, prompt: int, pad: torch.Tensor | None) -> Stops:
+        """The criteria that transformers made or was given.
+
+        Args:
+            prompt: its tokens; one more is generated, whatever the criteria say.
+            pad: the padding token, if there is one.
+
+        Raises:
+            UsageError: rows that have stopped must be padded, and there is no padding token.
+        """
+        ends: set[int] = set()
+        limits, others = [], StoppingCriteriaList()
+        for one in criteria:
+            if type(one) is stopping_criteria.EosTokenCriteria:
+                ends.update(one.eos_token_id.flatten().tolist())
+            elif type(one) is stopping_criteria.MaxLengthCriteria:
+                limits.append(one.max_length)
+            else:
+                others.append(one)
+        pads = any(hasattr(one, "eos_token_id") for one in criteria)
+        if pads and pad is None:
+            raise UsageError(
+                "expected a padding token beside stopping criteria that have an eos_token_id, found none; give "
+                "generate a pad_token_id"
+            )
+        longest = max(min(limits), prompt + 1)
+        return cls(longest, frozenset(ends), others, int(pad) if pads and pad is not None else None)
+
+
+@dataclass(slots=True)
+class Text:
+    """The tokens of all rows so far."""
+
+    ids_BT: torch.Tensor  # with room for the longest; drafts stand behind the end of a row
+    stops: Stops
+    lengths: list[int]  # padding included
+    padding: list[int]  # tokens of the prompt that are not cached
+    complete: list[bool]  # rows that do not grow any more
+    stopped: list[bool]  # rows that a criterion has stopped
+    asked: int  # tokens of each row that the criteria have seen
+
+    @classmethod
+    def of(cls, ids_BS: torch.Tensor, stops: Stops) -> Text:
+        """Prompts with room for answers."""
+        batch, tokens = ids_BS.shape
+        ids_BT = ids_BS.new_zeros((batch, stops.longest + DRAFTS[-1]))  # complete rows are drafted behind, too
+        ids_BT[:, :tokens] = ids_BS
+        return cls(ids_BT, stops, [tokens] * batch, [0] * batch, [False] * batch, [False] * batch, tokens)
+
+    @property
+    def cached(self) -> list[int]:
+        """Tokens of each row that the cache has: all but the last."""
+        return [length - 1 - padding for length, padding in zip(self.lengths, self.padding, strict=True)]
+
+    def growing(self) -> list[int]:
+        """Rows that are not complete."""
+        return [row for row, complete in enumerate(self.complete) if not complete]
+
+    def rows_by_length(self) -> dict[int, list[int]]:
+        """The growing rows, by their length."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for row in self.growing():
+            found[self.lengths[row]].append(row)
+        return found
+
+    def with_drafts(self, drafted: int) -> torch.Tensor:
+        """[B, Q]: the last token of each row and its draft."""
+        begins = [length - 1 for length in self.lengths]
+        return torch.stack([row[at : at + drafted + 1] for row, at in zip(self.ids_BT, begins, strict=True)])
+
+    def put(self, ids_B: torch.Tensor, drafted: int) -> None:
+        """Writes a token of each row behind so many drafted ones."""
+        if len(set(self.lengths)) == 1:
+            self.ids_BT[:, self.lengths[0] + drafted] = ids_B
+            return
+        for row, length in enumerate(self.lengths):
+            self.ids_BT[row, length + drafted] = ids_B[row]
+
+    def extend(self, row: int, tokens: Iterable[int]) -> None:
+        """Counts tokens that were written behind a row, up to one that completes it."""
+        for token in tokens:
+            self.lengths[row] += 1
+            if token in self.stops.ends or self.lengths[row] == self.stops.longest:
+                self.complete[row] = True
+                return
+
+    def settle(self, streamer: Any) -> None:
+        """Asks the criteria of each step that all rows have come to, and streams it. Once all rows have stopped, what
+        they have beyond the last step is cut."""
+        while not all(self.stopped) and self._has_next_step():
+            self.asked += 1
+            for row, stops in enumerate(self._stops_here()):
+                if stops and not self.stopped[row]:
+                    self._stop(row)
+            if streamer is not None:
+                streamer.put(self.first(self.asked)[:, -1].cpu())
+        if all(self.stopped):
+            self.lengths = [min(length, self.asked) for length in self.lengths]
+
+    def first(self, tokens: int) -> torch.Tensor:
+        """[B, tokens]: the first tokens of each row, padded behind its end."""
+        found_BT = self.ids_BT[:, :tokens].clone()
+        for row, length in zip(found_BT, self.lengths, strict=True):
+            if length < tokens:
+                row[length:] = self.stops.pad
+        return found_BT
+
+    def _has_next_step(self) -> bool:
+        return all(self.lengths[row] > self.asked for row in self.growing())
+
+    def _stops_here(self) -> list[bool]:
+        ends = [full and length == self.asked for full, length in zip(self.complete, self.lengths, strict=True)]
+        if not self.stops.others:
+            return ends
+        found: list[bool] = self.stops.others(self.first(self.asked), None).tolist()
+        return [end or other for end, other in zip(ends, found, strict=True)]
+
+    def _stop(self, row: int) -> None:
+        self.stopped[row] = True
+        if self.stops.pad is not None:
+            self.complete[row], self.lengths[row] = True, self.asked
