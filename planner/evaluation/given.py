@@ -176,7 +176,7 @@ def _check_enough(
         raise PromptError(
             f"expected at least {fewest} different texts among the prompts that are set aside to verify on, found "
             f"{each}: cut there, the others are copies, of each other or of prompts that are calibrated on; give "
-            "prompts of more texts, longer --lengths, or --no-verify"
+            "one prompt of each text and more texts, longer --lengths, or --no-verify"
         )
 
 
