@@ -21,7 +21,10 @@ class PlanFiles(Options):
 
     out: Annotated[Path, Flag("Where the plan goes.", ("--out", "-o"), "FILE")]
     prompts_file: Annotated[
-        Path | None, Flag("Own prompts: JSON lines, of which half verify the plan, or a text.", ("--prompts",), "FILE")
+        Path | None,
+        Flag(
+            "Own prompts: JSON lines, of which half verify the plan (copies once), or a text.", ("--prompts",), "FILE"
+        ),
     ] = None
     profile_out: Annotated[
         Path | None,

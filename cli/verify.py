@@ -97,8 +97,9 @@ def verify(flags: VerifyFlags) -> None:
         return
     asked = flags.options(found)
     subject = subject.checked(flags, asked.lengths)
-    aside = _aside(found, flags.prompts_file)
+    calibrated, aside = _set_aside(found, flags.prompts_file)
     prompts = answered_prompts(flags.prompts_file) if flags.prompts_file and not aside else ()
+    from sparsekv.planner.evaluation.given import HeldOut
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.settled import settle
     from sparsekv.planner.verify import verify as measure
@@ -123,7 +124,7 @@ def verify(flags: VerifyFlags) -> None:
         allow_mismatch=flags.allow_mismatch,
         attempt=evidence.attempt if evidence else 1,  # the samples are those of that attempt
         prompts=prompts,
-        held_out=aside,
+        held_out=HeldOut.of(loaded.tokenizer, calibrated, aside, settled) if aside else None,
         skipped=(evidence and evidence.skipped) or 0,
     )
     facts: dict[str, Any] = {"passed": result.passed, "verified": result.passed and result.conclusive}
@@ -155,12 +156,12 @@ def _of_these_weights(plan: Plan, model: ModelInfo) -> Plan:
     return plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": found})})
 
 
-def _aside(plan: Plan, file: Path | None) -> tuple[GivenPrompt, ...]:
-    """The prompts of a file that were set aside when the plan was made from them; none of other prompts."""
+def _set_aside(plan: Plan, file: Path | None) -> tuple[tuple[GivenPrompt, ...], tuple[GivenPrompt, ...]]:
+    """The prompts of a file that the plan was calibrated on, and those that were set aside; none of other prompts."""
     if file is None or plan.provenance.prompts is None:
-        return ()
-    _, aside = set_aside(own_prompts(file))
-    return aside if aside and digest_of(aside) == plan.provenance.prompts else ()
+        return (), ()
+    calibrated, aside = set_aside(own_prompts(file))
+    return (calibrated, aside) if digest_of(aside) == plan.provenance.prompts else ((), ())
 
 
 def _tell_nothing_sparse(plan: Plan, subject: Subject, as_json: bool) -> None:

@@ -203,6 +203,13 @@ def _accuracy(gate: Gate) -> _Figure:
     return _Figure("accuracy", most, min(most, FINDING), span, lambda prompt: prompt.lost)
 
 
+def fewest_prompts(gate: Gate) -> int:
+    """About how many prompts over all lengths it takes to show that a plan meets its gate, where none of them fails."""
+    _, failed = _of_all_lengths(gate, "prefill")
+    claim = failed.claim([[0.0]], level_of(1), level_of(1))
+    return 1 + (claim.more or 0 if claim else 0)
+
+
 def fails_at(gate: Gate, phase: PhaseName) -> float:
     """The divergence above which a prompt has failed, in nats."""
     return _FAILS * gate.kl_bound(phase)

@@ -22,11 +22,11 @@ from sparsekv.planner.cost.timed_host import Host
 from sparsekv.planner.data_files import check_model
 from sparsekv.planner.evaluation import EvalSamples
 from sparsekv.planner.evaluation.batches import batches
-from sparsekv.planner.evaluation.given import NEAR_END, GivenSamples
+from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.evaluation.predictions import answered, prefill
 from sparsekv.planner.filter_layers import check_budget, check_filters, check_trials
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.own_prompts import GivenPrompt, set_aside
+from sparsekv.planner.own_prompts import set_aside
 from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, held_out
 from sparsekv.planner.profile.profile_data import Profile, narrowed
 from sparsekv.planner.progress import Progress
@@ -69,7 +69,7 @@ class Job:
     cost: DeviceCost | None = None
     host: Host | None = None
     remarks: tuple[str, ...] = ()
-    held_out: tuple[GivenPrompt, ...] = ()
+    held_out: HeldOut | None = None
 
     @property
     def subject(self) -> LoadedModel:
@@ -83,12 +83,9 @@ class Job:
         samples_at = self.options.samples_at
         return {length: self.calibration_prompts(length, samples_at(length)) for length in self.options.lengths}
 
-    def may_verify(self, skipped: int = 0) -> bool:
+    def may_verify(self, skipped: int) -> bool:
         """Whether prompts that were set aside, if any were, are left behind so many of a length."""
-        samples = EvalSamples((), self.options.verify_lengths)
-        return not self.held_out or bool(
-            GivenSamples.cut(samples, self.subject.tokenizer, self.held_out, skipped).lengths
-        )
+        return self.held_out is None or bool(self.held_out.after(skipped))
 
     def calibration_prompts(self, length: int, samples: int) -> tuple[CalibrationPrompt, ...]:
         """So many of a length; see `Calibration`."""
@@ -128,6 +125,7 @@ def job_of(
         asked = asked.but(prompts=calibrated)
     settled = settle(asked, loaded.info.context_length, device.type)
     _check(loaded.info, settled, own, cost)
+    held_out = HeldOut.of(loaded.tokenizer, calibrated, aside, settled) if aside else None
     if verifies or not (own or settled.prompts):
         settled = with_tasks(loaded, settled, own.tasks if own else (), progress)
     kit = prepare(loaded.tokenizer, Split.EVALUATION) if verifies else None
@@ -136,14 +134,7 @@ def job_of(
         EvalSamples(tasks, settled.verify_lengths).check_fit(kit)
     texts = tuple(prompt.text for prompt in settled.prompts)
     calibration = Calibration(loaded.tokenizer, texts, settled.tasks, settled.seed)
-    job = Job(loaded.info, settled, loaded, calibration, kit, profile, own, cost, host, held_out=aside)
-    if aside and not job.may_verify():
-        raise PromptError(
-            f"expected prompts of more than {round(NEAR_END * min(settled.verify_lengths))} tokens among the "
-            f"{len(aside)} that are set aside to verify on, found none; give longer ones, shorter --lengths, or "
-            "--no-verify"
-        )
-    return job
+    return Job(loaded.info, settled, loaded, calibration, kit, profile, own, cost, host, held_out=held_out)
 
 
 def job_of_files(name: str, options: PlanOptions, profile: Profile, cost: DeviceCost) -> Job:

@@ -26,11 +26,10 @@ from sparsekv.planner.cost.measure import measure_cost
 from sparsekv.planner.cost.predict import SURE_GAIN, predict
 from sparsekv.planner.data_files import digest_of, versions, write_measured
 from sparsekv.planner.decode_search import measure_decode, tries_decode
+from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
 from sparsekv.planner.job import Job, head_shape, job_of
 from sparsekv.planner.options import Gate, Phase, PlanOptions
-from sparsekv.planner.own_prompts import GivenPrompt
-from sparsekv.planner.own_prompts import digest_of as digest_of_prompts
 from sparsekv.planner.profile.calibration import mix_of
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
@@ -211,7 +210,7 @@ def _verified(
     skipped = 0
     while planned_phases(plan):
         if not job.may_verify(skipped):
-            said: tuple[str, ...] = (_USED_UP.format(len(job.held_out)),)
+            said: tuple[str, ...] = (_USED_UP.format(job.held_out.count if job.held_out else 0),)
             break
         anywhere = plan.model_copy(update={"targets": ()})  # the warning of another host or device is not for here
         attempts += 1
@@ -336,9 +335,7 @@ class PlanResult:
         return self.plan.cost.lengths if self.plan.cost else ()
 
 
-def _provenance(
-    options: Settled, measured: Profile, cost: DeviceCost, held_out: Sequence[GivenPrompt] = ()
-) -> Provenance:
+def _provenance(options: Settled, measured: Profile, cost: DeviceCost, held_out: HeldOut | None = None) -> Provenance:
     by_trials, by_loss = takes_trials(measured, options), not options.filter_layers
     settings: dict[str, Any] = {
         "target_density": list(options.target_density),
@@ -356,7 +353,7 @@ def _provenance(
         preset=measured.preset,
         seed=options.seed,
         calibration=measured.calibration,
-        prompts=digest_of_prompts(held_out) if held_out else None,
+        prompts=held_out.digest if held_out else None,
         mix=mix_of(measured.tasks, measured.samples),
         profile=digest_of(measured),
         device_cost=digest_of(cost),

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sparsekv.planner.evaluation import DENSE, EvalSamples, Evaluator, Mode, PhaseName, PlanMode, opened
-from sparsekv.planner.evaluation.given import NEAR_END, GivenSamples, samples_of
+from sparsekv.planner.evaluation.given import NEAR_END, GivenSamples, HeldOut, samples_of
 from sparsekv.planner.evaluation.results import Comparison, EvalResult, measurement_of, merged
 from sparsekv.planner.gates import Measured, PhaseClaims, claims_of, fails_at, level_of, line_of, lost_tasks
 from sparsekv.planner.options import Gate
@@ -90,7 +90,7 @@ def verify(
     allow_mismatch: bool = False,
     attempt: int = 1,
     prompts: Sequence[GivenPrompt] = (),
-    held_out: Sequence[GivenPrompt] = (),
+    held_out: HeldOut | None = None,
     skipped: int = 0,
 ) -> Verification:
     """Runs a plan on held-out prompts and compares it with dense.
@@ -103,7 +103,7 @@ def verify(
             plan's own model.
         attempt: which plan this is of those that were tried, from 1: later ones need more proof.
         prompts: of the caller, in place of samples of tasks; they verify nothing, as they were chosen.
-        held_out: or those that were set aside before the plan was searched for, in the order of `set_aside`.
+        held_out: or those that were set aside before the plan was searched for.
         skipped: how many of these, at a length, earlier attempts saw.
 
     Raises:
@@ -123,7 +123,7 @@ def verify(
         samples = GivenSamples.of(samples, samples_of(loaded.tokenizer, prompts, loaded.info.context_length))
         options = options.but(tasks=samples.tasks, verify_chosen=(*options.verify_chosen, "--prompts"))
     elif held_out:
-        samples = GivenSamples.cut(samples, loaded.tokenizer, held_out, skipped)
+        samples = GivenSamples.at(samples, held_out.after(skipped))
         options = options.but(tasks=samples.tasks, verify_lengths=samples.lengths)
     samples.check_fit(source)
     found = _Found({name: {} for name in modes}, options.gate, attempt)

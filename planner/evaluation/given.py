@@ -5,6 +5,7 @@ A length is a power of two, and holds the prompts that are at most that long wit
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -12,18 +13,24 @@ from typing import Any
 
 import numpy as np
 
+from sparsekv.planner.copies import Seen
 from sparsekv.planner.evaluation.batches import MOST_TEXT, EvalSamples
 from sparsekv.planner.evaluation.evaluator import compare
 from sparsekv.planner.evaluation.modes import DENSE, Mode
 from sparsekv.planner.evaluation.results import EvalResult
-from sparsekv.planner.own_prompts import GivenPrompt
-from sparsekv.planner.profile.calibration import OWN_ANSWER
+from sparsekv.planner.gates import fewest_prompts
+from sparsekv.planner.own_prompts import GivenPrompt, digest_of
+from sparsekv.planner.profile.calibration import OWN_ANSWER, whole_prompt
 from sparsekv.planner.progress import Progress, prefill_work
+from sparsekv.planner.settled import Settled
 from sparsekv.planner.tasks import Kit, PieceEncoder, Sample
-from sparsekv.plans.errors import PromptError
+from sparsekv.planner.tasks.text import Ids
+from sparsekv.plans.errors import PlanWarning, PromptError
+from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.load import LoadedModel
 
 NEAR_END = 0.7  # of a length: with fixed budgets a bucket is sparsest at its end
+_NOT_COUNTED = "the others are copies of those, or of prompts that are calibrated on, and do not count"
 
 
 def evaluate_given(
@@ -55,6 +62,7 @@ def evaluate_given(
     total = (1 + len(modes)) * sum(prefill_work(one.length) for some in by_length.values() for one in some)
     with (progress or Progress()).stage("evaluate", total=total) as step:
         for length, samples in sorted(by_length.items()):
+            _tell_copies(_different(samples, length), samples, length, "all are measured, as if they were independent")
             found = compare(loaded, modes, samples, batch=batch, chunk=chunk, step=step)
             tasks = tuple(dict.fromkeys(sample.task for sample in samples))
             for name, own in found.items():
@@ -70,33 +78,30 @@ class GivenSamples(EvalSamples):
 
     @classmethod
     def of(cls, samples: EvalSamples, given: Sequence[Sample]) -> GivenSamples:
-        """These at the lengths of `samples`, in an order that follows from their seed. A length has those that are at
-        most that long and longer than the one before it; the longest has all that are longer."""
+        """These but for copies at the lengths of `samples`, in an order that follows from their seed. A length has
+        those that are at most that long and longer than the one before it; the longest has all that are longer."""
         own: dict[int, list[Sample]] = {length: [] for length in samples.lengths}
         for at in np.random.default_rng(samples.seed).permutation(len(given)):
             longer = (length for length in samples.lengths if given[at].length <= length)
             own[min(longer, default=max(samples.lengths))].append(replace(given[at], task="prompts"))
-        return cls._with(samples, own)
+        different = {length: _different(some, length) for length, some in own.items()}
+        for length, some in own.items():
+            _tell_copies(different[length], some, length, _NOT_COUNTED)
+        return cls.at(samples, different)
 
     @classmethod
-    def cut(
-        cls, samples: EvalSamples, tokenizer: Any, prompts: Sequence[GivenPrompt], skipped: int = 0
-    ) -> GivenSamples:
-        """Prompts in their order, but for the first ones, at those lengths of `samples` that some come near the end of:
-        the longer ones as text that is cut there."""
-        found = {
-            length: [one for prompt in prompts if (one := _at_length(tokenizer, prompt, length))][skipped:]
-            for length in samples.lengths
-        }
-        return cls._with(samples, {length: own for length, own in found.items() if own})
-
-    @classmethod
-    def _with(cls, samples: EvalSamples, given: Mapping[int, Sequence[Sample]]) -> GivenSamples:
+    def at(cls, samples: EvalSamples, given: Mapping[int, Sequence[Sample]]) -> GivenSamples:
+        """Those of each length, in their order."""
         settings = {one.name: getattr(samples, one.name) for one in fields(EvalSamples)}
         return cls(**settings | {"tasks": ("prompts",), "lengths": tuple(given)}, given=given)
 
     def check_fit(self, kit: Kit) -> None:
-        """Raises PromptError where a length has no prompt."""
+        """Raises PromptError where a length has no prompt, or none has."""
+        if not self.given:
+            raise PromptError(
+                "expected prompts that no earlier attempt at the plan saw, found none left of those that were set "
+                "aside; plan anew with more --prompts"
+            )
         for length, own in self.given.items():
             if not own:
                 raise PromptError(f"expected prompts for every length that is verified, found none of {length} tokens")
@@ -106,16 +111,103 @@ class GivenSamples(EvalSamples):
         return list(self.given[length][self.first : self.first + self.samples])
 
 
-def _at_length(tokenizer: Any, given: GivenPrompt, length: int) -> Sample | None:
-    """A prompt that comes near the end of a length; None of a shorter one."""
-    if given.answer:
-        whole = _sample(tokenizer, PieceEncoder.of(tokenizer), replace(given, task="prompts"))
-        if NEAR_END * length < whole.length <= length and 0 < len(whole.answer_ids) <= MOST_TEXT:
-            return whole
-    ids = np.asarray(tokenizer(given.text)["input_ids"][:length], np.int32)
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldOut:
+    """Prompts of the caller that were set aside, as samples of the lengths that they come near the end of; the longer
+    ones as text that is cut there.
+
+    Attributes:
+        digest: of the prompts, whatever their lengths.
+        by_length: in the order of `set_aside`, none a copy (see `Seen`) of another one of that length, or of a prompt
+            that is calibrated on.
+    """
+
+    digest: str
+    by_length: Mapping[int, Sequence[Sample]]
+
+    @classmethod
+    def of(
+        cls, tokenizer: Any, calibrated: Iterable[GivenPrompt], aside: Sequence[GivenPrompt], options: Settled
+    ) -> HeldOut:
+        """Compares prompts as they are at each length; a `PlanWarning` says where some are copies.
+
+        Args:
+            calibrated, aside: the parts of `set_aside`.
+            options: settled: verify_lengths, verify_samples, gate.
+
+        Raises:
+            PromptError: none comes near the end of a length, or copies leave too few to verify a plan.
+        """
+        encoder = PieceEncoder.of(tokenizer)
+        known, own = ([_tokens(tokenizer, one) for one in some] for some in (calibrated, aside))
+        whole = [_sample(tokenizer, encoder, one) if one.answer else None for one in aside]
+        found, different = {}, {}
+        for length in options.verify_lengths:
+            near = (_at_length(*one, length) for one in zip(own, whole, strict=True))
+            found[length] = [sample for sample in near if sample]
+            different[length] = _different(found[length], length, known)
+        fewest = fewest_prompts(options.gate)
+        _check_enough(found, different, len(aside), min(fewest, options.verify_samples or fewest))
+        for length, some in found.items():
+            _tell_copies(different[length], some, length, _NOT_COUNTED, "held-out prompts")
+        return cls(digest_of(aside), different)
+
+    @property
+    def count(self) -> int:
+        """Samples of the length that has most of them."""
+        return max(map(len, self.by_length.values()))
+
+    def after(self, skipped: int) -> dict[int, Sequence[Sample]]:
+        """The samples of each length but for so many; only lengths that have any."""
+        return {length: some[skipped:] for length, some in self.by_length.items() if some[skipped:]}
+
+
+def _check_enough(
+    found: Mapping[int, Sequence[Sample]], different: Mapping[int, Sequence[Sample]], aside: int, fewest: int
+) -> None:
+    near, left = (sum(map(len, some.values())) for some in (found, different))
+    if not near:
+        raise PromptError(
+            f"expected prompts of more than {round(NEAR_END * min(found))} tokens among the {aside} that are set aside "
+            "to verify on, found none; give longer ones, shorter --lengths, or --no-verify"
+        )
+    if not left or left < fewest <= near:
+        each = ", ".join(f"{len(different[n])} of {len(some)} at {format_length(n)}" for n, some in found.items())
+        raise PromptError(
+            f"expected at least {fewest} different texts among the prompts that are set aside to verify on, found "
+            f"{each}: cut there, the others are copies, of each other or of prompts that are calibrated on; give "
+            "one prompt of each text and more texts, longer --lengths, or --no-verify"
+        )
+
+
+def _tell_copies(
+    different: Sequence[Sample], samples: Sequence[Sample], length: int, others: str, what: str = "prompts"
+) -> None:
+    if len(different) < len(samples):
+        told = f"{len(different)} of {len(samples)} {what} are different texts at {format_length(length)}: {others}"
+        warnings.warn(told, PlanWarning, stacklevel=4)
+
+
+def _different(samples: Iterable[Sample], length: int, known: Iterable[Ids] = ()) -> list[Sample]:
+    """The samples without copies of earlier ones, or of other tokens, which are cut at the length."""
+    seen = Seen(length)
+    for ids in known:
+        seen.is_new(ids[:length])
+    return [sample for sample in samples if seen.is_new(whole_prompt(sample).ids)]
+
+
+def _at_length(ids: Ids, whole: Sample | None, length: int) -> Sample | None:
+    """A prompt that comes near the end of a length, with its own answer if it has one; None of a shorter one."""
+    if whole and NEAR_END * length < whole.length <= length and 0 < len(whole.answer_ids) <= MOST_TEXT:
+        return replace(whole, task="prompts")
+    ids = ids[:length]
     if len(ids) <= max(NEAR_END * length, OWN_ANSWER):
         return None
     return Sample(ids[:-OWN_ANSWER], ids[-OWN_ANSWER:], "", "prompts", len(ids))
+
+
+def _tokens(tokenizer: Any, given: GivenPrompt) -> Ids:
+    return np.asarray(tokenizer(given.text)["input_ids"], np.int32)
 
 
 def samples_of(tokenizer: Any, prompts: Iterable[GivenPrompt], context: int) -> list[Sample]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsekv.planner.copies import Seen
 from sparsekv.planner.tasks import (
     QUOTE_TASKS,
     TASKS,
@@ -67,8 +68,8 @@ class CalibrationPrompt:
 class Calibration:
     """The prompts of a job: of tasks, or the caller's own texts in their place. Each is made once.
 
-    Own texts are cut at the length; those of less than half of it are left out, with a `PlanWarning`. `task_of_each`
-    tells whose turn it is.
+    Own texts are cut at the length; those of less than half of it, and copies of others (see `Seen`), are left out
+    with a `PlanWarning`. `task_of_each` tells whose turn it is.
     """
 
     tokenizer: Any
@@ -188,4 +189,13 @@ def _own(tokenizer: Any, texts: Sequence[str], length: int) -> tuple[Calibration
             PlanWarning,
             stacklevel=3,
         )
-    return tuple(CalibrationPrompt(ids, len(ids) - OWN_ANSWER) for ids in long_enough)
+    seen = Seen(length)
+    different = [ids for ids in long_enough if seen.is_new(ids)]
+    if len(different) < len(long_enough):
+        warnings.warn(
+            f"{len(different)} of {len(long_enough)} calibration prompts are different texts at "
+            f"{format_length(length)}: the others are copies of those, and are not used",
+            PlanWarning,
+            stacklevel=3,
+        )
+    return tuple(CalibrationPrompt(ids, len(ids) - OWN_ANSWER) for ids in different)

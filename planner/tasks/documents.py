@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -94,11 +95,25 @@ class Draws:
     """A random generator that never hands out the same key twice.
 
     Documents that share a row share one `Draws`, so that no key has two values within a row.
+
+    Args:
+        earlier: the generators of the samples before, in their order.
     """
 
-    def __init__(self, rng: np.random.Generator) -> None:
+    def __init__(self, rng: np.random.Generator, earlier: Iterable[np.random.Generator] = ()) -> None:
         self.rng = rng
+        self._earlier = earlier
         self._used: set[int] = set()
+
+    def new_index(self, count: int) -> int:
+        """An index below `count` that no earlier sample was given, as long as there are any; called once a sample."""
+        given: set[int] = set()
+        for rng in (*self._earlier, self.rng):
+            index = int(rng.integers(count))
+            while index in given and len(given) < count:
+                index = int(rng.integers(count))
+            given.add(index)
+        return index
 
     def keys(self, count: int, joiner: str = "-") -> list[Pieces]:
         """Distinct two-word keys as pieces to encode: `(" amber", "-falcon")`.

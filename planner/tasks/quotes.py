@@ -248,7 +248,7 @@ def _draw_layout(source: _Source, sizes: _Sizes, count: int, rng: np.random.Gene
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """An excerpt of the filler text.
+    """An excerpt of the filler text, another one in each sample.
 
     The one query has an empty question; its answer is the end of the excerpt, for a teacher-forced score. Its text is
     empty: a generated continuation is not compared. Without queries, all of the excerpt is context.
@@ -269,7 +269,8 @@ class Perplexity:
         scored = self.longest_answer(kit.encoder, request.length) if request.queries else 0
         if request.queries and not scored:
             raise TaskError(f"expected at least 4 tokens of text, found {request.length}; use a longer length")
-        ids, _ = kit.filler.excerpt(request.length, draws.rng)
+        ends = kit.filler.ends(request.length)
+        ids = kit.filler.before(int(ends[draws.new_index(len(ends))]), request.length)
         split = len(ids) - scored
         query = Query(np.zeros(0, np.int32), ids[split:], "")
         return Document(ids[:split], np.ones(split, np.bool_), (query,) if scored else ())

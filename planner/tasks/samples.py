@@ -45,7 +45,7 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
     Args:
         length: tokens before the answer, frame included, and of the longest answer that the task can have with this
             tokenizer: all samples of a task, length and tokenizer are equally long.
-        index: which sample of the set; samples do not depend on each other.
+        index: which sample of the set; none but the text of `perplexity` depends on earlier ones, to be another one.
 
     Raises:
         TaskError: the length does not hold one statement and its question, or needs more keys than there are.
@@ -57,7 +57,8 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
     if length <= around:
         raise TaskError(f"expected a length of more than {around} tokens, found {length}")
     room = length - around
-    draws = Draws(generator(kit.split, task.name, length, seed, index))
+    earlier = (generator(kit.split, task.name, length, seed, before) for before in range(index))
+    draws = Draws(generator(kit.split, task.name, length, seed, index), earlier)
     document = task.document(kit, Request(room, answer_room=task.longest_answer(kit.encoder, room)), draws)
 
     def asked(query: Query) -> list[Ids]:

@@ -177,7 +177,15 @@ class Filler:
         if count == 0:
             return np.zeros(0, np.int32), np.zeros(1, np.int64)
         end = self._end(count, rng)
-        return _before(self.ids, end, count).astype(np.int32), self._breaks(end, count)
+        return self.before(end, count), self._breaks(end, count)
+
+    def ends(self, count: int) -> npt.NDArray[np.int64]:
+        """Where excerpts of so many tokens may end: at any line, where the text repeats within one."""
+        return self.line_ends[np.searchsorted(self.line_ends, count) if count <= len(self.ids) else 0 :]
+
+    def before(self, end: int, count: int) -> Ids:
+        """The excerpt that ends there."""
+        return _before(self.ids, end, count).astype(np.int32)
 
     def prose(self) -> Filler | None:
         """Its lines of prose and the empty ones behind them, where they are known."""
@@ -191,15 +199,15 @@ class Filler:
     def excerpt_of_kinds(self, count: int, rng: np.random.Generator) -> tuple[Ids, npt.NDArray[np.int64], Mask | None]:
         """An `excerpt` of one token or more, and which of its tokens stand in prose, where that is known."""
         end = self._end(count, rng)
-        ids, breaks = _before(self.ids, end, count).astype(np.int32), self._breaks(end, count)
+        ids, breaks = self.before(end, count), self._breaks(end, count)
         if self.prose_lines is None:
             return ids, breaks, None
         sizes = np.diff(self.line_ends, prepend=0)
         return ids, breaks, _before(np.repeat(self.prose_lines, sizes), end, count)
 
     def _end(self, count: int, rng: np.random.Generator) -> int:
-        usable = self.line_ends[np.searchsorted(self.line_ends, min(count, len(self.ids))) :]
-        return int(usable[rng.integers(len(usable))])
+        ends = self.ends(count)
+        return int(ends[rng.integers(len(ends))])
 
     def _breaks(self, end: int, count: int) -> npt.NDArray[np.int64]:
         rounds = range(-(-max(count - end, 0) // len(self.ids)), 0, -1)

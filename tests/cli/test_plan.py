@@ -1,6 +1,7 @@
 """plan: what goes in, what comes out, and what an interrupted or failed call leaves behind."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from model_folders import save_model
+from own_texts import text_of
 from tiny_models import tiny_model
 
 from sparsekv.cli.arguments import Subject
@@ -341,3 +343,32 @@ def test_own_calibration_prompts_are_used(sparsekv, model, priced, out, tmp_path
         assert done.code == 0, done.err
         digests.append(load_plan(out).provenance.calibration)
     assert digests[0] == digests[1]
+
+
+def test_prompts_that_are_one_text_where_they_are_cut_are_refused_before_anything_is_measured(
+    sparsekv, model, priced, out, tmp_path
+):
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": f"{text_of(0, 1100)}{number}?", "answer": " 4"} for number in range(170)]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    done = sparsekv("plan", model, "-o", out, "--lengths", "1k", "--no-crossover", *priced, "--prompts", file)
+    assert done.code == 2
+    assert "found 0 of 85 at 1k" in done.err
+    assert "evaluate" not in done.err
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_verify_counts_the_same_prompts_as_the_plan_that_was_made_from_them(sparsekv, model, priced, out, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": f"{text_of(number % 7, 1000)}{number}?", "answer": " 4"} for number in range(12)]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    own = ("--lengths", "1k", "--no-crossover", *priced, "--only", "prefill", *LOOSE, "--prompts", file)
+    done = sparsekv("plan", model, "-o", out, *own, "--samples", 1)
+    assert done.code == 0, done.err
+    told = re.search(r"(\d) of 6 held-out prompts are different texts at 1k", done.err)
+    assert told
+    again = sparsekv("verify", model, "--plan", out, "--prompts", file, *LOOSE, "--json")
+    assert again.code == 0, again.err
+    assert told[0] in again.err
+    counted = load_plan(out).quality.evidence.prompts
+    assert counted == again.data["quality"]["evidence"]["prompts"] == int(told[1])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sparsekv.planner.evaluation.results import LongText, Outcome
-from sparsekv.planner.gates import Measured, Prompt, claims_of, level_of, lost_tasks
+from sparsekv.planner.gates import Measured, Prompt, claims_of, fewest_prompts, level_of, lost_tasks
 from sparsekv.planner.options import Gate
 from sparsekv.plans.show import CLAIM_CAPTION
 
@@ -40,6 +40,14 @@ def test_the_caption_of_their_table_names_every_figure() -> None:
     names = {name.split()[0] for name in outcomes(found([Prompt(one, one, one)] * 3))}
     assert "text_divergence" in names
     assert [name for name in names if name not in CLAIM_CAPTION] == []
+
+
+@pytest.mark.parametrize("most", [0.02, 0.05, 0.2, 1.0])
+def test_with_fewer_prompts_than_it_takes_nothing_is_verified(most: float) -> None:
+    gate = GATE.model_copy(update={"max_failed": most})
+    fewest = fewest_prompts(gate)
+    assert outcomes(found([prompt()] * fewest, gate))["failed"] == "met"
+    assert all(outcomes(found([prompt()] * n, gate))["failed"] != "met" for n in (fewest // 2, fewest - 2) if n > 0)
 
 
 def test_a_few_prompts_decide_nothing() -> None:

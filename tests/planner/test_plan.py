@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from own_texts import text_of
 from planner_models import bare_job, made_up_cost, quick_options
 from progress import Counting, CtrlC
 from tiny_models import tiny_model, tiny_tokenizer
@@ -107,10 +108,10 @@ def test_a_gate_that_nothing_sparse_meets_gives_a_plan_without_anything_sparse(l
 
 
 def test_half_of_the_callers_prompts_are_set_aside_before_the_search(loaded: LoadedModel, measured) -> None:
-    prompts = [GivenPrompt(f"{number}: " + "a story of a fox. " * 60) for number in range(9)]
+    prompts = [GivenPrompt(text_of(number, 1080)) for number in range(9)]
     job = job_of(loaded, OPTIONS.but(prompts=(*prompts, prompts[0]), tasks=(), verify_samples=None), cost=measured[1])
     calibrated, aside = set_aside(reversed(prompts))
-    assert (len(calibrated), len(aside), job.held_out, job.options.prompts) == (5, 4, aside, calibrated)
+    assert (len(calibrated), len(aside), job.held_out.count, job.options.prompts) == (5, 4, 4, calibrated)
     assert job.calibration.texts == tuple(one.text for one in calibrated)
     result = compile_plan(job)
     assert result.plan.quality.evidence.tasks == ("prompts",)
@@ -119,7 +120,7 @@ def test_half_of_the_callers_prompts_are_set_aside_before_the_search(loaded: Loa
 
 
 def test_attempts_share_no_prompt_that_was_set_aside_and_end_with_them(loaded: LoadedModel, measured) -> None:
-    prompts = tuple(GivenPrompt(f"{number}: " + "a story of a fox. " * 60) for number in range(4))
+    prompts = tuple(GivenPrompt(text_of(number, 1080)) for number in range(4))
     asked = OPTIONS.but(prompts=prompts, tasks=(), verify_samples=None, gate=Gate(max_kl=1e-6, max_failed=0.0))
     seen = []
 
@@ -138,7 +139,7 @@ def test_attempts_share_no_prompt_that_was_set_aside_and_end_with_them(loaded: L
 
 
 def test_prompts_too_short_to_verify_on_are_refused(loaded: LoadedModel) -> None:
-    prompts = [GivenPrompt(f"{number}: " + "a story of a fox. " * 30) for number in range(4)]
+    prompts = [GivenPrompt(text_of(number, 540)) for number in range(4)]
     with pytest.raises(PromptError, match="717"):
         job_of(loaded, OPTIONS.but(prompts=tuple(prompts), tasks=(), verify_samples=None))
 

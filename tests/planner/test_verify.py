@@ -5,17 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from own_texts import text_of
 from planner_models import loaded_tiny, quick_options
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 from tiny_plans import EVERYTHING, decode_plan, drops, every_head, plan_for, segment
 
 from sparsekv.kernels.prefill import cpu
+from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.own_prompts import GivenPrompt
 from sparsekv.planner.profile.profile_data import for_profile
 from sparsekv.planner.settled import settle
 from sparsekv.planner.verify import content_seed, planned_phases, verify
-from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
 from sparsekv.plans.schema import Plan
@@ -119,9 +121,10 @@ def test_tasks_of_ones_own_verify_nothing(loaded: LoadedModel) -> None:
 
 
 def test_own_prompts_are_drawn_once_and_verify_nothing(loaded: LoadedModel) -> None:
-    prompts = [GivenPrompt(f"{number} " + "some text " * 120, " and more") for number in range(4)]
+    prompts = [GivenPrompt(text_of(number, 1200), " and more") for number in (0, 1, 2, 3, 3)]
     settled = options(None, verify_time=1e6, gate=Gate(max_kl=9.0, min_agreement=0.0, min_exact=0.0))
-    found = verify(loaded, narrow(loaded.model), settled, prompts=prompts)
+    with pytest.warns(PlanWarning, match="4 of 5 prompts are different texts at 512"):
+        found = verify(loaded, narrow(loaded.model), settled, prompts=prompts)
     assert found.quality.evidence.tasks == ("prompts",)
     assert found.quality.prefill.claims["failed"].prompts == 4
     assert any("--prompts" in line for line in found.reasons)
@@ -131,16 +134,19 @@ def test_own_prompts_are_drawn_once_and_verify_nothing(loaded: LoadedModel) -> N
 
 def test_prompts_that_were_set_aside_may_verify_at_the_lengths_that_they_come_near(loaded: LoadedModel) -> None:
     lengths = [300, 380, 400, 900]  # tokens, with two of an answer
-    prompts = [GivenPrompt("x" * (length - 2), "yz") for length in lengths]
+    prompts = [GivenPrompt(text_of(length, length - 2), "yz") for length in lengths]
     settled = options(None, lengths=(512, 1024), verify_time=1e6, gate=Gate(max_kl=9.0, min_agreement=0.0))
-    found = verify(loaded, narrow(loaded.model), settled, held_out=prompts)
+    held_out = HeldOut.of(loaded.tokenizer, (), prompts, settled)
+    found = verify(loaded, narrow(loaded.model), settled, held_out=held_out)
     by_length = {part.length: part.claims["divergence"].prompts for part in found.quality.prefill.by_length}
     assert by_length == {512: 3, 1024: 1}  # 300 is too short for both, 900 is cut for one
     assert found.drawn >= 3
     assert not any("--prompts" in line for line in found.reasons)
-    later = verify(loaded, narrow(loaded.model), settled, held_out=prompts, skipped=1)
+    later = verify(loaded, narrow(loaded.model), settled, held_out=held_out, skipped=1)
     assert later.quality.evidence.skipped == 1
     assert later.quality.evidence.prompts == 2
+    with pytest.raises(PromptError, match="no earlier attempt"):
+        verify(loaded, narrow(loaded.model), settled, held_out=held_out, skipped=3)
 
 
 def test_what_is_known_of_a_plan_gives_way_only_to_more(loaded: LoadedModel) -> None:

@@ -101,3 +101,15 @@ def _digest(task: str) -> str:
     for sample in make_samples(TASKS[task], kit, 1024, seed=0, count=3):
         digest.update(sample.past_ids.astype("<i4").tobytes() + sample.answer_ids.astype("<i4").tobytes())
     return digest.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("length", [700, 30_000])  # of less text than the kit has, and of more
+@pytest.mark.parametrize("task", TASKS)
+def test_no_sample_is_another_one_but_for_its_end(task: str, length: int) -> None:
+    counts = {Split.EVALUATION: 40 if length < 1000 else 8, Split.CALIBRATION: 4}
+    beginnings = [
+        np.concatenate([sample.past_ids, sample.answer_ids])[:-64].tobytes()
+        for split, count in counts.items()
+        for sample in make_samples(TASKS[task], kit_named("shipped", split), length, seed=1, count=count)
+    ]
+    assert len(set(beginnings)) == sum(counts.values())
