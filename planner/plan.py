@@ -23,7 +23,7 @@ from sparsekv.planner.allocate import TimedCandidate, allocate, timed_candidates
 from sparsekv.planner.bucket_times import time_buckets
 from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost
 from sparsekv.planner.cost.measure import measure_cost
-from sparsekv.planner.cost.predict import SURE_GAIN, predict
+from sparsekv.planner.cost.predict import SURE_GAIN, gain_of, predict
 from sparsekv.planner.data_files import digest_of, versions, write_measured
 from sparsekv.planner.decode_search import measure_decode, tries_decode
 from sparsekv.planner.evaluation.given import HeldOut
@@ -321,7 +321,7 @@ class PlanResult:
         for phase in ("prefill", "decode"):
             estimates = [getattr(entry, phase) for entry in self._lengths if getattr(entry, phase)]
             if estimates:
-                return float(estimates[-1].dense_us / max(estimates[-1].sparse_us, 1e-9))
+                return gain_of(estimates[-1])
         return None
 
     @property
@@ -438,7 +438,7 @@ def _prefill_remarks(
                 f"prefill at {at} computes {estimate.density:.3f} of the tiles, not {target:g}: some heads are "
                 "predicted to be faster dense; --no-crossover makes them sparse"
             )
-        if speedup is not None and (gain := estimate.dense_us / max(estimate.sparse_us, 1e-9)) < speedup:
+        if speedup is not None and (gain := gain_of(estimate)) < speedup:
             yield f"prefill at {at} gains {gain:.2f}x, not {speedup:g}x: the sparsest that was profiled"
 
 

@@ -51,7 +51,6 @@ def allocated(cost: DeviceCost, options: Settled = OPTIONS) -> PrefillPlan:
 
 def true_line_gain(cost: DeviceCost) -> float:
     """What the lines say of the candidate."""
-    (one,) = candidates(made_up(), cost, OPTIONS)
     estimate = compile_once(made_up().model, OPTIONS.but(crossover=False), made_up(), cost).cost.lengths[0].prefill
     return estimate.dense_us / estimate.sparse_us
 
