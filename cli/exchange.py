@@ -114,6 +114,7 @@ def export(
 def _export_model(place: str, file: Path | None, out: Path, half: bool, as_json: bool) -> None:
     try:
         from sparsekv.runtime.onnx.export import export as write_model
+        from sparsekv.runtime.onnx.export import new_folder
     except ModuleNotFoundError as error:
         raise UsageError(f"expected the package onnx, found none; install it: {install_command('onnx')}") from error
     from sparsekv.cli.arguments import Subject
@@ -132,10 +133,11 @@ def _export_model(place: str, file: Path | None, out: Path, half: bool, as_json:
             "which a graph cannot; export a plan without kv_cache"
         )
     program = Program.of(None, plan.decode, loaded.info)
-    written = write_model(loaded.model, plan, program, out)
-    loaded.tokenizer.save_pretrained(out)
-    loaded.model.config.save_pretrained(out)
-    write_plan(plan, out / PLAN_NAME)
+    with new_folder(out) as made:
+        written = out / write_model(loaded.model, plan, program, made).name
+        loaded.tokenizer.save_pretrained(made)
+        loaded.model.config.save_pretrained(made)
+        write_plan(plan, made / PLAN_NAME)
     lost = ["prefill is dense in this graph"] if plan.prefill is not None else []
     if as_json:
         emit_json({"path": str(written), "format": _ONNX, "lost": lost})

@@ -10,19 +10,24 @@ weights that filter layers choose by from its `qk_matmul_output`.
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import onnx
 import torch
 from onnx import TensorProto, helper
 
-from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import dump_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.onnx.choice import Step, check_segments
+from sparsekv.runtime.onnx.config_fields import ACTIVATIONS, check_fields
 from sparsekv.runtime.onnx.nodes import FLOAT, INT64, OPSET, Nodes
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -51,13 +56,38 @@ def check_exportable(model: Any, program: Program) -> None:
         raise UnsupportedError(
             f"expected rotary angles of {', '.join(_ROPES)}, found {rope}, which change with the length"
         )
+    check_fields(config)
+    size, rotated = model.model.layers[0].self_attn.head_dim, 2 * len(model.model.rotary_emb.inv_freq)
+    if rotated != size:
+        raise UnsupportedError(
+            f"expected rotary angles for all {size} numbers of a head, found {rotated} in rope_parameters"
+        )
     if model.dtype not in _KINDS:
         raise UnsupportedError(f"expected a model in float32 or float16, found {model.dtype}; use --dtype float32")
     check_segments(program)
 
 
+@contextmanager
+def new_folder(place: Path) -> Iterator[Path]:
+    """Yields a folder beside `place` to write into, which takes its name once all is written; nothing is left of one
+    that could not be.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    made = place.with_name(f".{place.name}.{uuid4().hex[:8]}")
+    try:
+        made.mkdir(parents=True)
+        yield made
+        made.rename(place)
+    except OSError as error:
+        raise UsageError(f"cannot write {place}: {error.strerror or error}; nothing is left of it") from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
 def export(model: Any, plan: Plan, program: Program, folder: Path) -> Path:
-    """Writes `model.onnx`, its weights beside it.
+    """Writes `model.onnx`, its weights beside it, into a folder that is there or not.
 
     Args:
         model: of transformers, for causal language modelling.
@@ -65,10 +95,9 @@ def export(model: Any, plan: Plan, program: Program, folder: Path) -> Path:
 
     Raises:
         UnsupportedError: see `check_exportable`.
-        FileExistsError: the folder is there.
     """
     check_exportable(model, program)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     graph = _Decoder(model, program).graph()
     opset = [helper.make_opsetid("", OPSET)]
     made = helper.make_model(graph, opset_imports=opset, producer_name="sparsekv", ir_version=_IR_VERSION)
@@ -149,7 +178,8 @@ class _Decoder:
         hidden = n.op("Add", hidden, mixed)
         normed, mlp = self._norm(layer.post_attention_layernorm, hidden), layer.mlp
         gate = self._linear(mlp.gate_proj, normed)
-        product = n.op("Mul", n.op("Mul", gate, n.op("Sigmoid", gate)), self._linear(mlp.up_proj, normed))
+        active = ACTIVATIONS[self._model.config.hidden_act](n, gate)
+        product = n.op("Mul", active, self._linear(mlp.up_proj, normed))
         return n.op("Add", hidden, self._linear(mlp.down_proj, product))
 
     def _attention(self, module: Any, program: LayerProgram, x: str, step: Step, angles: tuple[str, str]) -> str:

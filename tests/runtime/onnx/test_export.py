@@ -1,5 +1,6 @@
 """A model and its plan as an ONNX graph, run by onnxruntime, against the transformers host."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from tiny_models import tiny_model
 from tiny_plans import info_of, plan_for, segment
 
-from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.onnx.export import export
+from sparsekv.runtime.onnx.config_fields import ACTIVATIONS, FOLLOWED, NEUTRAL
+from sparsekv.runtime.onnx.export import export, new_folder
 
 TOKENS, PROMPT = 12, 150
 SHARE = DecodeBudget(fraction=0.25, at_most=60)
@@ -181,3 +183,102 @@ def test_what_the_graph_cannot_hold_is_refused_by_name(model: Any, plan: DecodeP
     with pytest.raises(UnsupportedError, match=word):
         Session(made, plan, tmp_path)
     assert not (tmp_path / "onnx").exists()
+
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+)  # fmt: skip
+
+
+def random_model(kind: str, rng: np.random.Generator) -> Any:
+    """One of this type, with any value of each field that changes what it computes."""
+
+    def draw(*values: Any) -> Any:
+        return values[rng.integers(len(values))]
+
+    heads, groups = draw((4, 2), (4, 4), (8, 2), (4, 1))
+    options: dict[str, Any] = {
+        "hidden_act": draw(*ACTIVATIONS),
+        "rms_norm_eps": draw(1e-6, 1e-5, 0.3),
+        "rope_parameters": draw(*ROPES) | {"rope_theta": draw(100.0, 10000.0, 1e6)},
+        "tie_word_embeddings": draw(True, False),
+        **({"attention_bias": draw(True, False)} if kind in ("llama", "qwen3") else {}),
+        **({"mlp_bias": draw(True, False)} if kind == "llama" else {}),
+    }
+    sizes = {"layers": 2, "heads": heads, "kv_heads": groups, "head_dim": 16, "ffn": draw(48, 96)}
+    if kind == "qwen2":  # which takes the size of a head from the width
+        sizes["hidden"] = 16 * heads
+    model = tiny_model(kind, seed=int(rng.integers(1 << 16)), **sizes, **options)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith("bias"):
+                value.normal_(std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_config_gives_the_logits_of_transformers(kind: str, seed: int, tmp_path: Path) -> None:
+    model = random_model(kind, np.random.default_rng([seed, KINDS.index(kind)]))
+    ids = prompt(70, seed)
+    found = Session(model, None, tmp_path)(ids, np.zeros(1, np.int64))
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).logits[:, -1].numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_each_activation_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    model, ids = tiny_model("llama", layers=1, hidden_act=name), prompt(20)
+    found = Session(model, None, tmp_path)(ids, np.zeros(1, np.int64))
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).logits[:, -1].numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_of_a_config_is_followed_or_known_to_change_nothing(kind: str) -> None:
+    assert set(tiny_model(kind).config.to_dict()) <= FOLLOWED | NEUTRAL
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "mish"),
+        ("logits_scaling", 2.0),
+        ("final_logit_softcapping", 30.0),
+        ("quantization_config", {"quant_method": "fp8"}),
+    ],
+)
+def test_a_field_that_the_graph_does_not_follow_is_refused_by_name(field: str, value: Any, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    setattr(model.config, field, value)
+    with pytest.raises(UnsupportedError, match=field):
+        Session(model, None, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fails_after", range(3))
+def test_a_folder_that_cannot_be_written_leaves_nothing_behind(fails_after: int, tmp_path: Path) -> None:
+    """As on a full disk; the next try has the name for itself."""
+    place = tmp_path / "deep" / "onnx"
+
+    def fill() -> None:
+        with new_folder(place) as made:
+            for number in range(fails_after):
+                (made / str(number)).write_bytes(b"1")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UsageError, match=rf"cannot write {place}: No space"):
+        fill()
+    assert not place.exists()
+    assert not list(place.parent.iterdir())
+    with new_folder(place) as made:
+        (made / "whole").write_bytes(b"1")
+    assert [one.name for one in place.iterdir()] == ["whole"]
+    assert [one.name for one in place.parent.iterdir()] == ["onnx"]
