@@ -49,6 +49,7 @@ from sparsekv.bench.kernels import families_of, planted_index
 from sparsekv.bench.planted import Planted, causal_scores, plant, sample_rows
 from sparsekv.kernels.backends import BACKENDS, choose_backend, prefill_attention
 from sparsekv.kernels.tiles import density
+from sparsekv.plans.files import write_bytes
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.types import format_length, parse_lengths
 from sparsekv.runtime.model_config import device_name, dtype_name
@@ -449,7 +450,7 @@ def main() -> int:
     print(report(rows, rows[0].device, COLUMNS))
     if options.json:
         record = {"device": rows[0].device, "torch": torch.__version__, "rows": [row.data() for row in rows]}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_bytes(options.json, (json.dumps(record, indent=1) + "\n").encode())
     return 0
 
 

@@ -83,7 +83,9 @@ class PlanFiles(Options):
             raise
 
     def _is_resumable(self) -> bool:
-        return self.profile is None and self.resume.exists()
+        from sparsekv.planner.profile.resume import holds_records
+
+        return self.profile is None and holds_records(self.resume)
 
     def _saved(self, is_complete: bool, command: str) -> str:
         if self._is_resumable():

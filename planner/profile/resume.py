@@ -127,7 +127,7 @@ class Records:
         return self._found[key]
 
     def add(self, record: LayerRecord) -> None:
-        """Keeps a record.
+        """Keeps a record, in the file before all else; one that cannot be written leaves the file as it was.
 
         Raises:
             ConflictError: the file holds the records of another run by now.
@@ -136,6 +136,7 @@ class Records:
         if self._path is not None:
             with (
                 _told(self._path, "make room, the run goes on where it stopped"),
+                _whole_or_not_at_all(self._path),
                 self._path.open("a+", encoding="utf-8") as file,
             ):
                 self._check_own(file)
@@ -242,6 +243,28 @@ def left_aside(path: Path) -> list[Path]:
     """The records of runs with other options that stopped at `path` and were not taken up again."""
     name = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{8}}")
     return sorted(one for one in path.parent.iterdir() if name.fullmatch(one.name))
+
+
+def holds_records(path: Path) -> bool:
+    """Whether there is something in a file of records for another run to go on from."""
+    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        return bool(_HEADER.fullmatch(file.readline()) and file.readline(1))
+    return False
+
+
+@contextmanager
+def _whole_or_not_at_all(path: Path) -> Iterator[None]:
+    """Cuts off what was added to a file where adding to it fails; one that was not there before goes."""
+    before = path.stat().st_size if path.exists() else None
+    try:
+        yield
+    except OSError:
+        with suppress(OSError):
+            if before is None:
+                path.unlink(missing_ok=True)
+            else:
+                os.truncate(path, before)
+        raise
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsekv.plans.errors import PlanError, PlanMismatchError
+from sparsekv.plans.interop.losses import Format
 from sparsekv.plans.interop.source import Exported, Imported, Source, as_json, layers_of, whole
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
@@ -63,14 +64,12 @@ def _budget(size: Any, model: ModelInfo) -> DecodeBudget:
 
 def write_list(plan: Plan) -> Exported:
     """For SparseEngine's `omnikv` method."""
-    segments, lost = _segments(plan)
+    segments, lost = _segments(plan, _LIST)
     sparse = {layer for segment in segments for layer in segment.layers}
     dense = [layer for layer in range(plan.model.layers) if layer not in sparse]
     tokens = max((segment.budget.most for segment in segments), default=_INDEX_TOKENS)
     if any(segment.budget.tokens is None for segment in segments) or len({one.budget for one in segments}) > 1:
-        lost.append(f"budgets by segment or as a share: it has one, of {tokens} tokens")
-    if any((segment.sink, segment.recent) != (_SINK, _RECENT) for segment in segments):
-        lost.append("the numbers of sinks and recent tokens")
+        lost.append(f"`{_OF_SEGMENTS}.budget`: by segment or as a share: it has one, of {tokens} tokens")
     data = {
         "sparse_method": "omnikv",
         "full_attention_layers": ",".join(map(str, dense)),
@@ -111,14 +110,15 @@ def read_letters(source: Source, model: ModelInfo) -> Imported:
 
 def write_letters(plan: Plan) -> Exported:
     """A letter for each layer, as text."""
-    segments, lost = _segments(plan)
+    segments, lost = _segments(plan, _LETTERS)
     sparse = {layer for segment in segments for layer in segment.layers}
     letters = "".join("S" if layer in sparse else "F" for layer in range(plan.model.layers))
     if letters.startswith("S"):
         raise PlanError("expected a plan whose first layer is dense, found a sparse one: these letters cannot say that")
     if any(set(range(one.filter + 1, one.layers[0])) for one in segments if not one.filter_is_sparse):
-        lost.append("which layer chooses where dense layers lie between: the last F before an S does")
-    lost.append("budgets, sinks and recent tokens")
+        lost.append(
+            f"`{_OF_SEGMENTS}.filter`: which layer chooses where dense layers lie between: the last F before an S does"
+        )
     return Exported((letters + "\n").encode(), tuple(lost))
 
 
@@ -158,6 +158,11 @@ def read_maps(source: Source, model: ModelInfo) -> Imported:
     identity = tuple(range(shape[1]))
     anchors = tuple(map(int, named[1].split("_")[1:])) if named else ()
     anchors = anchors or tuple(layer for layer, row in enumerate(table) if row == identity)
+    if not anchors:
+        raise PlanError(
+            f"expected anchor layers, whose heads map to themselves ({', '.join(map(str, identity))}), found none in "
+            f"{source.name}; name the file by them, such as maps_layers_0_2_8.npy"
+        )
     at_most = max(1, round(_KASCADE_SHARE * model.context_length))
     notes = (
         f"a tenth of the context is chosen, as published; no sinks, and the newest {_KASCADE_RECENT} tokens",
@@ -196,15 +201,23 @@ def _imported(
     )
 
 
-def _segments(plan: Plan) -> tuple[tuple[Segment, ...], list[str]]:
-    """Those of the longest bucket, and what none of these formats holds."""
+_OF_SEGMENTS = "decode.lengths.segments"
+_LAYERS = frozenset(("decode.lengths.up_to", f"{_OF_SEGMENTS}.filter", f"{_OF_SEGMENTS}.layers"))
+_EDGES = {f"{_OF_SEGMENTS}.sink": _SINK, f"{_OF_SEGMENTS}.recent": _RECENT}
+_LIST = Format(_LAYERS | {f"{_OF_SEGMENTS}.budget"}, _EDGES)
+_LETTERS = Format(_LAYERS, _EDGES | {f"{_OF_SEGMENTS}.budget.tokens": _INDEX_TOKENS})
+
+
+def _segments(plan: Plan, form: Format) -> tuple[tuple[Segment, ...], list[str]]:
+    """Those of the longest bucket, and what the format does not hold."""
     if plan.decode is None or not (segments := plan.decode.bucket(plan.model.context_length).segments):
         raise PlanError("expected a plan whose decode is sparse, found none: this format holds nothing else")
-    lost = ["the prefill phase"] if plan.prefill is not None else []
+    longest = plan.decode.bucket(plan.model.context_length).model_copy(update={"up_to": None})
+    lost = form.lost(plan.model_copy(update={"decode": plan.decode.model_copy(update={"lengths": (longest,)})}))
     if len(plan.decode.lengths) > 1:
-        lost.append("all buckets but that of the longest contexts")
-    if any(segment.heads != "max" for segment in segments):
-        lost.append("choices by KV head and maps of heads: one choice for all heads")
+        lost.append("`decode.lengths`: all buckets but that of the longest contexts")
     if any(segment.filter_is_sparse for segment in segments):
-        lost.append("filter layers that attend to their own choice: they stand as sparse layers of no filter")
+        lost.append(
+            f"`{_OF_SEGMENTS}.filter`: layers that attend to their own choice stand as sparse layers of no filter"
+        )
     return segments, lost

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sparsekv.plans.errors import PlanError, PlanMismatchError
+from sparsekv.plans.interop.losses import Format
 from sparsekv.plans.interop.source import Exported, Imported, Source, as_json, whole
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash, fraction, tokens
@@ -70,21 +71,34 @@ def read_qwen(source: Source, model: ModelInfo) -> Imported:
 
 def write(plan: Plan) -> Exported:
     """The patterns of the longest bucket."""
-    lost = {"the score of each head, which no plan has: 1.0 stands for it; MInference does not use it": None}
-    if plan.decode is not None:
-        lost["the decode phase"] = None
     if plan.prefill is None:
         raise PlanError("expected a plan with a prefill phase, found none: this format holds nothing else")
-    if len(plan.prefill.lengths) > 1:
-        lost["all buckets but that of the longest prompts"] = None
-    if plan.prefill.tile != _TILE:
-        lost[f"tiles of {plan.prefill.tile.query}: it computes tiles of 64"] = None
     bucket = plan.prefill.bucket(plan.model.context_length)
+    longest = bucket.model_copy(update={"up_to": None})
+    cut = plan.model_copy(update={"prefill": plan.prefill.model_copy(update={"lengths": (longest,)})})
+    lost = {"the score of each head, which no plan has: 1.0 stands for it; MInference does not use it": None}
+    lost |= dict.fromkeys(_FORMAT.lost(cut))
+    if len(plan.prefill.lengths) > 1:
+        lost["`prefill.lengths`: all buckets but that of the longest prompts"] = None
+    if plan.prefill.tile != _TILE:
+        lost[f"`prefill.tile`: tiles of {plan.prefill.tile.query}: it computes tiles of 64"] = None
     layers = []
     for layer in range(plan.model.layers):
         patterns = bucket.patterns(layer, plan.model.group_of(layer).heads)
         layers.append({str(head): _entry(one, plan.model.context_length, lost) for head, one in enumerate(patterns)})
     return Exported(as_json(layers), tuple(lost))
+
+
+_OF_HEADS = "prefill.lengths.heads"
+_OF_PATTERNS = f"{_OF_HEADS}.pattern"
+# Sizes are written in tokens: those of shares at the model's context.
+_SIZES = (*(f"{name}.tokens" for name in ("sink", "window", "vertical", "slash")), "keep", "max_tiles", "last_q")
+_FORMAT = Format(
+    frozenset(
+        ("prefill.tile", "prefill.lengths.up_to", "prefill.lengths.dense", f"{_OF_HEADS}.layer", f"{_OF_HEADS}.heads")
+    )
+    | {f"{_OF_PATTERNS}.{name}" for name in ("pattern", "mass", "score", *_SIZES)}
+)
 
 
 def _layers(data: Any) -> list[dict[str, Any]] | None:
@@ -132,17 +146,17 @@ def _pattern(entry: list[Any], layer: int, head: int, least: tuple[int, int], fe
 def _entry(pattern: Pattern, context: int, lost: dict[str, None]) -> list[Any]:
     if isinstance(pattern, VerticalSlash):
         if pattern.max_tiles.resolve(context) < context:
-            lost["`max_tiles`, the bound on the tiles of a row"] = None
+            lost[f"`{_OF_PATTERNS}.max_tiles`: the bound on the tiles of a row"] = None
         if pattern.last_q != 64:
-            lost["`last_q`: it samples 64 queries"] = None
+            lost[f"`{_OF_PATTERNS}.last_q`: it samples 64 queries"] = None
         return [_LINES, pattern.vertical.resolve(context), pattern.slash.resolve(context), 1.0]
     if isinstance(pattern, AShape):
         return ["stream_llm", pattern.sink.resolve(context), pattern.window.resolve(context), 1.0]
     if isinstance(pattern, BlockSparse):
         if pattern.keep.resolve(context) != _BLOCKS * _TILE.key:
-            lost[f"`keep` of block_sparse heads: it keeps {_BLOCKS} tiles of 64"] = None
+            lost[f"`{_OF_PATTERNS}.keep`: block_sparse heads compute {_BLOCKS} tiles of 64"] = None
         return ["block_sparse", _BLOCKS, 800, 1.0]
     if not isinstance(pattern, Dense):
-        lost[f"{pattern.pattern} heads, which stand as dense ones"] = None
+        lost[f"`{_OF_PATTERNS}.pattern`: {pattern.pattern} heads, which stand as dense ones"] = None
     lost["dense heads, which stand as a window over the whole context"] = None
     return ["stream_llm", context, context, 1.0]

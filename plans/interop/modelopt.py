@@ -12,12 +12,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from sparsekv.plans.errors import PlanError, UnsupportedError
+from sparsekv.plans.interop.losses import Format
 from sparsekv.plans.interop.source import Exported, Imported, Source, as_json
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import PATTERNS
 from sparsekv.plans.phases import PrefillPlan
 from sparsekv.plans.schema import Plan, to_data
 
+_FORMAT = Format(frozenset(f"prefill.{name}" for name in ("tile", "lengths.up_to", "lengths.dense", "lengths.heads")))
 _TARGET = "model.layers.{}.self_attn"
 _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.self_attn")
 
@@ -71,11 +73,11 @@ def write(plan: Plan) -> Exported:
         data = {name: value for name, value in to_data(group).items() if value is not None}
         pattern = data.pop("pattern")
         groups[f"group_{number}"] = {"sparse_algo": pattern, "targets": [_TARGET.format(data.pop("layer"))]} | data
-    first, lost = plan.prefill.lengths[0], []
-    if plan.decode is not None:
-        lost.append("the decode phase")
+    first, longest = plan.prefill.lengths[0], bucket.model_copy(update={"up_to": None})
+    cut = plan.prefill.model_copy(update={"lengths": (first, longest) if first.dense else (longest,)})
+    lost = _FORMAT.lost(plan.model_copy(update={"prefill": cut}))
     if len(plan.prefill.lengths) > 1 + first.dense:
-        lost.append("all buckets but that of the longest prompts")
+        lost.append("`prefill.lengths`: all buckets but that of the longest prompts")
     config: dict[str, Any] = {"config_groups": groups, "tile": to_data(plan.prefill.tile)}
     if first.dense and first.up_to:
         config["dense_up_to"] = first.up_to

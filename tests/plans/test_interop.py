@@ -3,10 +3,13 @@
 import json
 import random
 import struct
+from collections.abc import Iterator
+from typing import Any, get_args
 
 import pytest
 import torch
-from plans_samples import model_info, small_plan
+from plans_samples import full_plan, model_info, small_plan
+from pydantic import ValidationError
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import NO_TILE, Chunk
@@ -15,7 +18,8 @@ from sparsekv.plans.files import dump_plan, parse_plan
 from sparsekv.plans.interop.formats import READERS, WRITERS, plan_of, recognised
 from sparsekv.plans.interop.source import Source
 from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash, tokens
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.schema import Plan, to_data
+from sparsekv.plans.types import Part
 
 LAYERS, HEADS, KV_HEADS, CONTEXT = 6, 4, 2, 65536
 MODEL = model_info(layers=LAYERS, heads=HEADS, kv_heads=KV_HEADS, context_length=CONTEXT)
@@ -164,6 +168,54 @@ def test_each_part_that_a_format_cannot_hold_is_told(to: str) -> None:
     assert ("1.0" in lost) == (to == "minference")  # a score of each head, which no plan has
 
 
+def changed_value(value: Any, kind: Any) -> Any:
+    """Another value for a field; None where there is none to be had."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 64
+    others = [one for one in get_args(kind) for one in (get_args(one) or (one,)) if isinstance(one, str)]
+    if isinstance(value, str):
+        return next((one for one in others if one != value), None if get_args(kind) else f"{value}x")
+    return value[:-1] if isinstance(value, tuple) and len(value) > 1 else None
+
+
+def changes(part: Part, path: str = "") -> Iterator[tuple[str, Part]]:
+    """The part with one field changed after the other, at any depth, unchecked."""
+    for name, info in type(part).model_fields.items():
+        value, here = getattr(part, name), f"{path}.{name}" if path else name
+        is_list = isinstance(value, tuple) and bool(value) and isinstance(value[0], Part)
+        for at, one in enumerate(value if is_list else (value,)):
+            found = changes(one, here) if isinstance(one, Part) else ((here, changed_value(one, info.annotation)),)
+            for place, other in found:
+                if other is not None:
+                    parts = (*value[:at], other, *value[at + 1 :]) if is_list else other
+                    yield place, part.model_copy(update={name: parts})
+
+
+@pytest.mark.parametrize("to", WRITERS)
+@pytest.mark.parametrize("plan", [full_plan(), small_plan(kv_cache=full_plan().kv_cache)], ids=["full", "small"])
+def test_no_field_of_the_schema_is_lost_in_silence(to: str, plan: Plan) -> None:
+    """Changed, it changes the file, or a line of what is lost names it; another model is another file."""
+    try:
+        written = WRITERS[to](plan)
+    except PlanError:
+        pytest.skip("this format holds nothing of this plan")
+    walked = set()
+    for path, other in changes(plan):
+        if path.partition(".")[0] in ("kind", "schema_version", "model", "integrity"):
+            continue
+        walked.add(path)
+        try:
+            again = WRITERS[to](Plan.model_validate(to_data(other)))
+        except (SparseKVError, ValidationError):  # the change contradicts another field
+            continue
+        told = [place for line in (*written.lost, *again.lost) for place in line.split("`")[1::2]]
+        named = any(path == place or path.startswith(f"{place}.") for place in told)
+        assert named or again.data != written.data, path
+    assert {"kv_cache.keep.tokens", "kv_cache.observe", "decode.lengths.segments.recent"} <= walked
+
+
 @pytest.mark.parametrize(
     ("source", "error", "word"),
     [
@@ -176,6 +228,7 @@ def test_each_part_that_a_format_cannot_hold_is_told(to: str) -> None:
         (Source("a.npy", array([[0, 1]] * 5)), PlanMismatchError, "6 layers"),
         (Source("a.npy", array([[0, 1]] * 6, shape="(1 << 40, 1)")), PlanError, "npy"),
         (Source("a.npy", array([[0, 1]] * 6, descr="|O")), PlanError, "npy"),
+        (Source("a.npy", array([[1, 1]] * 6)), PlanError, "anchor layers"),
         (Source("a.json", b'{"do_select_layers": "3,1"}'), PlanError, "ascending"),
         (Source("a.json", b'{"do_select_layers": "9"}'), PlanMismatchError, "below 6"),
         (Source("a.txt", b"SFFFFF"), PlanError, "first layer"),
