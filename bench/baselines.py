@@ -129,7 +129,7 @@ class MaxThreshold:
             heads, queries = call.q_BHSD.shape[1:3]
             if queries == 1 and call.chunk.past[0]:
                 return None
-            own = heads * call.chunk.causal_tiles(self.tile)
+            own = heads * call.chunk.causal_tiles(self.tile, call.window)
             causal += own
             if call.window is not None:
                 computed += own

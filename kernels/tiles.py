@@ -9,15 +9,16 @@ The mask a kernel executes is, for row i of query tile t and key j:
     j <= i and j < lengths[b] and i - j < window          (window: the layer's own, or none)
     and (dense[h]  or  j // tile.key in tiles[b, h, t]  or  (j is column c of head h and live[b, h, t] has bit c))
 
-Density is computed tiles over causal tiles; a column computed singly counts 1 / tile.key of a tile. Dense heads count
-every causal tile. A sliding window of the layer shrinks the lists of an index but not what density divides by, so a
-sparse head of a windowed layer is never reported denser than it is; tiles partly outside the window count whole.
+Density is computed tiles over the tiles that dense attention of the same layer would compute, its window included; a
+column computed singly counts 1 / tile.key of a tile. Tiles partly outside the window count whole. An index counts every
+causal tile for dense heads; `spent_tiles` counts those in the window.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -72,13 +73,24 @@ class Chunk:
         """Key tiles of the longest batch row."""
         return -(-self.longest // tile.key)
 
-    def causal_tiles(self, tile: TileShape) -> int:
-        """Tiles a dense causal kernel computes for one head, summed over the batch rows."""
-        return sum(
-            (min(first + tile.query, length) - 1) // tile.key + 1
-            for past, length in zip(self.past, self.lengths, strict=True)
-            for first in range(past, length, tile.query)
-        )
+    def causal_tiles(self, tile: TileShape, window: int | None = None) -> int:
+        """Tiles that dense causal attention computes for one head, of the layer's own window, over the batch rows."""
+        return sum(tiles_of_rows(self, tile, window))
+
+
+@lru_cache(maxsize=4096)
+def tiles_of_rows(chunk: Chunk, tile: TileShape, window: int | None) -> tuple[int, ...]:
+    """Tiles that dense causal attention computes for one head, of the layer's own window, in each batch row."""
+    reach = window or chunk.longest
+
+    def of_tile(first: int, length: int) -> int:
+        oldest = max(0, first + 1 - reach)
+        return (min(first + tile.query, length) - 1) // tile.key + 1 - oldest // tile.key
+
+    return tuple(
+        sum(of_tile(first, length) for first in range(past, length, tile.query))
+        for past, length in zip(chunk.past, chunk.lengths, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +122,20 @@ def computed_tiles(index: TileIndex) -> torch.Tensor:
     return index.counts_BHT.sum(2).double() + columns_BH.double() / index.tile.key
 
 
-def density(index: TileIndex, chunk: Chunk) -> torch.Tensor:
-    """Computed tiles over causal tiles of all heads and batch rows: a float64 scalar; 0 for a chunk without rows."""
-    causal = index.counts_BHT.shape[1] * chunk.causal_tiles(index.tile)
-    return computed_tiles(index).sum() / max(1, causal)
+def spent_tiles(index: TileIndex, chunk: Chunk, window: int | None = None) -> torch.Tensor:
+    """`computed_tiles` of a layer with a window of its own, whose dense heads compute what lies in it."""
+    computed_BH = computed_tiles(index)
+    if window is None:
+        return computed_BH
+    dense_B1 = computed_BH.new_tensor(tiles_of_rows(chunk, index.tile, window))[:, None]
+    return torch.where(index.dense_H, dense_B1, computed_BH)
+
+
+def density(index: TileIndex, chunk: Chunk, window: int | None = None) -> torch.Tensor:
+    """Computed tiles over those of dense attention, over all heads and batch rows: a float64 scalar; 0 for a chunk
+    without rows."""
+    dense = index.counts_BHT.shape[1] * chunk.causal_tiles(index.tile, window)
+    return spent_tiles(index, chunk, window).sum() / max(1, dense)
 
 
 def pack_bits(bits_XC: torch.Tensor) -> torch.Tensor:

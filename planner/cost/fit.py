@@ -8,6 +8,7 @@ follows such a line takes dense heads for free. `free_work` finds that out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,8 @@ from sparsekv.planner.cost.device_cost import Fit, Line, Timing
 
 Floats = npt.NDArray[np.float64]
 _WORK = {"tiles": 2, "columns": 3, "tiles of dense heads": 4}  # features of sparse prefill, both in tiles
-_LEAST_SHARE = 0.1  # of a launch, from which on its work must have a price
-_NOTHING = 0.01  # of the price of the same work by the dense kernel
+_LEAST_SHARE = 0.1  # of a launch, from which on its work must have a price; and of the price that it must have at least
+_SPARSE = "sparse prefill"
 
 
 def fit_line(timings: Sequence[Timing], what: str) -> Line:
@@ -41,24 +42,44 @@ def fit_errors(timings: Sequence[Timing], what: str) -> Fit:
 
 
 def free_work(timings: Sequence[Timing]) -> tuple[str, ...]:
-    """Returns the kinds of work in sparse prefill that the fit gives no price, a line each.
+    """Returns the kinds of work in sparse prefill that the fit gives no price although they take time, a line each.
 
-    What a tile costs the dense kernel says how much of a launch it is at least.
+    How much time: what a launch with much of it takes longer, at the longest length, than the one with the least work.
+    Where no launch has more of it than another, what as many tiles cost the dense kernel.
     """
-    if not any(timing.what == "sparse prefill" for timing in timings):
+    if not any(timing.what == _SPARSE for timing in timings):
         return ()
-    sparse, (_, tile_us) = fit_line(timings, "sparse prefill"), fit_line(timings, "dense prefill").prices
-    features, us = _own(timings, "sparse prefill")
-    found = []
+    prices = fit_line(timings, _SPARSE).prices
+    (_, dense_us), found = fit_line(timings, "dense prefill").prices, []
+    launches = _longest(timings)
+    least = min(launches, key=lambda work: sum(work[2:]))
     for name, feature in _WORK.items():
-        shares = features[:, feature] * tile_us / us
-        if sparse.prices[feature] < _NOTHING * tile_us and shares.max() > _LEAST_SHARE:
-            at = int(shares.argmax())
+        most = max(launches, key=partial(_mostly, feature))
+        more = most[feature] - least[feature]
+        tile_us = dense_us if more <= most[feature] / 2 else (launches[most] - launches[least]) / more
+        share = most[feature] * tile_us / launches[most]
+        if prices[feature] < _LEAST_SHARE * tile_us and share > _LEAST_SHARE:
             found.append(
-                f"{name} have no price, although {features[at, feature]:.0f} tiles of them were in a launch of "
-                f"{us[at]:.0f} us, at {tile_us:.3g} us a tile of the dense kernel"
+                f"{name} have a price of {prices[feature]:.3g} us, although {most[feature]:.0f} of them in a launch of "
+                f"{launches[most]:.0f} us take {tile_us:.3g} us each"
             )
     return tuple(found)
+
+
+def _mostly(feature: int, work: tuple[float, ...]) -> float:
+    """How much of one kind of work is in a launch, the more the less there is of others."""
+    return work[feature] ** 2 / max(sum(work[2:]), 1.0)
+
+
+def _longest(timings: Sequence[Timing]) -> dict[tuple[float, ...], float]:
+    """The sparse launches of the longest length, by their features, at their fastest."""
+    own = [timing for timing in timings if timing.what == _SPARSE]
+    length = max(timing.length for timing in own)
+    found: dict[tuple[float, ...], float] = {}
+    for timing in own:
+        if timing.length == length:
+            found[timing.features] = min(timing.us, found.get(timing.features, timing.us))
+    return found
 
 
 def _own(timings: Sequence[Timing], what: str) -> tuple[Floats, Floats]:

@@ -123,9 +123,9 @@ def predict(
     return Cost(device=cost.device, backend=cost.backend, lengths=tuple(lengths))
 
 
-def causal_tiles(length: int, tile: TileShape) -> int:
-    """Tiles of a dense head over a whole prompt."""
-    return Chunk.uniform(1, 0, length).causal_tiles(tile)
+def causal_tiles(length: int, tile: TileShape, window: int | None = None) -> int:
+    """Tiles of a dense head over a whole prompt, in a layer with a window of its own or without."""
+    return Chunk.uniform(1, 0, length).causal_tiles(tile, window)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,31 +227,27 @@ def shares_at(
 def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, profile: Profile) -> Estimate:
     """Attention of a whole prefill over all layers, when each head follows its choice.
 
-    Layers with a window of their own take the same time either way. The density is that of the others.
+    Layers with a window of their own compute the same tiles and take the same time either way; they count in both.
     """
-    times, length = layer_times(cost, tables, choice, profile.tile), tables.entry.length
-    same_us = sum(
-        len(group.layers) * cost.prefill_dense_us(group.heads * _window_tiles(length, group, profile.tile), length)
+    times, length, tile = layer_times(cost, tables, choice, profile.tile), tables.entry.length, profile.tile
+    windowed = [
+        (len(group.layers), group.heads * causal_tiles(length, tile, group.window))
         for group in profile.model.attention
         if group.window is not None
-    )
+    ]
+    same_us = sum(layers * cost.prefill_dense_us(tiles, length) for layers, tiles in windowed)
+    same = sum(layers * tiles for layers, tiles in windowed)
+    dense = int((choice != ABSENT).sum()) * causal_tiles(length, tile)
     return Estimate(
         dense_us=float(times.dense_us.sum()) + same_us,
         sparse_us=float(times.sparse_us.sum()) + same_us,
-        density=tables.density(choice),
+        density=(tables.density(choice) * dense + same) / (dense + same),
     )
 
 
 def gain_of(estimate: Estimate) -> float:
     """How many times as fast as dense."""
     return estimate.dense_us / max(estimate.sparse_us, 1e-9)
-
-
-def _window_tiles(length: int, group: AttentionGroup, tile: TileShape) -> int:
-    """Tiles of a head that sees its window alone, over a whole prompt."""
-    rows = [(first, min(first + tile.query, length) - 1) for first in range(0, length, tile.query)]
-    oldest = [max(0, first + 1 - visible_tokens(group, length)) for first, _ in rows]
-    return sum(last // tile.key + 1 - key // tile.key for (_, last), key in zip(rows, oldest, strict=True))
 
 
 def heads_by_pattern(tables: ScoreTables, row: int, choice_H: Choice) -> dict[Family, int]:

@@ -14,7 +14,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.softmax import PLAIN
-from sparsekv.kernels.tiles import Chunk, computed_tiles
+from sparsekv.kernels.tiles import Chunk, spent_tiles
 from sparsekv.plans.errors import ShapeError
 from sparsekv.plans.patterns import Dense
 from sparsekv.runtime.core.program import LayerProgram
@@ -80,17 +80,17 @@ def _attend(
     meter: Meter,
 ) -> torch.Tensor:  # fmt: skip
     k_BGKD, v_BGKD = keys.contiguous(chunk.longest)
-    causal, patterns = layer.heads * chunk.causal_tiles(layer.tile), layer.patterns_for(chunk)
+    window, patterns = layer.window, layer.patterns_for(chunk)
+    causal = layer.heads * chunk.causal_tiles(layer.tile, window)
     if not patterns and keys.softmax is PLAIN:
         meter.add_dense_prefill(causal)
         return _attend_dense(layer, q_BHSD, k_BGKD, v_BGKD, chunk, scale, fallback)
-    window = layer.window
     patterns = patterns or (Dense(),) * layer.heads  # dense kernels know no other softmax
     build = partial(
         build_index, patterns, q_BHSD, k_BGKD, chunk, layer.tile, scale=scale, window=window, cap=keys.softmax.cap
     )
     index = fallback.build(lambda builder: build(builder=builder), q_BHSD.device)
-    meter.add_sparse_prefill(computed_tiles(index), causal)
+    meter.add_sparse_prefill(spent_tiles(index, chunk, window), causal)
     attend = partial(
         prefill_attention, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, softmax=keys.softmax
     )

@@ -14,7 +14,7 @@ class RunStats:
     """Counts since the handle was made or last reset; bytes are those of the latest cache."""
 
     prefill_tiles_computed: float  # columns outside computed tiles count as their share of a tile
-    prefill_tiles_causal: int
+    prefill_tiles_causal: int  # of dense attention, the layers' own windows included
     decode_tokens_attended: int  # summed over layers, steps
     decode_tokens_cached: int  # what dense attention would have attended to
     kv_bytes_device: int
@@ -41,7 +41,8 @@ class RunStats:
 
     @property
     def prefill_density(self) -> float | None:
-        """Computed tiles over causal tiles, over all heads and layers; None before the first prefill."""
+        """Computed tiles over those of dense attention in the same layers, over all heads; None before the first
+        prefill."""
         return self.prefill_tiles_computed / self.prefill_tiles_causal if self.prefill_tiles_causal else None
 
     @property

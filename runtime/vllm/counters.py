@@ -27,7 +27,7 @@ class ServingStats:
 
     @property
     def prefill_density(self) -> float | None:
-        """Computed tiles over causal tiles; None before the first prompt."""
+        """Computed tiles over those of dense attention in the same layers; None before the first prompt."""
         return self.tiles_computed / self.tiles_causal if self.tiles_causal else None
 
     def since(self, before: ServingStats) -> ServingStats:

@@ -35,7 +35,7 @@ from sparsekv.runtime.vllm.decode_step import DecodeHost
 from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layers
 from sparsekv.runtime.vllm.engine_options import Options
 from sparsekv.runtime.vllm.retained_step import RetentionHost
-from sparsekv.runtime.vllm.step_rows import PrefillRows, causal_tiles
+from sparsekv.runtime.vllm.step_rows import PrefillRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +216,8 @@ class PlanHost:
 
     def count_dense(self, layers: Sequence[LayerProgram], chunk: Chunk) -> None:
         """Counts a chunk that vLLM's own kernel computes in these layers, which have the tile of the plan."""
-        self.counters.meter.add_dense_prefill(
-            sum(layer.heads for layer in layers) * causal_tiles(chunk, layers[0].tile)
-        )
+        tiles = (layer.heads * chunk.causal_tiles(layer.tile, layer.window) for layer in layers)
+        self.counters.meter.add_dense_prefill(sum(tiles))
 
 
 def start_host(

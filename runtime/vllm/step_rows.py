@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.vllm.decode_step import DecodeRows
 from sparsekv.runtime.vllm.kept_tables import PromptRows
@@ -115,9 +113,3 @@ def split_rows(
     """The chunks that a layer runs by the plan's patterns, and those that it runs dense."""
     sparse = tuple(rows for rows in prefill if layer.patterns_for(rows.chunk))
     return sparse, tuple(rows for rows in prefill if rows not in sparse)
-
-
-@lru_cache(maxsize=4096)
-def causal_tiles(chunk: Chunk, tile: TileShape) -> int:
-    """Tiles of one head of a chunk that a dense kernel computes."""
-    return chunk.causal_tiles(tile)

@@ -84,25 +84,42 @@ def dense_timings(tile_us: float) -> list[Timing]:
     ]
 
 
-def launches_that_vary_in(*varied: int) -> list[Timing]:
-    """Timings in which work of these features takes a microsecond a tile, and all other work nothing."""
-    rng = np.random.default_rng(0)
-    found = []
-    for _ in range(30):
-        own = (1.0, 8.0, *(float(x) for x in rng.uniform(100, 1000, 3)))
-        found.append(Timing(what=WHAT, length=4096, features=own, us=50.0 + sum(own[feature] for feature in varied)))
+def launches(*prices: float, noise: float = 0.0, tiles: tuple[float, ...] = (100.0, 900.0)) -> list[Timing]:
+    """Few and much of each work at three lengths, with these prices of tiles, columns and tiles of dense heads."""
+    rng, found = np.random.default_rng(0), []
+    for scale in (0.01, 0.1, 1.0):
+        few, many = tiles[0] * scale, tiles[-1] * scale
+        works = ((few, 0.0, 0.0), (many, 0.0, 0.0), (few, 800.0 * scale, 0.0), (few, 0.0, 800.0 * scale))
+        for work in works:
+            us = (50.0 + sum(price * one for price, one in zip(prices, work, strict=True))) * rng.normal(1.0, noise)
+            own = (1.0, 8.0, *work)
+            found.append(Timing(what=WHAT, length=round(4096 * scale), features=own, us=max(us, 1.0)))
     return found
 
 
-@pytest.mark.parametrize(
-    ("varied", "free"),
-    [((2, 3, 4), ()), ((3, 4), ("tiles have",)), ((2, 4), ("columns have",)), ((2, 3), ("tiles of dense heads have",))],
-)
-def test_work_without_a_price_is_found_where_it_is_a_tenth_of_a_launch(varied, free: tuple[str, ...]) -> None:
-    found = free_work([*launches_that_vary_in(*varied), *dense_timings(1.0)])
-    assert len(found) == len(free)
-    assert all(line.startswith(start) for line, start in zip(found, free, strict=True))
-    assert not free_work([*launches_that_vary_in(*varied), *dense_timings(1e-6)]), "too little work to matter"
+@pytest.mark.parametrize("prices", [(1.0, 1.0, 1.0), (0.01, 3.0, 1.0), (1.0, 0.001, 1.0), (0.0, 0.0, 0.0)])
+def test_a_fit_that_says_what_was_timed_is_never_refused(prices: tuple[float, ...]) -> None:
+    """Work that takes nothing costs nothing, whatever the dense kernel takes for as much."""
+    assert not free_work([*launches(*prices), *dense_timings(1.0)])
+
+
+def test_work_without_a_price_is_found_where_it_takes_a_tenth_of_a_launch() -> None:
+    """Short launches that contradict long ones outweigh them in a fit of relative errors."""
+    for number, name in enumerate(("tiles", "columns", "tiles of dense heads")):
+        prices = [1.0 if other == number else 0.0 for other in range(3)]
+        timings = [
+            one.model_copy(update={"us": 1e4 / one.us if one.length < 4096 else one.us}) for one in launches(*prices)
+        ]
+        timings = [one for one in timings if one.length < 4096] * 20 + [one for one in timings if one.length == 4096]
+        found = free_work([*timings, *dense_timings(1.0)])
+        assert any(line.startswith(f"{name} have a price of") for line in found), (name, found)
+
+
+def test_work_that_no_launch_has_more_of_is_judged_by_the_dense_kernel() -> None:
+    """As timings were that made a model dense: as many tiles in each launch of a length, told from nothing."""
+    same = [one for one in launches(0.0, 1.0, 0.0, tiles=(100.0, 100.0)) if one.features[4] == 0.0]
+    assert any(line.startswith("tiles have a price of 0 us") for line in free_work([*same, *dense_timings(1.0)]))
+    assert not free_work([*same, *dense_timings(1e-4)]), "too little work to matter"
 
 
 def test_errors_say_how_far_a_timing_lies_from_the_line_through_the_others() -> None:
