@@ -193,7 +193,7 @@ _ANCHORS_A_LAYER = 5 / 32  # Kascade's choice for 32 layers
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What one layer attends to in a step.
+    """Holds what one layer attends to in a step.
 
     Attributes:
         seen_BGS: which keys, of every KV head, or of all alike where G is 1.

@@ -64,7 +64,7 @@ Modes = Iterator[tuple[str, Mode]]
 
 @dataclass(frozen=True, slots=True)
 class CurveInputs:
-    """What the methods work from.
+    """Holds what the methods work from.
 
     Attributes:
         plan, profile, preset: a plan file, a profile of our search, and one of `--preset minference`; as far as given.
@@ -291,7 +291,7 @@ def _entry(inputs: CurveInputs, length: int) -> LengthProfile:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How a method makes its modes at a length, which of the inputs it needs, and whether it has to be named."""
+    """Says how a method makes its modes at a length, which of the inputs it needs, and whether it has to be named."""
 
     modes: Callable[[CurveInputs, int], Modes]
     needs: Literal["plan", "profile", "preset"] | None = None

@@ -118,7 +118,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory ran out, on whatever device."""
+    """Returns whether an exception means that memory ran out, on whatever device."""
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in text for word in _MEMORY_WORDS)
 
@@ -132,7 +132,7 @@ def in_short(error: BaseException) -> str:
 
 
 def try_each(names: Iterable[str], run: Callable[[str], Found]) -> tuple[dict[str, Found], dict[str, str]]:
-    """What each gives, and why the others do not run."""
+    """Returns what each gives, and why the others do not run."""
     found: dict[str, Found] = {}
     refused: dict[str, str] = {}
     for name in names:
@@ -204,7 +204,7 @@ class DensePeers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a bench found of a case. A number that could not be measured is None; `note` says why.
+    """Holds what a bench found of a case. A number that could not be measured is None; `note` says why.
 
     Attributes:
         name: of the model, or of what was timed of it.
@@ -228,7 +228,7 @@ class Row:
 
     @property
     def speedup(self) -> float | None:
-        """How many times faster than the fastest way to run dense."""
+        """Returns how many times faster than the fastest way to run dense."""
         return self.dense_ms / self.sparse_ms if self.dense_ms is not None and self.sparse_ms else None
 
     def plus(self, *notes: str, **found: Any) -> Row:
@@ -287,7 +287,7 @@ def report(rows: Sequence[Row], title: str, columns: Columns) -> str:
 
 
 def case_of(row: Row) -> str:
-    """What its ways to run dense were timed on."""
+    """Returns what its ways to run dense were timed on."""
     length = format_length(row.length)
     return f"{length}, batch {row.own['batch']}, {row.name}" if "batch" in row.own else length
 

@@ -67,7 +67,7 @@ class Built:
 
     @property
     def programs(self) -> int:
-        """How many fit on a multiprocessor at once, by registers and shared memory."""
+        """Returns how many fit on a multiprocessor at once, by registers and shared memory."""
         by_registers = REGISTERS // (self.registers * 32 * self.warps)
         return min(by_registers, SHARED[self.capability] // max(1, self.shared_bytes))
 
@@ -240,7 +240,7 @@ def _build(builder: Any, pattern: Pattern, dim: int, tile: TileShape, window: in
 
 
 def damage_cases() -> Cases:
-    """What candidates are scored with in profiling."""
+    """Returns what candidates are scored with in profiling."""
     for dim, dtype in ((40, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32), (256, torch.bfloat16)):
         out, gradient = torch.zeros(1, 8, 600, dim, dtype=dtype), torch.zeros(1, 8, 600, dim)
         call = partial(row_damage.head_damage, out, out, gradient, gradient[..., 0], gradient[:, :1, :, 0])
@@ -248,7 +248,7 @@ def damage_cases() -> Cases:
 
 
 def observed_cases() -> Cases:
-    """What a smaller cache is chosen by, and the move of what is kept."""
+    """Returns what a smaller cache is chosen by, and the move of what is kept."""
     for dim, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32), (256, torch.bfloat16)):
         q, k = (torch.zeros(1, heads, LENGTH, dim, dtype=dtype) for heads in (8, 2))
         name = f"head size {dim}, {str(dtype).removeprefix('torch.')}"

@@ -58,7 +58,7 @@ COLUMNS: Columns = {
 
 @dataclass(frozen=True, slots=True)
 class KernelBench:
-    """What to time: every length with every mix of patterns, density and backend.
+    """Holds what to time: every length with every mix of patterns, density and backend.
 
     Attributes:
         densities: that structure is planted at; what comes of it is in the rows.

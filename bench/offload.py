@@ -202,7 +202,8 @@ class OffloadRuns(DecodeRuns):
             yield handle
 
     def result(self, handle: Handle, cache: Cache, milliseconds: float) -> OffloadRun:
-        """What there is to say of the tokens that were generated, and of the memory that they were read from."""
+        """Returns what there is to say of the tokens that were generated, and of the memory that they were read
+        from."""
         stats, why_not = handle.stats(), self.why_not(handle)
         layers = [layer.store for layer in cache.layers if isinstance(layer, SparseLayer)]
         stores = [store for store in layers if isinstance(store, HostStore) and store.is_long()]
@@ -378,7 +379,7 @@ def _fetched_bytes(plan: Plan, info: ModelInfo, run: OffloadRun) -> float | None
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """What fetching random tokens takes.
+    """Holds what fetching random tokens takes.
 
     Attributes:
         row_bytes: keys and values of a token.

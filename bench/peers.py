@@ -91,7 +91,7 @@ class Peer:
     prepare: Callable[[Planted, Path], Ready]
 
     def missing(self, root: Path) -> list[str]:
-        """What is not there to run it: files, then packages."""
+        """Returns what is not there to run it: files, then packages."""
         files = [str(root / self.folder / name) for name in self.files if not (root / self.folder / name).is_file()]
         return files + [f"the package {name}" for name in self.modules if importlib.util.find_spec(name) is None]
 
@@ -154,7 +154,7 @@ def _planted_counts(planted: Planted, head: int) -> tuple[int, int]:
 
 
 def _watched(module: Any, name: str, call: Attention) -> list[Any]:
-    """What a function of the peer returns each time while its attention runs once."""
+    """Returns what a function of the peer returns each time while its attention runs once."""
     original, found = getattr(module, name), []
 
     def watch(*args: Any, **options: Any) -> Any:

@@ -138,7 +138,7 @@ def check_plantable(heads: int, kv_heads: int, head_dim: int, length: int, densi
 
 @dataclass(frozen=True, slots=True)
 class RowCheck:
-    """What sampled rows say about an index and an output.
+    """Holds what sampled rows say about an index and an output.
 
     Attributes:
         mass: mean share of the attention mass that the index holds.

@@ -76,7 +76,7 @@ _OUT_OF_REACH = 1.3  # over the fastest dense run: no longer in the running
 
 @dataclass(frozen=True, slots=True)
 class PrefillBench:
-    """How to time.
+    """Says how to time.
 
     Attributes:
         repeats: runs of each, alternating.

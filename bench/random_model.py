@@ -107,7 +107,7 @@ def _check_room(config: Any, dtype: torch.dtype, cached: int, available: int | N
 
 
 def describe_named(name: str, random_weights: bool) -> ModelInfo:
-    """What is known of a model before its weights are loaded or made.
+    """Returns what is known of a model before its weights are loaded or made.
 
     Raises:
         UsageError, UnsupportedError: as loading it, or `random_model`, would.

@@ -63,7 +63,7 @@ _LATE_MS = 1000.0  # a first token: who is late on average is not asked more oft
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of an engine.
+    """Holds what is asked of an engine.
 
     Attributes:
         prompt, answer: tokens of each.
@@ -82,7 +82,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class ServeBench:
-    """How engines are set, and what is asked of them.
+    """Says how engines are set, and what is asked of them.
 
     Attributes:
         repeats: of each load, in turn.
@@ -168,7 +168,7 @@ def served_model(name: str, random_weights: bool, longest: int) -> Iterator[Serv
 
 @dataclass
 class Measured:
-    """What was measured of a load.
+    """Holds what was measured of a load.
 
     Attributes:
         turns: of each way, as often as it was repeated.

@@ -47,7 +47,7 @@ class Fillable(Protocol):
     """A store, or a layer of a cache."""
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the next tokens can be written."""
+        """Returns where the next tokens can be written."""
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Counts them."""
@@ -151,7 +151,7 @@ class StepAttention:
         return calls | {name: partial(self._each_layer, attend) for name, attend in _kernels(self._device).items()}
 
     def counted(self, plan: DecodePlan) -> RunStats:
-        """What the step attends to by the plan."""
+        """Returns what the step attends to by the plan."""
         count_step(self._program(plan), self._lengths, meter := Meter())
         return meter.read()
 

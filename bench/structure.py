@@ -83,7 +83,7 @@ class HeadSizes:
 
 
 def sizes_for(family: str, length: int, density: float, tile: TileShape, narrowest: int = 1) -> HeadSizes:
-    """What to plant in a head so that the pattern of `pattern_for` computes about `density` of the tiles.
+    """Returns what to plant in a head so that the pattern of `pattern_for` computes about `density` of the tiles.
 
     Args:
         density: computed tiles over causal tiles.
@@ -186,7 +186,7 @@ def narrowest_band(frequencies: int, length: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HeadTruth:
-    """What was planted for one query head, on the host. What its family does not have is empty."""
+    """Holds what was planted for one query head, on the host. What its family does not have is empty."""
 
     sizes: HeadSizes
     bands: tuple[tuple[int, int], ...]  # diagonals [first, stop)

@@ -40,7 +40,7 @@ CHECKED = 7  # tokens of the check that is timed alone
 
 @dataclass(frozen=True, slots=True)
 class DecodeBench:
-    """What to time: every length with every batch.
+    """Holds what to time: every length with every batch.
 
     Attributes:
         lengths: tokens of a row once the last token is there.
@@ -166,7 +166,7 @@ class DecodeRuns:
         return (clock.latest() - clock.began) / self.bench.new_tokens * 1e3
 
     def result(self, handle: Handle, cache: Cache, milliseconds: float) -> Run:
-        """What there is to say of the tokens that were generated."""
+        """Returns what there is to say of the tokens that were generated."""
         check = handle.steps.captured(Phase.CHECK, CHECKED) if handle.steps else None
         check_ms = once(check.run, self.model.device) if check else None
         return Run(milliseconds, self.replay_ms(handle), check_ms, handle.stats(), self.why_not(handle))
@@ -177,7 +177,7 @@ class DecodeRuns:
         return once(latest.run, self.model.device) if latest else None
 
     def why_not(self, handle: Handle) -> str:
-        """Why steps were not captured, on CUDA."""
+        """Returns why steps were not captured, on CUDA."""
         if handle.steps is None:
             return "no captured steps on this device and backend" if self.model.device.type == "cuda" else ""
         return handle.steps.why_not

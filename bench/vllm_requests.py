@@ -66,7 +66,7 @@ class Request:
 
 @dataclass
 class Served:
-    """What became of requests that were served together."""
+    """Holds what became of requests that were served together."""
 
     answers: dict[str, str] = field(default_factory=dict)
     cancelled: Counter[str] = field(default_factory=Counter)

@@ -50,7 +50,7 @@ class Placing:
     def named(
         cls, offload: Literal["auto", "always", "never"] | None, host_layers: int | tuple[int, ...] | None
     ) -> Placing:
-        """What --offload and --kv-host-layers ask for; auto where neither is given."""
+        """Returns what --offload and --kv-host-layers ask for; auto where neither is given."""
         if host_layers is not None:
             return cls(None, host_layers)
         return cls(offload or "auto", by_default=offload is None)
@@ -60,13 +60,13 @@ class Placing:
 
 
 class Output(Options):
-    """How a result is printed."""
+    """Says how a result is printed."""
 
     as_json: Annotated[bool, Flag("Print the result as JSON on standard output.", ("--json",))] = False
 
 
 class AllowMismatch(Options):
-    """Whether a plan must be of the model."""
+    """Says whether a plan must be of the model."""
 
     allow_mismatch: Annotated[bool, Flag("Go on although the plan was made for another architecture.")] = False
 
@@ -100,7 +100,7 @@ NewTokens = Annotated[int, Field(ge=1, le=MAX_LENGTH), Flag("Most tokens to gene
 
 
 class Placement(Options):
-    """Where keys and values of a run are."""
+    """Says where keys and values of a run are."""
 
     offload: Annotated[
         Literal["auto", "always", "never"] | None,
@@ -127,7 +127,7 @@ class Placement(Options):
 
     @property
     def placing(self) -> Placing:
-        """What they ask for; see `Placing.named`."""
+        """Returns what they ask for; see `Placing.named`."""
         return Placing.named(self.offload, self.kv_host_layers)
 
 
@@ -201,7 +201,7 @@ class Subject:
 
     @classmethod
     def named(cls, target: str | None, plan: Path | None, model: str | None) -> Subject:
-        """What a call names.
+        """Returns what a call names.
 
         Args:
             target: a model: a folder or hub repository (whose sparsekv.yaml is the plan), or an alias of one.
@@ -360,7 +360,7 @@ def plan_file(place: Path) -> Path:
 
 
 def _names_repository(place: Path) -> bool:
-    """Whether it can only be meant as a hub id: a mistyped path of a file is not looked for on the hub."""
+    """Returns whether it can only be meant as a hub id: a mistyped path of a file is not looked for on the hub."""
     is_path = os.path.exists(place) or os.path.exists(place.parent) or place.suffix in (".yaml", ".yml", ".json")
     return is_hub_id(str(place)) and not is_path
 

@@ -56,7 +56,7 @@ BenchLengths = Annotated[Lengths, Flag("Tokens, such as 8k,32k; by default as fi
 
 
 class Timed(Options):
-    """How often, and on what."""
+    """Says how often, and on what."""
 
     repeats: Annotated[Count, Flag("How often each is timed; medians are shown.", metavar="N")] = 3
     seed: Seed = 0
@@ -98,7 +98,7 @@ def subject_of(flags: Benched, named: Subject, device: torch.device, dtype: torc
 
 
 def title_of(subject: BenchModel, row: Row, words: str) -> str:
-    """What stands above the rows."""
+    """Returns what stands above the rows."""
     return f"{subject.name}, {row.device}, {row.dtype}; weights: {subject.weights}; plan: {words}"
 
 
@@ -127,7 +127,7 @@ _PLANTED = [name for name, kind in PATTERNS.items() if kind.planting]
 
 
 class KernelFlags(Timed, Device, Precision, Output):
-    """What `bench kernels` is asked to do."""
+    """Holds what `bench kernels` is asked to do."""
 
     lengths: BenchLengths = ()
     density: Annotated[
@@ -204,7 +204,7 @@ def _check_backends(flags: KernelFlags, device: torch.device) -> None:
 
 
 class PrefillFlags(Benched, Timed, Hardware, AllowMismatch, Output):
-    """What `bench prefill` is asked to do."""
+    """Holds what `bench prefill` is asked to do."""
 
     lengths: BenchLengths = ()
     density: HandDensity = ()
@@ -269,7 +269,7 @@ _DECODE_BY_HAND = ("budget", "filters", "selector", "window")
 
 
 class DecodeFlags(Benched, Timed, Hardware, AllowMismatch, Output):
-    """What `bench decode` is asked to do."""
+    """Holds what `bench decode` is asked to do."""
 
     lengths: Annotated[
         Lengths,
@@ -398,7 +398,7 @@ _SERVE_BY_HAND = ("density", "crossover", "tile", "budget", "filters", "keep", "
 
 
 class ServeFlags(Benched, Timed, Precision, Kernels, Output):
-    """What `bench serve` is asked to do."""
+    """Holds what `bench serve` is asked to do."""
 
     lengths: Annotated[
         Lengths,

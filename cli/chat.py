@@ -71,12 +71,13 @@ class Answer:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it ends in a token or two over and over, as of a model asked for what it was not trained on."""
+        """Returns whether it ends in a token or two over and over, as of a model asked for what it was not trained
+        on."""
         last = self.generation.token_ids[-_STUCK:]
         return len(last) == _STUCK and len({*last}) <= 2
 
     def facts(self) -> dict[str, str]:
-        """What people compare, by name."""
+        """Returns what people compare, by name."""
         said = self.generation
         return {
             "prompt tokens": f"{said.prompt_tokens:,}",
@@ -89,7 +90,7 @@ class Answer:
         }
 
     def as_line(self) -> str:
-        """What people are told after an answer."""
+        """Returns what people are told after an answer."""
         said = self.generation
         host = f" + {size(self.kv_bytes_host)} on the host" if self.kv_bytes_host else ""
         density = "dense" if self.prefill_density == 1.0 else f"at density {self.prefill_density:.2f}"
@@ -191,7 +192,7 @@ class Session:
         return dense, sparse
 
     def why_dense(self, answer: Answer) -> str:
-        """Why nothing of an answer by the plan was sparse, or that layers dropped tokens; else empty."""
+        """Returns why nothing of an answer by the plan was sparse, or that layers dropped tokens; else empty."""
         if self.plan is None or self.exact or not (self.prefill or self.decode):
             return ""
         if self.decode and self.plan.retained:
@@ -214,7 +215,7 @@ class Session:
 
     @property
     def has_turns(self) -> bool:
-        """Whether turns are told apart, by the model's chat template; else a conversation is one text."""
+        """Returns whether turns are told apart, by the model's chat template; else a conversation is one text."""
         return self.chat and self.loaded.tokenizer.chat_template is not None
 
     def warm_up_length(self, tokens: int) -> int:
@@ -229,7 +230,7 @@ class Session:
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far: as messages for the chat template, as tokens, and as the cache that holds them.
+    """Holds what was said so far: as messages for the chat template, as tokens, and as the cache that holds them.
 
     Each turn prefills only what is new; one behind a turn that failed prefills everything again. `handle` is that of
     the plan where `session` has one applied; `turns` is whether there may be more than one, up to the model's context.

@@ -78,7 +78,7 @@ def _option(one: Spelled) -> Any:
 
 
 def _read_type(one: Spelled) -> Any:
-    """What the command line reads: numbers, words, files and choices as they are, all else as text."""
+    """Returns what the command line reads: numbers, words, files and choices as they are, all else as text."""
     read: Any = _plain(one.flag.reads or (str if _is_text(one) else one.field.annotation))
     return read if one.field.is_required() or get_origin(read) is list else read | None
 

@@ -58,7 +58,7 @@ MemorySize = Annotated[Size | None, Flag("Such as 80GiB; what this machine has b
 
 
 class DoctorFlags(AllowMismatch, Placement, Hardware, Output):
-    """What `doctor` is asked to do."""
+    """Holds what `doctor` is asked to do."""
 
     memory: Annotated[
         tuple[str, OneLength] | None,
@@ -209,7 +209,7 @@ def _text(report: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """What runs of a model take, and what there is."""
+    """Holds what runs of a model take, and what there is."""
 
     name: str
     model: MemoryModel
@@ -387,7 +387,7 @@ def _longest(data: dict[str, Any]) -> str:
 
 
 def _way_out(data: dict[str, Any]) -> str:
-    """What helps where not even one token fits."""
+    """Returns what helps where not even one token fits."""
     free = data["host" if data["on_cpu"] else "device"]["available"]
     if free is not None and data["device"]["weights"] > free:
         narrower = " (--dtype bfloat16)" if data["dtype"] == "float32" else ""

@@ -31,7 +31,7 @@ OF_PLAN = ("phase", "backend", "allow_mismatch")
 
 
 class CurveFlags(Options):
-    """What to measure a curve of; nothing given is all there is."""
+    """Holds what to measure a curve of; nothing given is all there is."""
 
     curve: Annotated[
         Path | None, Flag("Measure many densities of the plan and of other methods into this file.", metavar="FILE")
@@ -63,7 +63,7 @@ CURVE_OPTIONS = tuple(name for name in CurveFlags.model_fields if name != "curve
 
 
 class EvalFlags(Subjects, CurveFlags, Drawn, Hardware, Output):
-    """What `eval` is asked to do."""
+    """Holds what `eval` is asked to do."""
 
     lengths: Annotated[
         Lengths,

@@ -98,7 +98,7 @@ def size(count: int) -> str:
 
 
 def placed(host_layers: Collection[int], layers: int) -> str:
-    """Where the keys and values of a model's layers are."""
+    """Returns where the keys and values of a model's layers are."""
     from sparsekv.plans.types import format_ids
 
     if not host_layers:
@@ -111,7 +111,7 @@ _DENSITIES = "density: share of the tiles, in decode of the tokens, measured on 
 
 
 def quality_table(quality: Quality) -> str:
-    """What was measured of a plan, phase by phase."""
+    """Returns what was measured of a plan, phase by phase."""
     from sparsekv.plans.show import SCORE_HEADER, score_row  # brings rich
 
     rows = [("phase", "density", *map(str.lower, SCORE_HEADER), "samples")]
@@ -122,7 +122,7 @@ def quality_table(quality: Quality) -> str:
 
 
 def _gates_table(quality: Quality) -> str:
-    """What was shown of each gate; empty where nothing was held against one."""
+    """Returns what was shown of each gate; empty where nothing was held against one."""
     from sparsekv.plans.show import CLAIM_CAPTION, CLAIM_HEADER, claim_rows
 
     rows = [tuple(map(str.lower, CLAIM_HEADER)), *claim_rows(quality)]
@@ -204,7 +204,8 @@ def ending_by_signals(again_after: float = 10.0) -> Iterator[None]:
 
 
 def _is_unwinding(handled: BaseException | None) -> bool:
-    """Whether what is being handled (in `finally`, `except`, at the end of a `with`) is a signal or came of one."""
+    """Returns whether what is being handled (in `finally`, `except`, at the end of a `with`) is a signal or came of
+    one."""
     while handled is not None and not isinstance(handled, Terminated):
         handled = handled.__context__
     return handled is not None

@@ -34,7 +34,7 @@ _HOW_SPARSE = "longer --lengths or --no-crossover leave more of it sparse, loose
 
 
 class PlanFlags(PlanFiles, PlanOptions, Output):
-    """What `plan` is asked to do."""
+    """Holds what `plan` is asked to do."""
 
     model: Annotated[str, Flag("Alias, hub id, folder or GGUF file.", metavar="MODEL", is_argument=True)]
     no_verify: Annotated[bool, Flag("Leave the plan unverified.")] = False
@@ -45,12 +45,12 @@ class PlanFlags(PlanFiles, PlanOptions, Output):
 
     @property
     def needs_model(self) -> bool:
-        """Whether anything is left to be measured."""
+        """Returns whether anything is left to be measured."""
         return not (self.profile and self.cost and self.no_verify) or self.retain is not None
 
     @property
     def options(self) -> PlanOptions:
-        """How to plan."""
+        """Returns how to plan."""
         given = {name: getattr(self, name) for name in self.model_fields_set & set(PlanOptions.model_fields)}
         given |= {"prompts": own_prompts(self.prompts_file)} if self.prompts_file else {}
         given |= {"verify_samples": 0} if self.no_verify else {}
@@ -119,7 +119,7 @@ def plan(flags: PlanFlags) -> None:
 
 
 def _measured(flags: PlanFlags, wanted: PlanOptions) -> Measured:
-    """What was measured before, and has what is asked for."""
+    """Returns what was measured before, and has what is asked for."""
     from sparsekv.planner.cost.device_cost import DeviceCost
     from sparsekv.planner.data_files import read_measured
     from sparsekv.planner.profile.profile_data import Profile, narrowed
@@ -131,7 +131,7 @@ def _measured(flags: PlanFlags, wanted: PlanOptions) -> Measured:
 
 
 def _job(flags: PlanFlags, wanted: PlanOptions, subject: Subject, measured: Measured, progress: Progress) -> Job:
-    """What was measured before, and the model where that leaves anything to it."""
+    """Returns what was measured before, and the model where that leaves anything to it."""
     from sparsekv.planner.job import check_plannable, job_of, job_of_files
 
     profile, cost = measured

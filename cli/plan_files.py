@@ -40,7 +40,7 @@ class PlanFiles(Options):
 
     @property
     def resume(self) -> Path:
-        """What has been profiled, until the plan is written; a rerun goes on from it."""
+        """Returns what has been profiled, until the plan is written; a rerun goes on from it."""
         profile = self.profile_out or self.out.with_name(f"{self.out.name}.profile")
         return profile.with_name(f"{profile.name}.partial")
 

@@ -28,7 +28,7 @@ _COLDEST, _HOTTEST = 0.01, 100.0
 
 
 class RunFlags(Subjects, Placement, Hardware, Output):
-    """What `run` is asked to do."""
+    """Holds what `run` is asked to do."""
 
     prompt: Annotated[str | None, Flag("The prompt.", ("--prompt", "-p"), "TEXT")] = None
     prompt_file: Annotated[
@@ -248,7 +248,7 @@ def _name(sparse: Answer) -> str:
 
 
 def _gain(dense: Answer, sparse: Answer) -> str:
-    """What the plan gained, in a line."""
+    """Returns what the plan gained, in a line."""
     one, other = dense.generation, sparse.generation
     gained = f"{_name(sparse)}: prefill {one.prefill_seconds / other.prefill_seconds:.2f}x as fast as dense"
     if one.decode_seconds > 0 and other.decode_seconds > 0:

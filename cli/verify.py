@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
-    """What `verify` is asked to do."""
+    """Holds what `verify` is asked to do."""
 
     lengths: Annotated[
         Lengths,
@@ -54,8 +54,8 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
     )
 
     def options(self, plan: Plan) -> PlanOptions:
-        """What to verify of a plan: the lengths it was made for, unless others are asked for. One that names none, as
-        imported ones do, is verified at the model's context alone, where that is asked for."""
+        """Returns what to verify of a plan: the lengths it was made for, unless others are asked for. One that names
+        none, as imported ones do, is verified at the model's context alone, where that is asked for."""
         own = sorted({bucket.up_to for bucket in plan.buckets if bucket.up_to is not None and not bucket.dense})
         if not own and plan.cost:  # one bucket for all lengths
             own = sorted(entry.length for entry in plan.cost.lengths)

@@ -170,7 +170,8 @@ def prefill_attention(
 def dense_by_flash(
     q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk, *, backend: str
 ) -> bool:
-    """Whether `dense_prefill` goes to flash-attn-4: it is the backend, takes the tensors as they lie, and pays."""
+    """Returns whether `dense_prefill` goes to flash-attn-4: it is the backend, takes the tensors as they lie, and
+    pays."""
     if backend != "flash":
         return False
     from sparsekv.kernels.prefill.flash.backend import takes_dense
@@ -282,7 +283,7 @@ def _cannot_run(name: str, device: torch.device, obstacle: str) -> BackendError:
 def _obstacle(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, tile: TileShape | None = None
 ) -> str | None:
-    """Why a backend cannot run there; None when it can."""
+    """Returns why a backend cannot run there; None when it can."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it takes float32, float16 and bfloat16, found {dtype}"
     if found := _machine_obstacle(name, device):
@@ -334,7 +335,7 @@ class Fallback:
 
     @property
     def builder_failed(self) -> str:
-        """Why indices are no longer built by Triton; empty where nothing failed."""
+        """Returns why indices are no longer built by Triton; empty where nothing failed."""
         return self._by_torch.get("index building", "")
 
     def run(self, call: Callable[[str], Found], q_BHSD: torch.Tensor, tile: TileShape | None = None) -> Found:
@@ -408,15 +409,15 @@ class Fallback:
 
 
 def is_backend_failure(error: Exception, device: torch.device) -> bool:
-    """Whether a kernel did not compile or launch, or found no memory, on a device that still works: not an error in the
-    code that called it."""
+    """Returns whether a kernel did not compile or launch, or found no memory, on a device that still works: not an
+    error in the code that called it."""
     is_kernels = isinstance(error, _FAILURES) or type(error).__module__.partition(".")[0] in _COMPILERS
     says_so = isinstance(error, RuntimeError) and any(words in str(error) for words in _FAILURE_WORDS)
     return (is_kernels or says_so) and _alive(device)
 
 
 def _recoverable(error: Exception, device: torch.device) -> bool:
-    """Whether the same call may be tried elsewhere: not the input's fault, and the device still works."""
+    """Returns whether the same call may be tried elsewhere: not the input's fault, and the device still works."""
     return (not isinstance(error, SparseKVError) or isinstance(error, BackendError)) and _alive(device)
 
 
@@ -429,8 +430,8 @@ def _summary(error: Exception) -> str:
 
 
 def _alive(device: torch.device) -> bool:
-    """Whether the device still works: after a bad access every later call fails as well, and what was computed before
-    it cannot be trusted. Waits for the device, once for a failure."""
+    """Returns whether the device still works: after a bad access every later call fails as well, and what was computed
+    before it cannot be trusted. Waits for the device, once for a failure."""
     if device.type != "cuda":
         return True
     try:

@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Softmax:
-    """What a layer's softmax has besides its scores.
+    """Holds what a layer's softmax has besides its scores.
 
     Attributes:
         cap: scores are cap * tanh(scaled score / cap); 0 where they are the scaled scores (Gemma-2).

@@ -109,7 +109,7 @@ class TileIndex:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOutput:
-    """What every attention function here returns."""
+    """Holds what every attention function here returns."""
 
     out_BHSD: torch.Tensor  # dtype of q; padding rows are 0
     lse_BHS: torch.Tensor | None  # float32 natural log-sum-exp of the scaled scores; padding rows are -inf

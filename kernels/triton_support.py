@@ -27,12 +27,12 @@ def soft_cap(s, CAP: tl.constexpr):
 
 
 def interpreting() -> bool:
-    """Whether kernels run on the CPU, step by step (TRITON_INTERPRET=1 before triton was imported)."""
+    """Returns whether kernels run on the CPU, step by step (TRITON_INTERPRET=1 before triton was imported)."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def overlaps_launches(device: torch.device) -> bool:
-    """Whether the GPU can launch a kernel while the one before it ends (programmatic dependent launch)."""
+    """Returns whether the GPU can launch a kernel while the one before it ends (programmatic dependent launch)."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
@@ -48,7 +48,7 @@ def overlap(on: bool) -> dict[str, bool]:
 
 
 def head_size_obstacle(head_dim: int) -> str | None:
-    """Why the kernels do not take a head size; None when they do."""
+    """Returns why the kernels do not take a head size; None when they do."""
     if head_dim % 8 == 0 and SMALLEST_HEAD <= head_dim <= LARGEST_HEAD:
         return None
     return f"it takes head sizes that are multiples of 8 from {SMALLEST_HEAD} to {LARGEST_HEAD}, found {head_dim}"

@@ -98,7 +98,7 @@ def allocate(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """What the lines make of a length. Where they leave nothing sparse, what would be without a crossover: timing
+    """Holds what the lines make of a length. Where they leave nothing sparse, what would be without a crossover: timing
     either decides whether the length runs dense.
 
     Attributes:
@@ -302,7 +302,7 @@ class _Length:
         return choice
 
     def told(self) -> str | None:
-        """How good the allocation is, over the heads that the crossover leaves sparse; None of a preset."""
+        """Returns how good the allocation is, over the heads that the crossover leaves sparse; None of a preset."""
         if self._found is None:
             return None
         damage, bound = self._found.damage, self._found.bound
@@ -348,7 +348,7 @@ class _Length:
         )
 
     def _pays_up_to(self, longest: int, choice: Choice) -> bool:
-        """Whether the choice pays at longer lengths too, or is to hold whether it pays or not."""
+        """Returns whether the choice pays at longer lengths too, or is to hold whether it pays or not."""
         length = self._entry.length
         if self._savings is None or longest <= length:
             return True

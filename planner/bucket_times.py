@@ -124,7 +124,7 @@ class _BucketTimes:
         return _sparse(call, chunk, build, self._cost, self._host)
 
     def _lines(self, length: int, rows: Collection[int]) -> tuple[float, float]:
-        """What the lines come to, dense and sparse, for these profiled layers."""
+        """Returns what the lines come to, dense and sparse, for these profiled layers."""
         tables, choice, cost = self._candidate.tables, self._candidate.choice, self._cost
         shares = shares_at(tables, choice, cost.tile, length, as_shares=cost.cuts_prompts)
         last = Chunk.uniform(1, length - min(length, cost.chunk or length), length).causal_tiles(cost.tile)

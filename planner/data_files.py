@@ -138,7 +138,7 @@ def _content(path: Path, what: str) -> bytes:
 
 
 def _pieces(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
-    """What is in a file, up to a little more than MAX_BYTES."""
+    """Returns what is in a file, up to a little more than MAX_BYTES."""
     left = MAX_BYTES
     while left >= 0 and (piece := file.read(_PIECE)):
         left -= len(piece)

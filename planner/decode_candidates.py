@@ -48,7 +48,7 @@ _LEAST_LOSS = 1e-4  # of attention mass
 
 
 class CandidateSpace:
-    """What may be proposed at one profiled length.
+    """Holds what may be proposed at one profiled length.
 
     Args:
         model: that was profiled; it has layers with full attention.
@@ -130,7 +130,7 @@ class CandidateSpace:
             yield tuple(sorted((*segments, *new), key=lambda segment: segment.filter))
 
     def _instead(self, segment: Segment, dense: Sequence[int]) -> Iterator[Segments]:
-        """What may stand in place of one segment, legal beside the others or not."""
+        """Returns what may stand in place of one segment, legal beside the others or not."""
         for factor in _FACTORS:
             budget = self._scaled(segment, factor)
             if budget.resolve(self._length) <= self._most_chosen:
@@ -247,7 +247,7 @@ class CandidateSpace:
 
 
 def _is_legal(segments: Segments) -> bool:
-    """Whether a plan may have these, in their order; see `Segment` and `DecodeBucket`."""
+    """Returns whether a plan may have these, in their order; see `Segment` and `DecodeBucket`."""
     sparse = [layer for segment in segments for layer in segment.layers]
     others = {segment.filter for segment in segments if not segment.filter_is_sparse}
     return (

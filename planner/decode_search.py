@@ -51,7 +51,7 @@ _NOTHING = 1e-9  # nats
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What is expected of a candidate.
+    """Holds what is expected of a candidate.
 
     Attributes:
         kl: its divergence in nats.
@@ -70,7 +70,7 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured at a length.
+    """Says how much is measured at a length.
 
     Attributes:
         prompts: at most; as many as memory has room for.
@@ -84,7 +84,7 @@ class Effort:
 
     @classmethod
     def on(cls, device: torch.device, samples: int) -> Effort:
-        """What takes a minute or so: on two CPU cores for a small model at 8K, on a GPU for a large one at 32K.
+        """Returns what takes a minute or so: on two CPU cores for a small model at 8K, on a GPU for a large one at 32K.
 
         Args:
             samples: calibration samples a length.
@@ -130,7 +130,7 @@ def measure_decode(
 
 
 def tries_decode(model: ModelInfo, options: Settled) -> bool:
-    """Whether there is anything to search, of options that are settled."""
+    """Returns whether there is anything to search, of options that are settled."""
     return "decode" in options.phases and options.tries_decode and len(model.full_layers) > 1
 
 
@@ -171,7 +171,7 @@ class _Search:
 
     @property
     def passed(self) -> list[Segments]:
-        """What stayed inside the gate, those that read least first."""
+        """Returns what stayed inside the gate, those that read least first."""
         return sorted((trial.segments for trial in self.trials if self._is_inside(trial)), key=self._space.share)
 
     @property
@@ -210,7 +210,7 @@ class _Search:
         return self.runs - self._reserved >= len(self._prefixes)
 
     def _most_promising(self, best: float) -> Segments | None:
-        """What to measure next, where `best` of the cached tokens are read by the best so far."""
+        """Returns what to measure next, where `best` of the cached tokens are read by the best so far."""
         allowed = self._gate / self._bound_over_mean
         promises = (
             (gain * guess.chance(allowed), -guess.kl, segments)
@@ -261,7 +261,7 @@ class _Search:
         self._step.advance(self.runs * self._units_a_run)
 
     def _measure(self, segments: Segments) -> bool:
-        """Whether they were measured now, and stayed inside the gate."""
+        """Returns whether they were measured now, and stayed inside the gate."""
         if segments in self._tried or not self._may_measure:
             return False
         self._tried.add(segments)

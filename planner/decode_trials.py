@@ -62,7 +62,7 @@ class DecodeTrials:
         self._steps: Steps | None = None
 
     def attend(self, call: AttentionCall) -> torch.Tensor | None:
-        """What each layer of the model asks for."""
+        """Returns what each layer of the model asks for."""
         return self._steps.attend(call) if self._steps else None
 
     def prefilled(self, prompt: CalibrationPrompt, steps: int, options: Settled) -> Prefix:

@@ -73,7 +73,8 @@ def hot_set(budgets: Iterable[DecodeBudget], longest: int) -> Budget:
 
 
 def takes_trials(profile: Profile, options: Settled) -> bool:
-    """Whether segments are taken from what was tried out on the model, not by the attention mass that they lose."""
+    """Returns whether segments are taken from what was tried out on the model, not by the attention mass that they
+    lose."""
     return options.tries_decode and any(entry.trials for entry in profile.lengths)
 
 
@@ -127,7 +128,7 @@ class _Chooser:
         self._choice: TokenChoice = reuses[-1][1]
 
     def choose(self) -> Choice:
-        """What each length attends to."""
+        """Returns what each length attends to."""
         if self._options.filter_layers:
             given = following(sorted(self._options.filter_layers), self._full)
             return self._where_it_pays(given, range(len(self._lengths)))
@@ -337,7 +338,7 @@ def budget_index(measured: Sequence[Budget], wanted: Budget, length: int) -> int
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentProblem:
-    """What an assignment costs and loses.
+    """Holds what an assignment costs and loses.
 
     Attributes:
         dense_ns, sparse_ns, choose_ns: per layer; a filter costs dense_ns + choose_ns.

@@ -26,7 +26,7 @@ MOST = 1 << 20  # of whatever is counted: more is a slip of the hand
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """How the command line takes a field.
+    """Says how the command line takes a field.
 
     Attributes:
         names: the flag and other names for it; by default the name of the field, after "no-" where it is on.
@@ -56,7 +56,7 @@ class Spelled(NamedTuple):
 
     @property
     def parts(self) -> list[Any]:
-        """What is said of the values, also of an alternative to None: bounds and validators."""
+        """Returns what is said of the values, also of an alternative to None: bounds and validators."""
         nested = (part for one in get_args(self.field.annotation) for part in getattr(one, "__metadata__", ()))
         return [*self.field.metadata, *chain(*(getattr(part, "metadata", (part,)) for part in nested))]
 
@@ -111,7 +111,7 @@ class Options(BaseModel):
         return f"{flag} {word}" if isinstance(word, str) else flag
 
     def is_given(self, name: str) -> bool:
-        """Whether a field, or one of a nested model, was asked for; nothing asks for nothing."""
+        """Returns whether a field, or one of a nested model, was asked for; nothing asks for nothing."""
         if name in self.model_fields_set:
             value = getattr(self, name)
             return not (value is None or value is False or value == ())

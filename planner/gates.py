@@ -38,7 +38,7 @@ def level_of(attempt: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What dense, the floor and the plan did on one sample; without a floor, rounding counts as the plan's."""
+    """Holds what dense, the floor and the plan did on one sample; without a floor, rounding counts as the plan's."""
 
     dense: Outcome
     floor: Outcome
@@ -68,16 +68,17 @@ class Prompt:
 
     @property
     def parted(self) -> float | None:
-        """Whether the plan left dense's text."""
+        """Returns whether the plan left dense's text."""
         return None if self.plan.exact is None else float(self.floor.exact is not False) - float(self.plan.exact)
 
     @property
     def lost(self) -> float | None:
-        """Whether the plan lost a right answer (1), or found one (-1)."""
+        """Returns whether the plan lost a right answer (1), or found one (-1)."""
         return None if self.dense.correct is None else float(self.dense.correct) - float(bool(self.plan.correct))
 
     def fails(self, size: float) -> bool:
-        """Whether the plan moves it by more than so many nats, or picks another first token where dense was sure."""
+        """Returns whether the plan moves it by more than so many nats, or picks another first token where dense was
+        sure."""
         return self.divergence > size or (self.plan.flipped and not self.floor.flipped)
 
 
@@ -100,7 +101,7 @@ class Measured:
 
     @property
     def has_texts(self) -> bool:
-        """Whether long texts were read."""
+        """Returns whether long texts were read."""
         return any(prompt.plan.text for prompts in self.tasks.values() for prompt in prompts)
 
 
@@ -121,7 +122,7 @@ class _Figure:
     value: Callable[[Prompt], float | None]
 
     def claim(self, rounds: Rounds, level: float, shared: float) -> Claim | None:
-        """What rounds of its values show of it; None where it has none."""
+        """Returns what rounds of its values show of it; None where it has none."""
         values = [value for some in rounds for value in some]
         if not values:
             return None
@@ -217,7 +218,7 @@ def fails_at(gate: Gate, phase: PhaseName) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PhaseClaims:
-    """What samples show of a phase: at each length, and over all of them."""
+    """Holds what samples show of a phase: at each length, and over all of them."""
 
     by_length: Mapping[int, Mapping[str, Claim]]
     overall: Mapping[str, Claim]
@@ -235,7 +236,7 @@ class PhaseClaims:
 
     @property
     def undecided_lengths(self) -> tuple[int, ...]:
-        """Where samples are wanted: every length while something over all of them is undecided."""
+        """Returns where samples are wanted: every length while something over all of them is undecided."""
         if any(claim.outcome == "undecided" for claim in self.overall.values()):
             return tuple(self.by_length)
         found = self.by_length.items()
@@ -254,7 +255,7 @@ class PhaseClaims:
 def claims_of(
     measured: Mapping[PhaseName, Sequence[Measured]], gate: Gate, attempt: int = 1
 ) -> dict[PhaseName, PhaseClaims]:
-    """What the samples of each phase, one entry a length, show by the gate.
+    """Returns what the samples of each phase, one entry a length, show by the gate.
 
     Args:
         attempt: which plan this is of those that were tried, from 1; see `level_of`.

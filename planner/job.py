@@ -45,7 +45,7 @@ _NO_CONFIG = "{name} cannot be reached and was not checked: the plan is for the 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """What every stage of planning is a function of, beside what earlier stages found.
+    """Holds what every stage of planning is a function of, beside what earlier stages found.
 
     Attributes:
         model: what the plan is for.
@@ -84,7 +84,7 @@ class Job:
         return {length: self.calibration_prompts(length, samples_at(length)) for length in self.options.lengths}
 
     def may_verify(self, skipped: int) -> bool:
-        """Whether prompts that were set aside, if any were, are left behind so many of a length."""
+        """Returns whether prompts that were set aside, if any were, are left behind so many of a length."""
         return self.held_out is None or bool(self.held_out.after(skipped))
 
     def calibration_prompts(self, length: int, samples: int) -> tuple[CalibrationPrompt, ...]:

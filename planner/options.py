@@ -85,7 +85,7 @@ PartOfAll = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Gate(Options):
-    """What a plan must keep on held-out prompts, over all tasks, beside the kernels with every tile computed."""
+    """Holds what a plan must keep on held-out prompts, over all tasks, beside the kernels with every tile computed."""
 
     max_accuracy_drop: Annotated[
         float,
@@ -132,7 +132,7 @@ class Gate(Options):
 
     @property
     def is_strict(self) -> bool:
-        """Whether no bound is looser than its default, so that `verified` means at least what is documented."""
+        """Returns whether no bound is looser than its default, so that `verified` means at least what is documented."""
         own, usual = self.named, Gate().named
         looser = {name: -1.0 if name.startswith("min_") else 1.0 for name in usual if name != "solved"}
         return own["solved"] <= usual["solved"] and all(
@@ -141,7 +141,7 @@ class Gate(Options):
 
 
 class Targets(Options):
-    """What is planned, for which host, and how sparse."""
+    """Holds what is planned, for which host, and how sparse."""
 
     lengths: Annotated[
         Lengths,
@@ -171,7 +171,7 @@ class Targets(Options):
 
 
 class Search(Options):
-    """How prefill patterns are searched."""
+    """Says how prefill patterns are searched."""
 
     preset: Annotated[Preset | None, Flag("The search of that publication, as published.")] = None
     families: Annotated[
@@ -195,7 +195,7 @@ class Search(Options):
 
 
 class DecodeSearch(Options):
-    """How filter layers are chosen, and how many tokens they choose."""
+    """Says how filter layers are chosen, and how many tokens they choose."""
 
     filter_layers: Annotated[
         Layers,
@@ -232,7 +232,7 @@ class DecodeSearch(Options):
 
     @property
     def tries_decode(self) -> bool:
-        """Whether segments are found by trying them out on the model."""
+        """Returns whether segments are found by trying them out on the model."""
         return not self.filter_layers and self.decode_loss is None
 
     @property
@@ -242,7 +242,7 @@ class DecodeSearch(Options):
 
     @property
     def any_budget(self) -> bool:
-        """Whether the decode budget was left open, so that trials may choose it."""
+        """Returns whether the decode budget was left open, so that trials may choose it."""
         return self.decode_budget == DECODE_BUDGET
 
 
@@ -284,7 +284,7 @@ VERIFY_TIME = "Seconds of drawing more samples than the first ones, unless all i
 
 
 class Device(Options):
-    """Where something runs."""
+    """Says where something runs."""
 
     device: Annotated[str, Flag("cpu, cuda, cuda:1 ..., or what there is.", metavar="NAME")] = "auto"
 
@@ -319,7 +319,7 @@ def check_lengths(lengths: Sequence[int], context: int) -> None:
 
 
 class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
-    """How to plan.
+    """Says how to plan.
 
     Raises:
         UsageError: a value cannot be meant, or options leave one another unread.

@@ -31,7 +31,7 @@ class Step:
 
 
 class Progress:
-    """Where stages are announced; this one reports nothing, for tests and for use as a library."""
+    """Says where stages are announced; this one reports nothing, for tests and for use as a library."""
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[Step]:

@@ -72,7 +72,7 @@ def refine(job: Job, profile: Profile, progress: Progress | None = None) -> Prof
 
 
 def refines(options: Settled) -> bool:
-    """Whether there is anything to refine, of options that are settled."""
+    """Returns whether there is anything to refine, of options that are settled."""
     return "prefill" in options.phases and bool(options.target_density and options.refine_rounds)
 
 

@@ -133,8 +133,8 @@ def in_few_groups(layers: Sequence[int], damage_LC: np.ndarray, options: Settled
 
 
 def _fewest(count: int, kept: float, share: float) -> int:
-    """How many of the layers have to keep `kept` of their tokens for all to take `share` of the bytes, in groups of as
-    many layers as the rarer kind has, the last of each kind padded; 0 where all of them are too few."""
+    """Returns how many of the layers have to keep `kept` of their tokens for all to take `share` of the bytes, in
+    groups of as many layers as the rarer kind has, the last of each kind padded; 0 where all of them are too few."""
     for few in range(1, count + 1):
         size = min(few, count - few) or few
         dropping, whole = -(-few // size), -(-(count - few) // size)
@@ -144,7 +144,7 @@ def _fewest(count: int, kept: float, share: float) -> int:
 
 
 def by_hand(layers: Sequence[int], retain: float, length: int) -> dict[str, Layout]:
-    """What is settled by hand for a share of the bytes; what would keep less than nothing is left out."""
+    """Returns what is settled by hand for a share of the bytes; what would keep less than nothing is left out."""
     edges, count = (_SINK + _RECENT) / length, len(layers)
     later = layers[_WHOLE_FIRST:]
     least = max(retain / _STEEPNESS, edges)
@@ -213,7 +213,7 @@ class RetentionTrials(DecodeTrials):
         self._until = 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor | None:
-        """What each layer of the model asks for."""
+        """Returns what each layer of the model asks for."""
         if call.chunk.longest <= self._until:
             newest = Observed(call.q_BHSD[:, :, -_OBSERVED:], call.scale, call.softmax)
             self._observed[call.layer] = newest.before(self._observed.get(call.layer), _OBSERVED)

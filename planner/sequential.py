@@ -63,12 +63,12 @@ def log_wealth(rounds: Rounds, gates: np.ndarray, span: Range) -> np.ndarray:
 
 
 def is_below(rounds: Rounds, gate: float, span: Range, level: float) -> bool:
-    """Whether the mean is shown to lie below the gate: by mistake with probability `level` at most."""
+    """Returns whether the mean is shown to lie below the gate: by mistake with probability `level` at most."""
     return bool(log_wealth(rounds, np.array([gate]), span)[0] >= math.log(1.0 / level))
 
 
 def is_above(rounds: Rounds, gate: float, span: Range, level: float) -> bool:
-    """Whether the mean is shown to lie above the gate: by mistake with probability `level` at most.
+    """Returns whether the mean is shown to lie above the gate: by mistake with probability `level` at most.
 
     The first bets are on values far above it, so that a few prompts show what is broken.
     """

@@ -131,8 +131,8 @@ def _denser(options: Settled, profile: Profile, lengths: Collection[int]) -> Set
 
 
 def _more_careful(options: Settled, profile: Profile) -> Settled:
-    """What was tried and diverged at most half as much. Where nothing was: half the loss (fewer layers attend to chosen
-    tokens); at the least loss, the next larger budget."""
+    """Returns what was tried and diverged at most half as much. Where nothing was: half the loss (fewer layers attend
+    to chosen tokens); at the least loss, the next larger budget."""
     if takes_trials(profile, options):
         tried = [trial.kl_bound for entry in profile.lengths for trial in entry.trials]
         inside = [bound for bound in tried if bound <= options.decode_bound]
@@ -148,7 +148,7 @@ def _more_careful(options: Settled, profile: Profile) -> Settled:
 
 
 def tightened_remarks(asked: Settled, used: Settled, profile: Profile) -> tuple[str, ...]:
-    """What a later attempt gave up of what was asked for, where it is sparse.
+    """Returns what a later attempt gave up of what was asked for, where it is sparse.
 
     Args:
         asked: settled, before the first attempt.
@@ -190,7 +190,8 @@ def went_dense(first: Plan, last: Plan, profile: Profile) -> dict[Phase, tuple[i
 
 
 def reasons_by_phase(missed: Collection[PhaseName], reasons: Sequence[str]) -> dict[Phase, str]:
-    """Why `tightened` changes each phase: a line of what it missed by itself, or, where none did, of both together.
+    """Returns why `tightened` changes each phase: a line of what it missed by itself, or, where none did, of both
+    together.
 
     Args:
         missed: the phases that missed.

@@ -48,7 +48,7 @@ _NO_NUMBER = 20.0  # nats, of a sample without finite probabilities
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was measured, and what it shows.
+    """Holds what was measured, and what it shows.
 
     Attributes:
         passed: whether nothing is missed.
@@ -66,8 +66,8 @@ class Verification:
     drawn: int = 0
 
     def says_more(self, plan: Plan) -> bool:
-        """Whether it is to stand in the file of a plan, in place of what is known there: it verifies the plan, misses
-        the same gates, or is of more prompts of an unverified one."""
+        """Returns whether it is to stand in the file of a plan, in place of what is known there: it verifies the plan,
+        misses the same gates, or is of more prompts of an unverified one."""
         own, known = self.quality.evidence, plan.quality.evidence if plan.quality else None
         assert own is not None, "measured just now"
         if not self.passed:
@@ -175,7 +175,7 @@ def _whole(plan: Plan) -> Plan:
 
 
 def held_out_samples(plan: Plan, options: Settled) -> EvalSamples:
-    """What a plan is verified on: of a seed that was asked for, or that follows from what the plan executes."""
+    """Returns what a plan is verified on: of a seed that was asked for, or that follows from what the plan executes."""
     seed = content_seed(plan) if options.verify_seed is None else options.verify_seed
     return EvalSamples(
         options.tasks, options.verify_lengths, 1, options.batch, seed, prefill_chunk=options.prefill_chunk
@@ -228,7 +228,7 @@ class _Found:
 
     @property
     def is_missed(self) -> bool:
-        """Whether something is."""
+        """Returns whether something is."""
         return bool(self.broken) or any(claims.having("missed") for claims in self.claims.values())
 
     def undecided_but(self, ended: Collection[int]) -> dict[PhaseName, tuple[int, ...]]:
@@ -241,7 +241,8 @@ class _Found:
 
 
 def _sparse_lengths(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> tuple[int, ...]:
-    """Where a phase is sparse: others would dilute what is bounded over all lengths. All, if it is sparse at none."""
+    """Returns where a phase is sparse: others would dilute what is bounded over all lengths. All, if it is sparse at
+    none."""
     parts = [
         part for name, part in (("prefill", plan.prefill), ("decode", plan.decode)) if part and phase in (name, "both")
     ]
@@ -313,7 +314,7 @@ def check_finite(found: Comparison, how: str) -> None:
 
 
 def _verdict(plan: Plan, found: _Found, options: Settled, skipped: int) -> Verification:
-    """What the results of each phase say of a plan by its gates."""
+    """Returns what the results of each phase say of a plan by its gates."""
     missed = {phase: claims.missed_lengths for phase, claims in found.claims.items() if claims.having("missed")}
     missed |= {phase: broken for phase in found.phases if (broken := tuple(n for p, n in found.broken if p == phase))}
     reasons = tuple(
@@ -333,7 +334,7 @@ def _verdict(plan: Plan, found: _Found, options: Settled, skipped: int) -> Verif
 
 
 def _doubts(plan: Plan, found: _Found, options: Settled) -> Iterator[str]:
-    """What keeps a plan that misses nothing from being verified."""
+    """Returns what keeps a plan that misses nothing from being verified."""
     open_ = [(p, name, claim) for p, claims in found.claims.items() for name, claim in claims.having("undecided")]
     if open_:
         hardest = max(open_, key=lambda one: one[2].more or math.inf)
@@ -356,7 +357,7 @@ def _doubts(plan: Plan, found: _Found, options: Settled) -> Iterator[str]:
 
 
 def _recorded(phase: PhaseName, found: _Found, chunk: int | None) -> Measurement:
-    """What was measured of a phase, with its floor, failures and claims."""
+    """Returns what was measured of a phase, with its floor, failures and claims."""
     claims, measured = found.claims[phase], {one.length: one for one in found.measured(phase)}
     floors, size = found.results.get(_floor(phase), {}), fails_at(found.gate, phase)
     failed = {
@@ -407,7 +408,7 @@ def _excludes(found: _Found, options: Settled) -> str:
 
 
 def planned_phases(plan: Plan) -> tuple[PhaseName, ...]:
-    """What of a plan there is to measure: the phases that are sparse somewhere, and both together."""
+    """Returns what of a plan there is to measure: the phases that are sparse somewhere, and both together."""
     sparse: list[PhaseName] = []
     if plan.prefill and not all(bucket.dense for bucket in plan.prefill.lengths):
         sparse.append("prefill")
@@ -454,8 +455,8 @@ def _ran_sparse(phase: str, part: PrefillPlan | DecodePlan, found: _Found) -> li
 
 
 def _continues(bucket: PrefillBucket, before: object) -> bool:
-    """Whether an extrapolated bucket is as another, or has the tokens that the one before it has at its end, as shares
-    of the context."""
+    """Returns whether an extrapolated bucket is as another, or has the tokens that the one before it has at its end, as
+    shares of the context."""
     if bucket.same_as or not (bucket.extrapolated and isinstance(before, PrefillBucket) and before.up_to):
         return bucket.extrapolated and bucket.same_as is not None
     length = before.up_to

@@ -28,7 +28,7 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from: a folder, a GGUF file, or a hub id."""
+    """Says where a model comes from: a folder, a GGUF file, or a hub id."""
 
     path_or_id: str
     is_gguf: bool = False
@@ -41,7 +41,7 @@ class ModelSource:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a folder or a file."""
+        """Returns whether it is a folder or a file."""
         return os.path.isdir(self.place)
 
 
@@ -68,7 +68,8 @@ ALIASES = (
 
 
 def resolve_model(name: str | os.PathLike[str]) -> ModelSource:
-    """What `name` stands for. A folder with a model in it goes before an alias; its config.json before a GGUF file.
+    """Returns what `name` stands for. A folder with a model in it goes before an alias; its config.json before a GGUF
+    file.
 
     Raises:
         UsageError: it is a folder without a model, with several GGUF files or with a name that is no text, another
@@ -91,17 +92,17 @@ def resolve_model(name: str | os.PathLike[str]) -> ModelSource:
 
 
 def names_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether it is the name of a GGUF file, there or not."""
+    """Returns whether it is the name of a GGUF file, there or not."""
     return os.fspath(path).endswith(".gguf")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether it reads as the name of a hub repository: organisation/name."""
+    """Returns whether it reads as the name of a hub repository: organisation/name."""
     return bool(_HUB_ID.fullmatch(name))
 
 
 def is_alias(name: str) -> bool:
-    """Whether it is the short name of a checkpoint."""
+    """Returns whether it is the short name of a checkpoint."""
     return any(alias.name == name.lower() for alias in ALIASES)
 
 

@@ -33,7 +33,8 @@ class Change:
 
 
 def diff_plans(old: Plan, new: Plan, full: bool = False) -> tuple[Change, ...]:
-    """What `new` says otherwise than `old`; empty exactly where the content of both, integrity aside, is the same.
+    """Returns what `new` says otherwise than `old`; empty exactly where the content of both, integrity aside, is the
+    same.
 
     Args:
         full: every pattern of every head and every figure; otherwise many patterns in one range of lengths are
@@ -75,7 +76,7 @@ _WHOLE = -1  # in place of a head: the layer as a whole
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """What a head or layer does: its kind, and parameters by name."""
+    """Holds what a head or layer does: its kind, and parameters by name."""
 
     kind: str
     parameters: tuple[tuple[str, Any], ...] = ()
@@ -93,7 +94,7 @@ _Pair = tuple[_Setting, _Setting]
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """What changed at some layers and heads, whatever the context length."""
+    """Holds what changed at some layers and heads, whatever the context length."""
 
     path: str
     text: str
@@ -105,7 +106,7 @@ class _Line:
 
 
 def _moved(old: Grid, new: Grid, full: bool) -> tuple[_Line, ...]:
-    """What differs, grouped: layers and heads with the same change in one line."""
+    """Returns what differs, grouped: layers and heads with the same change in one line."""
     layers: dict[tuple[int, _Pair], list[int]] = {}  # heads of a layer with the same change
     for cell in sorted({*old, *new}):
         pair = old.get(cell, _DENSE), new.get(cell, _DENSE)

@@ -18,7 +18,8 @@ def did_you_mean(found: str, choices: Iterable[str]) -> str:
 
 
 def install_command(extra: str) -> str:
-    """What installs the packages of an extra here: from the folder that sparsekv was installed from, or the index."""
+    """Returns what installs the packages of an extra here: from the folder that sparsekv was installed from, or the
+    index."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:

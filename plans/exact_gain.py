@@ -24,8 +24,8 @@ class ExactGain:
 
 
 def tokens_a_cycle(agreement: float, drafted: int) -> float:
-    """How many tokens a draft and its check give on average, where each drafted one counts with this probability if
-    those before it do (Leviathan et al., 2023, section 3.1)."""
+    """Returns how many tokens a draft and its check give on average, where each drafted one counts with this
+    probability if those before it do (Leviathan et al., 2023, section 3.1)."""
     return drafted + 1 if agreement >= 1 else (1 - agreement ** (drafted + 1)) / (1 - agreement)
 
 

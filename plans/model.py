@@ -68,7 +68,8 @@ class Fingerprint(Part):
     weights: WeightsDigest | None = None
 
     def weights_difference(self, found: Fingerprint) -> Literal["unknown", "older kind", "other"] | None:
-        """What is known against `found` being the same weights; None where nothing is, or `found` does not say."""
+        """Returns what is known against `found` being the same weights; None where nothing is, or `found` does not
+        say."""
         if found.weights is None or self.weights == found.weights:
             return None
         if self.weights is None:
@@ -82,7 +83,8 @@ OTHER_WEIGHTS = "other weights (a float32 checkpoint in float16 counts as such)"
 
 
 def is_model_id(text: str) -> bool:
-    """Whether it reads as a hub id or as the name of a folder or file: "organisation/name" or "name", no path."""
+    """Returns whether it reads as a hub id or as the name of a folder or file: "organisation/name" or "name", no
+    path."""
     parts = text.split("/")
     return len(parts) <= 2 and not {"", ".", ".."}.intersection(parts) and not text.startswith("~")
 
@@ -117,12 +119,12 @@ class ModelInfo(Part):
 
     @property
     def layers(self) -> int:
-        """How many layers the model has."""
+        """Returns how many layers the model has."""
         return sum(len(group.layers) for group in self.attention)
 
     @property
     def by_layer(self) -> dict[int, AttentionGroup]:
-        """What each layer is."""
+        """Returns what each layer is."""
         return {layer: group for group in self.attention for layer in group.layers}
 
     @property
@@ -131,7 +133,7 @@ class ModelInfo(Part):
         return tuple(sorted(layer for group in self.attention if group.kind == "full" for layer in group.layers))
 
     def group_of(self, layer: int) -> AttentionGroup:
-        """What layer number `layer` is.
+        """Returns what layer number `layer` is.
 
         Raises:
             IndexError: the model has no such layer.
@@ -170,7 +172,8 @@ def weights_fingerprint(samples: Iterable[tuple[str, bytes]]) -> str:
 
 
 def differences(expected: ModelInfo, found: ModelInfo) -> tuple[str, ...]:
-    """What differs between the model of a plan and another one, a line each; empty when the architecture fits."""
+    """Returns what differs between the model of a plan and another one, a line each; empty when the architecture
+    fits."""
     lines = [
         f"{name.replace('_', ' ')}: plan {getattr(expected, name)}, model {getattr(found, name)}"
         for name in ("model_type", "layers", "context_length", "rope")

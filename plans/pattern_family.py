@@ -96,7 +96,7 @@ class Grid:
     step: int | None
 
     def count(self, most: int) -> int:
-        """How many sizes there are up to the first that reaches `most`."""
+        """Returns how many sizes there are up to the first that reaches `most`."""
         if self.step is None:
             return min(len(_OCTAVES), bisect_left(_OCTAVES, most) + 1)
         return max(0, most - self.start % self.step) // self.step + 2
@@ -133,7 +133,7 @@ Planting = Literal["window", "lines", "tiles"]
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What was planted in a head: the part of it that a pattern may need to know to find it.
+    """Holds what was planted in a head: the part of it that a pattern may need to know to find it.
 
     Attributes:
         density: of the causal tiles, that a pattern for it computes.
@@ -152,7 +152,7 @@ class Structure:
 
 
 class PatternFamily(Part):
-    """What a pattern is asked. A family answers for itself what is not so for it.
+    """Holds what a pattern is asked. A family answers for itself what is not so for it.
 
     Attributes:
         growing: budgets that grow with the context; sinks and windows do not.
@@ -196,19 +196,20 @@ class PatternFamily(Part):
         return self.model_copy(update=shares) if shares else self
 
     def in_tokens(self, length: int) -> Self:
-        """What `of_context` was called on: the same pattern with its shares as tokens of a context of `length`."""
+        """Returns what `of_context` was called on: the same pattern with its shares as tokens of a context of
+        `length`."""
         budgets: dict[str, Budget] = {name: getattr(self, name) for name in self.growing}
         shares = {name: one for name, one in budgets.items() if one.fraction is not None}
         return self.model_copy(update={name: tokens(one.resolve(length)) for name, one in shares.items()})
 
     @classmethod
     def ranges(cls, tile: TileShape, length: int) -> tuple[SizeRange[Self], ...]:
-        """What the planner tries; a family without is executed, never searched."""
+        """Returns what the planner tries; a family without is executed, never searched."""
         return ()
 
     @classmethod
     def published(cls, tile: TileShape) -> tuple[SizeRange[Self], ...]:
-        """What the search of MInference 1.0 tries, with the numbers of the paper."""
+        """Returns what the search of MInference 1.0 tries, with the numbers of the paper."""
         return ()
 
     @classmethod

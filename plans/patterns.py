@@ -121,7 +121,7 @@ _COLUMN_SHARE = 0.2  # of the tiles of a row, where a density is asked for
 
 
 def last_q_for(length: int) -> int:
-    """How many of the last queries our own vertical-slash patterns sample."""
+    """Returns how many of the last queries our own vertical-slash patterns sample."""
     return _LAST_Q if length <= _LAST_Q_UP_TO else _PUBLISHED_LAST_Q
 
 

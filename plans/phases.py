@@ -137,7 +137,7 @@ class PrefillBucket(Part):
         return self
 
     def is_sparse_at(self, length: int) -> bool:
-        """Whether some head computes less than everything there."""
+        """Returns whether some head computes less than everything there."""
         return not self.dense
 
     def patterns(self, layer: int, heads: int) -> tuple[Pattern, ...]:
@@ -147,7 +147,7 @@ class PrefillBucket(Part):
 
 
 class PrefillPlan(Part):
-    """What prefill computes. Contexts are counted as past + chunk."""
+    """Holds what prefill computes. Contexts are counted as past + chunk."""
 
     tile: TileShape
     lengths: tuple[PrefillBucket, ...]
@@ -208,8 +208,8 @@ HeadMap = Annotated[dict[Annotated[Index, BeforeValidator(_layer_key)], tuple[In
 
 
 class DecodeBudget(Budget):
-    """How many tokens a filter layer chooses. A fraction is of all cached tokens and comes to `at_most` so many, which
-    sizes lists and the hot set."""
+    """Says how many tokens a filter layer chooses. A fraction is of all cached tokens and comes to `at_most` so many,
+    which sizes lists and the hot set."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 2})
 
@@ -278,11 +278,11 @@ class Segment(Part):
 
     @property
     def filter_is_sparse(self) -> bool:
-        """Whether the filter layer attends to its own choice."""
+        """Returns whether the filter layer attends to its own choice."""
         return self.filter == self.layers[0]
 
     def chosen_tokens(self, length: int) -> int | None:
-        """How many tokens are chosen among `length` cached ones; None where the layers attend to everything."""
+        """Returns how many tokens are chosen among `length` cached ones; None where the layers attend to everything."""
         budget = self.budget.resolve(length)
         return budget if self.sink + budget + self.recent < length else None
 
@@ -330,7 +330,7 @@ class DecodeBucket(Part):
         return self
 
     def is_sparse_at(self, length: int) -> bool:
-        """Whether its segments choose tokens there: with a short context they attend to everything."""
+        """Returns whether its segments choose tokens there: with a short context they attend to everything."""
         return any(segment.chosen_tokens(length) is not None for segment in self.segments)
 
     @property
@@ -347,7 +347,7 @@ class Offload(Part):
 
 
 class DecodePlan(Part):
-    """What decode attends to. Contexts are counted as all cached tokens.
+    """Holds what decode attends to. Contexts are counted as all cached tokens.
 
     Buckets that are sparse differ in budgets alone, so that one step, captured once, serves every length.
     """
@@ -369,7 +369,7 @@ class DecodePlan(Part):
         return self
 
     def bucket(self, length: int) -> DecodeBucket:
-        """What holds at a context of `length` cached tokens."""
+        """Returns what holds at a context of `length` cached tokens."""
         return bucket_of(self.lengths, length)
 
     @property
@@ -427,11 +427,11 @@ class Retention(Part):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether it drops tokens."""
+        """Returns whether it drops tokens."""
         return self.keep != "all"
 
     def chosen_tokens(self, length: int) -> int:
-        """How many tokens are chosen by score in a context of `length`, where there are as many."""
+        """Returns how many tokens are chosen by score in a context of `length`, where there are as many."""
         return length if self.keep == "all" else self.keep.resolve(length)
 
     def kept_tokens(self, length: int) -> int:

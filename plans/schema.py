@@ -66,7 +66,7 @@ Interval = Annotated[tuple[Real, Real], AfterValidator(_ordered)]
 
 
 class Agreement(Part):
-    """How far a plan's next tokens are from dense's on the same samples, each with its 95% interval.
+    """Says how far a plan's next tokens are from dense's on the same samples, each with its 95% interval.
 
     `kl` is the mean divergence KL(dense || sparse) of next-token distributions, in nats; `top1` the share of positions
     at which the likeliest token is dense's; `exact` the share of samples of which the plan picks every token of dense's
@@ -99,8 +99,8 @@ Finding = Literal["met", "missed", "undecided"]
 
 
 class Claim(Part):
-    """What samples show of one figure of a gate: its mean over prompts is below `bound` at the level of the quality's
-    evidence.
+    """Holds what samples show of one figure of a gate: its mean over prompts is below `bound` at the level of the
+    quality's evidence.
 
     Divergence is in nats; the others are shares: of positions and of texts that agree with dense less often than the
     floor's, of prompts that fail, of right answers lost. `more` is about how many more prompts would show that the gate
@@ -159,7 +159,7 @@ class Measurement(Part):
 
 
 class Evidence(Part):
-    """How a status was come to: `verified` means what `excludes` says, and no more.
+    """Says how a status was come to: `verified` means what `excludes` says, and no more.
 
     `level` is the probability of a wrong claim in this attempt; all attempts together spend 0.05. `seed` is absent
     where samples follow from the content of the plan, so that nobody chose them; `looks` counts how often it was
@@ -185,7 +185,7 @@ HURT_BY_DROPPING = ("niah_multikey", "second_question")
 
 
 class Quality(Part):
-    """What was measured for each phase alone and for both; an absent one was not measured."""
+    """Holds what was measured for each phase alone and for both; an absent one was not measured."""
 
     prefill: Measurement | None = None
     decode: Measurement | None = None
@@ -200,7 +200,7 @@ class Quality(Part):
 
     @property
     def phases(self) -> dict[str, Measurement]:
-        """What was measured, by phase."""
+        """Returns what was measured, by phase."""
         found = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
         return {phase: one for phase, one in found.items() if one is not None}
 
@@ -243,7 +243,7 @@ class Cost(Part):
 
 
 class Provenance(Part):
-    """Where a plan comes from. No paths and no times: two compiles of the same inputs give the same bytes.
+    """Says where a plan comes from. No paths and no times: two compiles of the same inputs give the same bytes.
 
     `profile`, `device_cost` and `calibration` are digests of those inputs; `mix` tells how many calibration prompts a
     length there were of each task at most; `prompts` is the digest of the caller's that were set aside, to verify on;
@@ -309,7 +309,7 @@ class Plan(Part):
 
     @property
     def is_dense(self) -> bool:
-        """Whether all layers attend to everything, at every length."""
+        """Returns whether all layers attend to everything, at every length."""
         return not self.retained and all(bucket.dense for bucket in self.buckets)
 
 
@@ -319,7 +319,8 @@ def to_data(part: BaseModel) -> dict[str, Any]:
 
 
 def unsupported(plan: Plan) -> list[str]:
-    """What a valid plan asks for that this version cannot execute: a line each, naming its field; else empty."""
+    """Returns what a valid plan asks for that this version cannot execute: a line each, naming its field; else
+    empty."""
     return list(dict.fromkeys(_unsupported(plan)))
 
 

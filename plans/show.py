@@ -144,7 +144,8 @@ def _prefill_facts(bucket: PrefillBucket, model: ModelInfo) -> dict[str, Any]:
 
 
 def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
-    """What `sparsekv show` prints, one thing after the other; `full` lists every head pattern of large layers."""
+    """Returns what `sparsekv show` prints, one thing after the other; `full` lists every head pattern of large
+    layers."""
     parts: list[RenderableType] = [_facts(plan)]
     parts += _prefill(plan.prefill, plan.model, full) if plan.prefill else [Text("\nPrefill: dense at every length")]
     parts += _decode(plan.decode, plan.model) if plan.decode else [Text(f"\nDecode: dense {_over(plan)}")]
@@ -191,8 +192,8 @@ def verdict(plan: Plan, file: str, reason: str = "", *, model: str = "", spent: 
 
 
 def next_command(plan: Plan, file: str, model: str = "", spent: float = 0.0) -> str:
-    """What to go on with: `run` where the plan is verified, or dense. Else a longer `verify`, but where more prompts
-    would change nothing, because a gate is missed or answers are lost with every gate decided: `plan`.
+    """Returns what to go on with: `run` where the plan is verified, or dense. Else a longer `verify`, but where more
+    prompts would change nothing, because a gate is missed or answers are lost with every gate decided: `plan`.
 
     Args:
         model: where it is, if the plan's own name of it is not enough.
@@ -210,14 +211,15 @@ def next_command(plan: Plan, file: str, model: str = "", spent: float = 0.0) -> 
 
 
 def denser_command(plan: Plan, file: str, model: str = "") -> str:
-    """What makes another plan where this one misses a gate; of one that drops tokens, one that keeps more of them."""
+    """Returns what makes another plan where this one misses a gate; of one that drops tokens, one that keeps more of
+    them."""
     retain = plan.provenance.settings.get("retain")
     more = f" --retain {retain + 0.1:.2g}" if isinstance(retain, float) and retain < 0.9 else ""
     return f"sparsekv plan {model or plan.model.id} -o {file if file.endswith('.yaml') else PLAN_NAME}{more}"
 
 
 def _lost_answers(plan: Plan) -> bool:
-    """Whether a plan that drops tokens has lost more right answers to a task than all of them may."""
+    """Returns whether a plan that drops tokens has lost more right answers to a task than all of them may."""
     if not (plan.retained and plan.quality and plan.quality.evidence):
         return False
     most = plan.quality.evidence.gates.get("max_accuracy_drop", 0.0) / 100.0
@@ -226,7 +228,7 @@ def _lost_answers(plan: Plan) -> bool:
 
 
 def _kept(plan: Plan) -> str:
-    """What layers keep of a prompt beside its ends, rule by rule."""
+    """Returns what layers keep of a prompt beside its ends, rule by rule."""
     rules = [rule for rule in plan.kv_cache or () if rule.is_lossy]
     named = [("layer" if len(rule.layers) == 1 else "layers", rule) for rule in rules]
     return ", ".join(f"{name} {format_ids(rule.layers)} {text_of(rule.keep)}" for name, rule in named)
@@ -240,7 +242,7 @@ def _kept_share(plan: Plan) -> str:
 
 
 def hurt_lines(plan: Plan) -> tuple[str, ...]:
-    """What dropping tokens did to answers that it hurts most, in a line; none where that was not measured."""
+    """Returns what dropping tokens did to answers that it hurts most, in a line; none where that was not measured."""
     measured = plan.quality and (plan.quality.both or plan.quality.decode)
     scores = [(task, measured.tasks.get(task)) for task in HURT_BY_DROPPING] if measured and plan.retained else []
     told = [f"{task} {score.dense:.0%} -> {score.sparse:.0%} (of {score.samples})" for task, score in scores if score]
@@ -412,7 +414,7 @@ CLAIM_HEADER = ("Phase", "Figure", "Over", "Prompts", "Mean", "Shown below", "Ga
 
 
 def claim_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
-    """What was shown of each gate, for each phase: over all lengths, and at each."""
+    """Returns what was shown of each gate, for each phase: over all lengths, and at each."""
     before = ""
     for phase, over, name, claim in _claims(quality):
         figures = (f"{value:.3g}" for value in (claim.mean, claim.bound, claim.gate))

@@ -49,7 +49,7 @@ class PatternMap:
 
     @property
     def summary(self) -> str:
-        """How many heads have each pattern, and the mean density."""
+        """Returns how many heads have each pattern, and the mean density."""
         counts = Counter(head.pattern for head in self.heads)
         kinds = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
         densities = [head.density for head in self.heads if head.density is not None]
@@ -160,7 +160,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class SimilarityMatrix:
-    """How well each layer's choice of tokens serves each later layer, at the longest profiled length."""
+    """Says how well each layer's choice of tokens serves each later layer, at the longest profiled length."""
 
     title: str
     cells: tuple[Similarity, ...]
@@ -196,7 +196,7 @@ def _marks(bucket: DecodeBucket) -> Iterator[Mark]:
 
 @dataclass(frozen=True, slots=True)
 class LayerReads:
-    """What a layer reads in a decode step, at the longest length of a range."""
+    """Holds what a layer reads in a decode step, at the longest length of a range."""
 
     layer: int
     lengths: str

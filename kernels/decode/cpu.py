@@ -139,7 +139,7 @@ class _Head:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """What the KV heads read, and where their results go."""
+    """Holds what the KV heads read, and where their results go."""
 
     q_BGND: torch.Tensor  # scaled
     keys: KeyView

@@ -39,7 +39,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotContents:
-    """What is in the slots of a table, without its memory: int32 copies on the device."""
+    """Holds what is in the slots of a table, without its memory: int32 copies on the device."""
 
     token_BgH: torch.Tensor
     worth_BgH: torch.Tensor
@@ -74,7 +74,7 @@ class SlotTable:
         return self.token_BgH[:, :, : self.slots]
 
     def contents(self) -> SlotContents:
-        """What is in the slots now, for `load`."""
+        """Returns what is in the slots now, for `load`."""
         return SlotContents(self.token_BgH.clone(), self.worth_BgH.clone())
 
     def load(self, contents: SlotContents) -> None:
@@ -164,7 +164,7 @@ class Fetch:
 
     @classmethod
     def of(cls, tokens_BgN: torch.Tensor, slots_BgN: torch.Tensor, device: torch.device) -> Fetch:
-        """What two lists on the host say; negative tokens are skipped."""
+        """Returns what two lists on the host say; negative tokens are skipped."""
         batch, listed, at = (tokens_BgN >= 0).nonzero(as_tuple=True)
         token, slot = tokens_BgN[batch, listed, at].long(), slots_BgN[batch, listed, at].long()
         into = (batch.to(device), listed.to(device), slot.to(device))
@@ -219,12 +219,12 @@ class Step:
 
     @property
     def reads_all(self) -> bool:
-        """Whether some row reads all of its tokens. Waits for the device, once a step."""
+        """Returns whether some row reads all of its tokens. Waits for the device, once a step."""
         return bool(self._on_host[2][0])
 
     @property
     def slotted(self) -> int:
-        """How many of the tokens, of all rows and lists, need a slot. Waits for the device, once a step."""
+        """Returns how many of the tokens, of all rows and lists, need a slot. Waits for the device, once a step."""
         return int(self._on_host[2][1])
 
     @cached_property

@@ -32,7 +32,7 @@ _SCORED_AT_ONCE = 128  # tokens of one program of the score kernel
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the first kernel is cut and compiled; the answer does not depend on it beyond rounding."""
+    """Says how the first kernel is cut and compiled; the answer does not depend on it beyond rounding."""
 
     splits: int
     block_n: int
@@ -173,8 +173,8 @@ def _logits_of(scoring: Scoring | None, logits_HT: torch.Tensor | None, unused: 
 
 
 def launch_for(device: torch.device, rows: int, dtype: torch.dtype, size: int, queries: int = 16) -> Launch:
-    """What suits the GPU; `rows` are pairs of a batch row and a KV head, `size` is that of a head, `queries` how many a
-    program has.
+    """Returns what suits the GPU; `rows` are pairs of a batch row and a KV head, `size` is that of a head, `queries`
+    how many a program has.
 
     Four programs are resident on a multiprocessor of an H200: one more would be a wave of its own. Over all tokens or
     selected ones, with scores or without, at every capacity the launch is the same, and so is rounding: tokens depend

@@ -97,7 +97,8 @@ def _pooled(heads: Sequence[int], call: IndexCall) -> Iterator[tuple[slice, torc
 
 
 def _mean_keys_seen(rows: RowTiles, tiles: int, layout: Layout) -> torch.Tensor:
-    """How many keys of each tile the average row of a row tile sees: float32 [B, R, M]; 0 in padding row tiles."""
+    """Returns how many keys of each tile the average row of a row tile sees: float32 [B, R, M]; 0 in padding row
+    tiles."""
     key, window = layout.tile.key, layout.window
     start_M = torch.arange(tiles, device=layout.device) * key
     first_BR1, last_BR1 = rows.first_BT.unsqueeze(-1), rows.last_BT.unsqueeze(-1)

@@ -42,7 +42,7 @@ BuilderName = Literal["auto", "torch", "triton"]
 
 @dataclass(frozen=True, slots=True)
 class IndexBuilder:
-    """What builds the heads of one pattern.
+    """Holds what builds the heads of one pattern.
 
     `triton` names a module that does the same on a GPU, imported when first used: its `takes(group, call)` says whether
     it builds these heads; its `prepare(group, call)` returns a PreparedIndex or a HeadIndex.
@@ -200,7 +200,7 @@ def _build_part(group: HeadGroup, call: IndexCall, on_gpu: bool) -> HeadIndex | 
 
 
 def builds_by_triton(device: torch.device) -> bool:
-    """Whether "auto" means the Triton builders there: on NVIDIA GPUs, the only ones that they were run on."""
+    """Returns whether "auto" means the Triton builders there: on NVIDIA GPUs, the only ones that they were run on."""
     return device.type == "cuda" and torch.version.hip is None
 
 

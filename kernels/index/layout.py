@@ -54,7 +54,7 @@ class RowTiles:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the host knows of one layer's queries and keys; all that decides a shape follows from it."""
+    """Holds what the host knows of one layer's queries and keys; all that decides a shape follows from it."""
 
     chunk: Chunk
     tile: TileShape
@@ -84,7 +84,8 @@ class Layout:
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """How far into a key tile the row tiles of each batch row begin; the same for all, as query % key is 0."""
+        """Returns how far into a key tile the row tiles of each batch row begin; the same for all, as query % key is
+        0."""
         return tuple(past % self.tile.key for past in self.chunk.past)
 
     def resolve(self, budgets: Sequence[Budget]) -> list[list[int]]:
@@ -147,7 +148,7 @@ def _locate(device: torch.device, layout: Layout) -> RowTiles:
 
 @dataclass(frozen=True, slots=True)
 class LineScores:
-    """How much attention each line received, float32, summing over a head to its sampled queries."""
+    """Says how much attention each line received, float32, summing over a head to its sampled queries."""
 
     vertical_BhS: torch.Tensor  # index j: the column of key j
     slash_BhS: torch.Tensor  # index o: the diagonal i - j = o
@@ -192,7 +193,7 @@ class IndexCall:
 
 @dataclass(frozen=True, slots=True)
 class IndexWidths:
-    """How wide an index is; follows from budgets and lengths."""
+    """Says how wide an index is; follows from budgets and lengths."""
 
     tiles: int  # W
     columns: int  # C
@@ -224,7 +225,7 @@ class HeadIndex:
 
     @property
     def widths(self) -> IndexWidths:
-        """How wide it is."""
+        """Returns how wide it is."""
         return IndexWidths(self.tiles_BhTW.shape[3], self.columns_BhC.shape[2])
 
     def fill(self, into: TileIndex) -> None:

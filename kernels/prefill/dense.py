@@ -105,7 +105,8 @@ def _same_length(
 
 
 def _flash_runs(q_BHSD: torch.Tensor) -> bool:
-    """Whether torch has its flash kernel for these tensors; elsewhere lower-right causal would cost an S x K mask."""
+    """Returns whether torch has its flash kernel for these tensors; elsewhere lower-right causal would cost an S x K
+    mask."""
     return (
         q_BHSD.is_cuda
         and torch.version.hip is None

@@ -34,7 +34,7 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the kernel cuts the work: rows and keys of a step, columns gathered at once, warps, pipeline depths."""
+    """Says how the kernel cuts the work: rows and keys of a step, columns gathered at once, warps, pipeline depths."""
 
     block_m: int
     block_n: int

@@ -77,7 +77,7 @@ class Timing(Part):
 
 
 class Fit(Part):
-    """How well a line fits, in shares of the time of a launch.
+    """Says how well a line fits, in shares of the time of a launch.
 
     Attributes:
         timings: how many it was fitted to.
@@ -114,7 +114,7 @@ class BucketTiming(Part):
 
     @property
     def gain(self) -> float:
-        """How many times as fast as dense."""
+        """Returns how many times as fast as dense."""
         return self.dense_us / self.sparse_us
 
 
@@ -152,13 +152,13 @@ class Chunks:
 
     @property
     def with_past(self) -> int:
-        """How many have one."""
+        """Returns how many have one."""
         return self.count - (self.first > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What the heads of a layer compute in a sparse launch.
+    """Holds what the heads of a layer compute in a sparse launch.
 
     Attributes:
         tiles, columns: whole tiles of the sparse heads, and their single columns in tiles.
@@ -174,8 +174,8 @@ class LayerWork:
     families: Mapping[Family, int]
 
     def idle(self, processors: int, launches: int = 1) -> float:
-        """How many times as long as a full device one takes that computes a query tile on each processor: where there
-        are few, it waits for the longest."""
+        """Returns how many times as long as a full device one takes that computes a query tile on each processor: where
+        there are few, it waits for the longest."""
         total = (self.tiles + self.columns + self.dense_tiles) / launches
         return max(1.0, processors * self.longest / total) if total and processors > 1 else 1.0
 
@@ -248,7 +248,7 @@ class DeviceCost(Part):
 
     @property
     def cuts_prompts(self) -> bool:
-        """Whether the host prefills long prompts in chunks."""
+        """Returns whether the host prefills long prompts in chunks."""
         return self.chunk is not None
 
     @model_validator(mode="after")
@@ -321,7 +321,7 @@ class DeviceCost(Part):
         return self._index_us(name, heads, Chunks.of(length, self.chunk))
 
     def index_launch_us(self, name: Family, length: int) -> float:
-        """What of it does not depend on how many heads there are."""
+        """Returns what of it does not depend on how many heads there are."""
         return self.index_us(name, 0, length)
 
     def _index_us(self, name: Family, heads: int, chunks: Chunks) -> float:

@@ -67,7 +67,7 @@ def free_work(timings: Sequence[Timing]) -> tuple[str, ...]:
 
 
 def _mostly(feature: int, work: tuple[float, ...]) -> float:
-    """How much of one kind of work is in a launch, the more the less there is of others."""
+    """Returns how much of one kind of work is in a launch, the more the less there is of others."""
     return work[feature] ** 2 / max(sum(work[2:]), 1.0)
 
 

@@ -160,7 +160,8 @@ def _line_of(timings: Sequence[Timing], what: str) -> Line | None:
 
 
 def copies_to_read_cold(read_bytes: int, cache_bytes: int) -> int:
-    """How many copies of keys and values steps take in turn, so that none finds in the device's cache what it reads.
+    """Returns how many copies of keys and values steps take in turn, so that none finds in the device's cache what it
+    reads.
 
     A step comes back to a layer after all others and their weights. Steps that read very little are mostly launch.
     """
@@ -199,7 +200,7 @@ def _with_others(selection: Selection, length: int, share: float) -> Selection:
 
 
 def _reads_of(selection: Selection) -> Reads:
-    """What a step with such a choice reads."""
+    """Returns what a step with such a choice reads."""
     return Reads((tokens(selection.chosen_BgN.shape[2]),), selection.sink, selection.recent)
 
 
@@ -270,7 +271,7 @@ class Bench:
 
     @property
     def watch(self) -> Stopwatch:
-        """What times launches on the device."""
+        """Returns what times launches on the device."""
         return Stopwatch(self.device)
 
     def prefill(self, length: int) -> PrefillLaunches:

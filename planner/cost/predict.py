@@ -82,7 +82,7 @@ class ScoreTables:
         return float(self.take(self.density_LCH, choice, 1.0).sum() / (choice != ABSENT).sum())
 
     def pattern(self, choice: Choice, layer: int, head: int) -> Pattern:
-        """What head `head` of the `layer`-th profiled layer follows."""
+        """Returns what head `head` of the `layer`-th profiled layer follows."""
         candidate = int(choice[layer, head])
         if candidate == DENSE:
             return Dense()
@@ -157,7 +157,7 @@ def layer_times(
 def work_of(
     choice_H: Choice, tiles_H: Floats, columns_H: Floats, key_tiles: int, families: Mapping[Family, int]
 ) -> LayerWork:
-    """What a layer computes whose heads choose so, with so many tiles and columns, in tiles, each.
+    """Returns what a layer computes whose heads choose so, with so many tiles and columns, in tiles, each.
 
     Args:
         key_tiles: of the whole context; a dense head computes all of them in its last row.
@@ -176,7 +176,7 @@ def _of_row(share: float) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadTimes:
-    """What a head adds to a sparse launch of its layer at the profiled length, its part of the index included, in
+    """Holds what a head adds to a sparse launch of its layer at the profiled length, its part of the index included, in
     microseconds. The index launch itself is not a head's."""
 
     dense_us: float  # all causal tiles
@@ -246,12 +246,12 @@ def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, prof
 
 
 def gain_of(estimate: Estimate) -> float:
-    """How many times as fast as dense."""
+    """Returns how many times as fast as dense."""
     return estimate.dense_us / max(estimate.sparse_us, 1e-9)
 
 
 def heads_by_pattern(tables: ScoreTables, row: int, choice_H: Choice) -> dict[Family, int]:
-    """How many heads of the profiled layer `row` follow each family."""
+    """Returns how many heads of the profiled layer `row` follow each family."""
     return dict(Counter(family for _, family in families_of(tables, row, choice_H)))
 
 
@@ -262,7 +262,7 @@ def families_of(tables: ScoreTables, row: int, choice_H: Choice) -> Iterator[tup
 
 
 def choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
-    """What a bucket chose of the candidates of a length; None where it has a pattern that is none of them."""
+    """Returns what a bucket chose of the candidates of a length; None where it has a pattern that is none of them."""
     choice = np.where(tables.present_LH, DENSE, ABSENT)
     if bucket.dense:
         return choice
@@ -331,8 +331,8 @@ def dense_step_us(
 
 
 def visible_tokens(group: AttentionGroup, length: int) -> int:
-    """How many of `length` cached tokens a layer attends to when it is dense: those of its own window, or all, or none
-    where it has a recurrent state."""
+    """Returns how many of `length` cached tokens a layer attends to when it is dense: those of its own window, or all,
+    or none where it has a recurrent state."""
     if group.kind == "linear":
         return 0
     return length if group.window is None else min(length, group.window)
@@ -374,8 +374,8 @@ def step_us(
 
 
 def missed(chosen: int, hot: int, length: int) -> float:
-    """How many of the chosen tokens are not in a hot set: 70% of them where it just holds one choice, and half as many
-    in one of twice the size, as on answers of small models at 32K (miss curves in docs/experiments.md); but no
+    """Returns how many of the chosen tokens are not in a hot set: 70% of them where it just holds one choice, and half
+    as many in one of twice the size, as on answers of small models at 32K (miss curves in docs/experiments.md); but no
     more than if tokens were chosen at random."""
     return chosen * min(0.7 * chosen / max(hot, chosen, 1), max(0, length - hot) / length)
 
@@ -404,7 +404,7 @@ _APART = 16  # lengths that are asked about first lie a sixteenth apart, or a st
 
 
 def pays(sparse_us: float, dense_us: float) -> bool:
-    """Whether a predicted time is worth leaving dense for."""
+    """Returns whether a predicted time is worth leaving dense for."""
     return sparse_us < (1.0 - LEAST_GAIN) * dense_us
 
 
@@ -456,7 +456,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Savings:
-    """What sparse saves over dense at one length, on one device."""
+    """Holds what sparse saves over dense at one length, on one device."""
 
     def __init__(self, cost: DeviceCost, tables: ScoreTables, tile: TileShape) -> None:
         self._cost, self._tables, self._tile = cost, tables, tile

@@ -61,7 +61,7 @@ class PrefillLaunches:
 
     @property
     def chunk(self) -> Chunk:
-        """Where the rows that attend lie."""
+        """Returns where the rows that attend lie."""
         return Chunk.uniform(1, self.length - min(self.length, self.host.chunk or self.length), self.length)
 
     def timed(self) -> Iterator[Timing]:

@@ -39,8 +39,8 @@ class Stopwatch:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def in_turn(self, launches: Sequence[Launch]) -> list[float]:
-        """What each launch takes on the device: medians on CUDA. On a CPU, where other programs take time slices, the
-        fastest of several is what the work takes."""
+        """Returns what each launch takes on the device: medians on CUDA. On a CPU, where other programs take time
+        slices, the fastest of several is what the work takes."""
         rounds = self._rounds(launches)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
@@ -48,15 +48,15 @@ class Stopwatch:
         return [min(samples) for samples in self._walled(launches, rounds, [1] * len(launches))]
 
     def queued(self, launches: Sequence[Launch]) -> list[float]:
-        """What each launch takes where many are issued one after another: the longer of the device's time and the
-        program's, as in a prompt whose attention is all there is to it."""
+        """Returns what each launch takes where many are issued one after another: the longer of the device's time and
+        the program's, as in a prompt whose attention is all there is to it."""
         rounds = self._rounds(launches)
         if self.device.type != "cuda":
             return self.in_turn(launches)
         return [median(samples) for samples in self._walled(launches, rounds, [_ISSUED] * len(launches))]
 
     def issue(self, launch: Launch) -> float:
-        """What the program needs to issue a launch; 0 on a CPU, where the program computes it."""
+        """Returns what the program needs to issue a launch; 0 on a CPU, where the program computes it."""
         if self.device.type != "cuda":
             return 0.0
         with torch.cuda.device(self.device):
@@ -73,7 +73,7 @@ class Stopwatch:
         return 1e6 * min(found)
 
     def step(self, launches: Sequence[Launch]) -> float:
-        """What one of these takes as part of a decode step: on a GPU in a CUDA graph, as steps run there."""
+        """Returns what one of these takes as part of a decode step: on a GPU in a CUDA graph, as steps run there."""
 
         def all_of_them() -> None:
             for launch in launches:
@@ -90,7 +90,7 @@ class Stopwatch:
             return float(timed_ms) * 1e3 / len(launches)
 
     def _rounds(self, launches: Sequence[Launch]) -> int:
-        """How often each is timed. Launches run until they are compiled and the device is warm."""
+        """Returns how often each is timed. Launches run until they are compiled and the device is warm."""
         self._walled(launches, 1, [1] * len(launches))
         spent = seconds = 0.0
         while spent < min(_WARM_SECONDS, len(launches) * SECONDS_A_TIMING):

@@ -18,7 +18,7 @@ from sparsekv.plans.schema import HostName
 
 
 class Host:
-    """How the program that runs the plan attends, as far as that has a price: here transformers, which takes whole
+    """Says how the program that runs the plan attends, as far as that has a price: here transformers, which takes whole
     prompts, dense by the fastest kernel of our own, in a contiguous cache.
 
     Attributes:
@@ -38,7 +38,7 @@ class Host:
         return partial(dense_prefill, q_BHTD, k_BGSD, v_BGSD, chunk, scale=scale, backend=backend)
 
     def copy(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Callable[[], object] | None:
-        """What comes before sparse attention of a chunk with a past; None for nothing."""
+        """Returns what comes before sparse attention of a chunk with a past; None for nothing."""
         return None
 
     def take(self, out_BHTD: torch.Tensor) -> None:
@@ -53,5 +53,5 @@ class Host:
         return partial(decode_attention, q_BH1D, keys, scale=scale, backend=backend)
 
     def idle_step(self, q_BH1D: torch.Tensor, keys: KeyView, scale: float) -> Callable[[], object] | None:
-        """What a layer launches for rows that attend to everything where none does; None for nothing."""
+        """Returns what a layer launches for rows that attend to everything where none does; None for nothing."""
         return None

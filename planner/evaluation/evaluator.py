@@ -397,7 +397,7 @@ class _Run:
         return cache
 
     def outcomes(self, read: Sequence[torch.Tensor], first: int = 0) -> tuple[Outcome, ...]:
-        """What was predicted for the texts, beside dense; rows before the `first` are dense's own."""
+        """Returns what was predicted for the texts, beside dense; rows before the `first` are dense's own."""
         logits_BAV = read[0][:, : self.picked_BA.shape[1]]
         picked_BA, log_BAV = logits_BAV.argmax(-1), logits_BAV.log_softmax(-1)
         agreed_BA = (self.picked_BA == picked_BA)[:, first:]

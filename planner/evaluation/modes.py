@@ -23,11 +23,11 @@ class Mode(Protocol):
 
     @property
     def stepwise(self) -> bool:
-        """Whether answers are fed token by token, as decode does; otherwise they are part of the prefill."""
+        """Returns whether answers are fed token by token, as decode does; otherwise they are part of the prefill."""
 
     @property
     def dense_prefill(self) -> bool:
-        """Whether prompts run dense, so that the logits of their last row are no result of the mode."""
+        """Returns whether prompts run dense, so that the logits of their last row are no result of the mode."""
 
     def running(self, model: PreTrainedModel) -> AbstractContextManager[Callable[[], Spent]]:
         """Switches it on for the length of a `with` block, which gets what tells what was computed so far."""
@@ -81,7 +81,7 @@ class PlanMode:
 
 
 def spent_by(handle: Handle) -> Spent:
-    """What a handle computed."""
+    """Returns what a handle computed."""
     found = handle.stats()
     prefill = found.prefill_tiles_computed, found.prefill_tiles_causal
     return Spent(*prefill, found.decode_tokens_attended, found.decode_tokens_cached)

@@ -25,7 +25,7 @@ without_plans = partial(sdpa_kernel, [SDPBackend.FLASH_ATTENTION, SDPBackend.EFF
 
 
 class Prefilled(NamedTuple):
-    """What prompts left: the logits of their last rows, and the cache."""
+    """Holds what prompts left: the logits of their last rows, and the cache."""
 
     logits_BKV: torch.Tensor
     cache: Any
@@ -87,7 +87,7 @@ def until_end(model: Any, ids_BG: torch.Tensor) -> torch.Tensor:
 
 
 def answered(loaded: LoadedModel, batch: Batch, picked_BA: torch.Tensor) -> list[bool | None]:
-    """Whether greedy generation gives each answer; None where a sample has no text to compare (perplexity).
+    """Returns whether greedy generation gives each answer; None where a sample has no text to compare (perplexity).
 
     Args:
         picked_BA: [B, A + 1], the likeliest tokens.

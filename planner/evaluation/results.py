@@ -21,7 +21,8 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class LongText:
-    """What dense itself generates behind a prompt, read by a mode: as `kl`, `agreed` and `scored` of an outcome."""
+    """Holds what dense itself generates behind a prompt, read by a mode: as `kl`, `agreed` and `scored` of an
+    outcome."""
 
     kl: float
     agreed: int
@@ -59,7 +60,7 @@ class Outcome:
 
     @property
     def is_finite(self) -> bool:
-        """Whether its probabilities are numbers."""
+        """Returns whether its probabilities are numbers."""
         return all(map(math.isfinite, (self.nll, self.kl, self.text.kl if self.text else 0.0)))
 
     @property
@@ -70,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What a mode computed: tiles of prefill, tokens of decode, against what dense would have."""
+    """Holds what a mode computed: tiles of prefill, tokens of decode, against what dense would have."""
 
     tiles: float = 0.0
     causal_tiles: float = 0.0
@@ -108,7 +109,7 @@ class TaskResult:
 
     @property
     def is_accuracy(self) -> bool:
-        """Whether the task has right answers; otherwise it has a perplexity."""
+        """Returns whether the task has right answers; otherwise it has a perplexity."""
         return all(outcome.correct is not None for outcome in self.dense)
 
     @property

@@ -126,7 +126,8 @@ def _split(names: Sequence[str], first: Sequence[str]) -> tuple[tuple[str, ...],
 
 
 def mix_of(tasks: Sequence[str], samples: int) -> dict[str, int]:
-    """How many calibration samples each task has at a length of so many; own prompts, without a task, are "prompts"."""
+    """Returns how many calibration samples each task has at a length of so many; own prompts, without a task, are
+    "prompts"."""
     each = task_of_each(tasks, samples) if tasks else ("prompts",) * samples
     return {name: each.count(name) for name in dict.fromkeys(each)}
 

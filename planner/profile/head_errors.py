@@ -66,7 +66,7 @@ class Rows:
 
     @property
     def chunk(self) -> Chunk:
-        """Where they lie."""
+        """Returns where they lie."""
         if self.numbers is None:
             return Chunk.uniform(1, 0, self.length)
         firsts = [number * self._run_rows for number in self.numbers]

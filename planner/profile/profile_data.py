@@ -85,8 +85,8 @@ class LayerScores(ScoreParts):
 
 
 class TokenChoice(Part):
-    """How decode statistics choose tokens by the newest query: with each budget, among all between the first `sink` and
-    the last `recent` tokens, which are attended to in any case."""
+    """Says how decode statistics choose tokens by the newest query: with each budget, among all between the first
+    `sink` and the last `recent` tokens, which are attended to in any case."""
 
     sink: Natural
     recent: Positive
@@ -94,7 +94,7 @@ class TokenChoice(Part):
 
 
 class Reuse(TokenChoice):
-    """How well the tokens that layer i chooses serve layer j, at one length.
+    """Says how well the tokens that layer i chooses serve layer j, at one length.
 
     `kept[b][j][i]`, i <= j: the share of layer j's attention mass on the first `sink` tokens, the choice of layer i
     (with budget b) and the last `recent` tokens; worst row of a prompt, mean over prompts.
@@ -107,7 +107,7 @@ class Reuse(TokenChoice):
 
 
 class DecodeTrial(Part):
-    """What decode segments did to next tokens at one length, on calibration prompts that were prefilled densely.
+    """Holds what decode segments did to next tokens at one length, on calibration prompts that were prefilled densely.
 
     Attributes:
         kl: mean divergence from dense over decode steps and prompts, in nats.
@@ -164,7 +164,7 @@ class StepReads(Part):
 
 
 class Profile(Part):
-    """What one profiling run found, and what it was run with."""
+    """Holds what one profiling run found, and what it was run with."""
 
     kind: Literal["sparsekv.profile"] = "sparsekv.profile"
     schema_version: Literal[4] = 4

@@ -118,7 +118,7 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
 
 
 def step_reads(model: PreTrainedModel) -> StepReads | None:
-    """What a decode step reads, experts as tensors of three dimensions; None where layers have other ones."""
+    """Returns what a decode step reads, experts as tensors of three dimensions; None where layers have other ones."""
     if linear_layers(model.config):
         return None
     layers: Any = decoder_of(model).layers

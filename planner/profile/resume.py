@@ -56,13 +56,13 @@ class LayerRecord(ScoreParts):
 
     @property
     def key(self) -> Key:
-        """What a record is of."""
+        """Returns what a record is of."""
         return self.length, self.sample, self.layer
 
 
 @dataclass(frozen=True, slots=True)
 class RunShape:
-    """What the records of a run are of and hold.
+    """Holds what the records of a run are of and hold.
 
     Attributes:
         samples: prompts of each length.
@@ -76,8 +76,8 @@ class RunShape:
     choice: TokenChoice | None
 
     def holds(self, record: LayerRecord) -> bool:
-        """Whether the record is one of such a run: every slot has, for each head, a candidate, a pattern of its family,
-        and scores."""
+        """Returns whether the record is one of such a run: every slot has, for each head, a candidate, a pattern of its
+        family, and scores."""
         if record.sample >= self.samples.get(record.length, 0) or record.layer >= self.model.layers:
             return False
         group, slots = self.model.group_of(record.layer), len(record.candidates)
@@ -246,7 +246,7 @@ def left_aside(path: Path) -> list[Path]:
 
 
 def holds_records(path: Path) -> bool:
-    """Whether there is something in a file of records for another run to go on from."""
+    """Returns whether there is something in a file of records for another run to go on from."""
     with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
         return bool(_HEADER.fullmatch(file.readline()) and file.readline(1))
     return False
@@ -306,7 +306,8 @@ def length_means(
 
 
 def _prompt_weights(records: Sequence[Sequence[LayerRecord]]) -> tuple[float, ...]:
-    """What the damage on each prompt counts, geometric mean 1: less where all of it is larger, by the square root.
+    """Returns what the damage on each prompt counts, geometric mean 1: less where all of it is larger, by the square
+    root.
 
     Damage differs by orders of magnitude between prompts, with how sure the model is of its answer: without weights the
     least sure prompt alone would decide.

@@ -32,7 +32,7 @@ from sparsekv.plans.patterns import PATTERNS, AShape, Pattern, PatternRange, Til
 
 
 def search_space(options: Settled, length: int) -> tuple[PatternRange, ...]:
-    """What to search at a length, of the families asked for: our own ranges, or those of MInference 1.0."""
+    """Returns what to search at a length, of the families asked for: our own ranges, or those of MInference 1.0."""
     tile, kinds = options.tile, [kind for name, kind in PATTERNS.items() if name in options.families]
     if options.preset is not None:
         return tuple(one for kind in kinds for one in kind.published(tile))
@@ -99,7 +99,8 @@ def slots(aims: Sequence[Aim], compared: Sequence[int], damage_CH: npt.NDArray[n
 
 
 def _published_density(length: int, tile: TileShape) -> float:
-    """What every candidate of MInference's search is brought to: the cost of 1024 sink and 4096 local tokens."""
+    """Returns what every candidate of MInference's search is brought to: the cost of 1024 sink and 4096 local
+    tokens."""
     pattern, chunk = AShape(sink=tokens(1024), window=tokens(4096)), Chunk.uniform(1, 0, length)
     nothing_11LD = torch.empty(1, 1, length, 1)  # a static pattern reads neither queries nor keys
     index = build_index((pattern,), nothing_11LD, nothing_11LD, chunk, tile, scale=1.0)
@@ -154,7 +155,7 @@ class Prefix:
 
     @property
     def causal_tiles(self) -> int:
-        """What one dense head computes."""
+        """Returns what one dense head computes."""
         return self.chunk.causal_tiles(self.tile)
 
     def index(self, patterns: Patterns) -> TileIndex:

@@ -29,7 +29,7 @@ _SHARES = (0.025, 0.05, 0.1, 0.2)
 
 
 def token_choice(options: PlanOptions) -> TokenChoice:
-    """What is measured: a few budgets and the one asked for."""
+    """Returns what is measured: a few budgets and the one asked for."""
     shares = tuple(fraction(share) for share in _SHARES)
     budgets = shares if options.decode_budget in shares else (*shares, options.decode_budget)
     return TokenChoice(sink=options.decode_sink, recent=options.decode_recent, budgets=budgets)
@@ -37,7 +37,7 @@ def token_choice(options: PlanOptions) -> TokenChoice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeLayer:
-    """What a layer attends with over the whole prompt, and what its output goes through."""
+    """Holds what a layer attends with over the whole prompt, and what its output goes through."""
 
     call: AttentionCall
     projection_WZ: torch.Tensor
@@ -45,7 +45,7 @@ class DecodeLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRows:
-    """What one layer does in the rows that stand for decode steps, on its device.
+    """Holds what one layer does in the rows that stand for decode steps, on its device.
 
     Attributes:
         best_RS: the largest weight that a head gives a token.
@@ -68,7 +68,7 @@ class ReuseScores:
     _tables: dict[torch.device, _Tables] = field(default_factory=dict)  # layers may be spread over devices
 
     def attended(self, layer: DecodeLayer) -> LayerRows:
-        """What the layer does in the rows."""
+        """Returns what the layer does in the rows."""
         call, tables = layer.call, self._on(layer.call.k_BGKD.device)
         hidden_RS, groups = tables.hidden_RS, call.k_BGKD.shape[1]
         k_GSD, v_GSD = (x_BGSD[0, :, : hidden_RS.shape[1]] for x_BGSD in (call.k_BGKD, call.v_BGKD))
@@ -128,7 +128,7 @@ class ReuseScores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tables:
-    """What of rows and choice is the same for all layers, on one device.
+    """Holds what of rows and choice is the same for all layers, on one device.
 
     Attributes:
         rows_R: where the rows are.

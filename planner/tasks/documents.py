@@ -190,7 +190,8 @@ class Document:
 
 
 class Turn(NamedTuple):
-    """What follows a prompt in a conversation: the reply to it, which is no prompt but generated, and the next one."""
+    """Holds what follows a prompt in a conversation: the reply to it, which is no prompt but generated, and the next
+    one."""
 
     reply_ids: Ids
     prompt_ids: Ids
@@ -220,7 +221,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a task is asked to build.
+    """Holds what a task is asked to build.
 
     Attributes:
         length: most tokens of the context and all questions and answers together.
@@ -239,7 +240,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """What tasks build from: an encoder, the filler text of one split, and the frame of a chat where there is one."""
+    """Holds what tasks build from: an encoder, the filler text of one split, and the frame of a chat where there is
+    one."""
 
     split: Split
     encoder: PieceEncoder

@@ -76,7 +76,8 @@ class Quote:
 
 
 def _compared(encoder: PieceEncoder, answer_ids: Ids) -> str:
-    """What a generated answer has to begin with: without a number or a character that the answer's end cuts off."""
+    """Returns what a generated answer has to begin with: without a number or a character that the answer's end cuts
+    off."""
     return encoder.text_of(answer_ids.tolist()).rstrip("0123456789\ufffd")
 
 
@@ -126,7 +127,7 @@ class _Source:
         return lines & (share >= least) & (share <= most), lines, anywhere
 
     def is_recognised(self, first: int, end: int) -> bool:
-        """Whether the beginning of the passage at `first` says, at index `end`, which one is meant."""
+        """Returns whether the beginning of the passage at `first` says, at index `end`, which one is meant."""
         cue = self.ids[first : first + _CUE]
         found = np.flatnonzero(self.ids[: len(self.ids) - _CUE + 1] == cue[0])
         for offset in range(1, _CUE):

@@ -191,7 +191,7 @@ class Cwe:
 
 
 def _fitting(encoder: PieceEncoder, words: Sequence[Pieces], common: int, room: int, length: int) -> Counts:
-    """How often each word stands in a list of at most `room` tokens; the last words are left out."""
+    """Returns how often each word stands in a list of at most `room` tokens; the last words are left out."""
     sizes = np.asarray([len(ids) for ids in encoder.encode_all(words)])
     for often, seldom in (_REPEATS, _FEW_REPEATS)[length < _LONG :]:
         taken = often * sizes[:common].sum() + seldom * np.cumsum(sizes[common:])
@@ -239,7 +239,7 @@ class Fwe:
 
 
 def _zipf(total: int, ranks: int) -> Counts:
-    """How often the word of each rank stands among so many, rounded down."""
+    """Returns how often the word of each rank stands among so many, rounded down."""
     return (total * 6 / pi**2 / np.arange(1, ranks + 1) ** 2).astype(np.int64)
 
 

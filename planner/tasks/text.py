@@ -41,7 +41,7 @@ class TaskError(UsageError):
 
 
 class Split(enum.Enum):
-    """What a document is for. Splits share neither seeds nor filler text."""
+    """Holds what a document is for. Splits share neither seeds nor filler text."""
 
     TRAINING = "training"
     CALIBRATION = "calibration"
@@ -97,7 +97,7 @@ class PieceEncoder:
         return [[token for piece in pieces for token in cache[piece]] for pieces in sequences]
 
     def text_of(self, ids: Iterable[int]) -> str:
-        """What token ids say within a line; decoders that cut off the first space of a text cut nothing here.
+        """Returns what token ids say within a line; decoders that cut off the first space of a text cut nothing here.
 
         Raises:
             TaskError: the encoder was made without `decode`.
@@ -118,13 +118,13 @@ class PieceEncoder:
 
 
 def _is_concatenative(encode_batch: EncodeBatch) -> bool:
-    """Whether pieces can be encoded by themselves; tokenizers that prepend a space cannot."""
+    """Returns whether pieces can be encoded by themselves; tokenizers that prepend a space cannot."""
     whole, anchor, piece = encode_batch([_ANCHOR + _WORD, _ANCHOR, _WORD])
     return list(whole) == [*anchor, *piece]
 
 
 def _put_in_front(bare: Sequence[int], whole: Sequence[int]) -> Sequence[int]:
-    """What `whole` has in front of `bare`."""
+    """Returns what `whole` has in front of `bare`."""
     extra = range(len(whole) - len(bare) + 1)
     return next((whole[:i] for i in extra if list(whole[i : i + len(bare)]) == list(bare)), ())
 
@@ -180,7 +180,7 @@ class Filler:
         return self.before(end, count), self._breaks(end, count)
 
     def ends(self, count: int) -> npt.NDArray[np.int64]:
-        """Where excerpts of so many tokens may end: at any line, where the text repeats within one."""
+        """Returns where excerpts of so many tokens may end: at any line, where the text repeats within one."""
         return self.line_ends[np.searchsorted(self.line_ends, count) if count <= len(self.ids) else 0 :]
 
     def before(self, end: int, count: int) -> Ids:

@@ -33,7 +33,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Format:
-    """What a format holds.
+    """Holds what a format holds.
 
     Attributes:
         held: paths of the fields that are written; the writer itself tells where it rounds or merges one.

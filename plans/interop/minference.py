@@ -30,7 +30,7 @@ _NOTES = (
 
 
 def missed(source: Source) -> str | None:
-    """What a file lacks to be one of these; None where it is."""
+    """Returns what a file lacks to be one of these; None where it is."""
     found = _layers(source.json)
     if found is None:
         return "no JSON list with an object of heads for each layer"
@@ -41,7 +41,7 @@ def missed(source: Source) -> str | None:
 
 
 def is_qwen(source: Source) -> bool:
-    """Whether an engine for Qwen2.5-1M would read it."""
+    """Returns whether an engine for Qwen2.5-1M would read it."""
     return source.name == QWEN_FILE
 
 

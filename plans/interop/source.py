@@ -69,7 +69,7 @@ class Source:
         return tuple(values[row * columns : (row + 1) * columns] for row in range(rows))
 
     def _count(self, rows: int, columns: int, kind: str, start: int) -> int:
-        """How many numbers there are, if that is what the header says."""
+        """Returns how many numbers there are, if that is what the header says."""
         count = math.prod((rows, columns))
         if min(rows, columns) < 1 or count * struct.calcsize(kind) != len(self.data) - start:
             raise ValueError
@@ -82,7 +82,7 @@ def _refused(name: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Imported:
-    """What a file says, as phases of a plan.
+    """Holds what a file says, as phases of a plan.
 
     Attributes:
         notes: what it does not say, and where that was taken from; a line each.

@@ -42,7 +42,7 @@ MOST_SCORES = 1 << 26
 
 
 def takes(group: HeadGroup, call: IndexCall) -> bool:
-    """Whether the index of these heads can be built here."""
+    """Returns whether the index of these heads can be built here."""
     return takes_tensors(call)
 
 

@@ -106,7 +106,7 @@ def strips_for(sampled: int) -> Strips:
 
 
 def takes_tensors(call: IndexCall) -> bool:
-    """Whether an index can be built of these tensors here; torch builds it elsewhere."""
+    """Returns whether an index can be built of these tensors here; torch builds it elsewhere."""
     q_BHSD, k_BGKD = call.q_BHSD, call.k_BGKD
     dtypes = (torch.float16, torch.bfloat16, *(() if q_BHSD.is_cuda else (torch.float32,)))
     contiguous = q_BHSD.stride(3) == k_BGKD.stride(3) == 1 and k_BGKD.stride(2) < LONGEST_ROW_STRIDE

@@ -64,7 +64,7 @@ _ALIGNED = 16  # elements of 4 bytes: where Triton's usual launch expects pieces
 
 
 def takes(group: HeadGroup, call: IndexCall) -> bool:
-    """Whether the index of these heads can be built here."""
+    """Returns whether the index of these heads can be built here."""
     sampled = max(pattern.last_q for pattern in group.unique)
     return sampled <= LARGEST_SAMPLE and call.layout.chunk.longest <= LONGEST and takes_tensors(call)
 
@@ -94,7 +94,7 @@ def _fill(
 
 
 class Numbers(NamedTuple):
-    """What the kernels need to know from the host, int32 on the device; not to be written to."""
+    """Holds what the kernels need to know from the host, int32 on the device; not to be written to."""
 
     past_B: torch.Tensor
     length_B: torch.Tensor
@@ -151,7 +151,7 @@ def plan_build(
 
 
 def _of(heads: slice, *budgets: list[list[int]]) -> list[list[list[int]]]:
-    """What these heads may spend in each batch row."""
+    """Returns what these heads may spend in each batch row."""
     return [[row[heads] for row in rows] for rows in budgets]
 
 

@@ -33,7 +33,7 @@ DENSE_ROWS, DENSE_CHUNK_ROWS = 16384, 2048
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What computes tiles: flash-attn-4, or in tests its emulator."""
+    """Holds what computes tiles: flash-attn-4, or in tests its emulator."""
 
     lower: Callable[..., BlockLists]
     over_lists: Callable[[Part, BlockLists], None]
@@ -66,7 +66,7 @@ def prefill(
 
 
 def takes_dense(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk) -> bool:
-    """Whether `dense` runs this call, and pays."""
+    """Returns whether `dense` runs this call, and pays."""
     if q_BHSD.shape[2] < (DENSE_CHUNK_ROWS if any(chunk.past) else DENSE_ROWS):
         return False
     refused = device_obstacle(q_BHSD.device) or shape_obstacle(q_BHSD.dtype, q_BHSD.shape[-1], None)

@@ -380,7 +380,7 @@ def ignore_argument_warnings() -> None:
 
 
 def causal(row: Any, key: Any) -> Any:
-    """Whether a row sees a key, both as positions in the sequence: tensors of any kind, or integers."""
+    """Returns whether a row sees a key, both as positions in the sequence: tensors of any kind, or integers."""
     return key <= row
 
 
@@ -391,7 +391,8 @@ def causal_in_window(row: Any, key: Any, window: Any) -> Any:
 
 @lru_cache(maxsize=16)  # the same function object for the same window: flash-attn-4 hashes functions to find its kernel
 def mask_mod(window: int | None) -> Callable[..., Any]:
-    """What a row sees, as flash-attn-4 wants it: (batch, head, row, key, lengths, aux tensors), vectors of one element.
+    """Returns what a row sees, as flash-attn-4 wants it: (batch, head, row, key, lengths, aux tensors), vectors of one
+    element.
 
     flash-attn-4 counts the row from the first query row and the key from key 0. Every launch here has its keys cut to
     the length, so the offset is keys - queries, which the kernel knows at run time: no compilation depends on past or

@@ -56,7 +56,7 @@ def package() -> FlashPackage:
 
 
 def device_obstacle(device: torch.device) -> str | None:
-    """Why this GPU or this installation cannot run it; None when it can."""
+    """Returns why this GPU or this installation cannot run it; None when it can."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return "it needs an NVIDIA GPU of the Hopper generation"
     major, minor = torch.cuda.get_device_capability(device)
@@ -72,7 +72,7 @@ def device_obstacle(device: torch.device) -> str | None:
 
 
 def shape_obstacle(dtype: torch.dtype, head_dim: int, tile: TileShape | None) -> str | None:
-    """Why it does not take such tensors; None when it does. Without a tile, whether any tile works."""
+    """Returns why it does not take such tensors; None when it does. Without a tile, whether any tile works."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, found {dtype}"
     found = package()
@@ -94,7 +94,7 @@ def shape_obstacle(dtype: torch.dtype, head_dim: int, tile: TileShape | None) ->
 
 
 def untested() -> str | None:
-    """Why the installed release is not chosen by itself; None for one that was tested."""
+    """Returns why the installed release is not chosen by itself; None for one that was tested."""
     found = package()
     try:
         release = version(found.distribution).partition("+")[0]
@@ -109,7 +109,7 @@ def untested() -> str | None:
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether flash-attn-4 reads this memory as it lies."""
+    """Returns whether flash-attn-4 reads this memory as it lies."""
     step = _ALIGNED_BYTES // tensor.element_size()
     return not tensor.data_ptr() % _ALIGNED_BYTES and not any(stride % step for stride in tensor.stride()[:-1])
 
