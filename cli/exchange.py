@@ -129,7 +129,7 @@ def _export_model(place: str, file: Path | None, out: Path, half: bool, as_json:
         tell(line)
     if plan.retained:
         raise UnsupportedError(
-            f"expected a plan that keeps all tokens, found one that drops some in layers {format_ids(plan.retained)}, "
+            f"expected a plan that keeps all tokens, found one that evicts some in layers {format_ids(plan.retained)}, "
             "which a graph cannot; export a plan without kv_cache"
         )
     program = Program.of(None, plan.decode, loaded.info)

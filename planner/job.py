@@ -130,7 +130,7 @@ def job_of(
         settled = with_tasks(loaded, settled, own.tasks if own else (), progress)
     kit = prepare(loaded.tokenizer, Split.EVALUATION) if verifies else None
     if kit is not None:
-        tasks = settled.verified_tasks(drops=settled.retain is not None)
+        tasks = settled.verified_tasks(evicts=settled.retain is not None)
         EvalSamples(tasks, settled.verify_lengths).check_fit(kit)
     texts = tuple(prompt.text for prompt in settled.prompts)
     calibration = Calibration(loaded.tokenizer, texts, settled.tasks, settled.seed)

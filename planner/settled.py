@@ -17,7 +17,7 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.options import FAMILIES, PRESET_FAMILIES, Family, Phase, PlanOptions, check_lengths
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import PATTERNS, TileShape
-from sparsekv.plans.schema import HURT_BY_DROPPING
+from sparsekv.plans.schema import HURT_BY_EVICTION
 
 # Densities are rounded; one that is the target but for rounding is the target.
 ROUNDING = 1e-4
@@ -115,10 +115,10 @@ class Settled(PlanOptions):
         """Calibration samples of a length."""
         return min(self.samples, _LONG_SAMPLES) if self.samples_are_default and length > _LONG else self.samples
 
-    def verified_tasks(self, *, drops: bool) -> tuple[str, ...]:
+    def verified_tasks(self, *, evicts: bool) -> tuple[str, ...]:
         """The tasks that a plan is verified on: where its layers drop tokens, also those that show that, unless tasks
         were asked for."""
-        shows = () if "--tasks" in self.verify_chosen or not drops else HURT_BY_DROPPING
+        shows = () if "--tasks" in self.verify_chosen or not evicts else HURT_BY_EVICTION
         return (*self.tasks, *(task for task in shows if task not in self.tasks))
 
     def row_stride_at(self, length: int) -> int:

@@ -116,7 +116,7 @@ def verify(
     if not phases:
         raise UsageError("expected a plan that is sparse somewhere, found none: there is nothing to verify")
     modes = _modes(plan, phases, options.backend, allow_mismatch, loaded.model.dtype)
-    options = options.but(tasks=options.verified_tasks(drops=bool(plan.retained)))
+    options = options.but(tasks=options.verified_tasks(evicts=bool(plan.retained)))
     text = _LONG_TEXT if plan.retained else 0
     samples, source = held_out_samples(plan, options), kit or prepare(loaded.tokenizer, Split.EVALUATION)
     if prompts:

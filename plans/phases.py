@@ -401,7 +401,7 @@ class Retention(Part):
     Of `n` cached tokens a layer keeps the first `sink`, the last `recent`, and between them the `keep` with the highest
     score; of the tokens generated behind them the newest `generated`. The score is the attention of the prompt's last
     `observe` queries, summed over neighbouring tokens and the query heads of a KV head; `heads: max` makes one choice
-    for all KV heads, `per_kv_head` one each. A fraction is of all tokens so far, dropped ones included.
+    for all KV heads, `per_kv_head` one each. A fraction is of all tokens so far, evicted ones included.
     """
 
     layers: LayerSet
@@ -427,7 +427,7 @@ class Retention(Part):
 
     @property
     def is_lossy(self) -> bool:
-        """Returns whether it drops tokens."""
+        """Returns whether it evicts tokens."""
         return self.keep != "all"
 
     def chosen_tokens(self, length: int) -> int:

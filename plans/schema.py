@@ -180,8 +180,8 @@ class Evidence(Part):
     reason: Text | None = None
 
 
-# Tasks of held-out prompts that tell what dropping tokens of a prompt loses: many keys, a question behind an answer.
-HURT_BY_DROPPING = ("niah_multikey", "second_question")
+# Tasks of held-out prompts that tell what evicting tokens of a prompt loses: many keys, a question behind an answer.
+HURT_BY_EVICTION = ("niah_multikey", "second_question")
 
 
 class Quality(Part):
@@ -298,7 +298,7 @@ class Plan(Part):
 
     @property
     def retained(self) -> dict[int, Retention]:
-        """The rule of each layer that drops tokens of a prompt."""
+        """The rule of each layer that evicts tokens of a prompt."""
         return {layer: rule for rule in self.kv_cache or () if rule.is_lossy for layer in rule.layers}
 
     @property

@@ -27,7 +27,7 @@ from sparsekv.plans.phases import (
     reach,
 )
 from sparsekv.plans.schema import (
-    HURT_BY_DROPPING,
+    HURT_BY_EVICTION,
     NOTHING_SPARSE,
     Agreement,
     Claim,
@@ -211,7 +211,7 @@ def next_command(plan: Plan, file: str, model: str = "", spent: float = 0.0) -> 
 
 
 def denser_command(plan: Plan, file: str, model: str = "") -> str:
-    """Returns what makes another plan where this one misses a gate; of one that drops tokens, one that keeps more of
+    """Returns what makes another plan where this one misses a gate; of one that evicts tokens, one that keeps more of
     them."""
     retain = plan.provenance.settings.get("retain")
     more = f" --retain {retain + 0.1:.2g}" if isinstance(retain, float) and retain < 0.9 else ""
@@ -219,7 +219,7 @@ def denser_command(plan: Plan, file: str, model: str = "") -> str:
 
 
 def _lost_answers(plan: Plan) -> bool:
-    """Returns whether a plan that drops tokens has lost more right answers to a task than all of them may."""
+    """Returns whether a plan that evicts tokens has lost more right answers to a task than all of them may."""
     if not (plan.retained and plan.quality and plan.quality.evidence):
         return False
     most = plan.quality.evidence.gates.get("max_accuracy_drop", 0.0) / 100.0
@@ -242,11 +242,11 @@ def _kept_share(plan: Plan) -> str:
 
 
 def hurt_lines(plan: Plan) -> tuple[str, ...]:
-    """Returns what dropping tokens did to answers that it hurts most, in a line; none where that was not measured."""
+    """Returns what evicting tokens did to answers that it hurts most, in a line; none where that was not measured."""
     measured = plan.quality and (plan.quality.both or plan.quality.decode)
-    scores = [(task, measured.tasks.get(task)) for task in HURT_BY_DROPPING] if measured and plan.retained else []
+    scores = [(task, measured.tasks.get(task)) for task in HURT_BY_EVICTION] if measured and plan.retained else []
     told = [f"{task} {score.dense:.0%} -> {score.sparse:.0%} (of {score.samples})" for task, score in scores if score]
-    return (f"where dropping hurts: right answers, dense -> plan: {', '.join(told)}",) if told else ()
+    return (f"where eviction hurts: right answers, dense -> plan: {', '.join(told)}",) if told else ()
 
 
 def _gains(phase: Literal["prefill", "decode"], plan: Plan) -> str:

@@ -206,7 +206,7 @@ def test_a_plan_that_drops_tokens_alone_is_verified_and_show_says_what_that_did_
     assert "dense is compared with itself" not in sparsekv("eval", copy, *asked, "--length", "1k").err
     done = sparsekv("verify", copy, *asked, "--lengths", "1k", *LOOSE, "--max-failed", 1, "--write")
     assert done.code == 0, done.err
-    (told,) = [line for line in done.out.splitlines() if line.startswith("where dropping hurts")]
+    (told,) = [line for line in done.out.splitlines() if line.startswith("where eviction hurts")]
     assert told.endswith("second_question 0% -> 0% (of 1)")  # of a random model
     assert told in sparsekv("show", copy).out
 

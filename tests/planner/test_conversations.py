@@ -209,4 +209,4 @@ def test_only_a_plan_that_drops_tokens_is_held_against_long_texts_and_second_que
     found = verify(loaded, plan, settled.but(verify_chosen=())).quality
     assert found.decode.by_length[0].claims.keys() == {"divergence", "agreement", "exact"}
     assert found.decode.tasks.keys() == {"kv_retrieval"}
-    assert settled.verified_tasks(drops=True) == ("kv_retrieval",)  # as asked for
+    assert settled.verified_tasks(evicts=True) == ("kv_retrieval",)  # as asked for

@@ -44,7 +44,7 @@ class Watch:
     """Checks an engine's steps inside its `with` block.
 
     Args:
-        engine: with a plan that drops tokens.
+        engine: with a plan that evicts tokens.
         rules: of its layers.
     """
 

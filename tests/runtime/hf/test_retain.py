@@ -269,7 +269,7 @@ def test_host_memory_for_a_layer_that_drops_tokens_is_refused(model):
 def test_a_cache_from_elsewhere_is_refused(model):
     with torch.no_grad(), apply(model, plan_for(model, None, None, drops((1,), 12))) as handle:
         keys = torch.zeros(1, 2, 9, 32)
-        with pytest.raises(UnsupportedError, match="drops some in layers 1"):
+        with pytest.raises(UnsupportedError, match="evicts some in layers 1"):
             handle.cache_of([(keys, keys)] * 3)
 
 
