@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -28,7 +28,7 @@ from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Attachment, Phase
-from sparsekv.runtime.hf.cache import CACHE_NAME, first_of, reserve, take_back
+from sparsekv.runtime.hf.cache import CACHE_NAME, FixedRows, first_of, fixed_rows_of, reserve, take_back
 from sparsekv.runtime.hf.drafts import DraftLength, Greedy, Judge, Sampled
 from sparsekv.runtime.hf.generate import FirstChecked
 
@@ -131,6 +131,7 @@ class Text:
     lengths: list[int]  # padding included
     padding: list[int]  # tokens of the prompt that are not cached
     finished: list[bool]
+    earlier: int = 0  # columns that were cached before these tokens
 
     @classmethod
     def of(cls, ids_BS: torch.Tensor, longest: int) -> Text:
@@ -144,6 +145,11 @@ class Text:
     def cached(self) -> list[int]:
         """Tokens of each row that the cache has: all but the last."""
         return [length - 1 - padding for length, padding in zip(self.lengths, self.padding, strict=True)]
+
+    @property
+    def columns(self) -> int:
+        """Columns of the cache: all but the last of the longest text."""
+        return self.earlier + max(self.lengths) - 1
 
     def newest(self) -> torch.Tensor:
         """[B, 1]: the last token of each row."""
@@ -178,12 +184,12 @@ class ExactLoop:
 
     Args:
         meter: counts drafts and checks.
-        host_layers: those whose keys and values are in host memory, where all rows have one length.
+        fixed_rows: the layers of caches to come whose rows all have one length.
     """
 
-    def __init__(self, meter: Callable[[], Meter], host_layers: Callable[[], Collection[int]]) -> None:
+    def __init__(self, meter: Callable[[], Meter], fixed_rows: Callable[[], FixedRows]) -> None:
         self._meter = meter
-        self._host_layers = host_layers
+        self._fixed_rows = fixed_rows
         self.paces: dict[tuple[int, int], DraftLength] = defaultdict(
             DraftLength
         )  # by rows, and powers of two of tokens
@@ -221,8 +227,9 @@ class ExactLoop:
     ) -> Any:
         """As transformers' own `_sample`."""
         check_settings(generation_config, model_kwargs, input_ids.shape[0], streamer)
-        if input_ids.shape[0] > 1 and self._host_layers():
-            _refuse("one row beside keys and values in host memory", f"{input_ids.shape[0]}")
+        if (rows := input_ids.shape[0]) > 1:
+            fixed = fixed_rows_of(model_kwargs.get(CACHE_NAME), self._fixed_rows())
+            fixed.refuse("one row under exact", f"{rows} rows", "generate them one by one")
         if streamer is not None:
             streamer.put(input_ids.cpu())
         processors, stops = Processors(logits_processor), Stops.of(stopping_criteria)
@@ -235,13 +242,14 @@ class ExactLoop:
         first = judge.judge(input_ids[:, :0], processors.at(text, 0, scores_BV)[:, None])
         del found
         text.padding = [input_ids.shape[1] - length for length in first_of(cache).store.lengths]
+        text.earlier = cache.get_seq_length() - input_ids.shape[1]
         cycles = _Cycles(attached, model, cache, text, processors, judge, stops, streamer)
         cycles.keep(0, first.accepted_B, first.next_B)
         try:
             while not all(text.finished):
                 self._cycle(cycles, text)
         except BaseException:
-            take_back(cache, text.cached)
+            take_back(cache, text.cached, text.columns)
             raise
         if streamer is not None:
             streamer.end()
@@ -283,7 +291,7 @@ class _Cycles:
                 scores_BV = self.processors.at(self.text, number, self._scores(newest_B1)[:, -1])
                 self.text.put(self.judge.draft(scores_BV), number)
         if drafted:
-            take_back(self.cache, self.text.cached)
+            take_back(self.cache, self.text.cached, self.text.columns)
         ids_BQ = self.text.with_drafts(drafted)
         with self.attached.stepping(Phase.CHECK, self._counts(drafted + 1)):
             scores_BQV = self.processors.behind_each(self.text, self._scores(ids_BQ))
@@ -311,7 +319,7 @@ class _Cycles:
             if not self.text.finished[row]:
                 self.text.ids_BT[row, self.text.lengths[row] + accepted] = next_B[row]  # drafts that count are there
                 self._extend(row, [*tokens[:accepted], following])
-        take_back(self.cache, self.text.cached)
+        take_back(self.cache, self.text.cached, self.text.columns)
         return [accepted for *_, accepted in found]
 
     def _extend(self, row: int, tokens: Iterable[int]) -> None:
