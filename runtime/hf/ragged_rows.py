@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from sparsekv.kernels.device_cache import on_device
-from sparsekv.plans.errors import PromptError, UnsupportedError
+from sparsekv.plans.errors import PromptError, ShapeError, UnsupportedError
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Pass, Phase
 from sparsekv.runtime.hf.cache import CACHE_NAME, FixedRows, Progress, SparseLayer, decoder_output, progress_of
@@ -67,11 +67,17 @@ def rows_of_pass(inputs: dict[str, Any], columns: Columns, phase: Phase, is_chec
 
     Raises:
         PromptError: a row without a token is to decode.
+        ShapeError: there are more or fewer rows than the cache has.
         UnsupportedError: the mask has another shape than the columns, there is padding between the tokens of a row or
             in a decode step, a row stands still, mask or positions do not fit to what is cached, or the rotary angles
             depend on the longest row.
     """
     positions, cached = inputs.get("position_ids"), columns.cached
+    if len(cached) != len(columns.given):
+        raise ShapeError(
+            f"expected tokens of the {len(cached)} rows of the cache, found {len(columns.given)} rows; select or "
+            "repeat the rows of the cache as those of the tokens, or start a new cache for another batch"
+        )
     rows = _tokens_of_rows(inputs.get("attention_mask") if is_checked else None, columns)
     every = slice(0, columns.new)
     if set(cached) == {columns.before} and all(row == every for row in rows):

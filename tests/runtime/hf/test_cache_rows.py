@@ -11,7 +11,7 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import EVERYTHING, decode_plan, plan_for, segment
 from transformers import DynamicCache
 
-from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.errors import ShapeError, UnsupportedError, UsageError
 from sparsekv.runtime.hf.apply import apply
 
 MOST_ROWS = 5
@@ -140,6 +140,14 @@ class Rows(RuleBasedStateMachine):
         hook = self.model.model.layers[layer].mlp.register_forward_pre_hook(broken)
         with torch.no_grad(), hook, pytest.raises(ZeroDivisionError):
             self.model(ids, past_key_values=self.cache)
+        self.check()
+
+    @rule(more=st.integers(1, 2), tokens=st.integers(1, 3), given=st.booleans())
+    def refuses_tokens_of_other_rows(self, more, tokens, given):
+        rows, columns = self.mask.shape
+        mask = torch.ones(rows + more, columns + tokens, dtype=torch.long) if given else None
+        with torch.no_grad(), pytest.raises(ShapeError, match="new cache"):
+            self.model(random_tokens(rows + more, tokens), attention_mask=mask, past_key_values=self.cache)
         self.check()
 
     @rule(more=st.sampled_from([(0, 1), (0, -1), (1, 0)]), tokens=st.integers(1, 3))
