@@ -183,6 +183,11 @@ class Program:
         """The layers that choose."""
         return tuple(layer for layer in self.layers if layer.filters is not None)
 
+    @cached_property
+    def evicting(self) -> frozenset[int]:
+        """The layers that evict tokens of a prompt."""
+        return frozenset(layer.layer for layer in self.layers if layer.retains)
+
     @property
     def remembers(self) -> tuple[int, ...]:
         """The filter layers whose selector looks at older queries than the newest, which a prompt leaves behind."""

@@ -197,6 +197,16 @@ class DecodeState:
     def remembered(self, queries: Remembered) -> None:
         self._queries, self._observed = dict(queries[0]), dict(queries[1])
 
+    def restore(self, layer: int, before: Remembered) -> None:
+        """What is remembered of a layer becomes what it was."""
+        queries, observed = before
+        self._queries.pop(layer, None)
+        self._observed.pop(layer, None)
+        if layer in queries:
+            self._queries[layer] = queries[layer]
+        if layer in observed:
+            self._observed[layer] = observed[layer]
+
     def select(self, layer: int, rows_B: torch.Tensor) -> None:
         """Row i of the sequences becomes a copy of row `rows_B[i]`, in what is remembered of a layer."""
         if layer in self._queries:

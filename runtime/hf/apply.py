@@ -31,7 +31,7 @@ from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.apply_checks import check_exact, check_offload, check_sizes, check_type
 from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
-from sparsekv.runtime.hf.cache import Given, SparseLayer, check_owner_open, first_of, sparse_cache
+from sparsekv.runtime.hf.cache import FixedRows, Given, SparseLayer, check_owner_open, first_of, sparse_cache
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
@@ -77,7 +77,7 @@ class PlanEngine:
         exact: bool = False,
     ) -> None:
         self.open = True
-        self.loop = ExactLoop(lambda: self.meter, lambda: self.placement.layers) if exact else None
+        self.loop = ExactLoop(lambda: self.meter, lambda: self.fixed_rows) if exact else None
         self.bytes: list[Bytes] = []
         self.host_reads = HostReads()
         self.meter = Meter()
@@ -104,9 +104,9 @@ class PlanEngine:
         return HostStore(self.placement.hot, self.memory, reads_of(self.program.layers[layer]), self.host_reads)
 
     @property
-    def uses_host_memory(self) -> bool:
-        """Whether layers are placed there."""
-        return bool(self.placement.layers)
+    def fixed_rows(self) -> FixedRows:
+        """The layers that evict tokens, and those that are placed in host memory."""
+        return FixedRows(self.program.evicting, self.placement.layers)
 
     def new_state(self) -> DecodeState:
         """What the layers of one cache share."""

@@ -26,7 +26,16 @@ from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedCon
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, check_layer, register
-from sparsekv.runtime.hf.cache import CACHE_NAME, Progress, begin_pass, named, progress_of, sparse_cache
+from sparsekv.runtime.hf.cache import (
+    CACHE_NAME,
+    FixedRows,
+    Progress,
+    begin_pass,
+    fixed_rows_of,
+    named,
+    progress_of,
+    sparse_cache,
+)
 from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
 from sparsekv.runtime.hf.ragged_rows import Columns, rows_of_pass, run_by_rows
@@ -202,7 +211,7 @@ class Attached:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if not self._is_on:
                 return generate(*args, **kwargs)
-            check_generate(self.model.generation_config, args, kwargs, self._engine.uses_host_memory)
+            check_generate(self.model.generation_config, args, kwargs, self._engine.fixed_rows)
             before, end = self._prompt, prompt_end(args, kwargs)
             if self._engine.loop is not None:
                 args, kwargs = (), self._engine.loop.taking_over(self, args, kwargs)
@@ -344,7 +353,7 @@ class Attached:
                 f"others, found {past} cached; use a larger prefill_chunk_size"
             )
         if is_checked := prompt is None or not prompt.ran(cache, past):
-            check_call(self.decoder, inputs, tokens, past)
+            check_call(self.decoder, inputs, tokens)
         phase, new_B = self._step or (None, None)
         if phase is None and prompt is not None:
             phase = prompt.phase(cache, past)
@@ -387,19 +396,17 @@ def _restore_implementations(saved: list[tuple[PreTrainedConfig, str | None]]) -
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # rows of several sequences
 
 
-def check_call(decoder: Any, inputs: dict[str, Any], tokens: torch.Tensor | None, past: int) -> None:
-    """Raises a clear error for a forward pass behind `past` columns that would give wrong tokens.
+def check_call(decoder: Any, inputs: dict[str, Any], tokens: torch.Tensor | None) -> None:
+    """Raises a clear error for a forward pass that would give wrong tokens; `rows_of_pass` does so for its mask.
 
     Raises:
         UsageError: the model is in training mode.
         PromptError: there are no tokens.
-        UnsupportedError: attention weights are asked for, or attention that is not causal, or packed sequences, or a
-            mask of another shape.
+        UnsupportedError: attention weights are asked for, or attention that is not causal, or packed sequences.
     """
-    new = 0 if tokens is None else tokens.shape[1]
     if decoder.training:
         raise UsageError("expected a model in evaluation mode, found training mode; call model.eval()")
-    if tokens is not None and new == 0:
+    if tokens is not None and not tokens.shape[1]:
         raise PromptError("expected at least one token, found an empty prompt; give it some text")
     if inputs.get("output_attentions", decoder.config.output_attentions):
         raise UnsupportedError("attention weights are never materialised here; leave output_attentions off")
@@ -408,25 +415,10 @@ def check_call(decoder: Any, inputs: dict[str, Any], tokens: torch.Tensor | None
     packed = [name for name in _PACKED if inputs.get(name) is not None]
     if packed:
         raise UnsupportedError(f"expected one sequence a row, found {packed[0]}; run packed sequences one by one")
-    _check_mask(inputs.get("attention_mask"), past + new)
-
-
-def _check_mask(mask: Any, length: int) -> None:
-    if mask is None:
-        return
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        found = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise UnsupportedError(f"expected a 2D attention_mask of ones or none, found {found}; pass no custom mask")
-    if mask.shape[1] < length:
-        raise UnsupportedError(
-            f"expected an attention_mask of all {length} tokens, cached ones included, found one of "
-            f"{mask.shape[1]}; pass the whole mask or none"
-        )
 
 
 # The cache refuses them too, but only after the prefill of what may be a very long prompt.
 _ONE_BEAM = "generate with num_beams=1 and do_sample as you like"
-_BEAMS_ON_DEVICE = "apply the plan with offload='never', or generate with num_beams=1"
 _NO_DRAFTS = "generate without an assistant or prompt lookup"
 _OWN_CACHE = "leave cache_implementation unset; a plan's decode.offload moves KV to the host"
 
@@ -442,26 +434,28 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "output_attentions": (bool, "returning attention weights", "leave output_attentions off"),
     "cache_implementation": (lambda found: found != "dynamic", "another cache implementation", _OWN_CACHE),
 }
-_REFUSED_OFFLOADED = _REFUSED | {"num_beams": (lambda found: found > 1, "beam search", _BEAMS_ON_DEVICE)}
 
 
 def check_generate(
-    defaults: GenerationConfig, args: tuple[Any, ...], kwargs: dict[str, Any], uses_host_memory: bool
+    defaults: GenerationConfig, args: tuple[Any, ...], kwargs: dict[str, Any], coming: FixedRows
 ) -> None:
     """Refuses the ways of generating that a sparse cache cannot follow, before anything runs.
 
     Raises:
         UnsupportedError: the arguments of `generate`, or the model's defaults, ask for drafts, for a cache of another
-            kind, or for beams over layers in host memory.
+            kind, or for beams over layers that evict tokens or are in host memory.
     """
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
-    for name, (refused, what, instead) in (_REFUSED_OFFLOADED if uses_host_memory else _REFUSED).items():
+    for name, (refused, what, instead) in _REFUSED.items():
         found = _setting(name, kwargs, config, defaults)
         if found is not None and refused(found):
             raise UnsupportedError(
                 f"{what} cannot be right with a sparsekv plan applied yet (found {name}={_brief(found)}); "
                 f"{instead}, or close the handle first"
             )
+    if (beams := _setting("num_beams", kwargs, config, defaults) or 1) > 1:
+        fixed = fixed_rows_of(named(kwargs).get(CACHE_NAME), coming)
+        fixed.refuse("num_beams=1", f"num_beams={beams}", "generate with one beam")
 
 
 def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:

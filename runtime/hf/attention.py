@@ -28,7 +28,7 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank
 from sparsekv.runtime.core.state import DecodeState
-from sparsekv.runtime.hf.cache import CacheOwner, SparseLayer, attention_dtype, is_autocast
+from sparsekv.runtime.hf.cache import CacheOwner, FixedRows, SparseLayer, attention_dtype, is_autocast
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import Bytes, KVStore
 
@@ -218,7 +218,6 @@ class Engine(CacheOwner, Protocol):
 
     Attributes:
         differentiable: whether autograd may look into `attend`.
-        uses_host_memory: whether keys and values of some layers live there, in caches to come.
     """
 
     differentiable: bool
@@ -226,9 +225,6 @@ class Engine(CacheOwner, Protocol):
     @property
     def loop(self) -> Loop | None:
         """What `generate` runs in place of its own; None for its own."""
-
-    @property
-    def uses_host_memory(self) -> bool: ...
 
     def executors(self) -> Sequence[Executor]:
         """What runs its forward passes, besides that of long inputs."""
@@ -250,7 +246,7 @@ class DenseEngine:
     differentiable = False
     step_phase = Phase.DECODE
     loop: Loop | None = None
-    uses_host_memory = False
+    fixed_rows = FixedRows()
 
     def __init__(self) -> None:
         self.open = True

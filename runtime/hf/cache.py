@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -19,8 +20,8 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.state import DecodeState, Remembered
-from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.retained import RetainedStore
 from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
@@ -37,11 +38,39 @@ States = dict[int, LinearAttentionLayer]
 """The recurrent states of a cache, by layer."""
 
 
+@dataclass(frozen=True, slots=True)
+class FixedRows:
+    """The layers of a cache whose rows all have one length and stay as they are: none is moved, repeated or left out.
+
+    Attributes:
+        evicting: layers that evict tokens.
+        in_host_memory: layers whose keys and values are there.
+    """
+
+    evicting: frozenset[int] = frozenset()
+    in_host_memory: frozenset[int] = frozenset()
+
+    def refuse(self, expected: str, found: str, instead: str) -> None:
+        """Raises UnsupportedError where there are such layers; the plan can be changed, or what was asked for."""
+        if self.evicting:
+            why, changed = f"layers {format_ids(self.evicting)} evict tokens", "apply a plan without kv_cache"
+        elif self.in_host_memory:
+            why = f"layers {format_ids(self.in_host_memory)} are in host memory"
+            changed = "apply the plan with offload='never'"
+        else:
+            return
+        raise UnsupportedError(f"expected {expected}, as {why}, found {found}; {instead}, or {changed}")
+
+
 class CacheOwner(Protocol):
     """Who a cache works for: what `apply` or `capture_attention` attached to the model."""
 
     open: bool
     bytes: list[Bytes]
+
+    @property
+    def fixed_rows(self) -> FixedRows:
+        """The layers whose rows stay as they are, in caches to come."""
 
     def new_store(self, layer: int) -> KVStore:
         """An empty store for layer number `layer`."""
@@ -60,20 +89,25 @@ class Progress:
 
     def __init__(self, state: DecodeState) -> None:
         self.state = state
-        self.is_on_device = True  # are the keys and values of all layers
-        self.padding = 0  # columns that ran beyond the tokens of the longest row
-        # tokens of each row in each layer, the queries in the state and the padding when the pass began that has not
-        # ended
-        self._before: tuple[dict[int, tuple[int, ...]], Remembered, int] | None = None
+        # when the pass began that has not ended: tokens of each row and the padding, of layers that it may have changed
+        # since, and the queries in the state
+        self._before: tuple[dict[int, tuple[tuple[int, ...], int]], Remembered] | None = None
+
+    def undo(self, layers: Sequence[SparseLayer]) -> None:
+        """Takes back what a pass that did not end has left in these layers."""
+        cached, queries = self._before or ({}, ({}, {}))
+        for layer in layers:
+            if layer.layer in cached:
+                lengths, padding = cached[layer.layer]
+                layer.store.truncate(lengths)  # may refuse, now and the next time
+                layer.padding = padding
+                self.state.restore(layer.layer, queries)
+                del cached[layer.layer]
 
     def begin(self, layers: Sequence[SparseLayer]) -> None:
         """A pass over these layers is about to run."""
-        if self._before is not None:
-            lengths, queries, self.padding = self._before
-            for layer in layers:
-                layer.store.truncate(lengths[layer.layer])
-            self.state.remembered = queries
-        self._before = {layer.layer: layer.store.lengths for layer in layers}, self.state.remembered, self.padding
+        self.undo(layers)
+        self._before = {layer.layer: (layer.store.lengths, layer.padding) for layer in layers}, self.state.remembered
 
     def end(self) -> None:
         """Everything that was added counts."""
@@ -84,12 +118,10 @@ class Progress:
         """Whether the last pass did not end."""
         return self._before is not None
 
-    def length(self, layer: SparseLayer) -> int:
+    def columns(self, layer: SparseLayer) -> int:
         """Columns that count: tokens of the longest row of a layer, and padding."""
-        before = self._before
-        lengths, padding = (
-            (layer.store.lengths, self.padding) if before is None else (before[0][layer.layer], before[2])
-        )
+        before = self._before[0].get(layer.layer) if self._before else None
+        lengths, padding = before or (layer.store.lengths, layer.padding)
         return max(lengths, default=0) + padding
 
 
@@ -137,20 +169,21 @@ class SparseLayer(CacheLayerMixin):
 
     def _start(self) -> None:
         self.is_initialized = False
+        self.padding = 0  # columns that ran beyond the tokens of the longest row
         self.picked = 0  # times that its rows were picked anew
         self.needs_grad = False  # whether autograd made any of the cached keys and values
         self.dtype: torch.dtype | None = None  # of what is cached, or has its memory already
         self.store = self.owner.new_store(self.layer)
         self.store.reserve(self.reserved)
-        self.progress.is_on_device &= isinstance(self.store, DeviceStore)
+        self.fixed_rows = self.owner.fixed_rows
 
     @torch.inference_mode(False)  # else the copy could not be written to under torch.no_grad()
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseLayer:
         """A cache of its own for the same owner, so that one prefix can serve several continuations."""
         copied = SparseLayer(self.owner, self.layer, deepcopy(self.progress, memo))
         copied.is_initialized, copied.needs_grad = self.is_initialized, self.needs_grad
-        copied.picked = self.picked
-        copied.dtype = self.dtype
+        copied.padding, copied.picked = self.padding, self.picked
+        copied.dtype, copied.fixed_rows = self.dtype, self.fixed_rows
         copied.store = deepcopy(self.store, memo)
         copied.reserved = self.reserved
         return copied
@@ -202,8 +235,8 @@ class SparseLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Columns of the batch that ran, but for those of a pass that has not ended: tokens cached of each row, and
-        what is padding in it."""
-        return self.progress.length(self)
+        what is padding in it, whichever rows are left."""
+        return self.progress.columns(self)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys and their offset, for masks; none is ever built."""
@@ -218,7 +251,6 @@ class SparseLayer(CacheLayerMixin):
         self.store.bytes.device = self.store.bytes.host = 0  # of whoever still reads them
         self._start()
         self.state.reset()
-        self.progress.padding = 0
         self.progress.end()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -230,7 +262,8 @@ class SparseLayer(CacheLayerMixin):
         """Row i becomes a copy of row `beam_idx[i]`, all of them at once, as beam search has it.
 
         Raises:
-            UnsupportedError: the layer is in host memory.
+            UnsupportedError: a layer of the cache evicts tokens or is in host memory.
+            UsageError: no row is left.
         """
         self._select(beam_idx)
 
@@ -239,18 +272,28 @@ class SparseLayer(CacheLayerMixin):
         self._select(torch.arange(len(self.store.lengths)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only these rows are left. Raises as `reorder_cache`."""
+        """Only these rows are left, or those that a mask marks. Raises as `reorder_cache`."""
         self._select(indices)
 
-    def _select(self, rows_B: torch.Tensor) -> None:
-        if not self.progress.is_on_device or not isinstance(self.store, DeviceStore):
-            dropped = isinstance(self.store, RetainedStore)
-            what = "whose layers drop tokens" if dropped else "in host memory"
-            instead = "generate with num_beams=1" if dropped else "apply the plan with offload='never'"
-            _refuse(f"other rows of a cache {what}", instead)
-        self.store.select(rows_B.tolist())
+    def _select(self, indices: torch.Tensor) -> None:
+        self.fixed_rows.refuse("the rows of a cache as they are", "others asked for", "run them in a new cache")
+        self.progress.undo([self])
+        if not self.store.lengths:
+            return
+        columns, rows_B = self.get_seq_length(), torch.arange(len(self.store.lengths))[indices.cpu()]
+        if not len(rows_B):
+            raise UsageError(
+                "expected one row of the cache or more, found none selected; reset() a cache to start anew"
+            )
+        store: Any = self.store
+        store.select(rows_B.tolist())
+        self.set_columns(columns)
         self.picked += 1
         self.state.select(self.layer, rows_B)
+
+    def set_columns(self, columns: int) -> None:
+        """Counts so many columns, whatever its rows have of them."""
+        self.padding = columns - max(self.store.lengths, default=0)
 
 
 def named(given: dict[str, Any]) -> dict[str, Any]:
@@ -343,15 +386,27 @@ def _first_tokens(layer: Any, tokens: int) -> Given:
     return k_BGSD, v_BGSD
 
 
-def take_back(cache: Cache, lengths: Sequence[int]) -> None:
+def take_back(cache: Cache, lengths: Sequence[int], columns: int) -> None:
     """Forgets what the rows have beyond these lengths, in every layer.
+
+    Args:
+        columns: that the rows are left with, padding included.
 
     Raises:
         UnsupportedError: keys and values are in host memory, and the rows are not equally long.
     """
-    for layer in cache.layers:
-        assert isinstance(layer, SparseLayer), "a recurrent state cannot be taken back"
+    ours = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+    assert len(ours) == len(cache.layers), "a recurrent state cannot be taken back"
+    ours[0].progress.undo(ours)
+    for layer in ours:
         layer.store.truncate(lengths)
+        layer.set_columns(columns)
+
+
+def fixed_rows_of(cache: Any, coming: FixedRows) -> FixedRows:
+    """The layers of a cache whose rows stay as they are; `coming` where it has yet to become one of ours."""
+    ours = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, SparseLayer)]
+    return ours[0].fixed_rows if ours else coming
 
 
 def check_owner_open(owner: CacheOwner) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -28,7 +28,7 @@ from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Attachment, Phase
-from sparsekv.runtime.hf.cache import CACHE_NAME, first_of, reserve, take_back
+from sparsekv.runtime.hf.cache import CACHE_NAME, FixedRows, first_of, fixed_rows_of, reserve, take_back
 from sparsekv.runtime.hf.drafts import DraftLength, Greedy, Judge, Sampled
 from sparsekv.runtime.hf.processors import Processors
 from sparsekv.runtime.hf.text_rows import Stops, Text
@@ -41,12 +41,12 @@ class ExactLoop:
 
     Args:
         meter: counts drafts and checks.
-        host_layers: those whose keys and values are in host memory, where all rows have one length.
+        fixed_rows: the layers of caches to come whose rows all have one length.
     """
 
-    def __init__(self, meter: Callable[[], Meter], host_layers: Callable[[], Collection[int]]) -> None:
+    def __init__(self, meter: Callable[[], Meter], fixed_rows: Callable[[], FixedRows]) -> None:
         self._meter = meter
-        self._host_layers = host_layers
+        self._fixed_rows = fixed_rows
         self.paces: dict[tuple[int, int], DraftLength] = defaultdict(
             DraftLength
         )  # by rows, and powers of two of tokens
@@ -85,8 +85,9 @@ class ExactLoop:
     ) -> Any:
         """Generates tokens, with the arguments and the result of transformers' own `_sample`."""
         check_settings(generation_config, model_kwargs)
-        if input_ids.shape[0] > 1 and self._host_layers():
-            _refuse("one row beside keys and values in host memory", f"{input_ids.shape[0]}")
+        if (rows := input_ids.shape[0]) > 1:
+            fixed = fixed_rows_of(model_kwargs.get(CACHE_NAME), self._fixed_rows())
+            fixed.refuse("one row under exact", f"{rows} rows", "generate them one by one")
         processors = Processors(logits_processor)
         stops = Stops.of(stopping_criteria, input_ids.shape[1], generation_config._pad_token_tensor)
         if streamer is not None:
@@ -100,13 +101,14 @@ class ExactLoop:
         first = judge.judge(input_ids[:, :0], processors.at(text, 0, scores_BV)[:, None])
         del found
         text.padding = [input_ids.shape[1] - length for length in first_of(cache).store.lengths]
+        text.earlier = cache.get_seq_length() - input_ids.shape[1]
         cycles = _Cycles(attached, model, cache, text, processors, judge, streamer)
         try:
             cycles.accept(0, first.accepted_B, first.next_B)
             while not all(text.stopped):
                 self._cycle(cycles, text)
         except BaseException:
-            take_back(cache, text.cached)
+            take_back(cache, text.cached, text.columns)
             raise
         if streamer is not None:
             streamer.end()
@@ -146,7 +148,7 @@ class _Cycles:
                 scores_BV = self.processors.at(self.text, number, self._scores(newest_B1)[:, -1])
                 self.text.put(self.judge.draft(scores_BV), number)
         if drafted:
-            take_back(self.cache, self.text.cached)
+            take_back(self.cache, self.text.cached, self.text.columns)
         ids_BQ = self.text.with_drafts(drafted)
         with self.attached.stepping(Phase.CHECK, self._counts(drafted + 1)):
             scores_BQV = self.processors.behind_each(self.text, self._scores(ids_BQ))
@@ -176,7 +178,7 @@ class _Cycles:
             self.text.ids_BT[row, self.text.lengths[row] + accepted] = next_B[row]  # drafts that count are there
             self.text.extend(row, [*tokens[:accepted], following])
         self.text.settle(self.streamer)
-        take_back(self.cache, self.text.cached)
+        take_back(self.cache, self.text.cached, self.text.columns)
         return [accepted for *_, accepted in found]
 
 

@@ -35,7 +35,7 @@ from sparsekv.runtime.architecture import ARCHITECTURES
 from sparsekv.runtime.core.program import Program, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
-from sparsekv.runtime.hf.cache import CACHE_NAME, Progress, SparseLayer, decoder_output
+from sparsekv.runtime.hf.cache import CACHE_NAME, FixedRows, Progress, SparseLayer, decoder_output
 from sparsekv.runtime.hf.graph_states import StepStates
 from sparsekv.runtime.hf.graph_stores import FetchError, Kind, StepStores, kinds_of, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
@@ -79,6 +79,7 @@ class StepGraph:
         batch, new, device = key.rows, key.new, stores[0].keys.device
         self.open = True  # as the owner of its cache
         self.bytes: list[Bytes] = []
+        self.fixed_rows = FixedRows()
         self.capacity = key.capacity
         self._phase = key.phase
         self.ids_BQ = torch.zeros((batch, new), dtype=torch.int64, device=device)

@@ -18,12 +18,13 @@ from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from sparsekv.kernels.device_cache import on_device
-from sparsekv.plans.errors import PromptError, UnsupportedError
+from sparsekv.plans.errors import PromptError, ShapeError, UnsupportedError
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Pass, Phase
-from sparsekv.runtime.hf.cache import CACHE_NAME, Progress, SparseLayer, decoder_output, first_of, progress_of
+from sparsekv.runtime.hf.cache import CACHE_NAME, FixedRows, Progress, SparseLayer, decoder_output, progress_of
 from sparsekv.runtime.hf.long_inputs import asks_for_more
-from sparsekv.runtime.stores.row import row_of
+from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.row import RowStore
 from sparsekv.runtime.stores.store import Bytes, KVStore
 
 
@@ -66,10 +67,17 @@ def rows_of_pass(inputs: dict[str, Any], columns: Columns, phase: Phase, is_chec
 
     Raises:
         PromptError: a row without a token is to decode.
-        UnsupportedError: there is padding between the tokens of a row or in a decode step, or a row stands still, mask
-            or positions do not fit to what is cached, or the rotary angles depend on the longest row.
+        ShapeError: there are more or fewer rows than the cache has.
+        UnsupportedError: the mask has another shape than the columns, there is padding between the tokens of a row or
+            in a decode step, a row stands still, mask or positions do not fit to what is cached, or the rotary angles
+            depend on the longest row.
     """
     positions, cached = inputs.get("position_ids"), columns.cached
+    if len(cached) != len(columns.given):
+        raise ShapeError(
+            f"expected tokens of the {len(cached)} rows of the cache, found {len(columns.given)} rows; select or "
+            "repeat the rows of the cache as those of the tokens, or start a new cache for another batch"
+        )
     rows = _tokens_of_rows(inputs.get("attention_mask") if is_checked else None, columns)
     every = slice(0, columns.new)
     if set(cached) == {columns.before} and all(row == every for row in rows):
@@ -98,11 +106,13 @@ def rows_of_pass(inputs: dict[str, Any], columns: Columns, phase: Phase, is_chec
     return None
 
 
-def _tokens_of_rows(mask: torch.Tensor | None, columns: Columns) -> tuple[slice, ...]:
+def _tokens_of_rows(mask: Any, columns: Columns) -> tuple[slice, ...]:
     cached, before, new = columns.cached, columns.before, columns.new
+    if mask is not None:
+        _check_mask(mask, (len(columns.given), before + new))
     if mask is None or (set(cached) == {before} and bool(mask.all())):
         return (slice(0, new),) * len(cached)
-    is_token_BS = mask[:, : before + new].expand(len(cached), -1) != 0
+    is_token_BS = mask.expand(len(cached), -1) != 0
     marked = tuple(is_token_BS[:, :before].sum(1).tolist())
     if marked != cached:
         raise UnsupportedError(
@@ -110,6 +120,17 @@ def _tokens_of_rows(mask: torch.Tensor | None, columns: Columns) -> tuple[slice,
             "pass the mask of all passes over this cache, or none where no new token is padding"
         )
     return tuple(_interval(row_S) for row_S in is_token_BS[:, before:].tolist())
+
+
+def _check_mask(mask: Any, shape: tuple[int, int]) -> None:
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        found = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise UnsupportedError(f"expected a 2D attention_mask of ones or none, found {found}; pass no custom mask")
+    if mask.shape not in {shape, (1, shape[1])}:
+        raise UnsupportedError(
+            f"expected an attention_mask of shape {shape}, the columns that ran over this cache before included, found "
+            f"{tuple(mask.shape)}; pass the whole mask of these rows, or none where no new token is padding"
+        )
 
 
 def _interval(is_token_S: list[bool]) -> slice:
@@ -166,7 +187,7 @@ def run_by_rows(attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -
     Raises:
         PromptError: no row has a token.
         UnsupportedError: more is asked of the decoder than hidden states and a cache, or layers of the cache have a
-            recurrent state or are in host memory.
+            recurrent state, evict tokens or are in host memory.
     """
     assert under_way.rows is not None
     if asks_for_more(attached.decoder, inputs):
@@ -213,11 +234,14 @@ class _RowOwner:
     def __init__(self, whole: Sequence[SparseLayer], row: int, batch: int) -> None:
         self.open = True
         self.bytes: list[Bytes] = []
+        self.fixed_rows = FixedRows()
         self._whole, self._row, self._batch = whole, row, batch
 
     def new_store(self, layer: int) -> KVStore:
         """The row of that layer."""
-        return row_of(self._whole[layer].store, self._row, self._batch)
+        store = self._whole[layer].store
+        assert isinstance(store, DeviceStore), "no layer has fixed rows"
+        return RowStore(store, self._row, self._batch)
 
     def new_state(self) -> DecodeState:
         """With the row of the queries that all rows remember."""
@@ -236,6 +260,9 @@ def _cache_of_row(cache: Cache, row: int, batch: int) -> Cache:
             "expected rows of equal length in a model some of whose layers have a recurrent state, found rows of "
             "different lengths; run them one at a time"
         )
+    whole[0].fixed_rows.refuse(
+        "rows of equal length", "rows of different lengths", "run prompts of one length together or one by one"
+    )
     owner = _RowOwner(whole, row, batch)
     progress, found = Progress(owner.new_state()), DynamicCache()
     layers = [SparseLayer(owner, layer.layer, progress) for layer in whole]
@@ -247,8 +274,8 @@ def _cache_of_row(cache: Cache, row: int, batch: int) -> Cache:
 
 def _give_back(cache: Cache, rows: Sequence[Cache], columns: int) -> None:
     """What the rows have learned is of all, once they ran so many columns."""
-    progress = progress_of(cache)
-    for layer, *mine in zip(cache.layers, *(row.layers for row in rows), strict=True):
+    progress, whole = progress_of(cache), [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+    for layer, *mine in zip(whole, *(row.layers for row in rows), strict=True):
         layer.is_initialized = True
         layer.dtype = next(one.dtype for one in mine if one.dtype is not None)
         layer.needs_grad |= any(one.needs_grad for one in mine)
@@ -259,4 +286,5 @@ def _give_back(cache: Cache, rows: Sequence[Cache], columns: int) -> None:
         for layer, q_1HWD in some.items()
     }
     progress.state.remembered = queries, {}
-    progress.padding = cache.get_seq_length() + columns - max(first_of(cache).store.lengths)
+    for layer in whole:
+        layer.set_columns(layer.get_seq_length() + columns)

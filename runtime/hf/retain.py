@@ -46,7 +46,7 @@ def check_handed_over(program: Program) -> None:
             f"expected a plan whose selectors look at the newest query alone, found older ones in filter layer "
             f"{program.remembers[0]}; prefill the prompt under this handle"
         )
-    if found := [layer.layer for layer in program.layers if layer.retains]:
+    if found := program.evicting:
         raise UnsupportedError(
             f"expected a plan that keeps all tokens, found one that drops some in layers {format_ids(found)}; prefill "
             "the prompt under this handle"

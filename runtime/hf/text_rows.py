@@ -72,6 +72,7 @@ class Text:
     complete: list[bool]  # rows that do not grow any more
     stopped: list[bool]  # rows that a criterion has stopped
     asked: int  # tokens of each row that the criteria have seen
+    earlier: int = 0  # columns that were cached before these tokens
 
     @classmethod
     def of(cls, ids_BS: torch.Tensor, stops: Stops) -> Text:
@@ -85,6 +86,11 @@ class Text:
     def cached(self) -> list[int]:
         """Tokens of each row that the cache has: all but the last."""
         return [length - 1 - padding for length, padding in zip(self.lengths, self.padding, strict=True)]
+
+    @property
+    def columns(self) -> int:
+        """Columns of the cache: all but the last of the longest text."""
+        return self.earlier + max(self.lengths) - 1
 
     def growing(self) -> list[int]:
         """Rows that are not complete."""

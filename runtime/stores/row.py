@@ -13,24 +13,8 @@ import torch
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
-from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.store import KVStore, Layout, check_fit
-
-
-def row_of(store: KVStore, row: int, batch: int) -> RowStore:
-    """A row of a store that has, or will have, `batch` of them.
-
-    Raises:
-        UnsupportedError: the store is in host memory or drops tokens: all its rows are equally long.
-    """
-    if not isinstance(store, DeviceStore):
-        raise UnsupportedError(
-            "expected rows of equal length for layers in host memory and those that drop tokens, found rows of "
-            "different lengths; run prompts of one length together or one by one, or, where the plan drops no tokens, "
-            "apply it with offload='never'"
-        )
-    return RowStore(store, row, batch)
+from sparsekv.runtime.stores.store import Layout, check_fit
 
 
 class RowStore:

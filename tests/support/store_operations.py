@@ -10,7 +10,7 @@ import torch
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.page_driver import PageError
 from sparsekv.runtime.stores.page_pool import PagePool
-from sparsekv.runtime.stores.row import row_of
+from sparsekv.runtime.stores.row import RowStore
 from sparsekv.runtime.stores.store import Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
 
@@ -105,7 +105,7 @@ class Operations:
     def row(self, model: Model) -> None:
         row, count = self.random.randrange(len(model.rows)), self.random.randint(1, 100 * self.scale)
         new = model.new(count, 1)
-        row_of(model.store, row, len(model.rows)).append(*new)
+        RowStore(model.store, row, len(model.rows)).append(*new)
         model.rows[row] = torch.cat((model.rows[row], new[:, 0].transpose(1, 2)), 1)
 
     def crop(self, model: Model) -> None:

@@ -1,10 +1,15 @@
 """Beam search, and other caches whose rows are picked anew."""
 
+import copy
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 from emulated_graphs import emulate
 from tiny_models import random_tokens, tiny_model
-from tiny_plans import EVERYTHING, decode_plan, plan_for, segment
+from tiny_plans import EVERYTHING, decode_plan, drops, plan_for, segment
+from transformers import GenerationConfig
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.hf.apply import apply
@@ -60,11 +65,91 @@ def test_rows_that_are_repeated_and_left_out_go_on_alone(model):
             torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_beams_over_layers_in_host_memory_are_refused_before_anything_runs(model):
-    plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 8), offload=(1,)))
-    ran = model.get_input_embeddings().register_forward_pre_hook(lambda *_: pytest.fail("something ran"))
-    with apply(model, plan), ran, pytest.raises(UnsupportedError, match="offload='never'"):
-        model.generate(random_tokens(1, 6), num_beams=2)
+def test_rows_picked_behind_a_pass_that_failed_go_on_as_if_it_had_not_run(model):
+    prompts, rows, last = random_tokens(3, 40), torch.tensor([2, 0]), model.model.layers[-1]
+    with torch.no_grad(), apply(model, plan_for(model, None, WINDOWED)):
+        logits = []
+        for fails in (True, False):
+            cache = model(prompts).past_key_values
+            hook = last.mlp.register_forward_pre_hook(lambda *_: 1 / 0) if fails else nullcontext()
+            with hook, pytest.raises(ZeroDivisionError) if fails else nullcontext():
+                model(random_tokens(3, 2, 1), past_key_values=cache)
+            if not fails:
+                cache = model(prompts).past_key_values
+            cache.batch_select_indices(rows)
+            new = random_tokens(2, 4, 7)
+            logits.append(torch.cat([model(token, past_key_values=cache).logits for token in new.split(1, 1)], 1))
+    assert torch.equal(*logits)
+
+
+WHERE = [(0,), (1,), (3,), (1, 2), (0, 1, 2, 3)]
+EVICTING, IN_HOST_MEMORY = "evict tokens.* without kv_cache", "in host memory.* offload='never'"
+
+
+@pytest.fixture(scope="module")
+def four_layers():
+    return tiny_model(layers=4)
+
+
+def fixed_rows(model, evicting=(), in_host_memory=()):
+    rules = [drops(evicting, 4)] if evicting else []
+    return apply(model, plan_for(model, None, None, *rules), kv_host_layers=in_host_memory)
+
+
+FIXED = [({"evicting": layers}, EVICTING) for layers in WHERE] + [
+    ({"in_host_memory": layers}, IN_HOST_MEMORY) for layers in WHERE
+]
+FIXED += [
+    ({"evicting": (0,), "in_host_memory": (3,)}, EVICTING),
+    ({"evicting": (3,), "in_host_memory": (0,)}, EVICTING),
+]
+
+
+@pytest.mark.parametrize(("fixed", "why"), FIXED, ids=str)
+def test_rows_that_are_fixed_are_refused_with_the_layers_and_the_reason(four_layers, fixed, why):
+    model, prompts = four_layers, random_tokens(2, 12)
+    with torch.no_grad(), fixed_rows(model, **fixed):
+        cache = model(prompts).past_key_values
+        before = [layer.held for layer in cache.layers]
+        for pick in (
+            lambda: cache.reorder_cache(torch.tensor([1, 0])),
+            lambda: cache.batch_repeat_interleave(2),
+            lambda: cache.batch_select_indices(torch.tensor([0])),
+        ):
+            with pytest.raises(UnsupportedError, match=why):
+                pick()
+        assert [layer.held for layer in cache.layers] == before
+        with model.get_input_embeddings().register_forward_pre_hook(lambda *_: pytest.fail("something ran")):
+            for options in ({"num_beams": 2}, {"generation_config": GenerationConfig(num_beams=2)}):
+                with pytest.raises(UnsupportedError, match=why):
+                    model.generate(prompts, **options)
+        mask = torch.ones_like(prompts)
+        mask[1, :3] = 0
+        with pytest.raises(UnsupportedError, match=f"equal length.*{why}"):
+            model(prompts, attention_mask=mask)
+        sampled = model.generate(prompts, do_sample=True, num_return_sequences=2, max_new_tokens=2)
+        assert sampled.shape == (4, 14)
+
+
+def test_where_the_layers_of_a_cache_are_counts_and_not_where_those_of_the_next_one_will_be(model):
+    ids, token = random_tokens(2, 30), random_tokens(2, 1)
+    with torch.no_grad(), apply(model, plan_for(model), kv_host_layers=(1,)) as handle:
+        in_host_memory, placed = model(ids).past_key_values, handle._engine.placement
+        handle._engine.placement = replace(placed, layers=frozenset())
+        beams = {"num_beams": 2, "max_new_tokens": 2, "do_sample": False}
+        longer = torch.cat((ids, token), 1)
+        for cache in (in_host_memory, copy.deepcopy(in_host_memory)):
+            with pytest.raises(UnsupportedError, match=IN_HOST_MEMORY):
+                model.generate(longer, past_key_values=cache, **beams)
+            with pytest.raises(UnsupportedError, match=IN_HOST_MEMORY):
+                cache.batch_repeat_interleave(2)
+        on_device = model(ids).past_key_values
+        handle._engine.placement = placed
+        on_device.batch_repeat_interleave(2)
+        handle._engine.placement = replace(placed, layers=frozenset())
+        in_host_memory.reset()
+        model(ids, past_key_values=in_host_memory)
+        in_host_memory.batch_select_indices(torch.tensor([1]))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -127,6 +127,40 @@ def test_a_next_turn_goes_on_from_the_cache(model, drafting):
     assert torch.equal(found, generated(model, torch.cat((generated(model, prompt), more), 1)))
 
 
+def test_a_turn_may_be_given_without_the_tokens_before_it(model, drafting):
+    prompt, more = random_tokens(2, 50), random_tokens(2, 9, 5)
+    with apply(model, plan_for(model, None, GOOD), exact=True):
+        cache = DynamicCache()
+        first = generated(model, prompt, cache)
+        whole = torch.cat((first, more), 1)
+        found = generated(model, whole[:, 89:], cache, attention_mask=torch.ones_like(whole))
+        assert cache.get_seq_length() == whole.shape[1] + 39
+    assert torch.equal(found[:, -40:], generated(model, whole)[:, -40:])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_turn_goes_on_from_rows_that_ended_at_different_tokens(model, drafting, side):
+    prompt, pads, more = random_tokens(3, 50), (0, 20, 7), random_tokens(3, 6, 5)
+    mask = torch.ones_like(prompt)
+    for row, pad in enumerate(pads):
+        (mask[row, :pad] if side == "left" else mask[row, 50 - pad :]).fill_(0)
+    with torch.no_grad(), apply(model, plan_for(model, None, GOOD), exact=True):
+        end = int(generated(model, prompt, attention_mask=mask)[0, 52])
+        cache = DynamicCache()
+        answers = generated(model, prompt, cache, attention_mask=mask, eos_token_id=end)[:, 50:]
+        counts = [(*answer.tolist()[:-1], end).index(end) + 1 for answer in answers]
+        assert len(set(counts)) > 1
+        assert cache.get_seq_length() == 50 + answers.shape[1] - 1
+        made = torch.stack([torch.arange(answers.shape[1] - 1) < count - 1 for count in counts]).long()
+        last = torch.stack([answer[count - 1 : count] for answer, count in zip(answers, counts, strict=True)])
+        whole = torch.cat((mask, made, torch.ones(3, 7, dtype=torch.long)), 1)
+        found = model(torch.cat((last, more), 1), attention_mask=whole, past_key_values=cache).logits
+    for row, count in enumerate(counts):
+        text = (prompt[row, mask[row].bool()], answers[row, :count], more[row])
+        expected = model(torch.cat(text)[None]).logits[0, -7:]
+        torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_rows_are_drafted_and_checked_as_rows_of_their_own_lengths(model, drafting, side):
     prompt, pads = random_tokens(3, 50), (0, 20, 7)
@@ -172,6 +206,24 @@ def test_what_fails_amid_a_draft_leaves_a_cache_of_whole_tokens(model, drafting,
     with apply(model, plan_for(model, None, GOOD), exact=True):
         cache = DynamicCache()
         with pytest.raises(Broken):
+            generated(model, prompt, cache)
+        before = generated(model, prompt, new=cache.get_seq_length() - 49)
+        found = generated(model, before, cache, new=5)
+    assert torch.equal(found, generated(model, prompt, new=found.shape[1] - 50))
+
+
+@pytest.mark.parametrize("passes", range(2, 12))
+def test_a_pass_that_fails_amid_drafts_and_checks_leaves_a_cache_of_whole_tokens(model, drafting, passes):
+    prompt, seen = random_tokens(1, 50), []
+
+    def broken(*_):
+        seen.append(1)
+        if len(seen) == passes:
+            raise Broken
+
+    with apply(model, plan_for(model, None, GOOD), exact=True):
+        cache = DynamicCache()
+        with model.model.layers[2].mlp.register_forward_pre_hook(broken), pytest.raises(Broken):
             generated(model, prompt, cache)
         before = generated(model, prompt, new=cache.get_seq_length() - 49)
         found = generated(model, before, cache, new=5)

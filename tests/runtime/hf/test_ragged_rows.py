@@ -132,6 +132,23 @@ def test_turns_go_on_from_each_row(model, handle, given):
         near(last[row], decoded(model, alone, 5, slice(row, row + 1)))
 
 
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("left", [[1], [3, 1], [2]], ids=str)
+def test_generate_goes_on_with_the_rows_that_are_left(model, handle, side, left):
+    ids, mask = padded(PROMPTS, side, 203)
+    cache = model(ids, attention_mask=mask).past_key_values
+    cache.batch_select_indices(torch.tensor(left))
+    assert cache.get_seq_length() == 203
+    more = random_tokens(len(left), 6, 5)
+    whole = torch.cat((mask[left], torch.ones_like(more)), 1)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    found = model.generate(torch.cat((ids[left], more), 1), attention_mask=whole, past_key_values=cache, **options)
+    for row, source in enumerate(left):
+        text = torch.cat((PROMPTS[source], more[row : row + 1]), 1)
+        alone = model.generate(text, past_key_values=model(PROMPTS[source]).past_key_values, **options)
+        assert torch.equal(found[row, -5:], alone[0, -5:])
+
+
 def near(found, alone):
     torch.testing.assert_close(found, alone[0], rtol=1e-4, atol=1e-4)
 

@@ -251,8 +251,9 @@ def test_a_later_prompt_that_fails_is_undone_before_anything_is_dropped_and_refu
         torch.testing.assert_close(run(model, [later], cache)[0], expected, atol=1e-5, rtol=1e-5)
         whole = torch.cat((text, later), 1)
         failing(model, 1, lambda: model.generate(whole, past_key_values=twin, max_new_tokens=1))
-        with pytest.raises(UsageError, match="dropped already"):
-            model(later, past_key_values=twin)
+        for _ in range(2):
+            with pytest.raises(UsageError, match="dropped already"):
+                model(later, past_key_values=twin)
         twin.reset()
         model(later, past_key_values=twin)
 

@@ -180,7 +180,7 @@ def test_what_is_taken_back_is_unmapped(model, pool):
     with torch.no_grad(), apply(model, plan_for(model, None, DECODE)):
         cache = model(random_tokens(1, 1000)).past_key_values
         used = pool.used
-        take_back(cache, (100,))
+        take_back(cache, (100,), 100)
         assert pool.used < used // 3
         assert pool.used + pool.bytes == sum(pool.driver.created.values())
         cache.reset()

@@ -17,7 +17,7 @@ from sparsekv.runtime.stores.page_driver import PageError
 from sparsekv.runtime.stores.page_pool import LARGE, PageWarning
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES, OutsideCaptures
 from sparsekv.runtime.stores.reservation import Reservation
-from sparsekv.runtime.stores.row import row_of
+from sparsekv.runtime.stores.row import RowStore
 from sparsekv.runtime.stores.store import Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
 
@@ -122,7 +122,7 @@ def test_a_truncation_that_fails_promises_no_room_that_a_row_lacks():
     pool = host_pool()
     store = VirtualStore(pool, 500)
     store.append(*torch.randn(2, 2, 3, 50, 8))
-    row_of(store, 1, 2).append(*torch.randn(2, 1, 3, 250, 8))
+    RowStore(store, 1, 2).append(*torch.randn(2, 1, 3, 250, 8))
     pool.driver.fail = "unmap"
     with pytest.raises(PageError, match="unmap"):
         store.truncate((50, 10))
