@@ -142,7 +142,7 @@ def _job(flags: PlanFlags, wanted: PlanOptions, subject: Subject, measured: Meas
 
 
 def _tell(result: PlanResult, flags: PlanFlags, seconds: float, verify_time: float) -> None:
-    from sparsekv.plans.show import next_command, verdict
+    from sparsekv.cli.verdict import next_command, verdict
 
     plan, out, remarks = result.plan, flags.out, list(result.remarks)
     is_unproven = not flags.no_verify and plan.status != "verified"  # the first remark says why

@@ -61,7 +61,8 @@ def show(
 def _print(plan: Plan, full: bool, place: str) -> None:
     from rich.console import Console
 
-    from sparsekv.plans.show import describe, verdict
+    from sparsekv.cli.verdict import verdict
+    from sparsekv.plans.show import describe
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     for part in describe(plan, full):
@@ -77,10 +78,11 @@ def _write_page(plan: Plan, place: str, html: Path, profile: Path | None, curve:
             f"expected the packages that --html needs, found no {error.name}; install them: {install_command('report')}"
         ) from error
     from sparsekv.bench.curve_file import read_curve
+    from sparsekv.cli.verdict import verdict
 
     points = read_curve(curve) if curve else ()
     profiled = _profile_of(plan, profile) if profile else None
-    write_bytes(html, report(plan, place, profiled, points).encode())
+    write_bytes(html, report(plan, verdict(plan, place), profiled, points).encode())
 
 
 def _profile_of(plan: Plan, path: Path) -> Profile:

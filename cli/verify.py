@@ -13,6 +13,7 @@ from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.cli.plan_files import check_writable
 from sparsekv.cli.prompts import answered_prompts, own_prompts
+from sparsekv.cli.verdict import denser_command, hurt_lines, verdict
 from sparsekv.planner.flags import MOST, Flag, Lengths
 from sparsekv.planner.options import DEFAULT_TASKS, HELD_OUT, VERIFY_TIME, Drawn, Gated, Hardware, PlanOptions
 from sparsekv.planner.own_prompts import GivenPrompt, digest_of, set_aside
@@ -20,7 +21,6 @@ from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
 from sparsekv.plans.schema import NOTHING_SPARSE, Plan, check_model, to_data
-from sparsekv.plans.show import denser_command, hurt_lines, verdict
 
 if TYPE_CHECKING:
     from sparsekv.planner.verify import Verification

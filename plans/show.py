@@ -6,14 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sparsekv.plans.aliases import PLAN_NAME
-from sparsekv.plans.exact_gain import exact_line
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern
 from sparsekv.plans.phases import (
@@ -27,8 +25,6 @@ from sparsekv.plans.phases import (
     reach,
 )
 from sparsekv.plans.schema import (
-    HURT_BY_EVICTION,
-    NOTHING_SPARSE,
     Agreement,
     Claim,
     Cost,
@@ -42,7 +38,6 @@ from sparsekv.plans.schema import (
 from sparsekv.plans.types import Part, format_ids, format_length
 
 _LONG = 6
-_LONGER = 1800  # seconds of verification to go on with, or more
 _PICTURE = """\
 oldest  SSSS..C....CC........C...C.....C..RRRRRRRR  newest     what the layers of a segment attend to:
         S sinks   C chosen by their filter layer among all between   R recent   . skipped in this step"""
@@ -148,7 +143,7 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
     layers."""
     parts: list[RenderableType] = [_facts(plan)]
     parts += _prefill(plan.prefill, plan.model, full) if plan.prefill else [Text("\nPrefill: dense at every length")]
-    parts += _decode(plan.decode, plan.model) if plan.decode else [Text(f"\nDecode: dense {_over(plan)}")]
+    parts += _decode(plan.decode, plan.model) if plan.decode else [Text(f"\nDecode: dense {over(plan)}")]
     parts += [_cache(plan.kv_cache)] if plan.kv_cache else []
     parts += _quality(plan.quality) if plan.quality else [Text("\nQuality: not measured")]
     parts += [_cost(plan.cost)] if plan.cost else []
@@ -157,115 +152,9 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
     return parts
 
 
-def _over(plan: Plan) -> str:
+def over(plan: Plan) -> str:
+    """Returns what dense decode attends to, in words."""
     return "over what layers keep" if plan.retained else "at every length"
-
-
-def verdict(plan: Plan, file: str, reason: str = "", *, model: str = "", spent: float = 0.0) -> tuple[str, ...]:
-    """A line each: what is sparse and what it is predicted to gain, where exact output pays if that is known, what is
-    dropped where something is and what that did to answers, the status with its reason, the next command.
-
-    Args:
-        model, spent: see `next_command`.
-    """
-    measured = (plan.quality.both, plan.quality.prefill, plan.quality.decode) if plan.quality else ()
-    found = next((one.agreement for one in measured if one and one.agreement), None)
-    evidence = plan.quality.evidence if plan.quality else None
-    reason = NOTHING_SPARSE if plan.is_dense else reason or (evidence.reason or "" if evidence else "")
-    if not reason and found:
-        reason = f"{found.kl:.2g} nats from dense on {found.samples} held-out samples"
-    status = f"status: {plan.status}" + (f", {reason}" if reason else "" if plan.quality else ", never measured")
-    kept = (
-        (f"kv_cache: lossy, {_kept_share(plan)}; of a prompt: {_kept(plan)}", *hurt_lines(plan))
-        if plan.retained
-        else ()
-    )
-    exact = (line,) if (line := exact_line(plan)) else ()
-    return (
-        _gains("prefill", plan),
-        _gains("decode", plan),
-        *exact,
-        *kept,
-        status,
-        f"next: {next_command(plan, file, model, spent)}",
-    )
-
-
-def next_command(plan: Plan, file: str, model: str = "", spent: float = 0.0) -> str:
-    """Returns what to go on with: `run` where the plan is verified, or dense. Else a longer `verify`, but where more
-    prompts would change nothing, because a gate is missed or answers are lost with every gate decided: `plan`.
-
-    Args:
-        model: where it is, if the plan's own name of it is not enough.
-        spent: seconds after which verification ended undecided; 0 where that is not known, or time did not end it.
-    """
-    place = f"--plan {file}" + (f" --model {model}" if model not in ("", plan.model.id) else "")
-    if plan.status == "verified" or plan.is_dense:
-        return f"sparsekv run {place}"
-    outcomes = {claim.outcome for _, _, _, claim in _claims(plan.quality)} if plan.quality else set()
-    if "missed" in outcomes or (outcomes == {"met"} and _lost_answers(plan)):
-        return denser_command(plan, file, model)
-    return (
-        f"sparsekv verify {place} --write --verify-time {max(_LONGER, 4 * spent):.0f}"  # the same would show the same
-    )
-
-
-def denser_command(plan: Plan, file: str, model: str = "") -> str:
-    """Returns what makes another plan where this one misses a gate; of one that evicts tokens, one that keeps more of
-    them."""
-    retain = plan.provenance.settings.get("retain")
-    more = f" --retain {retain + 0.1:.2g}" if isinstance(retain, float) and retain < 0.9 else ""
-    return f"sparsekv plan {model or plan.model.id} -o {file if file.endswith('.yaml') else PLAN_NAME}{more}"
-
-
-def _lost_answers(plan: Plan) -> bool:
-    """Returns whether a plan that evicts tokens has lost more right answers to a task than all of them may."""
-    if not (plan.retained and plan.quality and plan.quality.evidence):
-        return False
-    most = plan.quality.evidence.gates.get("max_accuracy_drop", 0.0) / 100.0
-    scores = (one for measured in plan.quality.phases.values() for one in measured.tasks.items())
-    return any(score.dense - score.sparse > most for task, score in scores if task != "perplexity")
-
-
-def _kept(plan: Plan) -> str:
-    """Returns what layers keep of a prompt beside its ends, rule by rule."""
-    rules = [rule for rule in plan.kv_cache or () if rule.is_lossy]
-    named = [("layer" if len(rule.layers) == 1 else "layers", rule) for rule in rules]
-    return ", ".join(f"{name} {format_ids(rule.layers)} {text_of(rule.keep)}" for name, rule in named)
-
-
-def _kept_share(plan: Plan) -> str:
-    model, rules = plan.model, plan.retained
-    length, layers = model.context_length, model.full_layers
-    kept = sum(rules[layer].kept_tokens(length) if layer in rules else length for layer in layers)
-    return f"{kept / (len(layers) * length):.0%} of the cache at {format_length(length)}"
-
-
-def hurt_lines(plan: Plan) -> tuple[str, ...]:
-    """Returns what evicting tokens did to answers that it hurts most, in a line; none where that was not measured."""
-    measured = plan.quality and (plan.quality.both or plan.quality.decode)
-    scores = [(task, measured.tasks.get(task)) for task in HURT_BY_EVICTION] if measured and plan.retained else []
-    told = [f"{task} {score.dense:.0%} -> {score.sparse:.0%} (of {score.samples})" for task, score in scores if score]
-    return (f"where eviction hurts: right answers, dense -> plan: {', '.join(told)}",) if told else ()
-
-
-def _gains(phase: Literal["prefill", "decode"], plan: Plan) -> str:
-    part: PrefillPlan | DecodePlan | None = getattr(plan, phase)
-    # `same_as` names another bucket of the list
-    if part is None or all(bucket.dense or getattr(bucket, "same_as", None) for bucket in part.lengths):
-        return f"{phase}: dense {_over(plan) if phase == 'decode' else 'at every length'}"
-    line = f"{phase}: sparse"
-    if isinstance(part, DecodePlan):
-        chosen = f"{len(part.sparse_layers)} of {plan.model.layers} layers read what {len(part.filter_layers)} choose"
-        line = f"{phase}: {chosen}"
-    known = [(entry.length, getattr(entry, phase)) for entry in (plan.cost.lengths if plan.cost else ())]
-    sparse = [one for one in reversed(known) if one[1] is not None and not part.bucket(one[0]).dense]
-    length, found = next(iter(sparse), (0, None))
-    if found is None:
-        return line
-    gain = f"attention {found.dense_us / max(found.sparse_us, 1e-9):.2f}x as fast as dense, predicted"
-    share = f", {found.density:.3f} of the tiles" if phase == "prefill" else ""
-    return f"{line}{share}; {gain} at {format_length(length)}"
 
 
 def _table(title: str, names: str, rows: Iterable[Sequence[str]], numbers: str = "") -> Table:
@@ -416,13 +305,13 @@ CLAIM_HEADER = ("Phase", "Figure", "Over", "Prompts", "Mean", "Shown below", "Ga
 def claim_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
     """Returns what was shown of each gate, for each phase: over all lengths, and at each."""
     before = ""
-    for phase, over, name, claim in _claims(quality):
+    for phase, over, name, claim in claims(quality):
         figures = (f"{value:.3g}" for value in (claim.mean, claim.bound, claim.gate))
         yield phase if phase != before else "", name, over, str(claim.prompts), *figures, claim.outcome
         before = phase
 
 
-def _claims(quality: Quality) -> Iterator[tuple[str, str, str, Claim]]:
+def claims(quality: Quality) -> Iterator[tuple[str, str, str, Claim]]:
     """Each with its phase, the length or `all`, and its name."""
     for phase, measured in quality.phases.items():
         parts = ((format_length(part.length), part.claims) for part in measured.by_length)

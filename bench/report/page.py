@@ -23,7 +23,7 @@ from markupsafe import Markup
 from sparsekv.bench.curve_file import CurvePoint
 from sparsekv.bench.report import charts, facts
 from sparsekv.plans.schema import Plan, unsupported
-from sparsekv.plans.show import header, verdict
+from sparsekv.plans.show import header
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ class _Drawings:
         return name
 
 
-def report(plan: Plan, file: str, profile: Profile | None = None, curve: Sequence[CurvePoint] = ()) -> str:
-    """The page of the plan at `file`, with the damages and the similarity of its profile and with measured curves where
-    given."""
+def report(plan: Plan, verdict: Sequence[str], profile: Profile | None = None, curve: Sequence[CurvePoint] = ()) -> str:
+    """The page of a plan with its verdict, lines of `name: text`, and with the damages and the similarity of its
+    profile and with measured curves where given."""
     drawings = _Drawings()
     first, last = (_costs(plan, drawings), _quality(plan)), _curves(curve, drawings)
     patterns = (_prefill(plan, profile, drawings), _decode(plan, profile, drawings))
@@ -96,7 +96,7 @@ def report(plan: Plan, file: str, profile: Profile | None = None, curve: Sequenc
     return template.render(
         model=plan.model.id,
         status=plan.status,
-        verdict=[line.partition(": ")[::2] for line in verdict(plan, file)],
+        verdict=[line.partition(": ")[::2] for line in verdict],
         header=[row for row in header(plan) if row[0] != "Status"],
         refused=unsupported(plan),
         sections=sections,

@@ -12,6 +12,7 @@ from planner_models import loaded_tiny
 from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 from torch_threads import torch_threads
 
+from sparsekv.cli.verdict import hurt_lines
 from sparsekv.planner.evaluation import DENSE, PlanMode, compare, opened
 from sparsekv.planner.evaluation.results import LongText
 from sparsekv.planner.options import PlanOptions
@@ -20,7 +21,6 @@ from sparsekv.planner.tasks import Kit, Sample, Split, Turn, prepare
 from sparsekv.planner.verify import verify
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.show import hurt_lines
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel, load_model

@@ -9,10 +9,11 @@ import pytest
 from plans_samples import full_plan, large_plan, model_info, small_plan
 from rich.console import Console
 
+from sparsekv.cli.verdict import next_command, verdict
 from sparsekv.plans.pattern_family import TileShape
 from sparsekv.plans.phases import PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Claim, Measurement, Plan, Provenance, Quality, Score
-from sparsekv.plans.show import describe, next_command, summary, verdict
+from sparsekv.plans.show import describe, summary
 
 
 def shown(plan: Plan, full: bool = False) -> list[str]:
