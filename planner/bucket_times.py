@@ -66,7 +66,7 @@ def _timed(job: Job, cost: DeviceCost, candidate: Candidate) -> BucketTiming:
     model = job.subject.model
     (prompt, *_) = job.calibration_prompts(candidate.length, 1)
     ids_1S = torch.from_numpy(prompt.ids.astype(np.int64)).to(model.device)[None]
-    times = _BucketTimes(candidate, cost, job.host or Host(), Stopwatch(model.device))
+    times = _BucketTimes(candidate, cost, job.host or Host())
     with capture_attention(model, times.observe), torch.no_grad():
         model(input_ids=ids_1S, use_cache=False, logits_to_keep=1)
     return times.found(ids_1S.shape[1])
@@ -82,8 +82,8 @@ class _LayerTimes:
 class _BucketTimes:
     """Sees the layers of a forward pass, and times some of them."""
 
-    def __init__(self, candidate: Candidate, cost: DeviceCost, host: Host, watch: Stopwatch) -> None:
-        self._candidate, self._cost, self._host, self._watch = candidate, cost, host, watch
+    def __init__(self, candidate: Candidate, cost: DeviceCost, host: Host) -> None:
+        self._candidate, self._cost, self._host = candidate, cost, host
         numbers = [scores.layer for scores in candidate.tables.entry.layers]
         self._rows = {numbers[row]: row for row in _spread(candidate, _LAYERS)}
         self._times: dict[int, _LayerTimes] = {}
@@ -97,7 +97,7 @@ class _BucketTimes:
         chunk = Chunk.uniform(1, length - min(length, self._host.chunk or length), length)
         build = partial(_index_of, call, chunk, patterns, self._cost)
         sparse = _sparse(call, chunk, build, self._cost, self._host)
-        dense_us, sparse_us = self._watch.queued([self._dense(call, chunk), sparse])
+        dense_us, sparse_us = Stopwatch(call.q_BHSD.device).queued([self._dense(call, chunk), sparse])
         share = float(density(build(), chunk))
         self._times[call.layer] = _LayerTimes(dense_us, sparse_us, share)
 

@@ -23,6 +23,8 @@ _CYCLES_A_US = 2000  # of a device at two GHz; a guess that is doubled where it 
 _MOST_WAIT_US = 20_000
 _LATE_ROUNDS = 8  # in which the device was faster than the program, before the wait is long enough
 _ISSUED = 5  # launches that are issued in a row, to time the program
+_LONG_SECONDS = 0.01  # of a launch, beside which issuing it is nothing
+_VERY_LONG_SECONDS = 4.0  # of a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class Stopwatch:
     def in_turn(self, launches: Sequence[Launch]) -> list[float]:
         """Returns what each launch takes on the device: medians on CUDA. On a CPU, where other programs take time
         slices, the fastest of several is what the work takes."""
-        rounds = self._rounds(launches)
+        seconds = self._warm(launches)
+        rounds = _rounds(len(launches), sum(seconds))
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 return _on_cuda(launches, rounds)
@@ -50,10 +53,12 @@ class Stopwatch:
     def queued(self, launches: Sequence[Launch]) -> list[float]:
         """Returns what each launch takes where many are issued one after another: the longer of the device's time and
         the program's, as in a prompt whose attention is all there is to it."""
-        rounds = self._rounds(launches)
         if self.device.type != "cuda":
             return self.in_turn(launches)
-        return [median(samples) for samples in self._walled(launches, rounds, [_ISSUED] * len(launches))]
+        seconds = self._warm(launches)
+        counts = [max(1, min(_ISSUED, round(_LONG_SECONDS / one))) for one in seconds]
+        rounds = _rounds(len(launches), sum(count * one for count, one in zip(counts, seconds, strict=True)))
+        return [median(samples) for samples in self._walled(launches, rounds, counts)]
 
     def issue(self, launch: Launch) -> float:
         """Returns what the program needs to issue a launch; 0 on a CPU, where the program computes it."""
@@ -89,14 +94,14 @@ class Stopwatch:
             timed_ms = do_bench_cudagraph(all_of_them, rep=round(1e3 * SECONDS_A_TIMING), return_mode="median")
             return float(timed_ms) * 1e3 / len(launches)
 
-    def _rounds(self, launches: Sequence[Launch]) -> int:
-        """Returns how often each is timed. Launches run until they are compiled and the device is warm."""
-        self._walled(launches, 1, [1] * len(launches))
-        spent = seconds = 0.0
-        while spent < min(_WARM_SECONDS, len(launches) * SECONDS_A_TIMING):
-            seconds = 1e-6 * sum(samples[0] for samples in self._walled(launches, 1, [1] * len(launches)))
-            spent += max(seconds, 1e-6)
-        return max(_FEWEST, min(_MOST, round(len(launches) * SECONDS_A_TIMING / max(seconds, 1e-6))))
+    def _warm(self, launches: Sequence[Launch]) -> list[float]:
+        """Runs launches until they are compiled and clocks have risen; returns the seconds that each took last."""
+        found = self._walled(launches, 1, [1] * len(launches))
+        spent, enough = 0.0, min(_WARM_SECONDS, len(launches) * SECONDS_A_TIMING)
+        while spent < enough:
+            found = self._walled(launches, 1, [1] * len(launches))
+            spent += max(1e-6 * sum(samples[0] for samples in found), 1e-6)
+        return [max(1e-6 * samples[0], 1e-9) for samples in found]
 
     def _walled(self, launches: Sequence[Launch], rounds: int, counts: Sequence[int]) -> list[list[float]]:
         """Samples by the clock on the wall, of so many launches each."""
@@ -114,6 +119,13 @@ class Stopwatch:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _rounds(launches: int, seconds: float) -> int:
+    """How often all are timed, of which one round takes so many seconds: once where that is long."""
+    if seconds > _VERY_LONG_SECONDS:
+        return 1
+    return max(_FEWEST, min(_MOST, round(launches * SECONDS_A_TIMING / seconds)))
 
 
 def _on_cuda(launches: Sequence[Launch], rounds: int) -> list[float]:
