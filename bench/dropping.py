@@ -1,8 +1,8 @@
-"""Layers that drop tokens, in transformers: a plan with them beside the same plan without, on one prompt.
+"""Evicting layers, in transformers: a plan with them beside the same plan without, on one prompt.
 
     python -m sparsekv.bench.dropping --length 128k --retain 0.25
 
-Prompts run sparse by hand-made patterns; `kept` drops tokens of all layers but the first three, all alike, until
+Prompts run sparse by hand-made patterns; `kept` evicts tokens of all layers but the first three, all alike, until
 `--retain` of the bytes are left. Steps behind the prompt are dense over what a layer has; `chosen` are those of a
 decode plan made by hand. Weights are random, of the model's shape. Prints a JSON object; times are medians in turn.
 """

@@ -47,7 +47,7 @@ _SNAP = 64  # queries that SnapKV observes, and keeps the tokens of
 _SINK = 4
 
 Rules = Mapping[int, Retention]
-"""Of each layer that drops tokens."""
+"""Of each evicting layer."""
 Prompts = Mapping[str, Sequence[CalibrationPrompt]]
 """By task."""
 

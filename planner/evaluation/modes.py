@@ -53,7 +53,7 @@ class PlanMode:
         """Modes with equal ones can go on from one prefill; "dense" is that of the unmodified model.
 
         A selector that looks at older queries than the newest has them from its own prefill alone; so has a layer that
-        drops tokens.
+        evicts tokens.
         """
         if self.phase != "decode":
             return id(self.plan), self.backend, self.allow_mismatch

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.core.state import DecodeState, Remembered
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.retained import RetainedStore
+from sparsekv.runtime.stores.evicting import EvictingStore
 from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
 
@@ -130,10 +130,10 @@ class SparseLayer(CacheLayerMixin):
         return self.progress.state
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def cached(self) -> tuple[int, ...]:
         """Tokens of each row that are in memory."""
         store = self.store
-        return (store.held,) * len(store.lengths) if isinstance(store, RetainedStore) else store.lengths
+        return (store.cached,) * len(store.lengths) if isinstance(store, EvictingStore) else store.lengths
 
     def _start(self) -> None:
         self.is_initialized = False
@@ -244,9 +244,9 @@ class SparseLayer(CacheLayerMixin):
 
     def _select(self, rows_B: torch.Tensor) -> None:
         if not self.progress.is_on_device or not isinstance(self.store, DeviceStore):
-            dropped = isinstance(self.store, RetainedStore)
-            what = "whose layers drop tokens" if dropped else "in host memory"
-            instead = "generate with num_beams=1" if dropped else "apply the plan with offload='never'"
+            evicting = isinstance(self.store, EvictingStore)
+            what = "whose layers evict tokens" if evicting else "in host memory"
+            instead = "generate with num_beams=1" if evicting else "apply the plan with offload='never'"
             _refuse(f"other rows of a cache {what}", instead)
         self.store.select(rows_B.tolist())
         self.picked += 1

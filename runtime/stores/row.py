@@ -22,11 +22,11 @@ def row_of(store: KVStore, row: int, batch: int) -> RowStore:
     """A row of a store that has, or will have, `batch` of them.
 
     Raises:
-        UnsupportedError: the store is in host memory or drops tokens: all its rows are equally long.
+        UnsupportedError: the store is in host memory or evicts tokens: all its rows are equally long.
     """
     if not isinstance(store, DeviceStore):
         raise UnsupportedError(
-            "expected rows of equal length for layers in host memory and those that drop tokens, found rows of "
+            "expected rows of equal length for layers in host memory and those that evict tokens, found rows of "
             "different lengths; run prompts of one length together or one by one, or, where the plan drops no tokens, "
             "apply it with offload='never'"
         )
