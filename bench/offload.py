@@ -39,7 +39,9 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.core import select
-from sparsekv.runtime.core.program import Program, SegmentProgram
+from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.roles import Follower
+from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.placement import OffloadMode, reads_of
@@ -198,7 +200,7 @@ class OffloadRuns(DecodeRuns):
                     raise UsageError("expected captured steps for --miss-rate, found none on this device; leave it out")
                 program = Program.of(None, self.plan.decode, self.subject.info)
                 tokens = cached_tokens(self.bench, length)
-                stack.enter_context(swapped_choices(self.miss_rate, tokens, len(program.filters)))
+                stack.enter_context(swapped_choices(self.miss_rate, tokens, len(program.segments)))
             yield handle
 
     def result(self, handle: Handle, cache: Cache, milliseconds: float) -> OffloadRun:
@@ -254,11 +256,12 @@ def check_miss_rate(info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBen
         assert plan.decode.offload is not None, "checked before"
         program = Program.of(None, plan.decode, info)
         for layer in map(program.layers.__getitem__, plan.decode.offload.layers):
-            chosen = ALL if layer.follows is None else layer.follows.count(length)
-            if layer.follows is None or chosen == ALL:
+            segment = layer.role.choice
+            chosen = ALL if segment is None else segment.count(length)
+            if segment is None or chosen == ALL:
                 continue
-            span = span_of(layer.follows, cached_tokens(bench, length))
-            needed = max(2 * chosen, 1 + allocated_slots(plan.decode.offload.hot, reads_of(layer), length))
+            span = span_of(segment, cached_tokens(bench, length))
+            needed = max(2 * chosen, 1 + allocated_slots(plan.decode.offload.hot, reads_of(layer.role), length))
             if span < needed:
                 raise UsageError(
                     f"expected {needed} tokens or more to draw new ones from for --miss-rate, found {span} at "
@@ -368,7 +371,7 @@ def _fetched_bytes(plan: Plan, info: ModelInfo, run: OffloadRun) -> float | None
         return None
     offload = plan.decode.offload
     layers = [Program.of(None, plan.decode, info).layers[at] for at in (offload.layers if offload else ())]
-    lists = {1 if layer.follows.heads == "max" else layer.kv_heads for layer in layers if layer.follows}
+    lists = {layer.role.lists for layer in layers if isinstance(layer.role, Follower)}
     if len(lists) != 1:
         return None
     return run.stats.misses_a_step * run.host_layers * run.link.row_bytes / lists.pop()

@@ -129,7 +129,7 @@ class StepAttention:
     def by_plan(self, plan: DecodePlan | None) -> Step:
         """The step as the runtime computes it; without a plan by its dense kernel."""
         program = self._program(plan)
-        state, lengths = DecodeState(program), self._lengths
+        state, lengths = DecodeState(program.segments), self._lengths
         sources = [WithSoftmax(store, self._softmax) for store in self._stores]
         # A captured step never learns the lengths.
         known = (

@@ -434,7 +434,7 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
         if self.keep is None:
             self.refuse(("generated",), "layers keep everything without --keep")
         else:
-            self.refuse(("budget",), "a layer that evicts tokens is in no segment", "keep")
+            self.refuse(("budget",), "an evicting layer is in no segment", "keep")
             self.refuse(("dense_decode",), "decode without the plan reads all tokens", "keep")
         self.refuse(_SERVE_BY_HAND if self.plan else (), "each says what the plan is", "plan")
         return self

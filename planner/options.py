@@ -362,7 +362,7 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
             self.refuse(("offload",), "vLLM keeps all pages on the device", "host")
         if self.retain is not None:
             segments = ("filter_layers", "decode_budget", "decode_loss", "decode_kl", "offload")
-            self.refuse(segments, "a layer that evicts tokens is in no segment", "retain")
+            self.refuse(segments, "an evicting layer is in no segment", "retain")
         if self.retain is not None and self.phases == ("decode",):
             self.refuse(("phases",), "the decode that is planned alone is that of filter layers", "retain")
         return self

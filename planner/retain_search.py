@@ -32,7 +32,8 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.plans.phases import Retention
-from sparsekv.runtime.core.retention import Observed, kept_rows
+from sparsekv.runtime.core.roles import rows_to_cache
+from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
@@ -251,7 +252,7 @@ class RetentionTrials(DecodeTrials):
         k_1GSD: torch.Tensor = store.tensors[0][:, :, : prefix.past]
         backend = "triton" if k_1GSD.is_cuda else "reference"
         newest = self._observed[layer].before(None, rule.observe or 0)
-        kept_1gK = kept_rows(rule, prefix.past, newest, k_1GSD, backend=backend)
+        kept_1gK = rows_to_cache(rule, prefix.past, newest, k_1GSD, backend=backend)
         if kept_1gK is None:
             return k_1GSD.new_ones((1, prefix.past), dtype=torch.bool)
         mask_gS = k_1GSD.new_zeros((kept_1gK.shape[1], prefix.past), dtype=torch.bool)

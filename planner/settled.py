@@ -116,7 +116,7 @@ class Settled(PlanOptions):
         return min(self.samples, _LONG_SAMPLES) if self.samples_are_default and length > _LONG else self.samples
 
     def verified_tasks(self, *, evicts: bool) -> tuple[str, ...]:
-        """The tasks that a plan is verified on: where its layers drop tokens, also those that show that, unless tasks
+        """The tasks that a plan is verified on: where its layers evict tokens, also those that show that, unless tasks
         were asked for."""
         shows = () if "--tasks" in self.verify_chosen or not evicts else HURT_BY_EVICTION
         return (*self.tasks, *(task for task in shows if task not in self.tasks))

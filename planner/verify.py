@@ -6,7 +6,7 @@ plan is *verified* where all are met, by gates at least as strict as the default
 sparse near the end of its lengths; else it stays unverified, with what was measured. Results come from evaluation/;
 what to try after a miss is said in tighten.py.
 
-A plan whose layers drop tokens loses what nobody asked for yet. So it is also run on tasks that show that, and on what
+A plan whose layers evict tokens loses what nobody asked for yet. So it is also run on tasks that show that, and on what
 dense generates far beyond an answer, and is not verified where any one task has lost more than all of them may.
 """
 
@@ -42,7 +42,7 @@ _BROKEN_FLOOR = 0.1  # nats: that much is no rounding
 _ROUNDS = 6  # most samples of each task and length between two looks, on a GPU; on a CPU one
 _ROUND_TOKENS = 1 << 17  # of a task between two looks
 _DENSE_FROM = 0.999  # a density that computes everything, but for how shares are counted
-_LONG_TEXT = 128  # tokens of dense's own text that a plan reads whose layers drop tokens
+_LONG_TEXT = 128  # tokens of dense's own text that a plan reads whose layers evict tokens
 _NO_NUMBER = 20.0  # nats, of a sample without finite probabilities
 
 

@@ -25,7 +25,7 @@ HEAVY = {"torch", "transformers", "triton", "numpy", "scipy", "safetensors", "to
 HOSTS = {"transformers", "vllm"}
 # What names no host in its code, and inside runtime/ imports none.
 NAMELESS = ("kernels", "runtime/core", "runtime/stores")
-HOSTLESS = {"runtime/core": {"runtime/core"}, "runtime/stores": {"runtime/stores"}}
+HOSTLESS = {"runtime/core": {"runtime/core", "runtime/stores"}, "runtime/stores": {"runtime/stores"}}
 # One name in two folders: a backend with two phases, a phase and its bench, a pattern with two builders, a command over
 # its module.
 SHARED_NAMES = {"__init__", "cpu", "triton", "prefill", "decode"}

@@ -43,8 +43,10 @@ from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.plans.patterns import TileShape, tokens
 from sparsekv.plans.phases import DecodeBudget, Segment
 from sparsekv.plans.schema import BackendName
-from sparsekv.runtime.core.decode import Resident, choose_alone, decode
-from sparsekv.runtime.core.program import LayerProgram, Program, Rank, SegmentProgram
+from sparsekv.runtime.core.decode import Resident, decode
+from sparsekv.runtime.core.program import LayerProgram, Program, Rank
+from sparsekv.runtime.core.roles import Filter, Follower, Step
+from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.graph_stores import StepStores
 from sparsekv.runtime.hf.graphs import can_capture
@@ -178,14 +180,9 @@ _CHECKED = (DRAFTS[1] + 1, DRAFTS[-1] + 1)  # new tokens of a pass that checks a
 _CPU_CACHE = 32 << 20  # bytes
 
 
-def _filter(count: int, heads: int, keys: KeyView) -> LayerProgram:
-    """A filter layer that chooses so many tokens."""
-    return LayerProgram(0, heads, keys.kv_heads, None, filters=_segment(count))
-
-
-def _segment(count: int) -> SegmentProgram:
+def _segment(count: int, heads: int) -> SegmentProgram:
     part = Segment(filter=0, layers=(1,), budget=DecodeBudget(tokens=count), sink=0, recent=_RECENT)
-    return SegmentProgram(0, part.sink, part.recent, "last", 1, "max", False, (), (part,))
+    return SegmentProgram(0, part.sink, part.recent, "last", 1, "max", False, (), (part,), heads, 1)
 
 
 def _with_others(selection: Selection, length: int, share: float) -> Selection:
@@ -221,14 +218,14 @@ class OffloadedSteps:
 
     def __init__(self, selection: Selection, keys: KeyView, memory: HostMemory) -> None:
         self.reads = HostReads()  # of all layers
-        self._segment = _segment(selection.chosen_BgN.shape[2])
+        self._segment = _segment(selection.chosen_BgN.shape[2], keys.kv_heads)
         stores = [HostStore(tokens(0), memory, _reads_of(selection)) for _ in range(_FOLLOWERS)]
         for store in stores:
             store.reserve(keys.capacity)
             store.append(keys.k, keys.v)
             store.prepare(keys.capacity)
         heads = keys.kv_heads  # of queries there may be more: nothing here asks for them
-        layers = (LayerProgram(n, heads, keys.kv_heads, None, follows=self._segment) for n in range(_FOLLOWERS))
+        layers = (LayerProgram(n, heads, keys.kv_heads, None, role=Follower(self._segment)) for n in range(_FOLLOWERS))
         program = Program(Rank(), tuple(layers))
         self._step = StepStores(stores, keys.capacity, program, keys.lengths_B, self.reads)
         self._step.bind(stores)
@@ -299,9 +296,10 @@ class Bench:
     def _decode(self, length: int, q_BH1D: torch.Tensor, views: Sequence[KeyView], scale: float) -> Iterator[Timing]:
         keys, rows = views[0], len(q_BH1D)
 
-        def step(layer: LayerProgram, keys: KeyView) -> tuple[Callable[[], object], DecodeState]:
-            """A step of the layer, to be run time and again, and its state."""
-            state = DecodeState(Program(Rank(), (layer,)))
+        def step(segment: SegmentProgram, keys: KeyView) -> tuple[Callable[[], object], DecodeState]:
+            """A step of a filter layer, to be run time and again, and its state."""
+            layer = LayerProgram(0, segment.query_heads, keys.kv_heads, None, role=Filter(segment))
+            state = DecodeState((segment,))
 
             def run() -> torch.Tensor:
                 state.begin(keys.lengths_B, q_BH1D.device)
@@ -315,15 +313,14 @@ class Bench:
         yield _timing("dense decode", length, read, dense_us)
         idle = [one for view in views if (one := self.host.idle_step(q_BH1D, view, scale))]
         idle_us = self.watch.step(idle) if idle else 0.0
-        filter_us = self.watch.step([step(_filter(length // 10, heads, view), view)[0] for view in views]) + idle_us
+        filter_us = self.watch.step([step(_segment(length // 10, heads), view)[0] for view in views]) + idle_us
         yield _timing("choose", length, read, max(_LEAST_US, filter_us - dense_us))
         yield _timing("choose alone", length, read, self._alone_us(length // 10, q_BH1D, views, scale))
         for count in (length // _FEW, length // 4):
-            layer = _filter(count, heads, keys)
-            assert layer.filters is not None
-            run, state = step(layer, keys)
+            segment = _segment(count, heads)
+            run, state = step(segment, keys)
             run()
-            selection = state.chosen(layer.filters)
+            selection = state.chosen(segment)
             assert selection is not None, "fewer tokens than there are"
             attend = partial(decode_attention, q_BH1D, scale=scale, backend=self.backend)
             sparse_us = self.watch.step([partial(attend, view, selection) for view in views]) + idle_us
@@ -334,16 +331,19 @@ class Bench:
     def _alone_us(self, count: int, q_BH1D: torch.Tensor, views: Sequence[KeyView], scale: float) -> float:
         """Choosing in a filter layer that attends to its own choice."""
 
-        def choice(layer: LayerProgram, keys: KeyView) -> Callable[[], object]:
-            state = DecodeState(Program(Rank(), (layer,)))
+        segment = _segment(count, self.shape.heads)
+
+        def choice(keys: KeyView) -> Callable[[], object]:
+            state = DecodeState((segment,))
+            step = Step(0, None, q_BH1D, Resident(keys), state, scale, self.backend)
 
             def run() -> None:
                 state.begin(keys.lengths_B, q_BH1D.device)
-                choose_alone(layer, q_BH1D, keys, state, scale=scale, backend=self.backend)
+                Filter(segment).choose(step)
 
             return run
 
-        return self.watch.step([choice(_filter(count, self.shape.heads, view), view) for view in views])
+        return self.watch.step([choice(view) for view in views])
 
     def _host(self, selection: Selection, q_BH1D: torch.Tensor, keys: KeyView, scale: float) -> Iterator[Timing]:
         """The same step over rows in host memory: most and some of them are fetched."""

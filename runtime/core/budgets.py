@@ -11,7 +11,7 @@ import torch
 
 from sparsekv.kernels.decode.selection import ALL
 from sparsekv.plans.phases import DecodeBudget
-from sparsekv.runtime.core.program import Program, SegmentProgram
+from sparsekv.runtime.core.segments import SegmentProgram
 
 SCORE_BYTES = 512 << 20  # scratch for the logits of one filter layer
 
@@ -24,9 +24,9 @@ def scored_tokens(heads: int, scratch: torch.Tensor | None = None, lists: int = 
     return SCORE_BYTES // (4 * heads) if scratch is None else scratch.numel() // (heads + lists)
 
 
-def counts_of(segment: SegmentProgram, program: Program, lengths: Sequence[int]) -> list[int]:
+def counts_of(segment: SegmentProgram, lengths: Sequence[int]) -> list[int]:
     """What `Budgets` computes for one segment, where the host knows the lengths: chosen tokens of each row, or ALL."""
-    room, end, counts = scored_tokens(program.layers[segment.filter].heads), 0, []
+    room, end, counts = scored_tokens(segment.query_heads), 0, []
     for length in lengths:
         count = segment.count(length)
         end += 0 if count == ALL else length

@@ -8,17 +8,17 @@ Shapes: B batch, H query heads, G KV heads.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
-from sparsekv.kernels.decode.selection import ALL
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention, Segment
+from sparsekv.runtime.core.roles import DENSE, Evicting, Filter, Follower, Recurrent, Role
+from sparsekv.runtime.core.segments import SegmentProgram
 
 DEFAULT_TILE = TileShape()
 
@@ -50,39 +50,6 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentProgram:
-    """How one filter layer chooses tokens for the layers of its segment, at every length."""
-
-    filter: int
-    sink: int
-    recent: int
-    selector: Literal["last", "uniform", "exponential"]
-    queries: int  # of the newest ones, how many the selector looks at
-    heads: Literal["max", "per_kv_head"]
-    across_ranks: bool  # the heads of all ranks choose together
-    bounds: tuple[int, ...]  # the longest length of every bucket but the last
-    buckets: tuple[Segment | None, ...]  # the segment of every bucket; None attends to everything
-
-    @property
-    def most(self) -> int:
-        """Tokens chosen at any length: what lists have room for."""
-        return max(segment.budget.most for segment in self.buckets if segment is not None)
-
-    @property
-    def whole_up_to(self) -> int:
-        """The longest length such that it, and every shorter one, is attended to as a whole by its bucket; 0 if none
-        is."""
-        sparse = next(at for at, segment in enumerate(self.buckets) if segment is not None)
-        return self.bounds[sparse - 1] if sparse else 0
-
-    def count(self, length: int) -> int:
-        """Tokens to choose among `length` cached ones, or ALL."""
-        segment = self.buckets[bisect_left(self.bounds, length)]
-        chosen = None if segment is None else segment.chosen_tokens(length)
-        return ALL if chosen is None else chosen
-
-
-@dataclass(frozen=True, slots=True)
 class LayerProgram:
     """What one layer computes on one rank."""
 
@@ -94,16 +61,7 @@ class LayerProgram:
     bounds: tuple[int, ...] = ()  # the longest context of every prefill bucket but the last
     patterns: tuple[tuple[Pattern, ...], ...] = ((),)  # by prefill bucket, one a query head; () is dense
     dense_rows: int = 0  # a chunk with fewer rows than this, behind a past, is not worth an index
-    filters: SegmentProgram | None = None  # the segment that this layer chooses for
-    follows: SegmentProgram | None = None  # the segment that this layer belongs to
-    kv_map: tuple[int, ...] | None = None  # for each KV head, the filter layer's KV head whose choice it takes
-    is_linear: bool = False  # it has a recurrent state, and computes nothing here
-    retains: Retention | None = None  # what it keeps of a prompt, where that is not everything
-
-    @property
-    def chooses_for_itself(self) -> bool:
-        """Whether it is a filter layer that attends to its own choice."""
-        return self.filters is not None and self.filters is self.follows
+    role: Role = DENSE
 
     def patterns_at(self, length: int) -> tuple[Pattern, ...]:
         """One pattern a query head at a context of `length` tokens (past + chunk); none if all are dense."""
@@ -116,8 +74,8 @@ class LayerProgram:
         return () if few else self.patterns_at(chunk.longest)
 
     @property
-    def dense(self) -> LayerProgram:
-        """The layer without patterns: lines and tiles mean nothing over keys of which some were dropped."""
+    def without_patterns(self) -> LayerProgram:
+        """The layer without patterns: lines and tiles mean nothing over keys of which some were evicted."""
         return replace(self, bounds=(), patterns=((),))
 
     def for_heads(self, queries: slice, kv: slice) -> LayerProgram:
@@ -136,7 +94,7 @@ class Program:
     @classmethod
     def of(
         cls, prefill: PrefillPlan | None, decode: DecodePlan | None, model: ModelInfo, rank: Rank | None = None,
-        retained: Mapping[int, Retention] | None = None,
+        evicting: Mapping[int, Retention] | None = None,
     ) -> Program:  # fmt: skip
         """Lowers the phases of a plan. A phase that is None runs dense.
 
@@ -145,7 +103,7 @@ class Program:
             decode: segments by length.
             model: what the layers are; the phases fit it.
             rank: whose heads; all of them when None.
-            retained: the rules of layers that drop tokens.
+            evicting: the rules of layers that evict.
 
         Raises:
             UnsupportedError: heads do not divide over the ranks, a choice of single KV heads crosses ranks, or a filter
@@ -153,70 +111,66 @@ class Program:
         """
         rank = rank or Rank()
         segments = _segments(decode, model, rank)
-        layers = (_layer(layer, prefill, segments, model, rank) for layer in range(model.layers))
-        return cls(rank, tuple(replace(layer, retains=(retained or {}).get(layer.layer)) for layer in layers))
+        roles = _roles(segments, evicting or {}, model, rank)
+        layers = range(model.layers)
+        return cls(rank, tuple(_layer(layer, roles.get(layer, DENSE), prefill, model, rank) for layer in layers))
 
     @cached_property
     def attending(self) -> tuple[LayerProgram, ...]:
         """The layers with keys and values; the others have a recurrent state."""
-        return tuple(layer for layer in self.layers if not layer.is_linear)
+        return tuple(layer for layer in self.layers if not isinstance(layer.role, Recurrent))
 
     @cached_property
     def alike_in_decode(self) -> tuple[tuple[LayerProgram, int], ...]:
-        """One of the layers that read as much in every step, and how many of them there are; none that drops tokens."""
+        """One of the layers that read as much in every step, and how many of them there are; none that evicts."""
         kinds: dict[object, list[LayerProgram]] = {}
         for layer in self.attending:
-            if layer.retains:
+            if isinstance(layer.role, Evicting):
                 continue
-            segment = layer.follows.filter if layer.follows else None
-            kinds.setdefault((segment, layer.window, layer.chooses_for_itself), []).append(layer)
+            segment, itself = layer.role.choice, isinstance(layer.role, Filter)
+            kinds.setdefault((segment and (segment.filter, itself), layer.window), []).append(layer)
         return tuple((layers[0], len(layers)) for layers in kinds.values())
 
     @property
     def dense_in_decode(self) -> Program:
         """The same model and prefill; every step attends to everything."""
-        layers = (replace(layer, filters=None, follows=None, kv_map=None) for layer in self.layers)
+        layers = (
+            replace(layer, role=DENSE) if isinstance(layer.role, Filter | Follower) else layer for layer in self.layers
+        )
         return replace(self, layers=tuple(layers))
 
     @property
-    def filters(self) -> tuple[LayerProgram, ...]:
-        """The layers that choose."""
-        return tuple(layer for layer in self.layers if layer.filters is not None)
+    def segments(self) -> tuple[SegmentProgram, ...]:
+        """Of all filter layers, in their order."""
+        return tuple(layer.role.segment for layer in self.layers if isinstance(layer.role, Filter))
 
-    @cached_property
-    def evicting(self) -> frozenset[int]:
-        """The layers that evict tokens of a prompt."""
-        return frozenset(layer.layer for layer in self.layers if layer.retains)
+    @property
+    def evicting(self) -> tuple[int, ...]:
+        """The layers that evict."""
+        return tuple(layer.layer for layer in self.layers if isinstance(layer.role, Evicting))
 
     @property
     def remembers(self) -> tuple[int, ...]:
         """The filter layers whose selector looks at older queries than the newest, which a prompt leaves behind."""
-        return tuple(layer.layer for layer in self.filters if layer.filters and layer.filters.queries > 1)
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the ranks of a decode step choose together."""
-        return any(layer.filters.across_ranks for layer in self.filters if layer.filters)
+        return tuple(segment.filter for segment in self.segments if segment.queries > 1)
 
 
-def _layer(
-    layer: int, prefill: PrefillPlan | None, segments: dict[int, tuple[Segment, SegmentProgram]], model: ModelInfo,
-    rank: Rank,
-) -> LayerProgram:  # fmt: skip
+def _roles(
+    segments: Iterable[tuple[Segment, SegmentProgram]], evicting: Mapping[int, Retention], model: ModelInfo, rank: Rank
+) -> dict[int, Role]:
+    """Of the layers that are not dense."""
+    roles: dict[int, Role] = {layer: Evicting(rule) for layer, rule in evicting.items()}
+    roles |= {layer: Recurrent() for layer in range(model.layers) if model.group_of(layer).kind == "linear"}
+    for segment, lowered in segments:
+        followers = {layer: Follower(lowered, _kv_map(segment, layer, model, rank)) for layer in segment.layers}
+        roles |= followers | {segment.filter: Filter(lowered, followers.get(segment.filter))}
+    return roles
+
+
+def _layer(layer: int, role: Role, prefill: PrefillPlan | None, model: ModelInfo, rank: Rank) -> LayerProgram:
     group = model.group_of(layer)
     queries, kv = rank.heads(group)
-    found = next(((segment, lowered) for segment, lowered in segments.values() if layer in segment.layers), None)
-    chosen_for = segments.get(layer)
-    whole = LayerProgram(
-        layer,
-        group.heads,
-        group.kv_heads,
-        group.window,
-        filters=chosen_for[1] if chosen_for else None,
-        follows=found[1] if found else None,
-        kv_map=_kv_map(found[0], layer, model, rank) if found else None,
-        is_linear=group.kind == "linear",
-    )
+    whole = LayerProgram(layer, group.heads, group.kv_heads, group.window, role=role)
     if prefill:
         bounds = tuple(bucket.up_to for bucket in prefill.lengths if bucket.up_to is not None)
         rows = [prefill.bucket(bound) for bound in (*bounds, (bounds[-1] if bounds else 0) + 1)]
@@ -232,16 +186,16 @@ def _dense_as_none(patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
     return () if all(isinstance(pattern, Dense) for pattern in patterns) else patterns
 
 
-def _segments(decode: DecodePlan | None, model: ModelInfo, rank: Rank) -> dict[int, tuple[Segment, SegmentProgram]]:
-    """By filter layer."""
+def _segments(decode: DecodePlan | None, model: ModelInfo, rank: Rank) -> list[tuple[Segment, SegmentProgram]]:
+    """Each with its lowered form."""
     sparse = [bucket for bucket in decode.lengths if bucket.segments] if decode else []
     if decode is None or not sparse:
-        return {}
+        return []
     bounds = tuple(bucket.up_to for bucket in decode.lengths if bucket.up_to is not None)
-    found = {}
+    found = []
     for position, segment in enumerate(sparse[0].segments):
         buckets = tuple(bucket.segments[position] if bucket.segments else None for bucket in decode.lengths)
-        found[segment.filter] = (segment, _segment(segment, bounds, buckets, model, rank))
+        found.append((segment, _segment(segment, bounds, buckets, model, rank)))
     return found
 
 
@@ -254,7 +208,7 @@ def _segment(
             f"expected filter layers with full attention, found layer {segment.filter}, which is {group.kind} and "
             f"cannot choose among all tokens; compile the plan again for this model"
         )
-    own_heads = segment.heads != "max"
+    own_heads, (queries, kv) = segment.heads != "max", rank.heads(group)
     if own_heads and rank.count > group.kv_heads and segment.scope == "global":
         raise UnsupportedError(
             f"expected at most {group.kv_heads} ranks for segment {segment}, whose KV heads choose by themselves, "
@@ -270,6 +224,8 @@ def _segment(
         across_ranks=rank.count > 1 and segment.scope == "global" and not own_heads,
         bounds=bounds,
         buckets=buckets,
+        query_heads=queries.stop - queries.start,
+        lists=kv.stop - kv.start if own_heads else 1,
     )
 
 

@@ -17,8 +17,8 @@ from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.scores import token_scores
-from sparsekv.runtime.core.program import LayerProgram, SegmentProgram
-from sparsekv.runtime.core.state import DecodeState, lists_of
+from sparsekv.runtime.core.segments import SegmentProgram
+from sparsekv.runtime.core.state import DecodeState
 
 
 def selector_weights(selector: str, queries: int) -> tuple[float, ...]:
@@ -35,17 +35,15 @@ def selector_weights(selector: str, queries: int) -> tuple[float, ...]:
     return tuple(2.0**-age for age in ages)
 
 
-def scoring_for(layer: LayerProgram, keys: KeyView, state: DecodeState, backend: str) -> Scoring:
-    """Which rows a filter layer scores in this step, and where."""
-    segment = layer.filters
-    assert segment is not None
+def scoring_for(segment: SegmentProgram, keys: KeyView, state: DecodeState, backend: str) -> Scoring:
+    """The rows that a filter layer scores in this step, and where."""
     _, starts_B = state.budget(segment, backend)
-    room = min(state.room(layer), keys.batch * keys.capacity)
-    return Scoring(starts_B.to(keys.k.device), room, lists_of(layer), state.scratch)
+    room = min(state.room(segment), keys.batch * keys.capacity)
+    return Scoring(starts_B.to(keys.k.device), room, segment.lists, state.scratch)
 
 
 def choose_tokens(
-    layer: LayerProgram,
+    segment: SegmentProgram,
     q_BH1D: torch.Tensor,
     keys: KeyView,
     state: DecodeState,
@@ -58,7 +56,7 @@ def choose_tokens(
     """The choice of a filter layer for its segment, recorded in the state.
 
     Args:
-        layer: a filter layer.
+        segment: of the filter layer.
         q_BH1D: the new queries; `state.remember` has seen them.
         keys: all keys, the new ones included.
         state: of the step.
@@ -67,10 +65,8 @@ def choose_tokens(
         scale: softmax scale.
         backend: of the attention.
     """
-    segment = layer.filters
-    assert segment is not None
     if scores_gT is None:
-        scores_gT = _window_scores(segment, state.queries(layer, q_BH1D), keys, state, scoring, scale)
+        scores_gT = _window_scores(segment, state.queries(segment, q_BH1D), keys, state, scoring, scale)
     counts_B = state.budget(segment, backend)[0].to(keys.k.device)
     best = partial(
         choose,
@@ -133,12 +129,13 @@ def _window_scores(
     return scores_gT[:, : scoring.tokens]
 
 
-def selected_for(layer: LayerProgram, state: DecodeState, device: torch.device) -> Selection | None:
-    """What the layer of a segment, whose keys are on `device`, attends to in this step; None is everything."""
-    assert layer.follows is not None
-    selection = state.chosen(layer.follows, device)
-    if selection is None or layer.kv_map is None:
+def selected_for(
+    segment: SegmentProgram, kv_map: tuple[int, ...] | None, state: DecodeState, device: torch.device
+) -> Selection | None:
+    """What a layer of the segment, whose keys are on `device`, attends to in this step; None is everything."""
+    selection = state.chosen(segment, device)
+    if selection is None or kv_map is None:
         return selection
-    source = state.constant(layer.kv_map, selection.chosen_BgN.device, torch.int64)
+    source = state.constant(kv_map, selection.chosen_BgN.device, torch.int64)
     chosen_BGN = selection.chosen_BgN.index_select(1, source)
     return Selection(chosen_BGN, selection.counts_B, selection.sink, selection.recent)

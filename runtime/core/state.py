@@ -6,16 +6,17 @@ Shapes: B batch, H query heads, S queries, W queries of a selector, D head size;
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.device_cache import on_device
+from sparsekv.kernels.softmax import Softmax
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core.budgets import Budgets, scored_tokens
-from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
-from sparsekv.runtime.core.retention import Observed
+from sparsekv.runtime.core.segments import SegmentProgram
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """The tensors that all ranks give, [ranks, ...], in the order of the ranks."""
@@ -24,50 +25,53 @@ OnChoice = Callable[[SegmentProgram, Selection], None]
 """Is told what a segment's filter layer chose, before its layers follow."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Observed:
+    """The newest queries of a prompt in one layer, and how they attend."""
+
+    q_BHWD: torch.Tensor
+    scale: float
+    softmax: Softmax
+
+    def before(self, older: Observed | None, most: int) -> Observed:
+        """These queries behind older ones, at most so many."""
+        q_BHWD = self.q_BHWD if older is None else torch.cat((older.q_BHWD, self.q_BHWD), 2)
+        return replace(self, q_BHWD=q_BHWD[:, :, -most:])
+
+
 Remembered = tuple[dict[int, torch.Tensor], dict[int, Observed]]
-
-
-def lists_of(layer: LayerProgram) -> int:
-    """Lists that a filter layer chooses: one for all KV heads, or one for each."""
-    assert layer.filters is not None
-    return 1 if layer.filters.heads == "max" else layer.kv_heads
 
 
 class DecodeState:
     """The state of one batch of sequences. Nothing in it asks the device, so that a step can be captured.
 
     Args:
-        program: what the layers compute.
-        gather: over the ranks; needed where `program.reduces`.
+        segments: of all filter layers, in their order.
+        gather: over the ranks; needed where filter layers choose across them.
         on_choice: what to do right behind every choice.
         scratch: float32 memory of the host for the scores of one filter layer after another; its size bounds them.
 
     Raises:
-        UsageError: the program reduces over ranks and there is no `gather`.
+        UsageError: a segment is chosen for across ranks and there is no `gather`.
     """
 
     def __init__(
         self,
-        program: Program,
+        segments: Sequence[SegmentProgram],
         gather: Gather | None = None,
         on_choice: OnChoice | None = None,
         scratch: torch.Tensor | None = None,
     ) -> None:
-        if program.reduces and gather is None:
+        if gather is None and any(segment.across_ranks for segment in segments):
             raise UsageError(
-                f"expected gather for a program of {program.rank.count} ranks whose filter layers choose together, "
-                f"found none; pass an all-gather over the ranks, or plan with `scope: local`"
+                "expected gather for ranks whose filter layers choose together, found none; "
+                "pass an all-gather over the ranks, or plan with `scope: local`"
             )
         self.gather = gather
         self.scratch = scratch
         self._on_choice = on_choice
-        self._windows = {
-            layer.layer: layer.filters.queries
-            for layer in program.layers
-            if layer.filters and layer.filters.queries > 1
-        }
-        self._filters = program.filters
-        self._numbers = {layer.layer: number for number, layer in enumerate(program.filters)}
+        self._segments = tuple(segments)
+        self._numbers = {segment.filter: number for number, segment in enumerate(segments)}
         self._tables: dict[torch.device, Budgets] = {}
         self._constants: dict[object, torch.Tensor] = {}
         self.reset()
@@ -83,7 +87,7 @@ class DecodeState:
         self._slots: dict[tuple[int, torch.device], SlotMap] = {}
         self._remembered: set[int] = set()
         self._queries: dict[int, torch.Tensor] = {}
-        self._observed: dict[int, Observed] = {}  # of the prompt under way, of layers that drop tokens
+        self._observed: dict[int, Observed] = {}  # of the prompt under way, of evicting layers
 
     @torch.inference_mode(False)  # else what is allocated there could not be written to under torch.no_grad()
     def begin(self, lengths: Sequence[int] | torch.Tensor, device: torch.device) -> None:
@@ -123,9 +127,9 @@ class DecodeState:
             self._choosing_FB = self.lengths_B * (self._budget(backend)[0] != ALL)
         return self._choosing_FB[self._numbers[segment.filter]]
 
-    def room(self, layer: LayerProgram) -> int:
+    def room(self, segment: SegmentProgram) -> int:
         """Tokens of all rows together that a filter layer can score."""
-        return scored_tokens(layer.heads, self.scratch, lists_of(layer))
+        return scored_tokens(segment.query_heads, self.scratch, segment.lists)
 
     def _budget(self, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         if self._budgets_2FB is None:
@@ -135,9 +139,8 @@ class DecodeState:
     def budgets(self, device: torch.device) -> Budgets:
         """Of all segments, for lengths on the device."""
         if device not in self._tables:
-            segments = [layer.filters for layer in self._filters if layer.filters]
             with torch.inference_mode(False):
-                self._tables[device] = Budgets(segments, [self.room(layer) for layer in self._filters], device)
+                self._tables[device] = Budgets(self._segments, [self.room(one) for one in self._segments], device)
         return self._tables[device]
 
     def constant(self, values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -154,43 +157,40 @@ class DecodeState:
         assert self._lengths_B is not None, "begin() comes first"
         return self._lengths_B
 
-    def remember(self, layer: LayerProgram, q_BHSD: torch.Tensor) -> None:
-        """Keeps the newest queries of a filter layer whose selector looks at several; called for every token."""
-        count = self._windows.get(layer.layer)
-        if count is not None:
-            self._remember(layer, q_BHSD, count)
+    def remember(self, segment: SegmentProgram, q_BHSD: torch.Tensor) -> None:
+        """Remembers the newest queries of a filter layer whose selector looks at several; called for every token."""
+        if segment.queries > 1:
+            self._remember(segment.filter, q_BHSD, segment.queries)
 
-    def remember_step(self, layer: LayerProgram, q_BH1D: torch.Tensor) -> None:
+    def remember_step(self, segment: SegmentProgram, q_BH1D: torch.Tensor) -> None:
         """`remember` of the step under way, once: another backend may begin the layer again."""
-        if layer.layer not in self._remembered:
-            self._remembered.add(layer.layer)
-            self.remember(layer, q_BH1D)
+        if segment.filter not in self._remembered:
+            self._remembered.add(segment.filter)
+            self.remember(segment, q_BH1D)
 
     @torch.inference_mode(False)
-    def _remember(self, layer: LayerProgram, q_BHSD: torch.Tensor, count: int) -> None:
+    def _remember(self, layer: int, q_BHSD: torch.Tensor, count: int) -> None:
         batch, heads, new, size = q_BHSD.shape
         newest_BHWD = q_BHSD[:, :, -count:].detach().clone()  # leaving inference mode turns autograd on
         if new < count:
-            older = self._queries.get(layer.layer)
+            older = self._queries.get(layer)
             older_BHWD = q_BHSD.new_zeros((batch, heads, count, size)) if older is None else older
             newest_BHWD = torch.cat((older_BHWD[:, :, new:], newest_BHWD), 2)
-        self._queries[layer.layer] = newest_BHWD
+        self._queries[layer] = newest_BHWD
 
     @torch.inference_mode(False)
-    def observe(self, layer: LayerProgram, new: Observed) -> None:
-        """Keeps the newest queries of a prompt in a layer that drops tokens, as many as its rule looks at."""
-        assert layer.retains is not None
-        most = layer.retains.observe or 0
+    def observe(self, layer: int, new: Observed, most: int) -> None:
+        """Remembers at most so many of the newest queries of a prompt in an evicting layer."""
         newest = Observed(new.q_BHWD[:, :, -most:].detach().clone(), new.scale, new.softmax)
-        self._observed[layer.layer] = newest.before(self._observed.get(layer.layer), most)
+        self._observed[layer] = newest.before(self._observed.get(layer), most)
 
-    def observed(self, layer: LayerProgram) -> Observed | None:
-        """What `observe` has kept of the prompt, which is complete; None from then on."""
-        return self._observed.pop(layer.layer, None)
+    def observed(self, layer: int) -> Observed | None:
+        """What `observe` remembers of the prompt, which is complete; None from then on."""
+        return self._observed.pop(layer, None)
 
     @property
     def remembered(self) -> Remembered:
-        """The newest queries of each layer that keeps them, [B, H, W, D]: never written to in place."""
+        """The newest queries of each layer whose queries are remembered, [B, H, W, D]: never written to in place."""
         return dict(self._queries), dict(self._observed)
 
     @remembered.setter
@@ -213,9 +213,9 @@ class DecodeState:
             queries_BHWD = self._queries[layer]
             self._queries[layer] = queries_BHWD.index_select(0, rows_B.to(queries_BHWD.device))
 
-    def queries(self, layer: LayerProgram, q_BH1D: torch.Tensor) -> torch.Tensor:
+    def queries(self, segment: SegmentProgram, q_BH1D: torch.Tensor) -> torch.Tensor:
         """[B, H, W, D]: the newest queries of a filter layer, zeros before the first token."""
-        return self._queries.get(layer.layer, q_BH1D)
+        return self._queries.get(segment.filter, q_BH1D)
 
     def choose(self, segment: SegmentProgram, selection: Selection | None) -> None:
         """Records what a filter layer chose in this step; None is everything in every row."""
@@ -239,9 +239,7 @@ class DecodeState:
         """Whether the filter layer came before in this step."""
         return segment.filter in self._selected
 
-    def slots(self, layer: LayerProgram, device: torch.device) -> SlotMap:
-        """The hot set of a layer of a segment, shared with the segment's layers on the device that take the very same
-        choice."""
-        assert layer.follows is not None
-        number = layer.follows.filter if layer.kv_map is None else layer.layer
-        return self._slots.setdefault((number, device), SlotMap())
+    def slots(self, choice: int, device: torch.device) -> SlotMap:
+        """The slots of hot sets that layers on the device share, which take the very same choice; see
+        `Follower.slots_key`."""
+        return self._slots.setdefault((choice, device), SlotMap())

@@ -22,11 +22,11 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode, decode_dense
+from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.core.retention import Observed
-from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.core.roles import Evicting
+from sparsekv.runtime.core.state import DecodeState, Observed
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.apply_checks import check_exact, check_offload, check_sizes, check_type
 from sparsekv.runtime.hf.attach import attach, check_attachable
@@ -39,13 +39,13 @@ from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.paging import Paging
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of, reads_of
-from sparsekv.runtime.hf.retain import begin_prompt, begin_step, check_handed_over, check_retained, end_prompt
+from sparsekv.runtime.hf.retain import begin_prompt, begin_step, check_evicting, check_handed_over
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
 from sparsekv.runtime.plan_checks import check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.evicting import EvictingStore
 from sparsekv.runtime.stores.page_pool import page_bytes
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.retained import RetainedStore
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
 
 
@@ -97,20 +97,21 @@ class PlanEngine:
 
     def new_store(self, layer: int) -> KVStore:
         """Host memory for the layers that are placed there, else the device."""
-        if rule := self.program.layers[layer].retains:
-            return RetainedStore(rule.generated or 1)
+        role = self.program.layers[layer].role
+        if isinstance(role, Evicting):
+            return EvictingStore(role.rule.generated or 1)
         if layer not in self.placement.layers:
             return self.paging.new_store(layer)
-        return HostStore(self.placement.hot, self.memory, reads_of(self.program.layers[layer]), self.host_reads)
+        return HostStore(self.placement.hot, self.memory, reads_of(role), self.host_reads)
 
     @property
     def fixed_rows(self) -> FixedRows:
         """The layers that evict tokens, and those that are placed in host memory."""
-        return FixedRows(self.program.evicting, self.placement.layers)
+        return FixedRows(frozenset(self.program.evicting), self.placement.layers)
 
     def new_state(self) -> DecodeState:
         """What the layers of one cache share."""
-        return DecodeState(self.program)
+        return DecodeState(self.program.segments)
 
     def executors(self) -> Sequence[Executor]:
         """Captured decode steps, where the device has them."""
@@ -155,20 +156,19 @@ class PlanEngine:
         if call.phase is not Phase.PREFILL:
             assert entry is not None, "a step without a cache"
             source = entry.store if call.softmax is PLAIN else WithSoftmax(entry.store, call.softmax)
-            step = partial(decode, layer, call.q_BHSD, source, entry.state, scale=call.scale)
-            if call.phase is Phase.CHECK:
-                lengths_B = entry.state.lengths_B
-                step = partial(decode_dense, layer, call.q_BHSD, source, lengths_B, scale=call.scale, new_B=call.new_B)
+            step = partial(
+                decode, layer, call.q_BHSD, source, entry.state, scale=call.scale,
+                verifies=call.phase is Phase.CHECK, new_B=call.new_B,
+            )  # fmt: skip
             return self.fallback.decode(lambda backend: step(backend=backend), self._backend, call.q_BHSD.device)
         chunk = call.chunk
-        if entry is not None:
-            entry.state.remember(layer, call.q_BHSD)
-        if entry is None or not layer.retains:
+        if entry is None:
             return self._prefill(layer, call, chunk)
-        entry.state.observe(layer, Observed(call.q_BHSD, call.scale, call.softmax))
-        out_BHSD = self._prefill(layer.dense if chunk.lengths != entry.store.lengths else layer, call, chunk)
+        layer.role.observe(layer.layer, Observed(call.q_BHSD, call.scale, call.softmax), entry.state)
+        is_whole = chunk.lengths == entry.store.lengths
+        out_BHSD = self._prefill(layer if is_whole else layer.without_patterns, call, chunk)
         if call.ends_prompt:
-            end_prompt(layer, entry, self._attempt)
+            layer.role.end_prompt(layer.layer, entry.store, entry.state, self._attempt)
         return out_BHSD
 
     def _prefill(self, layer: LayerProgram, call: LayerCall, chunk: Chunk) -> torch.Tensor:
@@ -480,10 +480,10 @@ def apply(
         check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype))
     loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
-    retained = plan.retained if decode else {}
-    sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, retained, page_bytes(model.device))
-    check_retained(frozenset(retained), sizes.permitted.layers)
-    program = Program.of(*phases, info, retained=retained)
+    evicting = plan.retained if decode else {}
+    sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, evicting, page_bytes(model.device))
+    check_evicting(frozenset(evicting), sizes.permitted.layers)
+    program = Program.of(*phases, info, evicting=evicting)
     if exact:
         check_exact(exact, program, model)
     paging = Paging.of(model, sizes)

@@ -37,16 +37,16 @@ def check_exact(exact: object, program: Program, model: PreTrainedModel) -> None
 
     Raises:
         UsageError: `exact` is another value, or decode is dense.
-        UnsupportedError: selectors look back, layers drop tokens or have a recurrent state, angles change with lengths.
+        UnsupportedError: selectors look back, layers evict tokens or have a recurrent state, angles change.
     """
     if exact not in (True, "decode"):
         raise UsageError(f'expected exact to be True, False or "decode", found {exact!r:.40}')
-    if dropping := [layer.layer for layer in program.layers if layer.retains]:
+    if program.evicting:
         raise UnsupportedError(
-            f"expected layers that keep all tokens, as dense attention has them, found that layer {dropping[0]} drops "
-            "some; leave exact out, or make a plan without kv_cache"
+            f"expected layers that evict nothing, as dense attention has it, found that layer {program.evicting[0]} "
+            "does; leave exact out, or make a plan without kv_cache"
         )
-    if not program.filters:
+    if not program.segments:
         raise UsageError(
             "expected a plan whose decode is sparse, to draft with, found decode dense at every length; plan longer "
             "--lengths, or with --no-crossover, or leave exact out"

@@ -26,7 +26,7 @@ from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.core.prefill import prefill
-from sparsekv.runtime.core.program import LayerProgram, Program, Rank
+from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.cache import CacheOwner, FixedRows, SparseLayer, attention_dtype, is_autocast
 from sparsekv.runtime.stores.device import DeviceStore
@@ -64,7 +64,7 @@ class LayerCall:
     def chunk(self) -> Chunk:
         """Where the rows lie among the keys in memory."""
         batch, _, queries, _ = self.q_BHSD.shape
-        lengths = (queries,) * batch if self.entry is None else self.entry.held
+        lengths = (queries,) * batch if self.entry is None else self.entry.cached
         return Chunk(tuple(length - queries for length in lengths), lengths)
 
     def keys(self, chunk: Chunk) -> KeyView:
@@ -258,7 +258,7 @@ class DenseEngine:
 
     def new_state(self) -> DecodeState:
         """Decode steps share nothing."""
-        return DecodeState(Program(Rank(), ()))
+        return DecodeState(())
 
     def executors(self) -> Sequence[Executor]:
         """None."""

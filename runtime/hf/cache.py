@@ -22,7 +22,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.state import DecodeState, Remembered
-from sparsekv.runtime.stores.retained import RetainedStore
+from sparsekv.runtime.stores.evicting import EvictingStore
 from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
 
@@ -162,10 +162,10 @@ class SparseLayer(CacheLayerMixin):
         return self.progress.state
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def cached(self) -> tuple[int, ...]:
         """Tokens of each row that are in memory."""
         store = self.store
-        return (store.held,) * len(store.lengths) if isinstance(store, RetainedStore) else store.lengths
+        return (store.cached,) * len(store.lengths) if isinstance(store, EvictingStore) else store.lengths
 
     def _start(self) -> None:
         self.is_initialized = False

@@ -1,9 +1,9 @@
-"""Layers that drop tokens, in a captured decode step: how many rows they have, and where the next token goes.
+"""Evicting layers, in a captured decode step: how many rows they have, and where the next token goes.
 
 Both follow from the lengths, which the step reads on the device, and from three numbers of each layer's store, which
 are written when another cache is served or another prompt was dropped from.
 
-Shapes: B batch, R layers that drop tokens.
+Shapes: B batch, R evicting layers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparsekv.runtime.stores.retained import Ring
+from sparsekv.runtime.stores.evicting import Ring
 
 _LEAST_ROWS = 512
 

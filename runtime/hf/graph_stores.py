@@ -26,11 +26,13 @@ from sparsekv.kernels.decode.slots import MOST_SLOTS, SlotMap, SlotState, SlotTa
 from sparsekv.kernels.keys import COLUMNS, HEAD, HOST, HOST_TOKENS, KEYS, ROW, ROWS, TOKEN, VALUES, KeyView
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.core.budgets import counts_of
-from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
+from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.roles import Follower
+from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.hf.graph_rings import KeptRows, StepRings
 from sparsekv.runtime.stores.bank import Binding, HostStore
+from sparsekv.runtime.stores.evicting import EvictingStore
 from sparsekv.runtime.stores.pinned import CopyDone, stream_for
-from sparsekv.runtime.stores.retained import RetainedStore
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore, Layout
 
 
@@ -51,7 +53,7 @@ class HotRows(NamedTuple):
 
 
 Kind = HotRows | KeptRows | None
-"""Rows on the device of a layer in host memory, or of one that drops tokens; None where they are all of its tokens."""
+"""Rows on the device of a layer in host memory, or of one that evicts tokens; None where they are all of its tokens."""
 
 
 def obstacle(program: Program, stores: Sequence[Any], lengths: tuple[int, ...], ids_BQ: torch.Tensor) -> str:
@@ -71,12 +73,13 @@ def obstacle(program: Program, stores: Sequence[Any], lengths: tuple[int, ...], 
             return f"the cache holds {store.keys.shape[0]} rows, the step has {rows}"
         if not isinstance(store, HostStore) or not store.is_long(max(lengths)):
             continue
-        segment = layer.follows
-        if segment is None or layer.filters is not None:
+        role = layer.role
+        if not isinstance(role, Follower):
             return f"layer {layer.layer} reads all of its tokens, which are in host memory"
-        if _reads_all(segment, program, lengths):
+        segment = role.segment
+        if _reads_all(segment, lengths):
             return f"layer {layer.layer} reads all of its tokens at this length, which are in host memory"
-        if layer.kv_map is not None or layer.window is not None:
+        if role.kv_map is not None or layer.window is not None:
             return f"layer {layer.layer} is in host memory and has a head map or a sliding window"
         if segment.recent < 2 or not 1 <= store.hot_set.slots <= MOST_SLOTS:
             return (
@@ -87,9 +90,9 @@ def obstacle(program: Program, stores: Sequence[Any], lengths: tuple[int, ...], 
     return ""
 
 
-def _reads_all(segment: SegmentProgram, program: Program, lengths: tuple[int, ...]) -> bool:
+def _reads_all(segment: SegmentProgram, lengths: tuple[int, ...]) -> bool:
     """Whether some row of the segment's layers attends to all of its tokens."""
-    return ALL in counts_of(segment, program, lengths)
+    return ALL in counts_of(segment, lengths)
 
 
 class CapturedStore:
@@ -191,7 +194,6 @@ class StepStores:
         self, stores: Sequence[Any], capacity: int, program: Program, lengths_B: torch.Tensor, reads: HostReads
     ) -> None:
         self.lengths_B = lengths_B
-        self._program = program
         self._positions = {layer.layer: position for position, layer in enumerate(program.attending)}
         self.kinds = kinds_of(stores)
         self.where_LX = torch.zeros((len(stores), COLUMNS), dtype=torch.int64, device=lengths_B.device)
@@ -209,31 +211,29 @@ class StepStores:
         self._groups = self._grouped(program, capacity)
         every = [group for groups in self._groups.values() for group in groups]
         self._of_layer = {layer: group for group in every for layer in group.layers}
-        self._segments = [layer.filters for layer in program.filters if layer.filters and layer.layer in self._groups]
+        self._segments = [segment for segment in program.segments if segment.filter in self._groups]
         self._counts_3 = reads.on_device(lengths_B.device)
 
     def _grouped(self, program: Program, capacity: int) -> dict[int, list[_Group]]:
         """By filter layer."""
-        alike: dict[tuple[int, HotRows], list[LayerProgram]] = {}
-        for layer, hot in zip(program.attending, self.kinds, strict=True):
+        alike: dict[tuple[SegmentProgram, HotRows], list[int]] = {}
+        for position, (layer, hot) in enumerate(zip(program.attending, self.kinds, strict=True)):
             if isinstance(hot, HotRows):
-                assert layer.follows is not None, "obstacle() has seen it"
-                alike.setdefault((layer.follows.filter, hot), []).append(layer)
+                assert isinstance(layer.role, Follower), "obstacle() has seen it"
+                alike.setdefault((layer.role.segment, hot), []).append(position)
         found: dict[int, list[_Group]] = {}
-        for (filter_layer, hot), layers in alike.items():
-            found.setdefault(filter_layer, []).append(self._group(layers, hot, capacity))
+        for (segment, hot), layers in alike.items():
+            found.setdefault(segment.filter, []).append(self._group(segment, tuple(layers), hot, capacity))
         return found
 
-    def _group(self, layers: Sequence[LayerProgram], hot: HotRows, capacity: int) -> _Group:
+    def _group(self, segment: SegmentProgram, layers: tuple[int, ...], hot: HotRows, capacity: int) -> _Group:
         from sparsekv.kernels.decode.place import PlacedStep  # loads Triton
 
-        segment, heads = layers[0].follows, layers[0].kv_heads
-        assert segment is not None
         batch, device = self.lengths_B.shape[0], self.lengths_B.device
-        table = SlotTable(batch, 1 if segment.heads == "max" else heads, hot.slots, capacity, device)
+        table = SlotTable(batch, segment.lists, hot.slots, capacity, device)
         most = min(hot.slots, segment.sink + segment.most)  # of any length: caches of other capacities are served too
         placed = PlacedStep.empty(table, most + segment.recent, segment.recent)
-        return _Group(tuple(self._positions[layer.layer] for layer in layers), hot, segment.recent, table, placed)
+        return _Group(layers, hot, segment.recent, table, placed)
 
     def new_store(self, layer: int) -> KVStore:
         """Of the cache that the step is captured with, for layer number `layer` of the model."""
@@ -249,7 +249,7 @@ class StepStores:
             return False
         if max(lengths) > self._room_of(stores):  # rows grow apart where each keeps what counts of its draft
             return False
-        if any(_reads_all(segment, self._program, lengths) for segment in self._segments):
+        if any(_reads_all(segment, lengths) for segment in self._segments):
             return False
         return all(
             store.bound_to is self._binding if isinstance(hot, HotRows) else store.keys is bound()
@@ -352,7 +352,7 @@ def kinds_of(stores: Sequence[Any]) -> tuple[Kind, ...]:
 
 
 def _kind_of(store: Any) -> Kind:
-    if isinstance(store, RetainedStore):
+    if isinstance(store, EvictingStore):
         return KeptRows.of(store.capacity)
     is_long = isinstance(store, HostStore) and store.is_long()
     return HotRows(store.hot_set.slots, store.hot_set.ring) if is_long else None

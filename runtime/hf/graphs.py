@@ -32,7 +32,9 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.architecture import ARCHITECTURES
-from sparsekv.runtime.core.program import Program, SegmentProgram
+from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.roles import Recurrent
+from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
 from sparsekv.runtime.hf.cache import CACHE_NAME, FixedRows, Progress, SparseLayer, decoder_output
@@ -50,7 +52,7 @@ _MOST_GRAPHS = 16  # of all batch sizes and capacities; the one that was not use
 class _Key(NamedTuple):
     """What a step is captured for: a phase, a batch size, new tokens of a row, a capacity, the dtype of the cache
     (another one than the model's where it was filled under autocast), and the rows on the device of layers in host
-    memory and of those that drop tokens."""
+    memory and of those that evict tokens."""
 
     phase: Phase
     rows: int
@@ -91,7 +93,7 @@ class StepGraph:
         self.states = StepStates(cache)
         self._program = program
         # no method of this object: in a reference cycle, a graph would outlive its handle until garbage is collected
-        self._state = DecodeState(program, on_choice=partial(_fetch, self.stores))
+        self._state = DecodeState(program.segments, on_choice=partial(_fetch, self.stores))
         self._graph = torch.cuda.CUDAGraph()
         # who lets go of the last reference may be in the midst of another capture, and torch would destroy it there
         weakref.finalize(self, OUTSIDE_CAPTURES.run, self._graph.reset).atexit = False
@@ -131,7 +133,9 @@ class StepGraph:
         cache = DynamicCache()
         progress = Progress(self._state)
         cache.layers = [
-            self.states.layer(layer.layer) if layer.is_linear else SparseLayer(self, layer.layer, progress)
+            self.states.layer(layer.layer)
+            if isinstance(layer.role, Recurrent)
+            else SparseLayer(self, layer.layer, progress)
             for layer in self._program.layers
         ]
         attending = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]

@@ -26,6 +26,8 @@ from sparsekv.plans.types import format_ids
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.core.budgets import scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.roles import Filter, Follower
+from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, reads_of, spill_order
@@ -178,7 +180,7 @@ class MemoryModel:
         mode: what is made of the plan's permission to offload.
         host_layers: layers in host memory, or how many, in place of the plan's.
         chunking: how long inputs are cut.
-        retained: the rules of layers that drop tokens.
+        retained: the rules of evicting layers.
         page: bytes of a page of the device's virtual memory; 0 where it has none.
 
     Raises:
@@ -313,7 +315,7 @@ class MemoryModel:
 
     @cached_property
     def _reads(self) -> list[Reads]:
-        return [reads_of(layer) for layer in self._program.layers]
+        return [reads_of(layer.role) for layer in self._program.layers]
 
     @cached_property
     def _program(self) -> Program:
@@ -343,7 +345,7 @@ class MemoryModel:
         return max((request.batch * tokens * self._token_bytes(layer) for layer in on_host), default=0)
 
     def _before_dropping(self, request: Request) -> int:
-        """What a prompt has more in layers that drop tokens, until these are dropped: in one layer after another, or
+        """What a prompt has more in evicting layers, until these are dropped: in one layer after another, or
         where the prompt runs in pieces, in all of them. Beside it lies what a layer moves."""
         kept = {layer: self._store(layer, request, Placement()).device for layer in self.retained}
         whole = {layer: request.batch * request.tokens * self._token_bytes(layer) for layer in self.retained}
@@ -360,36 +362,36 @@ class MemoryModel:
     def _decode(self, request: Request, on_host: list[int]) -> int:
         """The logits and scores of a filter layer; all tokens of a layer in host memory that reads them all."""
         tokens = request.tokens if self.on_cpu else bucketed_capacity(request.tokens)
-        scores = [self._scores(layer, request.batch, tokens) for layer in self._program.filters]
+        scores = [self._scores(segment, request.batch, tokens) for segment in self._program.segments]
         whole = [layer for layer in on_host if self._reads_all(self._program.layers[layer], request.tokens)]
         copied = max((request.tokens * self._token_bytes(layer) for layer in whole), default=0)
         return max(scores, default=0) + request.batch * copied
 
     @staticmethod
     def _reads_all(layer: LayerProgram, length: int) -> bool:
-        return layer.follows is None or layer.follows.count(length) == ALL or layer.chooses_for_itself
+        return not isinstance(layer.role, Follower) or layer.role.segment.count(length) == ALL
 
-    def _scores(self, layer: LayerProgram, batch: int, tokens: int) -> int:
+    def _scores(self, segment: SegmentProgram, batch: int, tokens: int) -> int:
         """What a filter layer makes to choose among so many tokens of each row."""
-        assert layer.filters is not None
-        lists = 1 if layer.filters.heads == "max" else layer.kv_heads
-        if layer.filters.queries == 1:
-            return 4 * (layer.heads + lists) * min(scored_tokens(layer.heads), batch * tokens)
+        heads, layer = segment.query_heads, self._program.layers[segment.filter]
+        if segment.queries == 1:
+            return 4 * (heads + segment.lists) * min(scored_tokens(heads), batch * tokens)
         widened = self.on_cpu and self.size.dtype != torch.float32  # the keys of a product
         copied = 4 if widened else self.size.dtype.itemsize if batch > 1 else 0
-        return _window_bytes(layer, lists, batch * tokens, copied * self._groups[layer.layer].head_dim)
+        return _window_bytes(layer, segment, batch * tokens, copied * self._groups[layer.layer].head_dim)
 
     def _slot_tables(self, request: Request, placement: Placement, on_host: list[int]) -> int:
         """SlotTable of each choice that layers in host memory follow: where every token is, and what is in a slot."""
         columns = request.tokens if self.on_cpu else bucketed_capacity(request.tokens)  # as captured steps have it
         tables: dict[int, int] = {}
-        for layer in (self._program.layers[number] for number in on_host):
-            slots = allocated_slots(placement.hot, self._reads[layer.layer], request.tokens)
-            if layer.follows is None or not slots:
+        for layer in on_host:
+            role = self._program.layers[layer].role
+            follower = role.itself if isinstance(role, Filter) else role
+            slots = allocated_slots(placement.hot, self._reads[layer], request.tokens)
+            if not isinstance(follower, Follower) or not slots:
                 continue
-            lists = 1 if layer.follows.heads == "max" and layer.kv_map is None else layer.kv_heads
-            choice = layer.follows.filter if layer.kv_map is None else layer.layer
-            tables[choice] = max(tables.get(choice, 0), 4 * lists * (columns + 1 + 2 * (slots + 1)))
+            choice = follower.slots_key(layer)
+            tables[choice] = max(tables.get(choice, 0), 4 * follower.lists * (columns + 1 + 2 * (slots + 1)))
         return request.batch * sum(tables.values())
 
 
@@ -399,10 +401,9 @@ def linear_bytes(group: AttentionGroup) -> int:
     return 4 * group.heads * (14 * group.head_dim + 5 * 64)
 
 
-def _window_bytes(layer: LayerProgram, lists: int, tokens: int, key_bytes: int) -> int:
+def _window_bytes(layer: LayerProgram, segment: SegmentProgram, tokens: int, key_bytes: int) -> int:
     """Scores of several queries, as kernels/scores.py makes them: some KV heads at a time, with copies of keys."""
-    assert layer.filters is not None
-    window = layer.filters.queries
+    window, lists = segment.queries, segment.lists
     queries = layer.heads // layer.kv_heads * window  # of a KV head
     everything = layer.kv_heads * queries * tokens
     block = min(everything, max(BLOCK_ELEMENTS, queries * tokens))

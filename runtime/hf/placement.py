@@ -18,7 +18,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, tokens
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.types import format_ids
-from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.core.roles import Role
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.model_config import attention_groups
 from sparsekv.runtime.stores.store import Layout, Reads
@@ -104,10 +104,6 @@ def layouts_of(model: PreTrainedModel) -> list[Layout]:
     ]
 
 
-def reads_of(layer: LayerProgram) -> Reads:
+def reads_of(role: Role) -> Reads:
     """What decode steps of a layer read of a long context."""
-    segment = layer.follows
-    if segment is None:
-        return Reads()
-    budgets = tuple(bucket.budget for bucket in segment.buckets if bucket is not None)
-    return Reads(budgets, segment.sink, segment.recent, segment.whole_up_to)
+    return Reads() if role.choice is None else role.choice.reads

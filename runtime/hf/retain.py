@@ -1,37 +1,30 @@
-"""The layers of a cache that drop tokens: when a prompt begins, and when it is complete.
+"""When the prompt of a cache begins and ends, for the roles of its layers.
 
-`generate` says where its prompt ends: each layer then drops what it does not keep as soon as it has attended, so that
-all of a prompt is in memory for one layer at a time. Behind other forward passes a prompt is complete when the first
+`generate` says where its prompt ends: each layer then evicts as soon as it has attended, so that all of a prompt is in
+memory for one layer at a time. Behind other forward passes a prompt is complete when the first
 token behind it comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
 
-import torch
 from transformers import Cache
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.core.retention import kept_rows
+from sparsekv.runtime.core.roles import Attempt
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.cache import SparseLayer
-from sparsekv.runtime.stores.retained import RetainedStore
-
-Attempt = Callable[[Callable[[str], Any], torch.device], Any]
-"""Calls a function of a backend's name, for tensors on that device."""
 
 
-def check_retained(retained: frozenset[int], in_host_memory: frozenset[int]) -> None:
-    """Raises UsageError where a layer that drops tokens is to be in host memory."""
-    if both := retained & in_host_memory:
+def check_evicting(evicting: frozenset[int], in_host_memory: frozenset[int]) -> None:
+    """Raises UsageError where an evicting layer is to be in host memory."""
+    if both := evicting & in_host_memory:
         raise UsageError(
-            f"expected layers in host memory that keep all of their tokens, found {format_ids(both)}, of which the "
-            "plan's kv_cache drops some; name other layers, or run without kv_host_layers"
+            f"expected layers in host memory that evict nothing, found {format_ids(both)}, of which the plan's "
+            "kv_cache evicts tokens; name other layers, or run without kv_host_layers"
         )
 
 
@@ -39,51 +32,34 @@ def check_handed_over(program: Program) -> None:
     """Refuses a program that needs queries of a prompt that was prefilled elsewhere.
 
     Raises:
-        UnsupportedError: a selector looks at older queries than the newest, or a layer drops tokens.
+        UnsupportedError: a selector looks at older queries than the newest, or a layer evicts.
     """
     if program.remembers:
         raise UnsupportedError(
             f"expected a plan whose selectors look at the newest query alone, found older ones in filter layer "
             f"{program.remembers[0]}; prefill the prompt under this handle"
         )
-    if found := program.evicting:
+    if program.evicting:
         raise UnsupportedError(
-            f"expected a plan that keeps all tokens, found one that drops some in layers {format_ids(found)}; prefill "
-            "the prompt under this handle"
+            f"expected a plan that evicts nothing, found one that does in layers {format_ids(program.evicting)}; "
+            "prefill the prompt under this handle"
         )
 
 
 def begin_prompt(program: Program, cache: Cache) -> None:
     """A pass over tokens of a prompt is about to run."""
-    for layer, entry, store in _retaining(program, cache):
-        store.begin_prompt()
-        if not store.prompt_tokens:
-            entry.state.observed(layer)  # of a prompt before
+    for layer, entry in _attending(program, cache):
+        layer.role.begin_prompt(layer.layer, entry.store, entry.state)
 
 
 def begin_step(program: Program, cache: Cache, attempt: Attempt, meter: Meter) -> None:
-    """A decode step is about to run: what came before it was the whole prompt. Counts what the layers attend to."""
-    for layer, entry, store in _retaining(program, cache):
-        end_prompt(layer, entry, attempt)
-        rows = len(store.lengths)
-        meter.add_decode(rows * store.held_after(1), rows * (store.length + 1))
+    """A decode step is about to run: what came before it was the whole prompt. Counts what evicting layers read."""
+    for layer, entry in _attending(program, cache):
+        layer.role.end_prompt(layer.layer, entry.store, entry.state, attempt)
+        layer.role.count_step(entry.store, meter)
 
 
-def end_prompt(layer: LayerProgram, entry: SparseLayer, attempt: Attempt) -> None:
-    """Drops what the layer does not keep of the prompt under way, if there is one."""
-    store, observed = entry.store, entry.state.observed(layer)
-    assert isinstance(store, RetainedStore)
-    assert layer.retains is not None
-    if not store.prompt_tokens:
-        return store.resume()
-    assert observed is not None, "check_handed_over"
-    k_BGSD = store.tensors[0][:, :, : store.held]
-    choose = partial(kept_rows, layer.retains, store.length, observed, k_BGSD)
-    return store.keep(attempt(lambda backend: choose(backend=backend), k_BGSD.device))
-
-
-def _retaining(program: Program, cache: Cache) -> Iterator[tuple[LayerProgram, SparseLayer, RetainedStore]]:
-    for layer in program.layers:
-        entry = cache.layers[layer.layer] if layer.retains else None
-        if isinstance(entry, SparseLayer) and isinstance(entry.store, RetainedStore):
-            yield layer, entry, entry.store
+def _attending(program: Program, cache: Cache) -> Iterator[tuple[LayerProgram, SparseLayer]]:
+    for layer, entry in zip(program.layers, cache.layers, strict=False):
+        if isinstance(entry, SparseLayer):
+            yield layer, entry

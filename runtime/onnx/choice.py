@@ -9,10 +9,14 @@ size, K chosen tokens at most, M listed ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
+from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.roles import Follower
+from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.onnx.nodes import BOOL, INT64, Nodes
 
 _LEAST = np.float32(-1.0)  # below every attention weight
@@ -24,11 +28,11 @@ def check_segments(program: Program) -> None:
     Raises:
         UnsupportedError: a segment chooses by older queries than the newest.
     """
-    for layer in program.filters:
-        if layer.filters is not None and layer.filters.queries > 1:
+    for segment in program.segments:
+        if segment.queries > 1:
             raise UnsupportedError(
-                f"expected filter layers that choose by the newest query, found layer {layer.layer} with "
-                f"{layer.filters.queries} ({layer.filters.selector}), which the ONNX graph does not keep; plan with "
+                f"expected filter layers that choose by the newest query, found layer {segment.filter} with "
+                f"{segment.queries} ({segment.selector}), which the ONNX graph does not keep; plan with "
                 "`selector: last`"
             )
 
@@ -46,11 +50,10 @@ class Step:
         self._counts: dict[int, str] = {}
         self._chosen: dict[int, str] = {}
         self.is_sparse = ""
-        segments = [layer.filters for layer in program.filters if layer.filters is not None]
-        if segments:
-            self.is_sparse = nodes.op("And", is_step, self._any_chooses(segments))
+        if program.segments:
+            self.is_sparse = nodes.op("And", is_step, self._any_chooses(program.segments))
 
-    def _any_chooses(self, segments: list[SegmentProgram]) -> str:
+    def _any_chooses(self, segments: Sequence[SegmentProgram]) -> str:
         """Whether a row chooses, and none is in a bucket that is dense."""
         n, bounds = self._nodes, segments[0].bounds
         longer_BN = n.op(
@@ -88,15 +91,15 @@ class Step:
         """The choice of a filter layer."""
         self._chosen[segment.filter] = chosen_BgK
 
-    def choose(self, n: Nodes, layer: LayerProgram, weights_BH1C: str) -> str:
+    def choose(self, n: Nodes, layer: LayerProgram, segment: SegmentProgram, weights_BH1C: str) -> str:
         """[B, g, K]: the tokens between sinks and recent ones that most attention is paid to, best first.
 
         Args:
+            layer: the filter layer.
+            segment: that it chooses for.
             weights_BH1C: of the filter layer's newest query, over all keys.
         """
-        segment = layer.filters
-        assert segment is not None
-        lists = layer.kv_heads if segment.heads == "per_kv_head" else 1
+        lists = segment.lists
         weights_BgNC = n.cast(n.reshape(weights_BH1C, 0, lists, layer.heads // lists, -1), _FLOAT)
         score_BgC = n.op("ReduceMax", weights_BgNC, n.constant([2]), keepdims=0)
         capacity = n.op("Squeeze", n.dimension(weights_BH1C, 3), n.constant([0]))
@@ -112,16 +115,13 @@ class Step:
         return n.ops("TopK", free_BgC, most, outputs=2, axis=-1)[1]
 
     def attend(
-        self, n: Nodes, layer: LayerProgram, chosen_BgK: str, q_BH1D: str, k_BGCD: str, v_BGCD: str, scale: float
+        self, n: Nodes, layer: LayerProgram, role: Follower, chosen_BgK: str, qkv: tuple[str, str, str], scale: float
     ) -> str:
         """[B, H, 1, D]: attention to sinks, chosen and recent tokens."""
-        segment = layer.follows
-        assert segment is not None
-        sink, recent, lists = segment.sink, segment.recent, 1
-        if segment.heads == "per_kv_head":
-            lists = layer.kv_heads
-        if layer.kv_map is not None:
-            chosen_BgK = n.op("Gather", chosen_BgK, n.constant(list(layer.kv_map)), axis=1)
+        segment, (q_BH1D, k_BGCD, v_BGCD) = role.segment, qkv
+        sink, recent, lists = segment.sink, segment.recent, role.lists
+        if role.kv_map is not None:
+            chosen_BgK = n.op("Gather", chosen_BgK, n.constant(list(role.kv_map)), axis=1)
         length_B11 = n.op("Unsqueeze", self.lengths_B, n.constant([1, 2]))
         slot_K = n.op(
             "Range",

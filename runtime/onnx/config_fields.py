@@ -90,7 +90,9 @@ def _gelu(approximate: str) -> Callable[[Nodes, str], str]:
 
 def _sigmoid_times(factor: float) -> Callable[[Nodes, str], str]:
     def write(n: Nodes, x: str) -> str:
-        scaled = x if factor == 1.0 else n.op("Mul", x, n.op("CastLike", n.constant(np.asarray([factor], np.float32)), x))
+        scaled = (
+            x if factor == 1.0 else n.op("Mul", x, n.op("CastLike", n.constant(np.asarray([factor], np.float32)), x))
+        )
         return n.op("Mul", x, n.op("Sigmoid", scaled))
 
     return write

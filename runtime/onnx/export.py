@@ -26,6 +26,7 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import dump_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.roles import Filter, Follower
 from sparsekv.runtime.onnx.choice import Step, check_segments
 from sparsekv.runtime.onnx.config_fields import ACTIVATIONS, check_fields
 from sparsekv.runtime.onnx.nodes import FLOAT, INT64, OPSET, Nodes
@@ -212,31 +213,29 @@ class _Decoder:
                 **everything,
             )
 
-        def choosing(n: Nodes) -> list[str]:
-            out, weights = weighed(n)
-            return [out, step.choose(n, program, weights)]
+        def filtering(n: Nodes, role: Filter) -> list[str]:
+            """The output and the choice."""
+            if role.itself is None:
+                out, weights = weighed(n)
+                return [out, step.choose(n, program, role.segment, weights)]
+            chosen = step.choose(n, program, role.segment, weighed(n)[1])
+            return [step.attend(n, program, role.itself, chosen, qkv, scale), chosen]
 
-        def for_itself(n: Nodes) -> list[str]:
-            chosen = step.choose(n, program, weighed(n)[1])
-            return [step.attend(n, program, chosen, *qkv, scale), chosen]
+        def following(n: Nodes, role: Follower) -> list[str]:
+            return [step.attend(n, program, role, step.chosen(role.segment), qkv, scale)]
 
-        def following(n: Nodes) -> list[str]:
-            assert program.follows is not None
-            return [step.attend(n, program, step.chosen(program.follows), *qkv, scale)]
-
-        if program.filters is not None:
-            lists = program.kv_heads if program.filters.heads == "per_kv_head" else 1
-            first = for_itself if program.chooses_for_itself else choosing
-            out, chosen = self._n.either(
-                step.is_sparse,
-                (self._kind, INT64),
-                first,
-                lambda n: [*dense(n), n.constant(np.zeros((1, lists, 1), np.int64))],
-            )
-            step.remember(program.filters, chosen)
-            return out
-        if program.follows is not None:
-            return self._n.either(step.is_sparse, (self._kind,), following, dense)[0]
+        match program.role:
+            case Filter(segment) as role:
+                out, chosen = self._n.either(
+                    step.is_sparse,
+                    (self._kind, INT64),
+                    lambda n: filtering(n, role),
+                    lambda n: [*dense(n), n.constant(np.zeros((1, segment.lists, 1), np.int64))],
+                )
+                step.remember(segment, chosen)
+                return out
+            case Follower() as own:
+                return self._n.either(step.is_sparse, (self._kind,), lambda n: following(n, own), dense)[0]
         return dense(self._n)[0]
 
     def _rotated(self, module: Any, name: str, x: str, heads: int, angles: tuple[str, str]) -> str:

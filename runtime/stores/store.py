@@ -109,7 +109,31 @@ class HostReads:
             counts_3.zero_()
 
 
-class KVStore(Protocol):
+class KeySource(Protocol):
+    """Keys and values of one layer, the newest tokens' included, for attention to read."""
+
+    def view(self, lengths_B: torch.Tensor) -> KeyView:
+        """Keys and values of all tokens on the compute device; `lengths_B` int32 there."""
+
+    def gather(
+        self,
+        selection: Selection,
+        lengths_B: torch.Tensor,
+        window: int | None = None,
+        slots: SlotMap | None = None,
+    ) -> tuple[KeyView, Selection, int | None]:
+        """Keys and values of at least the selected tokens, the selection counted in them, and the window that is left
+        to apply: None once the store has left out what lies outside it.
+
+        Args:
+            selection: no row attends to everything, unless the store returns it as it is.
+            lengths_B: int32 on the device.
+            window: the layer's own sliding window.
+            slots: what a hot set shares with the layers that take the same choice.
+        """
+
+
+class KVStore(KeySource, Protocol):
     """Keys and values of one layer."""
 
     bytes: Bytes  # allocated now
@@ -153,26 +177,6 @@ class KVStore(Protocol):
 
         Raises:
             UnsupportedError: the store has no rows of different lengths.
-        """
-
-    def view(self, lengths_B: torch.Tensor) -> KeyView:
-        """Keys and values of all tokens on the compute device; `lengths_B` int32 there."""
-
-    def gather(
-        self,
-        selection: Selection,
-        lengths_B: torch.Tensor,
-        window: int | None = None,
-        slots: SlotMap | None = None,
-    ) -> tuple[KeyView, Selection, int | None]:
-        """Keys and values of at least the selected tokens, the selection counted in them, and the window that is left
-        to apply: None once the store has left out what lies outside it.
-
-        Args:
-            selection: no row attends to everything, unless the store returns it as it is.
-            lengths_B: int32 on the device.
-            window: the layer's own sliding window.
-            slots: what a hot set shares with the layers that take the same choice.
         """
 
 

@@ -22,7 +22,8 @@ from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.core.retention import Observed
+from sparsekv.runtime.core.roles import Evicting, Filter, Follower
+from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.vllm import cache_internals as caches
 from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm.block_manager import retained_spec
@@ -119,7 +120,7 @@ class SparseImpl(_Impl):
         if host is None or self.program is None or step is None:
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)
         self._attend(host, self.program, step, dense, (layer, query, key, value, kv_cache, attn_metadata, output))
-        if host.retention is not None and self.program.retains:
+        if host.retention is not None and isinstance(self.program.role, Evicting):
             pages = vllm.platform.pages_of(kv_cache)
             for rows in step.prompts:
                 new = Observed(query[rows.tokens].transpose(0, 1)[None], self.scale, self.softmax)
@@ -131,7 +132,7 @@ class SparseImpl(_Impl):
         given: tuple[Any, ...],
     ) -> None:  # fmt: skip
         layer, query, key, value, kv_cache, attn_metadata, output = given
-        decode = step.decode if program.follows or program.filters else None
+        decode = step.decode if isinstance(program.role, Filter | Follower) else None
         done = self._sparse(host, program, step, (query, key, value), kv_cache, output)
         if not done and decode is None:
             dense(*given)
@@ -184,11 +185,11 @@ class SparseBuilder(_Builder):
         layers = vllm.layers_so_far(vllm_config)
         own = [layers[name] for name in layer_names if isinstance(getattr(layers[name], "impl", None), SparseImpl)]
         self._host: PlanHost | None = own[0].impl.plan_host if own else None
-        self._table: KeptTable | None = None  # of layers that drop tokens
+        self._table: KeptTable | None = None  # of evicting layers
         if self._host is None:
             return
         ours = [layer for layer in layers.values() if isinstance(getattr(layer, "impl", None), SparseImpl)]
-        ours.sort(key=lambda layer: layer.impl.program_of(self._host, layer).retains is not None)
+        ours.sort(key=lambda layer: isinstance(layer.impl.program_of(self._host, layer).role, Evicting))
         self._counts = ours[0] in own  # of several kinds of cache, each of which has a builder, one counts the tokens
         pages = vllm.check_pages(vllm_config, own[0].impl, own[0], kv_cache_spec, device)
         table_P = torch.ones(1, dtype=torch.int32, device=device)
@@ -315,7 +316,7 @@ def _keep_less(config: Any) -> None:
     caches.change_specs(_spec_of)
     caches.follow_steps(config, _requests_of)
     if caches.without_prefix_caching(config):
-        vllm.logger.info("sparsekv: prefix caching is off: blocks of layers that drop tokens cannot be shared")
+        vllm.logger.info("sparsekv: prefix caching is off: blocks of evicting layers cannot be shared")
 
 
 def _spec_of(layer: Any, spec: Any) -> Any:
@@ -323,12 +324,12 @@ def _spec_of(layer: Any, spec: Any) -> Any:
     impl = getattr(layer, "impl", None)
     if not isinstance(impl, SparseImpl) or impl.plan_host is None:
         return spec
-    rule = impl.program_of(impl.plan_host, layer).retains
-    return spec if rule is None else retained_spec(spec, KeptBlocks.of(rule, spec.block_size))
+    role = impl.program_of(impl.plan_host, layer).role
+    return retained_spec(spec, KeptBlocks.of(role.rule, spec.block_size)) if isinstance(role, Evicting) else spec
 
 
 def _requests_of(config: Any) -> Requests | None:
-    """What an engine is told of its requests; None where no layer drops tokens."""
+    """What an engine is told of its requests; None where no layer evicts tokens."""
     layers = (getattr(layer, "impl", None) for layer in vllm.layers_so_far(config).values())
     host = next((impl.plan_host for impl in layers if isinstance(impl, SparseImpl)), None)
     return host.retention.requests if host is not None and host.retention is not None else None

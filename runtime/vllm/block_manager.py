@@ -1,4 +1,4 @@
-"""How vLLM allocates and frees the blocks of layers that drop tokens.
+"""How vLLM allocates and frees the blocks of evicting layers.
 
 The spec derives from none that vLLM merges with its own: one group would hold all layers then, and nothing be freed.
 """
@@ -41,7 +41,7 @@ class RetainedManager(_Manager):
         self._kept = kv_cache_spec.kept
         if self._kept.block != self.block_size:
             raise UnsupportedError(
-                f"expected blocks of {self._kept.block} tokens in layers that drop tokens, found {self.block_size}: "
+                f"expected blocks of {self._kept.block} tokens in evicting layers, found {self.block_size}: "
                 "other layers of this model have larger pages; run a plan without kv_cache"
             )
 
@@ -74,14 +74,14 @@ vllm.refuse_sessions(RetainedSpec)
 
 
 def retained_spec(spec: Any, kept: KeptBlocks) -> RetainedSpec:
-    """The cache of a layer that drops tokens, of which vLLM would keep everything.
+    """The cache of an evicting layer, of which vLLM would keep everything.
 
     Raises:
         UnsupportedError: vLLM caches the layer in another way.
     """
     if not vllm.is_full_attention(spec):
         raise UnsupportedError(
-            f"expected a plain cache of keys and values in layers that drop tokens, found {type(spec).__name__}; run a "
+            f"expected a plain cache of keys and values in evicting layers, found {type(spec).__name__}; run a "
             "plan without kv_cache"
         )
     return RetainedSpec(**vllm.fields_of(spec), kept=kept)

@@ -1,4 +1,4 @@
-"""What is taken from inside vLLM's cache manager and its model runners, for layers that drop tokens: as `internals.py`,
+"""What is taken from inside vLLM's cache manager and its model runners, for evicting layers: as `internals.py`,
 and checked by contract.py like it."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def refuse_sessions(kind: Any) -> None:
             groups = self.scheduler.kv_cache_config.kv_cache_groups
             if request.resumable and any(isinstance(group.kv_cache_spec, kind) for group in groups):
                 raise UnsupportedError(
-                    "expected requests with a complete prompt where layers drop tokens, found streaming input; send "
+                    "expected requests with a complete prompt where layers evict tokens, found streaming input; send "
                     "each turn as a request of its own"
                 )
             return given(self, request)

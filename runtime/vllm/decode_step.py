@@ -19,8 +19,10 @@ from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.runtime.core import budgets
 from sparsekv.runtime.core.decode import Resident, decode
-from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
-from sparsekv.runtime.core.state import DecodeState, Gather, lists_of
+from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.roles import Filter, Follower
+from sparsekv.runtime.core.segments import SegmentProgram
+from sparsekv.runtime.core.state import DecodeState, Gather
 from sparsekv.runtime.vllm.counters import Counters
 
 _SCRATCH_SHARE = 256  # of the device's memory for scores: one part in so many
@@ -45,10 +47,10 @@ class DecodeHost:
         gather: Gather | None = None,
     ) -> None:  # fmt: skip
         self._backend, self._counters = backend, counters
-        self._state = DecodeState(program, gather, scratch=_scratch(program, rows * longest, device))
+        self._state = DecodeState(program.segments, gather, scratch=_scratch(program, rows * longest, device))
         self._lengths_B = torch.zeros(rows, dtype=torch.int32, device=device)
         self._tally = self._state.budgets(torch.device("cpu"))
-        self._whole_up_to = min(layer.filters.whole_up_to for layer in program.filters if layer.filters)
+        self._whole_up_to = min(segment.whole_up_to for segment in program.segments)
 
     def chooses(self, lengths: Sequence[int]) -> bool:
         """Whether a row of such a step may attend to a choice, as far as the host knows."""
@@ -93,9 +95,9 @@ class DecodeHost:
             table_BP = self._lengths_B.new_zeros((rows, -(-longest // page)))
             step = self.begin(table_BP[:, 0], (), table_BP, None)
             for layer in layers:
-                chosen_by = layer.follows or layer.filters
+                role = layer.role
                 # A filter layer may have another kind of cache than layers of its segment.
-                if chosen_by and (layer.filters or self._state.has_chosen(chosen_by)):
+                if isinstance(role, Filter) or (isinstance(role, Follower) and self._state.has_chosen(role.segment)):
                     q_BHD = pages[0].new_zeros((rows, layer.heads, size))
                     step.attend(layer, q_BHD, pages, torch.empty_like(q_BHD), 1.0, softmax)
 
@@ -146,14 +148,13 @@ class DecodeRows:
         keys = KeyView(*pages, self.state.choosing(_segment(layer), self.backend), self.table_BP, softmax=softmax)
         decode(
             layer, q_BHD[:, :, None], Resident(keys), self.state, scale=scale, backend=self.backend,
-            out_BH1D=out_BHD[:, :, None],
+            out_BHQD=out_BHD[:, :, None],
         )  # fmt: skip
 
 
 def _segment(layer: LayerProgram) -> SegmentProgram:
-    segment = layer.follows or layer.filters
-    assert segment is not None
-    return segment
+    assert isinstance(layer.role, Filter | Follower)
+    return layer.role.segment
 
 
 def _scratch(program: Program, tokens: int, device: torch.device) -> torch.Tensor:
@@ -161,5 +162,5 @@ def _scratch(program: Program, tokens: int, device: torch.device) -> torch.Tenso
     memory = budgets.SCORE_BYTES
     if device.type == "cuda":
         memory = min(memory, torch.cuda.get_device_properties(device).total_memory // _SCRATCH_SHARE)
-    wanted = tokens * max(layer.heads + lists_of(layer) for layer in program.filters)
+    wanted = tokens * max(segment.query_heads + segment.lists for segment in program.segments)
     return torch.empty(min(wanted, memory // 4), dtype=torch.float32, device=device)

@@ -157,16 +157,16 @@ def _cache_obstacles(facts: EngineFacts, plan: Plan) -> Iterator[str]:
     layers, shapes = format_ids(plan.retained), plan.model.attention
     if facts.one_group:
         yield (
-            f"block tables that all layers share, where layers {layers} drop tokens: remove "
+            f"block tables that all layers share, where layers {layers} evict tokens: remove "
             "--disable-hybrid-kv-cache-manager"
         )
     if facts.micro_batches:
-        yield f"micro-batches (--enable-dbo), where layers {layers} drop tokens: turn them off"
+        yield f"micro-batches (--enable-dbo), where layers {layers} evict tokens: turn them off"
     if len({(shape.kv_heads, shape.head_dim) for shape in shapes}) > 1 or any(s.kind == "linear" for s in shapes):
-        yield f"layers that drop tokens ({layers}) in a model whose layers have caches of several shapes"
+        yield f"evicting layers ({layers}) in a model whose layers have caches of several shapes"
     fewest = min(shape.kv_heads for shape in shapes)
     if facts.tensor_parallel > fewest:
         yield (
-            f"{facts.tensor_parallel} ranks that share {fewest} KV heads, where layers {layers} drop tokens: use "
+            f"{facts.tensor_parallel} ranks that share {fewest} KV heads, where layers {layers} evict tokens: use "
             f"--tensor-parallel-size {fewest} or less"
         )

@@ -1,4 +1,4 @@
-"""Which blocks of a request hold what a layer keeps that drops tokens: known from lengths alone, so that the scheduler
+"""Which blocks of a request hold what a layer keeps that evicts tokens: known from lengths alone, so that the scheduler
 frees blocks without asking the device.
 
 What is kept of a prompt is moved, in its order, to the first blocks of the request, and behind them to the rows of the
@@ -34,7 +34,7 @@ class KeptBlocks:
 
     @classmethod
     def of(cls, rule: Retention, block: int) -> KeptBlocks:
-        """Those of a rule that drops tokens."""
+        """Those of a rule that evicts tokens."""
         assert isinstance(rule.keep, Budget)
         assert rule.generated is not None
         fixed = _unscored(rule) + (rule.keep.tokens or 0)

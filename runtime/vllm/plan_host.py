@@ -26,8 +26,8 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank
-from sparsekv.runtime.core.retention import Observed
-from sparsekv.runtime.core.state import Gather
+from sparsekv.runtime.core.roles import Evicting
+from sparsekv.runtime.core.state import Gather, Observed
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name, has_soft_cap
 from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.vllm.counters import Counters
@@ -130,7 +130,7 @@ class PlanHost:
         self.program = program
         self.scratch = scratch
         self.decode: DecodeHost | None = None  # where the plan has a sparse one
-        self.retention: RetentionHost | None = None  # where layers drop tokens
+        self.retention: RetentionHost | None = None  # where layers evict tokens
         self.counters = Counters()
         self._longest = longest
         self.fallback = Fallback(backend)
@@ -140,9 +140,9 @@ class PlanHost:
     @property
     def phases(self) -> str:
         """What is executed."""
-        retained = self.retention and format_ids(layer.layer for layer in self.program.layers if layer.retains)
+        evicting = format_ids(self.program.evicting)
         phases = "prefill" if self.decode is None else "prefill and decode"
-        return f"{phases}, layers {retained} drop tokens" if retained else phases
+        return f"{phases}, layers {evicting} evict tokens" if evicting else phases
 
     @property
     def backend(self) -> str:
@@ -190,9 +190,9 @@ class PlanHost:
             softmax: of the layer.
             scale: of its softmax.
         """
-        if layer.retains and self.retention:
+        if isinstance(layer.role, Evicting) and self.retention:
             keys = self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], self._longest)
-            q_1HWD = q_THD[-(layer.retains.observe or 0) :].transpose(0, 1)[None]
+            q_1HWD = q_THD[-layer.role.observed :].transpose(0, 1)[None]
             self.retention.warm_up(layer, Observed(q_1HWD, scale, softmax), keys)
         for length in sorted({min(bound, self._longest) for bound in (*layer.bounds, self._longest)}, reverse=True):
             rows = min(len(q_THD), length)
@@ -255,7 +255,7 @@ def start_host(
     if plan.retained:
         ranks = gather if model.rank.count > 1 else None
         host.retention = RetentionHost(choice.name, host.fallback, scratch.copy, model.rows, ranks)
-    if program.filters:
+    if program.segments:
         room = (model.rows, model.longest, model.device)
         host.decode = DecodeHost(program, choice.name, *room, host.counters, gather)
     return host

@@ -1,4 +1,4 @@
-"""What layers that drop tokens do with a prompt in an engine: its last queries are observed, and at its end what is
+"""What evicting layers do with a prompt in an engine: its last queries are observed, and at its end what is
 kept moves together.
 
 Shapes: P pages of a request, N pages in memory, G KV heads, H query heads, S tokens of a page, W observed queries, K
@@ -15,8 +15,8 @@ import torch
 from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.keys import KeyView
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.core.retention import Observed, kept_rows
-from sparsekv.runtime.core.state import Gather
+from sparsekv.runtime.core.roles import Evicting, rows_to_cache
+from sparsekv.runtime.core.state import Gather, Observed
 from sparsekv.runtime.vllm.kept_blocks import KeptBlocks
 from sparsekv.runtime.vllm.kept_tables import PromptRows, StepTables
 from sparsekv.runtime.vllm.request_lengths import Requests
@@ -33,7 +33,7 @@ class Saved(NamedTuple):
 
 
 class RetentionHost:
-    """The layers of a plan that drop tokens, in one worker of an engine.
+    """The layers of a plan that evict tokens, in one worker of an engine.
 
     Args:
         backend: of the kernels.
@@ -64,16 +64,15 @@ class RetentionHost:
             pages: the layer's keys and values, [N, G, S, D] each.
             table_P: the request's pages.
         """
-        assert layer.retains is not None
-        assert layer.retains.observe is not None
+        role = _role(layer)
         self._forget()
         saved = self._saved.get(rows.name, {}).pop(layer.layer, None)
         older = saved.queries if saved and saved.end == rows.past else None
         if rows.end == rows.prompt:
-            observed = new.before(older, layer.retains.observe)
+            observed = new.before(older, role.observed)
             self._drop(layer, rows, observed, pages, table_P)
         else:
-            wanted = layer.retains.observe - (rows.prompt - rows.end)
+            wanted = role.observed - (rows.prompt - rows.end)
             if wanted > 0:
                 newest = new.before(older, wanted)
                 copied = Observed(newest.q_BHWD.clone(), newest.scale, newest.softmax)
@@ -94,11 +93,10 @@ class RetentionHost:
     def _choose(
         self, layer: LayerProgram, prompt: int, observed: Observed, k_1GKD: torch.Tensor, kept: KeptBlocks
     ) -> torch.Tensor | None:
-        assert layer.retains is not None
-        rule = kept.rule(layer.retains, prompt)
+        rule = kept.rule(_role(layer).rule, prompt)
 
         def call(backend: str) -> torch.Tensor | None:
-            return kept_rows(rule, prompt, observed, k_1GKD, backend=backend, gather=self._gather)
+            return rows_to_cache(rule, prompt, observed, k_1GKD, backend=backend, gather=self._gather)
 
         return self._fallback.decode(call, self._backend, k_1GKD.device)
 
@@ -107,14 +105,18 @@ class RetentionHost:
         queries of one prompt are saved until the first step.
 
         Args:
-            layer: that drops tokens.
+            layer: that evicts tokens.
             observed: the last queries.
             keys: of the longest prompt.
         """
-        assert layer.retains is not None
-        self._choose(layer, keys.k.shape[2], observed, keys.k, KeptBlocks.of(layer.retains, 1))
+        self._choose(layer, keys.k.shape[2], observed, keys.k, KeptBlocks.of(_role(layer).rule, 1))
         copied = Observed(observed.q_BHWD.clone(), observed.scale, observed.softmax)
         self._saved.setdefault(_WARM_UP, {})[layer.layer] = Saved(copied, 0)
+
+
+def _role(layer: LayerProgram) -> Evicting:
+    assert isinstance(layer.role, Evicting)
+    return layer.role
 
 
 def move(keys: Pages, rows_gK: torch.Tensor, pages: Pages, table_P: torch.Tensor, shared: int) -> None:

@@ -45,7 +45,7 @@ class StepRows:
         table: the block table, int32 [requests, pages].
         part_of: builds what vLLM's kernel takes for the requests from the first to before the second number.
         decode: the rows that decode, where some may attend to a choice.
-        prompts: rows of prompts, of layers that drop tokens.
+        prompts: rows of prompts, of evicting layers.
     """
 
     starts: tuple[int, ...]

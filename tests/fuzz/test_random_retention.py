@@ -1,4 +1,4 @@
-"""Random rules of layers that drop tokens give the logits of masked attention over a cache that drops nothing, over
+"""Random rules of evicting layers give the logits of masked attention over a cache that drops nothing, over
 turns, cuts of prompts and batches; what is in memory follows from lengths alone."""
 
 from __future__ import annotations
@@ -100,4 +100,4 @@ def test_logits_are_those_of_the_kept_tokens(seed: int) -> None:
         found = logits(model, pieces, cache)
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     for layer, rule in plan.retained.items():
-        assert cache.layers[layer].held == (kept(rule, [piece.shape[1] for piece in pieces]),) * len(pieces[0])
+        assert cache.layers[layer].cached == (kept(rule, [piece.shape[1] for piece in pieces]),) * len(pieces[0])

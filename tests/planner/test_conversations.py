@@ -1,4 +1,4 @@
-"""A second question behind an answer, and long texts: measured is what a user gets of layers that drop tokens."""
+"""A second question behind an answer, and long texts: measured is what a user gets of evicting layers."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext

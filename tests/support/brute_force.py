@@ -96,7 +96,7 @@ class BruteForce:
 
 
 class Kept:
-    """Which tokens of one cache a layer that evicts tokens still has, over a cache that drops nothing."""
+    """Which tokens of one cache an evicting layer still has, over a cache that drops nothing."""
 
     def __init__(self, rule: Retention) -> None:
         self._rule, self._kept_BGK, self._queries, self._generated = rule, None, None, 0

@@ -52,7 +52,7 @@ class TinyHost:
         source = torch.Generator().manual_seed(0)
         group = model.attention[0]
         self.program, self.known, self.meter = program, known, Meter()
-        self.state = DecodeState(program)
+        self.state = DecodeState(program.segments)
         self.weights = [
             torch.randn(3, group.heads * SIZE, group.heads * SIZE, generator=source) / (group.heads * SIZE) ** 0.5
             for _ in program.layers

@@ -31,12 +31,12 @@ def info_of(model: PreTrainedModel) -> ModelInfo:
 def plan_for(
     model: PreTrainedModel, prefill: PrefillPlan | None = None, decode: DecodePlan | None = None, *drops: Retention
 ) -> Plan:
-    """An unverified plan of the two phases, and of layers that drop tokens."""
+    """An unverified plan of the two phases, and of evicting layers."""
     return Plan(status="unverified", model=info_of(model), prefill=prefill, decode=decode, kv_cache=drops or None)
 
 
 def drops(layers: tuple[int, ...], keep: Budget | int, **options: Any) -> Retention:
-    """Layers that drop tokens; a whole number is a budget in tokens. Two sinks, three recent, eight generated."""
+    """Evicting layers; a whole number is a budget in tokens. Two sinks, three recent, eight generated."""
     usual = {"sink": 2, "recent": 3, "generated": 8, "score": "attention_sum", "observe": 5, "heads": "max"}
     return Retention(layers=layers, keep=tokens(keep) if isinstance(keep, int) else keep, **usual | options)
 

@@ -1,4 +1,4 @@
-"""What an engine in this process does with layers that drop tokens, checked at every step against definitions that
+"""What an engine in this process does with evicting layers, checked at every step against definitions that
 share nothing with the runtime: which blocks are read, what is kept of each prompt, and that freed blocks never are.
 
 Shapes: S tokens of a prompt, K kept tokens, G KV heads, H query heads, W observed queries, D head size.

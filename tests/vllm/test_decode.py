@@ -140,7 +140,7 @@ def test_head_maps_choose_as_in_the_transformers_host(covering: Any, reference: 
     with recorded(covering) as recording:
         covering.generate([{"prompt_token_ids": prompts[2700]}], asked, use_tqdm=False)
     assert serving_stats(covering).decode_sparse == 5
-    segment = plan_host_of(covering).program.layers[1].follows
+    segment = plan_host_of(covering).program.layers[1].role.segment
     assert segment.heads == "per_kv_head"
     loaded = plan_of(covering)
     assert_replayed(Oracle(reference.model, loaded), recording)

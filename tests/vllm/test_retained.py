@@ -1,4 +1,4 @@
-"""Layers that drop tokens in vLLM: memory is freed, what is kept is what the rule says, and answers are those of the
+"""Evicting layers in vLLM: memory is freed, what is kept is what the rule says, and answers are those of the
 transformers host."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layers that drop tokens in vLLM on an NVIDIA GPU: launched and in captured graphs, each checked at every step."""
+"""Evicting layers in vLLM on an NVIDIA GPU: launched and in captured graphs, each checked at every step."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import Program, Rank
+from sparsekv.runtime.core.roles import Filter
 from sparsekv.runtime.core.state import DecodeState
 
 LAYERS, HEADS, SIZE, SCALE = 4, 8, 16, 0.25
@@ -99,9 +100,10 @@ def test_decode_of_all_ranks_is_that_of_the_whole(name, kv_heads, ranks):
     together = Ranks(ranks)
 
     def run(program, queries, kv, gather=None):
-        state = DecodeState(program, gather)
+        state = DecodeState(program.segments, gather)
         for layer in program.layers:  # the end of the prompt, which a window looks back to
-            state.remember(layer, past[0][layer.layer][:, queries])
+            if isinstance(layer.role, Filter):
+                state.remember(layer.role.segment, past[0][layer.layer][:, queries])
         return step(program, now[0][:, :, queries], now[1][:, :, kv], now[2][:, :, kv], state)
 
     def of_rank(rank):
@@ -122,10 +124,10 @@ def test_with_a_local_scope_each_rank_chooses_as_a_model_of_its_own_heads_would(
         own = model_info(LAYERS, HEADS // ranks, max(1, kv_heads // ranks))
         given = (q[:, :, queries], k[:, :, kv], v[:, :, kv])
         lowered, alone = Program.of(None, plan, model, Rank(rank, ranks)), Program.of(None, plan, own)
-        outputs.append(step(lowered, *given, DecodeState(lowered)))
-        assert torch.equal(outputs[-1], step(alone, *given, DecodeState(alone)))
+        outputs.append(step(lowered, *given, DecodeState(lowered.segments)))
+        assert torch.equal(outputs[-1], step(alone, *given, DecodeState(alone.segments)))
     whole = Program.of(None, plan, model)
-    assert not torch.allclose(torch.cat(outputs, 2), step(whole, q, k, v, DecodeState(whole)), atol=1e-3)
+    assert not torch.allclose(torch.cat(outputs, 2), step(whole, q, k, v, DecodeState(whole.segments)), atol=1e-3)
 
 
 def test_what_crosses_ranks_is_refused_by_name():
@@ -147,7 +149,7 @@ def test_a_head_map_counts_in_the_kv_heads_of_the_filter_layer():
     ]
     model = model_info(LAYERS, attention=tuple(shapes))
     within, crossing = (decode_plan(segment(0, (1,), 12, heads={1: heads})) for heads in ((1, 3), (0, 1)))
-    maps = [Program.of(None, within, model, Rank(rank, 2)).layers[1].kv_map for rank in range(2)]
+    maps = [Program.of(None, within, model, Rank(rank, 2)).layers[1].role.kv_map for rank in range(2)]
     assert maps == [(1,), (1,)]
     with pytest.raises(UnsupportedError, match="KV head 1 of filter layer 0"):
         Program.of(None, crossing, model, Rank(1, 2))
@@ -156,4 +158,4 @@ def test_a_head_map_counts_in_the_kv_heads_of_the_filter_layer():
 def test_ranks_that_choose_together_need_their_all_gather():
     program = Program.of(None, decode_plan(SEGMENTS["max"]), model_info(LAYERS, HEADS, 4), Rank(0, 2))
     with pytest.raises(UsageError, match="gather"):
-        DecodeState(program)
+        DecodeState(program.segments)

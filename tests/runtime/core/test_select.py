@@ -38,12 +38,12 @@ def brute_force(q_HWD, k_GSD, weights, scale, per_kv_head):
 def choose(part, q_BHSD, keys: KeyView, lengths, program=None):
     """What the filter layer 0 chooses when it has seen all these queries, the last one in this step."""
     program = program or Program.of(None, decode_plan(part), MODEL)
-    state, layer = DecodeState(program), program.layers[0]
+    state, layer = DecodeState(program.segments), program.layers[0]
     if q_BHSD.shape[2] > 1:
-        state.remember(layer, q_BHSD[:, :, :-1])
+        state.remember(layer.role.segment, q_BHSD[:, :, :-1])
     state.begin(lengths, q_BHSD.device)
     decode(layer, q_BHSD[:, :, -1:], Resident(keys), state, scale=0.25, backend="cpu")
-    return state.chosen(layer.filters), program, state
+    return state.chosen(layer.role.segment), program, state
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths on the device"])
@@ -109,7 +109,7 @@ def test_counts_on_the_device_are_those_on_the_host(length: int):
         DecodeBucket(up_to=1000, segments=(segment(0, (1,), tenth),)),
         DecodeBucket(up_to=None, segments=(segment(0, (1,), all_of_it),)),
     )
-    lowered = Program.of(None, DecodePlan(lengths=buckets), MODEL).layers[0].filters
+    lowered = Program.of(None, DecodePlan(lengths=buckets), MODEL).segments[0]
     tables = Budgets([lowered], [scored_tokens(4)], torch.device("cpu"))
     found, _ = tables.of(torch.tensor([length], dtype=torch.int32), "cpu")
     bucket = next(b for b in buckets if b.up_to is None or length <= b.up_to)
@@ -137,7 +137,7 @@ def check_budgets(fractions: bool, device: str) -> None:
         DecodeBucket(up_to=5000, segments=(segment(0, (1,), tenth),)),
         DecodeBucket(up_to=None, segments=(segment(0, (1,), DecodeBudget(tokens=50)),)),
     )
-    lowered = Program.of(None, DecodePlan(lengths=buckets), MODEL).layers[0].filters
+    lowered = Program.of(None, DecodePlan(lengths=buckets), MODEL).segments[0]
     # the second filter layer has scratch for 134,217 tokens
     tables = Budgets([lowered, lowered], [scored_tokens(4), scored_tokens(1000)], torch.device(device))
     source = torch.Generator().manual_seed(int(fractions))
@@ -156,10 +156,14 @@ def test_weights_run_from_the_oldest_query_to_the_newest():
     assert selector_weights("exponential", 3) == (0.25, 0.5, 1.0)
 
 
+def selected_by(layer, state):
+    return selected_for(layer.role.segment, layer.role.kv_map, state, torch.device("cpu"))
+
+
 def test_a_head_map_says_whose_choice_each_kv_head_takes():
     part = segment(0, (1, 2), 2, heads={1: (0, 0), 2: (1, 0)})
     q, k = torch.randn(1, HEADS, 1, SIZE), torch.randn(1, GROUPS, 50, SIZE)
     chosen, program, state = choose(part, q, KeyView(k, k, torch.tensor([50], dtype=torch.int32)), (50,))
     first, second = chosen.chosen_BgN[0].tolist()
-    assert selected_for(program.layers[1], state, k.device).chosen_BgN.tolist() == [[first, first]]
-    assert selected_for(program.layers[2], state, k.device).chosen_BgN.tolist() == [[second, first]]
+    assert selected_by(program.layers[1], state).chosen_BgN.tolist() == [[first, first]]
+    assert selected_by(program.layers[2], state).chosen_BgN.tolist() == [[second, first]]

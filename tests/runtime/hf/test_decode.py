@@ -26,7 +26,7 @@ NEW = 7
 def selection_of(cache, plan):
     """What the filter layer of the only segment chose in the last step."""
     program = Program.of(None, plan.decode, plan.model)
-    (segment,) = {layer.filters for layer in program.layers if layer.filters}
+    (segment,) = program.segments
     return cache.layers[0].state.chosen(segment)
 
 

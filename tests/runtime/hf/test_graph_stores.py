@@ -31,7 +31,7 @@ def program_of(part):
 
 
 PROGRAM = program_of(segment(0, (1, 2), CHOSEN, sink=SINK, recent=RECENT))
-SEGMENT = PROGRAM.layers[0].filters
+SEGMENT = PROGRAM.segments[0]
 IDS = torch.zeros(BATCH, 1, dtype=torch.int64)
 
 
@@ -98,7 +98,7 @@ class Steps:
         selection = cache.choice(seed)
         stores = [self.now.new_store(layer) for layer in range(3)]
         stores[0].append(*new[0])
-        self.now.fetch(self.program.layers[0].filters, selection)
+        self.now.fetch(self.program.segments[0], selection)
         for layer in (1, 2):
             stores[layer].append(*new[layer])
             self.check(cache, layer, selection, stores[layer].gather(selection, self.lengths_B))

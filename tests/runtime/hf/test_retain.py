@@ -1,4 +1,4 @@
-"""Layers that drop tokens of a prompt, against masked attention over a cache that drops nothing."""
+"""Evicting layers of a prompt, against masked attention over a cache that drops nothing."""
 
 import copy
 from contextlib import suppress
@@ -44,7 +44,7 @@ def by_brute_force(model, plan, batch, lengths, pieces=1):
 
 
 def rows_of(cache):
-    return [layer.held[0] for layer in cache.layers]
+    return [layer.cached[0] for layer in cache.layers]
 
 
 RULES = {
@@ -252,7 +252,7 @@ def test_a_later_prompt_that_fails_is_undone_before_anything_is_dropped_and_refu
         whole = torch.cat((text, later), 1)
         failing(model, 1, lambda: model.generate(whole, past_key_values=twin, max_new_tokens=1))
         for _ in range(2):
-            with pytest.raises(UsageError, match="dropped already"):
+            with pytest.raises(UsageError, match="evicted already"):
                 model(later, past_key_values=twin)
         twin.reset()
         model(later, past_key_values=twin)
@@ -270,10 +270,10 @@ def test_host_memory_for_a_layer_that_drops_tokens_is_refused(model):
 def test_a_cache_from_elsewhere_is_refused(model):
     with torch.no_grad(), apply(model, plan_for(model, None, None, drops((1,), 12))) as handle:
         keys = torch.zeros(1, 2, 9, 32)
-        with pytest.raises(UnsupportedError, match="evicts some in layers 1"):
+        with pytest.raises(UnsupportedError, match="evicts nothing, found one that does in layers 1"):
             handle.cache_of([(keys, keys)] * 3)
 
 
 def test_drafts_beside_layers_that_drop_tokens_are_refused(model):
-    with pytest.raises(UnsupportedError, match="layer 2 drops some"):
+    with pytest.raises(UnsupportedError, match="layer 2 does"):
         apply(model, plan_for(model, None, decode_plan(segment(0, (1,), 12)), drops((2,), 12)), exact=True)

@@ -57,7 +57,7 @@ class Rows:
 
     def alone(self, row: int, length: int) -> torch.Tensor:
         """[L, H, D]: all layers of one row, by torch operations."""
-        lengths_B, state, found = torch.tensor([length], dtype=torch.int32), DecodeState(PROGRAM), []
+        lengths_B, state, found = torch.tensor([length], dtype=torch.int32), DecodeState(PROGRAM.segments), []
         keys = KeyView(*(x.cpu() for x in self.pages), lengths_B, self.table_BP[row, None].cpu())
         state.begin((length,), lengths_B.device)
         for layer, q_BHD in zip(PROGRAM.layers, self.q_LBHD.cpu(), strict=True):

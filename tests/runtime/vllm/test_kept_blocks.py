@@ -1,4 +1,4 @@
-"""Which blocks layers that drop tokens hold and read: from lengths alone, and the same for scheduler and kernels."""
+"""Which blocks evicting layers hold and read: from lengths alone, and the same for scheduler and kernels."""
 
 from __future__ import annotations
 

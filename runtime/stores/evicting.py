@@ -1,11 +1,11 @@
-"""A KV store on the device that keeps some tokens of each prompt, and the newest of those generated behind it.
+"""A KV store on the device that evicts: some tokens of each prompt stay, and the newest of those generated behind it.
 
-Rows in memory: what was kept of the prompt in its order, then a ring of generated tokens. While a prompt is under way
-its tokens follow in order, and nothing is dropped; once it is complete, `keep` moves the kept rows to memory of their
-size and lets go of the rest. `lengths` counts all tokens, `held` the rows: positions stay what they were, as keys are
-rotated before they are stored.
+Rows in memory: those of the prompt in its order, then a circular buffer of generated tokens. While a prompt is under
+way its tokens follow in order, and nothing is evicted; once it is complete, `evict` moves the rows that stay to memory
+of their size and frees the rest. `lengths` counts all tokens, `cached` the rows: positions stay what they were, as keys
+are rotated before they are stored.
 
-Shapes: B batch, G KV heads, S tokens, K kept tokens, D head size; g is 1 or G.
+Shapes: B batch, G KV heads, S tokens, K tokens that stay cached, D head size; g is 1 or G.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Ring(NamedTuple):
     rows: int
 
 
-class RetainedStore:
+class EvictingStore:
     """Keys and values of one layer, of batch rows that are equally long.
 
     Args:
@@ -43,7 +43,7 @@ class RetainedStore:
         self.bytes = Bytes()
         self._generated = generated
         self._rows = DeviceStore(self.bytes)
-        self._kept = 0  # rows before the ring
+        self._prompt_rows = 0  # rows before the ring
         self._complete = 0  # tokens so far where the ring began
         self._prompt_at: int | None = 0  # tokens before the prompt under way; None while tokens are generated
 
@@ -53,13 +53,13 @@ class RetainedStore:
         return max(self.lengths, default=0)
 
     @property
-    def held(self) -> int:
+    def cached(self) -> int:
         """Rows in memory."""
         return self._rows.length
 
-    def held_after(self, generated: int) -> int:
+    def cached_after(self, generated: int) -> int:
         """Rows in memory once so many tokens more are generated."""
-        return self._kept + min(self.length + generated - self._complete, self._generated)
+        return self._prompt_rows + min(self.length + generated - self._complete, self._generated)
 
     @property
     def prompt_tokens(self) -> int:
@@ -79,7 +79,7 @@ class RetainedStore:
     @property
     def ring(self) -> Ring:
         """Of the tokens that are generated."""
-        return Ring(self._kept, self._complete, self._generated)
+        return Ring(self._prompt_rows, self._complete, self._generated)
 
     @property
     def capacity(self) -> int:
@@ -88,11 +88,11 @@ class RetainedStore:
 
     def prepare(self, length: int) -> None:
         """Makes room for captured steps, whatever the length."""
-        self._rows.reserve(self._kept + self._generated)
+        self._rows.reserve(self._prompt_rows + self._generated)
 
     def advance(self, tokens: int) -> None:
         """Counts the token that a captured step has written."""
-        self._rows.advance(self.held_after(tokens) - self.held)
+        self._rows.advance(self.cached_after(tokens) - self.cached)
         self.lengths = tuple(length + tokens for length in self.lengths)
 
     # --- between passes -----------------------------------------------------------------------------------------------
@@ -106,19 +106,19 @@ class RetainedStore:
             return
         self._complete = self.length - self._generated
         for x_BGCD in self.tensors:
-            ring_BGSD = x_BGCD.narrow(2, self._kept, self._generated)
+            ring_BGSD = x_BGCD.narrow(2, self._prompt_rows, self._generated)
             ring_BGSD.copy_(ring_BGSD.roll(-turned, 2))
 
     @torch.inference_mode(False)  # else what is allocated there could not be written to under torch.no_grad()
-    def keep(self, rows_BgK: torch.Tensor | None) -> None:
-        """The prompt is complete: drops all rows but these, and makes room for what is generated.
+    def evict(self, rows_BgK: torch.Tensor | None) -> None:
+        """The prompt is complete: evicts all rows but these, and makes room for what is generated.
 
         Args:
-            rows_BgK: int64, ascending, of every KV head or one for all; all rows are kept when None.
+            rows_BgK: int64, ascending, of every KV head or one for all; all rows stay when None.
         """
         if rows_BgK is not None:
             self._move(rows_BgK)
-        self._kept, self._complete, self._prompt_at = self.held, self.length, None
+        self._prompt_rows, self._complete, self._prompt_at = self.cached, self.length, None
 
     def _move(self, rows_BgK: torch.Tensor) -> None:
         k_BGCD, v_BGCD = self.tensors
@@ -146,7 +146,7 @@ class RetainedStore:
             self._rows.append(k_BGSD, v_BGSD)
         else:
             for x_BGCD, new_BG1D in zip(self.tensors, (k_BGSD, v_BGSD), strict=True):
-                x_BGCD[:, :, self._kept + made % self._generated].copy_(new_BG1D.detach()[:, :, 0])
+                x_BGCD[:, :, self._prompt_rows + made % self._generated].copy_(new_BG1D.detach()[:, :, 0])
         self._count(k_BGSD)
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,7 +171,7 @@ class RetainedStore:
         """Takes back what a failed pass has added.
 
         Raises:
-            UsageError: it had dropped tokens by then.
+            UsageError: it had evicted tokens by then.
         """
         length = max(lengths, default=0)
         if length == self.length:
@@ -179,19 +179,19 @@ class RetainedStore:
         if length and length < (self._complete if self._prompt_at is None else self._prompt_at):
             raise UsageError(
                 "expected a cache whose passes all ended, found one that failed behind a prompt of which tokens were "
-                "dropped already; reset() the cache, or start a new one, and run the whole prompt again"
+                "evicted already; reset() the cache, or start a new one, and run the whole prompt again"
             )
         if not length:
-            self._kept = self._complete = self._prompt_at = 0
+            self._prompt_rows = self._complete = self._prompt_at = 0
         made = length - self._complete
-        rows = self._kept + (made if self._prompt_at is not None else min(made, self._generated))
+        rows = self._prompt_rows + (made if self._prompt_at is not None else min(made, self._generated))
         self._rows.truncate([rows] * len(self.lengths))
         self.lengths = tuple(lengths) if length else ()
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         """All rows, and the memory behind them, without a copy; `lengths_B` counts all tokens."""
-        dropped = self.length - self.held
-        return KeyView(*self.tensors, lengths_B - dropped if dropped else lengths_B)
+        evicted = self.length - self.cached
+        return KeyView(*self.tensors, lengths_B - evicted if evicted else lengths_B)
 
     def gather(
         self,
@@ -200,5 +200,5 @@ class RetainedStore:
         window: int | None = None,
         slots: SlotMap | None = None,
     ) -> tuple[KeyView, Selection, int | None]:
-        """Never: a layer that drops tokens is in no segment."""
-        raise AssertionError("a layer that drops tokens attends to all that it has")
+        """Never: an evicting layer is in no segment."""
+        raise AssertionError("an evicting layer attends to all that it has")
