@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import typer
 from pydantic import Field, model_validator
 
-from sparsekv.cli.arguments import AllowMismatch, Output, Subject, check_machine, device_and_dtype, settings_of
-from sparsekv.cli.commands import command
-from sparsekv.cli.output import emit, emit_json, tell
-from sparsekv.planner.flags import (
-    Count,
-    Counts,
-    Flag,
-    Layers,
-    Lengths,
-    Names,
-    OneLength,
-    OneShare,
-    Options,
-    Shares,
-    Size,
-    Tile,
-    TokenBudget,
+from sparsekv.cli.arguments import AllowMismatch, Output, device_and_dtype, settings_of
+from sparsekv.cli.bench_serve import serve
+from sparsekv.cli.benched import (
+    BUDGET,
+    FILTERS,
+    LENGTHS,
+    Benched,
+    BenchLengths,
+    HandDensity,
+    HandTile,
+    Measured,
+    Narrow,
+    Timed,
+    named_subject,
+    print_rows,
+    subject_of,
+    title_of,
 )
-from sparsekv.planner.options import Device, Hardware, Kernels, Precision, PrefillChunk, Seed
+from sparsekv.cli.commands import command
+from sparsekv.planner.flags import Count, Counts, Flag, Layers, Lengths, Names, OneShare, Shares, Tile, TokenBudget
+from sparsekv.planner.options import Device, Hardware, Precision, PrefillChunk
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.model import ModelInfo
@@ -39,85 +39,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from sparsekv.bench.harness import Columns, Row
     from sparsekv.bench.random_model import BenchModel
     from sparsekv.bench.token_runs import DecodeBench
-
-Narrow = Annotated[int, Field(ge=1, le=1024)]  # heads, their size, layers: as in a plan
-_LENGTHS = (("--lengths", "--length"), "LIST")
-_BUDGET = (("--budget", "--decode-budget"), "N")
-_FILTERS = (("--filters", "--filter-layers"), "LAYERS")
-HandDensity = Annotated[
-    Shares,
-    Flag("Without a plan, of one made by hand: one, or one a length.", ("--density", "--densities"), "LIST"),
-]
-HandTile = Annotated[Tile, Flag("Rows and columns of a tile, of a plan made by hand.", reads=Literal["64", "128"])]
-BenchLengths = Annotated[Lengths, Flag("Tokens, such as 8k,32k; by default as fits the device.", *_LENGTHS)]
-
-
-class Timed(Options):
-    """Says how often, and on what."""
-
-    repeats: Annotated[Count, Flag("How often each is timed; medians are shown.", metavar="N")] = 3
-    seed: Seed = 0
-
-
-class Benched(Options):
-    """Which model."""
-
-    model: Annotated[str, Flag("Alias, hub id, folder or GGUF file.", metavar="MODEL", is_argument=True)]
-    plan: Annotated[
-        Path | None, Flag("The plan; by default that in the model's folder or repository.", metavar="FILE")
-    ] = None
-    random_weights: Annotated[bool, Flag("Random weights of the model's shape, made on the device.")] = False
-
-
-def named_subject(flags: PrefillFlags | DecodeFlags | ServeFlags, by_hand: bool) -> Subject:
-    """The model and its plan, unless one is made by hand; random weights take any length, of a model that need not be
-    there."""
-    named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan, None)
-    if not named.plan and isinstance(flags, AllowMismatch) and flags.allow_mismatch:
-        raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
-    if not flags.random_weights:
-        return named.checked(flags, flags.lengths)
-    check_machine(flags)
-    return named
-
-
-def subject_of(flags: Benched, named: Subject, device: torch.device, dtype: torch.dtype, **how: Any) -> BenchModel:
-    """The model, for a run of which `random_model` says `how`."""
-    from sparsekv.bench.random_model import BenchModel, random_model
-    from sparsekv.runtime.model_config import dtype_name
-
-    if flags.random_weights:
-        subject = random_model(flags.model, device=device, dtype=dtype, **how)
-        tell(subject.note)
-        return subject
-    loaded = named.load(Hardware(device=str(device), dtype=dtype_name(dtype)))
-    return BenchModel(loaded.model, loaded.info, flags.model, "loaded")
-
-
-def title_of(subject: BenchModel, row: Row, words: str) -> str:
-    """Returns what stands above the rows."""
-    return f"{subject.name}, {row.device}, {row.dtype}; weights: {subject.weights}; plan: {words}"
-
-
-def print_rows(rows: Sequence[Row], title: str, columns: Columns, as_json: bool, measured: str = "sparse_ms") -> None:
-    """The rows, as JSON or for people.
-
-    Raises:
-        typer.Exit: no row has the number that is to be measured, which is a failure.
-    """
-    from sparsekv.bench.harness import report
-
-    if as_json:
-        emit_json([row.data() for row in rows])
-    else:
-        emit(report(rows, title, columns))
-    if all(row.data()[measured] is None for row in rows):
-        tell("nothing could be measured; the notes say why")
-        raise typer.Exit(1)
-
 
 # --- kernels and prefill ----------------------------------------------------------------------------------------------
 
@@ -161,6 +84,11 @@ def kernels(flags: KernelFlags) -> None:
     `mass` is the share of the softmax that the computed positions hold on sampled rows, `error` the largest difference
     from float32 attention over the same index.
     """
+    print_rows(measure_kernels(flags), as_json=flags.as_json)
+
+
+def measure_kernels(flags: KernelFlags) -> Measured:
+    """Returns the rows of `bench kernels`."""
     hardware, precision = device_and_dtype(settings_of(flags))
     _check_backends(flags, hardware)
     from sparsekv.bench.kernels import COLUMNS, PLANTED_NOTE, KernelBench, bench_kernels
@@ -183,10 +111,8 @@ def kernels(flags: KernelFlags) -> None:
         rounds=flags.repeats,
     )
     rows = list(bench_kernels(bench, BarProgress()))
-    if flags.as_json:
-        tell(PLANTED_NOTE)
     shape = f"{flags.heads}/{flags.kv_heads} heads of size {flags.head_dim}, {rows[0].dtype}, {tile.key} tiles"
-    print_rows(rows, f"{rows[0].device}, {shape}\n{PLANTED_NOTE}", COLUMNS, flags.as_json)
+    return Measured(rows, f"{rows[0].device}, {shape}\n{PLANTED_NOTE}", COLUMNS, note=PLANTED_NOTE)
 
 
 def _check_backends(flags: KernelFlags, device: torch.device) -> None:
@@ -229,6 +155,11 @@ class PrefillFlags(Benched, Timed, Hardware, AllowMismatch, Output):
 
 def prefill(flags: PrefillFlags) -> None:
     """A model from its tokens to the last logits, by its plan and dense, in turn."""
+    print_rows(measure_prefill(flags), as_json=flags.as_json)
+
+
+def measure_prefill(flags: PrefillFlags) -> Measured:
+    """Returns the rows of `bench prefill`."""
     by_hand = flags.density or flags.patterns or (flags.layers and flags.plan is None)
     named, machine = named_subject(flags, bool(by_hand)), settings_of(flags)
     used = named.plan
@@ -259,7 +190,7 @@ def prefill(flags: PrefillFlags) -> None:
         flags.allow_mismatch,
     )
     rows = list(bench_prefill(subject, used, words, bench, BarProgress()))
-    print_rows(rows, title_of(subject, rows[0], words), COLUMNS, flags.as_json)
+    return Measured(rows, title_of(subject, rows[0], words), COLUMNS)
 
 
 # --- decode -----------------------------------------------------------------------------------------------------------
@@ -273,15 +204,15 @@ class DecodeFlags(Benched, Timed, Hardware, AllowMismatch, Output):
 
     lengths: Annotated[
         Lengths,
-        Flag("Cached tokens a row, such as 8k,512k; by default as fits model and device.", *_LENGTHS),
+        Flag("Cached tokens a row, such as 8k,512k; by default as fits model and device.", *LENGTHS),
     ] = ()
     batch: Annotated[Counts, Flag("Rows decoded at once, such as 1,4; 1 by default.", metavar="LIST")] = (1,)
     budget: Annotated[
-        TokenBudget, Flag("Without a plan: tokens that a filter layer chooses; 2k by default.", *_BUDGET)
+        TokenBudget, Flag("Without a plan: tokens that a filter layer chooses; 2k by default.", *BUDGET)
     ] = tokens(2048)
     filters: Annotated[
         Layers,
-        Flag("Without a plan: filter layers; three by depth by default.", *_FILTERS),
+        Flag("Without a plan: filter layers; three by depth by default.", *FILTERS),
     ] = ()
     selector: Annotated[Names, Flag("Without a plan: last, uniform, exponential; last by default.", metavar="LIST")] = (
         "last",
@@ -327,6 +258,11 @@ class DecodeFlags(Benched, Timed, Hardware, AllowMismatch, Output):
 
 def decode(flags: DecodeFlags) -> None:
     """Attention of one step, and whole tokens, by a plan and dense, in turn."""
+    print_rows(measure_decode(flags), as_json=flags.as_json)
+
+
+def measure_decode(flags: DecodeFlags) -> Measured:
+    """Returns the rows of `bench decode`."""
     named, machine = named_subject(flags, any(map(flags.is_given, _DECODE_BY_HAND))), settings_of(flags)
     used = named.plan
     hardware, precision = device_and_dtype(machine)
@@ -361,12 +297,9 @@ def decode(flags: DecodeFlags) -> None:
     how = {"longest": max(wanted), "seed": flags.seed, "cached": 0 if offloads else min(wanted) * min(flags.batch)}
     subject = subject_of(flags, named, hardware, precision, **how)
     if flags.offload is not None:
-        _offloaded(flags, subject, plans, words, bench)
-        return
+        return _offloaded(flags, subject, plans, words, bench)
     rows = list(bench_decode(subject, plans, words, bench, BarProgress()))
-    if flags.as_json:
-        tell(RANDOM_NOTE)
-    print_rows(rows, f"{title_of(subject, rows[0], words)}\n{RANDOM_NOTE}", COLUMNS, flags.as_json)
+    return Measured(rows, f"{title_of(subject, rows[0], words)}\n{RANDOM_NOTE}", COLUMNS, note=RANDOM_NOTE)
 
 
 def _decode_lengths(flags: DecodeFlags, info: ModelInfo, usual: tuple[int, ...]) -> tuple[tuple[int, ...], ModelInfo]:
@@ -380,7 +313,7 @@ def _decode_lengths(flags: DecodeFlags, info: ModelInfo, usual: tuple[int, ...])
 
 def _offloaded(
     flags: DecodeFlags, subject: BenchModel, plans: Mapping[str, Plan], words: str, bench: DecodeBench
-) -> None:
+) -> Measured:
     from sparsekv.bench.offload import COLUMNS, bench_offload
 
     assert flags.offload is not None
@@ -388,100 +321,45 @@ def _offloaded(
     rows = list(bench_offload(subject, plans, words, bench, flags.offload, share, BarProgress()))
     title = f"{title_of(subject, rows[0], words)}; --offload {flags.offload}"
     title += f"; choices swapped for lists with {share:.3g} of new tokens a step" if share else ""
-    print_rows(rows, title, COLUMNS, flags.as_json, "device_ms" if flags.offload == "never" else "offloaded_ms")
+    return Measured(rows, title, COLUMNS, "device_ms" if flags.offload == "never" else "offloaded_ms")
 
 
-# --- serve ------------------------------------------------------------------------------------------------------------
+# --- headline ---------------------------------------------------------------------------------------------------------
 
-_SERVE_LENGTHS = {"cuda": (32768, 131072), "cpu": (4096,)}
-_SERVE_BY_HAND = ("density", "crossover", "tile", "budget", "filters", "keep", "generated")
-
-
-class ServeFlags(Benched, Timed, Precision, Kernels, Output):
-    """Holds what `bench serve` is asked to do."""
-
-    lengths: Annotated[
-        Lengths,
-        Flag("Tokens of a prompt, such as 4k,32k; by default as fits the device.", *_LENGTHS),
-    ] = ()
-    answer: Annotated[Count, Flag("Tokens of an answer.", metavar="N")] = 64
-    at_once: Annotated[Count, Flag("Requests that the engine has at a time.", metavar="N")] = 1
-    requests: Annotated[Count | None, Flag("In all; as many as at once by default.", metavar="N")] = None
-    step_tokens: Annotated[OneLength, Flag("Of a step at most: vLLM's max_num_batched_tokens.", metavar="N")] = 8192
-    density: HandDensity = ()
-    crossover: Annotated[OneLength, Flag("Without a plan: lengths up to N are dense.", metavar="N")] = 8192
-    tile: HandTile = None
-    budget: Annotated[
-        TokenBudget | None, Flag("Without a plan: decode by filter layers that choose so many tokens.", *_BUDGET)
-    ] = None
-    filters: Annotated[Layers, Flag("These filter layers; three by depth by default.", *_FILTERS)] = ()
-    keep: Annotated[
-        Count | None,
-        Flag("Without a plan: all layers but three keep so many tokens of a prompt, and 132 more.", metavar="N"),
-    ] = None
-    generated: Annotated[Count, Flag("With --keep: the newest tokens of an answer that they keep.", metavar="N")] = 256
-    dense_decode: Annotated[bool, Flag("Decode without the plan.")] = False
-    alone: Annotated[bool, Flag("One engine at a time, for loads that do not fit the device twice.")] = False
-    per_minute: Annotated[Counts, Flag("Requests that come at random in a minute; each is a row.", metavar="LIST")] = ()
-    cache_memory: Annotated[
-        Size | None, Flag("For keys and values, of each engine (vLLM's kv_cache_memory_bytes).", metavar="SIZE")
-    ] = None
-
-    @model_validator(mode="after")
-    def _every_flag_is_read(self) -> Self:
-        if self.budget is None:
-            self.refuse(("filters",), "decode is dense without --budget")
-        if self.keep is None:
-            self.refuse(("generated",), "layers keep everything without --keep")
-        else:
-            self.refuse(("budget",), "an evicting layer is in no segment", "keep")
-            self.refuse(("dense_decode",), "decode without the plan reads all tokens", "keep")
-        self.refuse(_SERVE_BY_HAND if self.plan else (), "each says what the plan is", "plan")
-        return self
+_README = {32768: 0.20, 131072: 0.08, 524288: 0.04, 1048576: 0.03}  # densities of whole prompts
+_ACCEPTED = 0.975
 
 
-def serve(flags: ServeFlags) -> None:
-    """Requests through two engines of vLLM in this process, by a plan and dense, in turn."""
-    machine = settings_of(flags)
-    from sparsekv.runtime.vllm.engine_facts import check_installed
+class HeadlineFlags(Timed, Device, Output):
+    """Holds what `bench headline` is asked to do."""
 
-    check_installed()
-    used = named_subject(flags, any(map(flags.is_given, _SERVE_BY_HAND))).plan
-    from sparsekv.bench.hand_plans import HandDecode, dense_up_to, dummy_plan, hand_plan, kept_by_hand
-    from sparsekv.bench.serve import COLUMNS, Load, ServeBench, bench_serve, served_model
+    model: Annotated[str, Flag("Alias, hub id, folder or GGUF file: random weights of its shape.")] = "llama3-8b"
+    lengths: BenchLengths = ()
+
+
+def headline(flags: HeadlineFlags) -> None:
+    """The README's table but for vLLM's rows (`bench serve`): kernels, prefill, decode, drafts, with random weights.
+
+    Attention of a layer at a density of 0.05; whole prompts; tokens by a plan; and tokens that a plan drafts and dense
+    attention checks, where 97.5% of drafts are taken to count.
+    """
+    from sparsekv.bench.random_model import describe_named
     from sparsekv.planner.settled import density_for
 
-    hardware, precision = device_and_dtype(machine)
-    wanted = flags.lengths or _SERVE_LENGTHS[hardware.type]
-    asked = (flags.answer, flags.at_once, flags.requests or flags.at_once)
-    loads = tuple(Load(length, *asked, rate) for length in wanted for rate in flags.per_minute or (None,))
-    drawn = (flags.repeats, flags.step_tokens, machine.backend, flags.seed)
-    bench = ServeBench(loads, hardware, precision, *drawn, flags.alone, flags.cache_memory)
-    words = "given"
-    with served_model(flags.model, flags.random_weights, bench.longest) as subject:
-        if used is None:
-            shares = flags.density or tuple(map(density_for, wanted))
-            make = dummy_plan if flags.random_weights else hand_plan
-            used, words = make(subject.info, wanted, shares, flags.tile or TileShape())
-            if flags.budget is not None:
-                plans, chosen = HandDecode(flags.budget, flags.filters).plans(subject.info, bench.longest)
-                used, words = used.model_copy(update={"decode": plans["last"].decode}), f"{words}; {chosen}"
-            used, words = dense_up_to(used, flags.crossover), f"{words}, dense up to {flags.crossover}"
-            if flags.keep is not None:
-                rules, kept = kept_by_hand(subject.info, flags.keep, flags.generated)
-                used, words = used.model_copy(update={"kv_cache": rules}), f"{words}; {kept}"
-        if flags.dense_decode:
-            used = used.model_copy(update={"decode": None, "kv_cache": None})
-        if subject.note:
-            tell(subject.note)
-        rows = list(bench_serve(subject, used, words, bench, BarProgress()))
-    own = rows[0].data()
-    what = ", ".join(str(own[name]) for name in ("model", "device", "dtype", "host"))
-    what += f", {own['backend']} kernels, steps of {flags.step_tokens}"
-    print_rows(rows, f"{what}; weights: {own['weights']}; plan: {words}", COLUMNS, flags.as_json)
-    if failures := sum(row.own["failures"] for row in rows):
-        tell(f"{failures} chunks of a layer ran dense after an error: the log says why, and the times mean nothing")
-        raise typer.Exit(1)
+    hardware, _ = device_and_dtype(settings_of(flags))
+    lengths = flags.lengths or _PREFILL_LENGTHS[hardware.type]
+    (group, *_) = describe_named(flags.model, True).attention
+    timed = {"lengths": lengths, "repeats": flags.repeats, "seed": flags.seed, "device": flags.device}
+    shape = {"heads": group.heads, "kv_heads": group.kv_heads, "head_dim": group.head_dim}
+    model = {"model": flags.model, "random_weights": True}
+    shares = tuple(_README.get(length) or density_for(length) for length in lengths)
+    parts = (
+        measure_kernels(KernelFlags(**timed, **shape, patterns=("vertical_slash",))),
+        measure_prefill(PrefillFlags(**timed, **model, density=shares)),
+        measure_decode(DecodeFlags(**timed, **model)),
+        measure_decode(DecodeFlags(**timed, **model, exact=True, acceptance=_ACCEPTED)),
+    )
+    print_rows(*parts, as_json=flags.as_json)
 
 
 app = typer.Typer(
@@ -496,5 +374,6 @@ for run, summary in (
     (prefill, "A model's prefill, by its plan and dense."),
     (decode, "A model's decode steps, by a plan and dense."),
     (serve, "Requests through vLLM, by a plan and dense."),
+    (headline, "The README's table, in one go."),
 ):
     app.command(run.__name__, short_help=summary)(command(run))

@@ -233,3 +233,13 @@ def test_no_other_file_is_replaced_and_options_of_a_curve_need_one(sparsekv, fol
     done = sparsekv("eval", folder, "--methods", "quest")
     assert done.code == 2
     assert "--curve" in done.err
+
+
+def test_the_headline_is_the_rows_of_kernels_prefill_decode_and_drafts(sparsekv, folder, monkeypatch):
+    for name in ("NEW_TOKENS", "NEW_EXACT"):
+        monkeypatch.setattr(f"sparsekv.bench.token_runs.{name}", 4)
+    done = sparsekv("bench", "headline", "--model", folder, "--lengths", "1k", *ONCE, "--json")
+    assert done.code == 0, done.err
+    assert {"vertical_slash", "token", "attention", "exact"} <= {row["name"] for row in done.data}
+    assert all(list(row)[:9] == RELIED_ON for row in done.data)
+    assert all(row["speedup"] for row in done.data if row["backend"] == "cpu")

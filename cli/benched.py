@@ -1,0 +1,117 @@
+"""What the commands of `sparsekv bench` share: the model and its plan, the options of timing, rows on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from pydantic import Field
+
+from sparsekv.cli.arguments import AllowMismatch, Subject, check_machine
+from sparsekv.cli.output import emit, emit_json, tell
+from sparsekv.planner.flags import Count, Flag, Lengths, Options, Shares, Tile
+from sparsekv.planner.options import Hardware, Seed
+from sparsekv.plans.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from sparsekv.bench.harness import Columns, Row
+    from sparsekv.bench.random_model import BenchModel
+
+Narrow = Annotated[int, Field(ge=1, le=1024)]  # heads, their size, layers: as in a plan
+LENGTHS = (("--lengths", "--length"), "LIST")
+BUDGET = (("--budget", "--decode-budget"), "N")
+FILTERS = (("--filters", "--filter-layers"), "LAYERS")
+HandDensity = Annotated[
+    Shares,
+    Flag("Without a plan, of one made by hand: one, or one a length.", ("--density", "--densities"), "LIST"),
+]
+HandTile = Annotated[Tile, Flag("Rows and columns of a tile, of a plan made by hand.", reads=Literal["64", "128"])]
+BenchLengths = Annotated[Lengths, Flag("Tokens, such as 8k,32k; by default as fits the device.", *LENGTHS)]
+
+
+class Timed(Options):
+    """Says how often, and on what."""
+
+    repeats: Annotated[Count, Flag("How often each is timed; medians are shown.", metavar="N")] = 3
+    seed: Seed = 0
+
+
+class Benched(Options):
+    """Which model."""
+
+    model: Annotated[str, Flag("Alias, hub id, folder or GGUF file.", metavar="MODEL", is_argument=True)]
+    plan: Annotated[
+        Path | None, Flag("The plan; by default that in the model's folder or repository.", metavar="FILE")
+    ] = None
+    random_weights: Annotated[bool, Flag("Random weights of the model's shape, made on the device.")] = False
+
+
+def named_subject(flags: Benched, by_hand: bool) -> Subject:
+    """The model and its plan, unless one is made by hand; random weights take any length, of a model that need not be
+    there."""
+    named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan, None)
+    if not named.plan and isinstance(flags, AllowMismatch) and flags.allow_mismatch:
+        raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
+    if not flags.random_weights:
+        return named.checked(flags, flags.lengths)
+    check_machine(flags)
+    return named
+
+
+def subject_of(flags: Benched, named: Subject, device: torch.device, dtype: torch.dtype, **how: Any) -> BenchModel:
+    """The model, for a run of which `random_model` says `how`."""
+    from sparsekv.bench.random_model import BenchModel, random_model
+    from sparsekv.runtime.model_config import dtype_name
+
+    if flags.random_weights:
+        subject = random_model(flags.model, device=device, dtype=dtype, **how)
+        tell(subject.note)
+        return subject
+    loaded = named.load(Hardware(device=str(device), dtype=dtype_name(dtype)))
+    return BenchModel(loaded.model, loaded.info, flags.model, "loaded")
+
+
+def title_of(subject: BenchModel, row: Row, words: str) -> str:
+    """Returns what stands above the rows."""
+    return f"{subject.name}, {row.device}, {row.dtype}; weights: {subject.weights}; plan: {words}"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Rows of one bench, and how they are shown.
+
+    Attributes:
+        title: stands above them.
+        number: the one that is measured; rows without it failed.
+        note: beside rows in JSON, which have no title.
+    """
+
+    rows: Sequence[Row]
+    title: str
+    columns: Columns
+    number: str = "sparse_ms"
+    note: str = ""
+
+
+def print_rows(*parts: Measured, as_json: bool) -> None:
+    """The rows, as one list of JSON, or for people.
+
+    Raises:
+        typer.Exit: no row of a part has the number that is to be measured, which is a failure.
+    """
+    from sparsekv.bench.harness import report
+
+    if as_json:
+        for note in dict.fromkeys(part.note for part in parts if part.note):
+            tell(note)
+        emit_json([row.data() for part in parts for row in part.rows])
+    else:
+        emit("\n".join(report(part.rows, part.title, part.columns) for part in parts))
+    if any(all(row.data()[part.number] is None for row in part.rows) for part in parts):
+        tell("nothing could be measured; the notes say why")
+        raise typer.Exit(1)
