@@ -132,8 +132,7 @@ class SparseLayer(CacheLayerMixin):
     @property
     def cached(self) -> tuple[int, ...]:
         """Tokens of each row that are in memory."""
-        store = self.store
-        return (store.cached,) * len(store.lengths) if isinstance(store, EvictingStore) else store.lengths
+        return self.store.cached
 
     def _start(self) -> None:
         self.is_initialized = False
