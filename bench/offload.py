@@ -46,7 +46,7 @@ from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.placement import OffloadMode, reads_of
 from sparsekv.runtime.model_config import device_name, dtype_name
-from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.bank import in_host_memory
 from sparsekv.runtime.stores.pinned import HostMemory
 from sparsekv.runtime.stores.store import allocated_slots
 
@@ -208,12 +208,10 @@ class OffloadRuns(DecodeRuns):
         from."""
         stats, why_not = handle.stats(), self.why_not(handle)
         layers = [layer.store for layer in cache.layers if isinstance(layer, SparseLayer)]
-        stores = [store for store in layers if isinstance(store, HostStore) and store.is_long()]
-        link = (
-            link_rate(stores[0].memory_of_step[1], device)
-            if stores and (device := self.model.device).type == "cuda"
-            else None
-        )
+        memories = [store.step_memory().host_CBPGD for store in in_host_memory(layers)]
+        stores = [host_CBPGD for host_CBPGD in memories if host_CBPGD is not None]
+        device = self.model.device
+        link = link_rate(stores[0], device) if stores and device.type == "cuda" else None
         # replays make one choice time and again, unless it is swapped: nothing would be fetched
         replay_ms = None if stores and self.miss_rate is None else self.replay_ms(handle)
         return OffloadRun(milliseconds, replay_ms, None, stats, why_not, len(stores), link)

@@ -237,7 +237,7 @@ class Evicting(Role):
         if not own.prompt_tokens:
             return own.resume()
         assert observed is not None, "a prompt that was prefilled elsewhere is refused"
-        k_BGSD = own.tensors[0][:, :, : own.cached]
+        k_BGSD = own.tensors[0][:, :, : own.rows]
 
         def call(backend: str) -> torch.Tensor | None:
             return rows_to_cache(self.rule, own.length, observed, k_BGSD, backend=backend)
@@ -248,7 +248,7 @@ class Evicting(Role):
         """Counts the cached tokens of all."""
         own = _own(store)
         rows = len(own.lengths)
-        meter.add_decode(rows * own.cached_after(1), rows * (own.length + 1))
+        meter.add_decode(rows * own.rows_after(1), rows * (own.length + 1))
 
 
 def _own(store: KVStore) -> EvictingStore:

@@ -46,7 +46,7 @@ from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.evicting import EvictingStore
 from sparsekv.runtime.stores.page_pool import page_bytes
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
+from sparsekv.runtime.stores.store import Bytes, HostReads, WholeStore
 
 
 class PlanEngine:
@@ -95,7 +95,7 @@ class PlanEngine:
         self._owns_memory = memory is None
         self.paging = paging
 
-    def new_store(self, layer: int) -> KVStore:
+    def new_store(self, layer: int) -> WholeStore:
         """Host memory for the layers that are placed there, else the device."""
         role = self.program.layers[layer].role
         if isinstance(role, Evicting):

@@ -22,7 +22,6 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.state import DecodeState, Remembered
-from sparsekv.runtime.stores.evicting import EvictingStore
 from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
 
@@ -164,8 +163,7 @@ class SparseLayer(CacheLayerMixin):
     @property
     def cached(self) -> tuple[int, ...]:
         """Tokens of each row that are in memory."""
-        store = self.store
-        return (store.cached,) * len(store.lengths) if isinstance(store, EvictingStore) else store.lengths
+        return self.store.cached
 
     def _start(self) -> None:
         self.is_initialized = False

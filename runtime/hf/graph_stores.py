@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,37 +26,20 @@ from sparsekv.kernels.decode.slots import MOST_SLOTS, SlotMap, SlotState, SlotTa
 from sparsekv.kernels.keys import COLUMNS, HEAD, HOST, HOST_TOKENS, KEYS, ROW, ROWS, TOKEN, VALUES, KeyView
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.core.budgets import counts_of
-from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import Follower
 from sparsekv.runtime.core.segments import SegmentProgram
-from sparsekv.runtime.hf.graph_rings import KeptRows, StepRings
-from sparsekv.runtime.stores.bank import Binding, HostStore
-from sparsekv.runtime.stores.evicting import EvictingStore
+from sparsekv.runtime.stores.bank import HostStore, in_host_memory
+from sparsekv.runtime.stores.evicting import StepEviction
 from sparsekv.runtime.stores.pinned import CopyDone, stream_for
-from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore, Layout
+from sparsekv.runtime.stores.store import Binding, Bytes, CachedRows, HostReads, HotRows, Layout, StepMemory, WholeStore
 
 
 class FetchError(SparseKVError):
     """Bringing what a filter layer chose to the device failed in a captured step, which is then of no use."""
 
 
-class HotRows(NamedTuple):
-    """Rows on the device of a layer in host memory, as kernels and slot tables of a captured step are made for."""
-
-    slots: int
-    ring: int  # behind the slots
-
-    @property
-    def all(self) -> int:
-        """How many."""
-        return self.slots + self.ring
-
-
-Kind = HotRows | KeptRows | None
-"""Rows on the device of a layer in host memory, or of one that evicts tokens; None where they are all of its tokens."""
-
-
-def obstacle(program: Program, stores: Sequence[Any], lengths: tuple[int, ...], ids_BQ: torch.Tensor) -> str:
+def obstacle(program: Program, stores: Sequence[WholeStore], lengths: tuple[int, ...], ids_BQ: torch.Tensor) -> str:
     """Why a step over these stores has to run as single launches; empty where it does not.
 
     Args:
@@ -71,22 +54,26 @@ def obstacle(program: Program, stores: Sequence[Any], lengths: tuple[int, ...], 
             return "keys and values do not all lie on the device of the tokens"
         if store.keys.shape[0] != rows:
             return f"the cache holds {store.keys.shape[0]} rows, the step has {rows}"
-        if not isinstance(store, HostStore) or not store.is_long(max(lengths)):
-            continue
-        role = layer.role
-        if not isinstance(role, Follower):
-            return f"layer {layer.layer} reads all of its tokens, which are in host memory"
-        segment = role.segment
-        if _reads_all(segment, lengths):
-            return f"layer {layer.layer} reads all of its tokens at this length, which are in host memory"
-        if role.kv_map is not None or layer.window is not None:
-            return f"layer {layer.layer} is in host memory and has a head map or a sliding window"
-        if segment.recent < 2 or not 1 <= store.hot_set.slots <= MOST_SLOTS:
-            return (
-                f"layer {layer.layer} is in host memory: expected 2 recent tokens or more and 1 to {MOST_SLOTS} slots, "
-                f"found {segment.recent} and {store.hot_set.slots} (0 while the largest budget of the layer covers its "
-                "context)"
-            )
+        hot = store.step_rows(max(lengths))
+        if isinstance(hot, HotRows) and (found := _obstacle_on_host(layer, hot, lengths)):
+            return f"layer {layer.layer} {found}"
+    return ""
+
+
+def _obstacle_on_host(layer: LayerProgram, hot: HotRows, lengths: tuple[int, ...]) -> str:
+    """Why a layer in host memory cannot be fetched for a captured step."""
+    role = layer.role
+    if not isinstance(role, Follower):
+        return "reads all of its tokens, which are in host memory"
+    if _reads_all(role.segment, lengths):
+        return "reads all of its tokens at this length, which are in host memory"
+    if role.kv_map is not None or layer.window is not None:
+        return "is in host memory and has a head map or a sliding window"
+    if role.segment.recent < 2 or not 1 <= hot.slots <= MOST_SLOTS:
+        return (
+            f"is in host memory: expected 2 recent tokens or more and 1 to {MOST_SLOTS} slots, found "
+            f"{role.segment.recent} and {hot.slots} (0 while the largest budget of the layer covers its context)"
+        )
     return ""
 
 
@@ -112,16 +99,16 @@ class CapturedStore:
         """Writes the newest tokens of each row."""
         from sparsekv.kernels.decode.append import append_newest  # loads Triton, which not every machine has
 
-        hot, rings = self._step.kinds[self._layer], self._step.rings
+        hot, evicting = self._step.kinds[self._layer], self._step.evicting
         ring = (hot.slots, hot.ring) if isinstance(hot, HotRows) else None
-        behind_B = rings.behind_next(self._layer) if self._layer in rings else self._step.lengths_B
+        behind_B = evicting.behind_next(self._layer) if self._layer in evicting else self._step.lengths_B
         append_newest(replace(self.view(self._step.lengths_B), lengths_B=behind_B), k_BGSD, v_BGSD, ring)
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
-        """All tokens of the cache of the step; of a layer in host memory, its rows on the device; of one that drops
-        tokens, what it has."""
-        if self._layer in self._step.rings:
-            lengths_B = self._step.rings.held(self._layer)
+        """All tokens of the cache of the step; of a layer in host memory, its rows on the device; of an evicting one,
+        what is cached."""
+        if self._layer in self._step.evicting:
+            lengths_B = self._step.evicting.rows(self._layer)
         shape_BGSD = self._step.shapes[self._layer]
         return KeyView(shape_BGSD, shape_BGSD, lengths_B, None, self._step.where_LX[self._layer])
 
@@ -138,8 +125,24 @@ class CapturedStore:
             return self.view(lengths_B), selection, window
         return self.view(lengths_B), self._step.fetched(self._layer), None
 
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """As the lengths: the host knows none."""
+        return self.lengths
+
+    def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory beside the cache, which `commit` copies."""
+        return layout.empty(tokens), layout.empty(tokens)
+
+    def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        """Appends what was written."""
+        self.append(k_BGSD, v_BGSD)
+
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
         """Nothing to do: the memory is the cache's."""
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Nothing to do: the next step writes where its lengths say."""
 
 
 @dataclass(slots=True)
@@ -191,18 +194,18 @@ class StepStores:
     """
 
     def __init__(
-        self, stores: Sequence[Any], capacity: int, program: Program, lengths_B: torch.Tensor, reads: HostReads
+        self, stores: Sequence[WholeStore], capacity: int, program: Program, lengths_B: torch.Tensor, reads: HostReads
     ) -> None:
         self.lengths_B = lengths_B
         self._positions = {layer.layer: position for position, layer in enumerate(program.attending)}
-        self.kinds = kinds_of(stores)
+        self.kinds = tuple(store.step_rows() for store in stores)
         self.where_LX = torch.zeros((len(stores), COLUMNS), dtype=torch.int64, device=lengths_B.device)
         self.shapes = [
-            _shape(store.keys, capacity if hot is None else hot.all)
+            _shape(store.step_memory().k_BGRD, capacity if hot is None else hot.all)
             for store, hot in zip(stores, self.kinds, strict=True)
         ]
-        self.rings = StepRings(self.kinds, lengths_B)
-        self._bound: list[Any] = []
+        self.evicting = StepEviction(self.kinds, lengths_B)
+        self._bound: list[Callable[[], object]] = []
         self._binding: Binding | None = None  # with the stores in host memory
         self._room = 0
         self._stream = stream_for(lengths_B.device)
@@ -235,70 +238,45 @@ class StepStores:
         placed = PlacedStep.empty(table, most + segment.recent, segment.recent)
         return _Group(layers, hot, segment.recent, table, placed)
 
-    def new_store(self, layer: int) -> KVStore:
+    def new_store(self, layer: int) -> CapturedStore:
         """Of the cache that the step is captured with, for layer number `layer` of the model."""
-        store: Any = CapturedStore(self._positions[layer], self)
-        return store  # type: ignore[no-any-return]
+        return CapturedStore(self._positions[layer], self)
 
     # --- between steps ------------------------------------------------------------------------------------------------
 
-    def serves(self, stores: Sequence[Any], lengths: tuple[int, ...]) -> bool:
+    def serves(self, stores: Sequence[WholeStore], lengths: tuple[int, ...]) -> bool:
         """Whether the next step is of the very stores that it is bound to, these have room for it, and those in host
         memory are read by choice."""
-        if max(lengths) > self._room or len(stores) != len(self._bound) or not self.rings.serves(stores):
+        if max(lengths) > self._room or len(stores) != len(self._bound) or not self.evicting.serves(stores):
             return False
         if max(lengths) > self._room_of(stores):  # rows grow apart where each keeps what counts of its draft
             return False
         if any(_reads_all(segment, lengths) for segment in self._segments):
             return False
-        return all(
-            store.bound_to is self._binding if isinstance(hot, HotRows) else store.keys is bound()
-            for store, hot, bound in zip(stores, self.kinds, self._bound, strict=True)
-        )
+        return all(store.bound is bound() for store, bound in zip(stores, self._bound, strict=True))
 
-    def bind(self, stores: Sequence[Any]) -> None:
+    def bind(self, stores: Sequence[WholeStore]) -> None:
         """The next step reads and writes these, of the kinds that it was made for. Slots begin empty, unless they are
         still as the last step over these stores left them."""
-        rows = [
-            self._addresses(shape_BGSD, hot, store)
-            for shape_BGSD, hot, store in zip(self.shapes, self.kinds, stores, strict=True)
-        ]
+        memories = [store.step_memory() for store in stores]
+        rows = [_address_row(*given) for given in zip(self.shapes, memories, strict=True)]
         table_LX = torch.tensor(rows, dtype=torch.int64, device="cpu")
         if self.where_LX.is_cuda:
             table_LX = table_LX.pin_memory()  # which is not reused before the copy has read it
         self.where_LX.copy_(table_LX, non_blocking=True)
         self._binding = Binding()
         for group in (group for groups in self._groups.values() for group in groups):
-            mine = [stores[layer] for layer in group.layers]
-            group.take(mine)
-            for store in mine:
-                store.bound_to = self._binding
-        self._bound = [
-            None if isinstance(hot, HotRows) else weakref.ref(store.keys)
-            for hot, store in zip(self.kinds, stores, strict=True)
-        ]  # a cache that is let go of is freed
+            group.take(in_host_memory(stores[layer] for layer in group.layers))
+        self._bound = [weakref.ref(store.bind(self._binding)) for store in stores]  # a cache that is let go of is freed
         self._room = self._room_of(stores)
-        self.rings.bind(stores)
+        self.evicting.bind(stores)
 
-    def _room_of(self, stores: Sequence[Any]) -> int:
+    def _room_of(self, stores: Sequence[WholeStore]) -> int:
         """Tokens of the longest row that all of these have memory for."""
-        rooms = (store.capacity for hot, store in zip(self.kinds, stores, strict=True) if not isinstance(hot, KeptRows))
+        rooms = (
+            store.capacity for hot, store in zip(self.kinds, stores, strict=True) if not isinstance(hot, CachedRows)
+        )
         return min(rooms, default=sys.maxsize)
-
-    @staticmethod
-    def _addresses(shape_BGSD: torch.Tensor, hot: Kind, store: Any) -> list[int]:
-        """A row of the table."""
-        row = [0] * COLUMNS
-        if not isinstance(hot, HotRows):
-            k_BGRD, v_BGRD = store.tensors
-        else:
-            rows_PBGRD, host_CBPGD = store.memory_of_step
-            k_BGRD, v_BGRD = rows_PBGRD.unbind()
-            row[ROWS], row[HOST], row[HOST_TOKENS] = rows_PBGRD.data_ptr(), host_CBPGD.data_ptr(), len(host_CBPGD)
-        anchor, size = shape_BGSD.data_ptr(), shape_BGSD.element_size()
-        row[KEYS], row[VALUES] = ((x_BGRD.data_ptr() - anchor) // size for x_BGRD in (k_BGRD, v_BGRD))
-        row[ROW], row[HEAD], row[TOKEN] = (step // k_BGRD.shape[3] for step in k_BGRD.stride()[:3])
-        return row
 
     # --- inside a step ------------------------------------------------------------------------------------------------
 
@@ -346,16 +324,16 @@ class StepStores:
         self._stream.order(self._last)
 
 
-def kinds_of(stores: Sequence[Any]) -> tuple[Kind, ...]:
-    """What a step has to be captured for, layer by layer."""
-    return tuple(map(_kind_of, stores))
-
-
-def _kind_of(store: Any) -> Kind:
-    if isinstance(store, EvictingStore):
-        return KeptRows.of(store.capacity)
-    is_long = isinstance(store, HostStore) and store.is_long()
-    return HotRows(store.hot_set.slots, store.hot_set.ring) if is_long else None
+def _address_row(shape_BGSD: torch.Tensor, memory: StepMemory) -> list[int]:
+    """A row of the table of addresses."""
+    row, k_BGRD = [0] * COLUMNS, memory.k_BGRD
+    if memory.rows_PBGRD is not None and memory.host_CBPGD is not None:
+        row[ROWS], row[HOST] = memory.rows_PBGRD.data_ptr(), memory.host_CBPGD.data_ptr()
+        row[HOST_TOKENS] = len(memory.host_CBPGD)
+    anchor, size = shape_BGSD.data_ptr(), shape_BGSD.element_size()
+    row[KEYS], row[VALUES] = ((x_BGRD.data_ptr() - anchor) // size for x_BGRD in (k_BGRD, memory.v_BGRD))
+    row[ROW], row[HEAD], row[TOKEN] = (step // k_BGRD.shape[3] for step in k_BGRD.stride()[:3])
+    return row
 
 
 def _shape(k_BGSD: torch.Tensor, tokens: int) -> torch.Tensor:

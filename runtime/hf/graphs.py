@@ -39,10 +39,10 @@ from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
 from sparsekv.runtime.hf.cache import CACHE_NAME, FixedRows, Progress, SparseLayer, decoder_output
 from sparsekv.runtime.hf.graph_states import StepStates
-from sparsekv.runtime.hf.graph_stores import FetchError, Kind, StepStores, kinds_of, obstacle
+from sparsekv.runtime.hf.graph_stores import FetchError, StepStores, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
-from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
+from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore, StepRows, WholeStore
 
 MOST_ROWS = 64
 _LEAST_CAPACITY = 8192
@@ -59,7 +59,7 @@ class _Key(NamedTuple):
     new: int
     capacity: int
     dtype: torch.dtype
-    kinds: tuple[Kind, ...]
+    kinds: tuple[StepRows, ...]
 
 
 class GraphWarning(UserWarning):
@@ -78,7 +78,7 @@ class StepGraph:
 
     def __init__(self, cache: Cache, key: _Key, program: Program, reads: HostReads) -> None:
         stores = _stores(cache)
-        batch, new, device = key.rows, key.new, stores[0].keys.device
+        batch, new, device = key.rows, key.new, stores[0].step_memory().k_BGRD.device
         self.open = True  # as the owner of its cache
         self.bytes: list[Bytes] = []
         self.fixed_rows = FixedRows()
@@ -144,7 +144,7 @@ class StepGraph:
 
         def step() -> torch.Tensor:
             self._state.begin(self.lengths_B, self.lengths_B.device)
-            self.stores.rings.begin()
+            self.stores.evicting.begin()
             inputs = {"input_ids": self.ids_BQ, "position_ids": self.positions_BQ}
             under_way = Pass(engine, self._phase, cache, attached.windows, new_B=self._new_B)
             found = attached.run_own(under_way, {**inputs, CACHE_NAME: cache, "use_cache": True})
@@ -320,8 +320,8 @@ class StepGraphs:
                 store.prepare(max(lengths))
             if self._captured is not None and self._captured.numbers_changed():
                 self.release()
-            needed, kinds = max(store.capacity for store in stores), kinds_of(stores)
-            dtype = stores[0].keys.dtype
+            needed, kinds = max(store.capacity for store in stores), tuple(store.step_rows() for store in stores)
+            dtype = stores[0].step_memory().k_BGRD.dtype
             least = bucketed_capacity(needed)
             fitting = [
                 key.capacity
@@ -388,8 +388,9 @@ def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _stores(cache: Cache) -> list[Any]:
-    return [layer.store for layer in cache.layers if isinstance(layer, SparseLayer)]
+def _stores(cache: Cache) -> list[WholeStore]:
+    """Of a cache that forward passes run over, which is never a captured step's own."""
+    return [cast(WholeStore, layer.store) for layer in cache.layers if isinstance(layer, SparseLayer)]
 
 
 def can_capture(device: torch.device, backend: str) -> bool:

@@ -25,7 +25,7 @@ tokens, n fetched tokens, D head size, P = 2 for key and value.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -39,7 +39,26 @@ from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import Budget
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.pinned import Block, CopyDone, CopyStream, HostMemory
-from sparsekv.runtime.stores.store import LEAVING, Bytes, HostReads, HotSet, Layout, Reads, check_fit, grown
+from sparsekv.runtime.stores.store import (
+    LEAVING,
+    Binding,
+    Bytes,
+    HostReads,
+    HotRows,
+    HotSet,
+    KVStore,
+    Layout,
+    Reads,
+    StepMemory,
+    StepRows,
+    check_fit,
+    grown,
+)
+
+
+def in_host_memory(stores: Iterable[KVStore]) -> list[HostStore]:
+    """Those of these stores that have host memory."""
+    return [store for store in stores if isinstance(store, HostStore)]
 
 
 def empty_packed(tokens: int, layout: Layout) -> torch.Tensor:
@@ -69,11 +88,6 @@ def packed(k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
 
 
 _COPY_TOKENS = 16_384  # packing a long prompt in pieces bounds the device memory it takes
-
-
-class Binding:
-    """Stands for one captured step at work on one cache. A store that it serves holds it until it is written to in any
-    other way."""
 
 
 class HostStore:
@@ -186,6 +200,11 @@ class HostStore:
         """Of rows that are equally long."""
         return (self.length,) * (0 if self.keys is None or not self.length else self.keys.shape[0])
 
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """All tokens."""
+        return self.lengths
+
     def truncate(self, lengths: Sequence[int]) -> None:
         """A context that is in host memory stays there; what of it belongs in the ring again comes back."""
         if len(set(lengths)) > 1:
@@ -270,10 +289,27 @@ class HostStore:
         assert self._whole is not None, "the context is long"
         return self._whole.tensors
 
+    def step_rows(self, length: int = 0) -> StepRows:
+        """Of a long context, the hot set."""
+        return HotRows(self.hot_set.slots, self.hot_set.ring) if self.is_long(length) else None
+
+    def step_memory(self) -> StepMemory:
+        """Of a long context, the rows on the device and the memory on the host."""
+        if self._whole is not None:
+            return self._whole.step_memory()
+        rows_PBGRD = self._rows()
+        return StepMemory(rows_PBGRD[0], rows_PBGRD[1], rows_PBGRD, self._host())
+
+    def bind(self, binding: Binding) -> object:
+        """The binding, until the store is written to in any other way; of a short context as DeviceStore."""
+        if self._whole is None:
+            self.bound_to = binding
+        return self.bound
+
     @property
-    def memory_of_step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a long context, the rows on the device [P, B, G, R, D], and the memory on the host [C, B, P, G, D]."""
-        return self._rows(), self._host()
+    def bound(self) -> object:
+        """See `bind`."""
+        return self.bound_to if self._whole is None else self.keys
 
     def prepare(self, length: int) -> None:
         """Makes room for a captured step at which a row has so many tokens. Of a long context, all tokens before the

@@ -13,7 +13,7 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
 from sparsekv.runtime.stores.forks import Forks
-from sparsekv.runtime.stores.store import Bytes, Layout, check_fit, grown
+from sparsekv.runtime.stores.store import Binding, Bytes, Layout, StepMemory, check_fit, grown
 
 
 class DeviceStore:
@@ -35,6 +35,11 @@ class DeviceStore:
     def length(self) -> int:
         """Tokens of the longest row."""
         return max(self.lengths, default=0)
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """All tokens."""
+        return self.lengths
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Copies the new tokens behind the old ones. Raises ShapeError when they do not fit."""
@@ -149,6 +154,22 @@ class DeviceStore:
     def advance(self, tokens: int) -> None:
         """Counts what a captured step has written."""
         self._count(tokens)
+
+    def step_rows(self, length: int = 0) -> None:
+        """All tokens of the capacity."""
+
+    def step_memory(self) -> StepMemory:
+        """The tensors."""
+        return StepMemory(*self.tensors)
+
+    def bind(self, binding: Binding) -> object:
+        """The keys, until the store has grown."""
+        return self.keys
+
+    @property
+    def bound(self) -> object:
+        """The keys."""
+        return self.keys
 
     @property
     def keys(self) -> torch.Tensor | None:

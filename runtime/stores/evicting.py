@@ -5,7 +5,7 @@ way its tokens follow in order, and nothing is evicted; once it is complete, `ev
 of their size and frees the rest. `lengths` counts all tokens, `cached` the rows: positions stay what they were, as keys
 are rotated before they are stored.
 
-Shapes: B batch, G KV heads, S tokens, K tokens that stay cached, D head size; g is 1 or G.
+Shapes: B batch, G KV heads, S tokens, K tokens that stay cached, D head size; g is 1 or G; R evicting layers.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.store import Bytes, Layout
+from sparsekv.runtime.stores.store import Binding, Bytes, CachedRows, Layout, StepMemory, StepRows, WholeStore
 
 
-class Ring(NamedTuple):
-    """Where generated tokens go."""
+class GeneratedRows(NamedTuple):
+    """Where generated tokens go: the oldest makes room for the newest."""
 
     first: int  # row
-    complete: int  # tokens so far where it began
-    rows: int
+    begin: int  # tokens so far where they began
+    most: int  # rows
 
 
 class EvictingStore:
@@ -43,8 +43,8 @@ class EvictingStore:
         self.bytes = Bytes()
         self._generated = generated
         self._rows = DeviceStore(self.bytes)
-        self._prompt_rows = 0  # rows before the ring
-        self._complete = 0  # tokens so far where the ring began
+        self._prompt_rows = 0  # rows before the generated ones
+        self._complete = 0  # tokens so far where these began
         self._prompt_at: int | None = 0  # tokens before the prompt under way; None while tokens are generated
 
     @property
@@ -53,11 +53,16 @@ class EvictingStore:
         return max(self.lengths, default=0)
 
     @property
-    def cached(self) -> int:
+    def cached(self) -> tuple[int, ...]:
+        """Tokens in memory."""
+        return (self.rows,) * len(self.lengths)
+
+    @property
+    def rows(self) -> int:
         """Rows in memory."""
         return self._rows.length
 
-    def cached_after(self, generated: int) -> int:
+    def rows_after(self, generated: int) -> int:
         """Rows in memory once so many tokens more are generated."""
         return self._prompt_rows + min(self.length + generated - self._complete, self._generated)
 
@@ -77,14 +82,31 @@ class EvictingStore:
         return self._rows.tensors
 
     @property
-    def ring(self) -> Ring:
-        """Of the tokens that are generated."""
-        return Ring(self._prompt_rows, self._complete, self._generated)
+    def generated(self) -> GeneratedRows:
+        """Of the prompt that was complete last."""
+        return GeneratedRows(self._prompt_rows, self._complete, self._generated)
 
     @property
     def capacity(self) -> int:
         """Rows that there is memory for."""
         return self._rows.capacity
+
+    def step_rows(self, length: int = 0) -> CachedRows:
+        """Those of the capacity."""
+        return CachedRows.of(self.capacity)
+
+    def step_memory(self) -> StepMemory:
+        """The tensors."""
+        return StepMemory(*self.tensors)
+
+    def bind(self, binding: Binding) -> object:
+        """The keys, until the store has grown."""
+        return self.keys
+
+    @property
+    def bound(self) -> object:
+        """The keys."""
+        return self.keys
 
     def prepare(self, length: int) -> None:
         """Makes room for captured steps, whatever the length."""
@@ -92,7 +114,7 @@ class EvictingStore:
 
     def advance(self, tokens: int) -> None:
         """Counts the token that a captured step has written."""
-        self._rows.advance(self.cached_after(tokens) - self.cached)
+        self._rows.advance(self.rows_after(tokens) - self.rows)
         self.lengths = tuple(length + tokens for length in self.lengths)
 
     # --- between passes -----------------------------------------------------------------------------------------------
@@ -106,8 +128,8 @@ class EvictingStore:
             return
         self._complete = self.length - self._generated
         for x_BGCD in self.tensors:
-            ring_BGSD = x_BGCD.narrow(2, self._prompt_rows, self._generated)
-            ring_BGSD.copy_(ring_BGSD.roll(-turned, 2))
+            generated_BGSD = x_BGCD.narrow(2, self._prompt_rows, self._generated)
+            generated_BGSD.copy_(generated_BGSD.roll(-turned, 2))
 
     @torch.inference_mode(False)  # else what is allocated there could not be written to under torch.no_grad()
     def evict(self, rows_BgK: torch.Tensor | None) -> None:
@@ -118,7 +140,7 @@ class EvictingStore:
         """
         if rows_BgK is not None:
             self._move(rows_BgK)
-        self._prompt_rows, self._complete, self._prompt_at = self.cached, self.length, None
+        self._prompt_rows, self._complete, self._prompt_at = self.rows, self.length, None
 
     def _move(self, rows_BgK: torch.Tensor) -> None:
         k_BGCD, v_BGCD = self.tensors
@@ -190,7 +212,7 @@ class EvictingStore:
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         """All rows, and the memory behind them, without a copy; `lengths_B` counts all tokens."""
-        evicted = self.length - self.cached
+        evicted = self.length - self.rows
         return KeyView(*self.tensors, lengths_B - evicted if evicted else lengths_B)
 
     def gather(
@@ -202,3 +224,60 @@ class EvictingStore:
     ) -> tuple[KeyView, Selection, int | None]:
         """Never: an evicting layer is in no segment."""
         raise AssertionError("an evicting layer attends to all that it has")
+
+
+class StepEviction:
+    """The evicting layers of one captured step: how many rows they have, and where the next token goes.
+
+    Both follow from the lengths, which the step reads on the device, and from three numbers of each store, which are
+    written when another cache is served or another prompt was evicted from.
+
+    Args:
+        kinds: of all layers.
+        lengths_B: int32 on the device, tokens of each row: read in every step.
+    """
+
+    def __init__(self, kinds: Sequence[StepRows], lengths_B: torch.Tensor) -> None:
+        layers = [layer for layer, kind in enumerate(kinds) if isinstance(kind, CachedRows)]
+        self._numbers = {layer: number for number, layer in enumerate(layers)}
+        self._lengths_B = lengths_B
+        self._generated_3R1 = lengths_B.new_ones((3, len(layers), 1))
+        self._rows_RB = self._next_RB = lengths_B
+        self._bound: list[GeneratedRows] = []
+
+    def serves(self, stores: Sequence[WholeStore]) -> bool:
+        """Whether the generated rows are still as when they were bound."""
+        return _generated(stores) == self._bound
+
+    def bind(self, stores: Sequence[WholeStore]) -> None:
+        """The next steps are of these stores."""
+        self._bound = _generated(stores)
+        generated_R3 = torch.tensor(self._bound, dtype=torch.int32, device="cpu").view(-1, 3)
+        generated_3R1 = generated_R3.T.contiguous()[..., None]
+        if self._generated_3R1.is_cuda:
+            generated_3R1 = generated_3R1.pin_memory()  # which is not reused before the copy has read it
+        self._generated_3R1.copy_(generated_3R1, non_blocking=True)
+
+    def begin(self) -> None:
+        """A step begins."""
+        if not self._numbers:
+            return
+        first_R1, begin_R1, count_R1 = self._generated_3R1
+        made_RB = self._lengths_B - begin_R1
+        self._rows_RB = first_R1 + torch.minimum(made_RB, count_R1)
+        self._next_RB = first_R1 + (made_RB - 1) % count_R1 + 1
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._numbers
+
+    def rows(self, layer: int) -> torch.Tensor:
+        """int32 [B]: rows, the new token's included."""
+        return self._rows_RB[self._numbers[layer]]
+
+    def behind_next(self, layer: int) -> torch.Tensor:
+        """int32 [B]: one more than the row of the new token."""
+        return self._next_RB[self._numbers[layer]]
+
+
+def _generated(stores: Sequence[WholeStore]) -> list[GeneratedRows]:
+    return [store.generated for store in stores if isinstance(store, EvictingStore)]

@@ -37,6 +37,11 @@ class RowStore:
         """Tokens of the row."""
         return (self._whole.lengths[self._row] if self._whole.lengths else 0,)
 
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """All tokens."""
+        return self.lengths
+
     def append(self, k_1GSD: torch.Tensor, v_1GSD: torch.Tensor) -> None:
         """Copies the new tokens behind the old ones. Raises ShapeError when they do not fit."""
         check_fit(None, k_1GSD, v_1GSD)

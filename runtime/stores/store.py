@@ -1,5 +1,7 @@
-"""What a KV store offers: append, truncate, view, gather, lengths, bytes. Stores know logical token positions and
-physical slots, and no policy. A new store implements `KVStore` in a file beside this one.
+"""What is asked of keys and values wherever they lie, in three protocols: a source that attention reads (`KeySource`),
+one that forward passes append to (`KVStore`), and the whole store of a layer (`WholeStore`), which captured steps run
+over too. Stores know logical token positions and physical slots, and no policy. A new store implements `WholeStore` in
+a file beside this one.
 
 A length belongs to a layer and a row: every store counts the tokens of each batch row by itself. The position of a
 token does not depend on what a store still has of those before it.
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +27,7 @@ from sparsekv.plans.errors import ShapeError
 from sparsekv.plans.patterns import Budget
 
 _LEAST_MARGIN, _MOST_MARGIN = 256, 65_536
+_LEAST_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,10 @@ class KVStore(KeySource, Protocol):
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each batch row; none before the first append."""
 
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Of these, how many are in memory."""
+
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Adds to each row the tokens that follow those it has.
 
@@ -178,6 +185,78 @@ class KVStore(KeySource, Protocol):
         Raises:
             UnsupportedError: the store has no rows of different lengths.
         """
+
+
+class HotRows(NamedTuple):
+    """Rows on the device of a layer in host memory, as kernels and slot tables of a captured step are made for."""
+
+    slots: int
+    ring: int  # behind the slots
+
+    @property
+    def all(self) -> int:
+        """How many."""
+        return self.slots + self.ring
+
+
+class CachedRows(NamedTuple):
+    """Rows of an evicting layer that kernels of a captured step are made for."""
+
+    all: int
+
+    @classmethod
+    def of(cls, rows: int) -> CachedRows:
+        """A power of two: few graphs serve all prompts."""
+        return cls(max(_LEAST_ROWS, 1 << (rows - 1).bit_length()))
+
+
+StepRows = HotRows | CachedRows | None
+"""Rows that a captured step is made for; None where they are all tokens of the capacity."""
+
+
+class StepMemory(NamedTuple):
+    """Where a captured step finds a layer's keys and values."""
+
+    k_BGRD: torch.Tensor
+    v_BGRD: torch.Tensor
+    rows_PBGRD: torch.Tensor | None = None  # both of them, of a layer in host memory
+    host_CBPGD: torch.Tensor | None = None  # the rest of it
+
+
+class Binding:
+    """Stands for one captured step at work on one cache. A store in host memory that it serves holds it until it is
+    written to in any other way."""
+
+
+class WholeStore(KVStore, Protocol):
+    """All keys and values of one layer, over which captured steps can run."""
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """[B, G, *, D]: those on the device; None before the first append. Another tensor once the memory is."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens, or rows of an evicting layer, that there is room for."""
+
+    def step_rows(self, length: int = 0) -> StepRows:
+        """What a captured step has to be made for, now or at `length` tokens."""
+
+    def step_memory(self) -> StepMemory:
+        """Where a captured step reads and writes, until `bound` is another object."""
+
+    def prepare(self, length: int) -> None:
+        """Makes room for a captured step at which a row has so many tokens."""
+
+    def bind(self, binding: Binding) -> object:
+        """Captured steps write to the store from here on; gives `bound`."""
+
+    @property
+    def bound(self) -> object:
+        """What is the same object as long as the memory that captured steps were bound to is in use."""
+
+    def advance(self, tokens: int) -> None:
+        """Counts what a captured step has written."""
 
 
 def grown(capacity: int, needed: int, reserved: int = 0) -> int:

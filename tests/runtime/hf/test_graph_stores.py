@@ -16,7 +16,7 @@ from sparsekv.plans.patterns import tokens
 from sparsekv.plans.phases import DecodeBudget
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf import graph_stores
-from sparsekv.runtime.hf.graph_stores import StepStores, kinds_of, obstacle
+from sparsekv.runtime.hf.graph_stores import StepStores, obstacle
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import HostReads, Reads
@@ -89,7 +89,7 @@ class Steps:
         if self.now is None or not self.now.serves(cache.stores, even(cache.length)):
             for store in cache.stores:
                 store.prepare(cache.length)
-            key = kinds_of(cache.stores)
+            key = tuple(store.step_rows() for store in cache.stores)
             if key not in self.graphs:
                 self.graphs[key] = StepStores(cache.stores, 4096, self.program, self.lengths_B, self.reads)
             self.now = self.graphs[key]
@@ -107,7 +107,7 @@ class Steps:
     def check(self, cache: Cache, layer: int, selection: Selection, gathered) -> None:
         _, found, _ = gathered
         store = cache.stores[layer]
-        cached = store.memory_of_step[0] if store.is_long() else store.tensors
+        cached = store.step_memory()[:2]
         (tokens_BgM, totals_B), (at_BgM, found_B) = selection.listed(self.lengths_B), found.listed(self.lengths_B)
         assert torch.equal(found_B, totals_B)
         for b in range(BATCH):
