@@ -16,7 +16,7 @@ from sparsekv.runtime.core.decode import Resident, WithSoftmax
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.evicting import EvictingStore
-from sparsekv.runtime.stores.row import row_of
+from sparsekv.runtime.stores.row import RowStore
 from sparsekv.runtime.stores.store import Binding, CachedRows, HotRows, KVStore, Layout, Reads, WholeStore
 from sparsekv.runtime.stores.virtual import VirtualStore
 
@@ -28,7 +28,7 @@ WHOLE: dict[str, Callable[[], WholeStore]] = {
     "long in host memory": lambda: HostStore(tokens(0), None, Reads((tokens(9),), 2, 3)),
     "evicting": lambda: EvictingStore(8),
 }
-STORES: dict[str, Callable[[], KVStore]] = WHOLE | {"row": lambda: row_of(DeviceStore(), 0, BATCH)}
+STORES: dict[str, Callable[[], KVStore]] = WHOLE | {"row": lambda: RowStore(DeviceStore(), 0, BATCH)}
 SOURCES: dict[str, Callable[[KVStore], object]] = {
     "store": lambda store: store,
     "with softmax": lambda store: WithSoftmax(store, PLAIN),
