@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import typer
 from pydantic import Field, model_validator
@@ -161,7 +161,7 @@ def prefill(flags: PrefillFlags) -> None:
 def measure_prefill(flags: PrefillFlags) -> Measured:
     """Returns the rows of `bench prefill`."""
     by_hand = flags.density or flags.patterns or (flags.layers and flags.plan is None)
-    named, machine = named_subject(flags, bool(by_hand)), settings_of(flags)
+    named, machine = named_subject(flags, flags.lengths, bool(by_hand)), settings_of(flags)
     used = named.plan
     if used and flags.tile is not None:
         raise UsageError(
@@ -263,7 +263,7 @@ def decode(flags: DecodeFlags) -> None:
 
 def measure_decode(flags: DecodeFlags) -> Measured:
     """Returns the rows of `bench decode`."""
-    named, machine = named_subject(flags, any(map(flags.is_given, _DECODE_BY_HAND))), settings_of(flags)
+    named, machine = named_subject(flags, flags.lengths, any(map(flags.is_given, _DECODE_BY_HAND))), settings_of(flags)
     used = named.plan
     hardware, precision = device_and_dtype(machine)
     if flags.miss_rate is not None and hardware.type != "cuda":
@@ -349,9 +349,9 @@ def headline(flags: HeadlineFlags) -> None:
     hardware, _ = device_and_dtype(settings_of(flags))
     lengths = flags.lengths or _PREFILL_LENGTHS[hardware.type]
     (group, *_) = describe_named(flags.model, True).attention
-    timed = {"lengths": lengths, "repeats": flags.repeats, "seed": flags.seed, "device": flags.device}
-    shape = {"heads": group.heads, "kv_heads": group.kv_heads, "head_dim": group.head_dim}
-    model = {"model": flags.model, "random_weights": True}
+    timed: dict[str, Any] = {"lengths": lengths, "repeats": flags.repeats, "seed": flags.seed, "device": flags.device}
+    shape: dict[str, Any] = {"heads": group.heads, "kv_heads": group.kv_heads, "head_dim": group.head_dim}
+    model: dict[str, Any] = {"model": flags.model, "random_weights": True}
     shares = tuple(_README.get(length) or density_for(length) for length in lengths)
     parts = (
         measure_kernels(KernelFlags(**timed, **shape, patterns=("vertical_slash",))),

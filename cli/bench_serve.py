@@ -79,7 +79,7 @@ def serve(flags: ServeFlags) -> None:
     from sparsekv.runtime.vllm.engine_facts import check_installed
 
     check_installed()
-    used = named_subject(flags, any(map(flags.is_given, _SERVE_BY_HAND))).plan
+    used = named_subject(flags, flags.lengths, any(map(flags.is_given, _SERVE_BY_HAND))).plan
     from sparsekv.bench.hand_plans import HandDecode, dense_up_to, dummy_plan, hand_plan, kept_by_hand
     from sparsekv.bench.serve import COLUMNS, Load, ServeBench, bench_serve, served_model
     from sparsekv.planner.settled import density_for

@@ -51,14 +51,14 @@ class Benched(Options):
     random_weights: Annotated[bool, Flag("Random weights of the model's shape, made on the device.")] = False
 
 
-def named_subject(flags: Benched, by_hand: bool) -> Subject:
+def named_subject(flags: Benched, lengths: Sequence[int], by_hand: bool) -> Subject:
     """The model and its plan, unless one is made by hand; random weights take any length, of a model that need not be
     there."""
     named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan, None)
     if not named.plan and isinstance(flags, AllowMismatch) and flags.allow_mismatch:
         raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
     if not flags.random_weights:
-        return named.checked(flags, flags.lengths)
+        return named.checked(flags, tuple(lengths))
     check_machine(flags)
     return named
 
