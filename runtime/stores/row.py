@@ -27,7 +27,7 @@ def row_of(store: KVStore, row: int, batch: int) -> RowStore:
     if not isinstance(store, DeviceStore):
         raise UnsupportedError(
             "expected rows of equal length for layers in host memory and those that evict tokens, found rows of "
-            "different lengths; run prompts of one length together or one by one, or, where the plan drops no tokens, "
+            "different lengths; run prompts of one length together or one by one, or, where the plan evicts no tokens, "
             "apply it with offload='never'"
         )
     return RowStore(store, row, batch)
