@@ -271,7 +271,7 @@ class MemoryEstimate:
         retained = plan.retained if plan else {}
         page = page_bytes(device) if device_bytes is None else 0
         memory = MemoryModel(
-            loaded, *phases, on_cpu, placing.mode or "always", placing.host_layers, retained=retained, page=page
+            loaded, *phases, on_cpu, placing.mode or "always", placing.host_layers, evicting=retained, page=page
         )
         quantised = getattr(config, "quantization_config", None) is not None
         return cls(name, memory, found, quantised)

@@ -392,6 +392,9 @@ def _check_shared(buckets: Sequence[DecodeBucket]) -> None:
         raise FieldError(message, "lengths", other, "segments")
 
 
+ScoreName = Literal["attention_sum"]
+"""Scores by which a layer chooses what it evicts; `runtime/core/eviction_scores.py` has a function of each name."""
+
 _RULE = ("sink", "recent", "generated", "score", "observe", "heads")
 
 
@@ -409,7 +412,7 @@ class Retention(Part):
     sink: Natural | None = None
     recent: Natural | None = None
     generated: Positive | None = None
-    score: Literal["attention_sum"] | None = None
+    score: ScoreName | None = None
     observe: Positive | None = None
     heads: Literal["max", "per_kv_head"] | None = None
 

@@ -22,8 +22,8 @@ from sparsekv.kernels.backends import decode_attention, decode_scores
 from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.keys import KeyView
-from sparsekv.kernels.observed import observed_attention
 from sparsekv.plans.phases import Retention
+from sparsekv.runtime.core.eviction_scores import SCORES
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.select import choose_tokens, scoring_for, selected_for
 from sparsekv.runtime.core.state import DecodeState, Observed
@@ -277,10 +277,8 @@ def rows_to_cache(
     sink, recent, chosen = rule.sink or 0, rule.recent or 0, rule.chosen_tokens(length)
     if rule.kept_tokens(length) >= cached:
         return None
-    q_BHWD = observed.q_BHWD[:, :, -cached:]
-    scores_BgS = observed_attention(
-        q_BHWD, k_BGSD, scale=observed.scale, softmax=observed.softmax, together=rule.heads == "max", backend=backend
-    )
+    score = SCORES[rule.score or ""]
+    scores_BgS = score(observed.before(None, cached), k_BGSD, together=rule.heads == "max", backend=backend)
     if rule.heads == "max" and gather is not None:
         scores_BgS = gather(scores_BgS).amax(0)
     starts_B = torch.arange(batch, dtype=torch.int32, device=device) * cached

@@ -39,7 +39,7 @@ from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.paging import Paging
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of, reads_of
-from sparsekv.runtime.hf.retain import begin_prompt, begin_step, check_evicting, check_handed_over
+from sparsekv.runtime.hf.prompt_ends import begin_prompt, begin_step, check_evicting, check_handed_over
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
 from sparsekv.runtime.plan_checks import check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore

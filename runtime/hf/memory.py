@@ -180,7 +180,7 @@ class MemoryModel:
         mode: what is made of the plan's permission to offload.
         host_layers: layers in host memory, or how many, in place of the plan's.
         chunking: how long inputs are cut.
-        retained: the rules of evicting layers.
+        evicting: the rules of evicting layers.
         page: bytes of a page of the device's virtual memory; 0 where it has none.
 
     Raises:
@@ -194,7 +194,7 @@ class MemoryModel:
     mode: OffloadMode = "always"
     host_layers: int | Sequence[int] | None = None
     chunking: Chunking = field(default_factory=Chunking)
-    retained: Mapping[int, Retention] = field(default_factory=dict)
+    evicting: Mapping[int, Retention] = field(default_factory=dict)
     page: int = 0
 
     def __post_init__(self) -> None:
@@ -288,7 +288,7 @@ class MemoryModel:
         if group.kind == "linear":  # a float32 matrix a head, whatever the length
             return Bytes(4 * request.batch * group.heads * group.head_dim**2)
         each = request.batch * self._token_bytes(layer)
-        if rule := self.retained.get(layer):
+        if rule := self.evicting.get(layer):
             return Bytes((rule.kept_tokens(request.prompt) + (rule.generated or 0)) * each)
         if layer not in placement.layers:
             if layer in self.paged:
@@ -300,7 +300,7 @@ class MemoryModel:
     @cached_property
     def paged(self) -> frozenset[int]:
         """Layers whose keys and values go to virtual memory where they are on the device."""
-        context, layers = self.size.info.context_length, self._groups.keys() - self.retained.keys()
+        context, layers = self.size.info.context_length, self._groups.keys() - self.evicting.keys()
         full = [layer for layer in layers if self._groups[layer].kind != "linear"]
         return frozenset(layer for layer in full if pays(self._token_bytes(layer) // 2, context, self.page))
 
@@ -335,7 +335,7 @@ class MemoryModel:
         queries = rows * group.heads * group.head_dim * item
         output = min(queries, max(self.chunking.output_bytes, queries // group.kv_heads))  # of a group of heads
         attending = queries + output + self._index(request, -(-group.heads * output // queries))
-        attending += self._moved(request, on_host) + self._before_dropping(request)
+        attending += self._moved(request, on_host) + self._before_eviction(request)
         in_mlp = queries + worked_on * (3 * self.size.intermediate + 2 * width) * item
         return always + max(attending, in_mlp, in_linear)
 
@@ -344,14 +344,14 @@ class MemoryModel:
         tokens = request.piece if request.piece == request.prompt else request.piece + request.prompt
         return max((request.batch * tokens * self._token_bytes(layer) for layer in on_host), default=0)
 
-    def _before_dropping(self, request: Request) -> int:
-        """What a prompt has more in evicting layers, until these are dropped: in one layer after another, or
+    def _before_eviction(self, request: Request) -> int:
+        """What a prompt has more in evicting layers, until they evict: in one layer after another, or
         where the prompt runs in pieces, in all of them. Beside it lies what a layer moves."""
-        kept = {layer: self._store(layer, request, Placement()).device for layer in self.retained}
-        whole = {layer: request.batch * request.tokens * self._token_bytes(layer) for layer in self.retained}
-        more = [max(0, whole[layer] - own) for layer, own in kept.items()]
+        cached = {layer: self._store(layer, request, Placement()).device for layer in self.evicting}
+        whole = {layer: request.batch * request.tokens * self._token_bytes(layer) for layer in self.evicting}
+        more = [max(0, whole[layer] - own) for layer, own in cached.items()]
         together = max(more, default=0) if request.piece == request.prompt else sum(more)
-        return together + 2 * max(kept.values(), default=0)
+        return together + 2 * max(cached.values(), default=0)
 
     def _index(self, request: Request, heads: int) -> int:
         """The tile lists of the layer that has the widest, for so many heads."""

@@ -26,16 +26,16 @@ from sparsekv.runtime.core.roles import Evicting, Filter, Follower
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.vllm import cache_internals as caches
 from sparsekv.runtime.vllm import internals as vllm
-from sparsekv.runtime.vllm.block_manager import retained_spec
+from sparsekv.runtime.vllm.block_manager import evicting_spec
 from sparsekv.runtime.vllm.decode_step import DecodeHost, DecodeRows
 from sparsekv.runtime.vllm.engine_facts import check_layer
 from sparsekv.runtime.vllm.engine_options import plan_path, read_options
-from sparsekv.runtime.vllm.kept_blocks import KeptBlocks
-from sparsekv.runtime.vllm.kept_tables import KeptLengths, KeptTable, Rows
+from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
+from sparsekv.runtime.vllm.evicted_tables import EvictedLengths, EvictedTable, Rows
+from sparsekv.runtime.vllm.evicting_step import move
 from sparsekv.runtime.vllm.metrics import publish
 from sparsekv.runtime.vllm.plan_host import PlanHost, start_host
 from sparsekv.runtime.vllm.request_lengths import Requests
-from sparsekv.runtime.vllm.retained_step import move
 from sparsekv.runtime.vllm.step_rows import PrefillRows, Rest, StepRows, decode_rows, prefill_rows, split_rows
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
@@ -120,11 +120,11 @@ class SparseImpl(_Impl):
         if host is None or self.program is None or step is None:
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)
         self._attend(host, self.program, step, dense, (layer, query, key, value, kv_cache, attn_metadata, output))
-        if host.retention is not None and isinstance(self.program.role, Evicting):
+        if host.evicting is not None and isinstance(self.program.role, Evicting):
             pages = vllm.platform.pages_of(kv_cache)
             for rows in step.prompts:
                 new = Observed(query[rows.tokens].transpose(0, 1)[None], self.scale, self.softmax)
-                host.retention.observe(self.program, rows, new, pages, step.table[rows.request])
+                host.evicting.observe(self.program, rows, new, pages, step.table[rows.request])
         return output
 
     def _attend(
@@ -185,7 +185,7 @@ class SparseBuilder(_Builder):
         layers = vllm.layers_so_far(vllm_config)
         own = [layers[name] for name in layer_names if isinstance(getattr(layers[name], "impl", None), SparseImpl)]
         self._host: PlanHost | None = own[0].impl.plan_host if own else None
-        self._table: KeptTable | None = None  # of evicting layers
+        self._table: EvictedTable | None = None  # of evicting layers
         if self._host is None:
             return
         ours = [layer for layer in layers.values() if isinstance(getattr(layer, "impl", None), SparseImpl)]
@@ -196,9 +196,9 @@ class SparseBuilder(_Builder):
         keys = self._host.scratch.copy(pages, table_P, 1)  # compiles what copies
         self._programs = tuple(layer.impl.program_of(self._host, layer) for layer in own)
         self._graph_rows = vllm.graph_rows(vllm_config)
-        kept: KeptBlocks | None = getattr(kv_cache_spec, "kept", None)
-        if self._host.retention is not None and kept is not None:
-            self._table = KeptTable(kept, self._host.retention.tables, kv_cache_spec.block_size)
+        blocks: EvictedBlocks | None = getattr(kv_cache_spec, "blocks", None)
+        if self._host.evicting is not None and blocks is not None:
+            self._table = EvictedTable(blocks, self._host.evicting.tables, kv_cache_spec.block_size)
             move((keys.k[0], keys.v[0]), table_P.long()[None] - 1, pages, table_P, 0)
         elif self._host.decode is not None:
             longest, softmax = vllm_config.model_config.max_model_len, own[0].impl.softmax
@@ -215,33 +215,33 @@ class SparseBuilder(_Builder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """vLLM's metadata of a step, with the prefill rows beside it."""
-        common, kept = common_attn_metadata, None
+        common, evicted = common_attn_metadata, None
         if self._table is not None:
-            kept, table_BP = self._table.step(partial(_rows, common), common.seq_lens, common.block_table_tensor)
-            common = caches.with_tables(common, kept.lengths_B, kept.cpu_lengths_B, table_BP)
+            evicted, table_BP = self._table.step(partial(_rows, common), common.seq_lens, common.block_table_tensor)
+            common = caches.with_tables(common, evicted.lengths_B, evicted.cpu_lengths_B, table_BP)
         metadata = super().build(common_prefix_len, common, fast_build)
-        only_decodes = kept is not None and not kept.prompts and common.max_query_len == 1
+        only_decodes = evicted is not None and not evicted.prompts and common.max_query_len == 1
         if self._host is not None and (self._counts or not only_decodes):
-            step = self._step(self._host, common, kept)
+            step = self._step(self._host, common, evicted)
             if step is not None:
                 setattr(metadata, _STEP, step)
         return metadata
 
-    def _step(self, host: PlanHost, common: Any, kept: KeptLengths | None) -> StepRows | None:
+    def _step(self, host: PlanHost, common: Any, evicted: EvictedLengths | None) -> StepRows | None:
         """What the layers ask of a step; None where all of it is vLLM's."""
         starts, lengths, unfinished = vllm.requests_of(common)
         # Captured graphs do not tell a prompt's single row from a decoded one: it goes with those, and is dense.
         alone = [False] * len(lengths) if vllm.platform.captures else unfinished
         prefill = prefill_rows(starts, lengths, alone)
-        prompts = () if kept is None else kept.prompts
+        prompts = () if evicted is None else evicted.prompts
         decoding = decode_rows(starts, prefill)
         if self._counts:
             self._report(host, bool(prefill))  # of the steps before: the layers of this one have not run yet
             host.count_step(prefill)
-        if kept is not None:  # lines and tiles mean nothing over keys of which some were dropped
-            prefill = tuple(rows for rows in prefill if not kept.shortened[rows.request])
+        if evicted is not None:  # lines and tiles mean nothing over keys of which some were evicted
+            prefill = tuple(rows for rows in prefill if not evicted.shortened[rows.request])
         decode = None
-        if host.decode is not None and kept is None:
+        if host.decode is not None and evicted is None:
             decode = self._decode(host.decode, common, lengths, unfinished, decoding)
         if not any(host.is_sparse(rows.chunk) for rows in prefill):
             for rows in prefill:
@@ -294,8 +294,8 @@ def _host_of(config: Any) -> PlanHost | None:
     if path is None:  # and nothing else of vLLM has been looked at
         return None
     host = start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config), vllm.gather)
-    if host.retention is not None:
-        _keep_less(config)
+    if host.evicting is not None:
+        _evict_blocks(config)
     vllm.logger.info("sparsekv: %s by %s, kernels: %s", host.phases, path, host.backend)
     return host
 
@@ -311,8 +311,8 @@ def _keys(
     return host.scratch.copy(pages, table[rows.request], rows.chunk.longest)
 
 
-def _keep_less(config: Any) -> None:
-    """Has vLLM free what layers drop, and tell of which requests steps are."""
+def _evict_blocks(config: Any) -> None:
+    """Has vLLM free what layers evict, and tell of which requests steps are."""
     caches.change_specs(_spec_of)
     caches.follow_steps(config, _requests_of)
     if caches.without_prefix_caching(config):
@@ -325,11 +325,11 @@ def _spec_of(layer: Any, spec: Any) -> Any:
     if not isinstance(impl, SparseImpl) or impl.plan_host is None:
         return spec
     role = impl.program_of(impl.plan_host, layer).role
-    return retained_spec(spec, KeptBlocks.of(role.rule, spec.block_size)) if isinstance(role, Evicting) else spec
+    return evicting_spec(spec, EvictedBlocks.of(role.rule, spec.block_size)) if isinstance(role, Evicting) else spec
 
 
 def _requests_of(config: Any) -> Requests | None:
     """What an engine is told of its requests; None where no layer evicts tokens."""
     layers = (getattr(layer, "impl", None) for layer in vllm.layers_so_far(config).values())
     host = next((impl.plan_host for impl in layers if isinstance(impl, SparseImpl)), None)
-    return host.retention.requests if host is not None and host.retention is not None else None
+    return host.evicting.requests if host is not None and host.evicting is not None else None

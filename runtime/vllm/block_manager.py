@@ -11,7 +11,7 @@ from typing import Any
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.vllm import cache_internals as vllm
-from sparsekv.runtime.vllm.kept_blocks import KeptBlocks
+from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
 
 _Spec: Any
 _Manager: Any
@@ -19,29 +19,29 @@ _Spec, _Manager = vllm.cache_bases()
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetainedSpec(_Spec):
-    """The cache of a layer: pages as of any layer with full attention, and what is kept of them."""
+class EvictingSpec(_Spec):
+    """The cache of a layer: pages as of any layer with full attention, and what is evicted of them."""
 
-    kept: KeptBlocks
+    blocks: EvictedBlocks
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """A prompt is there as a whole before any of it is dropped."""
+        """A prompt is there as a whole before any of it is evicted."""
         return -(-vllm_config.model_config.max_model_len // self.block_size) * int(self.page_size_bytes)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
-        """Whether all layers keep as much."""
-        return all(isinstance(spec, RetainedSpec) and spec.kept == self.kept for spec in kv_cache_specs.values())
+        """Whether all layers evict as much."""
+        return all(isinstance(spec, EvictingSpec) and spec.blocks == self.blocks for spec in kv_cache_specs.values())
 
 
-class RetainedManager(_Manager):
+class EvictingManager(_Manager):
     """The blocks of one group. No block is ever shared: what lies in it is no longer its tokens."""
 
-    def __init__(self, kv_cache_spec: RetainedSpec, **settings: Any) -> None:
+    def __init__(self, kv_cache_spec: EvictingSpec, **settings: Any) -> None:
         super().__init__(kv_cache_spec, **settings)
-        self._kept = kv_cache_spec.kept
-        if self._kept.block != self.block_size:
+        self._evicted = kv_cache_spec.blocks
+        if self._evicted.block != self.block_size:
             raise UnsupportedError(
-                f"expected blocks of {self._kept.block} tokens in evicting layers, found {self.block_size}: "
+                f"expected blocks of {self._evicted.block} tokens in evicting layers, found {self.block_size}: "
                 "other layers of this model have larger pages; run a plan without kv_cache"
             )
 
@@ -51,7 +51,7 @@ class RetainedManager(_Manager):
         """Frees what no later step reads; null blocks keep the others in their place."""
         if num_prompt_tokens is None or processed_computed_tokens < num_prompt_tokens:
             return
-        for blocks in self._kept.freed(num_prompt_tokens, processed_computed_tokens):
+        for blocks in self._evicted.freed(num_prompt_tokens, processed_computed_tokens):
             self._remove_blocks_in_range(request_id, blocks.start, blocks.stop)
 
     @classmethod
@@ -69,11 +69,11 @@ class RetainedManager(_Manager):
         return 0
 
 
-vllm.register_cache(RetainedSpec, RetainedManager)
-vllm.refuse_sessions(RetainedSpec)
+vllm.register_cache(EvictingSpec, EvictingManager)
+vllm.refuse_sessions(EvictingSpec)
 
 
-def retained_spec(spec: Any, kept: KeptBlocks) -> RetainedSpec:
+def evicting_spec(spec: Any, blocks: EvictedBlocks) -> EvictingSpec:
     """The cache of an evicting layer, of which vLLM would keep everything.
 
     Raises:
@@ -84,4 +84,4 @@ def retained_spec(spec: Any, kept: KeptBlocks) -> RetainedSpec:
             f"expected a plain cache of keys and values in evicting layers, found {type(spec).__name__}; run a "
             "plan without kv_cache"
         )
-    return RetainedSpec(**vllm.fields_of(spec), kept=kept)
+    return EvictingSpec(**vllm.fields_of(spec), blocks=blocks)

@@ -34,7 +34,7 @@ from sparsekv.runtime.vllm.counters import Counters
 from sparsekv.runtime.vllm.decode_step import DecodeHost
 from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layers
 from sparsekv.runtime.vllm.engine_options import Options
-from sparsekv.runtime.vllm.retained_step import RetentionHost
+from sparsekv.runtime.vllm.evicting_step import EvictingHost
 from sparsekv.runtime.vllm.step_rows import PrefillRows
 
 
@@ -130,7 +130,7 @@ class PlanHost:
         self.program = program
         self.scratch = scratch
         self.decode: DecodeHost | None = None  # where the plan has a sparse one
-        self.retention: RetentionHost | None = None  # where layers evict tokens
+        self.evicting: EvictingHost | None = None  # where layers evict tokens
         self.counters = Counters()
         self._longest = longest
         self.fallback = Fallback(backend)
@@ -190,10 +190,10 @@ class PlanHost:
             softmax: of the layer.
             scale: of its softmax.
         """
-        if isinstance(layer.role, Evicting) and self.retention:
+        if isinstance(layer.role, Evicting) and self.evicting:
             keys = self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], self._longest)
             q_1HWD = q_THD[-layer.role.observed :].transpose(0, 1)[None]
-            self.retention.warm_up(layer, Observed(q_1HWD, scale, softmax), keys)
+            self.evicting.warm_up(layer, Observed(q_1HWD, scale, softmax), keys)
         for length in sorted({min(bound, self._longest) for bound in (*layer.bounds, self._longest)}, reverse=True):
             rows = min(len(q_THD), length)
             chunk = Chunk.uniform(1, length - rows, length)
@@ -254,7 +254,7 @@ def start_host(
     host = PlanHost(program, choice.name, scratch, model.longest)
     if plan.retained:
         ranks = gather if model.rank.count > 1 else None
-        host.retention = RetentionHost(choice.name, host.fallback, scratch.copy, model.rows, ranks)
+        host.evicting = EvictingHost(choice.name, host.fallback, scratch.copy, model.rows, ranks)
     if program.segments:
         room = (model.rows, model.longest, model.device)
         host.decode = DecodeHost(program, choice.name, *room, host.counters, gather)

@@ -15,7 +15,7 @@ import torch
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.vllm.decode_step import DecodeRows
-from sparsekv.runtime.vllm.kept_tables import PromptRows
+from sparsekv.runtime.vllm.evicted_tables import PromptRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from unittest.mock import patch
 import torch
 
 from sparsekv.plans.phases import Retention
-from sparsekv.runtime.vllm.kept_tables import PromptRows
-from sparsekv.runtime.vllm.retained_step import RetentionHost
+from sparsekv.runtime.vllm.evicted_tables import PromptRows
+from sparsekv.runtime.vllm.evicting_step import EvictingHost
 
 POISON = 1e4  # of keys and values that nobody may read; finite, as kernels may multiply rows behind the end by 0
 _CLOSE = 1e-5  # scores that rounding may exchange
@@ -59,20 +59,20 @@ class Watch:
         """Meanwhile every step is checked."""
         from sparsekv.runtime.vllm.attention_backend import SparseBuilder
 
-        build, observe, drop = SparseBuilder.build, RetentionHost.observe, RetentionHost._drop
+        build, observe, drop = SparseBuilder.build, EvictingHost.observe, EvictingHost._evict
         watch = self
 
         def checked_build(self: Any, *args: Any, **kwargs: Any) -> Any:
             metadata = build(self, *args, **kwargs)
-            if self._table is not None and self._host.retention.requests.rows:
-                watch._check_blocks(self, metadata, self._host.retention.requests.rows)
+            if self._table is not None and self._host.evicting.requests.rows:
+                watch._check_blocks(self, metadata, self._host.evicting.requests.rows)
             return metadata
 
         def checked_observe(self: Any, layer: Any, rows: PromptRows, new: Any, *args: Any) -> None:
             watch._record(layer.layer, rows, new)
             observe(self, layer, rows, new, *args)
 
-        def checked_drop(self: Any, layer: Any, rows: PromptRows, observed: Any, pages: Any, *args: Any) -> None:
+        def checked_evict(self: Any, layer: Any, rows: PromptRows, observed: Any, pages: Any, *args: Any) -> None:
             before = _rows(pages[0], args[0], range(rows.prompt))
             drop(self, layer, rows, observed, pages, *args)
             watch._check_kept(layer.layer, rows, observed.scale, before, pages, args[0])
@@ -80,8 +80,8 @@ class Watch:
         with ExitStack() as stack:
             for owner, name, by in (
                 (SparseBuilder, "build", checked_build),
-                (RetentionHost, "observe", checked_observe),
-                (RetentionHost, "_drop", checked_drop),
+                (EvictingHost, "observe", checked_observe),
+                (EvictingHost, "_evict", checked_evict),
             ):
                 stack.enter_context(patch.object(owner, name, by))
             yield self
@@ -126,7 +126,7 @@ class Watch:
     def _check_kept(
         self, layer: int, rows: PromptRows, scale: float, before_SGD: torch.Tensor, pages: Any, table_P: torch.Tensor
     ) -> None:
-        rule, prompt, block = self._rules[layer], rows.prompt, rows.kept.block
+        rule, prompt, block = self._rules[layer], rows.prompt, rows.blocks.block
         freed = (prompt - rule.kept_tokens(prompt)) // block
         count, shared = prompt - freed * block, prompt % block
         places = [*range(count - shared), *range(prompt - shared, prompt)]
@@ -163,14 +163,14 @@ class Choices:
 @contextmanager
 def recorded_choices() -> Iterator[Choices]:
     """Meanwhile all choices of this process are recorded."""
-    choices, choose = Choices(), RetentionHost._choose
+    choices, choose = Choices(), EvictingHost._choose
 
     def recording(self: Any, *args: Any) -> torch.Tensor | None:
         rows_1gK = choose(self, *args)
         choices.add(rows_1gK)
         return rows_1gK
 
-    with patch.object(RetentionHost, "_choose", recording):
+    with patch.object(EvictingHost, "_choose", recording):
         yield choices
 
 

@@ -100,7 +100,9 @@ def test_rows_that_the_scratch_has_no_room_for_are_dense_and_counted(
     engine: Any, plan: Plan, reference: LoadedModel, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = plan_host_of(engine).decode
-    monkeypatch.setattr(decode, "_state", type(decode._state)(plan_host_of(engine).program, scratch=torch.empty(8)))
+    monkeypatch.setattr(
+        decode, "_state", type(decode._state)(plan_host_of(engine).program.segments, scratch=torch.empty(8))
+    )
     monkeypatch.setattr(decode, "_tally", decode._state.budgets(torch.device("cpu")))
     (output,) = generate(engine, [prompts[1500]])
     without = Oracle(reference.model, plan.model_copy(update={"decode": None}))

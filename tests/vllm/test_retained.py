@@ -27,9 +27,9 @@ from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import AShape, BlockSparse, fraction, tokens
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.vllm.block_manager import retained_spec
+from sparsekv.runtime.vllm.block_manager import evicting_spec
+from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
 from sparsekv.runtime.vllm.internals import layer_number
-from sparsekv.runtime.vllm.kept_blocks import KeptBlocks
 
 BLOCK, CHUNK, BLOCKS = 32, 128, 84
 GENERATED = 40  # tokens of an answer that layers keep
@@ -75,15 +75,15 @@ def engine(folder: Path, kept_engines: list[Any]) -> Any:
 
 def rounded(plan: Plan, prompt: int) -> Plan:
     """The plan with rules that keep of this prompt what whole blocks have room for."""
-    rules = [rule if not rule.is_lossy else KeptBlocks.of(rule, BLOCK).rule(rule, prompt) for rule in plan.kv_cache]
+    rules = [rule if not rule.is_lossy else EvictedBlocks.of(rule, BLOCK).rule(rule, prompt) for rule in plan.kv_cache]
     return plan.model_copy(update={"kv_cache": tuple(rules)})
 
 
 def test_layers_that_keep_as_much_share_a_group_and_no_other_is_merged_with_theirs(engine: Any) -> None:
     groups = scheduler_of(engine).kv_cache_config.kv_cache_groups
     kinds = [(type(group.kv_cache_spec).__name__, *map(layer_number, group.layer_names)) for group in groups]
-    assert sorted(kinds) == [("FullAttentionSpec", 0), *(("RetainedSpec", layer) for layer in range(1, 5))]
-    specs = {group.kv_cache_spec for group in groups if hasattr(group.kv_cache_spec, "kept")}
+    assert sorted(kinds) == [*(("EvictingSpec", layer) for layer in range(1, 5)), ("FullAttentionSpec", 0)]
+    specs = {group.kv_cache_spec for group in groups if hasattr(group.kv_cache_spec, "blocks")}
     assert len(specs) == 2
 
 
@@ -174,10 +174,10 @@ def test_a_request_whose_prompt_grows_is_refused(engine: Any, resumable: bool) -
 @pytest.mark.parametrize("more", [{"non_causal": True}, {"sliding_window": 64}], ids=str)
 def test_a_cache_of_which_more_is_said_is_refused(more: dict[str, Any]) -> None:
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32)
-    kept = KeptBlocks.of(drops((0,), 50), 16)
-    assert retained_spec(spec, kept).page_size_bytes == spec.page_size_bytes
+    kept = EvictedBlocks.of(drops((0,), 50), 16)
+    assert evicting_spec(spec, kept).page_size_bytes == spec.page_size_bytes
     with pytest.raises(UnsupportedError):
-        retained_spec(replace(spec, **more), kept)
+        evicting_spec(replace(spec, **more), kept)
 
 
 def test_sparse_prefill_and_decode_segments_run_beside_layers_that_drop_tokens(

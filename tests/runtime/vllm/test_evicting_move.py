@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparsekv.kernels.pages import move_rows
-from sparsekv.runtime.vllm.retained_step import move
+from sparsekv.runtime.vllm.evicting_step import move
 
 
 @pytest.mark.parametrize("lists", [1, 3])

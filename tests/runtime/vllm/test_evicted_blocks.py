@@ -10,15 +10,15 @@ import torch
 from tiny_plans import drops
 
 from sparsekv.plans.patterns import fraction
-from sparsekv.runtime.vllm.kept_blocks import KeptBlocks
-from sparsekv.runtime.vllm.kept_tables import KeptTable, Rows, StepTables, moves
+from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
+from sparsekv.runtime.vllm.evicted_tables import EvictedTable, Rows, StepTables, moves
 from sparsekv.runtime.vllm.request_lengths import Requests, Scheduled
 
 
-def random_kept(draw: Random) -> KeptBlocks:
+def random_kept(draw: Random) -> EvictedBlocks:
     keep = draw.choice([0, draw.randint(1, 200), fraction(round(draw.uniform(0.01, 0.99), 2))])
     rule = drops((0,), keep, sink=draw.choice([0, 4]), recent=draw.choice([1, 40]), generated=draw.randint(1, 100))
-    return KeptBlocks.of(rule, draw.choice([16, 32]))
+    return EvictedBlocks.of(rule, draw.choice([16, 32]))
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -35,8 +35,8 @@ def test_blocks_that_are_read_are_those_that_are_held_and_no_more(seed: int) -> 
         for block in range(-(-length // kept.block))
     ]
     assert read == held
-    assert kept.kept(prompt) <= prompt
-    assert kept.kept(prompt) % kept.block == prompt % kept.block
+    assert kept.cached(prompt) <= prompt
+    assert kept.cached(prompt) % kept.block == prompt % kept.block
     window = range(max(prompt, computed + 1 - kept.generated), computed + 1)
     assert freed.isdisjoint(token // kept.block for token in window)
 
@@ -45,21 +45,21 @@ def test_blocks_that_are_read_are_those_that_are_held_and_no_more(seed: int) -> 
 def test_what_is_kept_is_less_than_a_block_more_than_the_rule_says(seed: int) -> None:
     draw = Random(seed)
     rule = drops((0,), draw.randint(0, 200), sink=4, recent=20)
-    kept, prompt = KeptBlocks.of(rule, 16), draw.randint(1, 500)
-    assert 0 <= kept.kept(prompt) - rule.kept_tokens(prompt) < 16
-    if kept.dropped(prompt):
-        assert kept.rule(rule, prompt).kept_tokens(prompt) == kept.kept(prompt)
+    kept, prompt = EvictedBlocks.of(rule, 16), draw.randint(1, 500)
+    assert 0 <= kept.cached(prompt) - rule.kept_tokens(prompt) < 16
+    if kept.evicted(prompt):
+        assert kept.rule(rule, prompt).kept_tokens(prompt) == kept.cached(prompt)
 
 
 def test_rules_that_keep_as_many_tokens_share_blocks() -> None:
     one, other = drops((0,), 50, sink=4, recent=20), drops((1,), 54, sink=0, recent=20, observe=9, heads="per_kv_head")
-    assert KeptBlocks.of(one, 16) == KeptBlocks.of(other, 16)
-    assert KeptBlocks.of(one, 16) != KeptBlocks.of(one, 32)
+    assert EvictedBlocks.of(one, 16) == EvictedBlocks.of(other, 16)
+    assert EvictedBlocks.of(one, 16) != EvictedBlocks.of(one, 32)
 
 
 def test_the_published_layout_holds_as_many_blocks_as_its_arithmetic() -> None:
     """4,000 + 500 tokens, 1,024 + 132 kept by 29 of 32 layers, blocks of 16: 0.37 of dense, then 0.45."""
-    kept = KeptBlocks.of(drops((0,), 1024, sink=4, recent=128, generated=256), 16)
+    kept = EvictedBlocks.of(drops((0,), 1024, sink=4, recent=128, generated=256), 16)
 
     def held(prompt: int, computed: int) -> int:
         return -(-computed // 16) - sum(map(len, kept.freed(prompt, computed)))
@@ -99,9 +99,9 @@ def test_rows_are_known_while_a_step_runs_alone() -> None:
 
 
 def test_tables_of_a_step_stay_where_they_are_and_groups_share_lengths() -> None:
-    kept, requests = KeptBlocks.of(drops((0,), 10, sink=4, recent=20, generated=40), 16), Requests()
+    kept, requests = EvictedBlocks.of(drops((0,), 10, sink=4, recent=20, generated=40), 16), Requests()
     shared = StepTables(requests, 4)
-    tables = [KeptTable(kept, shared, 16) for _ in range(2)]
+    tables = [EvictedTable(kept, shared, 16) for _ in range(2)]
     table_BP = torch.arange(20, dtype=torch.int32).expand(3, -1) + torch.tensor(
         [[100], [200], [300]], dtype=torch.int32
     )

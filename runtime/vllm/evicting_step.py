@@ -1,8 +1,8 @@
 """What evicting layers do with a prompt in an engine: its last queries are observed, and at its end what is
-kept moves together.
+stays cached moves together.
 
 Shapes: P pages of a request, N pages in memory, G KV heads, H query heads, S tokens of a page, W observed queries, K
-kept tokens, D head size.
+cached tokens, D head size.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sparsekv.kernels.keys import KeyView
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.roles import Evicting, rows_to_cache
 from sparsekv.runtime.core.state import Gather, Observed
-from sparsekv.runtime.vllm.kept_blocks import KeptBlocks
-from sparsekv.runtime.vllm.kept_tables import PromptRows, StepTables
+from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
+from sparsekv.runtime.vllm.evicted_tables import PromptRows, StepTables
 from sparsekv.runtime.vllm.request_lengths import Requests
 
 Pages = tuple[torch.Tensor, torch.Tensor]  # keys and values
@@ -32,7 +32,7 @@ class Saved(NamedTuple):
     end: int
 
 
-class RetentionHost:
+class EvictingHost:
     """The layers of a plan that evict tokens, in one worker of an engine.
 
     Args:
@@ -55,7 +55,7 @@ class RetentionHost:
     def observe(
         self, layer: LayerProgram, rows: PromptRows, new: Observed, pages: Pages, table_P: torch.Tensor
     ) -> None:
-        """Rows of a prompt have attended. At its end the layer drops what it does not keep.
+        """Rows of a prompt have attended. At its end the layer evicts.
 
         Args:
             layer: of which they are.
@@ -70,7 +70,7 @@ class RetentionHost:
         older = saved.queries if saved and saved.end == rows.past else None
         if rows.end == rows.prompt:
             observed = new.before(older, role.observed)
-            self._drop(layer, rows, observed, pages, table_P)
+            self._evict(layer, rows, observed, pages, table_P)
         else:
             wanted = role.observed - (rows.prompt - rows.end)
             if wanted > 0:
@@ -82,18 +82,18 @@ class RetentionHost:
         for name in [name for name in self._saved if not self.requests.knows(name)]:
             del self._saved[name]
 
-    def _drop(
+    def _evict(
         self, layer: LayerProgram, rows: PromptRows, observed: Observed, pages: Pages, table_P: torch.Tensor
     ) -> None:
         keys = self._copy(pages, table_P, rows.prompt)
-        rows_1gK = self._choose(layer, rows.prompt, observed, keys.k, rows.kept)
+        rows_1gK = self._choose(layer, rows.prompt, observed, keys.k, rows.blocks)
         if rows_1gK is not None:
-            move((keys.k[0], keys.v[0]), rows_1gK[0], pages, table_P, rows.prompt % rows.kept.block)
+            move((keys.k[0], keys.v[0]), rows_1gK[0], pages, table_P, rows.prompt % rows.blocks.block)
 
     def _choose(
-        self, layer: LayerProgram, prompt: int, observed: Observed, k_1GKD: torch.Tensor, kept: KeptBlocks
+        self, layer: LayerProgram, prompt: int, observed: Observed, k_1GKD: torch.Tensor, blocks: EvictedBlocks
     ) -> torch.Tensor | None:
-        rule = kept.rule(_role(layer).rule, prompt)
+        rule = blocks.rule(_role(layer).rule, prompt)
 
         def call(backend: str) -> torch.Tensor | None:
             return rows_to_cache(rule, prompt, observed, k_1GKD, backend=backend, gather=self._gather)
@@ -109,7 +109,7 @@ class RetentionHost:
             observed: the last queries.
             keys: of the longest prompt.
         """
-        self._choose(layer, keys.k.shape[2], observed, keys.k, KeptBlocks.of(_role(layer).rule, 1))
+        self._choose(layer, keys.k.shape[2], observed, keys.k, EvictedBlocks.of(_role(layer).rule, 1))
         copied = Observed(observed.q_BHWD.clone(), observed.scale, observed.softmax)
         self._saved.setdefault(_WARM_UP, {})[layer.layer] = Saved(copied, 0)
 
@@ -120,7 +120,7 @@ def _role(layer: LayerProgram) -> Evicting:
 
 
 def move(keys: Pages, rows_gK: torch.Tensor, pages: Pages, table_P: torch.Tensor, shared: int) -> None:
-    """Copies kept rows of a complete prompt to its first blocks, the last ones to the block that its end shares.
+    """Copies the rows of a complete prompt that stay to its first blocks, the last ones to the block of its end.
 
     Args:
         keys: keys and values of the prompt, [G, S, D] each, contiguous.

@@ -12,20 +12,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sparsekv.runtime.vllm.kept_blocks import KeptBlocks
+from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
 from sparsekv.runtime.vllm.request_lengths import Requests
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Rows of one request that belong to its prompt, of which something will be dropped."""
+    """Rows of one request that belong to its prompt, of which something will be evicted."""
 
     name: str
     request: int  # its row in the block table
     tokens: slice  # its rows among those of the step
     past: int
     prompt: int  # tokens of the prompt
-    kept: KeptBlocks  # of it
+    blocks: EvictedBlocks  # of it
 
     @property
     def end(self) -> int:
@@ -33,8 +33,8 @@ class PromptRows:
         return self.past + self.tokens.stop - self.tokens.start
 
 
-class KeptLengths(NamedTuple):
-    """What the layers that keep as much read in a step."""
+class EvictedLengths(NamedTuple):
+    """What the layers that evict as much read in a step."""
 
     lengths_B: torch.Tensor  # int32, tokens of each request
     cpu_lengths_B: torch.Tensor  # the same, on the host
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
 
 class StepTables:
-    """What groups of layers that keep as much share in a step.
+    """What groups of layers that evict as much share in a step.
 
     Args:
         requests: of the engine.
@@ -61,17 +61,17 @@ class StepTables:
     def __init__(self, requests: Requests, rows: int) -> None:
         self.rows = rows
         self._requests = requests
-        self._buffers: dict[KeptBlocks, torch.Tensor] = {}
-        self._of_step: dict[KeptBlocks, KeptLengths] = {}
+        self._buffers: dict[EvictedBlocks, torch.Tensor] = {}
+        self._of_step: dict[EvictedBlocks, EvictedLengths] = {}
         self._step = 0
 
     def lengths(
-        self, kept: KeptBlocks, page: int, rows: Callable[[], Rows], lengths_B: torch.Tensor, pages: int
-    ) -> KeptLengths:
+        self, blocks: EvictedBlocks, page: int, rows: Callable[[], Rows], lengths_B: torch.Tensor, pages: int
+    ) -> EvictedLengths:
         """What is read of each request, made once in a step.
 
         Args:
-            kept: of each layer.
+            blocks: of each layer.
             page: tokens of a page, as kernels see it: a block, or a part of one.
             rows: gives those of the step.
             lengths_B: tokens of each request, on the device.
@@ -80,46 +80,46 @@ class StepTables:
         requests = self._requests.rows
         if self._step != self._requests.steps or not requests:
             self._of_step, self._step = {}, self._requests.steps
-        if kept not in self._of_step:
-            self._of_step[kept] = self._new(kept, page, rows(), requests, lengths_B, pages)
-        return self._of_step[kept]
+        if blocks not in self._of_step:
+            self._of_step[blocks] = self._new(blocks, page, rows(), requests, lengths_B, pages)
+        return self._of_step[blocks]
 
     def _new(
-        self, kept: KeptBlocks, page: int, rows: Rows, requests: Sequence[tuple[str, int]], lengths_B: torch.Tensor,
-        pages: int,
-    ) -> KeptLengths:  # fmt: skip
+        self, blocks: EvictedBlocks, page: int, rows: Rows, requests: Sequence[tuple[str, int]],
+        lengths_B: torch.Tensor, pages: int,
+    ) -> EvictedLengths:  # fmt: skip
         pasts_B = np.asarray(rows.lengths) - np.diff(rows.starts)
         moves_4B = np.zeros((4, len(pasts_B)), dtype=np.int64)
-        moves_4B[:, : len(requests)] = moves(kept, [prompt for _, prompt in requests], pasts_B[: len(requests)])
-        shorter_B = np.asarray(rows.lengths) - moves_4B[3] * kept.block
-        if kept not in self._buffers:
-            self._buffers[kept] = lengths_B.new_zeros(self.rows)
-        buffer_B = self._buffers[kept][: len(lengths_B)]
-        moved_4B = _to_device(moves_4B * (kept.block // page), lengths_B.device)
+        moves_4B[:, : len(requests)] = moves(blocks, [prompt for _, prompt in requests], pasts_B[: len(requests)])
+        shorter_B = np.asarray(rows.lengths) - moves_4B[3] * blocks.block
+        if blocks not in self._buffers:
+            self._buffers[blocks] = lengths_B.new_zeros(self.rows)
+        buffer_B = self._buffers[blocks][: len(lengths_B)]
+        moved_4B = _to_device(moves_4B * (blocks.block // page), lengths_B.device)
         torch.sub(lengths_B, moved_4B[3] * page, out=buffer_B)
         used = min(pages, max(1, -(-int(shorter_B.max()) // page)))
-        prompts = tuple(_prompts(kept, requests, rows.starts, pasts_B.tolist()))
+        prompts = tuple(_prompts(blocks, requests, rows.starts, pasts_B.tolist()))
         entry_BP = _entries(moved_4B, used).clamp_(max=pages - 1)
         shorter = torch.from_numpy(shorter_B.astype(np.int32))
-        return KeptLengths(buffer_B, shorter, (moves_4B[3] > 0).tolist(), prompts, entry_BP)
+        return EvictedLengths(buffer_B, shorter, (moves_4B[3] > 0).tolist(), prompts, entry_BP)
 
 
-class KeptTable:
+class EvictedTable:
     """The block table that the kernels of a group's layers read, at a fixed address, as graphs read it.
 
     Args:
-        kept: of each layer of the group.
+        blocks: of each layer of the group.
         shared: by the groups of the engine.
         page: see `StepTables.lengths`.
     """
 
-    def __init__(self, kept: KeptBlocks, shared: StepTables, page: int) -> None:
-        self._kept, self._shared, self._page = kept, shared, page
+    def __init__(self, blocks: EvictedBlocks, shared: StepTables, page: int) -> None:
+        self._blocks, self._shared, self._page = blocks, shared, page
         self._table_BP: torch.Tensor | None = None
 
     def step(
         self, rows: Callable[[], Rows], lengths_B: torch.Tensor, table_BP: torch.Tensor
-    ) -> tuple[KeptLengths, torch.Tensor]:
+    ) -> tuple[EvictedLengths, torch.Tensor]:
         """What the layers of the group read in a step, and the pages of each request, of which as many are its own.
 
         Args:
@@ -130,44 +130,44 @@ class KeptTable:
         pages = table_BP.shape[1]
         if self._table_BP is None:
             self._table_BP = table_BP.new_zeros((self._shared.rows, pages))
-        found = self._shared.lengths(self._kept, self._page, rows, lengths_B, pages)
+        found = self._shared.lengths(self._blocks, self._page, rows, lengths_B, pages)
         count, used = found.entry_BP.shape
         self._table_BP[:count, :used] = table_BP.gather(1, found.entry_BP)
         return found, self._table_BP[:count]
 
 
-def moves(kept: KeptBlocks, prompts: Sequence[int], pasts_B: np.ndarray) -> np.ndarray:
+def moves(blocks: EvictedBlocks, prompts: Sequence[int], pasts_B: np.ndarray) -> np.ndarray:
     """Where the blocks that a step reads are in each request's table, int64 [4, B]: block i of them is entry i before
     the first number, entry i + the third before the second, and entry i + the fourth behind. All are 0 where all are
     read.
 
     Args:
-        kept: of each layer.
+        blocks: of each layer.
         prompts: tokens of each request's prompt.
         pasts_B: tokens of each request before the step.
     """
     prompt_B = np.asarray(prompts, dtype=np.int64)
-    dropped_B = np.fromiter(map(kept.dropped, prompts), dtype=np.int64, count=len(prompts))
-    whole_B, first_B = prompt_B // kept.block, -(-prompt_B // kept.block)
-    newest_B = np.maximum(first_B, (pasts_B + 1 - kept.generated) // kept.block)
-    front_B = whole_B - dropped_B
-    found_4B = np.stack((front_B, front_B + first_B - whole_B, dropped_B, dropped_B + newest_B - first_B))
+    evicted_B = np.fromiter(map(blocks.evicted, prompts), dtype=np.int64, count=len(prompts))
+    whole_B, first_B = prompt_B // blocks.block, -(-prompt_B // blocks.block)
+    newest_B = np.maximum(first_B, (pasts_B + 1 - blocks.generated) // blocks.block)
+    front_B = whole_B - evicted_B
+    found_4B = np.stack((front_B, front_B + first_B - whole_B, evicted_B, evicted_B + newest_B - first_B))
     return np.where(pasts_B < prompt_B, 0, found_4B)
 
 
 def _prompts(
-    kept: KeptBlocks, requests: Sequence[tuple[str, int]], starts: Sequence[int], pasts: Sequence[int]
+    blocks: EvictedBlocks, requests: Sequence[tuple[str, int]], starts: Sequence[int], pasts: Sequence[int]
 ) -> Iterator[PromptRows]:
     for request, ((name, prompt), past) in enumerate(zip(requests, pasts, strict=False)):
         first, end = starts[request], starts[request + 1]
-        if past < prompt and kept.dropped(prompt):
-            yield PromptRows(name, request, slice(first, min(end, first + prompt - past)), past, prompt, kept)
+        if past < prompt and blocks.evicted(prompt):
+            yield PromptRows(name, request, slice(first, min(end, first + prompt - past)), past, prompt, blocks)
 
 
 def _entries(moves_4B: torch.Tensor, pages: int) -> torch.Tensor:
-    front_B1, middle_B1, dropped_B1, skipped_B1 = moves_4B[..., None]
+    front_B1, middle_B1, evicted_B1, skipped_B1 = moves_4B[..., None]
     page_P = torch.arange(pages, device=moves_4B.device)
-    moved_BP = torch.where(page_P < middle_B1, dropped_B1, skipped_B1).masked_fill_(page_P < front_B1, 0)
+    moved_BP = torch.where(page_P < middle_B1, evicted_B1, skipped_B1).masked_fill_(page_P < front_B1, 0)
     return page_P + moved_BP
 
 
