@@ -63,7 +63,7 @@ class Architecture:
         return max(dense, int(config.num_experts_per_tok * expert + shared))
 
     def has_parts(self, layer: Any) -> bool:
-        """Whether a layer has the parts that are named here, and no others."""
+        """Returns whether a layer has the parts that are named here, and no others."""
         parts = {self.attention, self.mlp, *self.norms, *self.norms_after, *self.idle} - {""}
         if self.gated:
             return False

@@ -40,7 +40,7 @@ def asked(source: ModelSource) -> ModelSource:
 
 
 def needs_cache(source: ModelSource, revision: str | None = None, local_only: bool = False) -> bool:
-    """Whether only the local copy of a hub model can be used; asks the hub where it was not asked.
+    """Returns whether only the local copy of a hub model can be used; asks the hub where it was not asked.
 
     Raises:
         UsageError: neither the hub nor the local cache has it for us; the message says what to type.
@@ -100,7 +100,7 @@ def find_plan(repository: str, revision: str | None = None) -> Path | None:
 
 
 def _trouble(repository: str) -> str:
-    """Why the hub does not give us a repository; empty where it does."""
+    """Returns why the hub does not give us a repository; empty where it does."""
     lookup = _Asking(partial(_refusal, repository))
     if not lookup.is_answered_in(_AT_ONCE):
         connection = _Asking(_connects)
@@ -138,7 +138,7 @@ def _refusal(repository: str) -> str:
 
 
 def _connects() -> bool:
-    """Whether the hub, or the proxy on the way to it, takes a connection."""
+    """Returns whether the hub, or the proxy on the way to it, takes a connection."""
     hub = urlsplit(constants.ENDPOINT)
     proxies = {} if proxy_bypass(hub.hostname or "") else getproxies()
     way = urlsplit(proxies.get(hub.scheme) or proxies.get("all") or constants.ENDPOINT)

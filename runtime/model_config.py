@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def describe_config(config: PreTrainedConfig, source: str | None = None, revision: str | None = None) -> ModelInfo:
-    """What a config alone says of a model: all but the fingerprint of its weights. See `describe_model`.
+    """Returns what a config alone says of a model: all but the fingerprint of its weights. See `describe_model`.
 
     Raises:
         UnsupportedError: its architecture is not supported, or its attention is not causal.
@@ -89,7 +89,7 @@ def rope_switch(config: PreTrainedConfig) -> int:
 
 
 def has_soft_cap(config: PreTrainedConfig) -> bool:
-    """Whether scores of its attention are capped."""
+    """Returns whether scores of its attention are capped."""
     return bool(getattr(config, "attn_logit_softcapping", None))
 
 

@@ -20,7 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {"backend": get_args(Backend), "dtype": ge
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the environment may preset; every field is the variable SPARSEKV_<FIELD IN CAPITALS>."""
+    """Holds what the environment may preset; every field is the variable SPARSEKV_<FIELD IN CAPITALS>."""
 
     backend: Backend = "auto"
     device: str = "auto"  # a torch device such as cpu or cuda:1
@@ -56,7 +56,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
 
 
 def threads_spin(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether OpenMP's threads spin while they wait, as by default, for all that its variables say.
+    """Returns whether OpenMP's threads spin while they wait, as by default, for all that its variables say.
 
     They are read when torch is loaded; what was set later is not told apart.
     """

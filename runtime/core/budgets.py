@@ -25,7 +25,8 @@ def scored_tokens(heads: int, scratch: torch.Tensor | None = None, lists: int = 
 
 
 def counts_of(segment: SegmentProgram, lengths: Sequence[int]) -> list[int]:
-    """What `Budgets` computes for one segment, where the host knows the lengths: chosen tokens of each row, or ALL."""
+    """Returns what `Budgets` computes for one segment, where the host knows the lengths: chosen tokens of each row, or
+    ALL."""
     room, end, counts = scored_tokens(segment.query_heads), 0, []
     for length in lengths:
         count = segment.count(length)

@@ -51,7 +51,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class LayerProgram:
-    """What one layer computes on one rank."""
+    """Holds what one layer computes on one rank."""
 
     layer: int
     heads: int  # query heads of the rank
@@ -86,7 +86,7 @@ class LayerProgram:
 
 @dataclass(frozen=True)
 class Program:
-    """What every layer of a model computes on one rank."""
+    """Holds what every layer of a model computes on one rank."""
 
     rank: Rank
     layers: tuple[LayerProgram, ...]

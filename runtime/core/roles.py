@@ -201,7 +201,7 @@ class Filter(Role):
         )
 
     def _chooses_nothing(self, state: DecodeState) -> bool:
-        """Whether the host knows that no row chooses in this step; the followers are then told so."""
+        """Returns whether the host knows that no row chooses in this step; the followers are then told so."""
         if not self.segment.all_whole(state.lengths):
             return False
         state.choose(self.segment, None)

@@ -14,7 +14,7 @@ from sparsekv.runtime.stores.store import Reads
 
 @dataclass(frozen=True, slots=True)
 class SegmentProgram:
-    """How one filter layer chooses tokens for the layers of its segment, at every length."""
+    """Says how one filter layer chooses tokens for the layers of its segment, at every length."""
 
     filter: int
     sink: int
@@ -56,11 +56,11 @@ class SegmentProgram:
         return length if segment is None else segment.read_tokens(layer, length)
 
     def all_whole(self, lengths: Sequence[int] | None) -> bool:
-        """Whether all rows are known to attend to everything; lengths that the host does not know are None."""
+        """Returns whether all rows are known to attend to everything; lengths that the host does not know are None."""
         return lengths is not None and all(self.count(length) == ALL for length in lengths)
 
     @property
     def reads(self) -> Reads:
-        """What its layers read of a long context."""
+        """Returns what its layers read of a long context."""
         budgets = tuple(bucket.budget for bucket in self.buckets if bucket is not None)
         return Reads(budgets, self.sink, self.recent, self.whole_up_to)

@@ -185,7 +185,7 @@ class DecodeState:
         self._observed[layer] = newest.before(self._observed.get(layer), most)
 
     def observed(self, layer: int) -> Observed | None:
-        """What `observe` remembers of the prompt, which is complete; None from then on."""
+        """Returns what `observe` remembers of the prompt, which is complete; None from then on."""
         return self._observed.pop(layer, None)
 
     @property
@@ -225,7 +225,8 @@ class DecodeState:
         self._moved.clear()
 
     def chosen(self, segment: SegmentProgram, device: torch.device | None = None) -> Selection | None:
-        """What the filter layer chose in this step, for keys on `device`: one object for all who ask in the step."""
+        """Returns what the filter layer chose in this step, for keys on `device`: one object for all who ask in the
+        step."""
         assert segment.filter in self._selected, "the filter layer comes first"
         selection = self._selected[segment.filter]
         if selection is None or device is None or selection.counts_B.device == device:
@@ -236,7 +237,7 @@ class DecodeState:
         return self._moved[key]
 
     def has_chosen(self, segment: SegmentProgram) -> bool:
-        """Whether the filter layer came before in this step."""
+        """Returns whether the filter layer came before in this step."""
         return segment.filter in self._selected
 
     def slots(self, choice: int, device: torch.device) -> SlotMap:

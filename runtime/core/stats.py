@@ -27,7 +27,7 @@ class RunStats:
     checks: int = 0  # dense passes of an answer, those without a draft among them
 
     def __repr__(self) -> str:
-        """What was counted, and the shares that follow from it."""
+        """Returns what was counted, and the shares that follow from it."""
         counts = {one.name: getattr(self, one.name) for one in fields(self)}
         shares = {name: getattr(self, name) for name in _SHARES}
         told = [f"{name}={value}" for name, value in counts.items() if value]

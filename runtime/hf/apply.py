@@ -110,7 +110,7 @@ class PlanEngine:
         return FixedRows(frozenset(self.program.evicting), self.placement.layers)
 
     def new_state(self) -> DecodeState:
-        """What the layers of one cache share."""
+        """Returns what the layers of one cache share."""
         return DecodeState(self.program.segments)
 
     def executors(self) -> Sequence[Executor]:
@@ -204,7 +204,7 @@ class Handle:
 
     @property
     def backend(self) -> BackendChoice:
-        """What computes prefill: the backend that was chosen, or the fallback when it failed."""
+        """Returns what computes prefill: the backend that was chosen, or the fallback when it failed."""
         fallback, choice = self._engine.fallback, self._backend
         if fallback.backend == choice.name:
             return choice
@@ -213,7 +213,7 @@ class Handle:
 
     @property
     def builder_failed(self) -> str:
-        """Why torch builds the indices in place of Triton; empty where Triton did not fail."""
+        """Returns why torch builds the indices in place of Triton; empty where Triton did not fail."""
         return self._engine.fallback.builder_failed
 
     @property
@@ -224,7 +224,7 @@ class Handle:
 
     @property
     def loop(self) -> ExactLoop | None:
-        """What `generate` runs under `exact`."""
+        """Returns what `generate` runs under `exact`."""
         return self._engine.loop
 
     @property
@@ -234,7 +234,7 @@ class Handle:
 
     @property
     def closed(self) -> bool:
-        """Whether `close()` was called; False of a suspended handle, which `resume()` puts to work again."""
+        """Returns whether `close()` was called; False of a suspended handle, which `resume()` puts to work again."""
         return self._model is None
 
     def close(self) -> None:
@@ -386,7 +386,7 @@ class Handle:
         )
 
     def stats(self) -> RunStats:
-        """What was computed since the start or the last reset; waits for the device. Also after `close()`."""
+        """Returns what was computed since the start or the last reset; waits for the device. Also after `close()`."""
         stores = self._engine.bytes
         found = self._engine.meter.read(sum(store.device for store in stores), sum(store.host for store in stores))
         reads = self._engine.host_reads.collect()

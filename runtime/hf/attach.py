@@ -115,7 +115,7 @@ class Prompt:
         return None if first and past == self.end - 1 else Phase.PREFILL
 
     def ran(self, cache: Cache | None, past: int) -> bool:
-        """Whether all of it is cached, so that `generate` has put ones behind a mask that was checked."""
+        """Returns whether all of it is cached, so that `generate` has put ones behind a mask that was checked."""
         return self.begun and cache is not None and cache is self.cache and past >= self.end
 
 
@@ -225,8 +225,8 @@ class Attached:
         return guarded
 
     def _prepared(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        """What a step of `generate` runs. Where the angles of a long rope change, the whole sequence, over the same
-        cache: transformers' own method leaves the caller's cache for another one, an empty one too."""
+        """Returns what a step of `generate` runs. Where the angles of a long rope change, the whole sequence, over the
+        same cache: transformers' own method leaves the caller's cache for another one, an empty one too."""
         cache: Cache | None = kwargs.get(CACHE_NAME)
         if cache is not None and 0 < cache.get_seq_length() <= self._switch < input_ids.shape[1]:
             cache.reset()
@@ -284,7 +284,7 @@ class Attached:
         return found
 
     def run(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
-        """What the decoder's own forward returns, by an executor where one takes the pass."""
+        """Returns what the decoder's own forward returns, by an executor where one takes the pass."""
         executor = next((one for one in self._executors if one.takes(self, under_way, inputs)), None)
         return self.run_own(under_way, inputs) if executor is None else executor.run(self, under_way, inputs)
 
@@ -479,7 +479,8 @@ def _brief(found: Any) -> str:
 
 
 def prompt_end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many tokens are cached once `generate` with these arguments has run its prompt; 0 where it has no ids."""
+    """Returns how many tokens are cached once `generate` with these arguments has run its prompt; 0 where it has no
+    ids."""
     ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return 0

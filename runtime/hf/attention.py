@@ -36,7 +36,7 @@ NAME = "sparsekv"
 
 
 class Phase(Enum):
-    """What a forward pass is: decided once, where it enters the model."""
+    """Holds what a forward pass is: decided once, where it enters the model."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -62,7 +62,7 @@ class LayerCall:
 
     @property
     def chunk(self) -> Chunk:
-        """Where the rows lie among the keys in memory."""
+        """Returns where the rows lie among the keys in memory."""
         batch, _, queries, _ = self.q_BHSD.shape
         lengths = (queries,) * batch if self.entry is None else self.entry.cached
         return Chunk(tuple(length - queries for length in lengths), lengths)
@@ -165,7 +165,7 @@ def check_layer(expected: int | None, found: int | None) -> None:
 
 
 class Attachment(Protocol):
-    """What is attached to a model, for those who run its forward passes: see `Attached` in attach.py.
+    """Holds what is attached to a model, for those who run its forward passes: see `Attached` in attach.py.
 
     Attributes:
         model: what it is attached to.
@@ -180,7 +180,7 @@ class Attachment(Protocol):
     under_way: Pass | None
 
     def run(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
-        """What the decoder's own forward returns, by an executor where one takes the pass."""
+        """Returns what the decoder's own forward returns, by an executor where one takes the pass."""
 
     def run_own(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
         """The decoder's own forward, whose layers attend as the pass says."""
@@ -196,10 +196,10 @@ class Executor(Protocol):
     """Runs some forward passes of a decoder in place of its own forward."""
 
     def takes(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> bool:
-        """Whether it runs this pass."""
+        """Returns whether it runs this pass."""
 
     def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> Any:
-        """What the decoder's own forward returns."""
+        """Returns what the decoder's own forward returns."""
 
 
 class Loop(Protocol):
@@ -224,14 +224,14 @@ class Engine(CacheOwner, Protocol):
 
     @property
     def loop(self) -> Loop | None:
-        """What `generate` runs in place of its own; None for its own."""
+        """Returns what `generate` runs in place of its own; None for its own."""
 
     def executors(self) -> Sequence[Executor]:
-        """What runs its forward passes, besides that of long inputs."""
+        """Returns what runs its forward passes, besides that of long inputs."""
 
     @property
     def step_phase(self) -> Phase:
-        """What a pass of one token behind a past is."""
+        """Returns what a pass of one token behind a past is."""
 
     def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
         """Starts a pass at which the rows have these lengths, the new tokens included."""

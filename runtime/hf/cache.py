@@ -75,12 +75,12 @@ class CacheOwner(Protocol):
         """An empty store for layer number `layer`."""
 
     def new_state(self) -> DecodeState:
-        """What the layers of one cache share in decode steps."""
+        """Returns what the layers of one cache share in decode steps."""
 
 
 class Progress:
-    """How far the forward passes over one cache came. One that did not end, whatever ended it, is undone before the
-    next one.
+    """Says how far the forward passes over one cache came. One that did not end, whatever ended it, is undone before
+    the next one.
 
     Args:
         state: what the layers share in decode steps.
@@ -114,7 +114,7 @@ class Progress:
 
     @property
     def failed(self) -> bool:
-        """Whether the last pass did not end."""
+        """Returns whether the last pass did not end."""
         return self._before is not None
 
     def columns(self, layer: SparseLayer) -> int:
@@ -131,7 +131,7 @@ def attention_dtype(new: torch.Tensor) -> torch.dtype:
 
 
 def is_autocast(kind: str) -> bool:
-    """Whether autocast is on for a kind of device; some, such as "meta", have none."""
+    """Returns whether autocast is on for a kind of device; some, such as "meta", have none."""
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
@@ -157,7 +157,7 @@ class SparseLayer(CacheLayerMixin):
 
     @property
     def state(self) -> DecodeState:
-        """What the layers of the cache share in decode steps."""
+        """Returns what the layers of the cache share in decode steps."""
         return self.progress.state
 
     @property
@@ -302,7 +302,7 @@ def named(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def decoder_output(hidden_BSE: torch.Tensor, cache: Cache | None) -> MoeModelOutputWithPast:
-    """What a decoder returns, as every head reads it, of mixtures too."""
+    """Returns what a decoder returns, as every head reads it, of mixtures too."""
     found: dict[str, Any] = {"last_hidden_state": hidden_BSE, CACHE_NAME: cache}
     return MoeModelOutputWithPast(**found)
 
@@ -358,7 +358,7 @@ def put_back(cache: Cache, states: States) -> None:
 
 
 def handed_over(cache: Cache, tokens: int) -> Iterator[Given]:
-    """What every layer has of the first tokens, for `Handle.cache_of`.
+    """Returns what every layer has of the first tokens, for `Handle.cache_of`.
 
     The cache is empty from then on: it lets go of each layer as that is taken, so that a whole copy needs little more
     memory than the cache itself.
@@ -417,7 +417,7 @@ def check_owner_open(owner: CacheOwner) -> None:
 
 
 def progress_of(cache: Cache) -> Progress:
-    """What the layers of one of our caches share."""
+    """Returns what the layers of one of our caches share."""
     return first_of(cache).progress
 
 

@@ -25,7 +25,7 @@ _FIRST_PAUSE = 256  # dense tokens before drafts that did not pay are tried agai
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a check found."""
+    """Holds what a check found."""
 
     accepted_B: torch.Tensor  # drafted tokens that count, the first ones of each row
     next_B: torch.Tensor  # the token behind them
@@ -88,9 +88,9 @@ class Sampled:
 
 
 class DraftLength:
-    """How many tokens to draft before the next check: those that give most tokens a second, by the share of drafts that
-    counted lately and the seconds that cycles of each length took. Where no draft pays it is 0, dense decoding, but for
-    one now and then of the shortest length that was tried: another one would be captured for it."""
+    """Says how many tokens to draft before the next check: those that give most tokens a second, by the share of drafts
+    that counted lately and the seconds that cycles of each length took. Where no draft pays it is 0, dense decoding,
+    but for one now and then of the shortest length that was tried: another one would be captured for it."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}

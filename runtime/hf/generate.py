@@ -28,7 +28,7 @@ from sparsekv.runtime.model_config import dtype_name, rope_switch
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is drawn. Temperature 0 is greedy."""
+    """Says how the next token is drawn. Temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -158,8 +158,8 @@ def _prefill_most(model: PreTrainedModel, ids_BS: torch.Tensor, cache: Cache, ch
 
 
 def piece_sizes(tokens: int, chunk: int, switch: int = 0) -> list[int]:
-    """How many tokens each piece of a chunked prefill has; the last one has two or more, as one alone would be a
-    decode step.
+    """Returns how many tokens each piece of a chunked prefill has; the last one has two or more, as one alone would be
+    a decode step.
 
     Args:
         tokens: of all pieces.

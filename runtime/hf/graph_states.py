@@ -31,11 +31,11 @@ class StepStates:
         self._bound: Callable[[], Cache | None] = lambda: None
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Returns whether there are any."""
         return bool(self._own)
 
     def serves(self, cache: Cache) -> bool:
-        """Whether the cache has the tensors of this step."""
+        """Returns whether the cache has the tensors of this step."""
         return all(_states(cache).get(slot) is own for slot, own in self._own.items())
 
     def bind(self, cache: Cache) -> None:

@@ -40,7 +40,7 @@ class FetchError(SparseKVError):
 
 
 def obstacle(program: Program, stores: Sequence[WholeStore], lengths: tuple[int, ...], ids_BQ: torch.Tensor) -> str:
-    """Why a step over these stores has to run as single launches; empty where it does not.
+    """Returns why a step over these stores has to run as single launches; empty where it does not.
 
     Args:
         program: what the layers compute.
@@ -61,7 +61,7 @@ def obstacle(program: Program, stores: Sequence[WholeStore], lengths: tuple[int,
 
 
 def _obstacle_on_host(layer: LayerProgram, hot: HotRows, lengths: tuple[int, ...]) -> str:
-    """Why a layer in host memory cannot be fetched for a captured step."""
+    """Returns why a layer in host memory cannot be fetched for a captured step."""
     role = layer.role
     if not isinstance(role, Follower):
         return "reads all of its tokens, which are in host memory"
@@ -78,7 +78,7 @@ def _obstacle_on_host(layer: LayerProgram, hot: HotRows, lengths: tuple[int, ...
 
 
 def _reads_all(segment: SegmentProgram, lengths: tuple[int, ...]) -> bool:
-    """Whether some row of the segment's layers attends to all of its tokens."""
+    """Returns whether some row of the segment's layers attends to all of its tokens."""
     return ALL in counts_of(segment, lengths)
 
 
@@ -245,8 +245,8 @@ class StepStores:
     # --- between steps ------------------------------------------------------------------------------------------------
 
     def serves(self, stores: Sequence[WholeStore], lengths: tuple[int, ...]) -> bool:
-        """Whether the next step is of the very stores that it is bound to, these have room for it, and those in host
-        memory are read by choice."""
+        """Returns whether the next step is of the very stores that it is bound to, these have room for it, and those in
+        host memory are read by choice."""
         if max(lengths) > self._room or len(stores) != len(self._bound) or not self.evicting.serves(stores):
             return False
         if max(lengths) > self._room_of(stores):  # rows grow apart where each keeps what counts of its draft
@@ -315,7 +315,8 @@ class StepStores:
         )
 
     def fetched(self, layer: int) -> Selection:
-        """What a layer in host memory attends to, in rows of the device; later work of the step comes after it."""
+        """Returns what a layer in host memory attends to, in rows of the device; later work of the step comes after
+        it."""
         self._stream.order(self._done[layer])
         return self._of_layer[layer].selection
 

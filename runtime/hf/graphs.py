@@ -50,7 +50,7 @@ _MOST_GRAPHS = 16  # of all batch sizes and capacities; the one that was not use
 
 
 class _Key(NamedTuple):
-    """What a step is captured for: a phase, a batch size, new tokens of a row, a capacity, the dtype of the cache
+    """Holds what a step is captured for: a phase, a batch size, new tokens of a row, a capacity, the dtype of the cache
     (another one than the model's where it was filled under autocast), and the rows on the device of layers in host
     memory and of those that evict tokens."""
 
@@ -108,7 +108,7 @@ class StepGraph:
         return self._state
 
     def serves(self, cache: Cache, lengths: tuple[int, ...]) -> bool:
-        """Whether the next step is of the very cache that it is bound to, and this has room for it."""
+        """Returns whether the next step is of the very cache that it is bound to, and this has room for it."""
         return self.stores.serves(_stores(cache), lengths) and self.states.serves(cache)
 
     def bind(self, cache: Cache) -> None:
@@ -242,7 +242,8 @@ class StepGraphs:
         return found[-1] if found else None
 
     def takes(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> bool:
-        """Whether this forward pass is a decode step that can be replayed; captures it where none was before."""
+        """Returns whether this forward pass is a decode step that can be replayed; captures it where none was
+        before."""
         program = self._programs.get(under_way.phase)
         if program is None or under_way.cache is None:
             if self._captured is not None and self._captured.changed():
@@ -259,7 +260,7 @@ class StepGraphs:
         return not self.why_not
 
     def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> Any:
-        """What the decoder's own forward returns. `takes` has made the step ready.
+        """Returns what the decoder's own forward returns. `takes` has made the step ready.
 
         Whether the model still is what was captured is looked at while the device works: asking first would take as
         long as a layer. The captured tensors are kept alive, so that a replay in vain reads nothing but old weights. It
@@ -284,7 +285,7 @@ class StepGraphs:
         self._next = self._pool = self._captured = None
 
     def _obstacle(self, program: Program, decoder: nn.Module, cache: Cache, inputs: dict[str, Any]) -> str:
-        """Why the step has to run as the model's own forward; empty where it does not."""
+        """Returns why the step has to run as the model's own forward; empty where it does not."""
         ids = inputs.get("input_ids")
         if ids is None or inputs.get("inputs_embeds") is not None or asks_for_more(decoder, inputs):
             return "more is asked of the model than the next token of token ids"
@@ -394,7 +395,7 @@ def _stores(cache: Cache) -> list[WholeStore]:
 
 
 def can_capture(device: torch.device, backend: str) -> bool:
-    """Whether steps on this device can be captured: Triton's kernels ask the host for nothing."""
+    """Returns whether steps on this device can be captured: Triton's kernels ask the host for nothing."""
     return device.type == "cuda" and torch.version.hip is None and backend in ("flash", "triton")
 
 
@@ -408,7 +409,7 @@ _OWN = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_h
 
 
 def obstacle_in(decoder: nn.Module, model_type: str) -> str:
-    """Why the modules of a decoder cannot be captured; empty where they can."""
+    """Returns why the modules of a decoder cannot be captured; empty where they can."""
     package = ARCHITECTURES[model_type].home.rpartition(".")[0]
     homes = (f"{package}.", "transformers.activations", "torch.nn.modules.")
     for module in _inside(decoder):
@@ -440,13 +441,13 @@ class CapturedModel:
         self._numbers = self._read_numbers()
 
     def changed(self) -> bool:
-        """Whether the model would compute something else than what was captured."""
+        """Returns whether the model would compute something else than what was captured."""
         now = self._look()
         same = len(now) == len(self._parts) and all(map(is_, now, self._parts))
         return not same or self._look_where() != self._addresses
 
     def numbers_changed(self) -> bool:
-        """Whether a module holds another number, text or flag."""
+        """Returns whether a module holds another number, text or flag."""
         return self._read_numbers() != self._numbers
 
     def _look(self) -> list[object]:

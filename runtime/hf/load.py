@@ -134,7 +134,7 @@ def _options(found: ModelSource, revision: str | None = None, local_files_only: 
 
 
 def torch_dtype(dtype: str, config: PreTrainedConfig, target: torch.device) -> torch.dtype:
-    """What `load_model` loads a model of this config in: "auto" depends on the type of the device.
+    """Returns what `load_model` loads a model of this config in: "auto" depends on the type of the device.
 
     Raises:
         UsageError: there is no such dtype.
@@ -338,7 +338,7 @@ _OBJECTS = (
 
 
 def _is_object(path: Path) -> bool:
-    """Whether a file holds a JSON object, or is not there at all."""
+    """Returns whether a file holds a JSON object, or is not there at all."""
     try:
         return not path.exists() or isinstance(json.loads(path.read_bytes()), dict)
     except (OSError, ValueError, RecursionError):

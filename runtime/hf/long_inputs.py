@@ -39,7 +39,7 @@ _INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", CACHE
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """How the work of a long input is cut into rows and heads.
+    """Says how the work of a long input is cut into rows and heads.
 
     Args:
         above: inputs of more tokens, over all batch rows, are cut.
@@ -53,7 +53,7 @@ class Chunking:
     output_bytes: int = 2 << 30
 
     def applies(self, batch: int, tokens: int) -> bool:
-        """Whether a call of this size is cut. Decode steps are not."""
+        """Returns whether a call of this size is cut. Decode steps are not."""
         return tokens > 1 and batch * tokens > self.above
 
     def pieces(self, batch: int, tokens: int) -> Iterator[slice]:
@@ -66,7 +66,7 @@ class Chunking:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """What one decoder layer is called with."""
+    """Holds what one decoder layer is called with."""
 
     hidden_BSE: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [B, S, R] each
@@ -86,7 +86,7 @@ class LongInputs:
         self._architecture = architecture_of(model_type)
 
     def takes(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> bool:
-        """Whether the pass is long, asks for nothing unknown, and the decoder is of a known class."""
+        """Returns whether the pass is long, asks for nothing unknown, and the decoder is of a known class."""
         given = [inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
         if len(given) != 1 or not self._chunking.applies(*given[0].shape[:2]):
             return False
@@ -100,11 +100,11 @@ class LongInputs:
         return plain and self._is_own(attached.decoder) and not asks_for_more(attached.decoder, inputs)
 
     def _is_own(self, *parts: object) -> bool:
-        """Whether these modules are of transformers' classes for this model type."""
+        """Returns whether these modules are of transformers' classes for this model type."""
         return all(type(part).__module__ == self._architecture.home for part in parts)
 
     def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> Any:
-        """What the decoder's own forward returns."""
+        """Returns what the decoder's own forward returns."""
         decoder: Any = attached.decoder
         embed = decoder.embed_tokens
         own = type(embed) is nn.Embedding or self._is_own(embed)
@@ -120,7 +120,7 @@ class LongInputs:
             return attached.run_own(under_way, inputs)
 
     def _can_cut(self, layer: nn.Module) -> bool:
-        """Whether the layer is as transformers made it."""
+        """Returns whether the layer is as transformers made it."""
         record: Any = self._architecture
         if not record.has_parts(layer) or any(map(is_touched, layer.modules())):
             return False
@@ -163,13 +163,13 @@ class _Rows:
 
 
 def _has_own_forward(module: nn.Module) -> bool:
-    """Whether the forward of a module's class is transformers', and nobody else's in its place."""
+    """Returns whether the forward of a module's class is transformers', and nobody else's in its place."""
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and code.co_filename.startswith(_OWN)
 
 
 def asks_for_more(decoder: Any, inputs: dict[str, Any]) -> bool:
-    """Whether a forward pass wants anything but the last hidden state of tokens and their cache."""
+    """Returns whether a forward pass wants anything but the last hidden state of tokens and their cache."""
     asked = {name: value for name, value in inputs.items() if name not in _INPUTS}
     recorded = decoder.config.output_hidden_states or getattr(decoder.config, "output_router_logits", False)
     plain = asked.pop("return_dict", None) is not False and not recorded
@@ -177,7 +177,7 @@ def asks_for_more(decoder: Any, inputs: dict[str, Any]) -> bool:
 
 
 def is_touched(module: nn.Module) -> bool:
-    """Whether somebody has a hook on a module, or a forward of their own."""
+    """Returns whether somebody has a hook on a module, or a forward of their own."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return "forward" in vars(module) or any(getattr(hook, "__module__", None) != _DORMANT for hook in hooks)
 
@@ -189,7 +189,7 @@ def forward_in_pieces(
     pieces: Sequence[slice],
     into_BSE: torch.Tensor,
 ) -> torch.Tensor:
-    """What a decoder layer's own forward returns, up to rounding of products cut by rows.
+    """Returns what a decoder layer's own forward returns, up to rounding of products cut by rows.
 
     Args:
         layer: of the architecture.

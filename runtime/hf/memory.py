@@ -43,7 +43,7 @@ _FRAGMENTS = 16  # a share of what a forward pass makes: freed blocks and new on
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What memory depends on of a model.
+    """Holds what memory depends on of a model.
 
     Attributes:
         info: its layers.
@@ -82,7 +82,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to run.
+    """Holds what is to run.
 
     Attributes:
         prompt: tokens of each row.
@@ -170,7 +170,7 @@ def _free_on(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """What runs of a plan on a model take of memory.
+    """Holds what runs of a plan on a model take of memory.
 
     Args:
         size: of the model.
@@ -233,7 +233,7 @@ class MemoryModel:
         )
 
     def fits(self, use: MemoryUse, available: Available) -> bool:
-        """Whether both memories suffice."""
+        """Returns whether both memories suffice."""
         host = self.host(use)
         enough = available.host is None or host + spare_beside(host) <= available.host
         return self._fits_device(use, available) and enough
@@ -345,8 +345,8 @@ class MemoryModel:
         return max((request.batch * tokens * self._token_bytes(layer) for layer in on_host), default=0)
 
     def _before_eviction(self, request: Request) -> int:
-        """What a prompt has more in evicting layers, until they evict: in one layer after another, or
-        where the prompt runs in pieces, in all of them. Beside it lies what a layer moves."""
+        """Returns what a prompt has more in evicting layers, until they evict: in one layer after another, or where the
+        prompt runs in pieces, in all of them. Beside it lies what a layer moves."""
         cached = {layer: self._store(layer, request, Placement()).device for layer in self.evicting}
         whole = {layer: request.batch * request.tokens * self._token_bytes(layer) for layer in self.evicting}
         more = [max(0, whole[layer] - own) for layer, own in cached.items()]
@@ -372,7 +372,7 @@ class MemoryModel:
         return not isinstance(layer.role, Follower) or layer.role.segment.count(length) == ALL
 
     def _scores(self, segment: SegmentProgram, batch: int, tokens: int) -> int:
-        """What a filter layer makes to choose among so many tokens of each row."""
+        """Returns what a filter layer makes to choose among so many tokens of each row."""
         heads, layer = segment.query_heads, self._program.layers[segment.filter]
         if segment.queries == 1:
             return 4 * (heads + segment.lists) * min(scored_tokens(heads), batch * tokens)

@@ -24,7 +24,7 @@ from sparsekv.runtime.hf.describe import decoder_of
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What one layer attends with in one forward pass."""
+    """Holds what one layer attends with in one forward pass."""
 
     layer: int
     q_BHSD: torch.Tensor

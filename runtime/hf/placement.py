@@ -93,7 +93,7 @@ def spill_order(decode: DecodePlan | None, length: int) -> tuple[int, ...]:
 
 
 def layouts_of(model: PreTrainedModel) -> list[Layout]:
-    """What a token's keys and values look like in each layer, for one batch row."""
+    """Returns what a token's keys and values look like in each layer, for one batch row."""
     groups = {layer: group for group in attention_groups(model.config) for layer in group.layers}
     decoder: Any = decoder_of(model)
     # of any parameter, a norm's at last: quantised projections may show none
@@ -105,5 +105,5 @@ def layouts_of(model: PreTrainedModel) -> list[Layout]:
 
 
 def reads_of(role: Role) -> Reads:
-    """What decode steps of a layer read of a long context."""
+    """Returns what decode steps of a layer read of a long context."""
     return Reads() if role.choice is None else role.choice.reads

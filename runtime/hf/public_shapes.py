@@ -21,7 +21,7 @@ _SIZES = (
 
 
 def _shape(model_type: str, rope_theta: float, *sizes: int) -> dict[str, Any]:
-    """What a config says that time and memory depend on, as transformers names it."""
+    """Returns what a config says that time and memory depend on, as transformers names it."""
     return dict(zip(_SIZES, sizes, strict=True)) | {
         "model_type": model_type,
         "head_dim": 128,

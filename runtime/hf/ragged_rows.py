@@ -180,7 +180,7 @@ def _check_row_positions(positions: torch.Tensor | None, rows: Sequence[slice], 
 
 
 def run_by_rows(attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> MoeModelOutputWithPast:
-    """What the decoder's own forward returns, of rows of different lengths run one by one.
+    """Returns what the decoder's own forward returns, of rows of different lengths run one by one.
 
     The output of a row is 0 before its tokens, and behind them that of its last one, from which the next token follows.
 

@@ -38,7 +38,7 @@ def check_segments(program: Program) -> None:
 
 
 class Step:
-    """What the layers of a step share: lengths, and for each segment how many tokens a row chooses.
+    """Holds what the layers of a step share: lengths, and for each segment how many tokens a row chooses.
 
     Args:
         lengths_B: int64, the new token included.
@@ -54,7 +54,7 @@ class Step:
             self.is_sparse = nodes.op("And", is_step, self._any_chooses(program.segments))
 
     def _any_chooses(self, segments: Sequence[SegmentProgram]) -> str:
-        """Whether a row chooses, and none is in a bucket that is dense."""
+        """Returns whether a row chooses, and none is in a bucket that is dense."""
         n, bounds = self._nodes, segments[0].bounds
         longer_BN = n.op(
             "Greater", n.op("Unsqueeze", self.lengths_B, n.constant([1])), n.constant(list(bounds) or [-1])

@@ -60,7 +60,7 @@ class Nodes:
         return [name for name in names if name]
 
     def either(self, condition: str, kinds: Sequence[int], *branches: Callable[[Nodes], Sequence[str]]) -> list[str]:
-        """What the first branch gives where `condition` holds, else what the second does.
+        """Returns what the first branch gives where `condition` holds, else what the second does.
 
         Args:
             kinds: element types of the outputs.

@@ -20,7 +20,7 @@ _PATIENCE = 2e-5  # seconds
 
 
 class Pool(Protocol):
-    """What it asks of the pool."""
+    """Holds what it asks of the pool."""
 
     driver: PageDriver
     waiting: int

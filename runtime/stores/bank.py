@@ -273,7 +273,7 @@ class HostStore:
     # --- captured steps -----------------------------------------------------------------------------------------------
 
     def is_long(self, length: int = 0) -> bool:
-        """Whether the context lies in host memory, or will with `length` tokens."""
+        """Returns whether the context lies in host memory, or will with `length` tokens."""
         return self._whole is None or length > self.hot_set.whole
 
     @property

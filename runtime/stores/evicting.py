@@ -24,7 +24,7 @@ from sparsekv.runtime.stores.store import Binding, Bytes, CachedRows, Layout, St
 
 
 class GeneratedRows(NamedTuple):
-    """Where generated tokens go: the oldest makes room for the newest."""
+    """Says where generated tokens go: the oldest makes room for the newest."""
 
     first: int  # row
     begin: int  # tokens so far where they began
@@ -246,7 +246,7 @@ class StepEviction:
         self._bound: list[GeneratedRows] = []
 
     def serves(self, stores: Sequence[WholeStore]) -> bool:
-        """Whether the generated rows are still as when they were bound."""
+        """Returns whether the generated rows are still as when they were bound."""
         return _generated(stores) == self._bound
 
     def bind(self, stores: Sequence[WholeStore]) -> None:

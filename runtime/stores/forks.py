@@ -19,11 +19,11 @@ class Forks:
 
     @property
     def any(self) -> bool:
-        """Whether some row may have tokens of another one."""
+        """Returns whether some row may have tokens of another one."""
         return self._same_BB is not None
 
     def same_as(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
-        """How many first tokens of each row are those of row `rows[i]`; lengths are tokens of the rows."""
+        """Returns how many first tokens of each row are those of row `rows[i]`; lengths are tokens of the rows."""
         if len(rows) != len(lengths):
             return [0] * len(rows)
         return [

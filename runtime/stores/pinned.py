@@ -30,7 +30,7 @@ CopyDone = Any
 
 
 class CopyStream:
-    """Where copies run on a CPU: at once."""
+    """Says where copies run on a CPU: at once."""
 
     def run(self, work: Callable[[], None], reads: Sequence[torch.Tensor]) -> CopyDone:
         """Queues `work` behind all compute issued so far.
@@ -177,7 +177,7 @@ class OutsideCaptures:
 
 
 def _captures_here() -> bool:
-    """Whether this thread captures a graph, for whatever purpose."""
+    """Returns whether this thread captures a graph, for whatever purpose."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -341,7 +341,7 @@ def _pages(nbytes: int, on_bytes: OnBytes = lambda nbytes: None) -> torch.Tensor
 
 
 def has_room(nbytes: int, available: int | None) -> bool:
-    """Whether a block of this size leaves the machine some memory; small ones are not asked about."""
+    """Returns whether a block of this size leaves the machine some memory; small ones are not asked about."""
     return available is None or nbytes < _ASK_FROM or nbytes + SPARE <= available
 
 

@@ -56,7 +56,7 @@ class Reservation:
         return self._ends[row] - self.address - row * self.row_bytes
 
     def up_to(self, row: int, nbytes: int) -> tuple[int, int]:
-        """How many first pages of a row have its first bytes; and how many of these have no others."""
+        """Returns how many first pages of a row have its first bytes; and how many of these have no others."""
         pages, end = self._rows[row], self.size(row)
         count = len(pages)
         while count and end - pages[count - 1].nbytes >= nbytes:
@@ -65,7 +65,7 @@ class Reservation:
         return count, count - (end > nbytes)
 
     def shares(self, row: int, begin: int) -> bool:
-        """Whether other rows have pages that this one's bytes from `begin` on are in."""
+        """Returns whether other rows have pages that this one's bytes from `begin` on are in."""
         return any(one.users > 1 for one in self._rows[row][self.up_to(row, begin)[1] :])
 
     def ensure(self, needed: Sequence[tuple[int, int]]) -> bool:
@@ -144,7 +144,7 @@ def total(pages: Iterable[Pages]) -> int:
 
 
 def common(some: Sequence[Pages], others: Sequence[Pages]) -> int:
-    """How many of the first pages are the same."""
+    """Returns how many of the first pages are the same."""
     return [*map(is_, some, others), False].index(False)
 
 

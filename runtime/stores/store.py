@@ -32,7 +32,7 @@ _LEAST_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the tokens of a store look like."""
+    """Holds what the tokens of a store look like."""
 
     batch: int
     heads: int  # KV heads
@@ -70,7 +70,8 @@ class Bytes:
 
 @dataclass(slots=True)
 class HostReads:
-    """What decode steps have read of contexts in host memory: a step of every layer counts, and every row and list.
+    """Holds what decode steps have read of contexts in host memory: a step of every layer counts, and every row and
+    list.
 
     Captured steps count on the device: `collect` adds their counts.
     """
@@ -157,7 +158,7 @@ class KVStore(KeySource, Protocol):
         """
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the next tokens' keys and values can be written piece by piece: [B, G, tokens, D] each.
+        """Returns where the next tokens' keys and values can be written piece by piece: [B, G, tokens, D] each.
 
         They do not count before `commit`; another call of this store between the two makes the room invalid.
 
@@ -195,7 +196,7 @@ class HotRows(NamedTuple):
 
     @property
     def all(self) -> int:
-        """How many."""
+        """Returns how many."""
         return self.slots + self.ring
 
 
@@ -215,7 +216,7 @@ StepRows = HotRows | CachedRows | None
 
 
 class StepMemory(NamedTuple):
-    """Where a captured step finds a layer's keys and values."""
+    """Says where a captured step finds a layer's keys and values."""
 
     k_BGRD: torch.Tensor
     v_BGRD: torch.Tensor
@@ -240,7 +241,7 @@ class WholeStore(KVStore, Protocol):
         """Tokens, or rows of an evicting layer, that there is room for."""
 
     def step_rows(self, length: int = 0) -> StepRows:
-        """What a captured step has to be made for, now or at `length` tokens."""
+        """Returns what a captured step has to be made for, now or at `length` tokens."""
 
     def step_memory(self) -> StepMemory:
         """Where a captured step reads and writes, until `bound` is another object."""
@@ -253,7 +254,7 @@ class WholeStore(KVStore, Protocol):
 
     @property
     def bound(self) -> object:
-        """What is the same object as long as the memory that captured steps were bound to is in use."""
+        """Returns what is the same object as long as the memory that captured steps were bound to is in use."""
 
     def advance(self, tokens: int) -> None:
         """Counts what a captured step has written."""
@@ -287,7 +288,7 @@ LEAVING = 64  # tokens move to the host so many at a time
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What decode steps of a layer read of a long context, which sizes the layer's part on the device.
+    """Holds what decode steps of a layer read of a long context, which sizes the layer's part on the device.
 
     Attributes:
         budgets: of chosen tokens; none where every step reads everything.
@@ -311,7 +312,7 @@ class Reads:
 
 @dataclass(frozen=True, slots=True)
 class HotSet:
-    """What a layer has on the device, in tokens.
+    """Holds what a layer has on the device, in tokens.
 
     Attributes:
         slots: of chosen tokens; 0 where a step reads everything.
@@ -339,13 +340,13 @@ class HotSet:
 
 
 def allocated_tokens(hot: Budget, reads: Reads, capacity: int) -> tuple[int, int]:
-    """How many tokens of a layer in host memory are allocated on the device at most, and on the host, where there is
-    room for `capacity`."""
+    """Returns how many tokens of a layer in host memory are allocated on the device at most, and on the host, where
+    there is room for `capacity`."""
     whole = HotSet.of(hot, reads, capacity).whole
     return min(capacity, whole), capacity - reads.recent if capacity > whole else 0
 
 
 def allocated_slots(hot: Budget, reads: Reads, capacity: int) -> int:
-    """How many slots a layer in host memory has for chosen tokens, where there is room for `capacity`."""
+    """Returns how many slots a layer in host memory has for chosen tokens, where there is room for `capacity`."""
     sizes = HotSet.of(hot, reads, capacity)
     return sizes.slots if capacity > sizes.whole else 0

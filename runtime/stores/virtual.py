@@ -67,7 +67,7 @@ class _Memory:
         return self.kv_2BGCD.shape[3]
 
     def rows_of(self, row: int) -> tuple[int, int]:
-        """Where the reservation has a row's keys and values."""
+        """Returns where the reservation has a row's keys and values."""
         return row, self.layout.batch + row
 
     def mapped(self) -> list[int]:
@@ -77,7 +77,7 @@ class _Memory:
         return [min(nbytes // token, self.context) for nbytes in both]
 
     def shares(self, row: int, length: int) -> bool:
-        """Whether other rows have pages that the tokens behind so many of a row go to."""
+        """Returns whether other rows have pages that the tokens behind so many of a row go to."""
         begin = length * token_bytes(self.layout)
         return any(self.reservation.shares(at, begin) for at in self.rows_of(row))
 
@@ -113,7 +113,7 @@ _LEAST_PAGES = 8
 
 
 def pays(token: int, context: int, page: int) -> bool:
-    """Whether pages of so many bytes pay for keys of `token` bytes.
+    """Returns whether pages of so many bytes pay for keys of `token` bytes.
 
     A row has up to a page beyond its tokens. Where its whole context fills eight, that is no more than the eighth by
     which a device store grows, and copies, with old and new side by side, are saved.
@@ -293,7 +293,7 @@ class VirtualStore(DeviceStore):
                 self._measure()
 
     def _keeps_all(self, lengths: Sequence[int]) -> bool:
-        """Whether no row has a page to give back; then takes note of the room that there is."""
+        """Returns whether no row has a page to give back; then takes note of the room that there is."""
         assert self._memory is not None
         page = self._pool.driver.granularity // token_bytes(self._memory.layout)
         keeps = all(most - page <= self._kept(length) for most, length in zip(self._mapped, lengths, strict=True))

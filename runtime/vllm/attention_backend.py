@@ -55,12 +55,12 @@ class SparseBackend(_Backend):
 
     @staticmethod
     def get_impl_cls() -> type[SparseImpl]:
-        """What attends."""
+        """Returns what attends."""
         return SparseImpl
 
     @staticmethod
     def get_builder_cls() -> type[SparseBuilder]:
-        """What prepares a step."""
+        """Returns what prepares a step."""
         return SparseBuilder
 
 
@@ -92,7 +92,7 @@ class SparseImpl(_Impl):
             )
 
     def program_of(self, host: PlanHost, layer: Any) -> LayerProgram:
-        """What this layer computes; checked against the layer that vLLM made."""
+        """Returns what this layer computes; checked against the layer that vLLM made."""
         if self.program is None:
             program = host.program.layers[vllm.layer_number(layer.layer_name)]
             check_layer(program, layer.num_heads, layer.num_kv_heads, layer.sliding_window)
@@ -228,7 +228,7 @@ class SparseBuilder(_Builder):
         return metadata
 
     def _step(self, host: PlanHost, common: Any, evicted: EvictedLengths | None) -> StepRows | None:
-        """What the layers ask of a step; None where all of it is vLLM's."""
+        """Returns what the layers ask of a step; None where all of it is vLLM's."""
         starts, lengths, unfinished = vllm.requests_of(common)
         # Captured graphs do not tell a prompt's single row from a decoded one: it goes with those, and is dense.
         alone = [False] * len(lengths) if vllm.platform.captures else unfinished
@@ -329,7 +329,7 @@ def _spec_of(layer: Any, spec: Any) -> Any:
 
 
 def _requests_of(config: Any) -> Requests | None:
-    """What an engine is told of its requests; None where no layer evicts tokens."""
+    """Returns what an engine is told of its requests; None where no layer evicts tokens."""
     layers = (getattr(layer, "impl", None) for layer in vllm.layers_so_far(config).values())
     host = next((impl.plan_host for impl in layers if isinstance(impl, SparseImpl)), None)
     return host.evicting.requests if host is not None and host.evicting is not None else None

@@ -29,7 +29,7 @@ class EvictingSpec(_Spec):
         return -(-vllm_config.model_config.max_model_len // self.block_size) * int(self.page_size_bytes)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
-        """Whether all layers evict as much."""
+        """Returns whether all layers evict as much."""
         return all(isinstance(spec, EvictingSpec) and spec.blocks == self.blocks for spec in kv_cache_specs.values())
 
 

@@ -30,7 +30,7 @@ _OURS = "sparsekv_given"  # what a method that was replaced by ours was, on ours
 
 
 def cache_bases() -> tuple[Any, Any]:
-    """What the spec of a layer's cache and its manager derive from."""
+    """Returns what the spec of a layer's cache and its manager derive from."""
     return AttentionSpec, SingleTypeKVCacheManager
 
 
@@ -41,7 +41,8 @@ def register_cache(spec: Any, manager: Any) -> None:
 
 
 def is_full_attention(spec: Any) -> bool:
-    """Whether it is the plain cache of a layer that keeps everything, and nothing else is said of it than of any."""
+    """Returns whether it is the plain cache of a layer that keeps everything, and nothing else is said of it than of
+    any."""
     return type(spec) is FullAttentionSpec and spec == FullAttentionSpec(**fields_of(spec))
 
 
@@ -65,7 +66,7 @@ def refuse_sessions(kind: Any) -> None:
 
 
 def fields_of(spec: Any) -> dict[str, Any]:
-    """What the spec of any attention layer holds."""
+    """Returns what the spec of any attention layer holds."""
     return {field.name: getattr(spec, field.name) for field in fields(AttentionSpec)}
 
 
@@ -163,7 +164,7 @@ def _launched(runner: Any, graphs: tuple[str, str], launch: bool) -> Iterator[No
 
 
 def scheduled(output: SchedulerOutput) -> Scheduled:
-    """What a step schedules, in our words."""
+    """Returns what a step schedules, in our words."""
     return Scheduled(
         rows=output.num_scheduled_tokens,
         prompts={

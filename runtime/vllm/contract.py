@@ -110,7 +110,7 @@ def set_by_init(impl: Any) -> dict[Any, set[str]]:
 
 
 def calls_of(impl: Any, builder: Any) -> dict[Any, tuple[str, ...]]:
-    """What is overridden, with what it is called with."""
+    """Returns what is overridden, with what it is called with."""
     return {
         impl.forward: (
             "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale",
@@ -129,7 +129,7 @@ def calls_of(impl: Any, builder: Any) -> dict[Any, tuple[str, ...]]:
 
 
 def unfulfilled(impl: Any, builder: Any) -> Iterator[str]:
-    """What the installed release lacks or calls otherwise, by name.
+    """Returns what the installed release lacks or calls otherwise, by name.
 
     Args:
         impl, builder: vLLM's own classes of this device.

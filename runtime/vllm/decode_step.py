@@ -53,7 +53,7 @@ class DecodeHost:
         self._whole_up_to = min(segment.whole_up_to for segment in program.segments)
 
     def chooses(self, lengths: Sequence[int]) -> bool:
-        """Whether a row of such a step may attend to a choice, as far as the host knows."""
+        """Returns whether a row of such a step may attend to a choice, as far as the host knows."""
         return max(lengths, default=0) > self._whole_up_to
 
     def count(self, lengths: Sequence[int]) -> None:
@@ -119,7 +119,8 @@ class DecodeRows:
         return range(len(self.lengths_B))
 
     def rest(self, layer: LayerProgram, metadata: Any, without: Callable[[Any, torch.Tensor], Any]) -> Any:
-        """What vLLM's kernel takes for the rows that do not choose for this layer; built once a step and segment.
+        """Returns what vLLM's kernel takes for the rows that do not choose for this layer; built once a step and
+        segment.
 
         Args:
             metadata: vLLM's of the step.

@@ -54,7 +54,7 @@ def read_options(additional_config: Any) -> Options:
 
 
 def plan_path(options: Options, model: str, revision: str | None) -> Path | None:
-    """Where the plan of an engine is; None where none was asked for and none lies beside the model.
+    """Returns where the plan of an engine is; None where none was asked for and none lies beside the model.
 
     Args:
         options: of the engine.

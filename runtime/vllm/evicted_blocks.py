@@ -18,7 +18,8 @@ from sparsekv.plans.phases import Retention
 
 @dataclass(frozen=True, slots=True)
 class EvictedBlocks:
-    """What an evicting layer frees, as far as lengths depend on it: layers of which these are equal share their blocks.
+    """Holds what an evicting layer frees, as far as lengths depend on it: layers of which these are equal share their
+    blocks.
 
     Args:
         fixed: tokens of a prompt that stay whatever its length.
@@ -42,12 +43,12 @@ class EvictedBlocks:
 
     @lru_cache(maxsize=4096)  # noqa: B019 - of a few, which live as long as the engine
     def evicted(self, prompt: int) -> int:
-        """How many blocks of a complete prompt are freed."""
+        """Returns how many blocks of a complete prompt are freed."""
         share = self.share.resolve(prompt) if self.share else 0
         return max(0, prompt - self.fixed - share) // self.block
 
     def cached(self, prompt: int) -> int:
-        """How many tokens of a complete prompt stay cached."""
+        """Returns how many tokens of a complete prompt stay cached."""
         return prompt - self.evicted(prompt) * self.block
 
     def freed(self, prompt: int, computed: int) -> tuple[range, range]:

@@ -34,7 +34,7 @@ class PromptRows:
 
 
 class EvictedLengths(NamedTuple):
-    """What the layers that evict as much read in a step."""
+    """Holds what the layers that evict as much read in a step."""
 
     lengths_B: torch.Tensor  # int32, tokens of each request
     cpu_lengths_B: torch.Tensor  # the same, on the host
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
 
 class StepTables:
-    """What groups of layers that evict as much share in a step.
+    """Holds what groups of layers that evict as much share in a step.
 
     Args:
         requests: of the engine.
@@ -68,7 +68,7 @@ class StepTables:
     def lengths(
         self, blocks: EvictedBlocks, page: int, rows: Callable[[], Rows], lengths_B: torch.Tensor, pages: int
     ) -> EvictedLengths:
-        """What is read of each request, made once in a step.
+        """Returns what is read of each request, made once in a step.
 
         Args:
             blocks: of each layer.
@@ -120,7 +120,8 @@ class EvictedTable:
     def step(
         self, rows: Callable[[], Rows], lengths_B: torch.Tensor, table_BP: torch.Tensor
     ) -> tuple[EvictedLengths, torch.Tensor]:
-        """What the layers of the group read in a step, and the pages of each request, of which as many are its own.
+        """Returns what the layers of the group read in a step, and the pages of each request, of which as many are its
+        own.
 
         Args:
             rows: gives those of the step.

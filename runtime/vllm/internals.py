@@ -212,7 +212,7 @@ platform: Any = OnCpu if current_platform.is_cpu() else OnCuda if current_platfo
 
 
 def engine_facts(config: VllmConfig) -> EngineFacts:
-    """What of an engine decides whether it can run a plan."""
+    """Returns what of an engine decides whether it can run a plan."""
     parallel, model = config.parallel_config, config.model_config
     speculative, transfer = config.speculative_config, config.kv_transfer_config
     stages, layers = parallel.pipeline_parallel_size, model.hf_text_config.num_hidden_layers
@@ -235,7 +235,7 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
 
 
 def missing_names() -> tuple[str, ...]:
-    """What the installed release lacks of those that were tested; of these nothing is looked for."""
+    """Returns what the installed release lacks of those that were tested; of these nothing is looked for."""
     if platform is None or release.partition("+")[0] in TESTED[current_platform.device_type]:
         return ()
     from sparsekv.runtime.vllm.contract import unfulfilled
@@ -267,7 +267,7 @@ def gather(x: torch.Tensor) -> torch.Tensor:
 
 
 def runs_ours(config: VllmConfig) -> bool:
-    """Whether an engine attends by our backend."""
+    """Returns whether an engine attends by our backend."""
     asked = config.attention_config
     return platform is OnCpu or (
         platform is not None and platform.backend in (asked.backend, *asked.backend_per_kind.values())
@@ -372,7 +372,8 @@ def _requests(q_THD: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor
 
 
 def without_prefill(support: AttentionCGSupport) -> AttentionCGSupport:
-    """What is captured in whole graphs at most: steps that only decode. Sparse prefill is launched anew each time."""
+    """Returns what is captured in whole graphs at most: steps that only decode. Sparse prefill is launched anew each
+    time."""
     return min(support, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda one: one.value)
 
 
@@ -415,7 +416,7 @@ def part_of(common: CommonAttentionMetadata, first: int, end: int) -> CommonAtte
 
 
 def derived_fields(common: CommonAttentionMetadata) -> list[str]:
-    """What of a step's metadata vLLM has computed from the rest of it."""
+    """Returns what of a step's metadata vLLM has computed from the rest of it."""
     return [name for name in _DERIVED if hasattr(common, name)]
 
 
@@ -425,7 +426,7 @@ def _cut(common: CommonAttentionMetadata, name: str, part: slice) -> torch.Tenso
 
 
 def stat_logger_base() -> Any:
-    """What a logger of an API server derives from; nothing else of a server needs its modules."""
+    """Returns what a logger of an API server derives from; nothing else of a server needs its modules."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     return StatLoggerBase

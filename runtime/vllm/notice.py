@@ -28,7 +28,8 @@ class PlanNotice(_StatLogger):
 
 
 def unused_plan(config: Any) -> str | None:
-    """What to say about the plan of an engine whose backend does not execute it; None where there is nothing to say."""
+    """Returns what to say about the plan of an engine whose backend does not execute it; None where there is nothing to
+    say."""
     if vllm.runs_ours(config):
         return None
     options, model = read_options(config.additional_config), config.model_config

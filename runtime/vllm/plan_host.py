@@ -71,7 +71,7 @@ class Scratch:
 
     @property
     def bytes(self) -> int:
-        """What it holds."""
+        """Returns what it holds."""
         return 2 * self._k.nbytes
 
     def copy(self, pages: tuple[torch.Tensor, torch.Tensor], table_P: torch.Tensor, length: int) -> KeyView:
@@ -139,7 +139,7 @@ class PlanHost:
 
     @property
     def phases(self) -> str:
-        """What is executed."""
+        """Returns what is executed."""
         evicting = format_ids(self.program.evicting)
         phases = "prefill" if self.decode is None else "prefill and decode"
         return f"{phases}, layers {evicting} evict tokens" if evicting else phases
@@ -150,7 +150,7 @@ class PlanHost:
         return self.fallback.backend
 
     def is_sparse(self, chunk: Chunk) -> bool:
-        """Whether any layer prefills this chunk sparse."""
+        """Returns whether any layer prefills this chunk sparse."""
         return any(layer.patterns_for(chunk) for layer in self.program.layers)
 
     def count_step(self, prefill: Sequence[PrefillRows]) -> None:

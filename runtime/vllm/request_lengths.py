@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """What a step schedules."""
+    """Holds what a step schedules."""
 
     rows: Mapping[str, int]  # of each request
     prompts: Mapping[str, int]  # tokens of the prompts of requests that are new to the worker
@@ -58,7 +58,7 @@ class Requests:
         return single and max(rows.values()) == 1
 
     def knows(self, request: str) -> bool:
-        """Whether the worker still has a request."""
+        """Returns whether the worker still has a request."""
         return request in self._prompts
 
     def order(self, requests: Sequence[str]) -> None:

@@ -102,8 +102,8 @@ def prefill_rows(starts: Sequence[int], lengths: Sequence[int], prefilling: Sequ
 
 
 def decode_rows(starts: Sequence[int], prefill: Sequence[PrefillRows]) -> int:
-    """How many requests decode: the first of the step, a row each, with the padding behind them where nothing else is.
-    vLLM sorts them so."""
+    """Returns how many requests decode: the first of the step, a row each, with the padding behind them where nothing
+    else is. vLLM sorts them so."""
     return min((rows.request for rows in prefill), default=len(starts) - 1)
 
 
