@@ -110,7 +110,7 @@ def test_rows_that_are_fixed_are_refused_with_the_layers_and_the_reason(four_lay
     model, prompts = four_layers, random_tokens(2, 12)
     with torch.no_grad(), fixed_rows(model, **fixed):
         cache = model(prompts).past_key_values
-        before = [layer.held for layer in cache.layers]
+        before = [layer.cached for layer in cache.layers]
         for pick in (
             lambda: cache.reorder_cache(torch.tensor([1, 0])),
             lambda: cache.batch_repeat_interleave(2),
@@ -118,7 +118,7 @@ def test_rows_that_are_fixed_are_refused_with_the_layers_and_the_reason(four_lay
         ):
             with pytest.raises(UnsupportedError, match=why):
                 pick()
-        assert [layer.held for layer in cache.layers] == before
+        assert [layer.cached for layer in cache.layers] == before
         with model.get_input_embeddings().register_forward_pre_hook(lambda *_: pytest.fail("something ran")):
             for options in ({"num_beams": 2}, {"generation_config": GenerationConfig(num_beams=2)}):
                 with pytest.raises(UnsupportedError, match=why):
