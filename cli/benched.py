@@ -1,4 +1,4 @@
-"""What the commands of `sparsekv bench` share: the model and its plan, the options of timing, rows on the screen."""
+"""Shared parts of the commands of `sparsekv bench`: the model and its plan, options of timing, rows on the screen."""
 
 from __future__ import annotations
 

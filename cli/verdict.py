@@ -1,4 +1,4 @@
-"""What a plan comes to in a few lines: gains, what is lossy, its status, and the command to go on with."""
+"""The verdict on a plan in a few lines: gains, what is lossy, its status, and the command to go on with."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Stopwatch:
 
 
 def _rounds(launches: int, seconds: float) -> int:
-    """How often all are timed, of which one round takes so many seconds: once where that is long."""
+    """Returns how often all are timed, where one round takes so many seconds: once where that is long."""
     if seconds > _VERY_LONG_SECONDS:
         return 1
     return max(_FEWEST, min(_MOST, round(launches * SECONDS_A_TIMING / seconds)))

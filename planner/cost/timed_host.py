@@ -42,7 +42,7 @@ class Host:
         return None
 
     def take(self, out_BHTD: torch.Tensor) -> None:
-        """What comes after sparse attention."""
+        """Runs what comes after sparse attention."""
 
     def views(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, rows: int, copies: int) -> list[KeyView]:
         """Such keys and values of a step's rows, as often as steps need to read them cold."""

@@ -1,4 +1,4 @@
-"""What another format holds of a plan: one list a format decides what is told to be lost.
+"""Fields of a plan that another format cannot hold: one list a format decides what is told to be lost.
 
 A path names a field from the plan down, such as `decode.lengths.segments.layers`, and stands for all below it. A field
 that no list names, one that comes into the schema later too, is told.
