@@ -91,7 +91,7 @@ def measure_cost(
         host: the program that runs the plan; None is the transformers host.
 
     Raises:
-        BackendError: the backend cannot run here, or timings give work no price however often they are taken.
+        BackendError: the backend cannot run here, or timings on a GPU give work no price however often they are taken.
     """
     choice = choose_backend(device, dtype, shape.head_dim, backend, tile)
     timed_families = tuple(name for name in KNOWN_FAMILIES if name in FAMILIES or name in families)
@@ -132,9 +132,10 @@ def measure_cost(
 
 
 def _priced(bench: Bench, lengths: Sequence[int], timings: Sequence[Timing]) -> list[Timing]:
-    """Returns further timings of prefill, as many as it takes until all of its work has a price."""
+    """Returns further timings of prefill, as many as it takes until all of its work has a price. None on a CPU: beside
+    the calls of a query tile a tile of a short prompt takes no time there, and other programs take time slices."""
     rounds: list[list[Timing]] = []
-    while free := free_work([*timings, *chain(*rounds)]):
+    while bench.device.type == "cuda" and (free := free_work([*timings, *chain(*rounds)])):
         if len(rounds) == _MOST_ROUNDS:
             raise BackendError(
                 f"expected timings on {device_name(bench.device)} that give each kind of work a price, found that "
