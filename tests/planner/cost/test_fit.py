@@ -1,8 +1,10 @@
 """Prices of prefill from noisy timings, and fits that cannot be right."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +12,12 @@ import torch
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.planner.cost import measure
 from sparsekv.planner.cost.device_cost import HeadShape, Line, Timing
 from sparsekv.planner.cost.fit import fit_errors, fit_line, free_work
 from sparsekv.planner.cost.measure import timed_lengths
 from sparsekv.planner.cost.prefill_launches import features_of, layers_to_time
+from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import AShape, Dense, Pattern, TileShape, VerticalSlash, tokens
 
 TILE, PROCESSORS, PASSES = TileShape(), 132, 2
@@ -120,6 +124,21 @@ def test_work_that_no_launch_has_more_of_is_judged_by_the_dense_kernel() -> None
     same = [one for one in launches(0.0, 1.0, 0.0, tiles=(100.0, 100.0)) if one.features[4] == 0.0]
     assert any(line.startswith("tiles have a price of 0 us") for line in free_work([*same, *dense_timings(1.0)]))
     assert not free_work([*same, *dense_timings(1e-4)]), "too little work to matter"
+
+
+@pytest.mark.parametrize(("device", "rounds"), [("cuda", 3), ("cpu", 0)])
+def test_work_without_a_price_is_timed_again_and_then_refused_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, rounds: int
+) -> None:
+    """A CPU's timings beside other programs are what they are: CI plans there."""
+    same = [one for one in launches(0.0, 1.0, 0.0, tiles=(100.0, 100.0)) if one.features[4] == 0.0]
+    timings, again = [*same, *dense_timings(1.0)], []
+    monkeypatch.setattr(measure, "device_name", str)
+    prefill = SimpleNamespace(timed=lambda: again.append(1) or iter(timings))
+    bench = SimpleNamespace(device=torch.device(device), prefill=lambda _: prefill)
+    with pytest.raises(BackendError, match="tiles have a price of 0 us") if rounds else nullcontext():
+        assert measure._priced(bench, (4096,), timings) == []
+    assert len(again) == rounds
 
 
 def test_errors_say_how_far_a_timing_lies_from_the_line_through_the_others() -> None:
