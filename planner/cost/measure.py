@@ -235,11 +235,11 @@ class OffloadedSteps:
     def run(self, selection: Selection, q_BH1D: torch.Tensor, *, scale: float, backend: str) -> list[torch.Tensor]:
         """One step: [B, H, 1, D] of every layer. May be captured."""
         lengths_B, found = self._step.lengths_B, []
-        self._step.fetch(self._segment, selection)
+        self._step.fetches.fetch(self._segment, selection)
         for layer in range(_FOLLOWERS):
             keys, rows, _ = self._step.new_store(layer).gather(selection, lengths_B)
             found.append(decode_attention(q_BH1D, keys, rows, scale=scale, backend=backend).out_BHSD)
-        self._step.join()
+        self._step.fetches.join()
         return found
 
 

@@ -1,9 +1,7 @@
 """Keys and values as a captured decode step has them: wherever the cache at hand keeps them.
 
 The addresses of all layers are in one table, which is written when another cache is served. What layers in host memory
-lack of a choice is fetched as soon as the filter layer has chosen, layer by layer, on a second stream; the attention of
-a layer waits for its own rows alone. The slot tables belong to the step: what they say of a cache waits with that cache
-while others take their turns.
+lack of a choice is fetched (graph_fetches.py); evicting layers count their rows (stores/evicting.py).
 
 Layers with a recurrent state have no store. In a step, a layer goes by its position among those that have one.
 
@@ -15,28 +13,17 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
 
 import torch
 
-from sparsekv.kernels.decode.selection import ALL, Selection
-from sparsekv.kernels.decode.slots import MOST_SLOTS, SlotMap, SlotState, SlotTable
+from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import COLUMNS, HEAD, HOST, HOST_TOKENS, KEYS, ROW, ROWS, TOKEN, VALUES, KeyView
-from sparsekv.plans.errors import SparseKVError
-from sparsekv.runtime.core.budgets import counts_of
-from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.core.roles import Follower
-from sparsekv.runtime.core.segments import SegmentProgram
-from sparsekv.runtime.stores.bank import HostStore, in_host_memory
+from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.hf.graph_fetches import StepFetches, fetch_obstacle
 from sparsekv.runtime.stores.evicting import StepEviction
-from sparsekv.runtime.stores.pinned import CopyDone, stream_for
 from sparsekv.runtime.stores.store import Binding, Bytes, CachedRows, HostReads, HotRows, Layout, StepMemory, WholeStore
-
-
-class FetchError(SparseKVError):
-    """Bringing what a filter layer chose to the device failed in a captured step, which is then of no use."""
 
 
 def obstacle(program: Program, stores: Sequence[WholeStore], lengths: tuple[int, ...], ids_BQ: torch.Tensor) -> str:
@@ -55,31 +42,9 @@ def obstacle(program: Program, stores: Sequence[WholeStore], lengths: tuple[int,
         if store.keys.shape[0] != rows:
             return f"the cache holds {store.keys.shape[0]} rows, the step has {rows}"
         hot = store.step_rows(max(lengths))
-        if isinstance(hot, HotRows) and (found := _obstacle_on_host(layer, hot, lengths)):
+        if isinstance(hot, HotRows) and (found := fetch_obstacle(layer, hot, lengths)):
             return f"layer {layer.layer} {found}"
     return ""
-
-
-def _obstacle_on_host(layer: LayerProgram, hot: HotRows, lengths: tuple[int, ...]) -> str:
-    """Returns why a layer in host memory cannot be fetched for a captured step."""
-    role = layer.role
-    if not isinstance(role, Follower):
-        return "reads all of its tokens, which are in host memory"
-    if _reads_all(role.segment, lengths):
-        return "reads all of its tokens at this length, which are in host memory"
-    if role.kv_map is not None or layer.window is not None:
-        return "is in host memory and has a head map or a sliding window"
-    if role.segment.recent < 2 or not 1 <= hot.slots <= MOST_SLOTS:
-        return (
-            f"is in host memory: expected 2 recent tokens or more and 1 to {MOST_SLOTS} slots, found "
-            f"{role.segment.recent} and {hot.slots} (0 while the largest budget of the layer covers its context)"
-        )
-    return ""
-
-
-def _reads_all(segment: SegmentProgram, lengths: tuple[int, ...]) -> bool:
-    """Returns whether some row of the segment's layers attends to all of its tokens."""
-    return ALL in counts_of(segment, lengths)
 
 
 class CapturedStore:
@@ -123,7 +88,7 @@ class CapturedStore:
         once what the choice missed is there."""
         if self._step.kinds[self._layer] is None:
             return self.view(lengths_B), selection, window
-        return self.view(lengths_B), self._step.fetched(self._layer), None
+        return self.view(lengths_B), self._step.fetches.fetched(self._layer), None
 
     @property
     def cached(self) -> tuple[int, ...]:
@@ -143,43 +108,6 @@ class CapturedStore:
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Nothing to do: the next step writes where its lengths say."""
-
-
-@dataclass(slots=True)
-class _Group:
-    """Layers in host memory that follow one choice."""
-
-    layers: tuple[int, ...]
-    hot: HotRows
-    recent: int
-    table: SlotTable
-    placed: Any  # PlacedStep
-    state: Callable[[], SlotState | None] = lambda: None  # of the table; None once its stores are gone
-
-    @property
-    def selection(self) -> Selection:
-        """The choice, in rows of the device."""
-        return Selection(self.placed.rows_BgA, self.placed.totals_B, 0, 0)
-
-    def take(self, stores: Sequence[HostStore]) -> None:
-        """The table is that of these stores, one a layer, as the last step over them left it, and empty if there was
-        none or their slots were written to since. That of the stores before waits with these."""
-        state, current = stores[0].slot_state, self.state()
-        if any(store.slot_state is not state for store in stores):
-            state = None
-        if state is not None and state is current:
-            return
-        if current is not None:
-            current.contents = self.table.contents()
-        if state is not None and state.contents is not None:
-            self.table.load(state.contents)
-            state.contents = None
-        else:
-            state = SlotState()
-            self.table.clear()
-        self.state = weakref.ref(state)
-        for store in stores:
-            store.slot_state = state
 
 
 class StepStores:
@@ -208,35 +136,7 @@ class StepStores:
         self._bound: list[Callable[[], object]] = []
         self._binding: Binding | None = None  # with the stores in host memory
         self._room = 0
-        self._stream = stream_for(lengths_B.device)
-        self._done: dict[int, CopyDone] = {}  # by layer, in this step
-        self._last: CopyDone = None
-        self._groups = self._grouped(program, capacity)
-        every = [group for groups in self._groups.values() for group in groups]
-        self._of_layer = {layer: group for group in every for layer in group.layers}
-        self._segments = [segment for segment in program.segments if segment.filter in self._groups]
-        self._counts_3 = reads.on_device(lengths_B.device)
-
-    def _grouped(self, program: Program, capacity: int) -> dict[int, list[_Group]]:
-        """By filter layer."""
-        alike: dict[tuple[SegmentProgram, HotRows], list[int]] = {}
-        for position, (layer, hot) in enumerate(zip(program.attending, self.kinds, strict=True)):
-            if isinstance(hot, HotRows):
-                assert isinstance(layer.role, Follower), "obstacle() has seen it"
-                alike.setdefault((layer.role.segment, hot), []).append(position)
-        found: dict[int, list[_Group]] = {}
-        for (segment, hot), layers in alike.items():
-            found.setdefault(segment.filter, []).append(self._group(segment, tuple(layers), hot, capacity))
-        return found
-
-    def _group(self, segment: SegmentProgram, layers: tuple[int, ...], hot: HotRows, capacity: int) -> _Group:
-        from sparsekv.kernels.decode.place import PlacedStep  # loads Triton
-
-        batch, device = self.lengths_B.shape[0], self.lengths_B.device
-        table = SlotTable(batch, segment.lists, hot.slots, capacity, device)
-        most = min(hot.slots, segment.sink + segment.most)  # of any length: caches of other capacities are served too
-        placed = PlacedStep.empty(table, most + segment.recent, segment.recent)
-        return _Group(layers, hot, segment.recent, table, placed)
+        self.fetches = StepFetches(program, self.kinds, self.where_LX, self.shapes, capacity, lengths_B, reads)
 
     def new_store(self, layer: int) -> CapturedStore:
         """Of the cache that the step is captured with, for layer number `layer` of the model."""
@@ -251,7 +151,7 @@ class StepStores:
             return False
         if max(lengths) > self._room_of(stores):  # rows grow apart where each keeps what counts of its draft
             return False
-        if any(_reads_all(segment, lengths) for segment in self._segments):
+        if self.fetches.reads_all(lengths):
             return False
         return all(store.bound is bound() for store, bound in zip(stores, self._bound, strict=True))
 
@@ -265,8 +165,7 @@ class StepStores:
             table_LX = table_LX.pin_memory()  # which is not reused before the copy has read it
         self.where_LX.copy_(table_LX, non_blocking=True)
         self._binding = Binding()
-        for group in (group for groups in self._groups.values() for group in groups):
-            group.take(in_host_memory(stores[layer] for layer in group.layers))
+        self.fetches.bind(stores)
         self._bound = [weakref.ref(store.bind(self._binding)) for store in stores]  # a cache that is let go of is freed
         self._room = self._room_of(stores)
         self.evicting.bind(stores)
@@ -277,52 +176,6 @@ class StepStores:
             store.capacity for hot, store in zip(self.kinds, stores, strict=True) if not isinstance(hot, CachedRows)
         )
         return min(rooms, default=sys.maxsize)
-
-    # --- inside a step ------------------------------------------------------------------------------------------------
-
-    def fetch(self, segment: SegmentProgram, selection: Selection) -> None:
-        """Begins to fetch what the layers of the segment lack of the choice. The selection stays alive for the step."""
-        from sparsekv.kernels.decode.place import place_step
-
-        for group in self._groups.get(segment.filter, ()):
-            place = partial(
-                place_step,
-                group.table,
-                selection,
-                self.lengths_B,
-                group.hot.ring,
-                group.placed,
-                self._counts_3,
-                len(group.layers),
-            )
-            self._stream.run(place, ())
-            for layer in group.layers:
-                self._done[layer] = self._last = self._stream.run(partial(self._gather, group, layer), ())
-
-    def _gather(self, group: _Group, layer: int) -> None:
-        from sparsekv.kernels.decode.gather import gather_missed
-
-        shape_BGSD = self.shapes[layer]
-        gather_missed(
-            self.where_LX[layer],
-            group.placed,
-            self.lengths_B,
-            kv_heads=shape_BGSD.shape[1],
-            token_bytes=shape_BGSD.shape[3] * shape_BGSD.element_size(),
-            slots=group.hot.slots,
-            ring=group.hot.ring,
-            recent=group.recent,
-        )
-
-    def fetched(self, layer: int) -> Selection:
-        """Returns what a layer in host memory attends to, in rows of the device; later work of the step comes after
-        it."""
-        self._stream.order(self._done[layer])
-        return self._of_layer[layer].selection
-
-    def join(self) -> None:
-        """Later work of the step comes after everything that was begun."""
-        self._stream.order(self._last)
 
 
 def _address_row(shape_BGSD: torch.Tensor, memory: StepMemory) -> list[int]:

@@ -38,8 +38,9 @@ from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
 from sparsekv.runtime.hf.cache import CACHE_NAME, FixedRows, Progress, SparseLayer, decoder_output
+from sparsekv.runtime.hf.graph_fetches import FetchError
 from sparsekv.runtime.hf.graph_states import StepStates
-from sparsekv.runtime.hf.graph_stores import FetchError, StepStores, obstacle
+from sparsekv.runtime.hf.graph_stores import StepStores, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore, StepRows, WholeStore
@@ -148,7 +149,7 @@ class StepGraph:
             inputs = {"input_ids": self.ids_BQ, "position_ids": self.positions_BQ}
             under_way = Pass(engine, self._phase, cache, attached.windows, new_B=self._new_B)
             found = attached.run_own(under_way, {**inputs, CACHE_NAME: cache, "use_cache": True})
-            self.stores.join()
+            self.stores.fetches.join()
             hidden_BQE: torch.Tensor = found.last_hidden_state
             return hidden_BQE
 
@@ -183,7 +184,7 @@ class StepGraph:
 def _fetch(stores: StepStores, segment: SegmentProgram, selection: Selection) -> None:
     """Raises FetchError: else attention would be blamed, and begin the layer again over a half-placed choice."""
     try:
-        stores.fetch(segment, selection)
+        stores.fetches.fetch(segment, selection)
     except (torch.OutOfMemoryError, SparseKVError):
         raise
     except Exception as error:

@@ -17,7 +17,7 @@ from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.plans.phases import DecodeBucket
 from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.graph_stores import StepStores
+from sparsekv.runtime.hf.graph_fetches import StepFetches
 from sparsekv.runtime.hf.graphs import GraphWarning
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES, HostMemory
@@ -207,7 +207,7 @@ def test_a_capture_that_fails_frees_what_it_made_and_the_step_runs_as_single_lau
     with applied(model, ()):
         expected, _ = steps(model, prompt, new)
     with applied(model, (1, 2)) as handle:
-        monkeypatch.setattr(StepStores, "fetch", fail)
+        monkeypatch.setattr(StepFetches, "fetch", fail)
         wait = graphs.torch.cuda.synchronize
         monkeypatch.setattr(graphs.torch.cuda, "synchronize", lambda device=None: waited.append(wait(device)))
         with pytest.warns(match="capturing failed"):
@@ -273,7 +273,7 @@ def test_garbage_that_waits_for_the_device_does_not_end_a_capture(model, capture
     """A GPU refuses to be waited for then, in its own words."""
     memory, ran, seen = HostMemory(), [], []
     blocks = [memory.take(1 << 20, DEVICE) for _ in range(3)]
-    fetch = StepStores.fetch
+    fetch = StepFetches.fetch
 
     def littering(self, segment, selection):
         blocks[-1:] = []  # is unlocked
@@ -281,7 +281,7 @@ def test_garbage_that_waits_for_the_device_does_not_end_a_capture(model, capture
         seen.append(len(ran))
         fetch(self, segment, selection)
 
-    monkeypatch.setattr(StepStores, "fetch", littering)
+    monkeypatch.setattr(StepFetches, "fetch", littering)
     with applied(model, (1, 2)) as handle:
         steps(model, ids(1, LONG), ids(1, 1, 1))
         assert (handle.steps.replayed, handle.steps.why_not) == (1, "")

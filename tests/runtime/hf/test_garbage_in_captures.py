@@ -14,7 +14,7 @@ from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.graph_stores import StepStores
+from sparsekv.runtime.hf.graph_fetches import StepFetches
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -53,7 +53,7 @@ def one_step(model):
 
 def step_during_whose_capture(happens):
     """A captured step of a new model; its handle."""
-    model, runs, fetch = a_model(2), [], StepStores.fetch
+    model, runs, fetch = a_model(2), [], StepFetches.fetch
 
     def fetching(self, segment, selection):
         runs.append(None)
@@ -63,7 +63,7 @@ def step_during_whose_capture(happens):
         fetch(self, segment, selection)
 
     with apply(model, plan_for(model, None, SPARSE), backend="triton") as handle, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepStores, "fetch", fetching)
+        patch.setattr(StepFetches, "fetch", fetching)
         one_step(model)
     return handle.steps
 

@@ -153,5 +153,5 @@ def test_pinned_memory_holds_what_was_moved(hot):
         at = found.chosen_BgN[b, 0].long()
         assert torch.equal(keys.k[b][:, at], there.k[b][:, wanted])
         assert torch.equal(keys.v[b][:, at], there.v[b][:, wanted])
-    assert moved._host_CBPGD.is_pinned()
+    assert moved.rows.on_host.is_pinned()
     assert moved.bytes.device < whole.bytes.device

@@ -15,7 +15,7 @@ from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.plans.patterns import tokens
 from sparsekv.plans.phases import DecodeBudget
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.hf import graph_stores
+from sparsekv.runtime.hf import graph_fetches
 from sparsekv.runtime.hf.graph_stores import StepStores, obstacle
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
@@ -98,11 +98,11 @@ class Steps:
         selection = cache.choice(seed)
         stores = [self.now.new_store(layer) for layer in range(3)]
         stores[0].append(*new[0])
-        self.now.fetch(self.program.segments[0], selection)
+        self.now.fetches.fetch(self.program.segments[0], selection)
         for layer in (1, 2):
             stores[layer].append(*new[layer])
             self.check(cache, layer, selection, stores[layer].gather(selection, self.lengths_B))
-        self.now.join()
+        self.now.fetches.join()
 
     def check(self, cache: Cache, layer: int, selection: Selection, gathered) -> None:
         _, found, _ = gathered
@@ -136,7 +136,7 @@ OPS = st.sampled_from(
 @given(ops=st.lists(OPS, min_size=4, max_size=9), first=st.sampled_from([40, 120]))
 def test_every_step_reads_what_was_given(ops, first: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_stores, "stream_for", lambda device: LateStream())
+        patch.setattr(graph_fetches, "stream_for", lambda device: LateStream())
         memory = LateMemory()
         caches, steps = [Cache(memory), Cache(memory)], Steps()
         for number, cache in enumerate(caches):
@@ -230,7 +230,7 @@ def test_a_step_that_is_released_takes_along_what_it_knew_of_slots() -> None:
 def test_a_cache_that_is_let_go_of_leaves_nothing_with_the_step() -> None:
     steps, caches = Steps(), [long_cache(), long_cache()]
     step(steps, caches[0], 1)
-    state = weakref.ref(caches[0].stores[1].slot_state)
+    state = weakref.ref(caches[0].stores[1].rows.slot_state)
     caches.pop(0)
     step(steps, caches[0], 1)
     assert state() is None

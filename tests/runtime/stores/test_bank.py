@@ -32,7 +32,7 @@ from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import reserve
 from sparsekv.runtime.hf.placement import layouts_of
-from sparsekv.runtime.stores import bank as packed
+from sparsekv.runtime.stores import host as packed
 from sparsekv.runtime.stores import pinned as memory
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
@@ -62,7 +62,7 @@ def test_the_stream_of_these_tests_is_late(late):
     store = HostStore(tokens(5), memory)
     store.reserve(200)
     store.append(*rows(180, 0))
-    store._host_CBPGD.zero_()
+    store.rows.on_host.zero_()
     assert bool(seen_in(store)[0][:, :, :128].any()) == late
 
 
@@ -99,18 +99,18 @@ def test_memory_goes_from_one_store_to_the_next():
     shared = LateMemory()
     first = HostStore(tokens(7), shared)
     first.reserve(800, LAYOUT)
-    place = first._host_CBPGD.data_ptr()
+    place = first.rows.on_host.data_ptr()
     filled(first, [300, 400])
     del first
     gc.collect()
     assert shared.late.waiting  # its copies have not run yet: they must not land in what the next one writes
     second = HostStore(tokens(7), shared)
     second.reserve(760, LAYOUT)
-    assert second._host_CBPGD.data_ptr() == place
+    assert second.rows.on_host.data_ptr() == place
     assert holds(second, *filled(second, [100, 550]))
     third = HostStore(tokens(7), shared)
     third.reserve(800, LAYOUT)
-    assert third._host_CBPGD.data_ptr() != place
+    assert third.rows.on_host.data_ptr() != place
     del second
     gc.collect()
     small = HostStore(tokens(7), shared)
@@ -126,7 +126,7 @@ def test_a_store_that_grows_gives_its_old_block_back():
     shared = HostMemory()
     store = HostStore(tokens(7), shared)
     filled(store, [100, 1000])
-    old = store._block
+    old = store.rows.block
     assert [len(block.data) < len(old.data) for block in shared._free[CPU]] == [True]
     store.append(*rows(3000, 0))
     assert shared._free[CPU] == [old]  # and the one before it went: nobody who grows would ever take it
@@ -177,10 +177,10 @@ def test_a_new_cache_has_its_memory_in_place_and_keeps_it(model):
         assert found.past_key_values is cache
         assert torch.equal(found.logits, expected)
         after = handle.stats()
-        places = {layer.store._host_CBPGD.data_ptr() for layer in cache.layers[1:]}
+        places = {layer.store.rows.on_host.data_ptr() for layer in cache.layers[1:]}
         cache.reset()
         model(prompt, past_key_values=cache)
-        assert {layer.store._host_CBPGD.data_ptr() for layer in cache.layers[1:]} == places
+        assert {layer.store.rows.on_host.data_ptr() for layer in cache.layers[1:]} == places
     assert (after.kv_bytes_device, after.kv_bytes_host) == (before.kv_bytes_device, before.kv_bytes_host)
     with pytest.raises(UsageError, match="handle was closed"):
         handle.new_cache(10)
@@ -238,7 +238,7 @@ def test_stores_that_grow_leave_no_trail_of_blocks():
     for step in range(8):
         for store in stores:
             store.append(*rows(400, step))
-    held = sum(len(store._block.data) for store in stores)
+    held = sum(len(store.rows.block.data) for store in stores)
     assert held > 4 * 3000 * 2 * BATCH * GROUPS * SIZE * 4
     assert free_bytes(memory) < held / 4  # the last block that the last store left
 
@@ -249,7 +249,7 @@ def test_blocks_of_shorter_prompts_go_when_a_longer_one_comes():
         stores = [HostStore(tokens(5), memory) for _ in range(3)]
         for store in stores:
             store.reserve(length, LAYOUT)
-        held = sum(len(store._block.data) for store in stores)
+        held = sum(len(store.rows.block.data) for store in stores)
         del stores, store
         assert free_bytes(memory) == held
 

@@ -205,11 +205,11 @@ def test_a_block_of_a_cancelled_request_serves_the_next_one(late: bool) -> None:
     layers = Layers(1, tokens(100), memory, count=1)
     layers.append(800, 0)
     layers.decode(0)
-    block = layers.stores[0]._block
+    block = layers.stores[0].rows.block
     layers.append(100, 1)  # copies of these are under way when the request goes
     layers.reset()
     layers.append(790, 2)
-    assert layers.stores[0]._block is block
+    assert layers.stores[0].rows.block is block
     layers.decode(1)
     layers.views()
 
@@ -220,7 +220,7 @@ def test_a_hundred_requests_take_no_more_memory_than_the_first() -> None:
     for request in range(100):
         layers.append(600 + request % 3, request)
         layers.decode(request)
-        held = sum(store.bytes.device + len(store._block.data) for store in layers.stores)
+        held = sum(store.bytes.device + len(store.rows.block.data) for store in layers.stores)
         taken.append(held + memory.free_bytes)
         layers.reset()
     assert max(taken) <= 1.01 * taken[0]

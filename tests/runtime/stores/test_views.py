@@ -92,7 +92,7 @@ def test_where_steps_read_everything_a_gather_gives_everything(reads: Reads):
 def test_bytes_are_those_of_the_storages():
     store = HostStore(tokens(8))
     filled(store, [100, 30])
-    held = [tensor for tensor in vars(store).values() if isinstance(tensor, torch.Tensor)]
+    held = [tensor for tensor in vars(store.rows).values() if isinstance(tensor, torch.Tensor)]
     assert store.bytes.device + store.bytes.host == sum(tensor.untyped_storage().nbytes() for tensor in held)
 
 
