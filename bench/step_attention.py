@@ -55,7 +55,7 @@ class Fillable(Protocol):
 
 def kv_bytes(layouts: Iterable[Layout]) -> int:
     """Of the keys and values of one token in all layers."""
-    return sum(2 * one.batch * one.heads * one.size * one.dtype.itemsize for one in layouts)
+    return sum(one.bytes(1) for one in layouts)
 
 
 def fill(

@@ -79,10 +79,12 @@ def allocate(
         own = timed.get(entry.length)
         length = _Length(profile, entry, own.cost if own else cost, options)
         choice = length.chosen(options, target)
+        line = length.told()
+        if own:
+            choice, line = length.decided((choice, line), (own.candidate.choice, own.candidate.told))
         work.append(length)
-        choices.append(length.decided(choice, own.candidate.choice) if own else choice)
-    if say is not None:
-        for line in filter(None, (length.told() for length in work)):
+        choices.append(choice)
+        if say is not None and line:
             say(line)
     buckets: list[PrefillBucket] = []
     for length, choice in zip(work, choices, strict=True):
@@ -105,12 +107,14 @@ class Candidate:
         choice: of every head.
         bucket: the same as the plan has it.
         digest: of the bucket, and of the weights that attend by it.
+        told: how good the allocation is.
     """
 
     tables: ScoreTables
     choice: Choice
     bucket: PrefillBucket
     digest: str
+    told: str | None
 
     @property
     def length(self) -> int:
@@ -131,15 +135,19 @@ def candidates(profile: Profile, cost: DeviceCost, options: Settled) -> tuple[Ca
     for entry, target in _targets(profile, options):
         if entry.length in options.dense_at("prefill"):
             continue
-        length = _Length(profile, entry, cost, options)
-        choice = length.chosen(options, target)
-        if not (choice >= 0).any():
-            length = _Length(profile, entry, cost, options.but(crossover=False))
+        for own in (options, options.but(crossover=False)):
+            length = _Length(profile, entry, cost, own, strict=False)
             choice = length.chosen(options, target)
-        bucket = length.bucket(choice)
-        part = {"bucket": bucket.model_dump(mode="json"), "weights": profile.model.fingerprint.weights}
-        found.append(Candidate(length.tables, choice, bucket, content_digest(part)))
+            if (choice >= 0).any():
+                found.append(_candidate(profile, length, choice))
+                break
     return tuple(found)
+
+
+def _candidate(profile: Profile, length: _Length, choice: Choice) -> Candidate:
+    bucket = length.bucket(choice)
+    part = {"bucket": bucket.model_dump(mode="json"), "weights": profile.model.fingerprint.weights}
+    return Candidate(length.tables, choice, bucket, content_digest(part), length.told())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,9 +236,16 @@ def at_target(tables: ScoreTables, families: Collection[Family], target: float) 
 
 
 class _Length:
-    """The allocation of one length."""
+    """The allocation of one length.
 
-    def __init__(self, profile: Profile, entry: LengthProfile, cost: DeviceCost, options: Settled) -> None:
+    Args:
+        strict: raise where a target is out of reach by these prices; else come as near to it as can be.
+    """
+
+    def __init__(
+        self, profile: Profile, entry: LengthProfile, cost: DeviceCost, options: Settled, *, strict: bool = True
+    ) -> None:
+        self._strict = strict
         self._profile, self._entry, self._cost = profile, entry, cost
         self._longest = entry is profile.lengths[-1]
         self._tile: TileShape = profile.tile
@@ -252,9 +267,9 @@ class _Length:
             return self._dense
         return self.at_density(target) if options.target_speedup is None else self.at_speedup(options.target_speedup)
 
-    def decided(self, choice: Choice, timed: Choice) -> Choice:
-        """A choice by corrected prices, or the one that was timed; dense where neither surely gains."""
-        return next((one for one in (choice, timed) if self._gain(one) >= SURE_GAIN), self._dense)
+    def decided(self, *choices: tuple[Choice, str | None]) -> tuple[Choice, str | None]:
+        """Returns the first of these choices that surely gains, and what is told of it; dense where none does."""
+        return next((one for one in choices if self._gain(one[0]) >= SURE_GAIN), (self._dense, None))
 
     @property
     def _dense(self) -> Choice:
@@ -286,7 +301,7 @@ class _Length:
         low, high = self._least, 1.0
         choice, speedup = self._speedup_at(low)
         if speedup < target:
-            if self._longest:
+            if self._longest and self._strict:
                 raise GateError(
                     f"expected prefill attention {target:g} times as fast as dense at {self._entry.length} tokens, "
                     f"found {speedup:.2f} with the fastest that was profiled; profile lower densities, or ask for less"
@@ -393,7 +408,7 @@ class _Length:
         tables = self.tables
         # A range whose smallest pattern costs more than the target is not at the target cost.
         usable_LCH = allowed_LCH & (tables.density_LCH <= target * TOLERANCE)
-        if (missing_LH := sparse_LH & ~usable_LCH.any(1)).any() and self._savings is None:
+        if (missing_LH := sparse_LH & ~usable_LCH.any(1)).any() and self._savings is None and self._strict:
             least_LH = np.where(self._own_LCH, tables.density_LCH, np.inf).min(1)
             raise self._unreached(target, float(least_LH[missing_LH].max()))
         damage_LCH = np.where(usable_LCH, tables.damage_LCH, np.inf)

@@ -23,7 +23,7 @@ from sparsekv.kernels.softmax import PLAIN
 from sparsekv.kernels.tiles import Chunk, TileIndex, density
 from sparsekv.planner.allocate import Candidate, candidates
 from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost, LayerWork
-from sparsekv.planner.cost.predict import ABSENT, heads_by_pattern, shares_at, work_of
+from sparsekv.planner.cost.predict import ABSENT, Triangle, heads_by_pattern, shares_at, work_of
 from sparsekv.planner.cost.stopwatch import Launch, Stopwatch
 from sparsekv.planner.cost.timed_host import Host
 from sparsekv.planner.job import Job
@@ -127,13 +127,14 @@ class _BucketTimes:
         """Returns what the lines come to, dense and sparse, for these profiled layers."""
         tables, choice, cost = self._candidate.tables, self._candidate.choice, self._cost
         shares = shares_at(tables, choice, cost.tile, length, as_shares=cost.cuts_prompts)
-        last = Chunk.uniform(1, length - min(length, cost.chunk or length), length).causal_tiles(cost.tile)
-        dense_us, sparse_us, key_tiles = 0.0, 0.0, cost.tile.key_tiles(length)
+        past = length - min(length, cost.chunk or length)
+        last, key_tiles = Chunk.uniform(1, past, length).causal_tiles(cost.tile), cost.tile.key_tiles(length)
+        causal, dense_us, sparse_us = Triangle(key_tiles, past // cost.tile.key), 0.0, 0.0
         for row in rows:
             tiles_H, columns_H = (share_LH[row] * last for share_LH in shares)
             heads, families = float((choice[row] != ABSENT).sum()), heads_by_pattern(tables, row, choice[row])
             dense_us += cost.last_chunk_us(LayerWork(0.0, 0.0, heads * last, key_tiles, {}), length)
-            sparse_us += cost.last_chunk_us(work_of(choice[row], tiles_H, columns_H, key_tiles, families), length)
+            sparse_us += cost.last_chunk_us(work_of(choice[row], tiles_H, columns_H, causal, families), length)
         return dense_us, sparse_us
 
 

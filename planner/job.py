@@ -224,7 +224,8 @@ def _check_cost(cost: DeviceCost, model: ModelInfo, options: Settled) -> None:
             f"expected a device cost measured for {expected[0]!r} and {expected[1]!r}, found {found[0]!r} and "
             f"{found[1]!r}; measure again (leave --cost out)"
         )
-    if options.crossover and "prefill" in options.phases and (free := free_work(cost.timings)):
+    asks_prices = options.crossover and "prefill" in options.phases and not cost.of_cpu
+    if asks_prices and (free := free_work(cost.timings)):
         raise UsageError(
             f"expected a device cost in which each kind of work has a price, found that {free[0]}; measure again "
             "(leave --cost out)"

@@ -440,3 +440,7 @@ class Retention(Part):
     def kept_tokens(self, length: int) -> int:
         """Tokens that a layer keeps of a prompt, where `length` is all so far."""
         return min(length, (self.sink or 0) + self.chosen_tokens(length) + (self.recent or 0))
+
+    def cached_tokens(self, prompt: int) -> int:
+        """Returns how many tokens a layer has room for behind a prompt of that length, generated ones included."""
+        return self.kept_tokens(prompt) + (self.generated or 0)

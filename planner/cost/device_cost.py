@@ -126,6 +126,7 @@ class Chunks:
         count: how many.
         first: tokens of the first, which has no past; 0 where none of them is.
         keys: that the chunks attend to, its own and those before it, over all chunks.
+        longest: keys of the last one.
         pairs: rows times keys, over all chunks.
     """
 
@@ -133,22 +134,28 @@ class Chunks:
     first: int
     keys: int
     pairs: int
+    longest: int
 
     @classmethod
     def of(cls, length: int, most: int | None) -> Chunks:
         """The chunks of a prompt of `length` tokens with at most `most` in each; None is a single chunk."""
         if most is None or length <= most:
-            return cls(1, length, length, length * length)
+            return cls(1, length, length, length * length, length)
         whole, rest = divmod(length, most)
         keys = most * whole * (whole + 1) // 2
-        return cls(whole + (rest > 0), most, keys + length * (rest > 0), keys * most + length * rest)
+        return cls(whole + (rest > 0), most, keys + length * (rest > 0), keys * most + length * rest, length)
 
     @classmethod
     def last(cls, length: int, most: int | None) -> Chunks:
         """The chunk with the prompt's last `most` tokens, as it is timed."""
         if most is None or length <= most:
             return cls.of(length, None)
-        return cls(1, 0, length, most * length)
+        return cls(1, 0, length, most * length, length)
+
+    @property
+    def mean(self) -> float:
+        """Returns what a chunk attends to in the mean, as a share of what the last one does."""
+        return self.keys / (self.count * self.longest)
 
     @property
     def with_past(self) -> int:
@@ -163,7 +170,7 @@ class LayerWork:
     Attributes:
         tiles, columns: whole tiles of the sparse heads, and their single columns in tiles.
         dense_tiles: causal tiles of the dense heads.
-        longest: tiles and columns of the query tile that computes most.
+        longest: tiles and columns of the query tile that computes most, in the last chunk.
         families: how many heads follow each pattern; empty where all are dense, by the dense kernel.
     """
 
@@ -173,11 +180,12 @@ class LayerWork:
     longest: float
     families: Mapping[Family, int]
 
-    def idle(self, processors: int, launches: int = 1) -> float:
+    def idle(self, processors: int, chunks: Chunks | None = None) -> float:
         """Returns how many times as long as a full device one takes that computes a query tile on each processor: where
-        there are few, it waits for the longest."""
-        total = (self.tiles + self.columns + self.dense_tiles) / launches
-        return max(1.0, processors * self.longest / total) if total and processors > 1 else 1.0
+        there are few, it waits for the longest. Of a prompt in chunks, those of the mean chunk."""
+        count, mean = (chunks.count, chunks.mean) if chunks else (1, 1.0)
+        total = (self.tiles + self.columns + self.dense_tiles) / count
+        return max(1.0, processors * self.longest * mean / total) if total and processors > 1 else 1.0
 
 
 class DeviceCost(Part):
@@ -247,6 +255,12 @@ class DeviceCost(Part):
         return BATCHES[self.host]
 
     @property
+    def of_cpu(self) -> bool:
+        """Returns whether times are a CPU's. Beside the calls of a query tile a tile of a short prompt takes no time
+        there, and other programs take time slices: work may have no price."""
+        return self.backend in ("cpu", "reference")
+
+    @property
     def cuts_prompts(self) -> bool:
         """Returns whether the host prefills long prompts in chunks."""
         return self.chunk is not None
@@ -279,15 +293,15 @@ class DeviceCost(Part):
             }
         )
 
-    def prefill_dense_us(self, tiles: float, length: int) -> float:
+    def prefill_dense_us(self, tiles: float, length: int, window: int | None = None) -> float:
         """A dense layer over a whole prompt.
 
         Args:
             tiles: causal tiles, over all heads.
+            window: the layer's own.
         """
-        return self._dense_us(
-            LayerWork(0.0, 0.0, tiles, self.tile.key_tiles(length), {}), Chunks.of(length, self.chunk)
-        )
+        seen = length if window is None else min(length, window + self.tile.query)
+        return self._dense_us(LayerWork(0.0, 0.0, tiles, self.tile.key_tiles(seen), {}), Chunks.of(length, self.chunk))
 
     def prefill_sparse_us(self, work: LayerWork, length: int) -> float:
         """A sparse layer over a whole prompt, index building included. All chunks count as sparse; a host runs those
@@ -301,7 +315,7 @@ class DeviceCost(Part):
         return self._sparse_us(work, rows, chunk) if work.families else self._dense_us(work, chunk)
 
     def _dense_us(self, work: LayerWork, chunks: Chunks) -> float:
-        tiles = work.dense_tiles * work.idle(self.processors, chunks.count)
+        tiles = work.dense_tiles * work.idle(self.processors, chunks)
         return max(chunks.count * self.issue_us.get("dense prefill", 0.0), self.prefill_dense.at(chunks.count, tiles))
 
     def _sparse_us(self, work: LayerWork, rows: int, chunks: Chunks) -> float:
@@ -310,7 +324,7 @@ class DeviceCost(Part):
         copied = chunks.keys - chunks.first
         copy = self.prefill_copy.at(chunks.with_past, copied) if self.prefill_copy else 0.0
         query_tiles = sum(families.values()) * -(-rows // self.tile.query)
-        counted = (work.idle(self.processors, chunks.count) * x for x in (work.tiles, work.columns, work.dense_tiles))
+        counted = (work.idle(self.processors, chunks) * x for x in (work.tiles, work.columns, work.dense_tiles))
         attend = self.prefill_sparse.at(chunks.count, query_tiles, *counted)
         launches = ("sparse prefill", *(f"index {name}" for name in families))
         issue = chunks.count * sum(self.issue_us.get(name, 0.0) for name in launches)

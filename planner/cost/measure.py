@@ -153,7 +153,7 @@ def timed_lengths(shape: HeadShape, lengths: Sequence[int], device_type: str) ->
     longest = max(2 * _SHORTEST, min(max(lengths), most) // _SHORTEST * _SHORTEST)
     count = max(_FEWEST, 1 + round(math.log(longest / _SHORTEST, _APART)))
     spaced = np.geomspace(_SHORTEST, longest, count)
-    planned = (length for length in lengths if device_type == "cuda" and length <= longest)
+    planned = (length for length in lengths if device_type == "cuda" and length <= max(most, longest))
     return tuple(sorted({*(round(float(length) / _ROUND) * _ROUND for length in spaced), *planned}))
 
 

@@ -149,29 +149,40 @@ def layer_times(
     sparse_L = dense_L.copy()
     for row, choice_H in enumerate(choice):
         if kinds := heads_by_pattern(tables, row, choice_H):
-            work = work_of(choice_H, tiles_LH[row], columns_LH[row], tile.key_tiles(tokens), kinds)
+            work = work_of(choice_H, tiles_LH[row], columns_LH[row], Triangle(tile.key_tiles(tokens)), kinds)
             sparse_L[row] = cost.prefill_sparse_us(work, tokens)
     return LayerTimes(dense_L, sparse_L)
 
 
-def work_of(
-    choice_H: Choice, tiles_H: Floats, columns_H: Floats, key_tiles: int, families: Mapping[Family, int]
-) -> LayerWork:
-    """Returns what a layer computes whose heads choose so, with so many tiles and columns, in tiles, each.
+@dataclass(frozen=True, slots=True)
+class Triangle:
+    """The causal tiles of a chunk: rows that grow by a tile each.
 
-    Args:
-        key_tiles: of the whole context; a dense head computes all of them in its last row.
+    Attributes:
+        key_tiles: of the last row.
+        past: of these, before the chunk.
     """
+
+    key_tiles: int
+    past: int = 0
+
+    def longest(self, tiles: float) -> float:
+        """Returns the longest row of so many tiles of the chunk, where as many rows as can be are equally long."""
+        rows = self.key_tiles - self.past
+        if tiles <= rows * self.past:
+            return tiles / rows
+        own = min(1.0, (tiles - rows * self.past) / (rows * (rows + 1) / 2))
+        return self.past + rows * (1.0 - float(np.sqrt(1.0 - own)))
+
+
+def work_of(
+    choice_H: Choice, tiles_H: Floats, columns_H: Floats, causal: Triangle, families: Mapping[Family, int]
+) -> LayerWork:
+    """Returns what a layer computes whose heads choose so, with so many tiles and columns, in tiles, each."""
     is_sparse_H = choice_H >= 0
     tiles, dense = float(tiles_H[is_sparse_H].sum()), float(tiles_H[~is_sparse_H].sum())
-    causal = key_tiles * (key_tiles + 1) / 2
-    share = min(1.0, float((tiles_H + columns_H).max()) / causal)
-    return LayerWork(tiles, float(columns_H[is_sparse_H].sum()), dense, key_tiles * _of_row(share), families)
-
-
-def _of_row(share: float) -> float:
-    """The share of its longest row that a head computes, of a share of the triangle with rows of one length."""
-    return 1.0 - float(np.sqrt(1.0 - share))
+    longest = causal.longest(float((tiles_H + columns_H).max()))
+    return LayerWork(tiles, float(columns_H[is_sparse_H].sum()), dense, longest, families)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,12 +242,12 @@ def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, prof
     """
     times, length, tile = layer_times(cost, tables, choice, profile.tile), tables.entry.length, profile.tile
     windowed = [
-        (len(group.layers), group.heads * causal_tiles(length, tile, group.window))
+        (len(group.layers), group.heads * causal_tiles(length, tile, group.window), group.window)
         for group in profile.model.attention
         if group.window is not None
     ]
-    same_us = sum(layers * cost.prefill_dense_us(tiles, length) for layers, tiles in windowed)
-    same = sum(layers * tiles for layers, tiles in windowed)
+    same_us = sum(layers * cost.prefill_dense_us(tiles, length, window) for layers, tiles, window in windowed)
+    same = sum(layers * tiles for layers, tiles, _ in windowed)
     dense = int((choice != ABSENT).sum()) * causal_tiles(length, tile)
     return Estimate(
         dense_us=float(times.dense_us.sum()) + same_us,

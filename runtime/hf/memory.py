@@ -32,10 +32,11 @@ from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, reads_of, spill_order
 from sparsekv.runtime.model_config import describe_config
+from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.page_pool import pool_of
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, spare_beside
-from sparsekv.runtime.stores.store import Bytes, Reads, allocated_slots, allocated_tokens, grown
-from sparsekv.runtime.stores.virtual import mapped_bytes, pays
+from sparsekv.runtime.stores.store import Bytes, Layout, Reads, allocated_slots, grown
+from sparsekv.runtime.stores.virtual import VirtualStore, pays
 
 _LONGEST = 1 << 30  # tokens: where the search for a length ends
 _FRAGMENTS = 16  # a share of what a forward pass makes: freed blocks and new ones are not of the same sizes
@@ -283,31 +284,28 @@ class MemoryModel:
         return self.on_cpu or available.device is None or use.device <= available.device
 
     def _store(self, layer: int, request: Request, placement: Placement) -> Bytes:
-        """As DeviceStore, VirtualStore and HostStore allocate them."""
-        group = self._groups[layer]
-        if group.kind == "linear":  # a float32 matrix a head, whatever the length
-            return Bytes(4 * request.batch * group.heads * group.head_dim**2)
-        each = request.batch * self._token_bytes(layer)
+        """Returns what the store of a layer allocates."""
+        layout = self._layout(layer, request.batch)
+        if self._groups[layer].kind == "linear":
+            return Bytes(request.batch * state_bytes(self._groups[layer]))
         if rule := self.evicting.get(layer):
-            return Bytes((rule.kept_tokens(request.prompt) + (rule.generated or 0)) * each)
-        if layer not in placement.layers:
-            if layer in self.paged:
-                return Bytes(2 * request.batch * mapped_bytes(request.filled, self._token_bytes(layer) // 2, self.page))
-            return Bytes(request.tokens * each)
-        device, host = allocated_tokens(placement.hot, self._reads[layer], request.tokens)
-        return Bytes(device * each, host * each)
+            return Bytes(layout.bytes(rule.cached_tokens(request.prompt)))
+        if layer in placement.layers:
+            return HostStore.allocated(layout, placement.hot, self._reads[layer], request.tokens)
+        if layer in self.paged:
+            return VirtualStore.allocated(layout, request.filled, self.page)
+        return Bytes(layout.bytes(request.tokens))
 
     @cached_property
     def paged(self) -> frozenset[int]:
         """Layers whose keys and values go to virtual memory where they are on the device."""
         context, layers = self.size.info.context_length, self._groups.keys() - self.evicting.keys()
         full = [layer for layer in layers if self._groups[layer].kind != "linear"]
-        return frozenset(layer for layer in full if pays(self._token_bytes(layer) // 2, context, self.page))
+        return frozenset(layer for layer in full if pays(self._layout(layer), context, self.page))
 
-    def _token_bytes(self, layer: int) -> int:
-        """Of the keys and values of one token."""
+    def _layout(self, layer: int, batch: int = 1) -> Layout:
         group = self._groups[layer]
-        return 2 * group.kv_heads * group.head_dim * self.size.dtype.itemsize
+        return Layout(batch, group.kv_heads, group.head_dim, self.size.dtype, torch.device("meta"))
 
     @cached_property
     def _groups(self) -> dict[int, AttentionGroup]:
@@ -342,13 +340,13 @@ class MemoryModel:
     def _moved(self, request: Request, on_host: list[int]) -> int:
         """Keys and values of a layer in host memory while it attends: packed, and all before them copied back."""
         tokens = request.piece if request.piece == request.prompt else request.piece + request.prompt
-        return max((request.batch * tokens * self._token_bytes(layer) for layer in on_host), default=0)
+        return max((self._layout(layer, request.batch).bytes(tokens) for layer in on_host), default=0)
 
     def _before_eviction(self, request: Request) -> int:
         """Returns what a prompt has more in evicting layers, until they evict: in one layer after another, or where the
         prompt runs in pieces, in all of them. Beside it lies what a layer moves."""
         cached = {layer: self._store(layer, request, Placement()).device for layer in self.evicting}
-        whole = {layer: request.batch * request.tokens * self._token_bytes(layer) for layer in self.evicting}
+        whole = {layer: self._layout(layer, request.batch).bytes(request.tokens) for layer in self.evicting}
         more = [max(0, whole[layer] - own) for layer, own in cached.items()]
         together = max(more, default=0) if request.piece == request.prompt else sum(more)
         return together + 2 * max(cached.values(), default=0)
@@ -364,7 +362,7 @@ class MemoryModel:
         tokens = request.tokens if self.on_cpu else bucketed_capacity(request.tokens)
         scores = [self._scores(segment, request.batch, tokens) for segment in self._program.segments]
         whole = [layer for layer in on_host if self._reads_all(self._program.layers[layer], request.tokens)]
-        copied = max((request.tokens * self._token_bytes(layer) for layer in whole), default=0)
+        copied = max((self._layout(layer).bytes(request.tokens) for layer in whole), default=0)
         return max(scores, default=0) + request.batch * copied
 
     @staticmethod
@@ -393,6 +391,11 @@ class MemoryModel:
             choice = follower.slots_key(layer)
             tables[choice] = max(tables.get(choice, 0), 4 * follower.lists * (columns + 1 + 2 * (slots + 1)))
         return request.batch * sum(tables.values())
+
+
+def state_bytes(group: AttentionGroup) -> int:
+    """Returns the bytes of a row's recurrent state, whatever its length: a float32 matrix a head."""
+    return 4 * group.heads * group.head_dim**2
 
 
 def linear_bytes(group: AttentionGroup) -> int:

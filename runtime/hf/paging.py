@@ -14,7 +14,7 @@ from sparsekv.runtime.hf.placement import Placement, layouts_of
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.page_pool import PagePool, pool_of
 from sparsekv.runtime.stores.store import Layout
-from sparsekv.runtime.stores.virtual import VirtualStore, token_bytes
+from sparsekv.runtime.stores.virtual import VirtualStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Paging:
         free = pool.driver.available() + pool.bytes
         if missing <= free:
             return
-        token = sum(2 * token_bytes(self.layouts[layer]) for layer, mine in self.pools.items() if mine is pool)
+        token = sum(self.layouts[layer].bytes(1) for layer, mine in self.pools.items() if mine is pool)
         fit = max(lengths) - -(-(missing - free) // (token * len(lengths)))
         raise UsageError(
             f"expected {missing / 2**30:.1f} GiB of device memory for keys and values of {max(lengths):,} tokens in "

@@ -85,6 +85,12 @@ class HostStore:
         self.rows = LongRows(self._memory, self.bytes, self._reads.recent)
         self._slots = SlotMap()  # where no other layer takes the same choice
 
+    @staticmethod
+    def allocated(layout: Layout, hot: Budget, reads: Reads, tokens: int) -> Bytes:
+        """Returns what is allocated at most where there is room for so many tokens of each row."""
+        whole = HotSet.of(hot, reads, tokens).whole
+        return Bytes(layout.bytes(min(tokens, whole)), layout.bytes(tokens - reads.recent) if tokens > whole else 0)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
         """A store of its own in a block of its own, once everything has arrived on the host. Its slots are empty."""
         copied = HostStore(self._hot, self._memory, self._reads, self.counts)

@@ -46,6 +46,15 @@ class Layout:
         batch, heads, _, size = k_BGSD.shape
         return cls(batch, heads, size, k_BGSD.dtype, k_BGSD.device)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys, or of the values, of one token of a row."""
+        return self.heads * self.size * self.dtype.itemsize
+
+    def bytes(self, tokens: int) -> int:
+        """Returns the bytes of keys and values of so many tokens of each row."""
+        return 2 * self.batch * tokens * self.token_bytes
+
     def check(self, cached: torch.Tensor | None) -> None:
         """Raises ShapeError unless tokens of this layout fit to the [B, G, *, D] of `cached`."""
         found = (self.batch, self.heads, self.size)
@@ -337,13 +346,6 @@ class HotSet:
     def rows(self) -> int:
         """Of a longer context."""
         return self.slots + self.ring
-
-
-def allocated_tokens(hot: Budget, reads: Reads, capacity: int) -> tuple[int, int]:
-    """Returns how many tokens of a layer in host memory are allocated on the device at most, and on the host, where
-    there is room for `capacity`."""
-    whole = HotSet.of(hot, reads, capacity).whole
-    return min(capacity, whole), capacity - reads.recent if capacity > whole else 0
 
 
 def allocated_slots(hot: Budget, reads: Reads, capacity: int) -> int:

@@ -24,7 +24,7 @@ from sparsekv.runtime.stores.page_forks import Fork, planned
 from sparsekv.runtime.stores.page_pool import PagePool
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
 from sparsekv.runtime.stores.reservation import Change, Reservation
-from sparsekv.runtime.stores.store import Layout
+from sparsekv.runtime.stores.store import Bytes, Layout
 
 _TILE = 128  # kernels may load whole tiles of the last tokens
 
@@ -44,7 +44,7 @@ class _Memory:
         Raises:
             UsageError: there are not so many addresses.
         """
-        token = token_bytes(layout)
+        token = layout.token_bytes
         row = round_up(context * token, math.lcm(pool.driver.granularity, layout.size * layout.dtype.itemsize))
         try:
             reservation = Reservation(pool, 2 * layout.batch, row)
@@ -72,18 +72,18 @@ class _Memory:
 
     def mapped(self) -> list[int]:
         """Tokens that each row has pages for."""
-        token = token_bytes(self.layout)
+        token = self.layout.token_bytes
         both = [min(map(self.reservation.size, self.rows_of(row))) for row in range(self.layout.batch)]
         return [min(nbytes // token, self.context) for nbytes in both]
 
     def shares(self, row: int, length: int) -> bool:
         """Returns whether other rows have pages that the tokens behind so many of a row go to."""
-        begin = length * token_bytes(self.layout)
+        begin = length * self.layout.token_bytes
         return any(self.reservation.shares(at, begin) for at in self.rows_of(row))
 
     def bytes_for(self, tokens: int) -> int:
         """Of a row's keys, or its values."""
-        return min(round_up(tokens, _TILE) * token_bytes(self.layout), self.reservation.row_bytes)
+        return min(round_up(tokens, _TILE) * self.layout.token_bytes, self.reservation.row_bytes)
 
     def ensure(self, wanted: Sequence[int]) -> bool:
         """Pages for so many tokens of each row; whether some were missing."""
@@ -99,26 +99,16 @@ def _has_addresses(pool: PagePool, nbytes: int) -> bool:
     return True
 
 
-def token_bytes(layout: Layout) -> int:
-    """Of the keys, or the values, of one token of a row."""
-    return layout.heads * layout.size * layout.dtype.itemsize
-
-
-def mapped_bytes(tokens: int, token: int, page: int) -> int:
-    """Of a row's keys, or its values, of so many tokens of `token` bytes."""
-    return round_up(round_up(tokens, _TILE) * token, page)
-
-
 _LEAST_PAGES = 8
 
 
-def pays(token: int, context: int, page: int) -> bool:
-    """Returns whether pages of so many bytes pay for keys of `token` bytes.
+def pays(layout: Layout, context: int, page: int) -> bool:
+    """Returns whether pages of so many bytes pay for such keys.
 
     A row has up to a page beyond its tokens. Where its whole context fills eight, that is no more than the eighth by
     which a device store grows, and copies, with old and new side by side, are saved.
     """
-    return 0 < _LEAST_PAGES * page <= token * context
+    return 0 < _LEAST_PAGES * page <= layout.token_bytes * context
 
 
 def round_up(count: int, step: int) -> int:
@@ -145,6 +135,11 @@ class VirtualStore(DeviceStore):
         self._mapped: list[int] = []  # tokens that each row has pages for
         self._layout: Layout | None = None  # of what is cached, or expected
         self._asked: tuple[int, ...] = ()  # tokens of each row that pages are asked for ahead of need
+
+    @staticmethod
+    def allocated(layout: Layout, tokens: int, page: int) -> Bytes:
+        """Returns what so many tokens of each row take, in pages of so many bytes."""
+        return Bytes(2 * layout.batch * round_up(round_up(tokens, _TILE) * layout.token_bytes, page))
 
     @torch.inference_mode(False)  # else the copy could not be written to under torch.no_grad()
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualStore:
@@ -213,7 +208,7 @@ class VirtualStore(DeviceStore):
     def missing(self, wanted: Sequence[int], layout: Layout) -> int:
         """Bytes of the pages to map for so many tokens of each row. Raises ShapeError when the layout does not fit."""
         layout.check(self._k_BGCD)
-        token, page, mapped = token_bytes(layout), self._pool.driver.granularity, self._mapped or (0,) * len(wanted)
+        token, page, mapped = layout.token_bytes, self._pool.driver.granularity, self._mapped or (0,) * len(wanted)
         more = [max(0, round_up(n, _TILE) - has) for n, has in zip(wanted, mapped, strict=True)]
         return 2 * sum(round_up(tokens * token, page) for tokens in more)
 
@@ -295,7 +290,7 @@ class VirtualStore(DeviceStore):
     def _keeps_all(self, lengths: Sequence[int]) -> bool:
         """Returns whether no row has a page to give back; then takes note of the room that there is."""
         assert self._memory is not None
-        page = self._pool.driver.granularity // token_bytes(self._memory.layout)
+        page = self._pool.driver.granularity // self._memory.layout.token_bytes
         keeps = all(most - page <= self._kept(length) for most, length in zip(self._mapped, lengths, strict=True))
         if keeps:
             self._capacity = max(lengths) + min(map(int.__sub__, self._mapped, lengths))
@@ -347,7 +342,7 @@ class VirtualStore(DeviceStore):
             for row, of in enumerate(rows)
             if row != of or into is not source or source.shares(row, lengths[row])
         }
-        same, token = self._forks.same_as(rows, lengths), token_bytes(into.layout)
+        same, token = self._forks.same_as(rows, lengths), into.layout.token_bytes
         with planned(self._pool, [fork for halves in forks.values() for fork in halves]):
             tails = []
             for row, halves in forks.items():
@@ -365,7 +360,7 @@ class VirtualStore(DeviceStore):
         source, of = self._memory, rows[row]
         assert source is not None
         at = into.rows_of(row)[half]
-        nbytes = self.lengths[of] * token_bytes(into.layout) if self.lengths else 0
+        nbytes = self.lengths[of] * into.layout.token_bytes if self.lengths else 0
         had = source.rows_of(of)[half]
         pages, moves = source.reservation.pages(had), into is not source and of not in rows[:row]
         full = pages if moves else pages[: source.reservation.up_to(had, nbytes)[1]]

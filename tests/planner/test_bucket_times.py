@@ -17,6 +17,7 @@ from sparsekv.planner.plan import compile_once, compile_plan, plan_remarks
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.settled import Settled, settle
+from sparsekv.plans.errors import GateError
 from sparsekv.plans.files import dump_plan
 from sparsekv.plans.phases import PrefillPlan
 from sparsekv.runtime.hf.load import LoadedModel
@@ -75,6 +76,43 @@ def test_a_bucket_that_was_not_timed_is_decided_by_the_lines() -> None:
     other = OPTIONS.but(target_density=(0.35,))
     assert allocated(timed, other) == allocate(made_up(), made_up_cost(), other)
     assert not allocated(timed, other).bucket(8192).dense
+
+
+def test_what_is_told_of_an_allocation_is_told_of_the_one_that_was_taken() -> None:
+    said: list[str] = []
+    for gain in (2.4, 0.5):
+        timed = with_gain(FREE_TILES, gain, true_line_gain(FREE_TILES))
+        found = timed_candidates(made_up(), timed, OPTIONS)
+        plan = allocate(made_up(), timed, OPTIONS, said.append, timed=found)
+        assert plan.bucket(8192).dense == (gain < 1.0)
+    (line,) = said  # of the sparse one
+    assert "damage 0 nats" not in line
+
+
+def test_nothing_is_timed_of_a_length_that_no_price_would_make_sparse() -> None:
+    assert candidates(made_up(), made_up_cost(), OPTIONS.but(target_density=(1.0,))) == ()
+
+
+def test_a_speedup_that_the_lines_do_not_promise_is_judged_by_what_was_timed() -> None:
+    faster = options_for(target_speedup=1.5, phases=("prefill",))
+    with pytest.raises(GateError, match=r"found 1\.00"):
+        allocated(FREE_TILES, faster)
+    (one,) = candidates(made_up(), FREE_TILES, faster)
+    assert (one.choice >= 0).any()
+
+
+def test_a_head_of_a_preset_without_a_pattern_at_its_density_is_dense_where_others_are_timed() -> None:
+    entry = made_up_length(8192, np.random.default_rng(0), levels=(0.3,))
+    first = entry.layers[0]
+    wider = tuple(tuple(tiles * (1.5 if head == 0 else 1.0) for head, tiles in enumerate(row)) for row in first.tiles)
+    layers = (first.model_copy(update={"tiles": wider}), *entry.layers[1:])
+    preset = made_up_profile(entry.model_copy(update={"layers": layers})).model_copy(update={"preset": "minference"})
+    dear = made_up_cost(index={name: Line(prices=(1e6, 0.0, 0.0)) for name in made_up_cost().index})
+    options = options_for(phases=("prefill",))
+    assert allocate(preset, dear, options).bucket(8192).dense
+    (one,) = candidates(preset, dear, options)
+    assert (one.choice[0] >= 0).tolist()[0] is False
+    assert (one.choice >= 0).any()
 
 
 def test_a_plan_says_what_was_timed_and_why_a_length_is_dense() -> None:

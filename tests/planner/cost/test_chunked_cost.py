@@ -16,7 +16,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import BATCHES, Chunks, DeviceCost, LayerWork, Line
-from sparsekv.planner.cost.predict import causal_tiles, predict
+from sparsekv.planner.cost.predict import Triangle, causal_tiles, predict
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.job import check_plannable
 from sparsekv.planner.options import PlanOptions
@@ -41,6 +41,31 @@ def test_chunks_are_those_that_a_prompt_is_cut_into(length: int, most: int) -> N
     assert (found.count, found.first, found.keys) == (len(ends), ends[0], sum(ends))
     assert found.pairs == sum(row * end for row, end in zip(rows, ends, strict=True))
     assert Chunks.of(length, None) == Chunks.of(length, length)
+
+
+@given(rows=st.integers(1, 200), past=st.integers(0, 2000), longest=st.integers(1, 2200))
+def test_the_longest_row_is_found_from_the_tiles_of_rows_that_are_equally_long(rows: int, past: int, longest: int):
+    """A window, in tiles, over a chunk with a past: but for the rows that are shorter, as the context is."""
+    tiles = sum(min(longest, past + row + 1) for row in range(rows))
+    expected = min(longest, past + rows)
+    assert Triangle(past + rows, past).longest(tiles) == pytest.approx(expected, abs=1.0)
+
+
+@given(length=st.integers(1, 5000), most=st.integers(1, 6000))
+def test_the_mean_chunk_attends_to_a_share_of_what_the_last_one_does(length: int, most: int) -> None:
+    ends = [*range(most, length, most), length]
+    assert Chunks.of(length, most).mean == pytest.approx(sum(ends) / len(ends) / length)
+    assert Chunks.last(length, most).mean == 1.0
+
+
+@pytest.mark.parametrize("heads", [1, 4, 32])
+def test_a_windowed_layer_waits_for_rows_as_long_as_its_window(heads: int) -> None:
+    cost, length = made_up_cost(processors=132), 32768
+    tiles = heads * causal_tiles(length, cost.tile, 512)
+    launch, tile = cost.prefill_dense.prices
+    waits = 132 * cost.tile.key_tiles(512 + cost.tile.query)
+    assert cost.prefill_dense_us(tiles, length, 512) == pytest.approx(launch + tile * max(tiles, waits))
+    assert cost.prefill_dense_us(tiles, length, 512) <= cost.prefill_dense_us(tiles, length)
 
 
 def test_every_chunk_pays_for_its_launches_and_all_but_the_first_for_the_copy_of_their_keys() -> None:

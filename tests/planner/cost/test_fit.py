@@ -9,15 +9,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from planner_models import made_up_cost
+from planner_profiles import made_up_model, options_for
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.planner import job
 from sparsekv.planner.cost import measure
 from sparsekv.planner.cost.device_cost import HeadShape, Line, Timing
 from sparsekv.planner.cost.fit import fit_errors, fit_line, free_work
 from sparsekv.planner.cost.measure import timed_lengths
 from sparsekv.planner.cost.prefill_launches import features_of, layers_to_time
-from sparsekv.plans.errors import BackendError
+from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.patterns import AShape, Dense, Pattern, TileShape, VerticalSlash, tokens
 
 TILE, PROCESSORS, PASSES = TileShape(), 132, 2
@@ -122,7 +125,7 @@ def test_work_without_a_price_is_found_where_it_takes_a_tenth_of_a_launch() -> N
 def test_work_that_no_launch_has_more_of_is_judged_by_the_dense_kernel() -> None:
     """As timings were that made a model dense: as many tiles in each launch of a length, told from nothing."""
     same = [one for one in launches(0.0, 1.0, 0.0, tiles=(100.0, 100.0)) if one.features[4] == 0.0]
-    assert any(line.startswith("tiles have a price of 0 us") for line in free_work([*same, *dense_timings(1.0)]))
+    assert any(line.startswith("tiles have a price of") for line in free_work([*same, *dense_timings(1.0)]))
     assert not free_work([*same, *dense_timings(1e-4)]), "too little work to matter"
 
 
@@ -136,9 +139,18 @@ def test_work_without_a_price_is_timed_again_and_then_refused_on_a_gpu(
     monkeypatch.setattr(measure, "device_name", str)
     prefill = SimpleNamespace(timed=lambda: again.append(1) or iter(timings))
     bench = SimpleNamespace(device=torch.device(device), prefill=lambda _: prefill)
-    with pytest.raises(BackendError, match="tiles have a price of 0 us") if rounds else nullcontext():
+    with pytest.raises(BackendError, match="tiles have a price of") if rounds else nullcontext():
         assert measure._priced(bench, (4096,), timings) == []
     assert len(again) == rounds
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_prices_that_were_measured_are_taken_from_a_file_too(backend: str) -> None:
+    same = [one for one in launches(0.0, 1.0, 0.0, tiles=(100.0, 100.0)) if one.features[4] == 0.0]
+    cost = made_up_cost(backend=backend, timings=(*same, *dense_timings(1.0)))
+    options = options_for(target_density=(0.3,), phases=("prefill",))
+    with nullcontext() if backend == "cpu" else pytest.raises(UsageError, match="tiles have a price of"):
+        job._check_cost(cost, made_up_model(), options.but(tile=cost.tile))
 
 
 def test_errors_say_how_far_a_timing_lies_from_the_line_through_the_others() -> None:

@@ -22,7 +22,7 @@ from sparsekv.plans.errors import ShapeError
 from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore, grown
-from sparsekv.runtime.stores.store import Reads, allocated_tokens
+from sparsekv.runtime.stores.store import Layout, Reads
 from sparsekv.runtime.stores.virtual import VirtualStore
 
 HOT = [tokens(0), tokens(1), tokens(7), tokens(300), tokens(5000), fraction(0.1), fraction(1.0)]
@@ -66,7 +66,7 @@ def test_what_is_on_the_device_is_bounded_by_the_hot_set(hot: Budget, chunks: li
     most = max(hot.resolve(total), 30 + 8 + 64)
     expected = min(most, total), total - 8 if total > most else 0
     assert (store.bytes.device, store.bytes.host) == tuple(TOKEN_BYTES * count for count in expected)
-    assert allocated_tokens(hot, reads, total) == expected
+    assert HostStore.allocated(Layout.of(store.keys), hot, reads, total) == store.bytes
 
 
 def test_a_context_that_is_attended_to_as_a_whole_stays_on_the_device():
