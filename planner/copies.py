@@ -28,7 +28,7 @@ Hashes = npt.NDArray[np.uint64]
 
 @dataclass(slots=True)
 class Seen:
-    """Texts of one length, none of which is a copy of an earlier one.
+    """Texts of one length.
 
     A text is a copy where all of its windows but 64, or but a tenth if that is more, stand in one earlier text: where
     it equals that one but for the last 64 tokens, for instance. Of a text of less than 128 windows it is all but half.
@@ -39,6 +39,10 @@ class Seen:
 
     length: int
     _windows: list[Hashes] = field(default_factory=list)
+
+    def add(self, ids: Ids) -> None:
+        """Adds a text, be it a copy or not."""
+        self._windows.append(_windows(ids, self.length)[0])
 
     def is_new(self, ids: Ids) -> bool:
         """Adds a text, unless it is a copy; whether it was added."""

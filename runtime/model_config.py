@@ -93,9 +93,12 @@ def has_soft_cap(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, "attn_logit_softcapping", None))
 
 
+_ONE_WINDOW = frozenset(("mistral", "mixtral", "phi3", "qwen3_moe"))  # in every layer, whatever `layer_types` says
+
+
 def _window(config: PreTrainedConfig, layer: int) -> int | None:
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
+    kinds = None if config.model_type in _ONE_WINDOW else getattr(config, "layer_types", None)
     slides = kinds is None or kinds[layer] == "sliding_attention"
     if window is None or not slides or window >= config.max_position_embeddings:  # one that reaches over every context
         return None

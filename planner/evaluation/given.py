@@ -192,7 +192,7 @@ def _different(samples: Iterable[Sample], length: int, known: Iterable[Ids] = ()
     """The samples without copies of earlier ones, or of other tokens, which are cut at the length."""
     seen = Seen(length)
     for ids in known:
-        seen.is_new(ids[:length])
+        seen.add(ids[:length])
     return [sample for sample in samples if seen.is_new(whole_prompt(sample).ids)]
 
 

@@ -45,7 +45,8 @@ def read_list(source: Source, model: ModelInfo) -> Imported:
     if "do_select_layers" in data:
         filters = layers_of(data["do_select_layers"], '"do_select_layers"')
         wait = whole(data.get("num_wait_load_layers", 0), '"num_wait_load_layers"')
-        dense = {*range(filters[0]), *(layer + n for layer in filters for n in range(wait + 1))}
+        waits = range(min(wait, model.layers) + 1)
+        dense = {*range(min(filters[0], model.layers)), *(layer + n for layer in filters for n in waits)}
         size, default = data.get("num_of_selected_tokens"), _OMNIKV_TOKENS
     else:
         dense = set(layers_of(data["full_attention_layers"], '"full_attention_layers"'))
@@ -115,10 +116,6 @@ def write_letters(plan: Plan) -> Exported:
     letters = "".join("S" if layer in sparse else "F" for layer in range(plan.model.layers))
     if letters.startswith("S"):
         raise PlanError("expected a plan whose first layer is dense, found a sparse one: these letters cannot say that")
-    if any(set(range(one.filter + 1, one.layers[0])) for one in segments if not one.filter_is_sparse):
-        lost.append(
-            f"`{_OF_SEGMENTS}.filter`: which layer chooses where dense layers lie between: the last F before an S does"
-        )
     return Exported((letters + "\n").encode(), tuple(lost))
 
 
@@ -220,4 +217,14 @@ def _segments(plan: Plan, form: Format) -> tuple[tuple[Segment, ...], list[str]]
         lost.append(
             f"`{_OF_SEGMENTS}.filter`: layers that attend to their own choice stand as sparse layers of no filter"
         )
+    if any(_changes_hands(segment, segments) for segment in segments if not segment.filter_is_sparse):
+        lost.append(
+            f"`{_OF_SEGMENTS}.filter`: which layer chooses where other dense ones lie between: the last of these does"
+        )
     return segments, lost
+
+
+def _changes_hands(segment: Segment, segments: Sequence[Segment]) -> bool:
+    """Returns whether some layer of the segment has another dense layer than its filter as the last before it."""
+    sparse = {layer for one in segments for layer in one.layers}
+    return any(layer not in sparse for layer in range(segment.filter + 1, segment.layers[-1]))

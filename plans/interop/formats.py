@@ -82,7 +82,8 @@ def plan_of(source: Source, kind: str, model: ModelInfo) -> tuple[Plan, tuple[st
         PlanMismatchError: it does not fit the model.
     """
     found = READERS[kind].read(source, model)
-    origin = Provenance(source=f"{kind}: {source.name}"[:200])
+    name = "".join(letter if letter.isprintable() else "?" for letter in source.name)
+    origin = Provenance(source=f"{kind}: {name}"[:200])
     try:
         plan = Plan(status="imported", model=model, prefill=found.prefill, decode=found.decode, provenance=origin)
     except ValidationError as error:

@@ -149,7 +149,11 @@ def _entry(pattern: Pattern, context: int, lost: dict[str, None]) -> list[Any]:
             lost[f"`{_OF_PATTERNS}.max_tiles`: the bound on the tiles of a row"] = None
         if pattern.last_q != 64:
             lost[f"`{_OF_PATTERNS}.last_q`: it samples 64 queries"] = None
-        return [_LINES, pattern.vertical.resolve(context), pattern.slash.resolve(context), 1.0]
+        sizes = {name: getattr(pattern, name).resolve(context) for name in ("vertical", "slash")}
+        for (name, size), least in zip(sizes.items(), _LEAST, strict=True):
+            if size < least:
+                lost[f"`{_OF_PATTERNS}.{name}`: fewer than {least}, which it computes at least"] = None
+        return [_LINES, *sizes.values(), 1.0]
     if isinstance(pattern, AShape):
         return ["stream_llm", pattern.sink.resolve(context), pattern.window.resolve(context), 1.0]
     if isinstance(pattern, BlockSparse):

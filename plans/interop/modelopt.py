@@ -40,7 +40,7 @@ def read(source: Source, model: ModelInfo) -> Imported:
     config = _config(source)
     groups = [group for group in config["config_groups"].values() if isinstance(group, dict)]
     names = {str(group.get("sparse_algo", group.get("algorithm"))) for group in groups}
-    own = [group for group in groups if group.get("sparse_algo") in PATTERNS]
+    own = [group for group in groups if str(group.get("sparse_algo")) in PATTERNS]
     if not own:
         raise UnsupportedError(
             f"expected a group whose algorithm a plan can say ({', '.join(PATTERNS)}), found "

@@ -47,6 +47,19 @@ def test_texts_that_differ_at_their_ends_alone_are_copies_and_other_texts_are_no
     assert not seen.is_new(half[: length // 2])
 
 
+def test_a_copy_of_a_known_text_is_found_though_that_one_is_a_copy_itself() -> None:
+    rng = np.random.default_rng(0)
+    first = rng.integers(0, 30000, 512)
+    second = first.copy()
+    second[:60] = rng.integers(0, 30000, 60)
+    held_out = second.copy()
+    held_out[-60:] = rng.integers(0, 30000, 60)
+    seen = Seen(512)
+    seen.add(first)
+    seen.add(second)
+    assert not seen.is_new(held_out)
+
+
 def test_short_texts_are_copies_only_where_most_of_them_is_equal() -> None:
     seen = Seen(4096)
     assert all(seen.is_new(np.asarray(ids, np.int32)) for ids in ([1], [2], [1, 2], range(20), range(20, 40)))

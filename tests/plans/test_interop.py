@@ -17,7 +17,16 @@ from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, U
 from sparsekv.plans.files import dump_plan, parse_plan
 from sparsekv.plans.interop.formats import READERS, WRITERS, plan_of, recognised
 from sparsekv.plans.interop.source import Source
-from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash, tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.phases import (
+    DecodeBucket,
+    DecodeBudget,
+    DecodePlan,
+    HeadGroup,
+    PrefillBucket,
+    PrefillPlan,
+    Segment,
+)
 from sparsekv.plans.schema import Plan, to_data
 from sparsekv.plans.types import Part
 
@@ -139,6 +148,43 @@ def test_lists_of_layers_are_segments(data: object, expected: object, budget: in
     segments = imported(Source("list.json", json.dumps(data).encode())).decode.bucket(CONTEXT).segments
     assert [(one.filter, one.layers) for one in segments] == expected
     assert {one.budget.resolve(CONTEXT) for one in segments} == {budget}
+
+
+@pytest.mark.parametrize("to", ["sparseengine", "indexcache"])
+def test_a_layer_that_another_one_chooses_for_once_exported_is_told(to: str) -> None:
+    source, changed = random.Random(0), 0
+    budget = DecodeBudget(tokens=2048)
+    for _ in range(200):
+        layers, segments, free = 10, [], 0
+        while free < layers - 1:
+            own = list(range(free + 1, min(free + 1 + source.randint(1, 4), layers)))
+            own = [layer for layer in own if source.random() < 0.9] or own
+            segments.append(Segment(filter=free, layers=tuple(own), budget=budget, sink=4, recent=128))
+            free = own[-1] + source.choice((1, 1, 1, 2))
+        info = model_info(layers=layers, heads=HEADS, kv_heads=KV_HEADS, context_length=CONTEXT)
+        bucket = DecodeBucket(up_to=None, segments=tuple(segments))
+        written = WRITERS[to](Plan(status="unverified", model=info, decode=DecodePlan(lengths=(bucket,))))
+        again = plan_of(file := Source("a.json", written.data), recognised(file), info)[0].decode.lengths[0].segments
+        asked = {layer: one.filter for one in segments for layer in one.layers}
+        differs = asked != {layer: one.filter for one in again for layer in one.layers}
+        assert differs == any("segments.filter`" in line for line in written.lost)
+        changed += differs
+    assert 20 < changed < 180
+
+
+def test_fewer_columns_and_diagonals_than_minference_computes_are_told() -> None:
+    few = VerticalSlash(vertical=tokens(10), slash=tokens(20), max_tiles=fraction(1.0))
+    group = HeadGroup(layer=0, heads=(0,), pattern=few)
+    prefill = PrefillPlan(tile=TileShape(query=64, key=64), lengths=(PrefillBucket(up_to=None, heads=(group,)),))
+    lost = " ".join(WRITERS["minference"](Plan(status="unverified", model=MODEL, prefill=prefill)).lost)
+    assert "pattern.vertical`" in lost
+    assert "pattern.slash`" in lost
+
+
+@pytest.mark.parametrize("name", ["a\nb.json", "\udcff.json", "a\x00.json"])
+def test_a_name_that_cannot_be_shown_is_written_without_what_cannot(name: str) -> None:
+    plan, _ = plan_of(Source(name, FILES["minference"].data), "minference", MODEL)
+    assert "?" in plan.provenance.source
 
 
 @pytest.mark.parametrize(("kind", "to"), [("minference", "minference"), ("filter-layers", "sparseengine")])
@@ -265,6 +311,8 @@ def leaves(kind: Any, path: str = "") -> set[str]:
         (Source("a.txt", b"SFFFFF"), PlanError, "first layer"),
         (Source("a.txt", b"FFFF"), PlanMismatchError, "6 layers"),
         (Source("config.json", b'{"config_groups": {"a": {"sparse_algo": "softmax_skip"}}}'), UnsupportedError, "skip"),
+        (Source("config.json", b'{"config_groups": {"a": {"sparse_algo": []}}}'), UnsupportedError, "algorithm"),
+        (Source("a.json", b'{"do_select_layers": "1", "num_wait_load_layers": 1000000}'), PlanMismatchError, "below 6"),
     ],
 )  # fmt: skip
 def test_files_that_do_not_fit_are_refused_by_name(source: Source, error: type[Exception], word: str) -> None:

@@ -161,3 +161,15 @@ def test_attention_that_is_not_causal_is_refused() -> None:
 def test_what_cannot_run_is_refused_with_the_reason(model_type: str, why: str) -> None:
     with pytest.raises(UnsupportedError, match=why):
         architecture_of(model_type)
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "phi3", "qwen3_moe"])
+def test_models_with_one_window_have_it_in_every_layer_whatever_their_layers_are_called(family: str) -> None:
+    """As their modelling code has it, which reads no `layer_types`."""
+    model, prompt = tiny_model(family, sliding_window=32, use_sliding_window=True), random_tokens(1, 120)
+    with torch.no_grad():
+        before = model(prompt, logits_to_keep=1).logits
+        model.config.layer_types = ["full_attention"] * model.config.num_hidden_layers
+        assert torch.equal(model(prompt, logits_to_keep=1).logits, before)
+    (group,) = describe_config(model.config).attention
+    assert (group.kind, group.window) == ("sliding", 32)
