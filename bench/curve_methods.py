@@ -84,7 +84,8 @@ class CurveInputs:
 
     @property
     def tile(self) -> TileShape:
-        """Of the plan, else of the profile, else the default: all methods but MInference's preset compute the same."""
+        """Returns the tile of the plan, else of the profile, else the default: all methods but MInference's preset
+        compute the same."""
         if self.plan is not None and self.plan.prefill is not None:
             return self.plan.prefill.tile
         return self.profile.tile if self.profile is not None else TileShape()
@@ -336,7 +337,7 @@ class CurveMode:
 
     @property
     def name(self) -> str:
-        """Of the mode among all of a length."""
+        """Returns the name of the mode among all of a length."""
         return f"{self.phase}: {self.method}, {self.setting}"
 
 

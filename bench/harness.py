@@ -198,7 +198,7 @@ class DensePeers:
 
     @property
     def least_ms(self) -> float | None:
-        """Of the fastest."""
+        """Returns the milliseconds of the fastest."""
         return min(self.timed_ms.values(), default=None)
 
 

@@ -119,7 +119,7 @@ def _tensors(dim: int, *heads: int) -> Any:
 
 
 def _index(columns: bool, tile: TileShape) -> TileIndex:
-    """Of four heads, the half of all tiles, with single columns or without."""
+    """Returns an index of four heads, the half of all tiles, with single columns or without."""
     draws = torch.Generator().manual_seed(0)
     q_BHSD, k_BGSD = (torch.randn(1, heads, LENGTH, 64, generator=draws) for heads in (4, 2))
     lines = VerticalSlash(vertical=tokens(100), slash=tokens(50), max_tiles=tokens(300))

@@ -364,7 +364,8 @@ def _offloaded(row: Row, runs: OffloadRuns, found: list[Run]) -> Row:
 
 
 def _fetched_bytes(plan: Plan, info: ModelInfo, run: OffloadRun) -> float | None:
-    """Of a step: a miss brings the keys and values of all heads, or of one where heads choose for themselves."""
+    """Returns the bytes of a step: a miss brings the keys and values of all heads, or of one where heads choose for
+    themselves."""
     if plan.decode is None or run.link is None or run.stats is None or run.stats.misses_a_step is None:
         return None
     offload = plan.decode.offload

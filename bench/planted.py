@@ -52,7 +52,7 @@ class Planted:
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Returns the scale of the scores."""
         return 1 / math.sqrt(self.q_BHSD.shape[-1])
 
     @property
@@ -119,7 +119,7 @@ def plant(
 
 
 def check_plantable(heads: int, kv_heads: int, head_dim: int, length: int, density: float, tile: TileShape) -> None:
-    """Whether structure of that density can be planted in such a layer.
+    """Returns whether structure of that density can be planted in such a layer.
 
     Raises:
         UsageError: it cannot; the message says why.

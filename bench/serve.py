@@ -394,7 +394,7 @@ class Served:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all answers together."""
+        """Returns the tokens a second of all answers together."""
         span = max(one.last for one in self.timings) - min(one.given for one in self.timings)
         return len(self.timings) * self.answer / span
 

@@ -54,7 +54,7 @@ class Fillable(Protocol):
 
 
 def kv_bytes(layouts: Iterable[Layout]) -> int:
-    """Of the keys and values of one token in all layers."""
+    """Returns the bytes of the keys and values of one token in all layers."""
     return sum(one.bytes(1) for one in layouts)
 
 

@@ -1,4 +1,5 @@
-"""What is planted in a layer: how much of each structure comes to a stated density, and the directions that show it.
+"""Defines what is planted in a layer: how much of each structure comes to a stated density, and the directions that
+show it.
 
 Structure is drawn on the host: it is small, and the same whatever the device.
 
@@ -73,7 +74,7 @@ class HeadSizes:
 
     @property
     def diagonals(self) -> int:
-        """Of all bands."""
+        """Returns the diagonals of all bands."""
         return self.band * len(self.bands)
 
     def row_tiles(self, length: int, tile: TileShape) -> float:
@@ -147,7 +148,7 @@ def _band_tiles(width: int, tile: TileShape) -> float:
 
 
 class Layout(NamedTuple):
-    """Which dimensions serve what. Slices of structures that no head has are empty."""
+    """Says which dimensions serve what. Slices of structures that no head has are empty."""
 
     sink: slice
     columns: slice  # as wide as heads of a group can have columns of their own
@@ -216,7 +217,7 @@ class Group:
         return max([truth.sizes.window for truth in self.heads] + [1]) / _LIFETIMES
 
     def keys(self, position_J: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
-        """Of the KV head at these positions: float32 [J, D]."""
+        """Returns the keys of the KV head at these positions: float32 [J, D]."""
         layout, device = self.layout, position_J.device
         k_JD = self._base(position_J, noise)
         k_JD[:, layout.sink] = (position_J < SINK).float()[:, None]
@@ -235,7 +236,8 @@ class Group:
         return k_JD
 
     def queries(self, number: int, position_J: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
-        """Of a head at these positions: float32 [J, D]. Logits are in units of 1 / scale; the base makes its own."""
+        """Returns the queries of a head at these positions: float32 [J, D]. Logits are in units of 1 / scale; the base
+        makes its own."""
         layout, truth, sizes = self.layout, self.heads[number], self.heads[number].sizes
         head_dim = layout.base.stop
         q_JD = torch.zeros(len(position_J), head_dim, device=position_J.device)

@@ -172,7 +172,7 @@ class DecodeRuns:
         return Run(milliseconds, self.replay_ms(handle), check_ms, handle.stats(), self.why_not(handle))
 
     def replay_ms(self, handle: Handle) -> float | None:
-        """Of the captured step alone."""
+        """Returns the milliseconds of the captured step alone."""
         latest = handle.steps.latest if handle.steps else None
         return once(latest.run, self.model.device) if latest else None
 
@@ -277,11 +277,11 @@ def greedy(model: PreTrainedModel) -> Iterator[None]:
 
 
 def median_ms(runs: Iterable[Run]) -> float:
-    """Of a token."""
+    """Returns the milliseconds of a token."""
     return statistics.median(run.milliseconds for run in runs)
 
 
 def median_replay_ms(runs: Iterable[Run]) -> float | None:
-    """Of the captured step, where every run has one."""
+    """Returns the milliseconds of the captured step, where every run has one."""
     times = [run.replay_ms for run in runs if run.replay_ms is not None]
     return statistics.median(times) if times else None

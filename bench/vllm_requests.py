@@ -191,8 +191,8 @@ def _serve(llm: Any, requests: Sequence[Request]) -> Served:
 
 
 def _states(llm: Any) -> dict[str, str]:
-    """Which requests are amid their prompt, and which amid their answer. The engine adds a dash and a number of its own
-    to their names."""
+    """Returns which requests are amid their prompt, and which amid their answer. The engine adds a dash and a number of
+    its own to their names."""
     done = {
         request.request_id.split("-")[0]: request.num_computed_tokens - request.num_prompt_tokens
         for request in _scheduler(llm).running
@@ -227,7 +227,7 @@ def _alone(llm: Any, requests: Sequence[Request], served: Served, args: argparse
 
 
 def _share(requests: Sequence[Request], answers: dict[str, str]) -> float:
-    """Of right answers among those that there are."""
+    """Returns the share of right answers among those that there are."""
     right = [matches(answers[one.name], one.sample.answer) for one in requests if one.name in answers]
     return round(sum(right) / len(right), 4)
 

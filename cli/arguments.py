@@ -1,4 +1,4 @@
-"""What a call asks for: options that several commands share, the machine, model and plan by name."""
+"""Defines what a call asks for: options that several commands share, the machine, model and plan by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PlanPlace = Annotated[Path, typer.Argument(metavar="PLAN", help=PLACE, show_defa
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """Which layers have their keys and values in host memory: by the plan's permission, or as named."""
+    """Says which layers have their keys and values in host memory: by the plan's permission, or as named."""
 
     mode: Literal["auto", "always", "never"] | None
     host_layers: int | tuple[int, ...] | None = None
@@ -375,7 +375,8 @@ def _found(source: ModelSource) -> ModelSource:
 
 
 def _context_of(source: ModelSource) -> int | None:
-    """Of a model in a folder; None where only what loads it can tell, or say what is wrong with its config."""
+    """Returns the context of a model in a folder; None where only what loads it can tell, or say what is wrong with its
+    config."""
     try:
         config = json.loads(Path(source.path_or_id, "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):

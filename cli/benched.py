@@ -42,7 +42,7 @@ class Timed(Options):
 
 
 class Benched(Options):
-    """Which model."""
+    """Says which model."""
 
     model: Annotated[str, Flag("Alias, hub id, folder or GGUF file.", metavar="MODEL", is_argument=True)]
     plan: Annotated[

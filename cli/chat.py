@@ -137,7 +137,7 @@ class Session:
         )
 
     def tokens(self, prompt: Sequence[int]) -> int:
-        """Of a prompt and the longest answer to it.
+        """Returns the tokens of a prompt and the longest answer to it.
 
         Raises:
             PromptError: the prompt is empty, or the model's context has no room for an answer.

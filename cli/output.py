@@ -1,4 +1,5 @@
-"""What a command prints: data on standard output, everything said about it on standard error, failures included.
+"""Decides what a command prints: data on standard output, everything said about it on standard error, failures
+included.
 
 Exit codes: 0 done, 1 a check or gate failed (or something broke), 2 usage, 3 plan and model do not match, 128 + n
 ended by signal n (130 for Ctrl-C). With --json a failure is one JSON object on standard output too. Notes added to an

@@ -1,4 +1,4 @@
-"""Which backend runs, the attention calls of a sparse layer, and what happens when a kernel fails.
+"""Decides which backend runs, the attention calls of a sparse layer, and what happens when a kernel fails.
 
 A backend is chosen once (`choose_backend`) by what it promises to run, and then named in every call. It can still run
 out of memory, fail to compile on this driver, or meet another version of a library than it was written for. None of

@@ -1,4 +1,4 @@
-"""How much attention the last queries of a prompt pay to every key: what a smaller cache is chosen by.
+"""Computes how much attention the last queries of a prompt pay to every key: what a smaller cache is chosen by.
 
 Softmax over the keys for each observed query; mean over the queries and over the query heads of a KV head; then the sum
 over neighbouring keys, as single keys of a phrase stand out by chance (SnapKV, 2024, section 4; PyramidKV, 2024).
@@ -61,7 +61,8 @@ def sums_by_torch(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, soft
 
 
 def near_by_torch(sums_BGS: torch.Tensor, factor: float, together: bool) -> torch.Tensor:
-    """Of each key and its neighbours, times a factor: of each KV head, or the most of them, [B, g, S]."""
+    """Returns the scores of each key and its neighbours, times a factor: of each KV head, or the most of them, [B, g,
+    S]."""
     near = 2 * NEIGHBOURS + 1
     near_BGS = avg_pool1d(sums_BGS, near, stride=1, padding=NEIGHBOURS) * (factor * near)
     return near_BGS.amax(1, keepdim=True) if together else near_BGS

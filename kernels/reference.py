@@ -15,7 +15,7 @@ from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, unpack_bit
 
 
 def mask_of(index: TileIndex, chunk: Chunk, queries: int, window: int | None = None) -> torch.Tensor:
-    """Which query rows see which keys, straight from the definition in tiles.py.
+    """Returns which query rows see which keys, straight from the definition in tiles.py.
 
     Args:
         index: tiles and single columns.

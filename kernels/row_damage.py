@@ -1,4 +1,4 @@
-"""How far attention outputs lie from the dense ones, row by row, summed to one number a head; in Triton.
+"""Computes how far attention outputs lie from the dense ones, row by row, summed to one number a head; in Triton.
 
 With delta the difference of a row from the dense one and g the gradient there, a row counts, times its weight,
 

@@ -1,4 +1,4 @@
-"""How much attention a window of queries pays to each key, and the tokens that get most of it.
+"""Computes how much attention a window of queries pays to each key, and the tokens that get most of it.
 
 The choice of a filter layer (OmniKV, section 3.2): softmax over the keys for each query of the window, maximum over
 heads, weighted sum over the window, top-k.

@@ -1,4 +1,4 @@
-"""How the scaled scores of a layer become attention weights, where that is not their softmax alone.
+"""Says how the scaled scores of a layer become attention weights, where that is not their softmax alone.
 
 Shapes: B batch, H query heads, S queries, K keys.
 """
@@ -29,14 +29,14 @@ class Softmax:
         return torch.sigmoid(lse_BHS - self.sinks_H.float()[:, None])
 
     def weights(self, scores_BHSK: torch.Tensor, heads: slice) -> torch.Tensor:
-        """Of capped scores of these query heads, -inf where hidden; not those of the sinks."""
+        """Returns the weights of capped scores of these query heads, -inf where hidden; not those of the sinks."""
         weights_BHSK = scores_BHSK.softmax(-1)
         if self.sinks_H is None:
             return weights_BHSK
         return weights_BHSK * self.heads(heads).kept(scores_BHSK.logsumexp(-1))[..., None]
 
     def heads(self, queries: slice) -> Softmax:
-        """Of neighbouring query heads alone."""
+        """Returns the softmax of neighbouring query heads alone."""
         return self if self.sinks_H is None else Softmax(self.cap, self.sinks_H[queries])
 
 

@@ -1,4 +1,4 @@
-"""What an index builder hands to a kernel: which key tiles and which single columns each query tile computes.
+"""Defines what an index builder hands to a kernel: which key tiles and which single columns each query tile computes.
 
 Shapes: B batch, H query heads, G KV heads, T query tiles, W most listed key tiles in a row, C most single columns of a
 head, N = ceil(C / 32) words of 32 columns, S queries, K keys, D head size.
@@ -33,7 +33,7 @@ WORD = 32  # columns in an int32 word of live bits: bit b of word n is column 32
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Which tokens the queries of a call are, known to the host, so that nothing has to ask the device.
+    """Says which tokens the queries of a call are, known to the host, so that nothing has to ask the device.
 
     Row r of batch row b is token past[b] + r; the rows from lengths[b] - past[b] on are padding. Keys from
     lengths[b] on are not looked at, whatever memory holds there.

@@ -1,4 +1,4 @@
-"""Which pattern each head follows: one budget for the whole model.
+"""Decides which pattern each head follows: one budget for the whole model.
 
 Least damage within a budget: every head of every layer takes one of its candidates, or stays dense, such that the sum
 of their damages (profile/head_errors.py) is least and the sum of their costs is at most the budget. So heads get what

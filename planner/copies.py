@@ -55,7 +55,7 @@ class Seen:
 
 
 def _stand_in(windows: Hashes, others: Hashes) -> npt.NDArray[np.bool_]:
-    """Which of the windows are among the others, which ascend."""
+    """Returns which of the windows are among the others, which ascend."""
     found: npt.NDArray[np.bool_] = others[np.searchsorted(others, windows).clip(max=len(others) - 1)] == windows
     return found
 

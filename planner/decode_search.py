@@ -221,7 +221,7 @@ class _Search:
         return segments if promise >= _LEAST_PROMISE or best == 1.0 else None
 
     def _guess(self, trial: DecodeTrial, steps: Iterable[Segments], weights_J: Floats) -> None:
-        """What steps from a trial lead to, as far as nothing surer is known."""
+        """Returns what steps from a trial lead to, as far as nothing surer is known."""
         own = self._space.expected(trial.segments, weights_J)
         whole = trial.prompts == len(self._prefixes)
         measured = (trial.kl if whole else self._overall(trial)) + _NOTHING
@@ -288,7 +288,7 @@ class _Search:
 
 
 def _prefixes(job: Job, model: DecodeTrials, length: int, effort: Effort, step: Step) -> list[Prefix]:
-    """Of as many calibration prompts as there is room for."""
+    """Returns the first tokens of as many calibration prompts as there is room for."""
     own = sum(group.cached_values for group in job.model.attention)
     fitting = _PREFIX_BYTES // (own * length * job.subject.model.dtype.itemsize)
     prompts = job.calibration_prompts(length, max(_LEAST_PROMPTS, min(effort.prompts, fitting)))

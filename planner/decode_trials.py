@@ -1,4 +1,4 @@
-"""How far decode segments move a model's next-token distributions, measured on calibration prompts.
+"""Measures on calibration prompts how far decode segments move a model's next-token distributions.
 
 A prompt is prefilled once, densely. Every candidate then decodes the same tokens after it: the last token of the
 prompt, its answer, and the text that dense itself goes on with. As the tokens are known, all steps run as the rows of

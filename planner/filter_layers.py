@@ -200,7 +200,7 @@ class _Chooser:
         return longest_losing(lambda shorter: self._pays(segments, shorter), length, above)
 
     def _spent(self, choice: Choice) -> float:
-        """Of a step relative to dense, summed over the lengths."""
+        """Returns the time of a step relative to dense, summed over the lengths."""
         return sum(self._relative(used, one.length) for used, one in zip(choice, self._lengths, strict=True))
 
     def _relative(self, segments: tuple[Segment, ...], length: int) -> float:
@@ -316,7 +316,7 @@ def lost_mass(reuse: Reuse, budget: int, full: Sequence[int]) -> Floats:
 
 
 def shares_of(importance: Sequence[float]) -> Floats:
-    """Of all layers together; positive, so that what is not allowed stays infinite."""
+    """Returns the cost of all layers together; positive, so that what is not allowed stays infinite."""
     return np.maximum(np.asarray(importance) / max(sum(importance), 1e-20), 1e-20)
 
 

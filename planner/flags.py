@@ -1,4 +1,5 @@
-"""What options are made of: a frozen model whose fields carry type, bounds, default and flag, and what texts mean.
+"""Defines what options are made of: a frozen model whose fields carry type, bounds, default and flag, and what texts
+mean.
 
 The command line is generated from such models (cli/commands.py); programs make them by keyword. A value may be given as
 the text that the flag takes: `lengths="4k,16k"`.

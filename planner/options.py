@@ -1,5 +1,5 @@
-"""What `plan`, `verify` and `eval` are asked to do, in groups that commands share. What is left open is settled for a
-model and a device by `settle` (settled.py).
+"""Says what `plan`, `verify` and `eval` are asked to do, in groups that commands share. What is left open is settled
+for a model and a device by `settle` (settled.py).
 
 A field says its type, bounds, default, help and flag here and nowhere else: the command line is generated from it
 (cli/commands.py). Fields without a flag are for programs.
@@ -254,7 +254,7 @@ PrefillChunk = Annotated[
 
 
 class Drawn(Options):
-    """Which samples are drawn, and how they are fed."""
+    """Says which samples are drawn, and how they are fed."""
 
     tasks: Annotated[
         tuple[Task, ...],

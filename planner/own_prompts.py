@@ -25,7 +25,7 @@ class GivenPrompt:
 
     @property
     def digest(self) -> bytes:
-        """Of its text, whatever its parts are."""
+        """Returns the digest of its text, whatever its parts are."""
         return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).digest()
 
 

@@ -1,4 +1,4 @@
-"""How long work reports on itself: through a `Progress` that is passed in, never printed from the inside."""
+"""Defines how long work reports on itself: through a `Progress` that is passed in, never printed from the inside."""
 
 from __future__ import annotations
 

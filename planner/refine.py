@@ -104,7 +104,7 @@ def _refined(entry: LengthProfile, target: float, options: Settled, runs: Sequen
 
 
 def _patterns_of(entry: LengthProfile, tables: ScoreTables, choice: Choice) -> LayerPatterns:
-    """Of every profiled layer, in order."""
+    """Returns the patterns of every profiled layer, in order."""
     return {
         scores.layer: tuple(tables.pattern(choice, row, head) for head in range(len(scores.patterns[0])))
         for row, scores in enumerate(entry.layers)

@@ -1,4 +1,5 @@
-"""Which layers may keep how little of a prompt: what each does to next tokens, and one budget of bytes over all.
+"""Decides which layers may keep how little of a prompt: what each does to next tokens, and one budget of bytes over
+all.
 
 Every layer alone keeps smaller and smaller shares of calibration prompts, at the longest planned length, and reads the
 answer and the text that dense itself goes on with. The least total damage at a share of the cache's bytes is an

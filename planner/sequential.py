@@ -42,7 +42,7 @@ class Range:
     spread: float
 
     def mirrored(self) -> Range:
-        """Of the values with the other sign."""
+        """Returns the test of the same values with the other sign."""
         return replace(self, low=-self.high, high=-self.low, guess=-self.guess)
 
 

@@ -1,4 +1,4 @@
-"""Whether a plan meets its gates, measured on held-out prompts: prefill alone, decode alone, and both.
+"""Measures on held-out prompts whether a plan meets its gates: prefill alone, decode alone, and both.
 
 Samples follow from what the plan executes, so that nobody chose them and no earlier attempt at a plan saw them. They
 are drawn until every figure of every gate is decided, something is missed, or the time is up (gates.py says how). A

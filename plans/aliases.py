@@ -1,4 +1,4 @@
-"""What MODEL may be: an alias of one checkpoint, a hub id, a folder, or a GGUF file."""
+"""Says what MODEL may be: an alias of one checkpoint, a hub id, a folder, or a GGUF file."""
 
 from __future__ import annotations
 

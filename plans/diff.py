@@ -1,4 +1,4 @@
-"""What changed between two plans, as text and as data.
+"""Says what changed between two plans, as text and as data.
 
 Plans are the same when they say the same: integrity, comments, order and layout of a file are no change. The phases are
 compared at every context length, head by head and layer by layer, whatever buckets and groups they are written in;

@@ -1,4 +1,5 @@
-"""What exact output (docs/exact.md) is predicted to gain: the plan drafts tokens, a dense pass checks them all."""
+"""Predicts what exact output (docs/exact.md) gains: the plan drafts tokens, a dense pass checks them
+all."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _LEAST = 1.02  # predictions and timings differ by more than what is less
 
 @dataclass(frozen=True, slots=True)
 class ExactGain:
-    """Of the drafts that pay most at one length: tokens a second over those of dense decoding."""
+    """Holds the gain of the drafts that pay most at one length: tokens a second over those of dense decoding."""
 
     length: int
     agreement: float  # share of tokens at which the plan's likeliest is dense's

@@ -1,4 +1,5 @@
-"""What patterns spend, and all that the program asks a pattern: bounds, what to search, what to time, what to plant.
+"""Says what patterns spend, and all that the program asks a pattern: bounds, what to search, what to time, what to
+plant.
 
 A budget is `{tokens: n}` or `{fraction: x}`, never a bare number. A fraction is of the context length at the time of
 use: past + chunk in prefill, all cached tokens in decode.

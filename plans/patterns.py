@@ -72,7 +72,7 @@ class AShape(PatternFamily):
     planting: ClassVar[Planting] = "window"
 
     def tile_tokens(self, length: int) -> int:
-        """Of one row of the row tile."""
+        """Returns the tokens of one row of the row tile."""
         return self.sink.resolve(length) + self.window.resolve(length)
 
     def listed_tiles(self, length: int, tile: TileShape) -> int:

@@ -399,7 +399,7 @@ _RULE = ("sink", "recent", "generated", "score", "observe", "heads")
 
 
 class Retention(Part):
-    """Which tokens some layers keep of a prompt once it is complete: all, or a few, which is lossy.
+    """Says which tokens some layers keep of a prompt once it is complete: all, or a few, which is lossy.
 
     Of `n` cached tokens a layer keeps the first `sink`, the last `recent`, and between them the `keep` with the highest
     score; of the tokens generated behind them the newest `generated`. The score is the attention of the prompt's last

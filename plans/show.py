@@ -180,7 +180,7 @@ def _facts(plan: Plan) -> Table:
 
 
 def header(plan: Plan) -> list[tuple[str, str]]:
-    """Which plan it is: names and values; a value without a name goes on from the one before it."""
+    """Returns which plan it is: names and values; a value without a name goes on from the one before it."""
     model = plan.model
     rows = [
         ("Model", model.id + (f" @ {model.revision}" if model.revision else "")),

@@ -1,6 +1,6 @@
-"""What a model type is, one record each: where a decoder layer of transformers has its parts. The loader, descriptions,
-long inputs and memory estimates read it, and so does vLLM. A new architecture is a record here and a row of
-tests/support/tiny_models.py.
+"""Says what a model type is, one record each: where a decoder layer of transformers has its parts. The loader,
+descriptions, long inputs and memory estimates read it, and so does vLLM. A new architecture is a record here and a row
+of tests/support/tiny_models.py.
 
 Every one of them calls its attention through `AttentionInterface`, and its decoder has `layers` and `norm`, which it
 calls one after the other. What its softmax has besides scores (a soft cap, sinks) it hands to that interface.

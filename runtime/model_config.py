@@ -1,4 +1,4 @@
-"""What a config alone says of a model, whichever host loads it, and what is called a device and a precision."""
+"""Says what a config alone says of a model, whichever host loads it, and what is called a device and a precision."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Whether a plan may run on a model: what every host refuses, and what it warns of, before anything runs; other work on
-the cores that we compute on, which slows a CPU down by more than its share, included.
-"""
+"""Checks whether a plan may run on a model: what every host refuses, and what it warns of, before anything runs; other
+work on the cores that we compute on, which slows a CPU down by more than its share, included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page shows, as rows: from a plan, and from the profile and the curve where they are at hand."""
+"""Says what the page shows, as rows: from a plan, and from the profile and the curve where they are at hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens a decode step attends to: sinks, chosen tokens, recent ones (OmniKV, ICLR 2025, section 3.2).
+"""Says which tokens a decode step attends to: sinks, chosen tokens, recent ones (OmniKV, ICLR 2025, section 3.2).
 
 Shapes: B batch, G KV heads, N chosen tokens at most; g is 1 (one choice for all KV heads) or G.
 """
@@ -60,7 +60,8 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scoring:
-    """Which rows of a decode call get a score for every token, and where their scores lie: one row behind the other.
+    """Says which rows of a decode call get a score for every token, and where their scores lie: one row behind the
+    other.
 
     The score of a token is the largest attention weight that any head of the list gives it; scores are float32
     [g, tokens], those of row b in [starts_B[b], starts_B[b] + length).

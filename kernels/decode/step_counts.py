@@ -1,4 +1,4 @@
-"""How many tokens every row of a step chooses, and where its scores lie: one launch on a GPU.
+"""Computes how many tokens every row of a step chooses, and where its scores lie: one launch on a GPU.
 
 Shapes: S segments, B batch, N buckets.
 """

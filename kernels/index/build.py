@@ -86,7 +86,7 @@ def build_index(
     builder: BuilderName = "auto",
     cap: float = 0.0,
 ) -> TileIndex:
-    """Which tiles and single columns each head computes.
+    """Returns which tiles and single columns each head computes.
 
     Args:
         patterns: one of each query head.

@@ -1,4 +1,4 @@
-"""What every index builder is given, and what it returns.
+"""Defines what every index builder is given, and what it returns.
 
 Shapes: B batch, H query heads, h the heads that one builder serves, G KV heads, T query tiles (row tiles), W listed
 key tiles, C single columns, N words of 32 columns, S tokens, D head size.

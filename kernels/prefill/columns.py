@@ -135,7 +135,7 @@ def pack_kernel(
 @triton.jit
 @no_type_check
 def _live(live_row, slot_C, columns):
-    """Which of these columns the row computes."""
+    """Returns which of these columns the row computes."""
     word_C = tl.load(live_row + slot_C // 32, mask=slot_C < columns, other=0)
     return (word_C >> (slot_C % 32)) & 1 != 0
 

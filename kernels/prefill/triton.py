@@ -135,7 +135,8 @@ def prefill(
 @triton.jit
 @no_type_check
 def _count_entries_below(list_ptr, count, first, second, third, fourth, SCAN: tl.constexpr):
-    """How many of the `count` ascending entries lie below each of four bounds; one load for lists up to SCAN."""
+    """Returns how many of the `count` ascending entries lie below each of four bounds; one load for lists up to
+    SCAN."""
     below_first = 0
     below_second = 0
     below_third = 0

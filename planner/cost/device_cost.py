@@ -1,4 +1,4 @@
-"""What attention costs on one device: fitted lines, and predictions from them. Pure numbers, no device needed.
+"""Says what attention costs on one device: fitted lines, and predictions from them. Pure numbers, no device needed.
 
 All times are microseconds of one layer with the head shape that was measured. A line is a non-negative combination of
 features, fitted to a few timed launches.

@@ -278,7 +278,7 @@ class Bench:
         return PrefillLaunches(shape, tile, families, self.backend, self.host, self.watch, *self._random(length))
 
     def products(self) -> Iterator[Timing]:
-        """Of matrices as wide as the heads together, as those of attention and of MLPs are."""
+        """Returns the timings of matrices as wide as the heads together, as those of attention and of MLPs are."""
         width = self.shape.heads * self.shape.head_dim
         draw = partial(torch.randn, device=self.device, dtype=self.dtype)
         for out, new in product((width, 4 * width), (1, *_CHECKED)):

@@ -1,5 +1,5 @@
-"""What a plan is predicted to cost on a device, from a profile and a device cost. Nothing is timed here. And where
-sparse pays: from which length on, and for which heads, families and layers of a length.
+"""Predicts what a plan costs on a device, from a profile and a device cost. Nothing is timed here. And
+where sparse pays: from which length on, and for which heads, families and layers of a length.
 
 Between two profiled lengths A < B the patterns of B hold. Where they are not predicted to be faster than dense, dense
 runs, even if the patterns of A paid at A: those were never measured on contexts longer than A, while patterns in

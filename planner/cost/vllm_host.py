@@ -1,4 +1,4 @@
-"""What vLLM's engine adds to the prices of sparse attention, and what it runs in its place.
+"""Measures what vLLM's engine adds to the prices of sparse attention, and what it runs in its place.
 
 Its own kernels are timed by themselves, over pages that lie scattered as an engine's do, and not within an engine. The
 time to a first token is that of the whole model: at short lengths, where the crossover lies, attention is a few percent

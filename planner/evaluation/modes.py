@@ -1,4 +1,4 @@
-"""What can be compared with dense: a plan, or some phases of it, or any other way of attending."""
+"""Defines what can be compared with dense: a plan, or some phases of it, or any other way of attending."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model, with or without something applied to it, predicts for texts after prompts.
+"""Computes what a model, with or without something applied to it, predicts for texts after prompts.
 
 Shapes: B batch, S tokens of a prompt, K of its rows, R tokens of a reply, A tokens of a text, G tokens of a
 continuation, V vocabulary.

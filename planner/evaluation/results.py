@@ -1,4 +1,4 @@
-"""What a comparison found: the same samples, dense and sparse, and 95% intervals of what was measured."""
+"""Holds what a comparison found: the same samples, dense and sparse, and 95% intervals of what was measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LongText:
 
     @property
     def agreed_share(self) -> float:
-        """Of the scored positions."""
+        """Returns the share of the scored positions."""
         return self.agreed / self.scored
 
 
@@ -65,7 +65,7 @@ class Outcome:
 
     @property
     def agreed_share(self) -> float:
-        """Of the scored positions."""
+        """Returns the share of the scored positions."""
         return self.agreed / self.scored if self.scored else 1.0
 
 
@@ -114,7 +114,7 @@ class TaskResult:
 
     @property
     def answers(self) -> tuple[list[bool], list[bool]]:
-        """Which answers were right, of dense and of the plan."""
+        """Returns which answers were right, of dense and of the plan."""
         before, after = ([bool(outcome.correct) for outcome in side] for side in (self.dense, self.sparse))
         return before, after
 
@@ -181,7 +181,7 @@ class EvalResult:
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """Of the plan, over all tasks."""
+        """Returns the outcomes of the plan, over all tasks."""
         return pooled(self.tasks.values()).sparse
 
     @property

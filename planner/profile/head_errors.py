@@ -1,4 +1,4 @@
-"""What each candidate pattern does to the output of one layer, from its queries, keys and values alone.
+"""Measures what each candidate pattern does to the output of one layer, from its queries, keys and values alone.
 
 The damage of a head under a pattern is the divergence of the answer that its error causes, to second order: with delta
 the change of its attention output in a row, g the gradient there (sensitivity.py), D the head size,
@@ -94,7 +94,8 @@ class Rows:
         )
 
     def _runs(self, of_rows_BHS: torch.Tensor, size: int) -> torch.Tensor:
-        """Of what there is for every row or query tile, [1, H, S, ...], the `size` of each run: [X, H, size, ...].
+        """Returns the runs of what there is for every row or query tile, [1, H, S, ...], the `size` of each run: [X, H,
+        size, ...].
 
         Beyond the prompt, where nothing reads, the last one is repeated. Slices, since numbers that an index takes to
         the device would be waited for.

@@ -253,7 +253,7 @@ class Pass:
         return slots(self._aims, compared, damage_CH), known
 
     def _patterns_of(self, numbers_RH: Numbers, prefix: Prefix, known: Mapping[int, Patterns]) -> list[Patterns]:
-        """Of each row of candidates, one a head, the patterns."""
+        """Returns the patterns of each row of candidates, one a head."""
         rows = numbers_RH.tolist()
         found = {
             position: tuple(known[number][head] for head, number in enumerate(row))

@@ -73,7 +73,7 @@ _RANGES_A_HEAD = 2
 
 
 def screened(aims: Sequence[Aim]) -> tuple[int, ...]:
-    """Which candidates the first prompt compares: of each range a few densities, the extremes left out."""
+    """Returns which candidates the first prompt compares: of each range a few densities, the extremes left out."""
     densities = sorted({aim.density for aim in aims})
     chosen = {densities[round(share * (len(densities) - 1))] for share in _SCREENED_AT}
     return tuple(number for number, aim in enumerate(aims) if aim.density in chosen)

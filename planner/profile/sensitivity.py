@@ -1,4 +1,4 @@
-"""How much the model's answers move with the attention output of each head and row: one gradient a prompt.
+"""Measures how much the model's answers move with the attention output of each head and row: one gradient a prompt.
 
 A candidate pattern changes the attention output of a head by delta. To second order, and summed over the rows as if
 they were independent, that moves the next-token distributions of the answer by

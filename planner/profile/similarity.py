@@ -1,4 +1,4 @@
-"""How well the tokens that one layer chooses serve the layers after it, over decode-like rows of one prompt.
+"""Measures how well the tokens that one layer chooses serve the layers after it, over decode-like rows of one prompt.
 
 S[i, j], OmniKV's inter-layer similarity (its section 3.1), is the share of layer j's attention mass that lies on what a
 sparse layer attends to: the first `sink` tokens, those that layer i would choose among all older than the last

@@ -1,4 +1,5 @@
-"""What task generators take and give, and documents built from units: statements planted together and their question.
+"""Defines what task generators take and give, and documents built from units: statements planted together and their
+question.
 
 Keys are distinct for as long as one `Draws` lives. Prompts come out exact in length also in the frame that a chat
 template puts around a user's message.
@@ -36,7 +37,7 @@ class ChatFrame:
 
     @classmethod
     def of(cls, tokenizer: Any, encoder: PieceEncoder) -> ChatFrame | None:
-        """That of a tokenizer's chat template; None where it has none.
+        """Returns that of a tokenizer's chat template; None where it has none.
 
         A template that fails on a single message, or does not repeat it as it is, warns with a `PlanWarning` and
         counts as none.

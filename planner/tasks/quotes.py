@@ -210,7 +210,8 @@ class _Layout:
         return True
 
     def _is_free(self, count: int) -> Mask:
-        """Which of the first `count` indices begin a passage that is not cut by a quotation and not quoted yet."""
+        """Returns which of the first `count` indices begin a passage that is not cut by a quotation and not quoted
+        yet."""
         size, free = self._sizes.passage, np.ones(count, np.bool_)
         for point in self.points:
             free[max(0, point - size + 1) : point] = False

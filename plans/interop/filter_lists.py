@@ -1,5 +1,5 @@
-"""Which layers choose tokens for the others, as other tools write it: OmniKV's and SparseEngine's lists, IndexCache's
-letters, Kascade's maps of heads. All are decode phases."""
+"""Reads and writes which layers choose tokens for the others, as other tools write it: OmniKV's and SparseEngine's
+lists, IndexCache's letters, Kascade's maps of heads. All are decode phases."""
 
 from __future__ import annotations
 

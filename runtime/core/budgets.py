@@ -1,4 +1,4 @@
-"""How many tokens every row of a step chooses, and where its scores lie, computed where the lengths are.
+"""Computes how many tokens every row of a step chooses, and where its scores lie, on the device of the lengths.
 
 Shapes: S segments, B batch, N buckets.
 """

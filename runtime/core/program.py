@@ -141,7 +141,7 @@ class Program:
 
     @property
     def segments(self) -> tuple[SegmentProgram, ...]:
-        """Of all filter layers, in their order."""
+        """Returns the segments of all filter layers, in their order."""
         return tuple(layer.role.segment for layer in self.layers if isinstance(layer.role, Filter))
 
     @property
@@ -158,7 +158,7 @@ class Program:
 def _roles(
     segments: Iterable[tuple[Segment, SegmentProgram]], evicting: Mapping[int, Retention], model: ModelInfo, rank: Rank
 ) -> dict[int, Role]:
-    """Of the layers that are not dense."""
+    """Returns the roles of the layers that are not dense."""
     roles: dict[int, Role] = {layer: Evicting(rule) for layer, rule in evicting.items()}
     roles |= {layer: Recurrent() for layer in range(model.layers) if model.group_of(layer).kind == "linear"}
     for segment, lowered in segments:

@@ -1,4 +1,4 @@
-"""What a layer is in decode: dense, a filter layer, a follower of one, evicting, or recurrent.
+"""Says what a layer is in decode: dense, a filter layer, a follower of one, evicting, or recurrent.
 
 A role holds what runs: the begin and the end of a prompt, and the step. What is read and cached at a length is said by
 the plan's `Segment` and `Retention`.

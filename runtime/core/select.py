@@ -1,4 +1,5 @@
-"""Which tokens the layers of a segment attend to: the filter layer's choice (OmniKV, ICLR 2025, context selector).
+"""Decides which tokens the layers of a segment attend to: the filter layer's choice (OmniKV, ICLR 2025, context
+selector).
 
 Softmax over the keys for each query of an observation window, maximum over heads, weighted sum over the window, top-k
 among the tokens between sinks and recent ones.

@@ -1,4 +1,4 @@
-"""What the layers of a decode step share: lengths, budgets, choices, the newest queries of filter layers.
+"""Holds what the layers of a decode step share: lengths, budgets, choices, the newest queries of filter layers.
 
 Shapes: B batch, H query heads, S queries, W queries of a selector, D head size; F filter layers.
 """
@@ -137,7 +137,7 @@ class DecodeState:
         return self._budgets_2FB
 
     def budgets(self, device: torch.device) -> Budgets:
-        """Of all segments, for lengths on the device."""
+        """Returns the budgets of all segments, for lengths on the device."""
         if device not in self._tables:
             with torch.inference_mode(False):
                 self._tables[device] = Budgets(self._segments, [self.room(one) for one in self._segments], device)

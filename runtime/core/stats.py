@@ -1,4 +1,4 @@
-"""What a run computed and where its KV lies, counted without waiting for the device."""
+"""Counts what a run computed and where its KV lies, without waiting for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `apply` and its handle are given: checked once, before anything runs."""
+"""Checks what `apply` and its handle are given, once, before anything runs."""
 
 from __future__ import annotations
 

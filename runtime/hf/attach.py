@@ -106,7 +106,7 @@ class Prompt:
     cache: Cache | None = None  # that of its first piece
 
     def phase(self, cache: Cache | None, past: int) -> Phase | None:
-        """Of a pass behind `past` cached tokens; None where it is as any other."""
+        """Returns the phase of a pass behind `past` cached tokens; None where it is as any other."""
         first, self.begun = not self.begun, True
         if first:
             self.cache = cache

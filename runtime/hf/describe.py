@@ -1,4 +1,4 @@
-"""What a loaded model is, as a plan records it: what its config says, and a fingerprint of its weights."""
+"""Says what a loaded model is, as a plan records it: what its config says, and a fingerprint of its weights."""
 
 from __future__ import annotations
 

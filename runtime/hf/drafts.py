@@ -1,4 +1,5 @@
-"""What of a draft counts, and how long drafts should be: the rules of speculative decoding, apart from any model.
+"""Decides what of a draft counts, and how long drafts should be: the rules of speculative decoding, apart from any
+model.
 
 Sources: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (ICML 2023), algorithm 1; Zhang
 et al., Draft & Verify (ACL 2024) on drafts by the model itself.
@@ -38,7 +39,8 @@ class Judge(Protocol):
         """[B]: the next token of a draft, from processed scores."""
 
     def judge(self, drafts_BK: torch.Tensor, scores_BQV: torch.Tensor) -> Verdict:
-        """Of all drafts since the last verdict, by the processed scores of dense attention behind each prefix."""
+        """Returns the verdict of all drafts since the last verdict, by the processed scores of dense attention behind
+        each prefix."""
 
 
 class Greedy:

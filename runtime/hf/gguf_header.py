@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself, and what transformers would lose of it.
+"""Reads what a GGUF file says of itself, and what transformers would lose of it.
 
 transformers leaves out what it has no place for: scaled RoPE, and tensors that its own model lacks. Answers change
 without them, at long prompts most of all.

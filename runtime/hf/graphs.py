@@ -101,7 +101,7 @@ class StepGraph:
         self._out_BQE: torch.Tensor | None = None
 
     def new_store(self, layer: int) -> KVStore:
-        """Of the cache that the step is captured with."""
+        """Returns the store of the cache that the step is captured with."""
         return self.stores.new_store(layer)
 
     def new_state(self) -> DecodeState:
@@ -391,7 +391,7 @@ def _summary(error: Exception) -> str:
 
 
 def _stores(cache: Cache) -> list[WholeStore]:
-    """Of a cache that forward passes run over, which is never a captured step's own."""
+    """Returns the stores of a cache that forward passes run over, which is never a captured step's own."""
     return [cast(WholeStore, layer.store) for layer in cache.layers if isinstance(layer, SparseLayer)]
 
 

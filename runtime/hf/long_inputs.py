@@ -57,7 +57,7 @@ class Chunking:
         return tokens > 1 and batch * tokens > self.above
 
     def pieces(self, batch: int, tokens: int) -> Iterator[slice]:
-        """Which tokens each chunk has: all of them, in order, in chunks of about one size."""
+        """Returns which tokens each chunk has: all of them, in order, in chunks of about one size."""
         most = max(1, self.rows // batch)
         size = -(-tokens // -(-tokens // most))
         for start in range(0, tokens, size):
@@ -148,14 +148,14 @@ class _Rows:
     chunking: Chunking
 
     def layer(self, layer: nn.Module, spare: bool, hidden_BSE: torch.Tensor, **given: Any) -> torch.Tensor:
-        """Of a decoder layer."""
+        """Returns the output of a decoder layer, piece by piece."""
         into_BSE = hidden_BSE if spare else torch.empty_like(hidden_BSE)
         called_with = LayerInput(hidden_BSE, given["position_embeddings"], self.under_way)
         pieces = list(self.chunking.pieces(*hidden_BSE.shape[:2]))
         return forward_in_pieces(layer, self.architecture, called_with, pieces, into_BSE)
 
     def norm(self, norm: nn.Module, spare: bool, hidden_BSE: torch.Tensor) -> torch.Tensor:
-        """Of the decoder's last norm."""
+        """Returns the output of the last norm, piece by piece."""
         out_BSE = hidden_BSE if spare else torch.empty_like(hidden_BSE)
         for rows in self.chunking.pieces(*hidden_BSE.shape[:2]):
             out_BSE[:, rows] = type(norm).forward(norm, hidden_BSE[:, rows])

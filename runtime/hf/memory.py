@@ -62,7 +62,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: PreTrainedModel, info: ModelInfo) -> ModelSize:
-        """That of a model, which may be on the meta device."""
+        """Returns that of a model, which may be on the meta device."""
         tensors = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
         config: Any = model.config
         width = architecture_of(config.model_type).width_of(config)
@@ -70,7 +70,7 @@ class ModelSize:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, dtype: torch.dtype, source: str | None = None) -> ModelSize:
-        """That of a model with this config, once loaded in `dtype`.
+        """Returns that of a model with this config, once loaded in `dtype`.
 
         Raises:
             UnsupportedError: its architecture is not supported.
@@ -399,8 +399,8 @@ def state_bytes(group: AttentionGroup) -> int:
 
 
 def linear_bytes(group: AttentionGroup) -> int:
-    """Of a token in a gated delta rule, as torch computes it in float32 and chunks of 64 tokens; fast kernels, where
-    transformers has them, take less."""
+    """Returns the bytes of a token in a gated delta rule, as torch computes it in float32 and chunks of 64 tokens; fast
+    kernels, where transformers has them, take less."""
     return 4 * group.heads * (14 * group.head_dim + 5 * 64)
 
 
@@ -418,7 +418,7 @@ def _window_bytes(layer: LayerProgram, segment: SegmentProgram, tokens: int, key
 
 
 def _index_bytes(layer: LayerProgram, request: Request) -> int:
-    """Of one head and batch row: a list of tiles a row tile, and columns with a bit a row tile."""
+    """Returns the bytes of one head and batch row: a list of tiles a row tile, and columns with a bit a row tile."""
     patterns, keys = set(layer.patterns_at(request.prompt)), request.prompt
     if not patterns:
         return 0

@@ -1,4 +1,4 @@
-"""Which layers keep their keys and values in host memory.
+"""Decides which layers keep their keys and values in host memory.
 
 A plan's `decode.offload` permits it for layers whose decode attends to chosen tokens only; a run chooses: `always` all
 of these, `never` none, `auto` as few as the device's memory asks for (memory.py knows how many those are). At extreme

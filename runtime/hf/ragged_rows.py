@@ -56,8 +56,8 @@ class Columns:
 
 
 def rows_of_pass(inputs: dict[str, Any], columns: Columns, phase: Phase, is_checked: bool) -> tuple[slice, ...] | None:
-    """Which columns of a prefill are tokens of each row, where rows have different lengths; None where they have not,
-    and of a decode step, whose positions then become those of the rows.
+    """Returns which columns of a prefill are tokens of each row, where rows have different lengths; None where they
+    have not, and of a decode step, whose positions then become those of the rows.
 
     Args:
         inputs: of the decoder.

@@ -1,4 +1,4 @@
-"""Which fields of a config the graph follows, and which change nothing in it.
+"""Says which fields of a config the graph follows, and which change nothing in it.
 
 A field that is in neither list may change arithmetic: where it is not at its default, the model is refused.
 """

@@ -148,7 +148,7 @@ class HostStore:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of rows that are equally long."""
+        """Returns the lengths of rows that are equally long."""
         return (self.length,) * (0 if self.keys is None or not self.length else self.keys.shape[0])
 
     @property
@@ -234,11 +234,11 @@ class HostStore:
         return min(self._capacity, self._whole.capacity, self.hot_set.whole)
 
     def step_rows(self, length: int = 0) -> StepRows:
-        """Of a long context, the hot set."""
+        """Returns the rows of a long context, the hot set."""
         return HotRows(self.hot_set.slots, self.hot_set.ring) if self.is_long(length) else None
 
     def step_memory(self) -> StepMemory:
-        """Of a long context, the rows on the device and the memory on the host."""
+        """Returns the memory of a long context, the rows on the device and the memory on the host."""
         return self.rows.step_memory() if self._whole is None else self._whole.step_memory()
 
     def bind(self, binding: Binding) -> object:

@@ -83,7 +83,7 @@ class EvictingStore:
 
     @property
     def generated(self) -> GeneratedRows:
-        """Of the prompt that was complete last."""
+        """Returns the rows of the prompt that was complete last."""
         return GeneratedRows(self._prompt_rows, self._complete, self._generated)
 
     @property

@@ -1,5 +1,5 @@
-"""Which first tokens of the rows of a store are the same because one row became a copy of another, as beams do: they
-need not be copied again.
+"""Knows which first tokens of the rows of a store are the same because one row became a copy of another, as beams do:
+they need not be copied again.
 
 Shapes: B batch.
 """
@@ -12,7 +12,7 @@ import torch
 
 
 class Forks:
-    """Of rows that begin as strangers."""
+    """Knows which rows are copies; they begin as strangers."""
 
     def __init__(self) -> None:
         self._same_BB: torch.Tensor | None = None  # int64 on the host: first tokens of two rows that are the same

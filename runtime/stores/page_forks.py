@@ -1,4 +1,5 @@
-"""Which pages rows have once some became copies of others: full ones are shared, the next one to be written is not."""
+"""Decides which pages rows have once some became copies of others: full ones are shared, the next one to be written is
+not."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def pool_of(device: torch.device) -> PagePool | None:
 
 
 def page_bytes(device: torch.device) -> int:
-    """Of a page of a device; 0 where there is no virtual memory."""
+    """Returns the bytes of a page of a device; 0 where there is no virtual memory."""
     pool = pool_of(device)
     return 0 if pool is None else pool.driver.granularity
 

@@ -228,7 +228,7 @@ class HostMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Of blocks that nobody uses."""
+        """Returns the bytes of blocks that nobody uses."""
         return sum(len(block.data) for blocks in self._free.values() for block in blocks)
 
     @contextmanager

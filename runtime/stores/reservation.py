@@ -44,11 +44,11 @@ class Reservation:
 
     @property
     def bytes(self) -> int:
-        """Of its pages, each counted once."""
+        """Returns the bytes of its pages, each counted once."""
         return self._bytes
 
     def pages(self, row: int) -> Sequence[Pages]:
-        """Of a row, in order."""
+        """Returns the pages of a row, in order."""
         return self._rows[row]
 
     def size(self, row: int) -> int:

@@ -1,7 +1,7 @@
-"""What is asked of keys and values wherever they lie, in three protocols: a source that attention reads (`KeySource`),
-one that forward passes append to (`KVStore`), and the whole store of a layer (`WholeStore`), which captured steps run
-over too. Stores know logical token positions and physical slots, and no policy. A new store implements `WholeStore` in
-a file beside this one.
+"""Defines what is asked of keys and values wherever they lie, in three protocols: a source that attention reads
+(`KeySource`), one that forward passes append to (`KVStore`), and the whole store of a layer (`WholeStore`), which
+captured steps run over too. Stores know logical token positions and physical slots, and no policy. A new store
+implements `WholeStore` in a file beside this one.
 
 A length belongs to a layer and a row: every store counts the tokens of each batch row by itself. The position of a
 token does not depend on what a store still has of those before it.
@@ -42,7 +42,7 @@ class Layout:
 
     @classmethod
     def of(cls, k_BGSD: torch.Tensor) -> Layout:
-        """That of these keys."""
+        """Returns that of these keys."""
         batch, heads, _, size = k_BGSD.shape
         return cls(batch, heads, size, k_BGSD.dtype, k_BGSD.device)
 
@@ -157,7 +157,7 @@ class KVStore(KeySource, Protocol):
 
     @property
     def cached(self) -> tuple[int, ...]:
-        """Of these, how many are in memory."""
+        """Returns how many of these are in memory."""
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Adds to each row the tokens that follow those it has.
@@ -337,14 +337,14 @@ class HotSet:
 
     @classmethod
     def of(cls, hot: Budget, reads: Reads, capacity: int) -> HotSet:
-        """That of a layer with room for `capacity` tokens."""
+        """Returns that of a layer with room for `capacity` tokens."""
         rows, ring, listed = hot.resolve(capacity), reads.recent + LEAVING, reads.listed(capacity) or 0
         slots = max(rows - ring, listed) if listed else 0
         return cls(slots, ring, listed, max(rows, slots + ring, reads.whole_up_to))
 
     @property
     def rows(self) -> int:
-        """Of a longer context."""
+        """Returns the rows of a longer context."""
         return self.slots + self.ring
 
 

@@ -82,7 +82,7 @@ class _Memory:
         return any(self.reservation.shares(at, begin) for at in self.rows_of(row))
 
     def bytes_for(self, tokens: int) -> int:
-        """Of a row's keys, or its values."""
+        """Returns the bytes of a row's keys, or its values."""
         return min(round_up(tokens, _TILE) * self.layout.token_bytes, self.reservation.row_bytes)
 
     def ensure(self, wanted: Sequence[int]) -> bool:

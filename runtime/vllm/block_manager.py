@@ -1,4 +1,4 @@
-"""How vLLM allocates and frees the blocks of evicting layers.
+"""Says how vLLM allocates and frees the blocks of evicting layers.
 
 The spec derives from none that vLLM merges with its own: one group would hold all layers then, and nothing be freed.
 """

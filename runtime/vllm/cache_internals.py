@@ -1,4 +1,4 @@
-"""What is taken from inside vLLM's cache manager and its model runners, for evicting layers: as `internals.py`,
+"""Holds what is taken from inside vLLM's cache manager and its model runners, for evicting layers: as `internals.py`,
 and checked by contract.py like it."""
 
 from __future__ import annotations

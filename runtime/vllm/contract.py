@@ -1,5 +1,5 @@
-"""What `internals.py` and `cache_internals.py` read and override of vLLM beyond what they import: whether the installed
-release has it."""
+"""Says what `internals.py` and `cache_internals.py` read and override of vLLM beyond what they import: whether the
+installed release has it."""
 
 from __future__ import annotations
 

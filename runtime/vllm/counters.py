@@ -1,4 +1,4 @@
-"""What an engine computed by a plan: counters, and when an engine reports them."""
+"""Counts what an engine computed by a plan: counters, and when an engine reports them."""
 
 from __future__ import annotations
 

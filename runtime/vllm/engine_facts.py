@@ -1,4 +1,4 @@
-"""What of an engine's configuration decides whether it can run a plan, and the refusals.
+"""Decides what of an engine's configuration decides whether it can run a plan, and the refusals.
 
 Everything is checked when the engine starts: a server that came up never dies of a plan.
 """

@@ -1,4 +1,4 @@
-"""What `--additional-config '{"sparsekv": {...}}'` may hold, and where the plan of an engine is."""
+"""Says what `--additional-config '{"sparsekv": {...}}'` may hold, and where the plan of an engine is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks the kernels of evicting layers read in a step: block tables and lengths without what is freed.
+"""Decides which blocks the kernels of evicting layers read in a step: block tables and lengths without what is freed.
 
 Shapes: B requests of a step, P pages of a request.
 """

@@ -386,9 +386,8 @@ def graph_rows(config: VllmConfig) -> int:
 
 
 def requests_of(common: CommonAttentionMetadata) -> tuple[list[int], list[int], list[bool]]:
-    """Of a step, without asking the device: the first row of each request and the end of the last, their lengths, and
-    which are still prompts.
-    """
+    """Returns the requests of a step, without asking the device: the first row of each request and the end of the last,
+    their lengths, and which are still prompts."""
     starts, bound, unfinished = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound, common.is_prefilling
     lengths = (common.seq_lens if bound is None else bound).tolist()  # exact without speculative decoding
     prompts = [] if unfinished is None else unfinished.tolist()

@@ -1,4 +1,4 @@
-"""What an engine computed by a plan, for Prometheus.
+"""Reports what an engine computed by a plan, for Prometheus.
 
 These counts are made where the model runs, which is another process than the one that answers /metrics. A server shows
 them where Prometheus collects from several processes: with several API servers, for which vLLM arranges that, and with

@@ -66,7 +66,7 @@ class Scratch:
 
     @property
     def kind(self) -> tuple[torch.dtype, torch.device]:
-        """Of its memory."""
+        """Returns the kind of its memory."""
         return self._k.dtype, self._k.device
 
     @property

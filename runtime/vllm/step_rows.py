@@ -1,4 +1,4 @@
-"""Which rows of an engine step are prefill, and which of those a layer runs sparse.
+"""Decides which rows of an engine step are prefill, and which of those a layer runs sparse.
 
 Shapes: T tokens of the step, all requests one after another.
 """

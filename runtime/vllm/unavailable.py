@@ -1,4 +1,4 @@
-"""What vLLM finds by the name CUSTOM on devices that no backend of ours was made for yet."""
+"""Is what vLLM finds by the name CUSTOM on devices that no backend of ours was made for yet."""
 
 from __future__ import annotations
 

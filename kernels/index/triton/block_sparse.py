@@ -143,7 +143,8 @@ MANDATORY = tl.constexpr(2147483647)
 @triton.jit
 @no_type_check
 def row_ends(tile_T, past, length, window, QUERY: tl.constexpr, KEY: tl.constexpr, WINDOWED: tl.constexpr):
-    """Of each row tile: key tile of its first row, its last key tile (-1: padding), and the first that it sees."""
+    """Returns the ends of each row tile: key tile of its first row, its last key tile (-1: padding), and the first that
+    it sees."""
     first_T = past + tile_T * QUERY
     end_T = tl.where(first_T < length, (tl.minimum(first_T + QUERY, length) - 1) // KEY, -1)
     seen_T = tile_T * 0
@@ -207,7 +208,7 @@ def _load_order(order_T, tile_M, end_T):
 @triton.jit
 @no_type_check
 def _count_reaching(order_T, end_T, first_T, second_T, third_T, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr):
-    """How many tiles of each row are at least each of three bounds."""
+    """Returns how many tiles of each row are at least each of three bounds."""
     from_first_T = tl.zeros([BLOCK_T], tl.int32)
     from_second_T = tl.zeros([BLOCK_T], tl.int32)
     from_third_T = tl.zeros([BLOCK_T], tl.int32)

@@ -35,7 +35,7 @@ NOTHING = tl.constexpr(2147483647)  # a threshold that no score exceeds
 @triton.jit
 @no_type_check
 def _count_from(row_ptr, count, first, second, third, BLOCK: tl.constexpr):
-    """How many of the numbers are at least each of three bounds, which are 0 or more."""
+    """Returns how many of the numbers are at least each of three bounds, which are 0 or more."""
     lane = tl.arange(0, BLOCK)
     # The sign of a difference, -1 or 0, is added in a single instruction.
     below_first = tl.zeros([BLOCK], tl.int32)
@@ -91,7 +91,7 @@ def kth_largest(row_ptr, count, k, BLOCK: tl.constexpr):
 @triton.jit
 @no_type_check
 def count_equal(row_ptr, count, number, BLOCK: tl.constexpr):
-    """How many entries equal `number`."""
+    """Returns how many entries equal `number`."""
     lane = tl.arange(0, BLOCK)
     equal = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(0, count, BLOCK):
@@ -121,7 +121,7 @@ def index_of_equal(row_ptr, count, number, nth, BLOCK: tl.constexpr):
 @triton.jit
 @no_type_check
 def chosen(number, index, threshold, last_equal):
-    """Whether an entry is among the best ones."""
+    """Returns whether an entry is among the best ones."""
     return (number > threshold) | ((number == threshold) & (index <= last_equal))
 
 
@@ -224,8 +224,8 @@ def crossings_kernel(
 @triton.jit
 @no_type_check
 def _affordable(best_row, offset_row, start, stop, bound, BLOCK: tl.constexpr):
-    """What keeps a row that counts the diagonals from `start` to `stop` within its bound: those above a threshold, and
-    of those equal to it the ones of a lower offset than a limit."""
+    """Returns what keeps a row that counts the diagonals from `start` to `stop` within its bound: those above a
+    threshold, and of those equal to it the ones of a lower offset than a limit."""
     best_row += start
     count = stop - start
     threshold, found = kth_largest(best_row, count, bound, BLOCK)

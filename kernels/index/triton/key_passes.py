@@ -32,7 +32,8 @@ import triton.language as tl
 @triton.jit
 @no_type_check
 def stacked_rows(slots_ptr, unit, SLOTS: tl.constexpr, ROWS: tl.constexpr):
-    """Of each stacked row of the first strip: which of the builder's heads it is, or -1, and its row counted back."""
+    """Returns of each stacked row of the first strip which of the builder's heads it is, or -1, and its row counted
+    back."""
     lane_M = tl.arange(0, SLOTS * ROWS)
     return tl.load(slots_ptr + unit * SLOTS + lane_M // ROWS), lane_M % ROWS
 
@@ -84,7 +85,8 @@ def load_keys(
 @triton.jit
 @no_type_check
 def visible(i, j, window, WINDOWED: tl.constexpr):
-    """Whether query i sees key j: causal, and within the layer's own window where it has one. Both are broadcast."""
+    """Returns whether query i sees key j: causal, and within the layer's own window where it has one. Both are
+    broadcast."""
     keep = j <= i
     if WINDOWED:
         keep = keep & (i - j < window)
