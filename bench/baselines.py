@@ -46,7 +46,7 @@ from sparsekv.planner.decode_candidates import anchor_layers
 from sparsekv.planner.evaluation.results import Spent
 from sparsekv.planner.filter_layers import FilterSegment, Floats, following, lost_mass, segment_of
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Reuse
-from sparsekv.planner.profile.search_space import Patterns, Prefix, fit_to_target
+from sparsekv.planner.profile.search_space import CommonPrefix, Patterns, fit_to_target
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern, PatternRange, TileShape
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
@@ -73,7 +73,7 @@ def prefill_plan(model: ModelInfo, tile: TileShape, patterns: Mapping[int, Patte
 def static_at_density(patterns: PatternRange, length: int, density: float, tile: TileShape) -> Pattern:
     """The largest pattern of a static range within a density at a length."""
     nothing_11SD = torch.empty(1, 1, length, 1)  # a static pattern reads neither queries nor keys
-    prefix = Prefix(nothing_11SD, nothing_11SD, Chunk.uniform(1, 0, length), tile, 1.0)
+    prefix = CommonPrefix(nothing_11SD, nothing_11SD, Chunk.uniform(1, 0, length), tile, 1.0)
     return fit_to_target(prefix, [patterns], [density * prefix.causal_tiles])[0]
 
 
@@ -93,7 +93,7 @@ def fitted_at_densities(
     def fit(call: AttentionCall) -> None:
         if call.window is not None:
             return
-        prefix = Prefix(call.q_BHSD, call.k_BGKD, call.chunk, tile, call.scale)
+        prefix = CommonPrefix(call.q_BHSD, call.k_BGKD, call.chunk, tile, call.scale)
         prefix = prefix.with_lines([patterns.last_q] if patterns.last_q else [])
         for density, by_layer in zip(densities, found, strict=True):
             targets = [density * prefix.causal_tiles] * prefix.heads

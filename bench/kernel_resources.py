@@ -35,7 +35,7 @@ from sparsekv.kernels.decode import triton as decode_triton
 from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.kernels.index.build import build_index, empty_index
-from sparsekv.kernels.index.layout import HeadGroup, IndexCall
+from sparsekv.kernels.index.layout import FamilyHeads, IndexCall
 from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
 from sparsekv.kernels.keys import COLUMNS, KeyView, full_view
 from sparsekv.kernels.prefill import columns as column_pass
@@ -83,7 +83,7 @@ def compiling_for(capability: int) -> Iterator[list[tuple[str, Any]]]:
         built.append((self.__name__, compiled))
         return compiled
 
-    rows, found = triton_prefill.table_of(capability // 10), sizes.table_of(capability // 10)
+    rows, found = triton_prefill.launch_table(capability // 10), sizes.table_of(capability // 10)
     driver.set_active(_Target(capability))
     with (
         mock.patch.object(decode_triton, "_multiprocessors", return_value=MULTIPROCESSORS),
@@ -235,7 +235,7 @@ def block_cases() -> Cases:
 def _build(builder: Any, pattern: Pattern, dim: int, tile: TileShape, window: int | None) -> object:
     q, k = _tensors(dim, 8, 2)
     call = IndexCall.of(q, k, Chunk((0,), (LENGTH,)), tile, 0.1, window)
-    prepared = builder.prepare(HeadGroup.of((pattern,) * 8, range(8)), call)
+    prepared = builder.prepare(FamilyHeads.of((pattern,) * 8, range(8)), call)
     return prepared.fill(empty_index([prepared.widths], call.layout, ()))
 
 

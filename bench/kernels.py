@@ -21,7 +21,7 @@ from sparsekv.bench.structure import FAMILIES
 from sparsekv.kernels.backends import BACKENDS, USE_AUTO, choose_backend, prefill_attention
 from sparsekv.kernels.index.build import BuilderName, build_index, builds_by_triton
 from sparsekv.kernels.tiles import AttentionOutput, TileIndex, computed_tiles, density
-from sparsekv.planner.progress import Progress, Step, prefill_work
+from sparsekv.planner.progress import Progress, StageStep, prefill_work
 from sparsekv.planner.settled import mandatory_density
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.patterns import MOST_SAMPLED, PATTERNS, TileShape
@@ -158,7 +158,9 @@ def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Itera
             free_memory(bench.device)
 
 
-def _case(bench: KernelBench, row: Row, backends: Sequence[str], peers: DensePeers | None, step: Step) -> Iterator[Row]:
+def _case(
+    bench: KernelBench, row: Row, backends: Sequence[str], peers: DensePeers | None, step: StageStep
+) -> Iterator[Row]:
     what = f"{format_length(row.length)}, {row.name}, {row.own['target_density']:g}"
     work = prefill_work(row.length)
     step.advance(0, note=f"{what}: dense")

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sparsekv.bench.harness import Columns, Row, in_short, number, repeat_in_turn
 from sparsekv.bench.random_model import stretched_config
-from sparsekv.planner.progress import Progress, Step
+from sparsekv.planner.progress import Progress, StageStep
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.files import write_plan
@@ -235,18 +235,18 @@ def bench_serve(
             yield row
 
 
-def _in_turn(model: ServedModel, plan: Plan, bench: ServeBench, step: Step) -> Iterator[tuple[Load, Measured]]:
+def _in_turn(model: ServedModel, plan: Plan, bench: ServeBench, step: StageStep) -> Iterator[tuple[Load, Measured]]:
     # By the plan first: that engine refuses what cannot be served.
     with _engine(SPARSE, model, plan, bench) as sparse, _engine(DENSE, model, plan, bench) as dense:
         yield from _each({DENSE: dense, SPARSE: sparse}, model, bench, step)
 
 
 def _each(
-    engines: Mapping[str, Any], model: ServedModel, bench: ServeBench, step: Step | None = None
+    engines: Mapping[str, Any], model: ServedModel, bench: ServeBench, step: StageStep | None = None
 ) -> Iterator[tuple[Load, Measured]]:
     late: dict[tuple[str, int], int] = {}  # by prompt, the requests a minute at which an engine was late
     for load in bench.loads:
-        (step or Step()).advance(0, note=_words(load))
+        (step or StageStep()).advance(0, note=_words(load))
         often, found = load.per_minute or 0, Measured()
         asked = {way: one for way, one in engines.items() if often <= late.get((way, load.prompt), often)}
         with _noting(found):
@@ -256,10 +256,10 @@ def _each(
             (way, load.prompt): often for way, runs in found.turns.items() if often and _medians(runs)[0] > _LATE_MS
         }
         yield load, found
-        (step or Step()).advance()
+        (step or StageStep()).advance()
 
 
-def _one_by_one(model: ServedModel, plan: Plan, bench: ServeBench, step: Step) -> Iterator[tuple[Load, Measured]]:
+def _one_by_one(model: ServedModel, plan: Plan, bench: ServeBench, step: StageStep) -> Iterator[tuple[Load, Measured]]:
     both = []
     for way in (SPARSE, DENSE):
         step.advance(0, note=way)

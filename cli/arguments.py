@@ -99,7 +99,7 @@ def _count_or_layers(text: str) -> int | tuple[int, ...]:
 NewTokens = Annotated[int, Field(ge=1, le=MAX_LENGTH), Flag("Most tokens to generate.", metavar="N")]
 
 
-class Placement(Options):
+class PlacementFlags(Options):
     """Says where keys and values of a run are."""
 
     offload: Annotated[

@@ -15,9 +15,9 @@ from sparsekv.cli.benched import (
     LENGTHS,
     Benched,
     BenchLengths,
+    BenchRun,
     HandDensity,
     HandTile,
-    Measured,
     Narrow,
     Timed,
     named_subject,
@@ -87,7 +87,7 @@ def kernels(flags: KernelFlags) -> None:
     print_rows(measure_kernels(flags), as_json=flags.as_json)
 
 
-def measure_kernels(flags: KernelFlags) -> Measured:
+def measure_kernels(flags: KernelFlags) -> BenchRun:
     """Returns the rows of `bench kernels`."""
     hardware, precision = device_and_dtype(settings_of(flags))
     _check_backends(flags, hardware)
@@ -112,7 +112,7 @@ def measure_kernels(flags: KernelFlags) -> Measured:
     )
     rows = list(bench_kernels(bench, BarProgress()))
     shape = f"{flags.heads}/{flags.kv_heads} heads of size {flags.head_dim}, {rows[0].dtype}, {tile.key} tiles"
-    return Measured(rows, f"{rows[0].device}, {shape}\n{PLANTED_NOTE}", COLUMNS, note=PLANTED_NOTE)
+    return BenchRun(rows, f"{rows[0].device}, {shape}\n{PLANTED_NOTE}", COLUMNS, note=PLANTED_NOTE)
 
 
 def _check_backends(flags: KernelFlags, device: torch.device) -> None:
@@ -158,7 +158,7 @@ def prefill(flags: PrefillFlags) -> None:
     print_rows(measure_prefill(flags), as_json=flags.as_json)
 
 
-def measure_prefill(flags: PrefillFlags) -> Measured:
+def measure_prefill(flags: PrefillFlags) -> BenchRun:
     """Returns the rows of `bench prefill`."""
     by_hand = flags.density or flags.patterns or (flags.layers and flags.plan is None)
     named, machine = named_subject(flags, flags.lengths, bool(by_hand)), settings_of(flags)
@@ -190,7 +190,7 @@ def measure_prefill(flags: PrefillFlags) -> Measured:
         flags.allow_mismatch,
     )
     rows = list(bench_prefill(subject, used, words, bench, BarProgress()))
-    return Measured(rows, title_of(subject, rows[0], words), COLUMNS)
+    return BenchRun(rows, title_of(subject, rows[0], words), COLUMNS)
 
 
 # --- decode -----------------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def decode(flags: DecodeFlags) -> None:
     print_rows(measure_decode(flags), as_json=flags.as_json)
 
 
-def measure_decode(flags: DecodeFlags) -> Measured:
+def measure_decode(flags: DecodeFlags) -> BenchRun:
     """Returns the rows of `bench decode`."""
     named, machine = named_subject(flags, flags.lengths, any(map(flags.is_given, _DECODE_BY_HAND))), settings_of(flags)
     used = named.plan
@@ -299,7 +299,7 @@ def measure_decode(flags: DecodeFlags) -> Measured:
     if flags.offload is not None:
         return _offloaded(flags, subject, plans, words, bench)
     rows = list(bench_decode(subject, plans, words, bench, BarProgress()))
-    return Measured(rows, f"{title_of(subject, rows[0], words)}\n{RANDOM_NOTE}", COLUMNS, note=RANDOM_NOTE)
+    return BenchRun(rows, f"{title_of(subject, rows[0], words)}\n{RANDOM_NOTE}", COLUMNS, note=RANDOM_NOTE)
 
 
 def _decode_lengths(flags: DecodeFlags, info: ModelInfo, usual: tuple[int, ...]) -> tuple[tuple[int, ...], ModelInfo]:
@@ -313,7 +313,7 @@ def _decode_lengths(flags: DecodeFlags, info: ModelInfo, usual: tuple[int, ...])
 
 def _offloaded(
     flags: DecodeFlags, subject: BenchModel, plans: Mapping[str, Plan], words: str, bench: DecodeBench
-) -> Measured:
+) -> BenchRun:
     from sparsekv.bench.offload import COLUMNS, bench_offload
 
     assert flags.offload is not None
@@ -321,7 +321,7 @@ def _offloaded(
     rows = list(bench_offload(subject, plans, words, bench, flags.offload, share, BarProgress()))
     title = f"{title_of(subject, rows[0], words)}; --offload {flags.offload}"
     title += f"; choices swapped for lists with {share:.3g} of new tokens a step" if share else ""
-    return Measured(rows, title, COLUMNS, "device_ms" if flags.offload == "never" else "offloaded_ms")
+    return BenchRun(rows, title, COLUMNS, "device_ms" if flags.offload == "never" else "offloaded_ms")
 
 
 # --- headline ---------------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from sparsekv.cli.benched import (
     FILTERS,
     LENGTHS,
     Benched,
+    BenchRun,
     HandDensity,
     HandTile,
-    Measured,
     Timed,
     named_subject,
     print_rows,
@@ -112,7 +112,7 @@ def serve(flags: ServeFlags) -> None:
     what = ", ".join(str(own[name]) for name in ("model", "device", "dtype", "host"))
     what += f", {own['backend']} kernels, steps of {flags.step_tokens}"
     title = f"{what}; weights: {own['weights']}; plan: {words}"
-    print_rows(Measured(rows, title, COLUMNS), as_json=flags.as_json)
+    print_rows(BenchRun(rows, title, COLUMNS), as_json=flags.as_json)
     if failures := sum(row.own["failures"] for row in rows):
         tell(f"{failures} chunks of a layer ran dense after an error: the log says why, and the times mean nothing")
         raise typer.Exit(1)

@@ -82,7 +82,7 @@ def title_of(subject: BenchModel, row: Row, words: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class BenchRun:
     """Rows of one bench, and how they are shown.
 
     Attributes:
@@ -98,7 +98,7 @@ class Measured:
     note: str = ""
 
 
-def print_rows(*parts: Measured, as_json: bool) -> None:
+def print_rows(*parts: BenchRun, as_json: bool) -> None:
     """The rows, as one list of JSON, or for people.
 
     Raises:

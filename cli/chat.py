@@ -10,7 +10,7 @@ from typing import Any, Literal
 from transformers import Cache, DynamicCache
 
 from sparsekv.cli.output import placed, size, tell
-from sparsekv.planner.progress import BarProgress, Progress, Step
+from sparsekv.planner.progress import BarProgress, Progress, StageStep
 from sparsekv.plans.phases import first_sparse
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import Handle, apply
@@ -306,7 +306,7 @@ class Conversation:
 @contextmanager
 def _watch(progress: Progress, name: str, most: int) -> Iterator[Callable[[], None]]:
     """Prefill and tokens of one generation, a stage each."""
-    steps: list[Step] = []
+    steps: list[StageStep] = []
     with ExitStack() as stack:
         stack.enter_context(progress.stage(f"{name}: prefill"))
 
@@ -323,7 +323,7 @@ def _watch(progress: Progress, name: str, most: int) -> Iterator[Callable[[], No
 def _pinning() -> Iterator[Callable[[int, int], None]]:
     """Shows how much of a large amount of host memory is there: page-locking takes a second or so for each 2 GB."""
     with ExitStack() as stack:
-        bars: list[Step] = []
+        bars: list[StageStep] = []
 
         def show(more: int, total: int) -> None:
             if total < _SHOWN_FROM:

@@ -18,7 +18,7 @@ from sparsekv.cli.arguments import (
     AllowMismatch,
     NewTokens,
     Output,
-    Placement,
+    PlacementFlags,
     Placing,
     Subject,
     check_machine,
@@ -57,7 +57,7 @@ _HEAD_DIM = 128
 MemorySize = Annotated[Size | None, Flag("Such as 80GiB; what this machine has by default.", metavar="SIZE")]
 
 
-class DoctorFlags(AllowMismatch, Placement, Hardware, Output):
+class DoctorFlags(AllowMismatch, PlacementFlags, Hardware, Output):
     """Holds what `doctor` is asked to do."""
 
     memory: Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from sparsekv.cli import commands
-from sparsekv.cli.arguments import NewTokens, Output, Placement, Subject, Subjects, settings_of
+from sparsekv.cli.arguments import NewTokens, Output, PlacementFlags, Subject, Subjects, settings_of
 from sparsekv.cli.doctor import MemoryEstimate, say_memory, tell_if_idle
 from sparsekv.cli.output import columns, emit, emit_json, tell
 from sparsekv.cli.prompts import given_prompt, typed_prompt
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _COLDEST, _HOTTEST = 0.01, 100.0
 
 
-class RunFlags(Subjects, Placement, Hardware, Output):
+class RunFlags(Subjects, PlacementFlags, Hardware, Output):
     """Holds what `run` is asked to do."""
 
     prompt: Annotated[str | None, Flag("The prompt.", ("--prompt", "-p"), "TEXT")] = None

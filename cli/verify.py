@@ -16,7 +16,7 @@ from sparsekv.cli.prompts import answered_prompts, own_prompts
 from sparsekv.cli.verdict import denser_command, hurt_lines, verdict
 from sparsekv.planner.flags import MOST, Flag, Lengths
 from sparsekv.planner.options import DEFAULT_TASKS, HELD_OUT, VERIFY_TIME, Drawn, Gated, Hardware, PlanOptions
-from sparsekv.planner.own_prompts import GivenPrompt, digest_of, set_aside
+from sparsekv.planner.own_prompts import GivenPrompt, digest_of_prompts, set_aside
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
@@ -161,7 +161,7 @@ def _set_aside(plan: Plan, file: Path | None) -> tuple[tuple[GivenPrompt, ...], 
     if file is None or plan.provenance.prompts is None:
         return (), ()
     calibrated, aside = set_aside(own_prompts(file))
-    return (calibrated, aside) if digest_of(aside) == plan.provenance.prompts else ((), ())
+    return (calibrated, aside) if digest_of_prompts(aside) == plan.provenance.prompts else ((), ())
 
 
 def _tell_nothing_sparse(plan: Plan, subject: Subject, as_json: bool) -> None:

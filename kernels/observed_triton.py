@@ -46,7 +46,7 @@ def attention_sums(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, sof
         "num_warps": _WARPS,
     }  # fmt: skip
     with torch.cuda.device_of(k_BGSD):
-        stats_kernel[(triton.cdiv(rows, _ROWS), ranges, batch * groups)](
+        observed_stats_kernel[(triton.cdiv(rows, _ROWS), ranges, batch * groups)](
             q_BHWD, k_BGSD, most_GRX, sum_GRX, *shared, span, **options
         )
         join_kernel[(triton.cdiv(rows, _AT_ONCE), batch * groups)](
@@ -101,7 +101,7 @@ def _keys(k_base, key_N, keys, k_stride_S, D: tl.constexpr, BLOCK_D: tl.constexp
 
 @no_type_check
 @triton.jit(do_not_specialize=["window", "rows", "keys", "span"])
-def stats_kernel(
+def observed_stats_kernel(
     q_ptr, k_ptr, most_ptr, sum_ptr, q_stride_B, q_stride_H, q_stride_W, k_stride_B, k_stride_G, k_stride_S, scale,
     groups, window, rows, keys, span,
     CAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -31,11 +31,11 @@ from sparsekv.planner.cost.predict import (
     Mask,
     Savings,
     ScoreTables,
-    gain_of,
     head_times,
     layer_times,
     longest_losing,
     pays,
+    predicted_gain,
     prefill_estimate,
 )
 from sparsekv.planner.options import Family
@@ -99,7 +99,7 @@ def allocate(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Candidate:
+class BucketChoice:
     """Holds what the lines make of a length. Where they leave nothing sparse, what would be without a crossover: timing
     either decides whether the length runs dense.
 
@@ -122,7 +122,7 @@ class Candidate:
         return self.tables.entry.length
 
 
-def candidates(profile: Profile, cost: DeviceCost, options: Settled) -> tuple[Candidate, ...]:
+def candidates(profile: Profile, cost: DeviceCost, options: Settled) -> tuple[BucketChoice, ...]:
     """Returns what is to be timed before `allocate` decides: nothing without a crossover, nor of lengths that are dense
     for another reason.
 
@@ -144,10 +144,10 @@ def candidates(profile: Profile, cost: DeviceCost, options: Settled) -> tuple[Ca
     return tuple(found)
 
 
-def _candidate(profile: Profile, length: _Length, choice: Choice) -> Candidate:
+def _candidate(profile: Profile, length: _Length, choice: Choice) -> BucketChoice:
     bucket = length.bucket(choice)
     part = {"bucket": bucket.model_dump(mode="json"), "weights": profile.model.fingerprint.weights}
-    return Candidate(length.tables, choice, bucket, content_digest(part), length.told())
+    return BucketChoice(length.tables, choice, bucket, content_digest(part), length.told())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,7 +159,7 @@ class TimedCandidate:
         gain: how many times as fast as dense they say that all layers are.
     """
 
-    candidate: Candidate
+    candidate: BucketChoice
     timing: BucketTiming
     cost: DeviceCost
     gain: float
@@ -172,7 +172,7 @@ def timed_candidates(profile: Profile, cost: DeviceCost, options: Settled) -> di
         if (timing := cost.timed(one.digest, one.length)) is not None:
             own = cost.corrected(timing)
             found[one.length] = TimedCandidate(
-                one, timing, own, gain_of(prefill_estimate(own, one.tables, one.choice, profile))
+                one, timing, own, predicted_gain(prefill_estimate(own, one.tables, one.choice, profile))
             )
     return found
 
@@ -429,7 +429,7 @@ class _Length:
         return choice, self._gain(choice)
 
     def _gain(self, choice: Choice) -> float:
-        return gain_of(prefill_estimate(self._cost, self.tables, choice, self._profile))
+        return predicted_gain(prefill_estimate(self._cost, self.tables, choice, self._profile))
 
     def _unreached(self, target: float, found: float) -> UsageError:
         least = min(mandatory_density(self._entry.length, self._tile, family) for family in self._families)

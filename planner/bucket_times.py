@@ -21,7 +21,7 @@ from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.softmax import PLAIN
 from sparsekv.kernels.tiles import Chunk, TileIndex, density
-from sparsekv.planner.allocate import Candidate, candidates
+from sparsekv.planner.allocate import BucketChoice, candidates
 from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost, LayerWork
 from sparsekv.planner.cost.predict import ABSENT, Triangle, heads_by_pattern, shares_at, work_of
 from sparsekv.planner.cost.stopwatch import Launch, Stopwatch
@@ -62,7 +62,7 @@ def time_buckets(
     return cost.model_copy(update={"buckets": (*cost.buckets, *found)})
 
 
-def _timed(job: Job, cost: DeviceCost, candidate: Candidate) -> BucketTiming:
+def _timed(job: Job, cost: DeviceCost, candidate: BucketChoice) -> BucketTiming:
     model = job.subject.model
     (prompt, *_) = job.calibration_prompts(candidate.length, 1)
     ids_1S = torch.from_numpy(prompt.ids.astype(np.int64)).to(model.device)[None]
@@ -82,7 +82,7 @@ class _LayerTimes:
 class _BucketTimes:
     """Sees the layers of a forward pass, and times some of them."""
 
-    def __init__(self, candidate: Candidate, cost: DeviceCost, host: Host) -> None:
+    def __init__(self, candidate: BucketChoice, cost: DeviceCost, host: Host) -> None:
         self._candidate, self._cost, self._host = candidate, cost, host
         numbers = [scores.layer for scores in candidate.tables.entry.layers]
         self._rows = {numbers[row]: row for row in _spread(candidate, _LAYERS)}
@@ -160,7 +160,7 @@ def _index_of(call: AttentionCall, chunk: Chunk, patterns: tuple[Pattern, ...], 
     return build_index(patterns, q_BHTD, call.k_BGKD, chunk, cost.tile, scale=call.scale, cap=call.softmax.cap)
 
 
-def _spread(candidate: Candidate, most: int) -> tuple[int, ...]:
+def _spread(candidate: BucketChoice, most: int) -> tuple[int, ...]:
     """Profiled layers with sparse heads, so many at most: the sparsest, the densest, and some between them."""
     tables, choice = candidate.tables, candidate.choice
     rows = np.flatnonzero((choice >= 0).any(1))

@@ -26,7 +26,7 @@ from sparsekv.planner.filter_layers import (
     lost_mass,
     segment_of,
     shares_of,
-    solve,
+    solve_segments,
 )
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import LengthProfile, Reuse
@@ -213,7 +213,7 @@ class CandidateSpace:
             for by_J, losses in ((weights_J, measured), (importance_J, _LOSSES)):
                 problem = self._problem(budget, by_J)
                 for loss in losses:
-                    yield self.segments(solve(replace(problem, most_loss=loss)).segments, budget)
+                    yield self.segments(solve_segments(replace(problem, most_loss=loss)).segments, budget)
             for found in self._by_rule(budget):
                 yield self.segments(found, budget)
 

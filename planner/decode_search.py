@@ -29,7 +29,7 @@ from sparsekv.planner.decode_trials import DecodeTrials, Prefix, decode_trials
 from sparsekv.planner.filter_layers import Floats
 from sparsekv.planner.job import Job
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
-from sparsekv.planner.progress import Progress, Step
+from sparsekv.planner.progress import Progress, StageStep
 from sparsekv.planner.settled import Settled
 from sparsekv.plans.model import ModelInfo
 
@@ -94,7 +94,7 @@ class Effort:
         return cls(min(6, samples + 3), 16, 24)
 
 
-def measure_decode(
+def measure_trials(
     job: Job, profile: Profile, progress: Progress | None = None, effort: Effort | None = None
 ) -> Profile:
     """The profile with decode trials at every length; unchanged where there are some, or nothing to search.
@@ -153,7 +153,7 @@ class _Search:
         entry: LengthProfile,
         options: Settled,
         effort: Effort,
-        step: Step,
+        step: StageStep,
         share: float,
     ) -> None:
         self._model, self._gate, self._step = model, options.decode_bound, step
@@ -287,7 +287,7 @@ class _Search:
         return found
 
 
-def _prefixes(job: Job, model: DecodeTrials, length: int, effort: Effort, step: Step) -> list[Prefix]:
+def _prefixes(job: Job, model: DecodeTrials, length: int, effort: Effort, step: StageStep) -> list[Prefix]:
     """Returns the first tokens of as many calibration prompts as there is room for."""
     own = sum(group.cached_values for group in job.model.attention)
     fitting = _PREFIX_BYTES // (own * length * job.subject.model.dtype.itemsize)

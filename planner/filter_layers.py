@@ -11,7 +11,7 @@ bounds the loss at the worst of the sparse lengths, and counts the time of the l
 short length that would cost the longer ones their sparsity goes dense: segments are solved for all lengths, for all but
 the shortest, and so on; those that save most over all lengths together are taken.
 
-The dynamic programme (`solve`) walks the layers; a state is the filter in force; each state keeps the partial
+The dynamic programme (`solve_segments`) walks the layers; a state is the filter in force; each state keeps the partial
 assignments that no other one beats in both cost and loss. Costs are whole nanoseconds, so that equal sums are equal.
 """
 
@@ -143,7 +143,7 @@ class _Chooser:
     def _solved(self) -> Iterator[Choice]:
         """By lost attention mass, where nothing was tried."""
         for first in range(len(self._lengths)):
-            assignment = solve(self._problem(first)).segments
+            assignment = solve_segments(self._problem(first)).segments
             bound = self._options.loss_bound * (1.0 + 1e-9)
             kept = [position for position, one in enumerate(self._lengths) if one.lost(assignment) <= bound]
             yield self._where_it_pays(assignment, kept)
@@ -371,7 +371,7 @@ class Assignment:
     loss: float
 
 
-def solve(problem: SegmentProblem) -> Assignment:
+def solve_segments(problem: SegmentProblem) -> Assignment:
     """The assignment of least cost whose loss is allowed; among equals the one of least loss.
 
     Proven: partial assignments are dropped only where another one with the same filter in force costs no more and

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from sparsekv.planner.evaluation import PhaseName
 from sparsekv.planner.evaluation.results import EvalResult, Outcome, TaskResult
 from sparsekv.planner.options import Gate
-from sparsekv.planner.sequential import Range, Rounds, is_above, is_below, more_needed, upper_bound
+from sparsekv.planner.sequential import Range, Rounds, is_above, is_below, more_needed, upper_confidence_bound
 from sparsekv.plans.schema import Claim, Finding
 from sparsekv.plans.types import format_length
 
@@ -37,7 +37,7 @@ def level_of(attempt: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptScores:
     """Holds what dense, the floor and the plan did on one sample; without a floor, rounding counts as the plan's."""
 
     dense: Outcome
@@ -87,15 +87,15 @@ class Measured:
     """The samples of one length, by task."""
 
     length: int
-    tasks: Mapping[str, tuple[Prompt, ...]]
+    tasks: Mapping[str, tuple[PromptScores, ...]]
 
     @classmethod
     def of(cls, own: EvalResult, floor: EvalResult | None) -> Measured:
         """A phase of a plan at a length, and its floor where one was measured."""
 
-        def prompts(name: str, task: TaskResult) -> tuple[Prompt, ...]:
+        def prompts(name: str, task: TaskResult) -> tuple[PromptScores, ...]:
             rounding = floor.tasks[name].sparse if floor else task.dense
-            return tuple(map(Prompt, task.dense, rounding, task.sparse))
+            return tuple(map(PromptScores, task.dense, rounding, task.sparse))
 
         return cls(own.lengths[0], {name: prompts(name, task) for name, task in own.tasks.items()})
 
@@ -119,7 +119,7 @@ class _Figure:
     gate: float
     finding: float
     span: Range
-    value: Callable[[Prompt], float | None]
+    value: Callable[[PromptScores], float | None]
 
     def claim(self, rounds: Rounds, level: float, shared: float) -> Claim | None:
         """Returns what rounds of its values show of it; None where it has none."""
@@ -130,7 +130,7 @@ class _Figure:
         return Claim(
             gate=self.gate,
             mean=sum(values) / len(values),
-            bound=upper_bound(rounds, self.span, level),
+            bound=upper_confidence_bound(rounds, self.span, level),
             prompts=len(values),
             outcome=outcome,
             more=more,
@@ -189,12 +189,12 @@ def _answered(lengths: Iterable[Measured], least: float) -> Rounds:
     return [[one[at].lost or 0.0 for one in strata if _is_solved(one[:at], least)] for at in rounds]
 
 
-def _is_solved(prompts: Sequence[Prompt], least: float) -> bool:
+def _is_solved(prompts: Sequence[PromptScores], least: float) -> bool:
     dense, plan = (sum(bool(one.correct) for one in side) for side in zip(*map(_sides, prompts), strict=True))
     return max(dense, plan) >= least * len(prompts)
 
 
-def _sides(prompt: Prompt) -> tuple[Outcome, Outcome]:
+def _sides(prompt: PromptScores) -> tuple[Outcome, Outcome]:
     return prompt.dense, prompt.plan
 
 

@@ -45,7 +45,7 @@ def set_aside(prompts: Iterable[GivenPrompt]) -> tuple[tuple[GivenPrompt, ...], 
     return tuple(found[:half]), tuple(found[half:])
 
 
-def digest_of(prompts: Iterable[GivenPrompt]) -> str:
+def digest_of_prompts(prompts: Iterable[GivenPrompt]) -> str:
     """`sha256:...` of a set of prompts."""
     parts = json.dumps(sorted(one.digest.hex() for one in prompts))
     return f"sha256:{hashlib.sha256(parts.encode()).hexdigest()}"

@@ -23,9 +23,9 @@ from sparsekv.planner.allocate import TimedCandidate, allocate, timed_candidates
 from sparsekv.planner.bucket_times import time_buckets
 from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost
 from sparsekv.planner.cost.measure import measure_cost
-from sparsekv.planner.cost.predict import SURE_GAIN, gain_of, predict
+from sparsekv.planner.cost.predict import SURE_GAIN, predict, predicted_gain
 from sparsekv.planner.data_files import digest_of, versions, write_measured
-from sparsekv.planner.decode_search import measure_decode, tries_decode
+from sparsekv.planner.decode_search import measure_trials, tries_decode
 from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
 from sparsekv.planner.job import Job, head_shape, job_of
@@ -154,7 +154,7 @@ def _stages(job: Job) -> tuple[str, ...]:
 def _profiled(job: Job, stages: Progress, resume: Path | None) -> Profile:
     """Everything that needs the model: what candidates do, what whole plans do, what decode segments do."""
     measured = profile(job, stages, resume)
-    return measure_decode(job, refine(job, measured, stages), stages)
+    return measure_trials(job, refine(job, measured, stages), stages)
 
 
 def _measured_cost(job: Job, measured: Profile, stages: Progress) -> DeviceCost:
@@ -321,7 +321,7 @@ class PlanResult:
         for phase in ("prefill", "decode"):
             estimates = [getattr(entry, phase) for entry in self._lengths if getattr(entry, phase)]
             if estimates:
-                return gain_of(estimates[-1])
+                return predicted_gain(estimates[-1])
         return None
 
     @property
@@ -438,7 +438,7 @@ def _prefill_remarks(
                 f"prefill at {at} computes {estimate.density:.3f} of the tiles, not {target:g}: some heads are "
                 "predicted to be faster dense; --no-crossover makes them sparse"
             )
-        if speedup is not None and (gain := gain_of(estimate)) < speedup:
+        if speedup is not None and (gain := predicted_gain(estimate)) < speedup:
             yield f"prefill at {at} gains {gain:.2f}x, not {speedup:g}x: the sparsest that was profiled"
 
 

@@ -23,7 +23,7 @@ def prefill_work(tokens: int) -> float:
     return tokens / 1024 * (1.0 + tokens / 8192)
 
 
-class Step:
+class StageStep:
     """One stage that is under way; this one reports nothing."""
 
     def advance(self, units: float = 1, note: str = "") -> None:
@@ -34,9 +34,9 @@ class Progress:
     """Says where stages are announced; this one reports nothing, for tests and for use as a library."""
 
     @contextmanager
-    def stage(self, name: str, total: float | None = None) -> Iterator[Step]:
+    def stage(self, name: str, total: float | None = None) -> Iterator[StageStep]:
         """Opens a stage of `total` units (None: unknown) for the length of a `with` block."""
-        yield Step()
+        yield StageStep()
 
     def say(self, line: str) -> None:
         """Says something once."""
@@ -49,7 +49,7 @@ class Stages(Progress):
         self._progress, self._names = progress or Progress(), tuple(names)
 
     @contextmanager
-    def stage(self, name: str, total: float | None = None) -> Iterator[Step]:
+    def stage(self, name: str, total: float | None = None) -> Iterator[StageStep]:
         """See `Progress`. The name is one of those numbered."""
         number = self._names.index(name) + 1
         with self._progress.stage(f"{name} ({number} of {len(self._names)})", total) as step:
@@ -60,7 +60,7 @@ class Stages(Progress):
         self._progress.say(line)
 
 
-class _Bar(Step):
+class _Bar(StageStep):
     def __init__(self, bars: RichBars, name: str, total: float | None) -> None:
         self._bars, self._task = bars, bars.add_task(name, total=total, note="")
 
@@ -115,7 +115,7 @@ class BarProgress(Progress):
         self._seconds = seconds
 
     @contextmanager
-    def stage(self, name: str, total: float | None = None) -> Iterator[Step]:
+    def stage(self, name: str, total: float | None = None) -> Iterator[StageStep]:
         """See `Progress`."""
         note = TextColumn("{task.fields[note]}", table_column=Column(ratio=1, no_wrap=True))  # what room is left for
         times = (TimeElapsedColumn(), TextColumn("left"), _TimeLeft())

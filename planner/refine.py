@@ -39,7 +39,7 @@ from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.hf.describe import decoder_of, logits_of
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.hf.observe import AttentionCall, LayerInput, capture_attention, captured_inputs
+from sparsekv.runtime.hf.observe import AttentionCall, ObservedInput, capture_attention, captured_inputs
 
 _MOST_FACTOR = 2.0  # of a weight in one round: what one prompt more would change is not to be followed
 _LEAST_SHARE = 1e-3
@@ -157,7 +157,7 @@ class _Run:
         hidden_1SE = decoder_of(self._model)(input_ids=self._ids_1S, use_cache=False).last_hidden_state
         return self._log_probabilities(hidden_1SE[:, self._rows])
 
-    def _from(self, layer: int, inputs: Mapping[int, LayerInput], decoder: Any) -> torch.Tensor:
+    def _from(self, layer: int, inputs: Mapping[int, ObservedInput], decoder: Any) -> torch.Tensor:
         hidden_1SE = inputs[layer].hidden_BSE
         for number in range(layer, len(decoder.layers)):
             hidden_1SE = inputs[number].run(decoder.layers[number], hidden_1SE)

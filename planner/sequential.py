@@ -77,7 +77,7 @@ def is_above(rounds: Rounds, gate: float, span: Range, level: float) -> bool:
     return is_below([[-value for value in values] for values in rounds], -gate, adverse.mirrored(), level)
 
 
-def upper_bound(rounds: Rounds, span: Range, level: float) -> float:
+def upper_confidence_bound(rounds: Rounds, span: Range, level: float) -> float:
     """Below what the mean lies, by mistake with probability `level` at most; the end of the range where nothing is
     shown."""
     gates = np.linspace(span.low, span.high, _GRID)[1:]

@@ -27,7 +27,7 @@ from sparsekv.planner.evaluation.results import Comparison, EvalResult, measurem
 from sparsekv.planner.gates import Measured, PhaseClaims, claims_of, fails_at, level_of, line_of, lost_tasks
 from sparsekv.planner.options import Gate
 from sparsekv.planner.own_prompts import GivenPrompt
-from sparsekv.planner.progress import Progress, Step, prefill_work
+from sparsekv.planner.progress import Progress, StageStep, prefill_work
 from sparsekv.planner.settled import Settled
 from sparsekv.planner.tasks import Kit, Split, prepare
 from sparsekv.plans.errors import GateError, UsageError
@@ -256,7 +256,7 @@ def _sparse_lengths(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> tup
 
 def _draw(
     found: _Found, evaluator: Evaluator, samples: EvalSamples, kit: Kit, options: Settled,
-    wanted: Mapping[PhaseName, Sequence[int]], step: Step,
+    wanted: Mapping[PhaseName, Sequence[int]], step: StageStep,
 ) -> None:  # fmt: skip
     """Samples, until all is decided or something is missed, or there are to be no more.
 
@@ -285,7 +285,13 @@ def _rounds(samples: EvalSamples, evaluator: Evaluator) -> int:
 
 
 def _compare(
-    found: _Found, evaluator: Evaluator, asked: EvalSamples, length: int, kit: Kit, names: Sequence[str], step: Step
+    found: _Found,
+    evaluator: Evaluator,
+    asked: EvalSamples,
+    length: int,
+    kit: Kit,
+    names: Sequence[str],
+    step: StageStep,
 ) -> bool:
     """Runs samples; whether there were any."""
     some = asked.drawn(kit, length)

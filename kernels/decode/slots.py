@@ -186,7 +186,7 @@ class SlotState:
 
 
 @dataclass(frozen=True)
-class Step:
+class SlotStep:
     """One choice of tokens, and where they are. The tensors of the choice are on the device.
 
     Attributes:
@@ -250,14 +250,14 @@ class SlotMap:
     def __init__(self) -> None:
         self._state = SlotState()
         self._table: SlotTable | None = None
-        self._last: tuple[Selection, Step] | None = None
+        self._last: tuple[Selection, SlotStep] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlotMap:
         return SlotMap()
 
     def place(
         self, selection: Selection, lengths_B: torch.Tensor, *, most: int, slots: int, capacity: int, hot_from: int
-    ) -> Step:
+    ) -> SlotStep:
         """Places a choice, once for all layers that ask for the same one. Rows that attend to everything have no slots.
 
         Args:
@@ -282,6 +282,6 @@ class SlotMap:
             table = self._table = SlotTable(batch, lists, slots, capacity, tokens_BgM.device)
         placed = table.place(tokens_BgM.masked_fill(tokens_BgM >= hot_from, NO_TOKEN))
         before, self._state = self._state, SlotState()
-        step = Step(before, self._state, tokens_BgM, counts_B, placed, hot_from, table, selection.counts_B == ALL)
+        step = SlotStep(before, self._state, tokens_BgM, counts_B, placed, hot_from, table, selection.counts_B == ALL)
         self._last = (selection, step)
         return step

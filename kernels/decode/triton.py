@@ -31,7 +31,7 @@ _SCORED_AT_ONCE = 128  # tokens of one program of the score kernel
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class DecodeLaunch:
     """Says how the first kernel is cut and compiled; the answer does not depend on it beyond rounding."""
 
     splits: int
@@ -60,7 +60,7 @@ def decode(
     scoring: Scoring | None = None,
     out: torch.Tensor | None = None,
     new_B: torch.Tensor | None = None,
-    launch: Launch | None = None,
+    launch: DecodeLaunch | None = None,
 ) -> AttentionOutput:
     """The newest tokens of each batch row; arguments as in `decode_attention`. Several queries of a head are as so many
     heads that end earlier: each key is read once for all of them.
@@ -85,7 +85,7 @@ def score(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float
 
 def _run(
     q_BHQD: torch.Tensor, keys: KeyView, selection: Selection | None, scale: float, window: int | None, want_lse: bool,
-    scoring: Scoring | None, launch: Launch | None, out: torch.Tensor | None, attends: bool = True,
+    scoring: Scoring | None, launch: DecodeLaunch | None, out: torch.Tensor | None, attends: bool = True,
     queries: Queries = Queries(),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Output, log-sum-exp and scores. Where it does not attend, the output is not written and no value is read."""
@@ -172,7 +172,7 @@ def _logits_of(scoring: Scoring | None, logits_HT: torch.Tensor | None, unused: 
     return logits_HT, scoring.starts_B, logits_HT.stride(0)
 
 
-def launch_for(device: torch.device, rows: int, dtype: torch.dtype, size: int, queries: int = 16) -> Launch:
+def launch_for(device: torch.device, rows: int, dtype: torch.dtype, size: int, queries: int = 16) -> DecodeLaunch:
     """Returns what suits the GPU; `rows` are pairs of a batch row and a KV head, `size` is that of a head, `queries`
     how many a program has.
 
@@ -182,10 +182,10 @@ def launch_for(device: torch.device, rows: int, dtype: torch.dtype, size: int, q
     """
     splits = max(1, min(_MOST_SPLITS, 4 * _multiprocessors(device) // rows))
     if dtype == torch.float32:
-        return Launch(splits, 32, 4, 1, overlap=overlaps_launches(device))
+        return DecodeLaunch(splits, 32, 4, 1, overlap=overlaps_launches(device))
     # larger heads spill on two warps, and so do more rows
     warps = min(8, max(2 if size <= 128 else 4, queries // 16))
-    return Launch(splits, 64, warps, 2, overlap=overlaps_launches(device))
+    return DecodeLaunch(splits, 64, warps, 2, overlap=overlaps_launches(device))
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -12,10 +12,10 @@ import torch
 
 from sparsekv.kernels.device_cache import cached_on_device, on_device
 from sparsekv.kernels.index.layout import (
-    HeadGroup,
+    FamilyHeads,
     HeadIndex,
     IndexCall,
-    Layout,
+    IndexLayout,
     RowTiles,
     ceil_div,
     empty_tiles,
@@ -29,7 +29,7 @@ from sparsekv.plans.patterns import AShape
 _MOST_CACHED = 1 << 17
 
 
-def index_a_shape(group: HeadGroup, call: IndexCall) -> HeadIndex:
+def index_a_shape(group: FamilyHeads, call: IndexCall) -> HeadIndex:
     """Tiles touched by a key j <= i with j < sink or i - j < window, for any row i of the tile."""
     layout, unique = call.layout, group.unique
     caches = layout.batch * layout.row_tiles * layout.key_tiles * len(unique) <= _MOST_CACHED
@@ -41,7 +41,7 @@ def index_a_shape(group: HeadGroup, call: IndexCall) -> HeadIndex:
 
 
 def _list_tiles(
-    device: torch.device, patterns: tuple[AShape, ...], layout: Layout
+    device: torch.device, patterns: tuple[AShape, ...], layout: IndexLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tiles [B, u, T, W] and counts [B, u, T]."""
     sinks, reaches = _sink_tiles(patterns, layout), _reach(patterns, layout)
@@ -56,13 +56,13 @@ def _list_tiles(
 _cached_lists = cached_on_device(most=64)(_list_tiles)  # every layer of a plan may have windows of its own
 
 
-def _sink_tiles(patterns: Sequence[AShape], layout: Layout) -> list[list[int]]:
+def _sink_tiles(patterns: Sequence[AShape], layout: IndexLayout) -> list[list[int]]:
     """The first key tile is mandatory."""
     resolved = layout.resolve([pattern.sink for pattern in patterns])
     return [[max(1, ceil_div(sink, layout.tile.key)) for sink in row] for row in resolved]
 
 
-def _reach(patterns: Sequence[AShape], layout: Layout) -> list[list[int]]:
+def _reach(patterns: Sequence[AShape], layout: IndexLayout) -> list[list[int]]:
     """Key tiles before the one of the first row that the window touches; the one before it is mandatory."""
     resolved = layout.resolve([pattern.window for pattern in patterns])
     return [
@@ -71,7 +71,7 @@ def _reach(patterns: Sequence[AShape], layout: Layout) -> list[list[int]]:
     ]
 
 
-def _most_tiles(sinks: list[list[int]], reaches: list[list[int]], layout: Layout) -> int:
+def _most_tiles(sinks: list[list[int]], reaches: list[list[int]], layout: IndexLayout) -> int:
     return max(
         sink + reach + layout.diagonal_tiles(phase)
         for sink_row, reach_row, phase in zip(sinks, reaches, layout.phases, strict=True)

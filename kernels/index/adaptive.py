@@ -46,10 +46,10 @@ import torch
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.index.block_sparse import pool_heads, tile_limits
 from sparsekv.kernels.index.layout import (
-    HeadGroup,
+    FamilyHeads,
     HeadIndex,
     IndexCall,
-    Layout,
+    IndexLayout,
     RowTiles,
     ceil_div,
     empty_tiles,
@@ -96,7 +96,7 @@ def _pooled(heads: Sequence[int], call: IndexCall) -> Iterator[tuple[slice, torc
         yield part, logits_BhRM.softmax(-1).mul_(any_BR1[:, None])
 
 
-def _mean_keys_seen(rows: RowTiles, tiles: int, layout: Layout) -> torch.Tensor:
+def _mean_keys_seen(rows: RowTiles, tiles: int, layout: IndexLayout) -> torch.Tensor:
     """Returns how many keys of each tile the average row of a row tile sees: float32 [B, R, M]; 0 in padding row
     tiles."""
     key, window = layout.tile.key, layout.window
@@ -129,7 +129,7 @@ def _antidiagonal(heads: Sequence[int], call: IndexCall) -> Iterator[tuple[slice
         yield part, torch.cat([_score_rows(own, part, hidden_BXJ, real_BX, call) for own in groups], 1)
 
 
-def _tiles_up_to(part: slice, layout: Layout) -> int:
+def _tiles_up_to(part: slice, layout: IndexLayout) -> int:
     """Key tiles that the last of these row tiles can see in any batch row; at least 1."""
     rows = part.stop * layout.tile.query
     ends = (min(past + rows, length) for past, length in zip(layout.chunk.past, layout.chunk.lengths, strict=True))
@@ -174,7 +174,7 @@ def _score_rows(
     return scores_BhRM.div_(torch.unflatten(real_B1X1, 2, per_tile).sum(3).clamp(min=1.0))
 
 
-def _strided_rows(rows: RowTiles, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def _strided_rows(rows: RowTiles, layout: IndexLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """First token of each strided row, and how many of its rows are real: int64 and float32 [B, X]."""
     step = torch.arange(0, layout.tile.query, STRIDE, device=layout.device)
     first_BRx = rows.first_BT.unsqueeze(-1) + step
@@ -182,7 +182,7 @@ def _strided_rows(rows: RowTiles, layout: Layout) -> tuple[torch.Tensor, torch.T
     return first_BRx.flatten(1), real_BRx.flatten(1).float()
 
 
-def _hidden_keys(first_BX: torch.Tensor, strided: int, layout: Layout) -> torch.Tensor:
+def _hidden_keys(first_BX: torch.Tensor, strided: int, layout: IndexLayout) -> torch.Tensor:
     """Strided keys that a strided row does not see: [B, X, J]."""
     number_J = torch.arange(strided, device=layout.device)
     whole_B1 = on_device([length // STRIDE for length in layout.chunk.lengths], layout.device)[:, None]
@@ -203,7 +203,7 @@ def _sum_tiles(weights_BhXJ: torch.Tensor, strides: int, tiles: int) -> torch.Te
     return torch.nn.functional.pad(torch.cat((sums_BhXM, rest_BhX1), -1), (0, tiles - whole - 1))
 
 
-def index_adaptive(group: HeadGroup, call: IndexCall) -> HeadIndex:
+def index_adaptive(group: FamilyHeads, call: IndexCall) -> HeadIndex:
     """The smallest set of tiles a row whose scores reach `mass` of the row's total, mandatory tiles included.
 
     Best first, among equals the lower tile. Never more than `max_tiles`, or the mandatory tiles of a whole row tile
@@ -226,7 +226,7 @@ def index_adaptive(group: HeadGroup, call: IndexCall) -> HeadIndex:
     return HeadIndex.of_tiles(heads, tiles_BhTW, counts_BhT)
 
 
-def _by_score(group: HeadGroup) -> dict[ScoreKind, list[int]]:
+def _by_score(group: FamilyHeads) -> dict[ScoreKind, list[int]]:
     """Positions in the group by kind of score."""
     kinds: dict[ScoreKind, list[int]] = {}
     for number, pattern in enumerate(group.patterns):

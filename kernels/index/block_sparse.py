@@ -11,7 +11,7 @@ import torch
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.index.layout import (
-    HeadGroup,
+    FamilyHeads,
     HeadIndex,
     IndexCall,
     RowTiles,
@@ -26,7 +26,7 @@ from sparsekv.kernels.topk import ascending, blocks, top_mask
 _LOWEST = torch.finfo(torch.float32).min
 
 
-def index_block_sparse(group: HeadGroup, call: IndexCall) -> HeadIndex:
+def index_block_sparse(group: FamilyHeads, call: IndexCall) -> HeadIndex:
     """The ceil(keep / tile.key) best tiles of each row, mandatory tiles included.
 
     Never fewer than the mandatory tiles of a whole row tile, which a ragged last one may spend on other tiles.

@@ -21,11 +21,11 @@ from sparsekv.kernels.index.a_shape import index_a_shape
 from sparsekv.kernels.index.adaptive import index_adaptive
 from sparsekv.kernels.index.block_sparse import index_block_sparse
 from sparsekv.kernels.index.layout import (
-    HeadGroup,
+    FamilyHeads,
     HeadIndex,
     IndexCall,
+    IndexLayout,
     IndexWidths,
-    Layout,
     LineScores,
     PreparedIndex,
     ceil_div,
@@ -48,18 +48,18 @@ class IndexBuilder:
     it builds these heads; its `prepare(group, call)` returns a PreparedIndex or a HeadIndex.
     """
 
-    torch: Callable[[HeadGroup, IndexCall], HeadIndex]
+    torch: Callable[[FamilyHeads, IndexCall], HeadIndex]
     triton: str | None = None
 
 
-def index_dense(group: HeadGroup, call: IndexCall) -> HeadIndex:
+def index_dense(group: FamilyHeads, call: IndexCall) -> HeadIndex:
     """Counts of every causal tile; kernels need no list for dense heads."""
     tiles_B1TW, counts_B1T = _dense_rows(call.layout.device, call.layout)
     return HeadIndex.of_tiles(group.heads, spread(tiles_B1TW, group.own), spread(counts_B1T, group.own))
 
 
 @cached_on_device(most=4)
-def _dense_rows(device: torch.device, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def _dense_rows(device: torch.device, layout: IndexLayout) -> tuple[torch.Tensor, torch.Tensor]:
     tiles_B1TW, _ = empty_tiles(layout, 1, 1)  # never read; kernels need not handle a width of 0
     return tiles_B1TW, (layout.locate().end_BT + 1).to(torch.int32)[:, None]
 
@@ -154,15 +154,15 @@ def layer_lines(
 
 
 @lru_cache(maxsize=512)
-def group_heads(patterns: tuple[Pattern, ...]) -> tuple[HeadGroup, ...]:
+def group_heads(patterns: tuple[Pattern, ...]) -> tuple[FamilyHeads, ...]:
     """The heads of each kind, in the order of their first heads. Equal layers share one tuple."""
     kinds: dict[type[Pattern], list[int]] = {}
     for head, pattern in enumerate(patterns):
         kinds.setdefault(type(pattern), []).append(head)
-    return tuple(HeadGroup.of([patterns[head] for head in heads], heads) for heads in kinds.values())
+    return tuple(FamilyHeads.of([patterns[head] for head in heads], heads) for heads in kinds.values())
 
 
-def empty_index(widths: Sequence[IndexWidths], layout: Layout, dense: tuple[int, ...]) -> TileIndex:
+def empty_index(widths: Sequence[IndexWidths], layout: IndexLayout, dense: tuple[int, ...]) -> TileIndex:
     """An index of the whole layer, as wide as the widest part; blank where parts may be narrower than their rows."""
     blank = len(widths) > 1
     columns = max(one.columns for one in widths)
@@ -189,7 +189,7 @@ def _mark_dense(device: torch.device, dense: tuple[int, ...], heads: int) -> tor
     return on_device([head in dense for head in range(heads)], device, torch.bool)
 
 
-def _build_part(group: HeadGroup, call: IndexCall, on_gpu: bool) -> HeadIndex | PreparedIndex:
+def _build_part(group: FamilyHeads, call: IndexCall, on_gpu: bool) -> HeadIndex | PreparedIndex:
     builder = BUILDERS[group.kind]
     if on_gpu and builder.triton:
         module: Any = import_module(builder.triton)
@@ -215,7 +215,7 @@ def _by_triton(builder: BuilderName, device: torch.device) -> bool:
 
 
 def _check(
-    groups: Sequence[HeadGroup],
+    groups: Sequence[FamilyHeads],
     patterns: int,
     q_BHSD: torch.Tensor,
     k_BGKD: torch.Tensor,

@@ -20,7 +20,7 @@ from sparsekv.plans.patterns import Budget, Pattern, TileShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadGroup:
+class FamilyHeads:
     """The heads of a layer whose patterns are of one kind. Compared by identity: a cheap key of caches."""
 
     kind: type[Pattern]
@@ -30,7 +30,7 @@ class HeadGroup:
     own: tuple[int, ...]  # h: which of `unique` is the head's
 
     @classmethod
-    def of(cls, patterns: Sequence[Pattern], heads: Sequence[int]) -> HeadGroup:
+    def of(cls, patterns: Sequence[Pattern], heads: Sequence[int]) -> FamilyHeads:
         """One pattern for each of these heads."""
         numbers = {pattern: number for number, pattern in enumerate(dict.fromkeys(patterns))}
         own = tuple(numbers[pattern] for pattern in patterns)
@@ -53,7 +53,7 @@ class RowTiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class IndexLayout:
     """Holds what the host knows of one layer's queries and keys; all that decides a shape follows from it."""
 
     chunk: Chunk
@@ -134,7 +134,7 @@ class Layout:
 
 # Up to 40 bytes a row tile: 320 KiB at a million tokens.
 @cached_on_device(most=4)
-def _locate(device: torch.device, layout: Layout) -> RowTiles:
+def _locate(device: torch.device, layout: IndexLayout) -> RowTiles:
     query, key, window = layout.tile.query, layout.tile.key, layout.window
     past_B1, length_B1 = on_device([layout.chunk.past, layout.chunk.lengths], device).unsqueeze(-1)
     first_BT = past_B1 + torch.arange(layout.row_tiles, device=device) * query
@@ -158,7 +158,7 @@ class LineScores:
 class IndexCall:
     """The tensors of one call of `build_index`, and what the host knows of them."""
 
-    layout: Layout
+    layout: IndexLayout
     q_BHSD: torch.Tensor
     k_BGKD: torch.Tensor
     scale: float
@@ -179,10 +179,10 @@ class IndexCall:
     ) -> IndexCall:
         """Arguments as in `build_index`, which has checked them."""
         B, H, S, D = q_BHSD.shape
-        layout = Layout(chunk, tile, window, B, H, k_BGKD.shape[1], S, D, q_BHSD.dtype, q_BHSD.device)
+        layout = IndexLayout(chunk, tile, window, B, H, k_BGKD.shape[1], S, D, q_BHSD.dtype, q_BHSD.device)
         return cls(layout, q_BHSD, k_BGKD, scale, lines, cap)
 
-    def known_lines(self, group: HeadGroup) -> LineScores | None:
+    def known_lines(self, group: FamilyHeads) -> LineScores | None:
         """The caller's scores for vertical-slash heads; None where it has none for what they sample."""
         sampled = {pattern.last_q for pattern in group.patterns} if self.lines else set()
         known = self.lines.get(sampled.pop()) if self.lines and len(sampled) == 1 else None
@@ -245,7 +245,7 @@ class HeadIndex:
                 whole[:, own, ..., : piece.shape[-1]] = piece
 
 
-def empty_tiles(layout: Layout, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_tiles(layout: IndexLayout, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tiles [B, h, T, W] and counts [B, h, T] for a builder to fill."""
     shape = (layout.batch, heads, layout.row_tiles)
     tiles_BhTW = torch.full((*shape, width), NO_TILE, dtype=torch.int32, device=layout.device)

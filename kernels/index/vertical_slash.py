@@ -25,10 +25,10 @@ import torch
 from sparsekv.kernels.cpu_threads import for_each
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.index.layout import (
-    HeadGroup,
+    FamilyHeads,
     HeadIndex,
     IndexCall,
-    Layout,
+    IndexLayout,
     LineScores,
     RowTiles,
     ceil_div,
@@ -151,7 +151,7 @@ def _total(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
-def _by_offset(vertical_BhS: torch.Tensor, shifted_BhS: torch.Tensor, layout: Layout) -> LineScores:
+def _by_offset(vertical_BhS: torch.Tensor, shifted_BhS: torch.Tensor, layout: IndexLayout) -> LineScores:
     """Entry c of the shifted sums is offset last - c; keys and offsets beyond a batch row become UNSEEN."""
     key_S = torch.arange(layout.chunk.longest, device=layout.device)
     length_B1 = on_device(layout.chunk.lengths, layout.device)[:, None]
@@ -163,7 +163,7 @@ def _by_offset(vertical_BhS: torch.Tensor, shifted_BhS: torch.Tensor, layout: La
     )
 
 
-def index_vertical_slash(group: HeadGroup, call: IndexCall) -> HeadIndex:
+def index_vertical_slash(group: FamilyHeads, call: IndexCall) -> HeadIndex:
     """Tiles of the best slashes within `max_tiles`, and the best columns outside them."""
     layout, h = call.layout, len(group.heads)
     lines = call.known_lines(group)
@@ -181,12 +181,12 @@ def index_vertical_slash(group: HeadGroup, call: IndexCall) -> HeadIndex:
     return HeadIndex(group.heads, tiles_BhTW, counts_BhT, columns_BhC, live_BhTN)
 
 
-def _choose_columns(group: HeadGroup, lines: LineScores, layout: Layout) -> torch.Tensor:
+def _choose_columns(group: FamilyHeads, lines: LineScores, layout: IndexLayout) -> torch.Tensor:
     counts = layout.resolve([pattern.vertical for pattern in group.patterns])
     return top_ascending(lines.vertical_BhS, on_device(counts, layout.device), largest(counts), NO_COLUMN)
 
 
-def _choose_slashes(group: HeadGroup, lines: LineScores, layout: Layout) -> tuple[TileDiagonals, int]:
+def _choose_slashes(group: FamilyHeads, lines: LineScores, layout: IndexLayout) -> tuple[TileDiagonals, int]:
     """The tile diagonals, and the most tiles a row can have."""
     counts = layout.resolve([pattern.slash for pattern in group.patterns])
     bounds = layout.tile_bounds([pattern.max_tiles for pattern in group.patterns])
@@ -213,7 +213,9 @@ def _list_rows(diagonals: TileDiagonals, rows: RowTiles, width: int) -> tuple[to
     return tiles_BhRW.masked_fill_(slot_W >= counts_BhR.unsqueeze(-1), NO_TILE), counts_BhR
 
 
-def _live_columns(columns_BhC: torch.Tensor, diagonals: TileDiagonals, rows: RowTiles, layout: Layout) -> torch.Tensor:
+def _live_columns(
+    columns_BhC: torch.Tensor, diagonals: TileDiagonals, rows: RowTiles, layout: IndexLayout
+) -> torch.Tensor:
     """Columns that a row tile sees and has in none of its tiles: bool [B, h, R, C]."""
     column_Bh1C = columns_BhC.long()[:, :, None]
     tile_Bh1C = floor_div(column_Bh1C, layout.tile.key)
@@ -246,7 +248,7 @@ class TileDiagonals:
 
 
 def choose_diagonals(
-    slashes_BhO: torch.Tensor, scores_BhO: torch.Tensor, bounds: list[list[int]], most: int, layout: Layout
+    slashes_BhO: torch.Tensor, scores_BhO: torch.Tensor, bounds: list[list[int]], most: int, layout: IndexLayout
 ) -> TileDiagonals:
     """Takes slashes in order of score until the next would make some row exceed its bound.
 
@@ -275,7 +277,7 @@ def choose_diagonals(
     return TileDiagonals(right, chosen_BhE, chosen_BhE.cumsum(-1), far_first_BhM)
 
 
-def _fullest_rows(layout: Layout) -> list[list[tuple[int, ...]]]:
+def _fullest_rows(layout: IndexLayout) -> list[list[tuple[int, ...]]]:
     """Nearest distance and base (the distance of key tile 0) of the two row tiles of each batch row that can hold most:
     the last, which sees the farthest but may be ragged, and the whole one before it; equal where there is none."""
     query, key, rows = layout.tile.query, layout.tile.key, []
@@ -287,7 +289,7 @@ def _fullest_rows(layout: Layout) -> list[list[tuple[int, ...]]]:
     return [list(zip(*row_B, strict=True)) for row_B in zip(*rows, strict=True)]
 
 
-def _first_rank(ranked_BhO: torch.Tensor, entries: int, right: int, layout: Layout) -> torch.Tensor:
+def _first_rank(ranked_BhO: torch.Tensor, entries: int, right: int, layout: IndexLayout) -> torch.Tensor:
     """The best rank among the slashes that cross each tile diagonal: -1 where mandatory, O where none does."""
     batch, heads, ranks = ranked_BhO.shape
     entry_BhOX = _crossed(ranked_BhO, layout).add_(right)
@@ -301,7 +303,7 @@ def _first_rank(ranked_BhO: torch.Tensor, entries: int, right: int, layout: Layo
     return first_BhE[..., :entries].masked_fill(mandatory_BE[:, None], -1)
 
 
-def _crossed(offset_BhO: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _crossed(offset_BhO: torch.Tensor, layout: IndexLayout) -> torch.Tensor:
     """Distances of the tiles that a slash crosses in a whole row tile, [B, h, O, X]; the last may repeat."""
     key = layout.tile.key
     phase_B11 = on_device(layout.phases, layout.device)[:, None, None]

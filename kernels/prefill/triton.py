@@ -33,7 +33,7 @@ LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class PrefillLaunch:
     """Says how the kernel cuts the work: rows and keys of a step, columns gathered at once, warps, pipeline depths."""
 
     block_m: int
@@ -45,36 +45,36 @@ class Launch:
 
 
 # The largest padded head size that a row is for, and its launch; ascending.
-_HOPPER = ((128, Launch(128, 128, 64, 8, 2, 3)), (256, Launch(128, 64, 32, 8, 2, 3)))
-_AMPERE = ((128, Launch(64, 64, 32, 4, 2, 2)), (256, Launch(32, 32, 32, 4, 2, 2)))
-_ROCM = ((128, Launch(64, 32, 32, 4, 1, 1)), (256, Launch(32, 32, 32, 4, 1, 1)))
+_HOPPER = ((128, PrefillLaunch(128, 128, 64, 8, 2, 3)), (256, PrefillLaunch(128, 64, 32, 8, 2, 3)))
+_AMPERE = ((128, PrefillLaunch(64, 64, 32, 4, 2, 2)), (256, PrefillLaunch(32, 32, 32, 4, 2, 2)))
+_ROCM = ((128, PrefillLaunch(64, 32, 32, 4, 1, 1)), (256, PrefillLaunch(32, 32, 32, 4, 1, 1)))
 # Without tensor cores every product is unrolled into registers; this only has to be right.
-_FLOAT32 = ((128, Launch(32, 32, 32, 4, 1, 1)), (256, Launch(16, 32, 32, 4, 1, 1)))
+_FLOAT32 = ((128, PrefillLaunch(32, 32, 32, 4, 1, 1)), (256, PrefillLaunch(16, 32, 32, 4, 1, 1)))
 
 
-def launch_for(device: torch.device, dtype: torch.dtype, block_d: int, tile: TileShape) -> Launch:
+def launch_for(device: torch.device, dtype: torch.dtype, block_d: int, tile: TileShape) -> PrefillLaunch:
     """The launch for this GPU, dtype and padded head size; its blocks divide the tile."""
     rows = _FLOAT32 if dtype == torch.float32 else _rows_of(device)
     launch = next(launch for limit, launch in rows if block_d <= limit)
     return fit(launch, tile)
 
 
-def fit(launch: Launch, tile: TileShape) -> Launch:
+def fit(launch: PrefillLaunch, tile: TileShape) -> PrefillLaunch:
     """Cuts the blocks to the tile: a kernel may subdivide tiles, never join them."""
     block_m = min(launch.block_m, tile.query)
     warps = min(launch.warps, 4) if block_m <= 64 else launch.warps  # a warp group multiplies 64 rows
     return replace(launch, block_m=block_m, block_n=min(launch.block_n, tile.key), warps=warps)
 
 
-def _rows_of(device: torch.device) -> tuple[tuple[int, Launch], ...]:
+def _rows_of(device: torch.device) -> tuple[tuple[int, PrefillLaunch], ...]:
     if device.type != "cuda":
         return _AMPERE  # the interpreter: any block size will do
     if torch.version.hip is not None:
         return _ROCM
-    return table_of(torch.cuda.get_device_capability(device)[0])
+    return launch_table(torch.cuda.get_device_capability(device)[0])
 
 
-def table_of(major: int) -> tuple[tuple[int, Launch], ...]:
+def launch_table(major: int) -> tuple[tuple[int, PrefillLaunch], ...]:
     """The launches for NVIDIA GPUs of this major compute capability, by the largest padded head size."""
     # 9 and 10 are the data centre parts; 12 has the shared memory of 8.6.
     return _HOPPER if major in (9, 10) else _AMPERE
@@ -91,7 +91,7 @@ def prefill(
     window: int | None = None,
     want_lse: bool = False,
     cap: float = 0.0,
-    launch: Launch | None = None,
+    launch: PrefillLaunch | None = None,
 ) -> AttentionOutput:
     """Attention over the index's tiles and columns, all heads in one launch; arguments as in `prefill_attention`.
 

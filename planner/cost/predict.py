@@ -256,7 +256,7 @@ def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, prof
     )
 
 
-def gain_of(estimate: Estimate) -> float:
+def predicted_gain(estimate: Estimate) -> float:
     """Returns how many times as fast as dense."""
     return estimate.dense_us / max(estimate.sparse_us, 1e-9)
 
@@ -358,7 +358,7 @@ def step_us(
 
     A filter layer costs what a dense one does, and its choice on top; one that attends to its own choice costs that
     choice, in a pass over the keys, and sparse attention. The rest of a step, weights and sampling, is not
-    in it. Of the rows that an offloaded layer chooses, it fetches those that are not in its hot set (`missed`).
+    in it. Of the rows that an offloaded layer chooses, it fetches those that are not in its hot set (`missed_tokens`).
     """
     sparse = frozenset(layer for segment in segments for layer in segment.layers)
     hosted = frozenset(offload.layers if offload else ())
@@ -377,14 +377,14 @@ def step_us(
             total += (len(segment.layers) - moved) * cost.decode_sparse.us(rows * attended_tokens(segment, length))
         if offload and moved:
             hot = offload.hot.resolve(length)
-            cold = max(0, length - hot) if chosen is None else missed(chosen, hot, length)
+            cold = max(0, length - hot) if chosen is None else missed_tokens(chosen, hot, length)
             if cost.decode_host is None:
                 return None
             total += moved * cost.decode_host.us(attended_tokens(segment, length), cold)
     return total
 
 
-def missed(chosen: int, hot: int, length: int) -> float:
+def missed_tokens(chosen: int, hot: int, length: int) -> float:
     """Returns how many of the chosen tokens are not in a hot set: 70% of them where it just holds one choice, and half
     as many in one of twice the size, as on answers of small models at 32K (miss curves in docs/experiments.md); but no
     more than if tokens were chosen at random."""

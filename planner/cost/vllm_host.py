@@ -72,7 +72,7 @@ class VllmHost(Host):
         cache, table_P = self._pages(k_BGSD)
         q_THD = q_BHTD[0].transpose(0, 1).contiguous()
         lengths, out_THD = [chunk.longest], torch.empty_like(q_THD)
-        return self._vllm.dense_attention(q_THD, cache, table_P[None], lengths, scale, out_THD)
+        return self._vllm.engine_dense_attention(q_THD, cache, table_P[None], lengths, scale, out_THD)
 
     def copy(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Callable[[], object]:
         """The keys and values of a request from its pages into scratch."""
@@ -108,7 +108,9 @@ class VllmHost(Host):
         assert isinstance(keys, PagedKeys)
         assert keys.table_BP is not None
         q_BHD = q_BH1D[:, :, 0].contiguous()
-        return self._vllm.dense_attention(q_BHD, keys.cache, keys.table_BP, lengths, scale, torch.empty_like(q_BHD))
+        return self._vllm.engine_dense_attention(
+            q_BHD, keys.cache, keys.table_BP, lengths, scale, torch.empty_like(q_BHD)
+        )
 
     def _pages(self, k_BGSD: torch.Tensor, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """A cache that holds so many keys of each row, and the rows' pages in it, scattered."""

@@ -56,7 +56,7 @@ from sparsekv.planner.evaluation.predictions import (
     without_plans,
 )
 from sparsekv.planner.evaluation.results import Comparison, EvalResult, LongText, Outcome, Spent
-from sparsekv.planner.progress import Progress, Step, prefill_work
+from sparsekv.planner.progress import Progress, StageStep, prefill_work
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
 from sparsekv.plans.errors import PromptError
 from sparsekv.runtime.hf.apply import Handle
@@ -112,7 +112,7 @@ def compare(
     batch: int | None = None,
     chunk: int | None = None,
     greedy: bool = True,
-    step: Step | None = None,
+    step: StageStep | None = None,
 ) -> dict[str, Comparison]:
     """Compares modes with dense on samples of any origin; arguments as in `opened` and `Evaluator.compare`."""
     with opened(loaded, modes, batch=batch, chunk=chunk, greedy=greedy) as evaluator:
@@ -163,7 +163,7 @@ class Evaluator:
         samples: Sequence[Sample],
         names: Collection[str] | None = None,
         *,
-        step: Step | None = None,
+        step: StageStep | None = None,
         before: int = 0,
     ) -> dict[str, Comparison]:
         """Runs dense and modes on samples.
@@ -195,7 +195,7 @@ class Evaluator:
                 outcomes[name].update(zip(map(id, some), found, strict=True))
                 spent[name] += computed
                 for sample in some:
-                    (step or Step()).advance(
+                    (step or StageStep()).advance(
                         prefill_work(sample.length), f"{sample.length} tokens, prompt {before}, {name}"
                     )
         return {

@@ -19,7 +19,7 @@ from sparsekv.planner.evaluation.evaluator import compare
 from sparsekv.planner.evaluation.modes import DENSE, Mode
 from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.gates import fewest_prompts
-from sparsekv.planner.own_prompts import GivenPrompt, digest_of
+from sparsekv.planner.own_prompts import GivenPrompt, digest_of_prompts
 from sparsekv.planner.profile.calibration import OWN_ANSWER, whole_prompt
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.settled import Settled
@@ -150,7 +150,7 @@ class HeldOut:
         _check_enough(found, different, len(aside), min(fewest, options.verify_samples or fewest))
         for length, some in found.items():
             _tell_copies(different[length], some, length, _NOT_COUNTED, "held-out prompts")
-        return cls(digest_of(aside), different)
+        return cls(digest_of_prompts(aside), different)
 
     @property
     def count(self) -> int:

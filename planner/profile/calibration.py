@@ -132,7 +132,7 @@ def mix_of(tasks: Sequence[str], samples: int) -> dict[str, int]:
     return {name: each.count(name) for name in dict.fromkeys(each)}
 
 
-def digest_of(prompts: Mapping[int, Sequence[CalibrationPrompt]]) -> str:
+def digest_of_calibration(prompts: Mapping[int, Sequence[CalibrationPrompt]]) -> str:
     """`sha256:...` over the tokens of all prompts, length by length."""
     digest = hashlib.sha256()
     for prompt in chain.from_iterable(prompts.values()):

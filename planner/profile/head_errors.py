@@ -28,13 +28,13 @@ from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import builds_by_triton
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
 from sparsekv.kernels.topk import blocks
-from sparsekv.planner.profile.search_space import Patterns, Prefix
+from sparsekv.planner.profile.search_space import CommonPrefix, Patterns
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import TileShape
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SampledRows:
     """Rows of a prompt of `length` tokens that candidates are scored on, as the batch rows of one call.
 
     Attributes:
@@ -52,7 +52,7 @@ class Rows:
     spread: int = 1
 
     @classmethod
-    def of(cls, length: int, tail_start: int, tile: TileShape, stride: int, runs: int | None = None) -> Rows:
+    def of(cls, length: int, tail_start: int, tile: TileShape, stride: int, runs: int | None = None) -> SampledRows:
         """Every `stride`-th of the query tiles, about so many runs of neighbours (None: each by itself), and those from
         `tail_start` on; with a stride of 1, all rows."""
         if stride == 1:
@@ -136,11 +136,11 @@ Values = npt.NDArray[np.float64]
 class Layer:
     """One layer over one prompt: what attention reads, which rows are looked at, and how much they count."""
 
-    prefix: Prefix
+    prefix: CommonPrefix
     v_BGSD: torch.Tensor
     dense_BHSD: torch.Tensor  # the attention output without a pattern, by another kernel than the candidates'
     gradient_BHSD: torch.Tensor  # of the answer's score function by that
-    rows: Rows
+    rows: SampledRows
     backend: str
 
 

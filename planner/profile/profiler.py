@@ -25,11 +25,20 @@ from sparsekv.kernels.backends import choose_backend
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.data_files import versions
 from sparsekv.planner.job import Job
-from sparsekv.planner.profile.calibration import CalibrationPrompt, digest_of
-from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
+from sparsekv.planner.profile.calibration import CalibrationPrompt, digest_of_calibration
+from sparsekv.planner.profile.head_errors import Layer, SampledRows, score_candidates
 from sparsekv.planner.profile.profile_data import SCORES, Profile, StepReads
 from sparsekv.planner.profile.resume import LayerRecord, Records, RunShape, as_table, length_means
-from sparsekv.planner.profile.search_space import Aim, Numbers, Patterns, Prefix, aims, fit_to_target, screened, slots
+from sparsekv.planner.profile.search_space import (
+    Aim,
+    CommonPrefix,
+    Numbers,
+    Patterns,
+    aims,
+    fit_to_target,
+    screened,
+    slots,
+)
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
 from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores, token_choice
 from sparsekv.planner.progress import Progress, prefill_work
@@ -89,7 +98,7 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
     with progress.stage("profile", total=total) as step:
         for length, some in prompts.items():
             for sample, prompt in enumerate(some):
-                one = Pass(loaded, options, backend, length, sample, prompt)
+                one = ProfilePass(loaded, options, backend, length, sample, prompt)
                 one.run(records, partial(step.advance, prefill_work(len(prompt.ids))))
     return Profile(
         model=info,
@@ -101,7 +110,7 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
         seed=options.seed,
         samples=max(map(len, prompts.values())),
         tasks=() if options.prompts else options.tasks,
-        calibration=digest_of(prompts),
+        calibration=digest_of_calibration(prompts),
         versions=versions(),
         reads=step_reads(model),
         lengths=tuple(
@@ -148,13 +157,13 @@ def _identity(loaded: LoadedModel, options: Settled, prompts: Prompts, backend: 
         "aims": {str(length): [aim.candidate.model_dump() for aim in aims(options, length)] for length in prompts},
         "row_strides": {str(length): options.row_stride_at(length) for length in prompts},
         "choice": token_choice(options).model_dump(mode="json"),
-        "prompts": digest_of(prompts),
+        "prompts": digest_of_calibration(prompts),
         "seed": options.seed,  # of the tokens that gradients are taken at
         "versions": versions(),
     }
 
 
-class Pass:
+class ProfilePass:
     """One prompt of one length, layer by layer."""
 
     def __init__(
@@ -237,10 +246,10 @@ class Pass:
     def _layer(self, found: Sensitivity) -> Layer:
         call, tile, end = found.call, self._options.tile, self._prompt.answer_start
         q_BHSD, k_BGSD, v_BGSD = (x[:, :, :end] for x in (call.q_BHSD, call.k_BGKD, call.v_BGKD))
-        prefix = Prefix(q_BHSD, k_BGSD, Chunk.uniform(1, 0, end), tile, call.scale, softmax=call.softmax)
+        prefix = CommonPrefix(q_BHSD, k_BGSD, Chunk.uniform(1, 0, end), tile, call.scale, softmax=call.softmax)
         prefix = prefix.with_lines(aim.patterns.last_q for aim in self._aims if aim.patterns.last_q)
         stride, runs = self._options.row_stride_at(self._length), _RUNS.get(q_BHSD.device.type)
-        rows = Rows.of(end, self._prompt.tail_start, tile, stride, runs)
+        rows = SampledRows.of(end, self._prompt.tail_start, tile, stride, runs)
         dense_BHSD, gradient_BHSD = (x[:, :, :end] for x in (found.out_BHSD, found.gradient_BHSD))
         return Layer(prefix, v_BGSD, dense_BHSD, gradient_BHSD, rows, self._backend)
 
@@ -252,7 +261,7 @@ class Pass:
         damage_CH = np.stack([score.damage_H for score in score_candidates(layer, list(known.values()))])
         return slots(self._aims, compared, damage_CH), known
 
-    def _patterns_of(self, numbers_RH: Numbers, prefix: Prefix, known: Mapping[int, Patterns]) -> list[Patterns]:
+    def _patterns_of(self, numbers_RH: Numbers, prefix: CommonPrefix, known: Mapping[int, Patterns]) -> list[Patterns]:
         """Returns the patterns of each row of candidates, one a head."""
         rows = numbers_RH.tolist()
         found = {
@@ -267,7 +276,7 @@ class Pass:
             found |= zip(some, self._fitted(numbers_RH[some], prefix), strict=True)
         return [found[position] for position in range(len(rows))]
 
-    def _fitted(self, numbers_RH: Numbers, prefix: Prefix) -> Iterator[Patterns]:
+    def _fitted(self, numbers_RH: Numbers, prefix: CommonPrefix) -> Iterator[Patterns]:
         """The rows side by side, as the heads of a wider layer: a step of the search is one index for all of them."""
         aims: Sequence[Aim] = [self._aims[number] for number in numbers_RH.T.flatten().tolist()]
         targets = [aim.density * prefix.causal_tiles for aim in aims]

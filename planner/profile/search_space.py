@@ -117,7 +117,7 @@ TileCosts = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class CommonPrefix:
     """Queries and keys of one layer over one prompt, and where they lie."""
 
     q_BHSD: torch.Tensor
@@ -129,14 +129,14 @@ class Prefix:
     lines: Mapping[int, LineScores] = field(default_factory=dict)  # by last_q; others are scored when needed
     softmax: Softmax = PLAIN
 
-    def with_lines(self, last_q: Iterable[int]) -> Prefix:
+    def with_lines(self, last_q: Iterable[int]) -> CommonPrefix:
         """The same, with the lines of these samples scored once for all the indices to come."""
         options: dict[str, Any] = {"scale": self.scale, "window": self.window, "cap": self.softmax.cap}
         score = partial(layer_lines, self.q_BHSD, self.k_BGSD, self.chunk, **options)
         lines = {count: score(last_q=count) for count in set(last_q)}
         return replace(self, lines=lines)
 
-    def repeated(self, times: int) -> Prefix:
+    def repeated(self, times: int) -> CommonPrefix:
         """Each head so many times, side by side, as if the layer had that many more; once is this very prefix."""
         if times == 1:
             return self
@@ -178,7 +178,7 @@ class Prefix:
 
 
 def fit_to_target(
-    prefix: Prefix, ranges: Sequence[PatternRange], targets: Sequence[float], slack: float = 0.0
+    prefix: CommonPrefix, ranges: Sequence[PatternRange], targets: Sequence[float], slack: float = 0.0
 ) -> Patterns:
     """The largest pattern of each head's range that costs at most the head's target.
 

@@ -35,7 +35,7 @@ from sparsekv.kernels.softmax import PLAIN
 from sparsekv.kernels.topk import blocks
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.hf.generate import check_numbers
-from sparsekv.runtime.hf.observe import AttentionCall, LayerInput, capture_attention, captured_inputs
+from sparsekv.runtime.hf.observe import AttentionCall, ObservedInput, capture_attention, captured_inputs
 
 TEMPERATURE = 3.0
 _ROWS_AT_ONCE = 4096  # of a layer with a window of its own
@@ -114,7 +114,7 @@ def _score(logits_BTV: torch.Tensor, seed: int) -> torch.Tensor:
 class _Walk:
     def __init__(self, up: OnForward) -> None:
         self._up = up
-        self.inputs: dict[int, LayerInput] = {}
+        self.inputs: dict[int, ObservedInput] = {}
         self._down: tuple[AttentionCall, torch.Tensor] | None = None
 
     def observe(self, call: AttentionCall) -> torch.Tensor | None:
@@ -126,7 +126,7 @@ class _Walk:
         return out_BHSD
 
     def back(
-        self, layer: nn.Module, given: LayerInput, gradient_BSE: torch.Tensor
+        self, layer: nn.Module, given: ObservedInput, gradient_BSE: torch.Tensor
     ) -> tuple[torch.Tensor, Sensitivity | None]:
         """The gradient by the layer's input; and what its attention did, None where it has a recurrent state."""
         hidden_BSE = given.hidden_BSE.detach().requires_grad_()

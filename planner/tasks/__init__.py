@@ -3,7 +3,7 @@
 A new task is a class that follows `Task`, in a file of its own or that of its kind, and a line in its kind's tuple.
 """
 
-from sparsekv.planner.tasks.documents import Document, Kit, Query, Request, Sample, Task, Turn
+from sparsekv.planner.tasks.documents import Document, DocumentRequest, Kit, Query, Sample, Task, Turn
 from sparsekv.planner.tasks.quotes import Perplexity, Quote
 from sparsekv.planner.tasks.retrieval import KvRetrieval, Niah, SecondQuestion, TwoStage, VariableTracking
 from sparsekv.planner.tasks.ruler import Cwe, Fwe, NiahMultiquery, NiahMultivalue, Vt
@@ -36,11 +36,11 @@ __all__ = [
     "RULER_TASKS",
     "TASKS",
     "Document",
+    "DocumentRequest",
     "Filler",
     "Kit",
     "PieceEncoder",
     "Query",
-    "Request",
     "Sample",
     "Split",
     "Task",

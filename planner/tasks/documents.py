@@ -221,7 +221,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class DocumentRequest:
     """Holds what a task is asked to build.
 
     Attributes:
@@ -260,7 +260,7 @@ class Task(Protocol):
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
         """Tokens that no answer about a document of `length` tokens exceeds; depends on nothing else."""
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """Builds one document of at most `request.length` tokens; raises `TaskError` where not even one query fits."""
 
 
@@ -277,7 +277,7 @@ class Unit:
     answer: Pieces = ()
 
 
-def build(kit: Kit, units: list[Unit], request: Request, draws: Draws, scattered: bool = True) -> Document:
+def build(kit: Kit, units: list[Unit], request: DocumentRequest, draws: Draws, scattered: bool = True) -> Document:
     """Plants units at random positions and asks for the first ones that have a question.
 
     Args:
@@ -303,7 +303,7 @@ def build(kit: Kit, units: list[Unit], request: Request, draws: Draws, scattered
     return _lay_out(kit, lines[:count], asked, text, scattered, draws)
 
 
-def _room(request: Request, asked: list[Query]) -> int:
+def _room(request: DocumentRequest, asked: list[Query]) -> int:
     """Tokens for the context."""
     last = sum(len(query.answer_ids) for query in asked[-1:])
     reserved = last if request.answer_room is None else request.answer_room

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sparsekv.planner.tasks.documents import Document, Draws, Kit, Query, Request
+from sparsekv.planner.tasks.documents import Document, DocumentRequest, Draws, Kit, Query
 from sparsekv.planner.tasks.text import Ids, Mask, PieceEncoder, TaskError, plant
 
 _CUE = 16  # tokens of a passage by which it is recognised
@@ -51,7 +51,7 @@ class Quote:
         """See `Task`. Every answer is that long."""
         return min(_ANSWER, max(0, length) // _ANSWER_SHARE)
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. There is one question, whatever the request says; `statements` counts all quotations."""
         frame, newline = (kit.encoder.encode([piece]) for piece in (self.frame, "\n"))
         answer = self.longest_answer(kit.encoder, request.length)
@@ -266,7 +266,7 @@ class Perplexity:
         """See `Task`."""
         return min(self.most_scored, length // 4)
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`."""
         scored = self.longest_answer(kit.encoder, request.length) if request.queries else 0
         if request.queries and not scored:

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 from sparsekv.planner.tasks.documents import (
     Document,
+    DocumentRequest,
     Draws,
     Kit,
     Pieces,
-    Request,
     Unit,
     build,
     longest_key,
@@ -43,7 +43,7 @@ class Niah:
         """See `Task`."""
         return longest_value(_NEEDLE_DIGITS)
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`."""
         standard = self.needles + (request.length // self.tokens_per_needle if self.tokens_per_needle else 0)
         count = request.statements or standard
@@ -77,7 +77,7 @@ class SecondQuestion:
         """See `Task`."""
         return longest_value(_NEEDLE_DIGITS)
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. There are two questions, whatever the request says."""
         needles = _needles(draws, request.statements or self.needles)
         found = build(kit, needles, replace(request, queries=2), draws)
@@ -99,7 +99,7 @@ class KvRetrieval:
         """See `Task`."""
         return longest_value(_DIGITS)
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. With `statements` given, the document is as short as that many pairs.
 
         With `answer_room`, the missing part of a line at the end becomes a line or two of text at the beginning.
@@ -153,7 +153,7 @@ class TwoStage:
         """See `Task`."""
         return longest_key(encoder) + len(encoder.encode([":"])) + longest_value(_DIGITS)
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`."""
         count = request.statements or 2 + request.length // self.tokens_per_statement
         owners, keys = draws.keys(count), draws.keys(count * self.pairs_per_statement)
@@ -196,7 +196,7 @@ class VariableTracking:
         step = len(encoder.encode([" VAR", " ="])) + longest_key(encoder, "_")
         return self.hops * step + longest_value(_DIGITS)
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`."""
         count = request.statements or self.chains + request.length // self.tokens_per_chain
         names = self.hops + 1

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from sparsekv.planner.tasks.documents import (
     Document,
+    DocumentRequest,
     Draws,
     Kit,
     Pieces,
-    Request,
     Unit,
     build,
     longest_key,
@@ -57,7 +57,7 @@ class NiahMultivalue:
         """See `Task`."""
         return _longest(encoder, _NEEDLES, longest_value(_NEEDLE_DIGITS))
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. `statements` counts keys, of which all but the one asked for distract; RULER has one."""
         keys = draws.keys(request.statements or 1)
         return build(
@@ -84,7 +84,7 @@ class NiahMultiquery:
         """See `Task`."""
         return _longest(encoder, _NEEDLES, longest_value(_NEEDLE_DIGITS))
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. `statements` counts groups of four keys; RULER has one."""
         groups = [draws.keys(_NEEDLES) for _ in range(request.statements or 1)]
         return build(kit, [_several_keys(keys, draws) for keys in groups], request, draws)
@@ -122,7 +122,7 @@ class Vt:
         """See `Task`."""
         return _longest(encoder, self.hops + 1, 1 + _NAME)
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`."""
         count, names = request.statements or self.chains, self.hops + 1
         variables = _coded(draws, count * names, _NAME, ascii_uppercase)
@@ -165,7 +165,7 @@ class Cwe:
         """See `Task`."""
         return _longest(encoder, self._common(length), longest_key(encoder))
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. There is one question, whatever the request says; `statements` counts common words."""
         count = request.statements or self._common(request.length)
         common = draws.keys(count)
@@ -220,7 +220,7 @@ class Fwe:
         """See `Task`."""
         return _longest(encoder, _ASKED, 1 + _CODED)
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. There is one question, whatever the request says of questions and statements."""
         coded = _coded(draws, max(_ASKED + 1, request.length // _WORDS_PER_TOKEN), _CODED, ascii_lowercase)
         words = [_NOISE, *coded]
@@ -254,7 +254,7 @@ def _most_words(encoder: PieceEncoder, words: Sequence[str], room: int, length: 
     return bisect_right(range(2 * room), room, key=taken) - 1
 
 
-def _room(kit: Kit, request: Request, unit: Unit) -> int:
+def _room(kit: Kit, request: DocumentRequest, unit: Unit) -> int:
     """Tokens that are left for what `unit.lines` are the frame of."""
     frame = sum(map(len, kit.encoder.encode_all([*unit.lines, unit.question, unit.cue])))
     answer = len(kit.encoder.encode(unit.answer)) if request.answer_room is None else request.answer_room

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv.planner.tasks.documents import ChatFrame, Draws, Kit, Query, Request, Sample, Task, Turn
+from sparsekv.planner.tasks.documents import ChatFrame, DocumentRequest, Draws, Kit, Query, Sample, Task, Turn
 from sparsekv.planner.tasks.quotes import Perplexity
 from sparsekv.planner.tasks.retrieval import SecondQuestion
 from sparsekv.planner.tasks.text import Filler, Ids, PieceEncoder, Split, TaskError, load_filler_text
@@ -59,7 +59,7 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
     room = length - around
     earlier = (generator(kit.split, task.name, length, seed, before) for before in range(index))
     draws = Draws(generator(kit.split, task.name, length, seed, index), earlier)
-    document = task.document(kit, Request(room, answer_room=task.longest_answer(kit.encoder, room)), draws)
+    document = task.document(kit, DocumentRequest(room, answer_room=task.longest_answer(kit.encoder, room)), draws)
 
     def asked(query: Query) -> list[Ids]:
         cut = len(query.question_ids) - query.cue

@@ -28,8 +28,8 @@ from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, check_layer, register
 from sparsekv.runtime.hf.cache import (
     CACHE_NAME,
+    CacheProgress,
     FixedRows,
-    Progress,
     begin_pass,
     fixed_rows_of,
     named,
@@ -157,7 +157,7 @@ class Attached:
         self._step: tuple[Phase, torch.Tensor | None] | None = None  # what the loop of `generate` runs, if it says so
         self._turn = RLock()
         self._depth = 0
-        self._ran: list[Progress] = []  # of passes that only the outermost forward has not left yet
+        self._ran: list[CacheProgress] = []  # of passes that only the outermost forward has not left yet
         self._is_on = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attached:

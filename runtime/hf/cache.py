@@ -78,7 +78,7 @@ class CacheOwner(Protocol):
         """Returns what the layers of one cache share in decode steps."""
 
 
-class Progress:
+class CacheProgress:
     """Says how far the forward passes over one cache came. One that did not end, whatever ended it, is undone before
     the next one.
 
@@ -147,7 +147,7 @@ class SparseLayer(CacheLayerMixin):
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, owner: CacheOwner, layer: int, progress: Progress) -> None:
+    def __init__(self, owner: CacheOwner, layer: int, progress: CacheProgress) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.owner = owner
         self.layer = layer
@@ -320,7 +320,7 @@ def sparse_cache(given: Any, owner: CacheOwner, layers: int, linear: Collection[
         _check_owned(cache, owner)
     else:
         _check_empty(cache)
-        progress = Progress(owner.new_state())
+        progress = CacheProgress(owner.new_state())
         cache.layers = [
             LinearAttentionLayer() if layer in linear else SparseLayer(owner, layer, progress)
             for layer in range(layers)
@@ -416,7 +416,7 @@ def check_owner_open(owner: CacheOwner) -> None:
         )
 
 
-def progress_of(cache: Cache) -> Progress:
+def progress_of(cache: Cache) -> CacheProgress:
     """Returns what the layers of one of our caches share."""
     return first_of(cache).progress
 

@@ -37,7 +37,7 @@ from sparsekv.runtime.core.roles import Recurrent
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
-from sparsekv.runtime.hf.cache import CACHE_NAME, FixedRows, Progress, SparseLayer, decoder_output
+from sparsekv.runtime.hf.cache import CACHE_NAME, CacheProgress, FixedRows, SparseLayer, decoder_output
 from sparsekv.runtime.hf.graph_fetches import FetchError
 from sparsekv.runtime.hf.graph_states import StepStates
 from sparsekv.runtime.hf.graph_stores import StepStores, obstacle
@@ -132,7 +132,7 @@ class StepGraph:
     def step_of(self, attached: Attachment, engine: Engine) -> Callable[[], torch.Tensor]:
         """The step as a function of what `bind` and `load` have written."""
         cache = DynamicCache()
-        progress = Progress(self._state)
+        progress = CacheProgress(self._state)
         cache.layers = [
             self.states.layer(layer.layer)
             if isinstance(layer.role, Recurrent)

@@ -36,7 +36,7 @@ from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.page_pool import pool_of
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, spare_beside
 from sparsekv.runtime.stores.store import Bytes, Layout, Reads, allocated_slots, grown
-from sparsekv.runtime.stores.virtual import VirtualStore, pays
+from sparsekv.runtime.stores.virtual import VirtualStore, pages_pay
 
 _LONGEST = 1 << 30  # tokens: where the search for a length ends
 _FRAGMENTS = 16  # a share of what a forward pass makes: freed blocks and new ones are not of the same sizes
@@ -301,7 +301,7 @@ class MemoryModel:
         """Layers whose keys and values go to virtual memory where they are on the device."""
         context, layers = self.size.info.context_length, self._groups.keys() - self.evicting.keys()
         full = [layer for layer in layers if self._groups[layer].kind != "linear"]
-        return frozenset(layer for layer in full if pays(self._layout(layer), context, self.page))
+        return frozenset(layer for layer in full if pages_pay(self._layout(layer), context, self.page))
 
     def _layout(self, layer: int, batch: int = 1) -> Layout:
         group = self._groups[layer]

@@ -73,7 +73,7 @@ class _Watched(DenseEngine):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerInput:
+class ObservedInput:
     """One call of a decoder layer, so that it, or all layers from it on, can run again."""
 
     hidden_BSE: torch.Tensor
@@ -88,9 +88,9 @@ class LayerInput:
 
 
 @contextmanager
-def captured_inputs(model: PreTrainedModel) -> Iterator[dict[int, LayerInput]]:
+def captured_inputs(model: PreTrainedModel) -> Iterator[dict[int, ObservedInput]]:
     """Notes, in the first forward pass inside the `with`, what each layer is called with."""
-    inputs: dict[int, LayerInput] = {}
+    inputs: dict[int, ObservedInput] = {}
     layers: Any = decoder_of(model).layers
     seen: set[int] = set()
 
@@ -98,7 +98,7 @@ def captured_inputs(model: PreTrainedModel) -> Iterator[dict[int, LayerInput]]:
         if number not in seen:
             seen.add(number)
             (hidden_BSE,) = args
-            inputs[number] = LayerInput(hidden_BSE, dict(kwargs))
+            inputs[number] = ObservedInput(hidden_BSE, dict(kwargs))
 
     hooks = [layer.register_forward_pre_hook(partial(note, i), with_kwargs=True) for i, layer in enumerate(layers)]
     try:

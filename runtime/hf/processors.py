@@ -17,7 +17,7 @@ from sparsekv.runtime.hf.generate import FirstChecked
 from sparsekv.runtime.hf.text_rows import Text
 
 
-class Reads(Enum):
+class ProcessorReads(Enum):
     """The arguments of a processor, as a function."""
 
     SCORES = "the scores"  # all rows and positions may be processed at once
@@ -26,34 +26,34 @@ class Reads(Enum):
 
 
 # By class of transformers: the option of `generate` that creates it, and what it reads. Any other class is refused.
-PROCESSORS: dict[str, tuple[str, Reads]] = {
-    "TemperatureLogitsWarper": ("temperature", Reads.SCORES),
-    "TopKLogitsWarper": ("top_k", Reads.SCORES),
-    "TopPLogitsWarper": ("top_p", Reads.SCORES),
-    "TopHLogitsWarper": ("top_h", Reads.SCORES),
-    "MinPLogitsWarper": ("min_p", Reads.SCORES),
-    "TypicalLogitsWarper": ("typical_p", Reads.SCORES),
-    "EpsilonLogitsWarper": ("epsilon_cutoff", Reads.SCORES),
-    "EtaLogitsWarper": ("eta_cutoff", Reads.SCORES),
-    "SuppressTokensLogitsProcessor": ("suppress_tokens", Reads.SCORES),
-    "InfNanRemoveLogitsProcessor": ("remove_invalid_values", Reads.SCORES),
-    "LogitNormalization": ("renormalize_logits", Reads.SCORES),
-    "MinLengthLogitsProcessor": ("min_length", Reads.TEXT),
-    "MinNewTokensLengthLogitsProcessor": ("min_new_tokens", Reads.TEXT),
-    "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", Reads.TEXT),
-    "EncoderRepetitionPenaltyLogitsProcessor": ("encoder_repetition_penalty", Reads.TEXT),
-    "NoRepeatNGramLogitsProcessor": ("no_repeat_ngram_size", Reads.TEXT),
-    "EncoderNoRepeatNGramLogitsProcessor": ("encoder_no_repeat_ngram_size", Reads.TEXT),
-    "SequenceBiasLogitsProcessor": ("sequence_bias", Reads.TEXT),
-    "NoBadWordsLogitsProcessor": ("bad_words_ids", Reads.TEXT),
-    "ForcedBOSTokenLogitsProcessor": ("forced_bos_token_id", Reads.TEXT),
-    "ForcedEOSTokenLogitsProcessor": ("forced_eos_token_id", Reads.TEXT),
-    "ExponentialDecayLengthPenalty": ("exponential_decay_length_penalty", Reads.TEXT),
-    "SuppressTokensAtBeginLogitsProcessor": ("begin_suppress_tokens", Reads.TEXT),
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": ("guidance_scale", Reads.MORE),
-    "PrefixConstrainedLogitsProcessor": ("prefix_allowed_tokens_fn", Reads.MORE),
-    "WatermarkLogitsProcessor": ("watermarking_config", Reads.MORE),
-    "SynthIDTextWatermarkLogitsProcessor": ("watermarking_config", Reads.MORE),
+PROCESSORS: dict[str, tuple[str, ProcessorReads]] = {
+    "TemperatureLogitsWarper": ("temperature", ProcessorReads.SCORES),
+    "TopKLogitsWarper": ("top_k", ProcessorReads.SCORES),
+    "TopPLogitsWarper": ("top_p", ProcessorReads.SCORES),
+    "TopHLogitsWarper": ("top_h", ProcessorReads.SCORES),
+    "MinPLogitsWarper": ("min_p", ProcessorReads.SCORES),
+    "TypicalLogitsWarper": ("typical_p", ProcessorReads.SCORES),
+    "EpsilonLogitsWarper": ("epsilon_cutoff", ProcessorReads.SCORES),
+    "EtaLogitsWarper": ("eta_cutoff", ProcessorReads.SCORES),
+    "SuppressTokensLogitsProcessor": ("suppress_tokens", ProcessorReads.SCORES),
+    "InfNanRemoveLogitsProcessor": ("remove_invalid_values", ProcessorReads.SCORES),
+    "LogitNormalization": ("renormalize_logits", ProcessorReads.SCORES),
+    "MinLengthLogitsProcessor": ("min_length", ProcessorReads.TEXT),
+    "MinNewTokensLengthLogitsProcessor": ("min_new_tokens", ProcessorReads.TEXT),
+    "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", ProcessorReads.TEXT),
+    "EncoderRepetitionPenaltyLogitsProcessor": ("encoder_repetition_penalty", ProcessorReads.TEXT),
+    "NoRepeatNGramLogitsProcessor": ("no_repeat_ngram_size", ProcessorReads.TEXT),
+    "EncoderNoRepeatNGramLogitsProcessor": ("encoder_no_repeat_ngram_size", ProcessorReads.TEXT),
+    "SequenceBiasLogitsProcessor": ("sequence_bias", ProcessorReads.TEXT),
+    "NoBadWordsLogitsProcessor": ("bad_words_ids", ProcessorReads.TEXT),
+    "ForcedBOSTokenLogitsProcessor": ("forced_bos_token_id", ProcessorReads.TEXT),
+    "ForcedEOSTokenLogitsProcessor": ("forced_eos_token_id", ProcessorReads.TEXT),
+    "ExponentialDecayLengthPenalty": ("exponential_decay_length_penalty", ProcessorReads.TEXT),
+    "SuppressTokensAtBeginLogitsProcessor": ("begin_suppress_tokens", ProcessorReads.TEXT),
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": ("guidance_scale", ProcessorReads.MORE),
+    "PrefixConstrainedLogitsProcessor": ("prefix_allowed_tokens_fn", ProcessorReads.MORE),
+    "WatermarkLogitsProcessor": ("watermarking_config", ProcessorReads.MORE),
+    "SynthIDTextWatermarkLogitsProcessor": ("watermarking_config", ProcessorReads.MORE),
 }
 
 
@@ -70,7 +70,7 @@ class Processors:
     def __post_init__(self) -> None:
         for one in self.given:
             option, reads = _entry(one)
-            if reads is Reads.MORE:
+            if reads is ProcessorReads.MORE:
                 raise UnsupportedError(
                     f"expected logits processors that are functions of the scores and the text before them, found "
                     f"{type(one).__name__} ({option}); leave it out, or generate without exact"
@@ -79,7 +79,7 @@ class Processors:
     @property
     def read_text(self) -> bool:
         """True where one of them reads the text."""
-        return any(_entry(one)[1] is Reads.TEXT for one in self.given)
+        return any(_entry(one)[1] is ProcessorReads.TEXT for one in self.given)
 
     def at(self, text: Text, drafted: int, scores_BV: torch.Tensor) -> torch.Tensor:
         """[B, V]: the scores behind each row's text and its first drafted tokens; of complete rows, any.
@@ -108,10 +108,10 @@ class Processors:
         return found
 
 
-def _entry(one: object) -> tuple[str, Reads]:
+def _entry(one: object) -> tuple[str, ProcessorReads]:
     if type(one) is FirstChecked:
-        return "sparsekv", Reads.SCORES
+        return "sparsekv", ProcessorReads.SCORES
     name = type(one).__name__
     if type(one) is not getattr(logits_process, name, None):
-        return "logits_processor", Reads.MORE
-    return PROCESSORS.get(name, ("logits_processor", Reads.MORE))
+        return "logits_processor", ProcessorReads.MORE
+    return PROCESSORS.get(name, ("logits_processor", ProcessorReads.MORE))

@@ -21,7 +21,7 @@ from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import PromptError, ShapeError, UnsupportedError
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Pass, Phase
-from sparsekv.runtime.hf.cache import CACHE_NAME, FixedRows, Progress, SparseLayer, decoder_output, progress_of
+from sparsekv.runtime.hf.cache import CACHE_NAME, CacheProgress, FixedRows, SparseLayer, decoder_output, progress_of
 from sparsekv.runtime.hf.long_inputs import asks_for_more
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.row import RowStore
@@ -264,7 +264,7 @@ def _cache_of_row(cache: Cache, row: int, batch: int) -> Cache:
         "rows of equal length", "rows of different lengths", "run prompts of one length together or one by one"
     )
     owner = _RowOwner(whole, row, batch)
-    progress, found = Progress(owner.new_state()), DynamicCache()
+    progress, found = CacheProgress(owner.new_state()), DynamicCache()
     layers = [SparseLayer(owner, layer.layer, progress) for layer in whole]
     for mine, layer in zip(layers, whole, strict=True):
         mine.dtype = layer.dtype

@@ -37,7 +37,7 @@ def check_segments(program: Program) -> None:
             )
 
 
-class Step:
+class ChoiceStep:
     """Holds what the layers of a step share: lengths, and for each segment how many tokens a row chooses.
 
     Args:

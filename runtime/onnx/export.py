@@ -27,7 +27,7 @@ from sparsekv.plans.files import dump_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import Filter, Follower
-from sparsekv.runtime.onnx.choice import Step, check_segments
+from sparsekv.runtime.onnx.choice import ChoiceStep, check_segments
 from sparsekv.runtime.onnx.config_fields import ACTIVATIONS, check_fields
 from sparsekv.runtime.onnx.nodes import FLOAT, INT64, OPSET, Nodes
 
@@ -134,7 +134,7 @@ class _Decoder:
         steps = n.dimension("input_ids", 1)
         lengths_B = n.op("Add", "past", steps)
         is_step = n.op("Squeeze", n.op("Equal", steps, n.constant([1])), n.constant([0]))
-        step = Step(n, self._program, lengths_B, is_step)
+        step = ChoiceStep(n, self._program, lengths_B, is_step)
         angles = self._angles(steps)
         hidden = n.op("Gather", self._weight(decoder.embed_tokens.weight, "embed"), "input_ids")
         for layer, program in zip(decoder.layers, self._program.layers, strict=True):
@@ -173,7 +173,7 @@ class _Decoder:
         cos, sin = (n.cast(n.op("Mul", n.op(kind, angle), scale), self._kind) for kind in ("Cos", "Sin"))
         return cos, sin
 
-    def _layer(self, layer: Any, program: LayerProgram, hidden: str, step: Step, angles: tuple[str, str]) -> str:
+    def _layer(self, layer: Any, program: LayerProgram, hidden: str, step: ChoiceStep, angles: tuple[str, str]) -> str:
         n = self._n
         mixed = self._attention(layer.self_attn, program, self._norm(layer.input_layernorm, hidden), step, angles)
         hidden = n.op("Add", hidden, mixed)
@@ -183,7 +183,7 @@ class _Decoder:
         product = n.op("Mul", active, self._linear(mlp.up_proj, normed))
         return n.op("Add", hidden, self._linear(mlp.down_proj, product))
 
-    def _attention(self, module: Any, program: LayerProgram, x: str, step: Step, angles: tuple[str, str]) -> str:
+    def _attention(self, module: Any, program: LayerProgram, x: str, step: ChoiceStep, angles: tuple[str, str]) -> str:
         n, number = self._n, program.layer
         q_BHSD, k_BGSD = (
             self._rotated(module, name, x, heads, angles)
@@ -197,7 +197,7 @@ class _Decoder:
         out_BHSD = self._attend(module, program, (q_BHSD, names[2], names[3]), step)
         return self._linear(module.o_proj, n.reshape(n.transpose(out_BHSD, 0, 2, 1, 3), 0, 0, -1))
 
-    def _attend(self, module: Any, program: LayerProgram, qkv: tuple[str, str, str], step: Step) -> str:
+    def _attend(self, module: Any, program: LayerProgram, qkv: tuple[str, str, str], step: ChoiceStep) -> str:
         scale, everything = float(module.scaling), {"is_causal": 1, "scale": float(module.scaling)}
         inputs = (*qkv, "", "", "", step.lengths_B)
 

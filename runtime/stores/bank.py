@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.decode.selection import Selection
-from sparsekv.kernels.decode.slots import SlotMap, Step
+from sparsekv.kernels.decode.slots import SlotMap, SlotStep
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.plans.errors import UnsupportedError
@@ -44,7 +44,7 @@ from sparsekv.runtime.stores.store import (
     Reads,
     StepMemory,
     StepRows,
-    check_fit,
+    check_tokens_fit,
     grown,
 )
 
@@ -110,7 +110,7 @@ class HostStore:
         The copies to the host run behind the compute and read the two tensors until then: they may be let go of, but
         not overwritten. Every read of the store is ordered after them.
         """
-        check_fit(self.keys, k_BGSD, v_BGSD)
+        check_tokens_fit(self.keys, k_BGSD, v_BGSD)
         self.rows.unbind()
         k_BGSD, v_BGSD = k_BGSD.detach(), v_BGSD.detach()
         new = self.length + k_BGSD.shape[2]
@@ -209,7 +209,7 @@ class HostStore:
         keys = KeyView(k_BGRD, v_BGRD, torch.full_like(lengths_B, sizes.rows))
         return keys, Selection(rows_BgM, step.counts_B, 0, 0), None
 
-    def _follow(self, step: Step) -> None:
+    def _follow(self, step: SlotStep) -> None:
         """Fetches what the slots lack of the step."""
         self.counts.steps += 1
         self.counts.chosen += step.slotted

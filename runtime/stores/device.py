@@ -13,7 +13,7 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
 from sparsekv.runtime.stores.forks import Forks
-from sparsekv.runtime.stores.store import Binding, Bytes, Layout, StepMemory, check_fit, grown
+from sparsekv.runtime.stores.store import Binding, Bytes, Layout, StepMemory, check_tokens_fit, grown
 
 
 class DeviceStore:
@@ -43,7 +43,7 @@ class DeviceStore:
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Copies the new tokens behind the old ones. Raises ShapeError when they do not fit."""
-        check_fit(self._k_BGCD, k_BGSD, v_BGSD)
+        check_tokens_fit(self._k_BGCD, k_BGSD, v_BGSD)
         tokens = k_BGSD.shape[2]
         if self._k_BGCD is None or self.length + tokens > self.capacity:
             self._grow(self.length + tokens, Layout.of(k_BGSD))

@@ -14,7 +14,7 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.store import Layout, check_fit
+from sparsekv.runtime.stores.store import Layout, check_tokens_fit
 
 
 class RowStore:
@@ -44,7 +44,7 @@ class RowStore:
 
     def append(self, k_1GSD: torch.Tensor, v_1GSD: torch.Tensor) -> None:
         """Copies the new tokens behind the old ones. Raises ShapeError when they do not fit."""
-        check_fit(None, k_1GSD, v_1GSD)
+        check_tokens_fit(None, k_1GSD, v_1GSD)
         room_1GSD = self.room(k_1GSD.shape[2], Layout.of(k_1GSD))
         for there_1GSD, new_1GSD in zip(room_1GSD, (k_1GSD, v_1GSD), strict=True):
             there_1GSD.copy_(new_1GSD.detach())

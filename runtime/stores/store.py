@@ -282,7 +282,7 @@ def grown(capacity: int, needed: int, reserved: int = 0) -> int:
     return needed + min(max(needed // 8, _LEAST_MARGIN), _MOST_MARGIN)
 
 
-def check_fit(cached: torch.Tensor | None, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+def check_tokens_fit(cached: torch.Tensor | None, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
     """Raises ShapeError unless the rows fit together, and to the [B, G, *, D] of `cached`."""
     if k_BGSD.dim() != 4 or k_BGSD.shape != v_BGSD.shape:
         raise ShapeError(

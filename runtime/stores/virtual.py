@@ -102,7 +102,7 @@ def _has_addresses(pool: PagePool, nbytes: int) -> bool:
 _LEAST_PAGES = 8
 
 
-def pays(layout: Layout, context: int, page: int) -> bool:
+def pages_pay(layout: Layout, context: int, page: int) -> bool:
     """Returns whether pages of so many bytes pay for such keys.
 
     A row has up to a page beyond its tokens. Where its whole context fills eight, that is no more than the eighth by

@@ -28,10 +28,10 @@ from sparsekv.runtime.vllm import cache_internals as caches
 from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm.block_manager import evicting_spec
 from sparsekv.runtime.vllm.decode_step import DecodeHost, DecodeRows
-from sparsekv.runtime.vllm.engine_facts import check_layer
+from sparsekv.runtime.vllm.engine_facts import check_engine_layer
 from sparsekv.runtime.vllm.engine_options import plan_path, read_options
 from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
-from sparsekv.runtime.vllm.evicted_tables import EvictedLengths, EvictedTable, Rows
+from sparsekv.runtime.vllm.evicted_tables import EvictedLengths, EvictedTable, TableRows
 from sparsekv.runtime.vllm.evicting_step import move
 from sparsekv.runtime.vllm.metrics import publish
 from sparsekv.runtime.vllm.plan_host import PlanHost, start_host
@@ -95,7 +95,7 @@ class SparseImpl(_Impl):
         """Returns what this layer computes; checked against the layer that vLLM made."""
         if self.program is None:
             program = host.program.layers[vllm.layer_number(layer.layer_name)]
-            check_layer(program, layer.num_heads, layer.num_kv_heads, layer.sliding_window)
+            check_engine_layer(program, layer.num_heads, layer.num_kv_heads, layer.sliding_window)
             self.program = program
         return self.program
 
@@ -278,9 +278,9 @@ class SparseBuilder(_Builder):
         return super().build(0, vllm.part_of(common, first, end), fast_build=True)
 
 
-def _rows(common: Any) -> Rows:
+def _rows(common: Any) -> TableRows:
     starts, lengths, _ = vllm.requests_of(common)
-    return Rows(starts, lengths)
+    return TableRows(starts, lengths)
 
 
 def _host_of(config: Any) -> PlanHost | None:

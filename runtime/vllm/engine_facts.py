@@ -85,7 +85,7 @@ def check_layers(plan: Plan, model: ModelInfo) -> None:
         )
 
 
-def check_layer(layer: LayerProgram, heads: int, kv_heads: int, window: int | None) -> None:
+def check_engine_layer(layer: LayerProgram, heads: int, kv_heads: int, window: int | None) -> None:
     """Refuses a layer that vLLM runs with another shape or window than the model's config says, on which the plan is
     built. vLLM takes the windows of some architectures from elsewhere.
 

@@ -14,7 +14,7 @@ from sparsekv.runtime.hub import find_plan
 KEY = "sparsekv"
 
 
-class Options(BaseModel):
+class EngineOptions(BaseModel):
     """The settings of an engine.
 
     `plan` is a plan file or a folder with a sparsekv.yaml; without it, the sparsekv.yaml beside the model is taken
@@ -34,7 +34,7 @@ class Options(BaseModel):
     decode: StrictBool = True
 
 
-def read_options(additional_config: Any) -> Options:
+def read_options(additional_config: Any) -> EngineOptions:
     """The options in vLLM's additional config; the defaults where it has none of ours.
 
     Raises:
@@ -42,18 +42,18 @@ def read_options(additional_config: Any) -> Options:
     """
     given = additional_config.get(KEY) if isinstance(additional_config, dict) else None
     try:
-        return Options.model_validate({} if given is None else given)
+        return EngineOptions.model_validate({} if given is None else given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join((KEY, *map(str, first["loc"])))
-        known = ", ".join(Options.model_fields)
+        known = ", ".join(EngineOptions.model_fields)
         raise UsageError(
             f"expected {KEY} in --additional-config to be an object of {known}; found at {where}: {first['msg']}; "
             "correct or remove it"
         ) from None
 
 
-def plan_path(options: Options, model: str, revision: str | None) -> Path | None:
+def plan_path(options: EngineOptions, model: str, revision: str | None) -> Path | None:
     """Returns where the plan of an engine is; None where none was asked for and none lies beside the model.
 
     Args:

@@ -43,7 +43,7 @@ class EvictedLengths(NamedTuple):
     entry_BP: torch.Tensor  # int64, of each page that is read, its entry in the table; as many as are read at most
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
     """The requests of a step, without asking the device; padding may follow."""
 
     starts: Sequence[int]  # the first row of each, then the end of the last one
@@ -66,7 +66,7 @@ class StepTables:
         self._step = 0
 
     def lengths(
-        self, blocks: EvictedBlocks, page: int, rows: Callable[[], Rows], lengths_B: torch.Tensor, pages: int
+        self, blocks: EvictedBlocks, page: int, rows: Callable[[], TableRows], lengths_B: torch.Tensor, pages: int
     ) -> EvictedLengths:
         """Returns what is read of each request, made once in a step.
 
@@ -85,7 +85,7 @@ class StepTables:
         return self._of_step[blocks]
 
     def _new(
-        self, blocks: EvictedBlocks, page: int, rows: Rows, requests: Sequence[tuple[str, int]],
+        self, blocks: EvictedBlocks, page: int, rows: TableRows, requests: Sequence[tuple[str, int]],
         lengths_B: torch.Tensor, pages: int,
     ) -> EvictedLengths:  # fmt: skip
         pasts_B = np.asarray(rows.lengths) - np.diff(rows.starts)
@@ -118,7 +118,7 @@ class EvictedTable:
         self._table_BP: torch.Tensor | None = None
 
     def step(
-        self, rows: Callable[[], Rows], lengths_B: torch.Tensor, table_BP: torch.Tensor
+        self, rows: Callable[[], TableRows], lengths_B: torch.Tensor, table_BP: torch.Tensor
     ) -> tuple[EvictedLengths, torch.Tensor]:
         """Returns what the layers of the group read in a step, and the pages of each request, of which as many are its
         own.

@@ -94,7 +94,7 @@ class OnCpu:
         scale: float,
         out_THD: torch.Tensor,
     ) -> Callable[[], Any]:
-        """A launch of vLLM's own kernel. See `dense_attention`."""
+        """A launch of vLLM's own kernel. See `engine_dense_attention`."""
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa, envs, ops
 
         (_, heads, size), (pages, kv_heads, tokens, _) = q_THD.shape, cache.shape
@@ -184,7 +184,7 @@ class OnCuda:
         scale: float,
         out_THD: torch.Tensor,
     ) -> Callable[[], Any]:
-        """A launch of vLLM's own kernel. See `dense_attention`."""
+        """A launch of vLLM's own kernel. See `engine_dense_attention`."""
         from vllm.v1.attention.backends.flash_attn import flash_attn_varlen_func, get_flash_attn_version
 
         starts, lengths_B, rows = _requests(q_THD, lengths)
@@ -346,7 +346,7 @@ def _defaults() -> VllmConfig:
     return VllmConfig()
 
 
-def dense_attention(
+def engine_dense_attention(
     q_THD: torch.Tensor, cache: torch.Tensor, table_BP: torch.Tensor, lengths: Sequence[int], scale: float,
     out_THD: torch.Tensor,
 ) -> Callable[[], Any]:  # fmt: skip

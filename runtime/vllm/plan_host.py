@@ -33,7 +33,7 @@ from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.vllm.counters import Counters
 from sparsekv.runtime.vllm.decode_step import DecodeHost
 from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layers
-from sparsekv.runtime.vllm.engine_options import Options
+from sparsekv.runtime.vllm.engine_options import EngineOptions
 from sparsekv.runtime.vllm.evicting_step import EvictingHost
 from sparsekv.runtime.vllm.step_rows import PrefillRows
 
@@ -221,7 +221,7 @@ class PlanHost:
 
 
 def start_host(
-    path: Path, options: Options, facts: EngineFacts, model: EngineModel, gather: Gather | None = None
+    path: Path, options: EngineOptions, facts: EngineFacts, model: EngineModel, gather: Gather | None = None
 ) -> PlanHost:
     """The plan of an engine that starts.
 

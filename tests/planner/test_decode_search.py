@@ -16,7 +16,7 @@ from sparsekv.planner.cost.device_cost import Line
 from sparsekv.planner.cost.predict import decode_share
 from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.decode_candidates import CandidateSpace, anchor_layers
-from sparsekv.planner.decode_search import Effort, measure_decode, upper_bound
+from sparsekv.planner.decode_search import Effort, measure_trials, upper_bound
 from sparsekv.planner.decode_trials import decode_trials
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.job import job_of, job_of_files
@@ -80,7 +80,7 @@ def prompt(loaded: LoadedModel) -> CalibrationPrompt:
 
 @pytest.fixture(scope="module")
 def measured(loaded: LoadedModel) -> Profile:
-    return measure_decode(bare_job(loaded, SETTLED), profile(bare_job(loaded, SETTLED)), effort=EFFORT)
+    return measure_trials(bare_job(loaded, SETTLED), profile(bare_job(loaded, SETTLED)), effort=EFFORT)
 
 
 def check_legal(segments: tuple[Segment, ...]) -> None:
@@ -260,7 +260,7 @@ def test_what_was_tried_and_passed_is_in_the_profile_and_the_sparsest_is_planned
 def test_shorter_lengths_are_tried_with_the_segments_that_passed_at_the_longest(loaded: LoadedModel) -> None:
     options = settle(QUICK.but(lengths=(512, 1024), target_density=()), 4096, "cpu")
     progress = Counting()
-    short, long = measure_decode(
+    short, long = measure_trials(
         bare_job(loaded, options), profile(bare_job(loaded, options)), progress, EFFORT
     ).lengths
     assert progress.done == pytest.approx(progress.total)
@@ -272,15 +272,15 @@ def test_shorter_lengths_are_tried_with_the_segments_that_passed_at_the_longest(
 def test_nothing_is_sparse_inside_a_gate_that_nothing_passes(loaded: LoadedModel, measured: Profile) -> None:
     bare = measured.lengths[0].model_copy(update={"trials": ()})
     options = settle(QUICK.but(decode_kl=0.0), 4096, "cpu")
-    found = measure_decode(bare_job(loaded, options), measured.model_copy(update={"lengths": (bare,)}), effort=EFFORT)
+    found = measure_trials(bare_job(loaded, options), measured.model_copy(update={"lengths": (bare,)}), effort=EFFORT)
     assert found.lengths[0].trials
     assert choose_filter_layers(found, made_up_cost(tile=found.tile), options).bucket(1024).dense
 
 
 def test_measuring_again_gives_the_same_trials(loaded: LoadedModel, measured: Profile) -> None:
     bare = measured.model_copy(update={"lengths": (measured.lengths[0].model_copy(update={"trials": ()}),)})
-    assert measure_decode(bare_job(loaded, SETTLED), bare, effort=EFFORT) == measured
-    assert measure_decode(bare_job(loaded, SETTLED), measured, effort=EFFORT) is measured
+    assert measure_trials(bare_job(loaded, SETTLED), bare, effort=EFFORT) == measured
+    assert measure_trials(bare_job(loaded, SETTLED), measured, effort=EFFORT) is measured
 
 
 def test_a_compile_from_files_gives_the_plan_that_was_measured(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_bound_on_lost_mass_that_was_asked_for_counts_in_place_of_the_trials()
 def test_nothing_is_tried_where_a_bound_on_lost_mass_is_asked_for(loaded: LoadedModel, measured: Profile) -> None:
     bare = measured.model_copy(update={"lengths": (measured.lengths[0].model_copy(update={"trials": ()}),)})
     options = settle(QUICK.but(decode_kl=None, decode_loss=0.02), 4096, "cpu")
-    assert measure_decode(bare_job(loaded, options), bare, effort=EFFORT) is bare
+    assert measure_trials(bare_job(loaded, options), bare, effort=EFFORT) is bare
 
 
 def test_a_trial_that_was_given_up_proves_nothing() -> None:

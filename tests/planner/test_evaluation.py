@@ -23,7 +23,7 @@ from sparsekv.planner.evaluation.batches import MOST_TEXT, Batch, batches
 from sparsekv.planner.evaluation.predictions import answered, divergence, log_likelihood, until_end
 from sparsekv.planner.evaluation.results import EvalResult, Outcome, Spent, TaskResult, merged
 from sparsekv.planner.profile.calibration import held_out
-from sparsekv.planner.progress import Step
+from sparsekv.planner.progress import StageStep
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
 from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, TileShape, tokens
@@ -330,12 +330,12 @@ def test_a_mode_without_decode_reads_texts_with_the_prompt(loaded: LoadedModel) 
     assert seen[PROMPT + 4 - 256] == 1
 
 
-class Interrupts(Step):
+class Interrupts(StageStep):
     def advance(self, units: float = 1, note: str = "") -> None:
         raise KeyboardInterrupt
 
 
-class Notes(Step):
+class Notes(StageStep):
     def __init__(self) -> None:
         self.told: list[str] = []
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sparsekv.planner.evaluation.results import LongText, Outcome
-from sparsekv.planner.gates import Measured, Prompt, claims_of, fewest_prompts, level_of, lost_tasks
+from sparsekv.planner.gates import Measured, PromptScores, claims_of, fewest_prompts, level_of, lost_tasks
 from sparsekv.planner.options import Gate
 from sparsekv.plans.show import CLAIM_CAPTION
 
@@ -17,13 +17,13 @@ DENSE = Outcome(True, 1.0, 0.0, 100, 100, True)
 
 
 def prompt(kl: float = 0.0, agreed: float = 1.0, exact: bool = True, right: bool = True, floor: Outcome = DENSE,
-           before: bool = True, flipped: bool = False) -> Prompt:  # fmt: skip
+           before: bool = True, flipped: bool = False) -> PromptScores:  # fmt: skip
     """A prompt of a hundred positions."""
     dense = Outcome(before, 1.0, 0.0, 100, 100, True)
-    return Prompt(dense, floor, Outcome(right, 1.0, kl, round(100 * agreed), 100, exact, flipped))
+    return PromptScores(dense, floor, Outcome(right, 1.0, kl, round(100 * agreed), 100, exact, flipped))
 
 
-def found(prompts: list[Prompt], gate: Gate = GATE, phase: str = "prefill", length: int = 4096, attempt: int = 1):
+def found(prompts: list[PromptScores], gate: Gate = GATE, phase: str = "prefill", length: int = 4096, attempt: int = 1):
     return claims_of({phase: [Measured(length, {"t": tuple(prompts)})]}, gate, attempt)[phase]
 
 
@@ -37,7 +37,7 @@ def test_a_plan_that_equals_dense_on_many_prompts_meets_every_gate() -> None:
 
 def test_the_caption_of_their_table_names_every_figure() -> None:
     one = replace(DENSE, text=LongText(0.0, 128, 128))
-    names = {name.split()[0] for name in outcomes(found([Prompt(one, one, one)] * 3))}
+    names = {name.split()[0] for name in outcomes(found([PromptScores(one, one, one)] * 3))}
     assert "text_divergence" in names
     assert [name for name in names if name not in CLAIM_CAPTION] == []
 
@@ -75,8 +75,8 @@ def test_each_figure_is_missed_by_itself(changes, figure) -> None:
     ("text", "figure"), [(LongText(0.2, 128, 128), "text_divergence"), (LongText(0.0, 100, 128), "text_agreement")]
 )
 def test_a_long_text_is_held_against_the_gates_by_itself(text: LongText, figure: str) -> None:
-    dense, clean = (Prompt(one, one, one) for one in (replace(DENSE, text=LongText(0.0, 128, 128)), DENSE))
-    moved = Prompt(dense.dense, dense.dense, replace(DENSE, text=text))
+    dense, clean = (PromptScores(one, one, one) for one in (replace(DENSE, text=LongText(0.0, 128, 128)), DENSE))
+    moved = PromptScores(dense.dense, dense.dense, replace(DENSE, text=text))
     assert [name for name, _ in found([moved] * 60).having("missed")] == [f"{figure} at 4k"]
     assert {*outcomes(found([dense] * 200)).values()} == {"met"}
     assert not any(name.startswith("text") for name in outcomes(found([clean] * 200)))
@@ -151,7 +151,7 @@ def test_gates_are_strict_when_none_is_looser_than_its_default() -> None:
 
 # --- how often plans are called verified, or missed, by mistake -------------------------------------------------------
 
-Drawn = Callable[[np.random.Generator], Prompt]
+Drawn = Callable[[np.random.Generator], PromptScores]
 
 
 def _excess(times: float, shape: float) -> Drawn:
@@ -166,7 +166,7 @@ def _broken(share: float) -> Drawn:
 def _dropping(points: float) -> Drawn:
     """Of a task that dense solves nine times of ten, and plans beside it now and then."""
 
-    def draw(rng: np.random.Generator) -> Prompt:
+    def draw(rng: np.random.Generator) -> PromptScores:
         before = rng.random() < 0.9
         right = before if rng.random() > 0.02 else not before
         return prompt(before=before, right=right and rng.random() >= points / 90.0 * 100.0 / 98.0)
@@ -174,7 +174,7 @@ def _dropping(points: float) -> Drawn:
     return draw
 
 
-def _half_of_every_gate(rng: np.random.Generator) -> Prompt:
+def _half_of_every_gate(rng: np.random.Generator) -> PromptScores:
     kl = 1.0 if rng.random() < 0.01 else 0.015 * float(np.exp(rng.standard_normal() - 0.5))
     before = rng.random() < 0.9
     right = before if rng.random() > 0.01 else not before

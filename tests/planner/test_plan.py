@@ -16,7 +16,7 @@ from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.job import job_of
 from sparsekv.planner.options import Gate
-from sparsekv.planner.own_prompts import GivenPrompt, digest_of, set_aside
+from sparsekv.planner.own_prompts import GivenPrompt, digest_of_prompts, set_aside
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
@@ -116,7 +116,7 @@ def test_half_of_the_callers_prompts_are_set_aside_before_the_search(loaded: Loa
     result = compile_plan(job)
     assert result.plan.quality.evidence.tasks == ("prompts",)
     assert result.plan.quality.evidence.prompts == 4
-    assert result.plan.provenance.prompts == digest_of(aside)
+    assert result.plan.provenance.prompts == digest_of_prompts(aside)
 
 
 def test_attempts_share_no_prompt_that_was_set_aside_and_end_with_them(loaded: LoadedModel, measured) -> None:

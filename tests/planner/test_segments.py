@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsekv.planner.filter_layers import Assignment, SegmentProblem, solve
+from sparsekv.planner.filter_layers import Assignment, SegmentProblem, solve_segments
 
 
 def brute_force(problem: SegmentProblem) -> tuple[int, float]:
@@ -56,7 +56,7 @@ def problems(draw: st.DrawFn) -> SegmentProblem:
 @settings(max_examples=150, deadline=None)
 @given(problems())
 def test_no_assignment_is_cheaper_than_the_one_found_whose_segments_cost_as_much(problem: SegmentProblem) -> None:
-    found = solve(problem)
+    found = solve_segments(problem)
     cost, loss = brute_force(problem)
     assert found.cost_ns == cost
     assert found.loss == pytest.approx(loss)
@@ -69,6 +69,6 @@ def test_an_80_layer_model_is_solved_in_time() -> None:
     rng = np.random.default_rng(0)
     loss = rng.random((80, 80)) * 0.01
     full = np.full(80, 100_000), np.full(80, 20_000), np.full(80, 30_000)
-    found = solve(SegmentProblem(*full, loss, 0.1))
+    found = solve_segments(SegmentProblem(*full, loss, 0.1))
     assert found.segments
     assert found.loss <= 0.1

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sparsekv.planner.sequential import Range, is_above, is_below, more_needed, upper_bound
+from sparsekv.planner.sequential import Range, is_above, is_below, more_needed, upper_confidence_bound
 
 NATS, SHARE = Range(-1.0, 5.0, 0.5, 0.5), Range(0.0, 1.0, 0.01, 0.1)
 LEVEL = 0.05
@@ -50,13 +50,13 @@ def test_no_failure_in_ninety_prompts_shows_that_fewer_than_one_in_twenty_fail()
 
 def test_values_beyond_the_range_count_as_its_ends() -> None:
     rounds, capped = [[100.0, -100.0, 0.3]] * 20, [[5.0, -1.0, 0.3]] * 20
-    assert upper_bound(rounds, NATS, LEVEL) == upper_bound(capped, NATS, LEVEL)
+    assert upper_confidence_bound(rounds, NATS, LEVEL) == upper_confidence_bound(capped, NATS, LEVEL)
 
 
 def test_the_upper_bound_narrows_and_is_the_gate_that_is_just_shown() -> None:
     rng = np.random.default_rng(1)
     rounds = skewed(rng, 0.5, (60, 5))
-    bounds = [upper_bound(rounds[:count], NATS, LEVEL) for count in (0, 2, 10, 60)]
+    bounds = [upper_confidence_bound(rounds[:count], NATS, LEVEL) for count in (0, 2, 10, 60)]
     assert bounds[0] == NATS.high
     assert bounds == sorted(bounds, reverse=True)
     assert is_below(rounds, bounds[-1] + 0.05, NATS, LEVEL)

@@ -16,12 +16,12 @@ from itertools import product
 import torch
 
 from sparsekv.kernels.prefill.flash.backend import Passes, run
-from sparsekv.kernels.prefill.flash.call import BlockLists, Part, causal, causal_in_window, empty_lists
+from sparsekv.kernels.prefill.flash.call import BlockLists, CallPart, causal, causal_in_window, empty_lists
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import TileShape
 
 
-def attend_lists(part: Part, lists: BlockLists) -> None:
+def attend_lists(part: CallPart, lists: BlockLists) -> None:
     """Every query tile of every head over its lists; writes `out` and `lse` of every row."""
     B, H, S, _ = part.q_BHSD.shape
     query = lists.tile.query
@@ -33,7 +33,7 @@ def attend_lists(part: Part, lists: BlockLists) -> None:
                 _attend_tile(part, b, h, slice(t * query, min((t + 1) * query, S)), masked, whole, lists.tile.key)
 
 
-def attend_dense(part: Part) -> None:
+def attend_dense(part: CallPart) -> None:
     """These heads over every causal key of the window."""
     S, K = part.q_BHSD.shape[2], part.k_BGKD.shape[2]
     row_S1 = part.past + torch.arange(S)[:, None]
@@ -53,7 +53,7 @@ def _listed(tiles_W: torch.Tensor, count: torch.Tensor) -> list[int]:
     return tiles_W[: int(count)].tolist()
 
 
-def _attend_tile(part: Part, b: int, h: int, rows: slice, masked: list[int], whole: list[int], size: int) -> None:
+def _attend_tile(part: CallPart, b: int, h: int, rows: slice, masked: list[int], whole: list[int], size: int) -> None:
     keys, keeps = [], []
     row_M1 = part.past + torch.arange(rows.start, rows.stop)[:, None]
     for tiles, is_masked in ((masked, True), (whole, False)):
@@ -73,7 +73,7 @@ def _attend_tile(part: Part, b: int, h: int, rows: slice, masked: list[int], who
         part.lse_BHS[b, h, rows] = -math.inf
 
 
-def _attend(part: Part, b: int, h: int, rows: slice, key_N: torch.Tensor, keep_MN: torch.Tensor) -> None:
+def _attend(part: CallPart, b: int, h: int, rows: slice, key_N: torch.Tensor, keep_MN: torch.Tensor) -> None:
     group = part.q_BHSD.shape[1] // part.k_BGKD.shape[1]
     k_ND, v_ND = (_read(x_BGKD[b, h // group], key_N) for x_BGKD in (part.k_BGKD, part.v_BGKD))
     scores_MN = (part.q_BHSD[b, h, rows].float() @ k_ND.T * part.scale).masked_fill(~keep_MN, -math.inf)

@@ -15,7 +15,7 @@ from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.job import Job
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import Calibration
-from sparsekv.planner.profile.search_space import Prefix
+from sparsekv.planner.profile.search_space import CommonPrefix
 from sparsekv.planner.settled import Settled
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.hf.describe import describe_model
@@ -80,7 +80,7 @@ def made_up_cost(**changes: Any) -> DeviceCost:
     return base.model_copy(update=changes)
 
 
-def dense_of(prefix: Prefix, v_BGSD: torch.Tensor) -> torch.Tensor:
+def dense_of(prefix: CommonPrefix, v_BGSD: torch.Tensor) -> torch.Tensor:
     """[1, H, S, D]: what the heads of a layer put out without a pattern."""
     out = dense_attention(prefix.q_BHSD, prefix.k_BGSD, v_BGSD, prefix.chunk, scale=prefix.scale, window=prefix.window)
     return out.out_BHSD

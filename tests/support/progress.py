@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from sparsekv.planner.progress import Progress, Step
+from sparsekv.planner.progress import Progress, StageStep
 
 
-class Counting(Progress, Step):
+class Counting(Progress, StageStep):
     """Adds up what stages announce and what is done of it."""
 
     def __init__(self) -> None:

@@ -8,15 +8,15 @@ from index_cases import Layer, build
 from poison import poisoned_memory
 
 from sparsekv.kernels.index.build import empty_index
-from sparsekv.kernels.index.layout import HeadGroup, IndexCall, LineScores
+from sparsekv.kernels.index.layout import FamilyHeads, IndexCall, LineScores
 from sparsekv.kernels.index.triton import vertical_slash
-from sparsekv.kernels.index.triton.sizes import Pass, Sizes
+from sparsekv.kernels.index.triton.sizes import KeyPass, Sizes
 from sparsekv.kernels.tiles import TileIndex
 
 # So small that tiny prompts take several runs, and every loop more than one turn.
 SMALL = Sizes(
-    stats={1: Pass(2, 64, 64, 1), 2: Pass(1, 64, 128, 1), 4: Pass(2, 64, 192, 1)},
-    lines={1: Pass(1, 64, 128, 1), 2: Pass(2, 64, 64, 1), 4: Pass(1, 64, 128, 1)},
+    stats={1: KeyPass(2, 64, 64, 1), 2: KeyPass(1, 64, 128, 1), 4: KeyPass(2, 64, 192, 1)},
+    lines={1: KeyPass(1, 64, 128, 1), 2: KeyPass(2, 64, 64, 1), 4: KeyPass(1, 64, 128, 1)},
     select_block=256,
     crossings_block=4,
     diagonals_block=16,
@@ -34,9 +34,9 @@ def call_of(layer: Layer, lines: dict[int, LineScores] | None = None) -> IndexCa
     return IndexCall.of(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, layer.window, lines)
 
 
-def group_of(layer: Layer) -> HeadGroup:
+def group_of(layer: Layer) -> FamilyHeads:
     """All heads, whose patterns are of one kind."""
-    return HeadGroup.of(layer.patterns, range(len(layer.patterns)))
+    return FamilyHeads.of(layer.patterns, range(len(layer.patterns)))
 
 
 def triton_index(

@@ -19,7 +19,7 @@ from reference_model.formats import TRAINED
 from reference_model.prepare import training_kit
 from reference_model.recipe import Recipe, Stage
 from sparsekv.planner.tasks import TASKS
-from sparsekv.planner.tasks.documents import Document, Draws, Kit, Request
+from sparsekv.planner.tasks.documents import Document, DocumentRequest, Draws, Kit
 from sparsekv.planner.tasks.samples import generator
 from sparsekv.planner.tasks.text import Ids, Split
 
@@ -97,7 +97,9 @@ def make_row(kit: Kit, recipe: Recipe, length: int, index: int) -> Row:
 
 
 def _text_row(kit: Kit, length: int, rng: np.random.Generator) -> Row:
-    document = TASKS["perplexity"].document(kit, Request(length - len(kit.encoder.bos_ids), queries=0), Draws(rng))
+    document = TASKS["perplexity"].document(
+        kit, DocumentRequest(length - len(kit.encoder.bos_ids), queries=0), Draws(rng)
+    )
     return document_row(document, 0, kit)
 
 
@@ -120,7 +122,7 @@ def _retrieval_row(kit: Kit, recipe: Recipe, length: int, draws: Draws) -> Row:
     if statements:
         queries = min(queries, statements)
     room = length - answer_overhead(queries, kit)
-    document = TRAINED[task].document(kit, Request(room, queries, statements), draws)
+    document = TRAINED[task].document(kit, DocumentRequest(room, queries, statements), draws)
     return document_row(document, number, kit)
 
 

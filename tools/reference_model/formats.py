@@ -12,10 +12,10 @@ from reference_model.recipe import TaskShare
 from sparsekv.planner.tasks import TASKS
 from sparsekv.planner.tasks.documents import (
     Document,
+    DocumentRequest,
     Draws,
     Kit,
     Pieces,
-    Request,
     Task,
     Unit,
     build,
@@ -27,7 +27,7 @@ from sparsekv.planner.tasks.text import PieceEncoder
 _PROBE = 16  # rows, to see how long one is
 
 
-def _count(request: Request, least: int, tokens_per_statement: int) -> int:
+def _count(request: DocumentRequest, least: int, tokens_per_statement: int) -> int:
     """Statements of a document: as requested, or a standard number that grows with the length."""
     return request.statements or least + request.length // tokens_per_statement
 
@@ -49,7 +49,7 @@ class DictLookup:
         """See `Task`."""
         return longest_value(self.digits)
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`."""
         count = _count(request, 4, 1024)
         pairs = zip(draws.keys(count), draws.values(count, self.digits), strict=True)
@@ -75,7 +75,7 @@ class FunctionValue:
         """See `Task`."""
         return longest_value(self.digits)
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`."""
         count = _count(request, 6, 4096)
         pairs = zip(draws.keys(count, joiner="_"), draws.values(count, self.digits), strict=True)
@@ -101,7 +101,7 @@ class TableRow:
         """See `Task`."""
         return sum(map(longest_value, self.digits)) + len(encoder.encode([" |"]))
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. With `statements` given, the document is as short as that many rows."""
 
         def rows(count: int) -> list[Unit]:
@@ -150,7 +150,7 @@ class QuoteLine:
         """See `Task`."""
         return self.asked * longest_key(encoder, " ")
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`."""
         count, pairs = _count(request, 3, 2048), self.shown + self.asked
         drawn = draws.keys(count * pairs, joiner=" ")
@@ -185,7 +185,7 @@ class AliasChain:
         arrow = len(encoder.encode([" ->"]))
         return self.hops * (longest_key(encoder, ".") + arrow) + longest_value(self.digits)
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`."""
         count, names = _count(request, 2, 4096), self.hops + 1
         drawn = draws.keys(count * names, joiner=".")
@@ -215,7 +215,7 @@ class FirstOfList:
         """See `Task`."""
         return longest_key(encoder)
 
-    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`."""
         count = _count(request, 4, 2048)
         owners, members = draws.keys(count), draws.keys(count * self.members)

@@ -23,10 +23,10 @@ import triton.language as tl
 
 from sparsekv.kernels.device_cache import fields_on_device
 from sparsekv.kernels.index.layout import (
-    HeadGroup,
+    FamilyHeads,
     IndexCall,
+    IndexLayout,
     IndexWidths,
-    Layout,
     PreparedIndex,
     ceil_div,
     flat,
@@ -41,19 +41,19 @@ from sparsekv.kernels.triton_support import interpreting
 MOST_SCORES = 1 << 26
 
 
-def takes(group: HeadGroup, call: IndexCall) -> bool:
+def takes(group: FamilyHeads, call: IndexCall) -> bool:
     """Returns whether the index of these heads can be built here."""
     return takes_tensors(call)
 
 
-def prepare(group: HeadGroup, call: IndexCall, sizes: Sizes | None = None) -> PreparedIndex:
+def prepare(group: FamilyHeads, call: IndexCall, sizes: Sizes | None = None) -> PreparedIndex:
     """All that the host knows about the index of these heads; arguments as in vertical_slash.py."""
     widths, fields = _plan(group, call.layout)
     return PreparedIndex(widths, partial(_fill, fields, call, sizes or sizes_for(call.layout.device)))
 
 
 @lru_cache(maxsize=256)
-def _plan(group: HeadGroup, layout: Layout) -> tuple[IndexWidths, tuple[tuple[int, ...], ...]]:
+def _plan(group: FamilyHeads, layout: IndexLayout) -> tuple[IndexWidths, tuple[tuple[int, ...], ...]]:
     """Widths, and past, length, zero, head, KV head, tiles a row: all follow from patterns and layout, not tensors."""
     keep = layout.tile_bounds([pattern.keep for pattern in group.patterns])
     rows = (layout.chunk.past, layout.chunk.lengths, (0,) * layout.batch)

@@ -31,7 +31,7 @@ class Strips:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class KeyPass:
     """One pass over the keys."""
 
     heads: int  # stacked in a product, at most
@@ -45,8 +45,8 @@ class Pass:
 class Sizes:
     """One row of the table. Passes by number of strips; blocks in elements, with the warps that work on them."""
 
-    stats: dict[int, Pass]
-    lines: dict[int, Pass]
+    stats: dict[int, KeyPass]
+    lines: dict[int, KeyPass]
     lines_at_once: int = 4  # strips of a launch of the second pass, at most: where more would spill, launches follow
     select_block: int = 8192
     select_warps: int = 32
@@ -72,15 +72,15 @@ class Sizes:
 # both. The second holds several blocks of weights, so one head is all that fits: 254 registers and 72 KiB; two strips
 # spill 67 of 756 instructions a step, four would spill 180 of 1,340, and take eight warps, which spill none.
 _HOPPER = Sizes(
-    stats={1: Pass(2, 64, 1024, 3), 2: Pass(1, 64, 1024, 3), 4: Pass(1, 64, 1024, 3)},
-    lines={1: Pass(1, 64, 2048, 3), 2: Pass(1, 64, 2048, 2), 4: Pass(1, 64, 2048, 2, warps=8)},
+    stats={1: KeyPass(2, 64, 1024, 3), 2: KeyPass(1, 64, 1024, 3), 4: KeyPass(1, 64, 1024, 3)},
+    lines={1: KeyPass(1, 64, 2048, 3), 2: KeyPass(1, 64, 2048, 2), 4: KeyPass(1, 64, 2048, 2, warps=8)},
 )
 
 # Without wgmma the queries wait in registers, and several strips of them never fit: a launch takes one, with eight
 # warps (185 registers). Nothing spills from 8.0 to 12.0 (tests/kernels/test_resources.py); none was timed.
 _WITHOUT_WGMMA = Sizes(
-    stats={1: Pass(1, 64, 1024, 2), 2: Pass(1, 64, 1024, 2), 4: Pass(1, 32, 1024, 2)},
-    lines={1: Pass(1, 64, 2048, 2, warps=8)},
+    stats={1: KeyPass(1, 64, 1024, 2), 2: KeyPass(1, 64, 1024, 2), 4: KeyPass(1, 32, 1024, 2)},
+    lines={1: KeyPass(1, 64, 2048, 2, warps=8)},
     lines_at_once=1,
     products_numbers=16,
     products_warps=8,

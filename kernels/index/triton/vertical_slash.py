@@ -29,10 +29,10 @@ import triton
 
 from sparsekv.kernels.device_cache import fields_on_device
 from sparsekv.kernels.index.layout import (
-    HeadGroup,
+    FamilyHeads,
     IndexCall,
+    IndexLayout,
     IndexWidths,
-    Layout,
     LineScores,
     PreparedIndex,
     ceil_div,
@@ -46,7 +46,7 @@ from sparsekv.kernels.index.triton.sizes import (
     LONGEST,
     MOST_RANGES,
     PADDING,
-    Pass,
+    KeyPass,
     Sizes,
     Strips,
     sizes_for,
@@ -63,13 +63,13 @@ NO_HEAD = -1
 _ALIGNED = 16  # elements of 4 bytes: where Triton's usual launch expects pieces of scratch memory, and full rows end
 
 
-def takes(group: HeadGroup, call: IndexCall) -> bool:
+def takes(group: FamilyHeads, call: IndexCall) -> bool:
     """Returns whether the index of these heads can be built here."""
     sampled = max(pattern.last_q for pattern in group.unique)
     return sampled <= LARGEST_SAMPLE and call.layout.chunk.longest <= LONGEST and takes_tensors(call)
 
 
-def prepare(group: HeadGroup, call: IndexCall, sizes: Sizes | None = None) -> PreparedIndex:
+def prepare(group: FamilyHeads, call: IndexCall, sizes: Sizes | None = None) -> PreparedIndex:
     """All that the host knows about the index of these heads.
 
     Args:
@@ -134,7 +134,7 @@ class HeadsPlan:
 
 @lru_cache(maxsize=256)
 def plan_build(
-    group: HeadGroup, layout: Layout, sizes: Sizes, most_scores: int
+    group: FamilyHeads, layout: IndexLayout, sizes: Sizes, most_scores: int
 ) -> tuple[IndexWidths, tuple[HeadsPlan, ...]]:
     """A whole build, in groups of heads whose scores fit. Follows from patterns and layout, never from tensors."""
     columns = layout.resolve([pattern.vertical for pattern in group.patterns])
@@ -156,7 +156,7 @@ def _of(heads: slice, *budgets: list[list[int]]) -> list[list[list[int]]]:
 
 
 def _plan_heads(
-    part: slice, heads: tuple[int, ...], budgets: list[list[list[int]]], layout: Layout, sizes: Sizes
+    part: slice, heads: tuple[int, ...], budgets: list[list[list[int]]], layout: IndexLayout, sizes: Sizes
 ) -> HeadsPlan:
     """Deals the heads out to programs. The budgets are sampled queries, columns, slashes, and tiles of any row."""
     sampled, _, slashes, tiles = map(largest, budgets)
@@ -180,7 +180,7 @@ def _plan_heads(
     )
 
 
-def _pass(one: Pass, units: int, strips: Strips, layout: Layout) -> PassPlan:
+def _pass(one: KeyPass, units: int, strips: Strips, layout: IndexLayout) -> PassPlan:
     keys = layout.chunk.longest
     span = ceil_div(max(one.least_range, ceil_div(keys, MOST_RANGES)), one.keys) * one.keys  # a multiple of a step
     options = {
@@ -199,7 +199,7 @@ def _pass(one: Pass, units: int, strips: Strips, layout: Layout) -> PassPlan:
     return PassPlan((units, ceil_div(keys, span), layout.batch), span, options)
 
 
-def _stacked(one: Pass, layout: Layout) -> int:
+def _stacked(one: KeyPass, layout: IndexLayout) -> int:
     """Heads of a program: never more than a KV head serves."""
     return min(one.heads, int(triton.next_power_of_2(layout.group_size)))
 
@@ -276,7 +276,9 @@ def choose(
     )  # fmt: skip
 
 
-def _scratch(plan: HeadsPlan, layout: Layout, widths: tuple[int, ...], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+def _scratch(
+    plan: HeadsPlan, layout: IndexLayout, widths: tuple[int, ...], dtype: torch.dtype
+) -> Sequence[torch.Tensor]:
     """Memory for several tensors of rows of these widths by one allocation; the kernels know their shapes."""
     pieces = [ceil_div(layout.batch * plan.count * width, _ALIGNED) * _ALIGNED for width in widths]
     return torch.empty(sum(pieces), dtype=dtype, device=layout.device).split_with_sizes(pieces)

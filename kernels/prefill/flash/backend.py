@@ -17,7 +17,7 @@ import torch
 
 from sparsekv.kernels.prefill.columns import add_columns
 from sparsekv.kernels.prefill.flash import call
-from sparsekv.kernels.prefill.flash.call import BlockLists, Part, Span, dense_ranges, lower, spans, widest
+from sparsekv.kernels.prefill.flash.call import BlockLists, CallPart, Span, dense_ranges, lower, spans, widest
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, is_aligned, shape_obstacle
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
 from sparsekv.plans.errors import BackendError
@@ -36,8 +36,8 @@ class Passes:
     """Holds what computes tiles: flash-attn-4, or in tests its emulator."""
 
     lower: Callable[..., BlockLists]
-    over_lists: Callable[[Part, BlockLists], None]
-    dense: Callable[[Part], None]
+    over_lists: Callable[[CallPart, BlockLists], None]
+    dense: Callable[[CallPart], None]
 
 
 _BY_FLASH = Passes(lower, call.attend_lists, call.attend_dense)
@@ -93,7 +93,7 @@ def dense(
         window = None
     out_BHSD = torch.empty_like(q_BHSD)
     lse_BHS = torch.empty(q_BHSD.shape[:3], dtype=torch.float32, device=q_BHSD.device)
-    whole = Part(q_BHSD, k_BGKD, v_BGKD, out_BHSD, lse_BHS, scale, window)
+    whole = CallPart(q_BHSD, k_BGKD, v_BGKD, out_BHSD, lse_BHS, scale, window)
     for span in spans(chunk):
         _pad(whole, span)
         if span.queries:
@@ -120,13 +120,13 @@ def run(
     out_BHSD = torch.empty_like(q_BHSD)
     lse_BHS = torch.empty(q_BHSD.shape[:3], dtype=torch.float32, device=q_BHSD.device)
     if out_BHSD.numel():
-        _tiles(Part(q_BHSD, k_BGKD, v_BGKD, out_BHSD, lse_BHS, scale, window), index, chunk, passes)
+        _tiles(CallPart(q_BHSD, k_BGKD, v_BGKD, out_BHSD, lse_BHS, scale, window), index, chunk, passes)
         if index.columns_BHC.shape[2]:
             add_columns(out_BHSD, lse_BHS, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window)
     return AttentionOutput(out_BHSD, lse_BHS if want_lse else None)
 
 
-def _tiles(whole: Part, index: TileIndex, chunk: Chunk, passes: Passes) -> None:
+def _tiles(whole: CallPart, index: TileIndex, chunk: Chunk, passes: Passes) -> None:
     dense = _dense_heads(index)
     heads, kv_heads = whole.q_BHSD.shape[1], whole.k_BGKD.shape[1]
     some_sparse = len(dense) < heads
@@ -144,7 +144,7 @@ def _tiles(whole: Part, index: TileIndex, chunk: Chunk, passes: Passes) -> None:
             passes.dense(part.of(own))
 
 
-def _pad(whole: Part, span: Span) -> None:
+def _pad(whole: CallPart, span: Span) -> None:
     """Rows past the length, which no launch writes."""
     if span.queries < whole.q_BHSD.shape[2]:
         whole.out_BHSD[span.rows, :, span.queries :] = 0.0

@@ -271,7 +271,7 @@ def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CallPart:
     """Tensors of one launch. The last query row is the last key: past is K - S."""
 
     q_BHSD: torch.Tensor
@@ -287,7 +287,7 @@ class Part:
         """Keys before the first query row."""
         return self.k_BGKD.shape[2] - self.q_BHSD.shape[2]
 
-    def at(self, span: Span) -> Part:
+    def at(self, span: Span) -> CallPart:
         """The rows and keys of a span."""
         rows, real, known = span.rows, slice(0, span.queries), slice(0, span.length)
         return replace(
@@ -299,7 +299,7 @@ class Part:
             lse_BHS=_batch_rows(self.lse_BHS, rows)[:, :, real],
         )
 
-    def of(self, own: HeadRange) -> Part:
+    def of(self, own: HeadRange) -> CallPart:
         """These heads."""
         return replace(
             self,
@@ -316,7 +316,7 @@ def _batch_rows(x_BX: torch.Tensor, rows: slice) -> torch.Tensor:
     return x_BX[rows.start].unsqueeze(0) if rows.stop - rows.start == 1 else x_BX[rows]
 
 
-def attend_lists(part: Part, lists: BlockLists) -> None:
+def attend_lists(part: CallPart, lists: BlockLists) -> None:
     """All heads over their lists in one launch; writes `out` and `lse` of every row.
 
     Raises:
@@ -342,7 +342,7 @@ def attend_lists(part: Part, lists: BlockLists) -> None:
         )
 
 
-def attend_dense(part: Part) -> None:
+def attend_dense(part: CallPart) -> None:
     """These heads over every causal key of the window; writes their `out` and `lse`.
 
     Raises:
@@ -364,7 +364,7 @@ def _module(name: str) -> Any:
 _OWN_ARGUMENT = r"Argument aux_data .*cannot be converted to a JitArgument"
 
 
-def _by_token(part: Part) -> dict[str, torch.Tensor]:
+def _by_token(part: CallPart) -> dict[str, torch.Tensor]:
     """The same memory in the order that flash-attn-4 has; grouped heads stay grouped."""
     named = {"q": part.q_BHSD, "k": part.k_BGKD, "v": part.v_BGKD, "out": part.out_BHSD}
     for name, tensor in named.items():

@@ -104,7 +104,7 @@ SPLIT = [
 @pytest.mark.parametrize("splits", [1, 3, 16])  # of 10 blocks
 @pytest.mark.parametrize("case", SPLIT, ids=str)
 def test_split_of_the_tokens_never_changes_the_answer(splits: int, case: DecodeCase) -> None:
-    from sparsekv.kernels.decode.triton import Launch, decode
+    from sparsekv.kernels.decode.triton import DecodeLaunch, decode
 
     problem = draw(case)
     with poisoned_memory():  # splits without tokens leave their part unwritten
@@ -115,7 +115,7 @@ def test_split_of_the_tokens_never_changes_the_answer(splits: int, case: DecodeC
             scale=problem.scale,
             window=case.window,
             want_lse=True,
-            launch=Launch(splits, 32, 4, 1),
+            launch=DecodeLaunch(splits, 32, 4, 1),
         )
     assert_close(found, problem)
 

@@ -11,7 +11,7 @@ from prefill_cases import CASES, GPU_CASES, SMALL_TILE, TILE
 
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.prefill.triton import Launch
+from sparsekv.kernels.prefill.triton import PrefillLaunch
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
 
@@ -71,15 +71,15 @@ def test_cpu_edges_done_in_several_calls_give_the_same_softmax(monkeypatch: pyte
 @pytest.mark.parametrize(
     "launch",
     [
-        Launch(128, 128, 64, 8, 2, 3),
-        Launch(128, 64, 32, 8, 2, 3),
-        Launch(64, 128, 64, 4, 2, 3),
-        Launch(32, 32, 128, 4, 1, 1),
+        PrefillLaunch(128, 128, 64, 8, 2, 3),
+        PrefillLaunch(128, 64, 32, 8, 2, 3),
+        PrefillLaunch(64, 128, 64, 4, 2, 3),
+        PrefillLaunch(32, 32, 128, 4, 1, 1),
     ],
     ids=lambda launch: f"{launch.block_m}x{launch.block_n} and {launch.block_c}",
 )
 @pytest.mark.parametrize("tile", [TILE, SMALL_TILE], ids=["128 tiles", "64 tiles"])
-def test_block_sizes_never_change_what_is_computed(launch: Launch, tile: TileShape) -> None:
+def test_block_sizes_never_change_what_is_computed(launch: PrefillLaunch, tile: TileShape) -> None:
     from sparsekv.kernels.prefill.triton import prefill
 
     case = Case("x", past=(33,), lengths=(310,), tile=tile, columns=100, window=200, share=0.7, dense_heads=(1,))

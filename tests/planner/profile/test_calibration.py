@@ -4,7 +4,13 @@ import pytest
 from task_tokenizers import tokenizer_named
 
 from sparsekv.planner.options import DEFAULT_TASKS, PlanOptions
-from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, digest_of, mix_of, task_of_each
+from sparsekv.planner.profile.calibration import (
+    Calibration,
+    CalibrationPrompt,
+    digest_of_calibration,
+    mix_of,
+    task_of_each,
+)
 from sparsekv.planner.settled import settle
 
 
@@ -52,5 +58,5 @@ def test_of_an_own_prompt_the_last_rows_are_scored() -> None:
 def test_the_digest_covers_tokens_and_where_the_answer_begins() -> None:
     one = prompts(tasks=("quote_code",))
     other = CalibrationPrompt(one[0].ids, one[0].answer_start - 1)
-    assert digest_of({1024: one}) == digest_of({1024: prompts(tasks=("quote_code",))})
-    assert digest_of({1024: one}) != digest_of({1024: (other,)})
+    assert digest_of_calibration({1024: one}) == digest_of_calibration({1024: prompts(tasks=("quote_code",))})
+    assert digest_of_calibration({1024: one}) != digest_of_calibration({1024: (other,)})

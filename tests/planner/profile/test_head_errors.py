@@ -15,9 +15,9 @@ from torch import nn
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.plan import compile_once
-from sparsekv.planner.profile.head_errors import CandidateScore, Layer, Rows, score_candidates
+from sparsekv.planner.profile.head_errors import CandidateScore, Layer, SampledRows, score_candidates
 from sparsekv.planner.profile.profiler import profile
-from sparsekv.planner.profile.search_space import Prefix
+from sparsekv.planner.profile.search_space import CommonPrefix
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
 from sparsekv.planner.settled import settle
 from sparsekv.plans.errors import UnsupportedError
@@ -40,8 +40,8 @@ def layer_of(length: int, stride: int, device: str = "cpu") -> Layer:
     generator = torch.Generator().manual_seed(length)
     q, g = (torch.randn(1, HEADS, length, SIZE, generator=generator).to(device) for _ in range(2))
     k, v = (torch.randn(1, GROUPS, length, SIZE, generator=generator).to(device) for _ in range(2))
-    rows = Rows.of(length, length - 20, TILE, stride)
-    prefix = Prefix(q, k, Chunk.uniform(1, 0, length), TILE, SCALE)
+    rows = SampledRows.of(length, length - 20, TILE, stride)
+    prefix = CommonPrefix(q, k, Chunk.uniform(1, 0, length), TILE, SCALE)
     return Layer(prefix, v, dense_of(prefix, v), g, rows, "cpu" if device == "cpu" else "triton")
 
 
@@ -102,8 +102,8 @@ def test_heads_that_do_not_fit_a_block_together_have_the_damage_of_heads_that_do
     patterns = (AShape(sink=tokens(64), window=tokens(64)),) * heads
 
     def damage(part: slice, groups: slice) -> np.ndarray:
-        prefix = Prefix(q[:, part], k[:, groups], Chunk.uniform(1, 0, 64), TILE, 1 / 32)
-        layer = Layer(prefix, v[:, groups], dense[:, part], g[:, part], Rows.of(64, 64, TILE, 1), "cpu")
+        prefix = CommonPrefix(q[:, part], k[:, groups], Chunk.uniform(1, 0, 64), TILE, 1 / 32)
+        layer = Layer(prefix, v[:, groups], dense[:, part], g[:, part], SampledRows.of(64, 64, TILE, 1), "cpu")
         return score_candidates(layer, [patterns[part]])[0].damage_H
 
     halves = damage(slice(0, 144), slice(0, 1)), damage(slice(144, heads), slice(1, 2))
@@ -131,8 +131,8 @@ def test_what_was_scored_is_what_the_plan_says_and_runs(loaded: LoadedModel) -> 
             call = found.call
             q, k, v = (one[:, :, :end] for one in (call.q_BHSD, call.k_BGKD, call.v_BGKD))
             out, g = (one[:, :, :end] for one in (found.out_BHSD, found.gradient_BHSD))
-            prefix = Prefix(q, k, Chunk.uniform(1, 0, end), TILE, call.scale)
-            layer = Layer(prefix, v, out, g, Rows.of(end, tail, TILE, options.row_stride), "cpu")
+            prefix = CommonPrefix(q, k, Chunk.uniform(1, 0, end), TILE, call.scale)
+            layer = Layer(prefix, v, out, g, SampledRows.of(end, tail, TILE, options.row_stride), "cpu")
             again[call.layer] += score_candidates(layer, [plan.prefill.bucket(LENGTH).patterns(call.layer, 4)])
 
         rows = prompt.answer_rows

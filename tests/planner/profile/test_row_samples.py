@@ -7,7 +7,7 @@ from planner_models import TILE
 from sparsekv.kernels.backends import choose_backend, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.profile.head_errors import Rows
+from sparsekv.planner.profile.head_errors import SampledRows
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
 
@@ -26,7 +26,7 @@ PATTERNS = (
 def test_sampled_tiles_give_the_rows_of_the_whole(length: int, stride: int, runs: int | None, tile: TileShape) -> None:
     generator = torch.Generator().manual_seed(length)
     q, k, v = (torch.randn(1, heads, length, 16, generator=generator) for heads in (4, 2, 2))
-    chunk, rows = Chunk.uniform(1, 0, length), Rows.of(length, length - 20, tile, stride, runs)
+    chunk, rows = Chunk.uniform(1, 0, length), SampledRows.of(length, length - 20, tile, stride, runs)
     index = build_index(PATTERNS, q, k, chunk, tile, scale=0.5)
     whole = prefill_attention(q, k, v, index, chunk, scale=0.5, want_lse=True, backend="cpu")
     found = prefill_attention(
@@ -47,7 +47,7 @@ def test_sampled_tiles_give_the_rows_of_the_whole(length: int, stride: int, runs
 
 
 def test_the_tail_is_always_sampled_and_nothing_beyond_the_prompt() -> None:
-    rows = Rows.of(1000, 900, TILE, 4)
+    rows = SampledRows.of(1000, 900, TILE, 4)
     weights_XM = rows.weights(torch.device("cpu"))
     positions_XM = torch.tensor(rows.numbers)[:, None] * 64 + torch.arange(64)
     counted = positions_XM[weights_XM > 0].tolist()
@@ -58,7 +58,7 @@ def test_the_tail_is_always_sampled_and_nothing_beyond_the_prompt() -> None:
 
 
 def test_all_rows_are_one_batch_row_and_nothing_is_copied() -> None:
-    rows = Rows.of(1000, 900, TILE, 1)
+    rows = SampledRows.of(1000, 900, TILE, 1)
     assert rows.numbers is None
     q, k = torch.randn(1, 4, 1000, 16), torch.randn(1, 2, 1000, 16)
     index = build_index(PATTERNS, q, k, rows.chunk, TILE, scale=0.5)
@@ -69,14 +69,14 @@ def test_all_rows_are_one_batch_row_and_nothing_is_copied() -> None:
 
 
 def test_runs_of_tiles_stay_together() -> None:
-    rows = Rows.of(131_072 - 300, 131_072 - 364, TileShape(), 4, 8)
+    rows = SampledRows.of(131_072 - 300, 131_072 - 364, TileShape(), 4, 8)
     assert rows.numbers == (3, 7, 11, 15, 19, 23, 27, 31)
     assert rows.chunk.past[0] == 3 * 4096
     assert rows.chunk.lengths == (*(4096 * number for number in (4, 8, 12, 16, 20, 24, 28)), 131_072 - 300)
 
 
 def test_a_short_prompt_is_sampled_in_as_many_places() -> None:
-    short, long = (Rows.of(length, length - 64, TileShape(), 4, 8) for length in (8192, 131_072))
+    short, long = (SampledRows.of(length, length - 64, TileShape(), 4, 8) for length in (8192, 131_072))
     assert short.numbers == long.numbers
     assert (short.run, long.run) == (2, 32)
 
@@ -90,7 +90,7 @@ def test_runs_of_tiles_give_the_rows_of_the_whole_on_a_gpu(backend: str) -> None
         choose_backend(q.device, q.dtype, 64, backend, tile)
     except BackendError as error:
         pytest.skip(str(error))
-    chunk, rows = Chunk.uniform(1, 0, length), Rows.of(length, length - 64, tile, 3, 7)
+    chunk, rows = Chunk.uniform(1, 0, length), SampledRows.of(length, length - 64, tile, 3, 7)
     index = build_index(PATTERNS, q, k, chunk, tile, scale=0.125)
     whole = prefill_attention(q, k, v, index, chunk, scale=0.125, backend=backend).out_BHSD
     found = prefill_attention(

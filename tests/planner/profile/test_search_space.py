@@ -9,13 +9,13 @@ from planner_profiles import as_settled, made_up_model, made_up_profile
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions
-from sparsekv.planner.profile.head_errors import CandidateScore, Layer, Rows, score_candidates
+from sparsekv.planner.profile.head_errors import CandidateScore, Layer, SampledRows, score_candidates
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.resume import LayerRecord, length_means
 from sparsekv.planner.profile.search_space import (
     Aim,
+    CommonPrefix,
     Patterns,
-    Prefix,
     aims,
     fit_to_target,
     screened,
@@ -38,18 +38,18 @@ def planted() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def prefix() -> Prefix:
-    return Prefix(*planted(), Chunk.uniform(1, 0, LENGTH), TILE, scale=1.0)
+def prefix() -> CommonPrefix:
+    return CommonPrefix(*planted(), Chunk.uniform(1, 0, LENGTH), TILE, scale=1.0)
 
 
-def layer_of(prefix: Prefix, stride: int) -> Layer:
+def layer_of(prefix: CommonPrefix, stride: int) -> Layer:
     generator = torch.Generator().manual_seed(4)
     v_BGSD, gradient_BHSD = (torch.randn(prefix.k_BGSD.shape, generator=generator) for _ in range(2))
-    rows = Rows.of(LENGTH, LENGTH - 70, TILE, stride)
+    rows = SampledRows.of(LENGTH, LENGTH - 70, TILE, stride)
     return Layer(prefix, v_BGSD, dense_of(prefix, v_BGSD), gradient_BHSD, rows, "cpu")
 
 
-def fit_all(prefix: Prefix, patterns: PatternRange, target: float) -> Patterns:
+def fit_all(prefix: CommonPrefix, patterns: PatternRange, target: float) -> Patterns:
     """The patterns of one range for all heads, at one target."""
     return fit_to_target(prefix, [patterns] * prefix.heads, [target] * prefix.heads)
 
@@ -77,7 +77,7 @@ def profile_of(found: tuple[Aim, ...], scores: list[CandidateScore], patterns: l
 
 
 @pytest.fixture(scope="module", params=[1, 4], ids=["all rows", "sampled rows"])
-def searched(prefix: Prefix, request: pytest.FixtureRequest) -> Profile:
+def searched(prefix: CommonPrefix, request: pytest.FixtureRequest) -> Profile:
     found = aims(OPTIONS, LENGTH)
     patterns = [fit_all(prefix, aim.patterns, aim.density * prefix.causal_tiles) for aim in found]
     return profile_of(found, score_candidates(layer_of(prefix, request.param), patterns), patterns)
@@ -89,7 +89,7 @@ def test_each_planted_head_gets_its_own_pattern(searched: Profile) -> None:
 
 
 @pytest.mark.parametrize("ray", search_space(OPTIONS, LENGTH), ids=lambda ray: ray.name)
-def test_no_head_is_fitted_above_the_target_cost(prefix: Prefix, ray) -> None:
+def test_no_head_is_fitted_above_the_target_cost(prefix: CommonPrefix, ray) -> None:
     target = 0.4 * prefix.causal_tiles
     patterns = fit_all(prefix, ray, target)
     smallest = prefix.cost((ray.pattern(0, LENGTH),) * 3)
@@ -97,7 +97,7 @@ def test_no_head_is_fitted_above_the_target_cost(prefix: Prefix, ray) -> None:
     assert np.all((cost <= target) | np.isclose(cost, smallest))
 
 
-def test_one_size_more_would_cost_more_than_the_target(prefix: Prefix) -> None:
+def test_one_size_more_would_cost_more_than_the_target(prefix: CommonPrefix) -> None:
     ray = VerticalSlash.in_ratio(30, 2048)
     target = 0.3 * prefix.causal_tiles
     fitted = fit_all(prefix, ray, target)
@@ -108,11 +108,11 @@ def test_one_size_more_would_cost_more_than_the_target(prefix: Prefix) -> None:
     assert np.all((larger > target) | limited)
 
 
-def test_rows_of_another_prompt_cannot_cost_much_more(prefix: Prefix) -> None:
+def test_rows_of_another_prompt_cannot_cost_much_more(prefix: CommonPrefix) -> None:
     """Scattered scores elsewhere: the row bound found on the first prompt holds."""
     fitted = fit_all(prefix, VerticalSlash.in_ratio(30, 2048), 0.3 * prefix.causal_tiles)
     generator = torch.Generator().manual_seed(9)
-    other = Prefix(
+    other = CommonPrefix(
         torch.randn(prefix.q_BHSD.shape, generator=generator),
         torch.randn(prefix.k_BGSD.shape, generator=generator),
         prefix.chunk,
@@ -150,7 +150,7 @@ def test_the_published_target_is_its_a_shape() -> None:
     assert aim.density == pytest.approx(sum(rows) / sum(range(1, 513)), rel=0.01)
 
 
-def test_heads_fitted_together_get_what_each_gets_alone(prefix: Prefix) -> None:
+def test_heads_fitted_together_get_what_each_gets_alone(prefix: CommonPrefix) -> None:
     ranges = (AShape.widening(64, 4096), VerticalSlash.in_ratio(30, 2048), TILES_KEPT)
     targets = [share * prefix.causal_tiles for share in (0.15, 0.3, 0.6)]
     alone = [fit_all(prefix, one, target)[head] for head, (one, target) in enumerate(zip(ranges, targets, strict=True))]
@@ -214,7 +214,7 @@ def test_a_search_of_one_range_or_one_density_goes_on_with_all_of_it() -> None:
         assert sorted(found_KH[:, 0].tolist()) == list(range(len(found)))
 
 
-def test_candidates_fitted_side_by_side_come_out_as_each_by_itself(prefix: Prefix) -> None:
+def test_candidates_fitted_side_by_side_come_out_as_each_by_itself(prefix: CommonPrefix) -> None:
     ranges = (VerticalSlash.in_ratio(1000, 1000), TILES_KEPT, AShape.widening(64, 4096))
     prefix = prefix.with_lines([64])
     alone = [fit_all(prefix, one, TARGET * prefix.causal_tiles) for one in ranges]

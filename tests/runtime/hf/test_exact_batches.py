@@ -24,10 +24,10 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.hf import exact
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.drafts import DRAFTS, DraftLength
-from sparsekv.runtime.hf.processors import PROCESSORS, Processors, Reads
+from sparsekv.runtime.hf.processors import PROCESSORS, ProcessorReads, Processors
 
 TOKENIZER = tiny_tokenizer()
-SUPPORTED = sorted(name for name, (_, reads) in PROCESSORS.items() if reads is not Reads.MORE)
+SUPPORTED = sorted(name for name, (_, reads) in PROCESSORS.items() if reads is not ProcessorReads.MORE)
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def test_the_page_names_the_options_that_the_table_supports_and_refuses():
     page = (Path(__file__).parents[3] / "docs/exact.md").read_text()
     for reads, heading in ((True, "Supported processors"), (False, "Refused processors")):
         named = re.search(rf"- {heading}: (.*?)\n(?:- |\n)", page, re.DOTALL)
-        listed = {option for option, kind in PROCESSORS.values() if (kind is not Reads.MORE) == reads}
+        listed = {option for option, kind in PROCESSORS.values() if (kind is not ProcessorReads.MORE) == reads}
         assert set(re.findall(r"`(\w+)`", named[1])) == listed
 
 

@@ -11,7 +11,7 @@ from sparsekv.plans.patterns import AShape, TileShape, tokens
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan, Retention
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layer, check_layers
+from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_engine_layer, check_layers
 
 FACTS: dict[str, Any] = {"release": "0.32.0", "device": "cpu"}
 
@@ -132,6 +132,6 @@ def test_patterns_in_sliding_layers_are_refused_and_dense_sliding_layers_are_not
 @pytest.mark.parametrize("found", [(8, 2, None), (4, 1, None), (4, 2, 512)], ids=["heads", "kv heads", "window"])
 def test_a_layer_that_vllm_runs_otherwise_than_the_models_config_says_is_refused(found: tuple[Any, ...]) -> None:
     layer = LayerProgram(3, heads=4, kv_heads=2, window=None)
-    check_layer(layer, 4, 2, None)
+    check_engine_layer(layer, 4, 2, None)
     with pytest.raises(UnsupportedError, match="layer 3 with"):
-        check_layer(layer, *found)
+        check_engine_layer(layer, *found)

@@ -7,7 +7,7 @@ from plans_samples import small_plan
 
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import write_plan
-from sparsekv.runtime.vllm.engine_options import Options, plan_path, read_options
+from sparsekv.runtime.vllm.engine_options import EngineOptions, plan_path, read_options
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("config", [{}, None, {"other": {"plan": "x"}}, {"sparsekv": None}, {"sparsekv": {}}], ids=str)
 def test_a_configuration_without_settings_of_ours_has_the_defaults(config: object) -> None:
-    assert read_options(config) == Options()
+    assert read_options(config) == EngineOptions()
 
 
 @pytest.mark.parametrize(
@@ -40,23 +40,23 @@ def test_a_setting_that_is_unknown_or_of_another_type_is_refused_by_name(given: 
 def test_the_plan_that_is_asked_for_goes_before_the_one_beside_the_model(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     write_plan(small_plan(), other)
-    assert plan_path(Options(plan=str(other)), str(folder), None) == other
-    assert plan_path(Options(plan=str(folder)), "example/model", None) == folder / "sparsekv.yaml"
+    assert plan_path(EngineOptions(plan=str(other)), str(folder), None) == other
+    assert plan_path(EngineOptions(plan=str(folder)), "example/model", None) == folder / "sparsekv.yaml"
 
 
 def test_the_plan_beside_the_model_is_found_and_left_alone_when_dense_is_asked_for(folder: Path) -> None:
-    assert plan_path(Options(), str(folder), None) == folder / "sparsekv.yaml"
-    assert plan_path(Options(dense=True), str(folder), None) is None
+    assert plan_path(EngineOptions(), str(folder), None) == folder / "sparsekv.yaml"
+    assert plan_path(EngineOptions(dense=True), str(folder), None) is None
 
 
 def test_a_model_without_a_plan_has_none(tmp_path: Path) -> None:
-    assert plan_path(Options(), str(tmp_path), None) is None
-    assert plan_path(Options(), "example/no-such-model-in-the-cache", "main") is None
+    assert plan_path(EngineOptions(), str(tmp_path), None) is None
+    assert plan_path(EngineOptions(), "example/no-such-model-in-the-cache", "main") is None
 
 
 def test_a_plan_that_is_asked_for_and_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such"):
-        plan_path(Options(plan=str(tmp_path / "none.yaml")), str(tmp_path), None)
+        plan_path(EngineOptions(plan=str(tmp_path / "none.yaml")), str(tmp_path), None)
 
 
 def test_the_plan_of_a_hub_model_is_found_in_the_cache_at_the_revision(
@@ -70,5 +70,5 @@ def test_the_plan_of_a_hub_model_is_found_in_the_cache_at_the_revision(
     (repository / "refs" / "tuned").write_text(commit)
     (snapshot / "sparsekv.yaml").write_bytes((folder / "sparsekv.yaml").read_bytes())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert plan_path(Options(), "example/planned", "tuned") == snapshot / "sparsekv.yaml"
-    assert plan_path(Options(), "example/planned", "other") is None
+    assert plan_path(EngineOptions(), "example/planned", "tuned") == snapshot / "sparsekv.yaml"
+    assert plan_path(EngineOptions(), "example/planned", "other") is None

@@ -18,7 +18,7 @@ from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import Offload
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.vllm.engine_facts import EngineFacts
-from sparsekv.runtime.vllm.engine_options import Options
+from sparsekv.runtime.vllm.engine_options import EngineOptions
 from sparsekv.runtime.vllm.plan_host import EngineModel, PlanHost, Scratch, start_host
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def plan(model: Any) -> Plan:
 def start(model: Any, plan: Plan, folder: Path, facts: EngineFacts = FACTS, **options: Any) -> PlanHost:
     write_plan(plan, folder / "sparsekv.yaml")
     engine = EngineModel(str(folder), None, model.config, torch.float32, CPU, longest=1024, step=2048, rows=4)
-    return start_host(folder / "sparsekv.yaml", Options(**options), facts, engine)
+    return start_host(folder / "sparsekv.yaml", EngineOptions(**options), facts, engine)
 
 
 def test_a_plan_starts_with_scratch_for_the_longest_request_and_both_phases(
