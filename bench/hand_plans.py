@@ -27,6 +27,7 @@ from sparsekv.plans.phases import (
     Retention,
     Segment,
     Selector,
+    followers,
 )
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_ID, format_ids
@@ -166,8 +167,8 @@ class HandDecode:
             UsageError: a filter layer is none of the model's layers with full attention, or chooses for no layer.
         """
         filters = self.filters or _by_depth(info.full_layers)
-        segments = _followers(info.full_layers, filters)
-        idle = [layer for layer in filters if not segments[layer]]
+        segments = followers(filters, info.full_layers)
+        idle = [layer for layer in filters if layer not in info.full_layers or not segments[layer]]
         if idle or not filters:
             raise UsageError(
                 "expected filter layers with full attention, each with other such layers before the next one to choose "
@@ -206,15 +207,6 @@ def _by_depth(full: Sequence[int]) -> tuple[int, ...]:
     count = len(full)
     at = [number for number in (2, max(4, count // 4), max(6, count * 9 // 16)) if number <= count - 2]
     return tuple(full[number] for number in at or [count - 2] if number >= 0)
-
-
-def _followers(full: Sequence[int], filters: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """For each filter layer the layers between it and the next; none where it has no full attention itself."""
-    ends = (*filters[1:], MAX_ID + 1)
-    return {
-        layer: tuple(other for other in full if layer < other < end) if layer in full else ()
-        for layer, end in zip(filters, ends, strict=False)  # no end is needed where there are no filters
-    }
 
 
 def kept_by_hand(info: ModelInfo, keep: int, generated: int) -> tuple[tuple[Retention, ...], str]:

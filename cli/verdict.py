@@ -9,7 +9,7 @@ from sparsekv.plans.exact_gain import exact_line
 from sparsekv.plans.phases import DecodePlan, PrefillPlan
 from sparsekv.plans.schema import HURT_BY_EVICTION, NOTHING_SPARSE, Plan
 from sparsekv.plans.show import claims, over, text_of
-from sparsekv.plans.types import format_ids, format_length
+from sparsekv.plans.types import format_ids, format_length, share_of_points
 
 _LONGER = 1800  # seconds of verification to go on with, or more
 
@@ -75,7 +75,7 @@ def _lost_answers(plan: Plan) -> bool:
     """Returns whether a plan that evicts tokens has lost more right answers to a task than all of them may."""
     if not (plan.retained and plan.quality and plan.quality.evidence):
         return False
-    most = plan.quality.evidence.gates.get("max_accuracy_drop", 0.0) / 100.0
+    most = share_of_points(plan.quality.evidence.gates.get("max_accuracy_drop", 0.0))
     scores = (one for measured in plan.quality.phases.values() for one in measured.tasks.items())
     return any(score.dense - score.sparse > most for task, score in scores if task != "perplexity")
 

@@ -32,7 +32,7 @@ from sparsekv.planner.settled import Settled
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, tokens
-from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Offload, Segment
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Offload, Segment, followers
 from sparsekv.plans.types import format_ids
 
 Ints = npt.NDArray[np.int64]
@@ -248,14 +248,7 @@ def segment_of(found: FilterSegment, choice: TokenChoice, budget: Budget, length
 
 def following(filters: Sequence[int], full: Sequence[int]) -> tuple[FilterSegment, ...]:
     """Each filter serves all layers of `full` up to the next one."""
-    if not filters:
-        return ()
-    ends = [*filters[1:], max(full) + 1]
-    spans = (
-        FilterSegment(first, tuple(layer for layer in full if first < layer < end))
-        for first, end in zip(filters, ends, strict=True)
-    )
-    return tuple(span for span in spans if span.layers)
+    return tuple(FilterSegment(first, layers) for first, layers in followers(filters, full).items() if layers)
 
 
 def check_filters(model: ModelInfo, options: Settled) -> None:

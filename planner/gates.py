@@ -22,7 +22,7 @@ from sparsekv.planner.evaluation.results import EvalResult, Outcome, TaskResult
 from sparsekv.planner.options import Gate
 from sparsekv.planner.sequential import Range, Rounds, is_above, is_below, more_needed, upper_confidence_bound
 from sparsekv.plans.schema import Claim, Finding
-from sparsekv.plans.types import format_length
+from sparsekv.plans.types import format_length, share_of_points
 
 ERROR = 0.05  # of calling a plan verified by mistake, over all attempts; as much again of calling one missed
 FINDING = 0.01  # a drop in accuracy that tightens a plan, once it is shown
@@ -199,7 +199,7 @@ def _sides(prompt: PromptScores) -> tuple[Outcome, Outcome]:
 
 
 def _accuracy(gate: Gate) -> _Figure:
-    most = gate.max_accuracy_drop / 100.0
+    most = share_of_points(gate.max_accuracy_drop)
     span = Range(-1.0, 1.0, 0.0, 0.1)
     return _Figure("accuracy", most, min(most, FINDING), span, lambda prompt: prompt.lost)
 
@@ -283,10 +283,10 @@ def lost_tasks(phase: PhaseName, lengths: Sequence[Measured], gate: Gate) -> Ite
     lost = []
     for task in dict.fromkeys(name for one in lengths for name in one.tasks):
         prompts = [prompt for one in lengths for prompt in one.tasks.get(task, ()) if prompt.lost is not None]
-        points = 100.0 * sum(prompt.lost or 0.0 for prompt in prompts) / max(1, len(prompts))
+        share = sum(prompt.lost or 0.0 for prompt in prompts) / max(1, len(prompts))
         solved = sum(bool(prompt.dense.correct) for prompt in prompts) >= gate.solved * len(prompts)
-        if solved and points > gate.max_accuracy_drop:
-            lost.append(f"{task} {points:.3g}% on {len(prompts)} prompts")
+        if solved and share > share_of_points(gate.max_accuracy_drop):
+            lost.append(f"{task} {100 * share:.3g}% on {len(prompts)} prompts")
     if lost:
         yield f"{phase}: more than {gate.max_accuracy_drop:g}% of right answers lost: {', '.join(lost)}"
 

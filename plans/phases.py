@@ -307,6 +307,19 @@ class Segment(Part):
         return self
 
 
+def followers(filters: Sequence[int], layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    """Returns which of the layers each filter layer chooses for: those behind it up to the next one.
+
+    Args:
+        filters: ascending.
+    """
+    ends, others = (*filters[1:], None), tuple(layers)
+    return {
+        first: tuple(layer for layer in others if first < layer and (end is None or layer < end))
+        for first, end in zip(filters, ends, strict=False)  # no end is needed where there are no filters
+    }
+
+
 class DecodeBucket(Part):
     """One range of context lengths: all dense, or segments in ascending order."""
 

@@ -29,7 +29,6 @@ from sparsekv.plans.types import (
 )
 
 KIND = "sparsekv.plan"
-SCHEMA_VERSION = 1
 SCHEMA_FILE = "sparsekv-plan-v1.schema.json"
 """What editors look for beside a plan; `sparsekv schema` prints it."""
 NOTHING_SPARSE = "nothing in it is sparse, so that there is nothing to verify"
@@ -311,6 +310,9 @@ class Plan(Part):
     def is_dense(self) -> bool:
         """Returns whether all layers attend to everything, at every length."""
         return not self.retained and all(bucket.dense for bucket in self.buckets)
+
+
+SCHEMA_VERSION: int = Plan.model_fields["schema_version"].default
 
 
 def to_data(part: BaseModel) -> dict[str, Any]:

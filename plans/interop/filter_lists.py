@@ -11,7 +11,7 @@ from sparsekv.plans.errors import PlanError, PlanMismatchError
 from sparsekv.plans.interop.losses import Format
 from sparsekv.plans.interop.source import Exported, Imported, Source, as_json, layers_of, whole
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment, followers
 from sparsekv.plans.schema import Plan
 
 _SINK, _RECENT = 4, 128
@@ -183,8 +183,7 @@ def _imported(
             f"expected layers below {model.layers}, as {model.id} has, found {max((*filters, *dense))}"
         )
     segments = []
-    for chosen_by, end in zip(filters, (*filters[1:], model.layers), strict=True):
-        layers = tuple(layer for layer in range(chosen_by + 1, end) if layer not in dense)
+    for chosen_by, layers in followers(filters, sorted(set(range(model.layers)) - dense)).items():
         if not layers:
             continue
         heads: Any = {layer: maps[layer] for layer in layers} if maps else "max"
