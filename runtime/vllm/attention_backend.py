@@ -211,7 +211,8 @@ class SparseBuilder(_Builder):
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """Never by a plan: its metadata are of a whole step."""
-        return self._host is None and bool(super().use_cascade_attention(*args, **kwargs))
+        given = getattr(super(), "use_cascade_attention", None)  # before 0.33
+        return self._host is None and given is not None and bool(given(*args, **kwargs))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """vLLM's metadata of a step, with the prefill rows beside it."""
@@ -221,7 +222,7 @@ class SparseBuilder(_Builder):
             common = caches.with_tables(common, evicted.lengths_B, evicted.cpu_lengths_B, table_BP)
         metadata = super().build(common_prefix_len, common, fast_build)
         only_decodes = evicted is not None and not evicted.prompts and common.max_query_len == 1
-        if self._host is not None and (self._counts or not only_decodes):
+        if self._host is not None and vllm.is_plain(common) and (self._counts or not only_decodes):
             step = self._step(self._host, common, evicted)
             if step is not None:
                 setattr(metadata, _STEP, step)

@@ -1,148 +1,369 @@
-"""Says what `internals.py` and `cache_internals.py` read and override of vLLM beyond what they import: whether the
-installed release has it."""
+"""Says what `internals.py`, `cache_internals.py` and the backend use of vLLM, and whether a release has it.
+
+A release is read as source text, its own classes followed through their bases and re-exports: nothing of it is
+imported, so that CUDA code is checked on any machine, and an unpacked wheel as well as what is installed.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from dataclasses import fields
-from typing import Any
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
 
-from vllm import LLM
-from vllm.config import (
-    AttentionConfig,
-    CacheConfig,
-    CompilationConfig,
-    CUDAGraphMode,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    VllmConfig,
-)
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
-from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+Places = Mapping[str, tuple[str, ...]]
+"""Of each place, "module:Class" or "module", the names that are used of it; of a call, its parameters."""
 
-FIELDS: dict[Any, set[str]] = {
-    VllmConfig: {
-        "additional_config", "attention_config", "cache_config", "compilation_config", "kv_transfer_config",
-        "model_config", "parallel_config", "scheduler_config", "speculative_config",
-    },
-    ModelConfig: {"model", "revision", "hf_config", "hf_text_config", "dtype", "max_model_len"},
-    ParallelConfig: {
-        "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size",
-        "decode_context_parallel_size",
-    },
-    SchedulerConfig: {"disable_hybrid_kv_cache_manager", "max_num_batched_tokens", "max_num_seqs"},
-    AttentionConfig: {"backend", "backend_per_kind"},
-    CacheConfig: {"cache_dtype", "block_size", "enable_prefix_caching"},
-    CompilationConfig: {"static_forward_context", "cudagraph_mode", "max_cudagraph_capture_size"},
-    KVTransferConfig: {"kv_connector"},
-    SpeculativeConfig: {"method"},
-    AttentionSpec: {"block_size", "num_kv_heads", "head_size", "dtype"},
-    KVCacheConfig: {"kv_cache_groups"},
-    KVCacheGroupSpec: {"kv_cache_spec"},
-    SchedulerOutput: {"num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids"},
-    NewRequestData: {"req_id", "prompt_token_ids", "prompt_embeds", "num_computed_tokens"},
-    CachedRequestData: {"resumed_req_ids"},
-    InputBatch: {"req_ids"},
-    CommonAttentionMetadata: {
-        "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len",
-        "block_table_tensor", "slot_mapping", "positions", "is_prefilling", "seq_lens_cpu_upper_bound",
-        "_num_computed_tokens_cache", "_token_to_req_indices_cache",
-    },
-}  # fmt: skip
-METHODS: dict[Any, tuple[str, ...]] = {
-    VllmConfig: ("use_v2_model_runner",),
-    FullAttentionSpec: ("page_size_bytes",),
-    KVCacheSpecRegistry: ("_ensure_registered", "register"),
-    SingleTypeKVCacheManager: (
-        "_remove_blocks_in_range",
-        "cache_blocks",
-        "find_longest_cache_hit",
-        "remove_skipped_blocks",
-    ),
-    EngineCore: ("preprocess_add_request",),
-    EngineCoreRequest: ("resumable",),
-    RunnerV2: ("execute_model", "prepare_attn"),
-    GPUModelRunner: ("execute_model",),
-    ModelConfig: ("is_encoder_decoder", "use_mla"),
-    ParallelConfig: ("use_ubatching",),
-    CUDAGraphMode: ("has_full_cudagraphs",),
-    CommonAttentionMetadata: ("replace",),
-    LLM: ("apply_model",),
-    EngineArgs: ("get_batch_defaults",),
-    LLMEngine: ("add_request", "has_unfinished_requests", "step"),
-}
-_IMPL = {"alibi_slopes", "attn_type", "kv_sharing_target_layer_name", "logits_soft_cap", "scale", "sinks"}
-_LAYER = {"impl", "layer_name", "num_heads", "num_kv_heads", "sliding_window"}
-
-
-def set_by_init(impl: Any) -> dict[Any, set[str]]:
-    """Attributes that are set when one is made."""
-    return {
-        impl: _IMPL,
-        Attention: _LAYER,
-        LLM: {"llm_engine"},
-        EngineCore: {"scheduler"},
-        Scheduler: {"kv_cache_config"},
-        SingleTypeKVCacheManager: {"block_size"},
-        RunnerV2: {"vllm_config", "cudagraph_manager"},
-        GPUModelRunner: {"vllm_config", "cudagraph_dispatcher", "input_batch"},
-        CudaGraphManager: {"_graphs_captured"},
-        CudagraphDispatcher: {"keys_initialized"},
-    }
-
-
-def calls_of(impl: Any, builder: Any) -> dict[Any, tuple[str, ...]]:
-    """Returns what is overridden, with what it is called with."""
-    return {
-        impl.forward: (
-            "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale",
-            "output_block_scale",
+METADATA = "vllm.v1.attention.backend:CommonAttentionMetadata"
+# Fields of a step's metadata that this version knows what to do with (internals.py): another one may say of rows what
+# sparse attention does not do.
+KNOWN_METADATA = (
+    "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len",
+    "max_seq_len", "block_table_tensor", "slot_mapping", "causal", "logits_indices_padded", "num_logits_indices",
+    "max_logits_per_req", "encoder_seq_lens", "encoder_seq_lens_cpu", "dcp_local_seq_lens", "dcp_local_seq_lens_cpu",
+    "dcp_local_seq_lens_cpu_upper_bound", "positions", "is_prefilling", "seq_lens_cpu_upper_bound", "req_idx",
+    "mm_req_doc_ranges", "rswa_prefix_lens", "replayssm_decode_base_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu",
+    "_num_computed_tokens_cache", "_token_to_req_indices_cache",
+)  # fmt: skip
+NAMES: Places = MappingProxyType(
+    {
+        "vllm.config:VllmConfig": (
+            "additional_config", "attention_config", "cache_config", "compilation_config", "kv_transfer_config",
+            "model_config", "parallel_config", "scheduler_config", "speculative_config", "use_v2_model_runner",
         ),
-        impl.do_kv_cache_update: ("layer", "key", "value", "kv_cache", "slot_mapping"),
-        builder.__init__: ("kv_cache_spec", "layer_names", "vllm_config", "device"),
-        builder.build: ("common_prefix_len", "common_attn_metadata", "fast_build"),
-        Attention.get_kv_cache_spec: ("vllm_config",),
-        SingleTypeKVCacheManager.remove_skipped_blocks: (
+        "vllm.config:ModelConfig": (
+            "model", "revision", "hf_config", "hf_text_config", "dtype", "max_model_len", "is_encoder_decoder",
+            "use_mla",
+        ),
+        "vllm.config:ParallelConfig": (
+            "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size",
+            "decode_context_parallel_size", "use_ubatching",
+        ),
+        "vllm.config:SchedulerConfig": ("disable_hybrid_kv_cache_manager", "max_num_batched_tokens", "max_num_seqs"),
+        "vllm.config:AttentionConfig": ("backend", "backend_per_kind"),
+        "vllm.config:CacheConfig": ("cache_dtype", "block_size", "enable_prefix_caching"),
+        "vllm.config:CompilationConfig": ("static_forward_context", "cudagraph_mode", "max_cudagraph_capture_size"),
+        "vllm.config:CUDAGraphMode": ("has_full_cudagraphs",),
+        "vllm.config:KVTransferConfig": ("kv_connector",),
+        "vllm.config:SpeculativeConfig": ("method",),
+        "vllm": ("LLM", "SamplingParams", "__version__"),
+        "vllm.config": ("get_current_vllm_config", "set_current_vllm_config"),
+        "vllm.distributed": ("get_tensor_model_parallel_rank", "tensor_model_parallel_all_gather"),
+        "vllm.distributed.utils": ("get_pp_indices",),
+        "vllm.logger": ("init_logger",),
+        "vllm.model_executor.models.utils": ("extract_layer_index",),
+        "vllm.platforms": ("current_platform",),
+        "vllm.platforms.interface:Platform": ("device_type", "is_cpu", "is_cuda"),
+        "vllm.entrypoints.llm:LLM": ("apply_model", "generate", "llm_engine"),
+        "vllm.sampling_params:SamplingParams": ("temperature", "max_tokens", "ignore_eos", "detokenize"),
+        "vllm.engine.arg_utils:EngineArgs": ("get_batch_defaults",),
+        "vllm.usage.usage_lib:UsageContext": ("OPENAI_API_SERVER",),
+        "vllm.v1.metrics.loggers:StatLoggerBase": ("record", "log_engine_initialized"),
+        "vllm.v1.attention.backend:AttentionType": ("DECODER",),
+        "vllm.v1.attention.backend:AttentionCGSupport": ("UNIFORM_SINGLE_TOKEN_DECODE",),
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum": ("CPU_ATTN", "CUSTOM", "FLASH_ATTN"),
+        "vllm.v1.attention.backends.registry": ("register_backend",),
+        METADATA: (
+            "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len",
+            "block_table_tensor", "slot_mapping", "positions", "is_prefilling", "seq_lens_cpu_upper_bound", "causal",
+            "replace", "_num_computed_tokens_cache", "_token_to_req_indices_cache",
+        ),
+        "vllm.v1.kv_cache_interface:AttentionSpec": ("block_size", "num_kv_heads", "head_size", "dtype"),
+        "vllm.v1.kv_cache_interface:FullAttentionSpec": ("page_size_bytes",),
+        "vllm.v1.kv_cache_interface:KVCacheConfig": ("kv_cache_groups",),
+        "vllm.v1.kv_cache_interface:KVCacheGroupSpec": ("kv_cache_spec",),
+        "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry": ("_ensure_registered", "register"),
+        "vllm.v1.core.sched.output:SchedulerOutput": (
+            "num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids",
+        ),
+        "vllm.v1.core.sched.output:NewRequestData": (
+            "req_id", "prompt_token_ids", "prompt_embeds", "num_computed_tokens",
+        ),
+        "vllm.v1.core.sched.output:CachedRequestData": ("resumed_req_ids",),
+        "vllm.v1.core.sched.scheduler:Scheduler": ("kv_cache_config",),
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
+            "_remove_blocks_in_range", "block_size", "cache_blocks", "find_longest_cache_hit", "remove_skipped_blocks",
+        ),
+        "vllm.v1.engine.core:EngineCore": ("preprocess_add_request", "scheduler"),
+        "vllm.v1.engine:EngineCoreRequest": ("resumable",),
+        "vllm.v1.engine.llm_engine:LLMEngine": ("add_request", "has_unfinished_requests", "step"),
+        "vllm.v1.worker.gpu.input_batch:InputBatch": ("req_ids",),
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
+            "cudagraph_manager", "execute_model", "prepare_attn", "vllm_config",
+        ),
+        "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": ("_graphs_captured",),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
+            "cudagraph_dispatcher", "execute_model", "input_batch", "vllm_config",
+        ),
+        "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher": ("keys_initialized",),
+        "vllm.model_executor.layers.attention:Attention": (
+            "get_kv_cache_spec", "impl", "layer_name", "num_heads", "num_kv_heads", "sliding_window",
+        ),
+    }
+)  # fmt: skip
+_BACKEND = ("forward_includes_kv_cache_update", "get_builder_cls", "get_impl_cls", "get_name")
+_IMPL = (
+    "alibi_slopes", "attn_type", "do_kv_cache_update", "forward", "kv_sharing_target_layer_name", "logits_soft_cap",
+    "scale", "sinks",
+)  # fmt: skip
+_BUILDER = ("build", "get_cudagraph_support", "reorder_batch_threshold", "supports_update_block_table")
+_BY_TORCH = "vllm.v1.attention.backends.cpu_attn:CPUAttention"
+_BY_FLASH = "vllm.v1.attention.backends.flash_attn:FlashAttention"
+CLASSES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "cpu": (f"{_BY_TORCH}Backend", f"{_BY_TORCH}BackendImpl", f"{_BY_TORCH}MetadataBuilder"),
+        "cuda": (f"{_BY_FLASH}Backend", f"{_BY_FLASH}Impl", f"{_BY_FLASH}MetadataBuilder"),
+    }
+)
+"""vLLM's own backend, implementation and metadata builder, by device."""
+OF_DEVICE: Mapping[str, Places] = MappingProxyType(
+    {
+        "cpu": {
+            "vllm.v1.attention.backends.cpu_attn": ("_get_attn_isa", "envs", "ops"),
+            "vllm.envs": ("VLLM_CPU_ATTN_SPLIT_KV",),
+            "vllm._custom_ops": ("cpu_attention_with_kv_cache", "cpu_attn_get_scheduler_metadata"),
+        },
+        "cuda": {"vllm.v1.attention.backends.flash_attn": ("flash_attn_varlen_func", "get_flash_attn_version")},
+    }
+)
+EITHER: Mapping[str, tuple[Places, ...]] = MappingProxyType(
+    {
+        "cpu": (),
+        "cuda": (
+            {CLASSES["cuda"][0]: ("get_kv_cache_shape", "get_kv_cache_stride_order")},
+            {
+                "vllm.config:CacheConfig": ("get_resolved_kv_cache_layout", "kv_cache_layout"),
+                "vllm.v1.attention.backends.utils": ("get_supported_kv_cache_layouts",),
+                "vllm.v1.kv_cache_layout:KVCacheLayout": ("layer_view_order",),
+            },
+        ),
+    }
+)
+"""What releases differ in (releases.py): one of these is there."""
+CALLS: Places = MappingProxyType(
+    {
+        "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec": ("vllm_config",),
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.remove_skipped_blocks": (
             "request_id", "processed_computed_tokens", "num_prompt_tokens",
         ),
-        RunnerV2.prepare_attn: ("input_batch",),
-        EngineCore.preprocess_add_request: ("request",),
-    }  # fmt: skip
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn": ("input_batch",),
+        "vllm.v1.engine.core:EngineCore.preprocess_add_request": ("request",),
+    }
+)  # fmt: skip
+_IMPL_CALLS = {
+    "forward": (
+        "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale",
+    ),
+    "do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping"),
+}  # fmt: skip
+_BUILDER_CALLS = {
+    "__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device"),
+    "build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
+}
 
 
-def unfulfilled(impl: Any, builder: Any) -> Iterator[str]:
-    """Returns what the installed release lacks or calls otherwise, by name.
+class Release(Protocol):
+    """Says what one release of vLLM has."""
 
-    Args:
-        impl, builder: vLLM's own classes of this device.
+    def names(self, place: str) -> frozenset[str] | None:
+        """Returns the names of a class, those that are set on its instances included, or of a module; None where there
+        is none."""
+
+    def parameters(self, call: str) -> tuple[str, ...] | None:
+        """Returns those of a method, without its instance; None where there is none."""
+
+
+def names_on(device: str) -> dict[str, tuple[str, ...]]:
+    """Returns all names that are used on a device but for those that releases differ in."""
+    backend, impl, builder = CLASSES[device]
+    return {**NAMES, **OF_DEVICE[device], backend: _BACKEND, impl: _IMPL, builder: _BUILDER}
+
+
+def calls_on(device: str) -> dict[str, tuple[str, ...]]:
+    """Returns what is overridden on a device, or called with arguments by position, and its parameters."""
+    _, impl, builder = CLASSES[device]
+    own = {f"{impl}.{name}": parameters for name, parameters in _IMPL_CALLS.items()}
+    return {**CALLS, **own, **{f"{builder}.{name}": parameters for name, parameters in _BUILDER_CALLS.items()}}
+
+
+def unfulfilled(release: Release, device: str) -> Iterator[str]:
+    """Returns what a release lacks or calls otherwise, by name."""
+    yield from _lacking(release, names_on(device))
+    either = [list(_lacking(release, places)) for places in EITHER[device]]
+    if either and all(either):
+        yield " or ".join(", ".join(names) for names in either)
+    for call, parameters in calls_on(device).items():
+        if release.parameters(call) != parameters:
+            yield f"{_short(call)}({', '.join(parameters)})"
+
+
+def unknown_metadata(release: Release) -> tuple[str, ...]:
+    """Returns the fields of a step's metadata that this version does not know."""
+    fields = release.names(f"{METADATA}!") or frozenset()
+    return tuple(sorted(fields - set(KNOWN_METADATA)))
+
+
+def _lacking(release: Release, places: Places) -> Iterator[str]:
+    for place, names in places.items():
+        found = release.names(place) or frozenset()
+        yield from (f"{_short(place)}.{name}" for name in names if name not in found)
+
+
+def _short(place: str) -> str:
+    module, _, name = place.partition(":")
+    return name or module
+
+
+# --- from source text -------------------------------------------------------------------------------------------------
+
+Read = Callable[[str], str | None]
+
+
+def installed() -> Sources:
+    """Returns the release that is installed, of which nothing is imported."""
+    spec = find_spec("vllm")
+    assert spec is not None, "vLLM is running this"
+    assert spec.submodule_search_locations, "it is a package"
+    return Sources.of_folder(Path(spec.submodule_search_locations[0]).parent)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """A release as source text.
+
+    Attributes:
+        read: the text of a module; None where there is none.
     """
-    for kind, names in FIELDS.items():
-        yield from (f"{kind.__name__}.{name}" for name in sorted(names - {field.name for field in fields(kind)}))
-    for kind, methods in METHODS.items():
-        yield from (f"{kind.__name__}.{name}" for name in methods if not hasattr(kind, name))
-    for kind, attributes in set_by_init(impl).items():
-        yield from (
-            f"{kind.__name__}.{name}"
-            for name in sorted(attributes - {*inspect.unwrap(kind.__init__).__code__.co_names})
-        )
-    for call, parameters in calls_of(impl, builder).items():
-        if tuple(inspect.signature(call).parameters)[1:] != parameters:
-            yield f"{call.__qualname__}({', '.join(parameters)})"
+
+    read: Read
+    _trees: dict[str, ast.Module | None] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Sources:
+        """The folder that the package lies in."""
+
+        def read(module: str) -> str | None:
+            base = folder.joinpath(*module.split("."))
+            files = (base / "__init__.py", base.with_suffix(".py"))
+            return next((file.read_text("utf-8") for file in files if file.is_file()), None)
+
+        return cls(read)
+
+    def names(self, place: str) -> frozenset[str] | None:
+        """See `Release`. Of a class that is marked by "!", its fields alone."""
+        module, _, name = place.removesuffix("!").partition(":")
+        if not name:
+            return self._of_module(module)
+        found = self._class(module, name)
+        return None if found is None else found.fields if place.endswith("!") else found.names
+
+    def parameters(self, call: str) -> tuple[str, ...] | None:
+        """See `Release`."""
+        module, _, rest = call.partition(":")
+        kind, _, name = rest.partition(".")
+        found = self._class(module, kind)
+        method = None if found is None else found.methods.get(name)
+        return None if method is None else tuple(one.arg for one in (*method.args.posonlyargs, *method.args.args))[1:]
+
+    def _of_module(self, module: str) -> frozenset[str] | None:
+        tree = self._tree(module)
+        if tree is None:
+            return None
+        found = frozenset(_bound(tree.body))
+        for node in _statements(tree.body):
+            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+                found |= self._of_module(self._absolute(node, module)) or frozenset()
+        return found
+
+    def _tree(self, module: str) -> ast.Module | None:
+        if module not in self._trees:
+            text = self.read(module)
+            self._trees[module] = None if text is None else ast.parse(text)
+        return self._trees[module]
+
+    def _class(self, module: str, name: str) -> _Class | None:
+        """A class, where it is defined or from where a module has it."""
+        tree = self._tree(module)
+        if tree is None:
+            return None
+        for node in _statements(tree.body):
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                bases = [_name_of(base) for base in node.bases]
+                return _Class(node, tuple(one for base in bases if base and (one := self._class(module, base))))
+        for node in _statements(tree.body):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        return self._class(self._absolute(node, module), alias.name)
+        return None
+
+    def _absolute(self, node: ast.ImportFrom, module: str) -> str:
+        if not node.level:
+            return node.module or ""
+        is_package = self.read(f"{module}.__init__") is not None
+        parts = module.split(".")
+        base = parts[: len(parts) - node.level + is_package]
+        return ".".join((*base, *(node.module or "").split(".")))
+
+
+@dataclass(frozen=True)
+class _Class:
+    node: ast.ClassDef
+    bases: tuple[_Class, ...]
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Those of the class and of its instances, wherever they are set."""
+        set_here = (node.attr for node in ast.walk(self.node) if isinstance(node, ast.Attribute) and _is_set(node))
+        return frozenset((*_bound(self.node.body), *set_here)).union(*(base.names for base in self.bases))
+
+    @cached_property
+    def fields(self) -> frozenset[str]:
+        """Annotated ones: of a dataclass."""
+        own = (_name_of(node.target) for node in self.node.body if isinstance(node, ast.AnnAssign))
+        return frozenset(own).union(*(base.fields for base in self.bases))
+
+    @cached_property
+    def methods(self) -> dict[str, ast.FunctionDef]:
+        """By name, those of its bases included."""
+        found = {name: method for base in reversed(self.bases) for name, method in base.methods.items()}
+        return found | {node.name: node for node in self.node.body if isinstance(node, ast.FunctionDef)}
+
+
+def _is_set(node: ast.Attribute) -> bool:
+    """Returns whether it is an attribute of an instance that is written to."""
+    return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module or a class, those under conditions and in `try` included."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _statements(node.body)
+            yield from _statements(getattr(node, "orelse", []))
+            for handler in getattr(node, "handlers", ()):
+                yield from _statements(handler.body)
+
+
+def _bound(body: list[ast.stmt]) -> Iterator[str]:
+    """The names that statements define."""
+    for node in _statements(body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (name for target in targets if (name := _name_of(target)))
+
+
+def _name_of(node: ast.expr) -> str:
+    """The name that an expression is; that of what is subscripted; empty where it is none."""
+    if isinstance(node, ast.Subscript):
+        return _name_of(node.value)
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""

@@ -6,9 +6,10 @@ Everything is checked when the engine starts: a server that came up never dies o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from types import MappingProxyType
 
 from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError, install_command
 from sparsekv.plans.model import ModelInfo
@@ -16,7 +17,13 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.program import LayerProgram
 
-TESTED = {"cpu": ("0.32.0",), "cuda": ("0.26.0",)}  # releases of vLLM by device
+# Releases of vLLM by device, and what was run there. A release between them starts by the contract alone (contract.py).
+TESTED: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "cpu": MappingProxyType({"0.32.0": "all tests of the host, tensor parallel 2 among them"}),
+        "cuda": MappingProxyType({"0.26.0": "all tests of the host and `bench serve` on one H200"}),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,7 @@ class EngineFacts:
     micro_batches: bool = False  # two halves of a step in turn
     one_group: bool = False  # all layers share their block tables
     missing: tuple[str, ...] = ()  # of an untested release, what it lacks of the tested ones (contract.py)
+    unknown: tuple[str, ...] = ()  # fields of a step's metadata that this version does not know
 
 
 def check_installed() -> None:
@@ -101,7 +109,14 @@ def check_engine_layer(layer: LayerProgram, heads: int, kv_heads: int, window: i
 
 
 def _untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
-    tested = TESTED.get(facts.device, ())
+    tested = TESTED.get(facts.device, {})
+    if facts.unknown:
+        warnings.warn(
+            f"vLLM {facts.release} tells of its steps what this sparsekv does not know ({', '.join(facts.unknown)}); "
+            "answers may be wrong where that matters: a newer sparsekv may know it",
+            PlanWarning,
+            stacklevel=4,
+        )
     if facts.release not in tested and not allowed:
         lacks = f", and it lacks {', '.join(facts.missing)}" if facts.missing else ""
         told = f"vLLM {facts.release} on {facts.device}: sparsekv was tested with vLLM {known_releases()}{lacks}"

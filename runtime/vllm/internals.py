@@ -28,15 +28,23 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from sparsekv.kernels.prefill.flash.limits import FlashPackage, offer_package
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.core.program import Rank
+from sparsekv.runtime.vllm.contract import installed, unfulfilled, unknown_metadata
 from sparsekv.runtime.vllm.engine_facts import TESTED, EngineFacts
 from sparsekv.runtime.vllm.plan_host import EngineModel
+from sparsekv.runtime.vllm.releases import empty_pages
 
 __all__ = ["AttentionType", "get_current_vllm_config", "release"]
 
 logger = init_logger("vllm.sparsekv")  # below "vllm", whose handler prints it
 # The flash-attn-4 that releases of vLLM bring along.
-_FLASH = FlashPackage("vllm.vllm_flash_attn.cute", "vllm", TESTED["cuda"], asks_lists=False)
+_FLASH = FlashPackage("vllm.vllm_flash_attn.cute", "vllm", tuple(TESTED["cuda"]), asks_lists=False)
 
+# Fields of a step's metadata with an entry a request, as far as a release has them, and with one a row.
+_BY_REQUEST = (
+    *("seq_lens", "seq_lens_cpu_upper_bound", "is_prefilling", "block_table_tensor"),
+    *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu_upper_bound", "rswa_prefix_lens", "replayssm_decode_base_cpu"),
+)
+_BY_ROW = ("slot_mapping", "positions")
 # What of a step's metadata is computed from the rest of it, as far as a release has it.
 _DERIVED = (
     *("req_idx", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
@@ -156,10 +164,8 @@ class OnCuda:
     def empty_cache(pages: int, spec: Any, device: torch.device) -> torch.Tensor:
         """A layer's cache as vLLM allocates it: heads or tokens come first in memory, as its settings say."""
         backend, *_ = OnCuda.classes()
-        shape = backend.get_kv_cache_shape(pages, spec.block_size, spec.num_kv_heads, spec.head_size)
-        order = backend.get_kv_cache_stride_order()
-        cache = torch.zeros([shape[at] for at in order], dtype=spec.dtype, device=device)
-        return cache.permute([order.index(at) for at in range(len(shape))])
+        shape = (pages, spec.num_kv_heads, spec.block_size, spec.head_size)
+        return empty_pages(backend, get_current_vllm_config(), *shape, spec.dtype, device)
 
     @staticmethod
     def pages_of(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,6 +237,7 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         micro_batches=parallel.use_ubatching,
         one_group=bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
         missing=missing_names(),
+        unknown=unknown_metadata(installed()),
     )
 
 
@@ -238,10 +245,7 @@ def missing_names() -> tuple[str, ...]:
     """Returns what the installed release lacks of those that were tested; of these nothing is looked for."""
     if platform is None or release.partition("+")[0] in TESTED[current_platform.device_type]:
         return ()
-    from sparsekv.runtime.vllm.contract import unfulfilled
-
-    _, impl, builder = platform.classes()
-    return tuple(unfulfilled(impl, builder))
+    return tuple(unfulfilled(installed(), current_platform.device_type))
 
 
 def engine_model(config: VllmConfig) -> EngineModel:
@@ -400,16 +404,14 @@ def part_of(common: CommonAttentionMetadata, first: int, end: int) -> CommonAtte
     starts = common.query_start_loc_cpu[bounds]
     rows = slice(int(starts[0]), int(starts[-1]))
     counts = starts[1:] - starts[:-1]
-    by_request = ("seq_lens", "seq_lens_cpu_upper_bound", "is_prefilling", "block_table_tensor")
-    by_row = ("slot_mapping", "positions")
     return common.replace(
         query_start_loc=common.query_start_loc[bounds] - rows.start,
         query_start_loc_cpu=starts - rows.start,
         num_reqs=end - first,
         num_actual_tokens=rows.stop - rows.start,
         max_query_len=int(counts.max()),
-        **{name: _cut(common, name, requests) for name in by_request},
-        **{name: _cut(common, name, rows) for name in by_row},
+        **{name: _cut(common, name, requests) for name in _BY_REQUEST if hasattr(common, name)},
+        **{name: _cut(common, name, rows) for name in _BY_ROW},
         **{name: None for name in derived_fields(common)},
     )
 
@@ -422,6 +424,13 @@ def derived_fields(common: CommonAttentionMetadata) -> list[str]:
 def _cut(common: CommonAttentionMetadata, name: str, part: slice) -> torch.Tensor | None:
     whole: torch.Tensor | None = getattr(common, name)
     return None if whole is None else whole[part]
+
+
+def is_plain(common: CommonAttentionMetadata) -> bool:
+    """Returns whether all rows of a step attend causally and to text alone: not to later tokens of an image, as a
+    prefix does that sees itself whole, and to no prompt beyond a window."""
+    others = (getattr(common, name, None) for name in ("mm_req_doc_ranges", "rswa_prefix_lens"))
+    return common.causal is True and not any(other is not None and len(other) for other in others)
 
 
 def stat_logger_base() -> Any:

@@ -1,52 +1,56 @@
-"""Every name of vLLM that our two files of its internals use is there, and takes what we give it."""
+"""The installed release has what the contract names (tests/runtime/vllm/test_contract.py has other releases)."""
 
-import ast
 import inspect
 from importlib import import_module
-from pathlib import Path
 
 import pytest
-from vllm import LLM
-from vllm.config import CacheConfig
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 import sparsekv.runtime.vllm.internals as internals
-from sparsekv.runtime.vllm import cache_internals, contract
+from sparsekv.runtime.vllm import contract
 from sparsekv.runtime.vllm.engine_facts import TESTED
 
 DEVICE = "cuda" if internals.platform is internals.OnCuda else "cpu"
-OTHERS = "flash_attn" if DEVICE == "cpu" else "cpu_attn"  # the backend of the other device, which need not import here
 Backend, Impl, Builder = internals.platform.classes()
-IMPORTS = [
-    (node.module, alias.name)
-    for source in (internals, cache_internals)
-    for node in ast.walk(ast.parse(Path(inspect.getfile(source)).read_text()))
-    if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
-    for alias in node.names
-    if not node.module.endswith(OTHERS)
-]
 
 
 def test_the_installed_release_is_one_of_the_tested() -> None:
     assert internals.release.partition("+")[0] in TESTED[DEVICE]
 
 
-@pytest.mark.parametrize(("module", "name"), IMPORTS)
-def test_what_is_imported_is_there(module: str, name: str) -> None:
-    assert hasattr(import_module(module), name)
+@pytest.mark.parametrize("place", contract.names_on(DEVICE))
+def test_what_the_sources_have_is_there_once_they_are_imported(place: str) -> None:
+    """The contract is read from text: classes and modules, as Python has them, agree."""
+    module, _, kind = place.partition(":")
+    found = contract.installed().names(place)
+    owner = getattr(import_module(module), kind) if kind else import_module(module)
+    assert found is not None
+    fields = {*getattr(owner, "__dataclass_fields__", ()), *getattr(owner, "__struct_fields__", ())}
+    there = {name for name in contract.names_on(DEVICE)[place] if hasattr(owner, name)} | fields
+    by_init = {name for name in found if kind and not hasattr(owner, name)}
+    assert set(contract.names_on(DEVICE)[place]) <= there | by_init
 
 
 def test_the_installed_release_has_all_that_is_read_and_overridden() -> None:
-    assert list(contract.unfulfilled(Impl, Builder)) == []
+    assert list(contract.unfulfilled(contract.installed(), DEVICE)) == []
+    assert contract.unknown_metadata(contract.installed()) == ()
+    assert contract.installed().names(f"{contract.METADATA}!") == {*CommonAttentionMetadata.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("call", contract.calls_on(DEVICE))
+def test_parameters_are_those_that_python_sees(call: str) -> None:
+    module, _, rest = call.partition(":")
+    kind, _, name = rest.partition(".")
+    method = inspect.unwrap(getattr(getattr(import_module(module), kind), name))
+    assert tuple(inspect.signature(method).parameters)[1:] == contract.installed().parameters(call)
 
 
 def test_what_a_release_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(contract.FIELDS, CacheConfig, {"block_size", "blocks"})
-    monkeypatch.setitem(contract.METHODS, LLM, ("generate", "vanish"))
-    assert list(contract.unfulfilled(Impl, Builder)) == ["CacheConfig.blocks", "LLM.vanish"]
+    names = {**contract.NAMES, "vllm.config:CacheConfig": ("block_size", "blocks")}
+    monkeypatch.setattr(contract, "NAMES", names)
     assert internals.missing_names() == ()
-    monkeypatch.setitem(TESTED, DEVICE, ())
-    assert internals.missing_names() == ("CacheConfig.blocks", "LLM.vanish")
+    monkeypatch.setattr(internals, "TESTED", {DEVICE: {}})
+    assert internals.missing_names() == ("CacheConfig.blocks",)
 
 
 def test_the_backend_attends_after_the_cache_was_written() -> None:
