@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ import torch
 from sparsekv.kernels.backends import is_backend_failure
 from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.softmax import PLAIN, Softmax
-from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.errors import SparseKVError, UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.roles import Evicting, Filter, Follower
 from sparsekv.runtime.core.state import Observed
@@ -64,17 +65,45 @@ class SparseBackend(_Backend):
         return SparseBuilder
 
 
+class PlannedBackend(_Backend):
+    """vLLM's backend by the name that vLLM chooses it by: ours in engines with a plan, and in all others itself.
+
+    vLLM registers the name's class before it knows a configuration, and keeps the class for all engines of a process:
+    so it is asked anew for each layer.
+    """
+
+    @staticmethod
+    def get_name() -> str:
+        """The name."""
+        return vllm.platform.planned.name
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """Returns what attends in the engine that is being made."""
+        return SparseImpl if _has_plan() else _Backend.get_impl_cls()
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """Returns what prepares the steps of the engine that is being made."""
+        return SparseBuilder if _has_plan() else _Backend.get_builder_cls()
+
+
 class SparseImpl(_Impl):
     """Attention of one layer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.plan_host = _host_of(vllm.get_current_vllm_config())
+        config = vllm.get_current_vllm_config()
+        self.plan_host = _host_of(config)
         self.program: LayerProgram | None = None  # known once vLLM names its layers
         plain = not self.logits_soft_cap and self.sinks is None
         self.softmax = PLAIN if plain else Softmax(self.logits_soft_cap or 0.0, self.sinks)
         if self.plan_host is not None:
-            self._check()
+            try:
+                self._check()
+            except UnsupportedError as error:
+                _leave_dense(config, error)
+                self.plan_host = None
 
     def _check(self) -> None:
         found = [
@@ -188,21 +217,33 @@ class SparseBuilder(_Builder):
         self._table: EvictedTable | None = None  # of evicting layers
         if self._host is None:
             return
+        try:
+            self._prepare(self._host, own, kv_cache_spec, vllm_config, device)
+        except SparseKVError as error:
+            if self._host.evicting is not None:  # whose caches are made for it
+                raise
+            _leave_dense(vllm_config, error)
+            self._host = None
+
+    def _prepare(
+        self, host: PlanHost, own: list[Any], kv_cache_spec: Any, vllm_config: Any, device: torch.device
+    ) -> None:
+        layers = vllm.layers_so_far(vllm_config)
         ours = [layer for layer in layers.values() if isinstance(getattr(layer, "impl", None), SparseImpl)]
-        ours.sort(key=lambda layer: isinstance(layer.impl.program_of(self._host, layer).role, Evicting))
+        ours.sort(key=lambda layer: isinstance(layer.impl.program_of(host, layer).role, Evicting))
         self._counts = ours[0] in own  # of several kinds of cache, each of which has a builder, one counts the tokens
         pages = vllm.check_pages(vllm_config, own[0].impl, own[0], kv_cache_spec, device)
         table_P = torch.ones(1, dtype=torch.int32, device=device)
-        keys = self._host.scratch.copy(pages, table_P, 1)  # compiles what copies
-        self._programs = tuple(layer.impl.program_of(self._host, layer) for layer in own)
+        keys = host.scratch.copy(pages, table_P, 1)  # compiles what copies
+        self._programs = tuple(layer.impl.program_of(host, layer) for layer in own)
         self._graph_rows = vllm.graph_rows(vllm_config)
         blocks: EvictedBlocks | None = getattr(kv_cache_spec, "blocks", None)
-        if self._host.evicting is not None and blocks is not None:
-            self._table = EvictedTable(blocks, self._host.evicting.tables, kv_cache_spec.block_size)
+        if host.evicting is not None and blocks is not None:
+            self._table = EvictedTable(blocks, host.evicting.tables, kv_cache_spec.block_size)
             move((keys.k[0], keys.v[0]), table_P.long()[None] - 1, pages, table_P, 0)
-        elif self._host.decode is not None:
+        elif host.decode is not None:
             longest, softmax = vllm_config.model_config.max_model_len, own[0].impl.softmax
-            self._host.decode.warm_up(self._programs, pages, longest, softmax)
+            host.decode.warm_up(self._programs, pages, longest, softmax)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -284,21 +325,67 @@ def _rows(common: Any) -> TableRows:
     return TableRows(starts, lengths)
 
 
+_hosts: list[tuple[weakref.ref[Any], PlanHost | None]] = []  # of engines whose plan was looked for, by their key
+
+
+def _has_plan() -> bool:
+    """Returns whether the engine that is being made runs a plan."""
+    config = vllm.current_config()
+    return config is not None and _host_of(config) is not None
+
+
 def _host_of(config: Any) -> PlanHost | None:
-    """The plan of an engine: that of its other layers, or a new one for the first."""
-    others = (getattr(layer, "impl", None) for layer in vllm.layers_so_far(config).values())
-    first = next((impl for impl in others if isinstance(impl, SparseImpl)), None)
-    if first is not None:
-        return first.plan_host
+    """The plan of an engine, which is started for its first layer."""
+    key = vllm.engine_key(config)
+    for engine, host in _hosts:
+        if engine() is key:
+            return host
+    host = _started(config)
+    _set_host(key, host)
+    return host
+
+
+def _set_host(key: Any, host: PlanHost | None) -> None:
+    _hosts[:] = [one for one in _hosts if one[0]() not in (None, key)]
+    _hosts.append((weakref.ref(key), host))
+
+
+def _started(config: Any) -> PlanHost | None:
     options, model = read_options(config.additional_config), config.model_config
     path = None if model is None else plan_path(options, model.model, model.revision)
     if path is None:  # and nothing else of vLLM has been looked at
         return None
-    host = start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config), vllm.gather)
+    try:
+        host = start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config), vllm.gather)
+    except SparseKVError as error:
+        _say_dense(config, error)
+        return None
     if host.evicting is not None:
         _evict_blocks(config)
     vllm.logger.info("sparsekv: %s by %s, kernels: %s", host.phases, path, host.backend)
     return host
+
+
+def _leave_dense(config: Any, error: SparseKVError) -> None:
+    """The layers that were made already attend by vLLM's own code, and so do those to come."""
+    _say_dense(config, error)
+    for layer in vllm.layers_so_far(config).values():
+        if isinstance(impl := getattr(layer, "impl", None), SparseImpl):
+            impl.plan_host = impl.program = None
+    _set_host(vllm.engine_key(config), None)
+
+
+def _say_dense(config: Any, error: SparseKVError) -> None:
+    """Raises the error where the plan is required."""
+    options = read_options(config.additional_config)
+    by_name = options.plan is not None or vllm.asks_for_ours(config)
+    if by_name if options.require is None else options.require:
+        raise error
+    vllm.logger.warning(
+        "sparsekv: the plan beside the model is not run, all attention is dense: %s (to end such an engine instead: "
+        '--additional-config \'{"sparsekv": {"require": true}}\')',
+        error,
+    )
 
 
 def _keys(

@@ -122,7 +122,7 @@ def serving_stats(llm: Any) -> ServingStats:
     if found[0] is None:
         raise UsageError(
             "expected an engine that runs a plan, found one without; give it a plan, or a model with one, and on a GPU "
-            'attention_config={"backend": "CUSTOM"}'
+            'attention_config={"backend": "FLASH_ATTN"} where vLLM chose another'
         )
     return found[0]
 

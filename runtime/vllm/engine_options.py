@@ -21,7 +21,8 @@ class EngineOptions(BaseModel):
     where there is one. `backend` names the kernels of sparse attention. `decode` is whether decode follows the plan
     too. `allow_untested` runs on releases and devices of vLLM that this version was not tested on, `allow_mismatch`
     takes a plan of another architecture as far as its layers and heads fit. `dense` leaves everything to vLLM, whatever
-    plan lies beside the model.
+    plan lies beside the model. `require` ends an engine that cannot run its plan, which else runs dense and says why;
+    by default it holds where the plan or our backend was asked for by name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,6 +33,7 @@ class EngineOptions(BaseModel):
     allow_mismatch: StrictBool = False
     dense: StrictBool = False
     decode: StrictBool = True
+    require: StrictBool | None = None
 
 
 def read_options(additional_config: Any) -> EngineOptions:

@@ -16,8 +16,17 @@ from typing import Any
 
 import torch
 from vllm import __version__ as release
-from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
+from vllm.config import (
+    VllmConfig,
+    get_current_vllm_config,
+    get_current_vllm_config_or_none,
+    set_current_vllm_config,
+)
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    model_parallel_is_initialized,
+    tensor_model_parallel_all_gather,
+)
 from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
@@ -39,6 +48,7 @@ logger = init_logger("vllm.sparsekv")  # below "vllm", whose handler prints it
 # The flash-attn-4 that releases of vLLM bring along.
 _FLASH = FlashPackage("vllm.vllm_flash_attn.cute", "vllm", tuple(TESTED["cuda"]), asks_lists=False)
 
+_PREFERS_OTHERS = 10  # compute capability from which on vLLM prefers another backend where none is asked for
 # Fields of a step's metadata with an entry a request, as far as a release has them, and with one a row.
 _BY_REQUEST = (
     *("seq_lens", "seq_lens_cpu_upper_bound", "is_prefilling", "block_table_tensor"),
@@ -53,9 +63,9 @@ _DERIVED = (
 
 
 class OnCpu:
-    """vLLM on a CPU. The platform chooses its own backend whatever is asked for: ours takes its name."""
+    """vLLM on a CPU. The platform chooses its own backend whatever is asked for."""
 
-    backend = AttentionBackendEnum.CPU_ATTN
+    backend = planned = AttentionBackendEnum.CPU_ATTN
     page = 128  # tokens, where nothing else is asked for
     captures = False  # CUDA graphs
     takes_empty = False  # rows without tokens, by its kernel
@@ -141,9 +151,10 @@ class OnCpu:
 
 
 class OnCuda:
-    """vLLM on an NVIDIA GPU: a FlashAttention backend that is asked for by the name CUSTOM."""
+    """vLLM on an NVIDIA GPU: its FlashAttention backend where there is a plan, and by the name CUSTOM."""
 
     backend = AttentionBackendEnum.CUSTOM
+    planned = AttentionBackendEnum.FLASH_ATTN
     page = 16
     captures = True
     takes_empty = True
@@ -271,17 +282,37 @@ def gather(x: torch.Tensor) -> torch.Tensor:
 
 
 def runs_ours(config: VllmConfig) -> bool:
-    """Returns whether an engine attends by our backend."""
+    """Returns whether an engine attends by our backend where it has a plan."""
     asked = config.attention_config
-    return platform is OnCpu or (
-        platform is not None and platform.backend in (asked.backend, *asked.backend_per_kind.values())
-    )
+    if platform is None or platform is OnCpu:
+        return platform is OnCpu
+    named = {asked.backend, *asked.backend_per_kind.values()} - {None}
+    if named:
+        return bool(named.intersection((platform.backend, platform.planned)))
+    capability = current_platform.get_device_capability()
+    return capability is None or capability.major < _PREFERS_OTHERS
+
+
+def asks_for_ours(config: VllmConfig) -> bool:
+    """Returns whether our backend was asked for by its own name."""
+    asked = config.attention_config
+    return platform is OnCuda and platform.backend in (asked.backend, *asked.backend_per_kind.values())
 
 
 def backend_name(config: VllmConfig) -> str:
     """The attention backend that was asked for."""
     asked = config.attention_config.backend
-    return "its own choice" if asked is None else asked.name
+    return "its own choice, which is another on this GPU" if asked is None else asked.name
+
+
+def engine_key(config: VllmConfig) -> Any:
+    """Returns what an engine's configuration and the copies that vLLM makes of it have in common."""
+    return config.compilation_config
+
+
+def current_config() -> VllmConfig | None:
+    """Returns the configuration of the engine that is being made; None outside of a worker that has its ranks."""
+    return get_current_vllm_config_or_none() if model_parallel_is_initialized() else None
 
 
 def layers_so_far(config: VllmConfig) -> dict[str, Any]:
@@ -468,4 +499,5 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, f"{__package__}.unavailable.UnavailableBackend")
     else:
         register_backend(platform.backend, f"{__package__}.attention_backend.SparseBackend")
+        register_backend(platform.planned, f"{__package__}.attention_backend.PlannedBackend")  # on a CPU, the same name
         offer_package(_FLASH)

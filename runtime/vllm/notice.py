@@ -1,5 +1,5 @@
 """The entry point `vllm.stat_logger_plugins`, of which an API server makes one with its engine's configuration: it
-announces a plan that nothing executes. On a GPU vLLM takes our backend only where it is asked for."""
+announces a plan that nothing executes, as another backend was asked for, or is preferred on that GPU."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def unused_plan(config: Any) -> str | None:
         return None
     return (
         f"found a plan at {path}, which is not executed: attention runs by {vllm.backend_name(config)}; add "
-        '--attention-backend CUSTOM to run it, or --additional-config \'{"sparsekv": {"dense": true}}\' to leave it'
+        '--attention-backend FLASH_ATTN to run it, or --additional-config \'{"sparsekv": {"dense": true}}\' to leave it'
     )

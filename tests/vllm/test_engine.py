@@ -194,7 +194,7 @@ def test_without_a_plan_the_engine_is_as_without_us(plain: Any, dense: Oracle, p
         serving_stats(plain)
 
 
-def test_another_models_plan_beside_the_model_is_refused_when_the_engine_starts(
+def test_another_models_plan_beside_the_model_ends_an_engine_that_requires_it(
     reference: LoadedModel, plan: Plan, tmp_path: Path
 ) -> None:
     for file in Path(reference.model.name_or_path).iterdir():
@@ -203,4 +203,4 @@ def test_another_models_plan_beside_the_model_is_refused_when_the_engine_starts(
     other = plan.model.model_copy(update={"id": "example/other", "attention": (group,)})
     write_plan(plan.model_copy(update={"model": other}), tmp_path / "sparsekv.yaml")
     with pytest.raises(PlanMismatchError, match="head dim: plan 32, model 64"):
-        make_engine(str(tmp_path))
+        make_engine(str(tmp_path), additional_config={"sparsekv": {"require": True}})

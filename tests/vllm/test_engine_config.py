@@ -1,6 +1,7 @@
 """What is read of vLLM's own configuration, and the backend that it is given."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
 import sparsekv.runtime.vllm.internals as internals
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.runtime.vllm.attention_backend import SparseBackend
+from sparsekv.runtime.vllm.attention_backend import PlannedBackend, SparseBackend
 from sparsekv.runtime.vllm.engine_facts import EngineFacts
 from sparsekv.runtime.vllm.internals import engine_facts, engine_model
 from sparsekv.runtime.vllm.notice import PlanNotice, unused_plan
@@ -48,15 +49,15 @@ def test_what_decides_about_a_plan_is_read_as_it_is_set(settings: dict[str, Any]
     assert engine_facts(config_of(**settings)) == EngineFacts(**({"release": "0.32.0", "device": "cpu"} | facts))
 
 
-def test_the_model_is_described_as_it_is_loaded() -> None:
+def test_the_model_is_described_as_it_is_loaded(engine: Any) -> None:  # which makes the ranks known
     model = engine_model(config_of(max_model_len=3072))
     assert (model.name, model.config.model_type, model.longest) == (FOLDER, "llama", 3072)
 
 
 def test_the_backend_stands_in_the_place_of_vllms_own_in_every_process_that_loads_plugins() -> None:
     config_of()  # makes vLLM load its plugins
-    assert AttentionBackendEnum.CPU_ATTN.get_class() is SparseBackend
-    assert SparseBackend.get_name() == AttentionBackendEnum.CPU_ATTN.name
+    assert AttentionBackendEnum.CPU_ATTN.get_class() is PlannedBackend
+    assert PlannedBackend.get_name() == SparseBackend.get_name() == AttentionBackendEnum.CPU_ATTN.name
     assert current_platform.device_type == "cpu"
 
 
@@ -66,16 +67,24 @@ def test_another_device_is_refused_when_vllm_asks_what_the_backend_can_do() -> N
 
 
 @pytest.mark.parametrize(
-    ("backend", "says"), [("FLASH_ATTN", "attention runs by FLASH_ATTN"), (None, "its own choice")]
+    ("backend", "major", "says"),
+    [
+        ("TRITON_ATTN", 9, "attention runs by TRITON_ATTN"),
+        (None, 10, "its own choice"),
+        (None, 9, None),
+        ("FLASH_ATTN", 10, None),
+    ],
 )
 def test_a_server_with_a_plan_that_its_backend_does_not_execute_says_so_once(
-    plan_file: Path, backend: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+    plan_file: Path, backend: str | None, major: int, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where ours has to be asked for."""
+    """As on a GPU where another backend was asked for, or is what vLLM takes where none was."""
     config = config_of(additional_config={"sparsekv": {"plan": str(plan_file)}}, attention_backend=backend)
     assert unused_plan(config) is None, "on a CPU ours always runs"
     monkeypatch.setattr(internals, "platform", internals.OnCuda)
-    assert says in unused_plan(config)
+    capability = SimpleNamespace(major=major)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", classmethod(lambda _: capability))
+    assert unused_plan(config) is None if says is None else says in unused_plan(config)
     assert unused_plan(config_of(additional_config={"sparsekv": {"plan": str(plan_file), "dense": True}})) is None
     asked = config_of(additional_config={"sparsekv": {"plan": str(plan_file)}}, attention_backend="CUSTOM")
     assert unused_plan(asked) is None

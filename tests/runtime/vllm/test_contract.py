@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import tomllib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,7 @@ def defined_here() -> set[str]:
     ):
         found.update(dir(kind))
     return found.union(
-        dir(builtins), dir(torch.nn), dir(inspect), ("format_exception", "monotonic", "num_hidden_layers")
+        dir(builtins), dir(torch.nn), dir(inspect), dir(weakref), ("format_exception", "monotonic", "num_hidden_layers")
     )
 
 

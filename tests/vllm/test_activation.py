@@ -1,0 +1,113 @@
+"""A plan beside a model is run without being asked for, and without one vLLM is its own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+from vllm_engine import Oracle, generate, make_engine, same
+
+from sparsekv.plans.errors import PlanMismatchError, SparseKVError, UnsupportedError
+from sparsekv.plans.files import write_plan
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.vllm import attention_backend
+from sparsekv.runtime.vllm.attention_backend import SparseBuilder, SparseImpl
+from sparsekv.runtime.vllm.counters import serving_stats
+
+Prompts = dict[int, list[int]]
+
+
+@pytest.fixture
+def planned(reference: LoadedModel, plan: Plan, tmp_path: Path) -> Path:
+    """The folder of the model with a plan beside it."""
+    for file in Path(reference.model.name_or_path).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    write_plan(plan, tmp_path / "sparsekv.yaml")
+    return tmp_path
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    logger = attention_backend.vllm.logger
+    monkeypatch.setattr(logger, "warning", lambda text, *args: found.append(text % args))
+    return found
+
+
+def kinds_of(engine: Any) -> tuple[set[type], set[type]]:
+    """What attends and what prepares steps."""
+    (runner,) = engine.collective_rpc(lambda worker: worker.model_runner)
+    layers = runner.vllm_config.compilation_config.static_forward_context.values()
+    builders = {type(group.get_metadata_builder()) for groups in runner.attn_groups for group in groups}
+    return {type(layer.impl) for layer in layers}, builders
+
+
+VLLMS_OWN = {CPUAttentionBackendImpl}, {CPUAttentionMetadataBuilder}
+
+
+def test_engines_of_one_process_are_vllms_own_without_a_plan_and_ours_with_one(
+    reference: LoadedModel, planned: Path, dense: Oracle, prompts: Prompts
+) -> None:
+    """vLLM keeps the class that it found for the first of them."""
+    asked = [prompts[700]]
+    for folder, options, has_plan in (
+        (reference.model.name_or_path, {}, False),
+        (planned, {}, True),
+        (planned, {"dense": True}, False),
+    ):
+        engine = make_engine(str(folder), additional_config={"sparsekv": options})
+        outputs = generate(engine, asked)
+        if has_plan:
+            assert kinds_of(engine) == ({SparseImpl}, {SparseBuilder})
+            assert serving_stats(engine).sparse_tokens > 0
+        else:
+            assert kinds_of(engine) == VLLMS_OWN
+            assert same(outputs[0], dense(asked[0], ()))
+        del engine
+
+
+def test_a_plan_that_cannot_run_leaves_the_engine_dense_with_one_warning_that_names_the_reason(
+    planned: Path, plan: Plan, warned: list[str], dense: Oracle, prompts: Prompts
+) -> None:
+    group = plan.model.attention[0].model_copy(update={"head_dim": 32})
+    other = plan.model.model_copy(update={"id": "example/other", "attention": (group,)})
+    write_plan(plan.model_copy(update={"model": other}), planned / "sparsekv.yaml")
+    engine = make_engine(str(planned))
+    (line,) = warned
+    assert "head dim: plan 32, model 64" in line
+    assert kinds_of(engine) == VLLMS_OWN
+    assert same(generate(engine, [prompts[700]])[0], dense(prompts[700], ()))
+    named = {"sparsekv": {"plan": str(planned / "sparsekv.yaml")}}
+    with pytest.raises(PlanMismatchError, match="head dim"):
+        make_engine(str(planned), additional_config=named)
+    named["sparsekv"]["require"] = False
+    assert kinds_of(make_engine(str(planned), additional_config=named)) == VLLMS_OWN
+
+
+@pytest.mark.parametrize("at", ["_check", "check_engine_layer", "check_pages"])
+def test_what_only_layers_show_leaves_all_of_them_dense_or_ends_an_engine_that_requires_its_plan(
+    planned: Path, at: str, warned: list[str], dense: Oracle, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[None] = []
+
+    def refuse(*args: Any) -> Any:
+        calls.append(None)
+        if len(calls) > 2:
+            raise UnsupportedError("of this test")
+        return given(*args)
+
+    owner: Any = {"_check": SparseImpl, "check_pages": attention_backend.vllm}.get(at, attention_backend)
+    given = getattr(owner, at)
+    if at == "check_pages":
+        calls += [None, None]
+    monkeypatch.setattr(owner, at, refuse)
+    engine = make_engine(str(planned))
+    (line,) = warned
+    assert "of this test" in line
+    layers, _ = kinds_of(engine)
+    assert layers <= {SparseImpl, CPUAttentionBackendImpl}
+    assert same(generate(engine, [prompts[2000]])[0], dense(prompts[2000], ()))
+    calls[:] = [None] * 3
+    with pytest.raises(SparseKVError, match="of this test"):
+        make_engine(str(planned), additional_config={"sparsekv": {"require": True}})
