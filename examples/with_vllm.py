@@ -9,7 +9,7 @@ from sparsekv.runtime.vllm.counters import serving_stats
 
 if __name__ == "__main__":  # the engine starts processes of its own, which import this file
     folder, document = sys.argv[1:3]  # a model with a sparsekv.yaml beside its config.json, and a prompt
-    engine = LLM(folder, attention_config={"backend": "CUSTOM"})
+    engine = LLM(folder)
     (answer,) = engine.generate(Path(document).read_text(), SamplingParams(temperature=0.0, max_tokens=64))
     print(answer.outputs[0].text)
     print(serving_stats(engine), file=sys.stderr)
