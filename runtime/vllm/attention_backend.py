@@ -362,7 +362,8 @@ def _started(config: Any) -> PlanHost | None:
         return None
     if host.evicting is not None:
         _evict_blocks(config)
-    vllm.logger.info("sparsekv: %s by %s, kernels: %s", host.phases, path, host.backend)
+    runner = 2 if config.use_v2_model_runner else 1
+    vllm.logger.info("sparsekv: %s by %s, kernels: %s, model runner V%d", host.phases, path, host.backend, runner)
     return host
 
 

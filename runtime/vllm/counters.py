@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core.stats import Meter, RunStats
@@ -24,6 +24,7 @@ class ServingStats:
     decode_sparse: int = 0  # decoded tokens that attended to a choice in all layers of segments
     decode_dense: int = 0  # that attended to everything in some
     decode_left: int = 0  # of these, those that the score scratch had no room for
+    rank_differences: int = 0  # choices in which ranks differ, where these are compared
 
     @property
     def prefill_density(self) -> float | None:
@@ -41,6 +42,7 @@ class ServingStats:
             self.decode_sparse - before.decode_sparse,
             self.decode_dense - before.decode_dense,
             self.decode_left - before.decode_left,
+            self.rank_differences - before.rank_differences,
         )
 
     def __str__(self) -> str:
@@ -49,6 +51,7 @@ class ServingStats:
         return (
             f"prefill density {density}, {self.sparse_tokens:,} prompt tokens sparse, "
             f"{self.dense_tokens:,} dense{failed}{self._decoded}"
+            + (f"; ranks differ in {self.rank_differences:,} choices" if self.rank_differences else "")
         )
 
     @property
@@ -66,15 +69,29 @@ class ServingStats:
 _NONE = ServingStats(0.0, 0, 0, 0, 0)
 
 
+class Differences(Protocol):
+    """Counts on the device."""
+
+    @property
+    def count(self) -> int:
+        """Waits for the device."""
+
+    def reset(self) -> None:
+        """Counts anew."""
+
+
 class Counters:
     """The running counts of one engine."""
 
     def __init__(self) -> None:
+        self.differences: Differences | None = None  # in choices, where ranks are compared
         self.reset()
 
     def reset(self) -> None:
         """Starts counting anew."""
         self.meter = Meter()
+        if self.differences is not None:
+            self.differences.reset()
         self.sparse_tokens = self.dense_tokens = self.failures = 0
         self.decode_sparse = self.decode_dense = self.decode_left = 0
         self._reported = _NONE
@@ -87,6 +104,7 @@ class Counters:
         return ServingStats(
             run.prefill_tiles_computed, run.prefill_tiles_causal, self.sparse_tokens, self.dense_tokens, self.failures,
             self.decode_sparse, self.decode_dense, self.decode_left,
+            0 if self.differences is None else self.differences.count,
         )  # fmt: skip
 
     def report(self, now: float, prefilling: bool) -> ServingStats | None:

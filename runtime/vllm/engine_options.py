@@ -22,7 +22,8 @@ class EngineOptions(BaseModel):
     too. `allow_untested` runs on releases and devices of vLLM that this version was not tested on, `allow_mismatch`
     takes a plan of another architecture as far as its layers and heads fit. `dense` leaves everything to vLLM, whatever
     plan lies beside the model. `require` ends an engine that cannot run its plan, which else runs dense and says why;
-    by default it holds where the plan or our backend was asked for by name.
+    by default it holds where the plan or our backend was asked for by name. `compare_ranks` counts the choices in which
+    tensor-parallel ranks differ that choose together, for who looks for an error: it takes time.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -33,6 +34,7 @@ class EngineOptions(BaseModel):
     allow_mismatch: StrictBool = False
     dense: StrictBool = False
     decode: StrictBool = True
+    compare_ranks: StrictBool = False
     require: StrictBool | None = None
 
 

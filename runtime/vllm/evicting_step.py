@@ -37,7 +37,7 @@ class EvictingHost:
 
     Args:
         backend: of the kernels.
-        fallback: should they fail.
+        fallback: should they fail where there is one rank.
         copy: gives the first tokens of a request contiguously, until the next copy; see `Scratch`.
         rows: of a step, at most.
         gather: over the ranks whose heads choose together.
@@ -98,6 +98,8 @@ class EvictingHost:
         def call(backend: str) -> torch.Tensor | None:
             return rows_to_cache(rule, prompt, observed, k_1GKD, backend=backend, gather=self._gather)
 
+        if self._gather is not None:  # one that went on alone would leave the others waiting: all end
+            return call(self._backend)
         return self._fallback.decode(call, self._backend, k_1GKD.device)
 
     def warm_up(self, layer: LayerProgram, observed: Observed, keys: KeyView) -> None:

@@ -257,7 +257,8 @@ def start_host(
         host.evicting = EvictingHost(choice.name, host.fallback, scratch.copy, model.rows, ranks)
     if program.segments:
         room = (model.rows, model.longest, model.device)
-        host.decode = DecodeHost(program, choice.name, *room, host.counters, gather)
+        ranks = gather if model.rank.count > 1 else None
+        host.decode = DecodeHost(program, choice.name, *room, host.counters, ranks, options.compare_ranks)
     return host
 
 

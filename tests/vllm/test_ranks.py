@@ -17,7 +17,7 @@ if __name__ == "__main__":
     sys.path.insert(0, {support!r})
     from vllm_engine import generate, make_engine, tokens_of
     from sparsekv.runtime.vllm.counters import serving_stats
-    config = {{"sparsekv": {{"plan": {plan!r}}}}}
+    config = {{"sparsekv": {{"plan": {plan!r}, "compare_ranks": True}}}}
     engine = make_engine({model!r}, additional_config=config, tensor_parallel_size=2)
     found = []
     for prompt in {prompts}:
@@ -25,7 +25,7 @@ if __name__ == "__main__":
         chosen = output.outputs[0]
         found.append([tokens_of(output), [at[t].logprob for at, t in zip(chosen.logprobs, chosen.token_ids)]])
     stats = serving_stats(engine)
-    print(json.dumps([found, stats.decode_sparse, stats.sparse_tokens]))
+    print(json.dumps([found, stats.decode_sparse, stats.sparse_tokens, stats.rank_differences]))
 """
 
 
@@ -37,10 +37,11 @@ def test_ranks_answer_as_one_does(
     model, support = str(reference.model.name_or_path), str(Path(__file__).parents[1] / "support")
     script = TWO_RANKS.format(support=support, plan=str(plan_file), model=model, prompts=asked)
     done = subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE, text=True)
-    found, decoded, prefilled = json.loads(done.stdout.splitlines()[-1])
+    found, decoded, prefilled, differences = json.loads(done.stdout.splitlines()[-1])
     for prompt, (tokens, logprobs) in zip(asked, found, strict=True):
         answer = sparse(prompt, chunks_of([len(prompt)])[0])
         assert tokens == answer.tokens
         assert logprobs == pytest.approx(answer.logprobs, abs=1e-3)
+    assert differences == 0
     assert decoded == 2 * (NEW - 1)
     assert prefilled > 3000
