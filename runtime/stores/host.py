@@ -228,7 +228,7 @@ class LongRows:
         self.stream.order(self._written)
 
     def unbind(self) -> None:
-        """What captured steps have written counts as a copy to the host."""
+        """Counts what captured steps have written as a copy to the host."""
         if self.bound_to is not None:
             self.bound_to = None
             self._written = self.stream.run(lambda: None, ())

@@ -21,7 +21,7 @@ import torch
 from sparsekv.kernels.backends import is_backend_failure
 from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.softmax import PLAIN, Softmax
-from sparsekv.plans.errors import SparseKVError, UnsupportedError
+from sparsekv.plans.errors import BackendError, SparseKVError, UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.roles import Evicting, Filter, Follower
 from sparsekv.runtime.core.state import Observed
@@ -377,8 +377,10 @@ def _leave_dense(config: Any, error: SparseKVError) -> None:
 
 
 def _say_dense(config: Any, error: SparseKVError) -> None:
-    """Raises the error where the plan is required."""
+    """Raises the error where the plan is required, and one of a rank's own device: the others would wait for it."""
     options = read_options(config.additional_config)
+    if isinstance(error, BackendError) and config.parallel_config.tensor_parallel_size > 1:
+        raise error
     by_name = options.plan is not None or vllm.asks_for_ours(config)
     if by_name if options.require is None else options.require:
         raise error

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 Places = Mapping[str, tuple[str, ...]]
-"""Of each place, "module:Class" or "module", the names that are used of it; of a call, its parameters."""
+"""Names that are used of each place, "module:Class" or "module"; parameters of each call."""
 
 METADATA = "vllm.v1.attention.backend:CommonAttentionMetadata"
 # Fields of a step's metadata that this version knows what to do with (internals.py): another one may say of rows what
@@ -146,7 +146,7 @@ EITHER: Mapping[str, tuple[Places, ...]] = MappingProxyType(
         ),
     }
 )
-"""What releases differ in (releases.py): one of these is there."""
+"""Releases differ in these (releases.py): each has one of them."""
 CALLS: Places = MappingProxyType(
     {
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec": ("vllm_config",),

@@ -1,4 +1,4 @@
-"""Decides what of an engine's configuration decides whether it can run a plan, and the refusals.
+"""Says what of an engine's configuration decides whether it can run a plan, and the refusals.
 
 Everything is checked when the engine starts: a server that came up never dies of a plan.
 """
@@ -58,7 +58,9 @@ def check_installed() -> None:
 
 def known_releases() -> str:
     """Those that were tested, by device."""
-    return " and ".join(f"{', '.join(releases)} on {device}" for device, releases in TESTED.items())
+    return " and ".join(
+        f"{release} on {device} ({run})" for device, releases in TESTED.items() for release, run in releases.items()
+    )
 
 
 def check_engine(facts: EngineFacts, plan: Plan, allow_untested: bool) -> None:
