@@ -9,7 +9,7 @@ from reference_model.recipe import SHAPES
 from task_tokenizers import kit_named, tokenizer_named
 
 from sparsekv.kernels.triton_support import head_size_obstacle
-from sparsekv.planner.tasks import Request, Split, make_sample
+from sparsekv.planner.tasks import DocumentRequest, Split, make_sample
 from sparsekv.planner.tasks.documents import Draws
 from sparsekv.planner.tasks.samples import generator
 
@@ -63,7 +63,7 @@ def test_answers_follow_from_the_context(task: str, tokenizer: str) -> None:
     kit = kit_named(tokenizer)
     decode = tokenizer_named(tokenizer).decode
     draws = Draws(generator(Split.TRAINING, task, 1500, 0, 0))
-    made = FORMATS[task].document(kit, Request(1500, queries=3), draws)
+    made = FORMATS[task].document(kit, DocumentRequest(1500, queries=3), draws)
     assert 1000 < len(made) <= 1500
     assert len(made.queries) >= 2
     for query in made.queries:

@@ -6,7 +6,7 @@ from reference_model.batches import FIRST_ANSWER, NO_LOSS, TEXT, document_row, j
 from task_oracle import is_statement
 from task_tokenizers import kit_named, tokenizer_named
 
-from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Document, Kit, Request, Split
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Document, DocumentRequest, Kit, Split
 from sparsekv.planner.tasks.documents import Draws
 from sparsekv.planner.tasks.samples import generator
 
@@ -15,7 +15,9 @@ NUMBER = 3
 
 
 def document(kit: Kit, task: str, length: int = 1500, queries: int = 6) -> Document:
-    return TASKS[task].document(kit, Request(length, queries), Draws(generator(Split.TRAINING, task, length, 0, 0)))
+    return TASKS[task].document(
+        kit, DocumentRequest(length, queries), Draws(generator(Split.TRAINING, task, length, 0, 0))
+    )
 
 
 def decode(tokenizer: str, ids: np.ndarray) -> str:
@@ -49,7 +51,7 @@ def test_a_context_is_text_but_for_its_statements(task: str, tokenizer: str) -> 
 
 def test_documents_of_one_row_share_no_key() -> None:
     kit, draws = kit_named("shipped"), Draws(generator(Split.TRAINING, "row", 0, 0, 0))
-    made = [TASKS["kv_retrieval"].document(kit, Request(600), draws) for _ in range(4)]
+    made = [TASKS["kv_retrieval"].document(kit, DocumentRequest(600), draws) for _ in range(4)]
     keys = [line.split(":")[0] for each in made for line in decode("shipped", each.context_ids).splitlines()]
     assert len(set(keys)) == len(keys) > 100
 

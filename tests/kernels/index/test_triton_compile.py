@@ -10,7 +10,7 @@ PROGRAM = """
 import torch
 from sparsekv.bench.kernel_resources import SHARED, compiling_for, resources
 from sparsekv.kernels.index.build import empty_index
-from sparsekv.kernels.index.layout import HeadGroup, IndexCall
+from sparsekv.kernels.index.layout import FamilyHeads, IndexCall
 from sparsekv.kernels.index.triton import block_sparse, vertical_slash
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import tokens
@@ -24,7 +24,7 @@ def build(past, length, vertical, heads, last_q=64):
     call = IndexCall.of(q, k, Chunk((past,), (length,)), TileShape(), 0.1, None)
     blocks = BlockSparse(keep=tokens(vertical + 128))
     for module, chosen in ((vertical_slash, pattern), (block_sparse, blocks)):
-        prepared = module.prepare(HeadGroup.of((chosen,) * len(heads), heads), call)
+        prepared = module.prepare(FamilyHeads.of((chosen,) * len(heads), heads), call)
         prepared.fill(empty_index([prepared.widths], call.layout, ()))
 
 with compiling_for(90) as built:

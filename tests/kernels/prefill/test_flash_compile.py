@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flash_attn.cute.interface import _flash_attn_fwd
 from sparsekv.kernels.prefill.flash import call
 from sparsekv.kernels.prefill.flash.call import BlockLists
-from sparsekv.kernels.prefill.flash.call import Part
+from sparsekv.kernels.prefill.flash.call import CallPart
 from sparsekv.plans.patterns import TileShape
 
 call.check_layout = lambda name, tensor: None  # fake tensors have no address
@@ -26,7 +26,7 @@ kernels = _flash_attn_fwd.compile_cache.cache
 def part(D, window, H, S, K):
     q, k, v, out = (torch.empty(1, h, n, D, dtype=torch.bfloat16, device="cuda")
                     for h, n in ((H, S), (H // 4, K), (H // 4, K), (H, S)))
-    return Part(q, k, v, out, torch.empty(1, H, S, device="cuda"), 0.1, window)
+    return CallPart(q, k, v, out, torch.empty(1, H, S, device="cuda"), 0.1, window)
 
 def lists(key, window, S, K, W, D=128, H=8):
     T = -(-S // 128)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from task_tokenizers import NAMES, TEXT_CHARACTERS, kit_named, tokenizer_named
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from sparsekv.planner.tasks import TASKS, PieceEncoder, Request, Split, TaskError, load_filler_text
+from sparsekv.planner.tasks import TASKS, DocumentRequest, PieceEncoder, Split, TaskError, load_filler_text
 from sparsekv.planner.tasks.documents import FIRST_WORDS, SECOND_WORDS, Draws, longest_key, longest_value
 from sparsekv.planner.tasks.samples import generator
 
@@ -34,7 +34,7 @@ def test_pieces_are_anchored_exactly_where_the_tokenizer_puts_a_space_in_front(n
 @pytest.mark.parametrize("name", NAMES)
 def test_a_document_of_pairs_has_the_tokens_of_its_text(name: str) -> None:
     document = TASKS["kv_retrieval"].document(
-        kit_named(name), Request(600), Draws(generator(Split.EVALUATION, "test", 0, 0, 0))
+        kit_named(name), DocumentRequest(600), Draws(generator(Split.EVALUATION, "test", 0, 0, 0))
     )
     ids = [*document.context_ids.tolist(), *document.queries[0].question_ids.tolist()]
     newline = list(kit_named(name).encoder.newline_ids)

@@ -3,7 +3,7 @@
 import pytest
 from task_tokenizers import NAMES, kit_named
 
-from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Request, Split, TaskError
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, DocumentRequest, Split, TaskError
 from sparsekv.planner.tasks.documents import KEYS, Draws
 from sparsekv.planner.tasks.samples import generator
 
@@ -17,9 +17,9 @@ def draws() -> Draws:
 def test_a_length_that_holds_no_question_is_refused_with_one_that_would(task: str, tokenizer: str) -> None:
     kit = kit_named(tokenizer)
     with pytest.raises(TaskError, match="found 20") as error:
-        TASKS[task].document(kit, Request(20), draws())
+        TASKS[task].document(kit, DocumentRequest(20), draws())
     enough = int(str(error.value).split()[3])
-    document = TASKS[task].document(kit, Request(enough), draws())
+    document = TASKS[task].document(kit, DocumentRequest(enough), draws())
     assert len(document.queries) == 1
     assert len(document) == enough
 

@@ -6,7 +6,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from task_tokenizers import NAMES, byte_level, kit_named, kit_of, metaspace
 
-from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Kit, Request, Split, TaskError, make_sample, make_samples
+from sparsekv.planner.tasks import (
+    RETRIEVAL_TASKS,
+    TASKS,
+    DocumentRequest,
+    Kit,
+    Split,
+    TaskError,
+    make_sample,
+    make_samples,
+)
 from sparsekv.planner.tasks.documents import Draws
 from sparsekv.planner.tasks.samples import generator
 
@@ -53,7 +62,7 @@ def test_a_short_length_gives_an_exact_sample_or_a_task_error_and_nothing_else(l
 def test_documents_with_many_questions_fill_their_length(task: str, tokenizer: str) -> None:
     kit = kit_named(tokenizer)
     for seed, (length, queries) in enumerate([(900, 1), (900, 4), (3000, 32)]):
-        document = TASKS[task].document(kit, Request(length, queries), draws(seed))
+        document = TASKS[task].document(kit, DocumentRequest(length, queries), draws(seed))
         assert 1 <= len(document.queries) <= queries
         assert length - _slack(task, kit) <= len(document) <= length
         assert document.context_ids.dtype == np.int32
@@ -70,7 +79,7 @@ def _slack(task: str, kit: Kit) -> int:
 @pytest.mark.parametrize("task", RETRIEVAL_TASKS)
 def test_a_document_plants_as_many_statements_as_asked_for(task: str) -> None:
     kit = kit_named("shipped")
-    few, many = (TASKS[task].document(kit, Request(4000, 1, count), draws()) for count in (1, 12))
+    few, many = (TASKS[task].document(kit, DocumentRequest(4000, 1, count), draws()) for count in (1, 12))
     assert 0 < (~few.context_is_text).sum() < (~many.context_is_text).sum()
     assert len(few.queries) == len(many.queries) == 1
 
@@ -82,7 +91,7 @@ def test_text_is_scored_for_its_last_quarter_at_most() -> None:
 
 
 def test_text_without_questions_is_all_context() -> None:
-    document = TASKS["perplexity"].document(kit_named("shipped"), Request(500, queries=0), draws())
+    document = TASKS["perplexity"].document(kit_named("shipped"), DocumentRequest(500, queries=0), draws())
     assert len(document.context_ids) == 500
     assert document.context_is_text.all()
     assert document.queries == ()
