@@ -245,7 +245,7 @@ def agreement_of(outcomes: Sequence[Outcome]) -> Agreement:
     if all(scored):
         measured |= {"top1": sum(agreed) / sum(scored), "top1_interval": share_interval(agreed, scored)}
     exact = [int(outcome.exact) for outcome in outcomes if outcome.exact is not None]
-    if len(exact) == len(outcomes):
+    if exact:  # of the first samples alone, where more did not matter
         measured |= {"exact": float(np.mean(exact)), "exact_interval": share_interval(exact, [1] * len(exact))}
     return Agreement(**measured)
 
