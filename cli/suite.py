@@ -279,7 +279,7 @@ class SuiteTable:
     def _share(self, method: str, name: str, length: int) -> float:
         """The mean over tasks of the share that was computed."""
         cells = self.result.by_key
-        each = [getattr(cells[method, task, length], name) for task in self.tasks]
+        each: list[float] = [getattr(cells[method, task, length], name) for task in self.tasks]
         return sum(each) / len(each)
 
     def as_data(self) -> dict[str, Any]:
