@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, model_validator
 
 from sparsekv.cli import commands
-from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
+from sparsekv.cli.arguments import Subject, settings_of
+from sparsekv.cli.eval_suite import OF_SUITE, MeasureFlags, PhaseName, all_dense, measure_suite
 from sparsekv.cli.output import agreement_table, columns, emit, emit_json, tell
 from sparsekv.cli.plan_files import check_replaceable
 from sparsekv.cli.prompts import answered_prompts
-from sparsekv.cli.suite import OF_SUITE, SuiteFlags, all_dense, measure_suite
-from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Options, Shares, each_once, text, words
-from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Drawn, Hardware, Phase, check_lengths
+from sparsekv.planner.flags import Flag, Names, Options, Shares, each_once, text, words
+from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Phase, check_lengths
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Measurement, Quality, check_model, to_data
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from sparsekv.planner.evaluation.results import EvalResult
     from sparsekv.planner.profile.profile_data import Profile
 
-PhaseName = Literal["prefill", "decode", "both"]
 OF_PLAN = ("phase", "backend", "allow_mismatch")
 
 
@@ -63,19 +62,9 @@ class CurveFlags(Options):
 CURVE_OPTIONS = tuple(name for name in CurveFlags.model_fields if name != "curve")
 
 
-class EvalFlags(Subjects, SuiteFlags, CurveFlags, Drawn, Hardware, Output):
+class EvalFlags(MeasureFlags, CurveFlags):
     """Holds what `eval` is asked to do."""
 
-    lengths: Annotated[
-        Lengths,
-        Flag(
-            "Most tokens of a prompt and its answer, by default 4k; several for --suite and --curve.",
-            ("--length", "--lengths"),
-            "TOKENS",
-        ),
-    ] = (4096,)
-    samples: Annotated[int, Field(ge=1, le=MOST), Flag("Samples a task.", metavar="N")] = 20
-    phase: Annotated[PhaseName, Flag("Phases that follow the plan.")] = "both"
     prompts_file: Annotated[
         Path | None,
         Flag(

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from sparsekv.cli.arguments import Subject, plan_file, settings_of
+from pydantic import Field
+
+from sparsekv.cli.arguments import Output, Subject, Subjects, plan_file, settings_of
 from sparsekv.cli.output import columns, emit, emit_json, tell
 from sparsekv.cli.plan_files import check_replaceable
-from sparsekv.planner.flags import Flag, Names, Options
-from sparsekv.planner.options import check_lengths
+from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Options
+from sparsekv.planner.options import Drawn, Hardware, check_lengths
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
@@ -19,10 +21,10 @@ from sparsekv.plans.schema import Plan, check_model, to_data
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
-    from sparsekv.cli.eval import EvalFlags, PhaseName
     from sparsekv.planner.evaluation.suite_file import Metric, Paired, SuiteMethod, SuiteModel, SuiteResult
     from sparsekv.runtime.hf.load import LoadedModel
 
+PhaseName = Literal["prefill", "decode", "both"]
 Suite = Literal["ruler"]
 DENSE, PLAN = "dense", "plan"
 _PHASES = ("prefill", "decode", "kv_cache")
@@ -58,6 +60,21 @@ class SuiteFlags(Options):
 OF_SUITE = ("out", "beside")
 
 
+class MeasureFlags(Subjects, SuiteFlags, Drawn, Hardware, Output):
+    """Holds what is measured on samples of tasks."""
+
+    lengths: Annotated[
+        Lengths,
+        Flag(
+            "Most tokens of a prompt and its answer, by default 4k; several for --suite and --curve.",
+            ("--length", "--lengths"),
+            "TOKENS",
+        ),
+    ] = (4096,)
+    samples: Annotated[int, Field(ge=1, le=MOST), Flag("Samples a task.", metavar="N")] = 20
+    phase: Annotated[PhaseName, Flag("Phases that follow the plan.")] = "both"
+
+
 def all_dense(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> str | None:
     """A line where nothing that is measured is sparse at some lengths: dense is then compared with itself."""
     parts = [part for name, part in (("prefill", plan.prefill), ("decode", plan.decode)) if phase in (name, "both")]
@@ -68,7 +85,7 @@ def all_dense(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> str | Non
     return f"the plan is dense at {at}, and dense is compared with itself; `show` says where not"
 
 
-def measure_suite(subject: Subject, flags: EvalFlags) -> None:
+def measure_suite(subject: Subject, flags: MeasureFlags) -> None:
     """Runs what the file does not hold yet, and prints the tables."""
     plans = _plans(subject, flags)
     if flags.out is not None:
@@ -112,7 +129,7 @@ def measure_suite(subject: Subject, flags: EvalFlags) -> None:
         emit(table.as_text())
 
 
-def _plans(subject: Subject, flags: EvalFlags) -> dict[str, Plan]:
+def _plans(subject: Subject, flags: MeasureFlags) -> dict[str, Plan]:
     """The plans by name, that of the subject first."""
     found = {PLAN: subject.plan} if subject.plan else {}
     for one in flags.beside:
@@ -130,7 +147,7 @@ def _plans(subject: Subject, flags: EvalFlags) -> dict[str, Plan]:
 class _Kept:
     """The results of earlier runs, read and held against the flags before a model is loaded."""
 
-    flags: EvalFlags
+    flags: MeasureFlags
     plans: dict[str, Plan]
 
     def __post_init__(self) -> None:
