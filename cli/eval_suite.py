@@ -22,6 +22,7 @@ from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
     from sparsekv.planner.evaluation.suite_file import Metric, Paired, SuiteMethod, SuiteModel, SuiteResult
+    from sparsekv.planner.evaluation.suite_table import SuiteTable
     from sparsekv.runtime.hf.load import LoadedModel
 
 PhaseName = Literal["prefill", "decode", "both"]
@@ -93,6 +94,7 @@ def measure_suite(subject: Subject, flags: MeasureFlags) -> None:
     from sparsekv.planner.evaluation import PlanMode
     from sparsekv.planner.evaluation.suite import SuiteSamples, run_suite
     from sparsekv.planner.evaluation.suite_file import write_suite
+    from sparsekv.planner.evaluation.suite_table import SuiteTable
     from sparsekv.planner.progress import BarProgress
 
     asked = SuiteSamples(tuple(sorted(flags.lengths)), flags.samples, flags.batch, flags.seed, flags.prefill_chunk)
@@ -122,11 +124,11 @@ def measure_suite(subject: Subject, flags: MeasureFlags) -> None:
         if flags.out is not None and flags.out.exists():
             error.add_note(f"what was measured until then is in {flags.out}; the same command goes on from there")
         raise
-    table = SuiteTable(whole.restricted((DENSE, *plans), asked.lengths), tuple(plans), asked.lengths)
+    table = SuiteTable(whole, tuple(plans), asked.lengths)
     if flags.as_json:
-        emit_json(table.as_data() | {"path": str(flags.out) if flags.out else None})
+        emit_json(_data(table) | {"path": str(flags.out) if flags.out else None})
     else:
-        emit(table.as_text())
+        emit(_text(table))
 
 
 def _plans(subject: Subject, flags: MeasureFlags) -> dict[str, Plan]:
@@ -197,11 +199,11 @@ class _Kept:
     def _methods(self) -> tuple[SuiteMethod, ...]:
         from sparsekv.planner.evaluation.suite_file import SuiteMethod
 
-        named = (SuiteMethod(name=name, plan=_digest(plan)) for name, plan in self.plans.items())
+        named = (SuiteMethod(name=name, plan=digest_of(plan)) for name, plan in self.plans.items())
         return (SuiteMethod(name=DENSE), *named)
 
 
-def _digest(plan: Plan) -> str:
+def digest_of(plan: Plan) -> str:
     """The digest of what a plan does: what was measured of it meanwhile is left out."""
     from sparsekv.plans.files import content_digest
 
@@ -211,144 +213,63 @@ def _digest(plan: Plan) -> str:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SuiteTable:
-    """Results as they are shown: scores in percent, differences in points.
-
-    Attributes:
-        methods: beside dense.
-        lengths: ascending.
-    """
-
-    result: SuiteResult
-    methods: tuple[str, ...]
-    lengths: tuple[int, ...]
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """RULER's names, in its order."""
-        from sparsekv.planner.tasks.ruler_suite import RULER_SUITE
-
-        return tuple(RULER_SUITE)
-
-    def mean(self, method: str, metric: Metric, lengths: Sequence[int]) -> float:
-        """A method's score over all tasks; each task and length has as many samples."""
-        scores = self.result.scores(method, metric, self.tasks, lengths)
-        return sum(scores) / len(scores)
-
-    def worst_first(self, method: str) -> list[str]:
-        """The tasks, by what a method loses of RULER's score over all lengths, the greatest loss first."""
-        lost = {task: self.result.paired(method, "recall", (task,), self.lengths).difference for task in self.tasks}
-        return sorted(self.tasks, key=lost.__getitem__)
-
-    def as_text(self) -> str:
-        """Methods by length; then for each plan dense beside it, task by task, the worst first."""
-        settings = self.result.settings
-        parts = [columns(list(self._methods()), right=range(2, 3 + len(self.lengths)))]
-        parts += [
-            f"{method}\n{columns(list(self._compared(method)), right=range(1, 6))}\n{self._whole(method)}"
-            for method in self.methods
-        ]
-        if not self.methods:
-            parts.append(columns(list(self._dense_alone()), right=range(1, 2 + len(self.lengths))))
-        if self.methods:
-            parts.append(self._shares())
-        facts = f"{self.result.suite}: {len(self.tasks)} tasks, {settings.samples} samples of each at each length"
-        parts.append("\n".join((facts, *_told_of_metrics(), *_told_of_haystacks())))
-        return "\n\n".join(parts)
-
-    def _methods(self) -> Iterator[tuple[str, ...]]:
-        yield ("method", "score", *map(format_length, self.lengths), "mean")
-        for metric in METRICS:
-            for method in (DENSE, *self.methods):
-                each = [self.mean(method, metric, (length,)) for length in self.lengths]
-                yield (method, metric, *map(_percent, (*each, self.mean(method, metric, self.lengths))))
-
-    def _compared(self, method: str) -> Iterator[tuple[str, ...]]:
-        yield ("task", "length", "dense", method, "difference", "95%", "exact", "difference", "95%")
-        for task in self.worst_first(method):
-            for length in self.lengths:
-                recall, exact = (self.result.paired(method, metric, (task,), (length,)) for metric in METRICS)
-                cells = (_percent(recall.dense), _percent(recall.own), *_moved(recall))
-                yield (task, format_length(length), *cells, _percent(exact.dense), *_moved(exact))
-
-    def _dense_alone(self) -> Iterator[tuple[str, ...]]:
-        yield ("task", *map(format_length, self.lengths), "mean")
-        for task in self.tasks:
-            each = [self.result.scores(DENSE, "recall", (task,), (length,)) for length in self.lengths]
-            means = [sum(scores) / len(scores) for scores in each]
-            yield (task, *map(_percent, (*means, sum(means) / len(means))))
-
-    def _whole(self, method: str) -> str:
-        told = []
-        for metric in METRICS:
-            moved, interval = _moved(self.result.paired(method, metric, self.tasks, self.lengths))
-            told.append(f"{metric} {moved} points (95% {interval})")
-        return f"{method} less dense, over all tasks and lengths: {', '.join(told)}"
-
-    def _shares(self) -> str:
-        rows = [("computed", *map(format_length, self.lengths))]
-        for method in self.methods:
-            for what, name in (("prefill tiles", "prefill_density"), ("decode tokens", "decode_share")):
-                rows.append((f"{method}: {what}", *(f"{self._share(method, name, n):.3f}" for n in self.lengths)))
-        return columns(rows, right=range(1, 1 + len(self.lengths)))
-
-    def _share(self, method: str, name: str, length: int) -> float:
-        """The mean over tasks of the share that was computed."""
-        cells = self.result.by_key
-        each: list[float] = [getattr(cells[method, task, length], name) for task in self.tasks]
-        return sum(each) / len(each)
-
-    def as_data(self) -> dict[str, Any]:
-        """The JSON of the tables."""
-        from sparsekv.planner.tasks.ruler_suite import ABSENT, HAYSTACKS, RULER_SUITE
-
-        return {
-            "suite": self.result.suite,
-            "model": to_data(self.result.model),
-            "settings": to_data(self.result.settings),
-            "devices": list(self.result.devices),
-            "lengths": list(self.lengths),
-            "absent": list(ABSENT),
-            "haystacks": {name: HAYSTACKS[task.haystack] for name, task in RULER_SUITE.items()},
-            "methods": [self._method_data(method) for method in (DENSE, *self.methods)],
-            "differences": {
-                method: {
-                    metric: _data(self.result.paired(method, metric, self.tasks, self.lengths)) for metric in METRICS
-                }
-                for method in self.methods
-            },
-            "tasks": [self._task_data(method, task) for method in self.methods for task in self.worst_first(method)],
-        }
-
-    def _method_data(self, method: str) -> dict[str, Any]:
-        data: dict[str, Any] = {"method": method}
-        for metric in METRICS:
-            each = {str(length): 100.0 * self.mean(method, metric, (length,)) for length in self.lengths}
-            data[metric] = each | {"mean": 100.0 * self.mean(method, metric, self.lengths)}
-        for name in ("prefill_density", "decode_share"):
-            data[name] = {str(length): self._share(method, name, length) for length in self.lengths}
-        return data
-
-    def _task_data(self, method: str, task: str) -> dict[str, Any]:
-        lengths = {
-            str(length): {metric: _data(self.result.paired(method, metric, (task,), (length,))) for metric in METRICS}
-            for length in self.lengths
-        }
-        return {"method": method, "task": task, "lengths": lengths}
+def _text(table: SuiteTable) -> str:
+    """Methods by length; then for each plan dense beside it, task by task, the worst first."""
+    count = len(table.lengths)
+    parts = [columns(list(_methods(table)), right=range(2, 3 + count))]
+    for method in table.methods:
+        rows = columns(list(_compared(table, method)), right=range(1, 9))
+        parts.append(f"{rows}\n{_whole(table, method)}")
+    parts.append(columns(list(_shares(table) if table.methods else _dense_alone(table)), right=range(1, 2 + count)))
+    facts = f"{table.result.suite}: {len(table.tasks)} tasks, {table.result.settings.samples} samples of each a length"
+    metrics = "; ".join(f"{name}: {what}" for name, what in METRICS.items())
+    parts.append("\n".join((facts, f"{metrics}, in percent, of generated text", *_haystacks(table))))
+    return "\n\n".join(parts)
 
 
-def _told_of_metrics() -> Iterator[str]:
-    yield "; ".join(f"{name}: {what}" for name, what in METRICS.items()) + ", in percent of generated text"
+def _methods(table: SuiteTable) -> Iterator[tuple[str, ...]]:
+    yield ("method", "score", *map(format_length, table.lengths), "mean")
+    for metric in METRICS:
+        for method in (DENSE, *table.methods):
+            each = [table.mean(method, metric, (length,)) for length in table.lengths]
+            yield (method, metric, *map(_percent, (*each, table.mean(method, metric, table.lengths))))
 
 
-def _told_of_haystacks() -> Iterator[str]:
-    from sparsekv.planner.tasks.ruler_suite import ABSENT, HAYSTACKS, RULER_SUITE
+def _compared(table: SuiteTable, method: str) -> Iterator[tuple[str, ...]]:
+    yield ("task", "length", "dense", method, "difference", "95%", "exact", "difference", "95%")
+    for task in table.worst_first(method):
+        for length in table.lengths:
+            recall, exact = (table.result.paired(method, metric, (task,), (length,)) for metric in METRICS)
+            cells = (_percent(recall.dense), _percent(recall.own), *_moved(recall), _percent(exact.dense))
+            yield (task, format_length(length), *cells, *_moved(exact))
 
-    for haystack, what in HAYSTACKS.items():
-        names = ", ".join(name for name, task in RULER_SUITE.items() if task.haystack == haystack)
-        yield f"haystack of {names}: {what}"
-    yield f"absent: {', '.join(ABSENT)}, which need a corpus of questions; use lm-evaluation-harness"
+
+def _dense_alone(table: SuiteTable) -> Iterator[tuple[str, ...]]:
+    yield ("task", *map(format_length, table.lengths), "mean")
+    for task in table.tasks:
+        each = [table.mean(DENSE, "recall", some, (task,)) for some in (*((n,) for n in table.lengths), table.lengths)]
+        yield (task, *map(_percent, each))
+
+
+def _whole(table: SuiteTable, method: str) -> str:
+    told = []
+    for metric in METRICS:
+        moved, interval = _moved(table.result.paired(method, metric, table.tasks, table.lengths))
+        told.append(f"{metric} {moved} points (95% {interval})")
+    return f"{method} less dense, over all tasks and lengths: {', '.join(told)}"
+
+
+def _shares(table: SuiteTable) -> Iterator[tuple[str, ...]]:
+    yield ("computed", *map(format_length, table.lengths))
+    for method in table.methods:
+        for what, share in (("prefill tiles", table.prefill_density), ("decode tokens", table.decode_share)):
+            yield (f"{method}: {what}", *(f"{share(method, length):.3f}" for length in table.lengths))
+
+
+def _haystacks(table: SuiteTable) -> Iterator[str]:
+    for what, tasks in table.haystacks.items():
+        yield f"haystack of {', '.join(tasks)}: {what}"
+    yield f"absent: {', '.join(table.absent)}, which need a corpus of questions; use lm-evaluation-harness"
 
 
 def _percent(share: float) -> str:
@@ -360,7 +281,45 @@ def _moved(pair: Paired) -> tuple[str, str]:
     return f"{100.0 * pair.difference:+.1f}", f"{100.0 * low:+.1f} to {100.0 * high:+.1f}"
 
 
-def _data(pair: Paired) -> dict[str, Any]:
+def _data(table: SuiteTable) -> dict[str, Any]:
+    """The JSON of the tables: scores in percent, differences in points."""
+    lengths, result = table.lengths, table.result
+
+    def task_data(method: str, task: str) -> dict[str, Any]:
+        each = {
+            str(n): {metric: _pair_data(result.paired(method, metric, (task,), (n,))) for metric in METRICS}
+            for n in lengths
+        }
+        return {"method": method, "task": task, "lengths": each}
+
+    return {
+        "suite": result.suite,
+        "model": to_data(result.model),
+        "settings": to_data(result.settings),
+        "devices": list(result.devices),
+        "lengths": list(lengths),
+        "absent": list(table.absent),
+        "haystacks": {task: what for what, tasks in table.haystacks.items() for task in tasks},
+        "methods": [_method_data(table, method) for method in (DENSE, *table.methods)],
+        "differences": {
+            method: {metric: _pair_data(result.paired(method, metric, table.tasks, lengths)) for metric in METRICS}
+            for method in table.methods
+        },
+        "tasks": [task_data(method, task) for method in table.methods for task in table.worst_first(method)],
+    }
+
+
+def _method_data(table: SuiteTable, method: str) -> dict[str, Any]:
+    data: dict[str, Any] = {"method": method}
+    for metric in METRICS:
+        each = {str(length): 100.0 * table.mean(method, metric, (length,)) for length in table.lengths}
+        data[metric] = each | {"mean": 100.0 * table.mean(method, metric, table.lengths)}
+    for name, share in (("prefill_density", table.prefill_density), ("decode_share", table.decode_share)):
+        data[name] = {str(length): share(method, length) for length in table.lengths}
+    return data
+
+
+def _pair_data(pair: Paired) -> dict[str, Any]:
     low, high = pair.interval
     return {
         "dense": 100.0 * pair.dense,

@@ -113,11 +113,6 @@ class SuiteResult(Part):
         """This and more."""
         return self.model_copy(update={"cells": (*self.cells, *cells)})
 
-    def restricted(self, methods: Collection[str], lengths: Collection[int]) -> Self:
-        """The cells of some methods and lengths."""
-        cells = (cell for cell in self.cells if cell.method in methods and cell.length in lengths)
-        return self.model_copy(update={"cells": tuple(cells)})
-
     def scores(self, method: str, metric: Metric, tasks: Collection[str], lengths: Collection[int]) -> list[float]:
         """The scores of all samples of some tasks and lengths, in the same order for every method."""
         cells = self.by_key
