@@ -1,6 +1,6 @@
 """Runs of RULER's tasks: what is generated, what it scores, and what a file of an earlier run saves."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -83,6 +83,18 @@ def test_a_plan_that_sees_too_little_loses_and_says_what_it_computed(retriever, 
     assert pair.interval[0] == -1.0 < pair.interval[1] < 0.0
     assert whole.by_key["plan", "niah_single_1", 768].prefill_density < 0.5
     assert whole.by_key["dense", "niah_single_1", 768].prefill_density == 1.0
+
+
+def test_samples_that_run_together_score_what_each_does_by_itself(retriever, few) -> None:
+    model = retriever.model
+    narrow = every_head(model, AShape(sink=tokens(64), window=tokens(256)))
+    modes = {"plan": PlanMode(plan_for(model, narrow, decode_plan(segment(0, range(1, 4), 64))))}
+    alone, together = (
+        run_suite(retriever, modes, replace(ASKED, samples=3, batch=size), result_of(), kit=kit_of(retriever.tokenizer))
+        for size in (1, 2)
+    )
+    assert [(one.recall, one.exact) for one in alone.cells] == [(one.recall, one.exact) for one in together.cells]
+    assert len({one.recall for one in alone.cells}) > 1
 
 
 def test_what_a_run_has_found_is_not_run_again(retriever, few, tmp_path) -> None:
