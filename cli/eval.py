@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, model_validator
 
 from sparsekv.cli import commands
-from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
+from sparsekv.cli.arguments import Subject, settings_of
+from sparsekv.cli.eval_suite import OF_SUITE, MeasureFlags, PhaseName, all_dense, measure_suite
 from sparsekv.cli.output import agreement_table, columns, emit, emit_json, tell
 from sparsekv.cli.plan_files import check_replaceable
 from sparsekv.cli.prompts import answered_prompts
-from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Options, Shares, each_once, text, words
-from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Drawn, Hardware, Phase, check_lengths
+from sparsekv.planner.flags import Flag, Names, Options, Shares, each_once, text, words
+from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Phase, check_lengths
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Measurement, Plan, Quality, check_model, to_data
+from sparsekv.plans.schema import Measurement, Quality, check_model, to_data
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from sparsekv.planner.evaluation.results import EvalResult
     from sparsekv.planner.profile.profile_data import Profile
 
-PhaseName = Literal["prefill", "decode", "both"]
 OF_PLAN = ("phase", "backend", "allow_mismatch")
 
 
@@ -62,19 +62,9 @@ class CurveFlags(Options):
 CURVE_OPTIONS = tuple(name for name in CurveFlags.model_fields if name != "curve")
 
 
-class EvalFlags(Subjects, CurveFlags, Drawn, Hardware, Output):
+class EvalFlags(MeasureFlags, CurveFlags):
     """Holds what `eval` is asked to do."""
 
-    lengths: Annotated[
-        Lengths,
-        Flag(
-            "Most tokens of a prompt and its answer, by default 4k; several for --curve.",
-            ("--length", "--lengths"),
-            "TOKENS",
-        ),
-    ] = (4096,)
-    samples: Annotated[int, Field(ge=1, le=MOST), Flag("Samples a task.", metavar="N")] = 20
-    phase: Annotated[PhaseName, Flag("Phases that follow the plan.")] = "both"
     prompts_file: Annotated[
         Path | None,
         Flag(
@@ -86,6 +76,11 @@ class EvalFlags(Subjects, CurveFlags, Drawn, Hardware, Output):
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
+        if self.suite is not None:
+            self.refuse(("tasks", "prompts_file", "curve"), "a suite has tasks and tables of its own", "suite")
+        elif unread := next(filter(self.is_given, OF_SUITE), None):
+            flag = self.flag_of(unread)
+            raise UsageError(f"expected --suite ruler beside {flag}, found none; leave {flag} out, or name the suite")
         if self.prompts_file is not None:
             self.refuse(("tasks", "lengths", "samples", "seed", "curve"), "no samples are drawn", "prompts_file")
         if self.curve is not None:
@@ -93,7 +88,7 @@ class EvalFlags(Subjects, CurveFlags, Drawn, Hardware, Output):
         elif unread := next(filter(self.is_given, CURVE_OPTIONS), None):
             flag = self.flag_of(unread)
             raise UsageError(f"expected --curve FILE beside {flag}, found none; leave {flag} out, or name the file")
-        elif len(self.lengths) != 1:
+        elif len(self.lengths) != 1 and self.suite is None:
             raise UsageError(f"expected one --length, found {self.lengths}; call eval once for each")
         return self
 
@@ -112,12 +107,16 @@ def evaluate(flags: EvalFlags) -> None:
 
     Without a plan (--plan, or sparsekv.yaml in the model's folder or hub repository) dense is measured alone. With
     --curve FILE the divergence from dense is measured at many densities, of plans compiled from --profile and of other
-    methods, on the same samples; `show --html --curve FILE` draws it.
+    methods, on the same samples; `show --html --curve FILE` draws it. With --suite ruler the tasks of RULER are run by
+    its names, sizes and metric: dense and plan generate freely, and what each task loses is told, worst first.
     """
     subject = flags.subject
-    if subject.plan is None and (unread := next(filter(flags.is_given, OF_PLAN), None)):
+    if subject.plan is None and not flags.beside and (unread := next(filter(flags.is_given, OF_PLAN), None)):
         raise UsageError(f"expected a plan beside {flags.flag_of(unread)}, found none; name one with --plan FILE")
     subject = subject.checked(flags, () if flags.prompts_file else flags.lengths)
+    if flags.suite is not None:
+        measure_suite(subject, flags)
+        return
     if flags.curve is not None:
         measure_curve(subject, flags)
         return
@@ -144,7 +143,7 @@ def evaluate(flags: EvalFlags) -> None:
     modes: dict[str, Mode] = {}
     if plan is not None:
         modes[phase] = PlanMode(plan, phase, backend, flags.allow_mismatch)
-        if not prompts and (note := _all_dense(plan, phase, length)):
+        if not prompts and (note := all_dense(plan, phase, (length,))):
             tell(note)
     if prompts:
         found = evaluate_given(loaded, modes, prompts, flags.batch, flags.prefill_chunk, BarProgress())
@@ -158,15 +157,6 @@ def evaluate(flags: EvalFlags) -> None:
     else:
         count = f"{len(prompts)} own" if prompts else f"{flags.samples} a task"
         emit(_text(results, count, measurement_of(results, phase, flags.prefill_chunk) if plan else None, phase))
-
-
-def _all_dense(plan: Plan, phase: PhaseName, length: int) -> str | None:
-    """A line where nothing that is measured is sparse at the length: dense is then compared with itself."""
-    parts = [part for name, part in (("prefill", plan.prefill), ("decode", plan.decode)) if phase in (name, "both")]
-    drops = plan.retained and phase != "prefill"
-    if drops or any(part is not None and part.bucket(length).is_sparse_at(length) for part in parts):
-        return None
-    return f"the plan is dense at {format_length(length)}, and dense is compared with itself; `show` says where not"
 
 
 def _of_all_lengths(results: Sequence[EvalResult], has_plan: bool) -> dict[str, Any]:

@@ -15,12 +15,13 @@ from sparsekv.cli.arguments import PLACE, Json, PlanArgument, PlanPlace, plan_fi
 from sparsekv.cli.output import FAILED, emit, emit_json, tell
 from sparsekv.cli.plan_files import check_replaceable
 from sparsekv.plans.diff import diff_plans
-from sparsekv.plans.errors import PlanError, SparseKVError, UsageError, install_command
+from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UsageError, install_command
 from sparsekv.plans.files import load_plan, parse_plan, read_text, sign, write_bytes
 from sparsekv.plans.files import seal as sign_again
 from sparsekv.plans.schema import Plan, json_schema
 
 if TYPE_CHECKING:
+    from sparsekv.planner.evaluation.suite_table import SuiteTable
     from sparsekv.planner.profile.profile_data import Profile
 
 # Where there is no terminal to fit into.
@@ -37,17 +38,20 @@ def show(
         Path | None, typer.Option(metavar="FILE", help="The plan's profile: damages and similarity, for --html.")
     ] = None,
     curve: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured curves (JSON), for --html.")] = None,
+    suite: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What `eval --suite` wrote (JSON), for --html.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Print a plan as tables: what each layer computes, measured quality, predicted cost. Needs no model."""
-    idle = [flag for flag, given in (("--profile", profile), ("--curve", curve)) if given is not None and html is None]
-    if idle:
+    drawn = {"--profile": profile, "--curve": curve, "--suite": suite}
+    if idle := [flag for flag, given in drawn.items() if given is not None and html is None]:
         raise UsageError(f"expected --html FILE beside {idle[0]}, which only the page shows; add it, or leave it out")
     if html is not None:
         check_replaceable(html, "--html", "page")
     found = load_plan(plan_file(plan))
     if html is not None:
-        _write_page(found, str(plan), html, profile, curve)
+        _write_page(found, str(plan), html, profile, curve, suite)
     if as_json:
         from sparsekv.plans.show import summary
 
@@ -70,7 +74,9 @@ def _print(plan: Plan, full: bool, place: str) -> None:
     emit("\n".join(("", *verdict(plan, place))))
 
 
-def _write_page(plan: Plan, place: str, html: Path, profile: Path | None, curve: Path | None) -> None:
+def _write_page(
+    plan: Plan, place: str, html: Path, profile: Path | None, curve: Path | None, suite: Path | None
+) -> None:
     try:
         from sparsekv.bench.report.page import report
     except ModuleNotFoundError as error:
@@ -82,7 +88,30 @@ def _write_page(plan: Plan, place: str, html: Path, profile: Path | None, curve:
 
     points = read_curve(curve) if curve else ()
     profiled = _profile_of(plan, profile) if profile else None
-    write_bytes(html, report(plan, verdict(plan, place), profiled, points).encode())
+    table = _suite_of(plan, suite) if suite else None
+    write_bytes(html, report(plan, verdict(plan, place), profiled, points, table).encode())
+
+
+def _suite_of(plan: Plan, path: Path) -> SuiteTable:
+    """The results of a suite, if they are of the plan's model; that the plan does something else than the one that was
+    run is said.
+
+    Raises:
+        PlanMismatchError: they are of another model.
+    """
+    from sparsekv.cli.eval_suite import digest_of
+    from sparsekv.planner.evaluation.suite_file import read_suite
+    from sparsekv.planner.evaluation.suite_table import SuiteTable
+
+    found = read_suite(path)
+    if found.model.architecture != plan.model.fingerprint.architecture:
+        raise PlanMismatchError(
+            f"expected results of {plan.model.id} in {path}, found some of {found.model.id}, of another architecture; "
+            "run `eval --suite` with this plan"
+        )
+    if digest_of(plan) not in (method.plan for method in found.methods):
+        tell(f"{path}: its results are of other plans than this one")
+    return SuiteTable.of(found)
 
 
 def _profile_of(plan: Plan, path: Path) -> Profile:

@@ -147,6 +147,7 @@ _WHAT = {
     "cost": "a device cost",
     "page": "a page of `sparsekv show`",
     "curve": "a curve",
+    "suite": "results of `eval --suite`",
 }
 
 

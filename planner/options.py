@@ -7,8 +7,9 @@ A field says its type, bounds, default, help and flag here and nowhere else: the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -70,6 +71,22 @@ Task = Literal[
     "second_question",
 ]
 TASKS: tuple[Task, ...] = get_args(Task)
+_OF_SUITE = re.compile("niah_(single|multikey)_[123]")
+
+
+def _no_task_of_suite(names: Any) -> Any:
+    """Says of RULER's other tasks what to do instead."""
+    for name in names if isinstance(names, tuple) else ():
+        if name in ("qa_1", "qa_2"):
+            raise ValueError(
+                f"expected a task that is generated, found {name}, which needs a corpus of questions that is not part "
+                "of sparsekv; use lm-evaluation-harness (examples/with_lm_eval.py)"
+            )
+        if isinstance(name, str) and _OF_SUITE.fullmatch(name):
+            raise ValueError(f"expected one of {', '.join(TASKS)}, found {name}; it is run by `eval --suite ruler`")
+    return names
+
+
 DEFAULT_TASKS = TASKS[: TASKS.index("perplexity") + 1]  # what is published was measured on these
 DECODE_BUDGET = fraction(0.1)
 _DECODE_KL = 0.003
@@ -258,6 +275,7 @@ class Drawn(Options):
 
     tasks: Annotated[
         tuple[Task, ...],
+        BeforeValidator(_no_task_of_suite),
         text(words),
         AfterValidator(each_once),
         Flag(

@@ -3,8 +3,10 @@
 A test bets against the claim that the mean is at least the gate. Its wealth starts at 1 and is multiplied by
 `1 + bet * (gate - value)` for every value; where the claim holds, wealth of 1 / level is reached with probability
 `level` at most, however often and whenever one looks (Ville's inequality; Waudby-Smith and Ramdas, "Estimating means of
-bounded random variables by betting", JRSS B 86, 2024, sections 4 and B.3). So no number of samples is fixed in advance,
-no look costs anything, and the bound holds for every sample size and every distribution within the range.
+bounded random variables by betting", JRSS B 86, 2024, section 4; the bet is that of section B.2, GRAPA, among a few).
+So no number of samples is fixed in advance, no look costs anything, and the bound holds for every sample size and every
+distribution within the range. Of pairs, such as right answers lost (1), found (-1) and neither (0), the discordant ones
+decide the bet: as many won as lost call for a small one.
 
 Values come in rounds, one of each stratum (task, length). A bet is placed on a whole round and depends on earlier
 rounds alone: strata of unequal means cannot make wealth either, since their average product is at most that of equal
@@ -19,9 +21,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-_MOST_BET = 0.85  # of the bet that one value at the far end of the range would ruin
-_PRIOR = 3.0  # values that the guess counts as, in the first bets
-_GRID = 241  # means that a bound is searched among
+_MOST_BET = 0.9  # of the bet that one value at the far end of the range would ruin
+_BETS = np.linspace(0.0, 1.0, 25)  # of that
+_SOON_GIVEN_UP = 3.0  # values that the guess of a broken plan counts as
+_GRID = 121  # means that a bound is searched among
 
 Rounds = Sequence[Sequence[float]]
 
@@ -34,32 +37,50 @@ class Range:
     Attributes:
         low, high: values outside count as these.
         guess, spread: mean and standard deviation, before anything is seen.
+        weight: values that the guess counts as, in the first bets.
     """
 
     low: float
     high: float
     guess: float
     spread: float
+    weight: float = 3.0
 
     def mirrored(self) -> Range:
         """Returns the test of the same values with the other sign."""
         return replace(self, low=-self.high, high=-self.low, guess=-self.guess)
 
+    @property
+    def guessed(self) -> tuple[np.ndarray, np.ndarray]:
+        """Values that have the guessed mean and spread, and how often they come: both ends, where a bet is won or
+        ruined, and the guess itself."""
+        ends = np.array([self.low, self.high])
+        often = self.spread**2 / np.maximum(2.0 * (ends - self.guess) ** 2, 1e-18)
+        often /= max(1.0, often.sum())
+        return np.append(ends, self.guess), self.weight * np.append(often, 1.0 - often.sum())
+
 
 def log_wealth(rounds: Rounds, gates: np.ndarray, span: Range) -> np.ndarray:
-    """[G]: the largest log-wealth so far against the claims that the mean is at least each of the gates [G]."""
-    weight, total, squares = _PRIOR, _PRIOR * span.guess, _PRIOR * (span.guess**2 + span.spread**2)
-    wealth_G, best_G = np.zeros_like(gates), np.zeros_like(gates)
-    for values in rounds:
-        mean = total / weight
-        gap_G = gates - mean
-        growth_G = gap_G / (max(squares / weight - mean * mean, 1e-18) + gap_G * gap_G)
-        bet_G = np.clip(growth_G, 0.0, _MOST_BET / np.maximum(span.high - gates, 1e-12))
-        seen_V = np.clip(np.asarray(values, float), span.low, span.high)
-        wealth_G = wealth_G + np.log1p(bet_G[:, None] * (gates[:, None] - seen_V)).sum(1)
-        best_G = np.maximum(best_G, wealth_G)
-        weight, total, squares = weight + len(seen_V), total + seen_V.sum(), squares + (seen_V**2).sum()
-    return best_G
+    """[G]: the largest log-wealth so far against the claims that the mean is at least each of the gates [G].
+
+    Each round R is bet on with what would have won most on the rounds before it and the guess, of a few bets K.
+    """
+    seen = [values for values in rounds if len(values)]
+    if not seen:
+        return np.zeros_like(gates)
+    values_V = np.clip(np.concatenate(seen), span.low, span.high)
+    first_R = np.cumsum([0, *map(len, seen[:-1])])
+    return np.array([_log_wealth(values_V, first_R, float(gate), span) for gate in gates])
+
+
+def _log_wealth(values_V: np.ndarray, first_R: np.ndarray, gate: float, span: Range) -> float:
+    bet_K1 = _BETS[:, None] * (_MOST_BET / max(span.high - gate, 1e-12))
+    won_KR = np.add.reduceat(np.log1p(bet_K1 * (gate - values_V)), first_R, axis=1)
+    guessed, often = span.guessed
+    before_K1 = np.log1p(bet_K1 * (gate - guessed)) @ often[:, None]
+    so_far_KR = np.cumsum(np.concatenate([before_K1, won_KR[:, :-1]], 1), 1)
+    wealth_R = np.take_along_axis(won_KR, so_far_KR.argmax(0)[None], 0)[0].cumsum()
+    return max(0.0, float(wealth_R.max()))
 
 
 def is_below(rounds: Rounds, gate: float, span: Range, level: float) -> bool:
@@ -73,14 +94,18 @@ def is_above(rounds: Rounds, gate: float, span: Range, level: float) -> bool:
     The first bets are on values far above it, so that a few prompts show what is broken.
     """
     beyond = (span.high - gate) / 2.0
-    adverse = replace(span, guess=gate + beyond, spread=beyond / 2.0)
+    adverse = replace(span, guess=gate + beyond, spread=beyond / 2.0, weight=_SOON_GIVEN_UP)
     return is_below([[-value for value in values] for values in rounds], -gate, adverse.mirrored(), level)
 
 
 def upper_confidence_bound(rounds: Rounds, span: Range, level: float) -> float:
     """Below what the mean lies, by mistake with probability `level` at most; the end of the range where nothing is
     shown."""
-    gates = np.linspace(span.low, span.high, _GRID)[1:]
+    values = np.clip(np.asarray([value for some in rounds for value in some], float), span.low, span.high)
+    if not len(values):
+        return span.high
+    mean = float(values.mean())  # nothing below it is ever shown; the gates are closest together next to it
+    gates = mean + (span.high - mean) * np.linspace(0.0, 1.0, _GRID)[1:] ** 2
     shown = log_wealth(rounds, gates, span) >= math.log(1.0 / level)
     above = np.flatnonzero(~shown)  # the bound is the least gate above which every one is shown
     return float(span.high if len(above) and above[-1] == len(gates) - 1 else gates[above[-1] + 1 if len(above) else 0])

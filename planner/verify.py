@@ -1,7 +1,9 @@
 """Measures on held-out prompts whether a plan meets its gates: prefill alone, decode alone, and both.
 
 Samples follow from what the plan executes, so that nobody chose them and no earlier attempt at a plan saw them. They
-are drawn until every figure of every gate is decided, something is missed, or the time is up (gates.py says how). A
+are drawn until every figure of every gate is decided, something is missed, or the time is up (gates.py says how). Of
+further samples only what is undecided is run: phases and lengths, the floor beside them, dense's own continuation; and
+where only right answers are, only tasks that dense or the plan solves. A
 plan is *verified* where all are met, by gates at least as strict as the defaults, and every sparse bucket was run
 sparse near the end of its lengths; else it stays unverified, with what was measured. Results come from evaluation/;
 what to try after a miss is said in tighten.py.
@@ -14,17 +16,29 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import torch
 
 from sparsekv.planner.evaluation import DENSE, EvalSamples, Evaluator, Mode, PhaseName, PlanMode, opened
 from sparsekv.planner.evaluation.given import NEAR_END, GivenSamples, HeldOut, samples_of
 from sparsekv.planner.evaluation.results import Comparison, EvalResult, measurement_of, merged
-from sparsekv.planner.gates import Measured, PhaseClaims, claims_of, fails_at, level_of, line_of, lost_tasks
+from sparsekv.planner.gates import (
+    Measured,
+    PhaseClaims,
+    Wanted,
+    answering_tasks,
+    claims_of,
+    fails_at,
+    level_of,
+    line_of,
+    lost_tasks,
+)
 from sparsekv.planner.options import Gate
 from sparsekv.planner.own_prompts import GivenPrompt
 from sparsekv.planner.progress import Progress, StageStep, prefill_work
@@ -131,7 +145,10 @@ def verify(
         opened(loaded, modes, batch=samples.batch, chunk=samples.prefill_chunk, text=text) as evaluator,
         (progress or Progress()).stage("evaluate", _work(samples, options.verify_samples, modes)) as step,
     ):
-        wanted = {phase: _sparse_lengths(plan, phase, samples.lengths) for phase in phases}
+        wanted: Draws = defaultdict(dict)
+        for phase in phases:
+            for length in _sparse_lengths(plan, phase, samples.lengths):
+                wanted[length][phase] = Wanted()
         _draw(found, evaluator, samples, source, options, wanted, step)
     return _verdict(plan, found, options, skipped)
 
@@ -188,6 +205,10 @@ def content_seed(plan: Plan) -> int:
     return int.from_bytes(hashlib.sha256(canonical_json(executed)).digest()[:4], "big")
 
 
+Draws = dict[int, dict[PhaseName, Wanted]]
+"""What of the samples of each length is wanted, of which phases."""
+
+
 @dataclass(slots=True)
 class _Found:
     """Results by mode and length, and what they show so far."""
@@ -207,10 +228,11 @@ class _Found:
             result = result.with_finite(_NO_NUMBER)
         own[length] = merged([own[length], result]) if length in own else result
 
-    def look(self, phases: Sequence[PhaseName]) -> None:
-        """Holds the gates against what was found."""
-        self.looks += 1
-        self.claims = claims_of({phase: self.measured(phase) for phase in phases}, self.gate, self.attempt)
+    def look(self, *, last: bool = False) -> None:
+        """Holds the gates against what was found; the last time, bounds are worked out too."""
+        self.looks += not last
+        measured = {phase: self.measured(phase) for phase in self.phases}
+        self.claims = claims_of(measured, self.gate, self.attempt, bounded=last)
 
     def of(self, name: str) -> tuple[EvalResult, ...]:
         """One a length."""
@@ -231,13 +253,18 @@ class _Found:
         """Returns whether something is."""
         return bool(self.broken) or any(claims.having("missed") for claims in self.claims.values())
 
-    def undecided_but(self, ended: Collection[int]) -> dict[PhaseName, tuple[int, ...]]:
-        """Where more samples are wanted, and are to be had."""
-        wanted = {
-            phase: tuple(length for length in claims.undecided_lengths if length not in ended)
-            for phase, claims in self.claims.items()
-        }
-        return {phase: lengths for phase, lengths in wanted.items() if lengths}
+    def wanted(self) -> Draws:
+        """What of more samples is wanted."""
+        draws: Draws = defaultdict(dict)
+        for phase, claims in self.claims.items():
+            for length, wanted in claims.wanted.items():
+                draws[length][phase] = wanted
+        return draws
+
+    def answering_tasks(self, length: int) -> tuple[str, ...]:
+        """The tasks that say something of right answers in some phase."""
+        known = [Measured.of(own[length], None) for own in map(self.results.get, self.phases) if own and length in own]
+        return tuple(dict.fromkeys(name for one in known for name in answering_tasks(one, self.gate.solved)))
 
 
 def _sparse_lengths(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> tuple[int, ...]:
@@ -255,28 +282,28 @@ def _sparse_lengths(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> tup
 
 
 def _draw(
-    found: _Found, evaluator: Evaluator, samples: EvalSamples, kit: Kit, options: Settled,
-    wanted: Mapping[PhaseName, Sequence[int]], step: StageStep,
+    found: _Found, evaluator: Evaluator, samples: EvalSamples, kit: Kit, options: Settled, wanted: Draws,
+    step: StageStep,
 ) -> None:  # fmt: skip
     """Samples, until all is decided or something is missed, or there are to be no more.
 
     Args:
-        wanted: the lengths of each phase.
+        wanted: what is wanted first.
     """
     most, deadline = options.verify_samples or math.inf, time.monotonic() + options.verify_time
     drawn, ended = found.drawn, set[int]()  # lengths without more prompts
     while wanted and not found.is_missed and max(drawn.values(), default=0) < most:
-        for length in sorted({length for lengths in wanted.values() for length in lengths}):
+        for length, phases in sorted(wanted.items()):
             if found.looks and time.monotonic() > deadline:
                 break
             count = int(min(most - drawn[length], _rounds(samples, evaluator)))
             asked = replace(samples, samples=count, first=drawn[length])
-            names = [name for phase in wanted for name in (phase, _floor(phase)) if length in wanted[phase]]
-            if not _compare(found, evaluator, asked, length, kit, names, step):
+            if not _compare(found, evaluator, asked, length, kit, phases, step):
                 ended.add(length)
             drawn[length] += count
-        found.look(found.phases)
-        wanted = {} if time.monotonic() > deadline or ended >= {*samples.lengths} else found.undecided_but(ended)
+        found.look()
+        wanted = {} if time.monotonic() > deadline else {n: of for n, of in found.wanted().items() if n not in ended}
+    found.look(last=True)
 
 
 def _rounds(samples: EvalSamples, evaluator: Evaluator) -> int:
@@ -285,24 +312,26 @@ def _rounds(samples: EvalSamples, evaluator: Evaluator) -> int:
 
 
 def _compare(
-    found: _Found,
-    evaluator: Evaluator,
-    asked: EvalSamples,
-    length: int,
-    kit: Kit,
-    names: Sequence[str],
-    step: StageStep,
-) -> bool:
-    """Runs samples; whether there were any."""
-    some = asked.drawn(kit, length)
-    results = evaluator.compare(some, names, step=step, before=asked.first * len(asked.tasks)) if some else {}
-    for name in names:
-        if name in results:
-            check_finite(results[DENSE], "without a plan")
-            if name not in found.phases:
-                check_finite(results[name], "with every tile computed")
-            found.add(name, EvalResult.of(length, asked.tasks, some, results[DENSE], results[name]))
-    return bool(some)
+    found: _Found, evaluator: Evaluator, asked: EvalSamples, length: int, kit: Kit,
+    phases: Mapping[PhaseName, Wanted], step: StageStep,
+) -> bool:  # fmt: skip
+    """Runs samples, of each phase what is wanted; whether there were any."""
+    whole = reduce(operator.or_, phases.values())
+    if not whole.floor and found.looks:
+        asked = replace(asked, tasks=found.answering_tasks(length))
+    some = asked.drawn(kit, length) if asked.tasks else []
+    if not some:
+        return False
+    if not whole.texts:
+        evaluator = replace(evaluator, greedy=False, text=0)
+    floored = [_floor(phase) for phase, wanted in phases.items() if wanted.floor and _floor(phase) in found.results]
+    results = evaluator.compare(some, [*phases, *floored], step=step, before=asked.first * len(asked.tasks))
+    check_finite(results[DENSE], "without a plan")
+    for name in floored:
+        check_finite(results[name], "with every tile computed")
+    for name in (*phases, *floored):
+        found.add(name, EvalResult.of(length, asked.tasks, some, results[DENSE], results[name]))
+    return True
 
 
 def check_finite(found: Comparison, how: str) -> None:
@@ -367,7 +396,7 @@ def _recorded(phase: PhaseName, found: _Found, chunk: int | None) -> Measurement
     claims, measured = found.claims[phase], {one.length: one for one in found.measured(phase)}
     floors, size = found.results.get(_floor(phase), {}), fails_at(found.gate, phase)
     failed = {
-        length: sum(prompt.fails(size) for prompts in one.tasks.values() for prompt in prompts)
+        length: sum(bool(prompt.fails(size)) for prompts in one.tasks.values() for prompt in prompts)
         for length, one in measured.items()
     }
     own = measurement_of(found.of(phase), phase, chunk)

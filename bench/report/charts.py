@@ -175,6 +175,28 @@ def curve_chart(data: str, value: str, title: str, methods: Sequence[str], dense
     return _spec(alt.LayerChart(layer=layers, width=300, height=220))
 
 
+def suite_chart(data: str, methods: Sequence[str], lengths: Sequence[int]) -> dict[str, Any]:
+    """The mean score of dense and of every plan over length."""
+    chart = (
+        alt.Chart(alt.NamedData(name=data), title="Mean over all tasks")
+        .mark_line(point=True)
+        .encode(
+            x=alt.X("length:Q", title="tokens (log)", scale=alt.Scale(type="log", base=2), axis=_lengths(lengths)),
+            y=alt.Y("recall:Q", title="recall (percent)", scale=alt.Scale(domain=[0, 100])),
+            color=alt.Color(
+                "method:N", scale=alt.Scale(domain=list(methods)), legend=alt.Legend(orient="bottom", columns=2)
+            ),
+            tooltip=[
+                alt.Tooltip("method:N"),
+                alt.Tooltip("length:Q", format=","),
+                alt.Tooltip("recall:Q", format=".1f"),
+                alt.Tooltip("exact:Q", format=".1f"),
+            ],
+        )
+    )
+    return _spec(chart.properties(width=300, height=220))
+
+
 def _dense_line(y: alt.Y, value: str, dense: float) -> tuple[alt.Chart, alt.Chart]:
     at = alt.Chart(alt.InlineData(values=[{value: dense}]))
     name = at.mark_text(text="dense", align="right", baseline="bottom", dy=-2, color=GREY)

@@ -16,6 +16,7 @@ from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows, layer_rows, te
 from sparsekv.plans.types import format_ids, format_length
 
 if TYPE_CHECKING:
+    from sparsekv.planner.evaluation.suite_table import SuiteTable
     from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Reuse
 
 
@@ -347,6 +348,37 @@ def curve_table(rows: Sequence[CurveRow]) -> list[list[str]]:
         ["Method", "Density", "Divergence, nats", "Top-1 agreement", "Accuracy"],
         *([_cell(v) for v in row] for row in values),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteScore:
+    """A method's mean score over all tasks at one length, in percent."""
+
+    method: str
+    length: int
+    recall: float
+    exact: float
+
+
+def suite_scores(table: SuiteTable) -> list[SuiteScore]:
+    """Dense and each method at each length."""
+    return [
+        SuiteScore(method, n, 100.0 * table.mean(method, "recall", (n,)), 100.0 * table.mean(method, "exact", (n,)))
+        for method in ("dense", *table.methods)
+        for n in table.lengths
+    ]
+
+
+def suite_table(table: SuiteTable, method: str) -> list[list[str]]:
+    """A header and a row for each task and length, the task that loses most first."""
+    rows = [["Task", "Tokens", "Dense", method.capitalize(), "Difference, points", "95% interval"]]
+    for task in table.worst_first(method):
+        for length in table.lengths:
+            pair = table.result.paired(method, "recall", (task,), (length,))
+            scores = (f"{100.0 * score:.1f}" for score in (pair.dense, pair.own))
+            interval = " to ".join(f"{100.0 * bound:+.1f}" for bound in pair.interval)
+            rows.append([task, format_length(length), *scores, f"{100.0 * pair.difference:+.1f}", interval])
+    return rows
 
 
 _COLUMNS = ("dense", "sparse", "interval", "samples")

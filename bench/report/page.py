@@ -27,6 +27,7 @@ from sparsekv.plans.show import header
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
+    from sparsekv.planner.evaluation.suite_table import SuiteTable
     from sparsekv.planner.profile.profile_data import Profile
 
 LEAST_KL = 1e-6  # where the logarithmic axis of divergences ends
@@ -81,11 +82,18 @@ class _Drawings:
         return name
 
 
-def report(plan: Plan, verdict: Sequence[str], profile: Profile | None = None, curve: Sequence[CurvePoint] = ()) -> str:
+def report(
+    plan: Plan,
+    verdict: Sequence[str],
+    profile: Profile | None = None,
+    curve: Sequence[CurvePoint] = (),
+    suite: SuiteTable | None = None,
+) -> str:
     """The page of a plan with its verdict, lines of `name: text`, and with the damages and the similarity of its
-    profile and with measured curves where given."""
+    profile, with measured curves and with the results of a suite where given."""
     drawings = _Drawings()
-    first, last = (_costs(plan, drawings), _quality(plan)), _curves(curve, drawings)
+    first = (_costs(plan, drawings), _quality(plan), _suite(suite, drawings) if suite else None)
+    last = _curves(curve, drawings)
     patterns = (_prefill(plan, profile, drawings), _decode(plan, profile, drawings))
     sections = [section for section in (*first, *patterns, last) if section]
     data = {"charts": drawings.charts, "datasets": drawings.datasets}
@@ -210,6 +218,20 @@ def _quality(plan: Plan) -> Section:
     agreement = facts.agreement_table(plan.quality)
     between = (Block("Agreement with dense, with 95% intervals", table=agreement),) if agreement else ()
     return Section("Quality", (measured, *between))
+
+
+def _suite(table: SuiteTable, drawings: _Drawings) -> Section:
+    """Dense and plans on RULER's tasks."""
+    result = table.result
+    data = drawings.data("suite", facts.SuiteScore, facts.suite_scores(table))
+    chart = drawings.add("suite-mean", charts.suite_chart(data, ("dense", *table.methods), table.lengths))
+    told = (
+        f"{result.model.id}, {result.settings.samples} samples of each of {len(table.tasks)} tasks a length, phase "
+        f"{result.settings.phase}. Recall: RULER's string match in generated text.",
+        *(f"Haystack of {', '.join(tasks)}: {what}." for what, tasks in table.haystacks.items()),
+    )
+    tables = (Block(f"{method}, by task", table=facts.suite_table(table, method)) for method in table.methods)
+    return Section("RULER", (Block(lines=told, charts=(chart,)), *tables))
 
 
 _VALUES = {

@@ -245,7 +245,7 @@ def agreement_of(outcomes: Sequence[Outcome]) -> Agreement:
     if all(scored):
         measured |= {"top1": sum(agreed) / sum(scored), "top1_interval": share_interval(agreed, scored)}
     exact = [int(outcome.exact) for outcome in outcomes if outcome.exact is not None]
-    if len(exact) == len(outcomes):
+    if exact:  # of the first samples alone, where more did not matter
         measured |= {"exact": float(np.mean(exact)), "exact_interval": share_interval(exact, [1] * len(exact))}
     return Agreement(**measured)
 
@@ -282,6 +282,21 @@ def _correlation(before: np.ndarray, after: np.ndarray) -> float:
     if agreement > 0.0:
         agreement = max(agreement - len(before) / 2.0, 0.0)  # Newcombe's continuity correction
     return agreement / math.sqrt(margins)
+
+
+def score_interval(dense: Sequence[float], sparse: Sequence[float]) -> Interval:
+    """The 95% interval of the mean of paired differences, sparse - dense, of scores from 0 to 1 that need not be right
+    or wrong.
+
+    Newcombe's hybrid (see `accuracy_interval`) of what was won and what was lost, each from Wilson's interval, which is
+    too wide where samples win or lose a part of the score. It does not collapse to zero when no sample changed.
+    """
+    moved = np.asarray(sparse, float) - np.asarray(dense, float)
+    won, lost = float(moved.clip(min=0.0).mean()), float((-moved).clip(min=0.0).mean())
+    (low_won, high_won), (low_lost, high_lost) = (_wilson(share, len(moved)) for share in (won, lost))
+    phi = -math.sqrt(won * lost / ((1.0 - won) * (1.0 - lost))) if won * lost else 0.0  # no sample does both
+    down, up = _hybrid(won - low_won, high_lost - lost, phi), _hybrid(high_won - won, lost - low_lost, phi)
+    return max(-1.0, won - lost - down), min(1.0, won - lost + up)
 
 
 def share_interval(agreed: Sequence[int], scored: Sequence[int]) -> Interval:

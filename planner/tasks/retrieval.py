@@ -5,6 +5,7 @@ Sources: `niah_single`, `niah_multikey` and `variable_tracking` follow RULER (ar
 OmniKV (ICLR 2025).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -51,10 +52,11 @@ class Niah:
 
 
 def _needles(draws: Draws, count: int) -> list[Unit]:
-    return [_needle(*pair) for pair in zip(draws.keys(count), draws.values(count, _NEEDLE_DIGITS), strict=True)]
+    return [needle(*pair) for pair in zip(draws.keys(count), draws.values(count, _NEEDLE_DIGITS), strict=True)]
 
 
-def _needle(key: Pieces, value: str) -> Unit:
+def needle(key: Pieces, value: str) -> Unit:
+    """The line that gives a key its value, and the question for it."""
     return Unit(
         lines=(("The special number for", *key, " is", value, ".\n"),),
         question=("What is the special number for", *key, " in the text above?"),
@@ -104,7 +106,11 @@ class KvRetrieval:
 
         With `answer_room`, the missing part of a line at the end becomes a line or two of text at the beginning.
         """
-        units = _pairs(draws, request.statements) if request.statements else _enough_pairs(kit, request.length, draws)
+
+        def pairs(count: int) -> list[Unit]:
+            return _pairs(draws, count)
+
+        units = pairs(request.statements) if request.statements else enough(kit, request.length, pairs)
         return build(kit, units, request, draws, scattered=False)
 
 
@@ -122,13 +128,13 @@ def _unit(key: Pieces, value: str) -> Unit:
     return Unit((pair_line(key, value),), question, cue=(*key, ":"), answer=(value,))
 
 
-def _enough_pairs(kit: Kit, length: int, draws: Draws) -> list[Unit]:
-    """At least as many pairs as the length holds: `build` leaves out the rest."""
+def enough(kit: Kit, length: int, made: Callable[[int], list[Unit]]) -> list[Unit]:
+    """At least as many units of one line as the length holds: `build` leaves out the rest."""
     units: list[Unit] = []
     tokens = 0
     while not units or tokens < length:
         count = _PROBE if not units else (length - tokens) * len(units) // tokens + 1
-        more = _pairs(draws, count)
+        more = made(count)
         tokens += sum(len(line) for line in kit.encoder.encode_all([unit.lines[0] for unit in more]))
         units += more
     return units

@@ -36,7 +36,6 @@ _NEEDLE_DIGITS = 7
 _DIGITS = 5
 _NAME = 5  # letters of a variable
 _CODED = 6  # letters of a coded word
-_LONG = 4096  # from here on, words repeat as often as in RULER's full size
 _REPEATS, _FEW_REPEATS = (30, 3), (6, 1)  # of common and of uncommon words
 _ENTRY = 3  # tokens of an entry in a list of words at least: of a number and a key
 _NOISE = " ..."
@@ -149,17 +148,19 @@ class Cwe:
 
     The answer is the common words, in the order in which they first appear. Words are keys of two words, since few
     tokenizers and no short list have enough single ones. A common word stands 30 times in the list and an uncommon one
-    3 times; below 4096 tokens, and where that takes more than the length, 6 times and once. Uncommon words fill the
-    list; their number grows with the length.
+    3 times; in documents shorter than `long`, and where that takes more than the length, 6 times and once. Uncommon
+    words fill the list; their number grows with the length.
 
     Attributes:
         common: how many words are common.
         tokens_per_common: at short lengths, where RULER does not go, one common word for so many tokens.
+        long: tokens from which on words repeat as often as in RULER's full size.
     """
 
     name: str = "cwe"
     common: int = 10
     tokens_per_common: int = 192
+    long: int = 4096
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
         """See `Task`."""
@@ -178,8 +179,9 @@ class Cwe:
             answer=_listed(common),
         )
         room = _room(kit, request, asked)
-        words = [*common, *draws.keys(max(1, room // (_ENTRY * (_REPEATS[1] if request.length >= _LONG else 1))))]
-        repeats = _fitting(kit.encoder, words, count, room, request.length)
+        is_long = request.length >= self.long
+        words = [*common, *draws.keys(max(1, room // (_ENTRY * (_REPEATS[1] if is_long else 1))))]
+        repeats = _fitting(kit.encoder, words, count, room, request.length, is_long)
         order = draws.rng.permutation(np.repeat(np.arange(len(repeats)), repeats)).tolist()
         entries = (piece for i, word in enumerate(order, 1) for piece in (f" {i}.", *words[word]))
         answer = _listed([words[word] for word in dict.fromkeys(order) if word < count])
@@ -190,10 +192,12 @@ class Cwe:
         return max(1, min(self.common, length // self.tokens_per_common))
 
 
-def _fitting(encoder: PieceEncoder, words: Sequence[Pieces], common: int, room: int, length: int) -> Counts:
+def _fitting(
+    encoder: PieceEncoder, words: Sequence[Pieces], common: int, room: int, length: int, is_long: bool
+) -> Counts:
     """Returns how often each word stands in a list of at most `room` tokens; the last words are left out."""
     sizes = np.asarray([len(ids) for ids in encoder.encode_all(words)])
-    for often, seldom in (_REPEATS, _FEW_REPEATS)[length < _LONG :]:
+    for often, seldom in (_REPEATS, _FEW_REPEATS)[not is_long :]:
         taken = often * sizes[:common].sum() + seldom * np.cumsum(sizes[common:])
         entries = often * common + seldom * np.arange(1, len(taken) + 1)
         possible = max(1, int(np.searchsorted(taken + entries, room, side="right")))  # a number is a token or more

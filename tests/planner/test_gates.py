@@ -7,13 +7,23 @@ import numpy as np
 import pytest
 
 from sparsekv.planner.evaluation.results import LongText, Outcome
-from sparsekv.planner.gates import Measured, PromptScores, claims_of, fewest_prompts, level_of, lost_tasks
+from sparsekv.planner.gates import (
+    Measured,
+    PromptScores,
+    Wanted,
+    answering_tasks,
+    claims_of,
+    fewest_prompts,
+    level_of,
+    lost_tasks,
+)
 from sparsekv.planner.options import Gate
 from sparsekv.plans.show import CLAIM_CAPTION
 
 GATE = Gate()
 ATTEMPTS = 6
 DENSE = Outcome(True, 1.0, 0.0, 100, 100, True)
+TEXT = PromptScores(*(Outcome(None, 1.0, 0.0, 100, 100, True),) * 3)
 
 
 def prompt(kl: float = 0.0, agreed: float = 1.0, exact: bool = True, right: bool = True, floor: Outcome = DENSE,
@@ -52,7 +62,7 @@ def test_with_fewer_prompts_than_it_takes_nothing_is_verified(most: float) -> No
 
 def test_a_few_prompts_decide_nothing() -> None:
     assert set(outcomes(found([prompt()] * 3)).values()) == {"undecided"}
-    assert found([prompt()] * 3).undecided_lengths == (4096,)
+    assert found([prompt()] * 3).wanted == {4096: Wanted()}
 
 
 @pytest.mark.parametrize(
@@ -125,8 +135,34 @@ def test_a_length_at_which_a_plan_breaks_is_named_whatever_the_others_do() -> No
 def test_samples_are_wanted_where_something_is_undecided() -> None:
     lengths = [Measured(4096, {"t": (prompt(),) * 200}), Measured(8192, {"t": (prompt(),) * 3})]
     claims = claims_of({"prefill": lengths}, Gate(max_failed=1.0, max_accuracy_drop=100.0, max_kl=9.0))["prefill"]
-    assert claims.undecided_lengths == (4096, 8192)  # divergence over all lengths
+    assert claims.wanted == {  # divergence over all lengths
+        4096: Wanted(answers=False, texts=False),
+        8192: Wanted(answers=False),
+    }
     assert found([prompt()] * 3, Gate(max_kl=0.0)).missed_lengths == (4096,)
+
+
+def test_samples_of_answers_alone_decide_accuracy_and_leave_every_other_figure_as_it_was() -> None:
+    first = [prompt(kl=0.01, agreed=0.99)] * 90
+    before = found(first)
+    assert before.wanted == {4096: Wanted(floor=False, texts=False)}
+    after = found([*first, *[replace(prompt(kl=9.0), floor=None)] * 60])
+    assert after.wanted == {}
+    assert {name: claim for name, claim in after.named if name != "accuracy"} == {
+        name: claim for name, claim in before.named if name != "accuracy"
+    }
+
+
+def test_a_task_that_is_not_solved_leaves_and_the_others_go_on() -> None:
+    wrong = prompt(before=False, right=False)
+    one = Measured(
+        4096, {"solved": (prompt(),) * 20, "hard": (wrong,) * 20, "rare": (wrong,) * 7, "text": (TEXT,) * 20}
+    )
+    assert tuple(answering_tasks(one, 0.5)) == ("solved", "rare")
+    longer = Measured(4096, {"solved": (prompt(),) * 200, "hard": (wrong,) * 20})
+    claims = claims_of({"prefill": [longer]}, GATE)["prefill"]
+    assert claims.overall["accuracy"].prompts == 199
+    assert claims.overall["accuracy"].outcome == "met"
 
 
 def test_later_attempts_need_more_proof_and_all_together_spend_the_budget() -> None:
@@ -184,7 +220,7 @@ def _half_of_every_gate(rng: np.random.Generator) -> PromptScores:
 def _plan(draw: Drawn, rng: np.random.Generator, prompts: int, attempt: int = 1) -> set[str]:
     """What a plan comes out as; looked at after every round, since what was shown stays shown."""
     tasks = {name: tuple(draw(rng) for _ in range(prompts // 5)) for name in "abcde"}
-    claims = claims_of({"prefill": [Measured(4096, tasks)]}, GATE, attempt)
+    claims = claims_of({"prefill": [Measured(4096, tasks)]}, GATE, attempt, bounded=False)
     return set(outcomes(claims["prefill"]).values())
 
 

@@ -1,0 +1,188 @@
+"""Runs RULER's tasks on held-out samples: dense and plans generate freely, and their text is scored.
+
+Generation is greedy, whatever the checkpoint's generation_config.json asks for beside its end tokens.
+
+Shapes: B batch, S tokens of a prompt, G tokens that are generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsekv.planner.evaluation.batches import prompts_at_once
+from sparsekv.planner.evaluation.modes import DENSE, PlanMode
+from sparsekv.planner.evaluation.predictions import prefill, until_end, without_plans
+from sparsekv.planner.evaluation.results import Spent
+from sparsekv.planner.evaluation.suite_file import SuiteCell, SuiteResult
+from sparsekv.planner.progress import Progress, StageStep, prefill_work
+from sparsekv.planner.tasks import Kit, Sample, Split, make_samples, matches, prepare
+from sparsekv.planner.tasks.ruler_suite import RULER_SUITE, RulerTask, recall
+from sparsekv.planner.tasks.text import TaskError
+from sparsekv.plans.errors import PromptError
+from sparsekv.plans.types import format_length
+from sparsekv.runtime.hf.cache import CACHE_NAME
+from sparsekv.runtime.hf.generate import check_numbers
+from sparsekv.runtime.hf.load import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteSamples:
+    """Held-out samples of every task of the suite, and how they are fed.
+
+    Attributes:
+        lengths: most tokens of a prompt and of what is generated together.
+        samples: of each task and length.
+        batch: most samples run at once; None: as many as surely fit.
+        prefill_chunk: most tokens of a prompt given to the model at once; None is all.
+    """
+
+    lengths: tuple[int, ...]
+    samples: int = 20
+    batch: int | None = None
+    seed: int = 0
+    prefill_chunk: int | None = None
+
+    def check_fit(self, kit: Kit) -> None:
+        """Finds out, without running a model, whether every task fits every length.
+
+        Raises:
+            PromptError: one does not.
+        """
+        for length, task in product(self.lengths, RULER_SUITE.values()):
+            next(self.drawn(kit, task, length))
+
+    def drawn(self, kit: Kit, task: RulerTask, length: int) -> Iterator[Sample]:
+        """The samples of one task and length, whose prompts are equally long.
+
+        Raises:
+            PromptError: the task does not fit.
+        """
+        try:
+            yield from make_samples(task, kit, length, self.seed, self.samples)
+        except TaskError as error:
+            raise PromptError(
+                f"{task.name} of --suite ruler at {format_length(length)}, of which {task.tokens} tokens or more are "
+                f"for what is generated: {error}"
+            ) from error
+
+
+def run_suite(
+    loaded: LoadedModel,
+    plans: Mapping[str, PlanMode],
+    asked: SuiteSamples,
+    begun: SuiteResult,
+    *,
+    kit: Kit | None = None,
+    progress: Progress | None = None,
+    done: Callable[[SuiteResult], None] = lambda result: None,
+) -> SuiteResult:
+    """Runs dense and plans on every task at every length; what has been run is not run again.
+
+    Args:
+        loaded: the model, with nothing applied to it.
+        plans: what to run beside dense, by name.
+        begun: of an earlier run with the same settings, or without cells.
+        kit: the evaluation split's.
+        done: called with all results after each task and length.
+
+    Raises:
+        PromptError: a task does not fit a length; before anything is run.
+        PlanMismatchError, UnsupportedError, BackendError: a plan cannot be applied, or the model overflows.
+    """
+    source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
+    asked.check_fit(source)
+    result, known = begun, begun.by_key
+    open_ = {
+        (length, task): [name for name in (DENSE, *plans) if (name, task.name, length) not in known]
+        for length, task in product(sorted(asked.lengths), RULER_SUITE.values())
+    }
+    total = asked.samples * sum(prefill_work(length) * len(names) for (length, _), names in open_.items())
+    with (progress or Progress()).stage("evaluate", total=total) as step:
+        for (length, task), names in open_.items():
+            if not names:
+                continue
+            samples = list(asked.drawn(source, task, length))
+            run = _Run(loaded, task.name, length, samples, asked, step)
+            result = result.with_cells([run.cell(name, plans.get(name)) for name in names])
+            done(result)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The samples of one task and length."""
+
+    loaded: LoadedModel
+    task: str
+    length: int
+    samples: Sequence[Sample]
+    asked: SuiteSamples
+    step: StageStep
+
+    def cell(self, method: str, plan: PlanMode | None) -> SuiteCell:
+        """Returns what a method, or dense, scores."""
+        with plan.running(self.loaded.model) if plan else _dense() as spent:
+            texts = [text for some in self._batches() for text in self._generated(method, some)]
+            computed = spent()
+        both = list(zip(texts, self.samples, strict=True))
+        return SuiteCell(
+            method=method,
+            task=self.task,
+            length=self.length,
+            recall=tuple(recall(text, sample.answer) for text, sample in both),
+            exact=tuple(float(matches(text, sample.answer)) for text, sample in both),
+            prefill_density=computed.tiles / computed.causal_tiles if computed.causal_tiles else 1.0,
+            decode_share=computed.attended / computed.cached if computed.cached else 1.0,
+        )
+
+    def _batches(self) -> Iterator[Sequence[Sample]]:
+        size = self.asked.batch or prompts_at_once(self.loaded.model, self.length)
+        for first in range(0, len(self.samples), size):
+            yield self.samples[first : first + size]
+
+    def _generated(self, method: str, some: Sequence[Sample]) -> list[str]:
+        ids_BS = torch.from_numpy(np.stack([sample.prompt_ids for sample in some]).astype(np.int64))
+        with without_plans() if method == DENSE else nullcontext():
+            texts = generated(self.loaded, ids_BS, self.length - ids_BS.shape[1], self.asked.prefill_chunk)
+        note = f"{self.task}, {format_length(self.length)}, {method}"
+        self.step.advance(len(some) * prefill_work(self.length), note)
+        return texts
+
+
+@contextmanager
+def _dense() -> Iterator[Callable[[], Spent]]:
+    yield Spent
+
+
+@torch.no_grad()
+def generated(loaded: LoadedModel, ids_BS: torch.Tensor, tokens: int, chunk: int | None = None) -> list[str]:
+    """Continues prompts of equal length greedily by at most so many tokens, with whatever is applied to the model.
+
+    Raises:
+        UnsupportedError: the model overflows in its dtype.
+    """
+    model: Any = loaded.model
+    prompts = prefill(model, ids_BS.to(model.device), chunk)
+    check_numbers(model, "logits", prompts.logits_BKV)
+    picked_BG = prompts.logits_BKV[:, -1:].argmax(-1)
+    goes_on_BG = _goes_on(model, picked_BG)
+    while picked_BG.shape[1] < tokens and bool(goes_on_BG.any()):
+        logits_B1V = model(input_ids=picked_BG[:, -1:], use_cache=True, **{CACHE_NAME: prompts.cache}).logits
+        picked_BG = torch.cat([picked_BG, logits_B1V[:, -1:].argmax(-1)], 1)
+        goes_on_BG = goes_on_BG & _goes_on(model, picked_BG[:, -1:])
+    rows = zip(picked_BG.tolist(), until_end(model, picked_BG).tolist(), strict=True)
+    texts = ([token for token, counts in zip(*row, strict=True) if counts] for row in rows)
+    return [str(loaded.tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
+
+
+def _goes_on(model: Any, picked_B1: torch.Tensor) -> torch.Tensor:
+    """[B, 1]: which tokens are no end tokens."""
+    ends = model.generation_config.eos_token_id
+    return ~torch.isin(picked_B1, torch.tensor([] if ends is None else ends, device=picked_B1.device))

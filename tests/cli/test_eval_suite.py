@@ -1,0 +1,198 @@
+"""eval --suite: tables of RULER's tasks, dense beside plans, in a file that goes on over several runs."""
+
+import json
+from types import MappingProxyType
+
+import pytest
+
+from sparsekv.planner.evaluation import suite as suites
+from sparsekv.planner.tasks import ruler_suite
+from sparsekv.plans.files import load_plan, write_plan
+
+TASKS = ("niah_single_1", "niah_multivalue", "fwe")
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tasks."""
+    some = MappingProxyType({name: ruler_suite.RULER_SUITE[name] for name in TASKS})
+    monkeypatch.setattr(ruler_suite, "RULER_SUITE", some)
+    monkeypatch.setattr(suites, "RULER_SUITE", some)
+
+
+CALL = ("--suite", "ruler", "--lengths", "1k,768", "--samples", 2)
+
+
+def test_the_table_has_methods_by_length_and_then_tasks_the_worst_first(sparsekv, folder, tmp_path, few, monkeypatch):
+    lost = {"niah_single_1": 0.25, "niah_multivalue": 1.0, "fwe": 0.0}  # of a sample, by the plan
+
+    def cell(run, method, plan):
+        own = 1.0 if plan is None else 1.0 - lost[run.task]
+        scores = {"recall": (own, 1.0), "exact": (1.0, 0.0), "prefill_density": 0.5, "decode_share": 1.0}
+        return suites.SuiteCell(method=method, task=run.task, length=run.length, **scores)
+
+    monkeypatch.setattr(suites._Run, "cell", cell)
+    done = sparsekv("eval", folder, *CALL)
+    assert done.code == 0, done.err
+    lines = [line.split() for line in done.out.splitlines()]
+    assert lines[0] == ["method", "score", "768", "1k", "mean"]
+    assert lines[1] == ["dense", "recall", "100.0", "100.0", "100.0"]
+    assert lines[2] == ["plan", "recall", "79.2", "79.2", "79.2"]
+    assert lines[4] == ["plan", "exact", "50.0", "50.0", "50.0"]
+    order = [line[0] for line in lines if line and line[0] in TASKS]
+    assert order == [task for task in ("niah_multivalue", "niah_single_1", "fwe") for _ in range(2)]
+    worst = next(line for line in lines if line and line[0] == "niah_multivalue")
+    assert worst[1:5] == ["768", "100.0", "50.0", "-50.0"]
+    for word in ("Python's standard library", "absent: qa_1, qa_2", "2 samples of each", "recall -20.8 points"):
+        assert word in done.out
+
+
+def test_results_are_printed_as_json_and_kept_in_a_file_that_is_not_measured_again(
+    sparsekv, folder, tmp_path, few, monkeypatch
+):
+    file = tmp_path / "ruler.json"
+    done = sparsekv("eval", folder, *CALL, "-o", file, "--json")
+    assert done.code == 0, done.err
+    data = done.data
+    assert [method["method"] for method in data["methods"]] == ["dense", "plan"]
+    assert data["methods"][0]["recall"].keys() == {"768", "1024", "mean"}
+    assert {row["task"] for row in data["tasks"]} == set(TASKS)
+    low, high = data["differences"]["plan"]["recall"]["interval"]
+    assert low < data["differences"]["plan"]["recall"]["difference"] < high
+    assert data["methods"][1]["prefill_density"]["1024"] < 1.0 == data["methods"][0]["prefill_density"]["1024"]
+    assert data["haystacks"]["niah_multivalue"].startswith("source files of Python")
+    assert (data["path"], data["absent"]) == (str(file), ["qa_1", "qa_2"])
+    whole = json.loads(file.read_text())
+    assert len(whole["cells"]) == 2 * len(TASKS) * 2
+    before = file.read_bytes()
+    monkeypatch.setattr(suites, "generated", lambda *_: pytest.fail("it ran again"))
+    again = sparsekv("eval", folder, *CALL, "-o", file, "--json")
+    assert again.data == data
+    assert file.read_bytes() == before
+
+
+def test_a_run_that_was_interrupted_goes_on(sparsekv, folder, tmp_path, few, ctrl_c_in):
+    file = tmp_path / "ruler.json"
+    call = ("eval", folder, "--suite", "ruler", "--length", "768", "--samples", 1, "-o", file)
+    with ctrl_c_in("evaluate", steps=3):
+        stopped = sparsekv(*call)
+    assert stopped.code == 130
+    assert f"{file}; the same command goes on" in stopped.err
+    kept = json.loads(file.read_text())["cells"]
+    assert [(cell["task"], cell["method"]) for cell in kept] == [(TASKS[0], "dense"), (TASKS[0], "plan")]
+    assert sparsekv(*call).code == 0
+    whole = json.loads(file.read_text())["cells"]
+    assert whole[:2] == kept
+    assert len(whole) == 6
+
+
+def test_a_file_of_another_run_is_refused_before_the_model_is_loaded(sparsekv, copy, tmp_path, few):
+    file = tmp_path / "ruler.json"
+    call = ("eval", copy, "--suite", "ruler", "--length", "768", "-o", file, "--samples")
+    assert sparsekv(*call, 1).code == 0
+    before = file.read_bytes()
+    (copy / "model.safetensors").rename(copy / "hidden")
+    other = sparsekv(*call, 2, "--seed", 5)
+    assert (other.code, other.out) == (2, "")
+    assert "seed 0 there, 5 here; samples 1 there, 2 here" in other.err
+    plan = load_plan(copy / "sparsekv.yaml")
+    write_plan(plan.model_copy(update={"decode": None}), copy / "sparsekv.yaml")
+    assert "plan of plan sha256:" in sparsekv(*call, 1).err
+    write_plan(plan.model_copy(update={"extensions": {"note": "another"}}), copy / "sparsekv.yaml")
+    assert "there" not in sparsekv(*call, 1).err  # what it does is the same: the weights are missed first
+    assert file.read_bytes() == before
+
+
+def test_other_weights_in_a_folder_of_the_same_name_are_refused(sparsekv, folder, tmp_path, few):
+    from model_folders import save_model
+    from tiny_models import tiny_model
+
+    file, call = tmp_path / "ruler.json", ("--suite", "ruler", "--length", "768", "--samples", 1)
+    assert sparsekv("eval", folder, *call, "-o", file).code == 0
+    other = save_model(tiny_model(seed=9, context=2048), tmp_path / "tiny")
+    done = sparsekv("eval", other, "--plan", folder / "sparsekv.yaml", *call, "-o", file)
+    assert done.code == 2
+    assert "weights sha256-all:" in done.err
+
+
+def test_further_plans_stand_beside_by_their_names(sparsekv, folder, tmp_path, few):
+    half, file = tmp_path / "half.yaml", tmp_path / "ruler.json"
+    write_plan(load_plan(folder / "sparsekv.yaml").model_copy(update={"decode": None}), half)
+    call = ("eval", folder, "--suite", "ruler", "--length", "768", "--samples", 1, "-o", file, "--json")
+    first = sparsekv(*call).data
+    data = sparsekv(*call, "--beside", f"half={half}").data
+    assert [method["method"] for method in data["methods"]] == ["dense", "plan", "half"]
+    assert data["methods"][:2] == first["methods"]
+    assert data["methods"][2]["decode_share"] == {"768": 1.0}
+
+
+def test_without_a_plan_dense_is_run_alone(sparsekv, copy, few):
+    (copy / "sparsekv.yaml").unlink()
+    done = sparsekv("eval", copy, "--suite", "ruler", "--length", "768", "--samples", 1)
+    assert done.code == 0, done.err
+    assert "dense is measured alone" in done.err
+    assert [line.split()[0] for line in done.out.splitlines() if line.split()[:1] == ["fwe"]] == ["fwe"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--suite", "longbench"), ("--suite", "'ruler'", "longbench")),
+        (("--suite", "ruler", "--tasks", "vt"), ("--tasks", "--suite ruler", "found both")),
+        (("--suite", "ruler", "--curve", "a.json"), ("--curve", "--suite ruler")),
+        (("--suite", "ruler", "--length", "64k"), ("context of 2k", "64k")),
+        (("--suite", "ruler", "--length", "96"), ("niah_single_1 of --suite ruler at 96", "longer length")),
+        (("--suite", "ruler", "--length", "1k", "--beside", "plan=a.yaml"), ("--beside NAME=FILE", "plan=a.yaml")),
+        (("--suite", "ruler", "--length", "1k", "--beside", "other"), ("--beside NAME=FILE", "'other'")),
+        (("--tasks", "qa_1"), ("corpus of questions", "lm-evaluation-harness")),
+        (("--tasks", "vt,qa_2"), ("found qa_2", "lm-evaluation-harness")),
+        (("--tasks", "niah_single_2"), ("niah_single_2", "--suite ruler")),
+        (("-o", "a.json"), ("--suite ruler beside --out",)),
+        (("--beside", "a=b.yaml"), ("--suite ruler beside --beside",)),
+    ],
+)
+def test_what_cannot_be_run_is_told(sparsekv, folder, arguments, words):
+    done = sparsekv("eval", folder, *arguments)
+    assert (done.code, done.out) == (2, "")
+    for word in words:
+        assert word in done.err
+
+
+def test_a_file_of_something_else_is_neither_read_nor_replaced(sparsekv, folder, tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text('{"mine": 1}')
+    done = sparsekv("eval", folder, "--suite", "ruler", "--length", "768", "-o", file)
+    assert done.code == 2
+    assert "results of `eval --suite`" in done.err
+    assert file.read_text() == '{"mine": 1}'
+
+
+def test_the_page_of_a_plan_draws_its_results(sparsekv, folder, tmp_path, few):
+    file, page = tmp_path / "ruler.json", tmp_path / "page.html"
+    call = ("eval", folder, "--suite", "ruler", "--samples", 1, "-o", file, "--length")
+    show = ("show", folder, "--html", page, "--suite", file)
+    assert sparsekv(*call, "768").code == 0
+    done = sparsekv(*show)
+    assert (done.code, done.err) == (0, "")
+    drawn = page.read_text()
+    assert '"suite-mean"' in drawn
+    assert '["plan",768,' in drawn
+    for word in (*TASKS, "Difference, points", "Python&#39;s standard library"):
+        assert word in drawn
+    other = tmp_path / "other.yaml"
+    write_plan(load_plan(folder / "sparsekv.yaml").model_copy(update={"decode": None}), other)
+    assert "other plans than this one" in sparsekv("show", other, *show[2:]).err
+    assert "--html FILE beside --suite" in sparsekv("show", folder, "--suite", file).err
+
+
+def test_results_of_another_model_or_of_no_whole_length_are_not_drawn(sparsekv, folder, tmp_path, few):
+    file, page = tmp_path / "ruler.json", tmp_path / "page.html"
+    assert sparsekv("eval", folder, "--suite", "ruler", "--samples", 1, "-o", file, "--length", "768").code == 0
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps(whole | {"cells": whole["cells"][:-2]}))
+    assert "at which all tasks were run" in sparsekv("show", folder, "--html", page, "--suite", file).err
+    model = whole["model"] | {"architecture": "sha256:" + "0" * 64}
+    file.write_text(json.dumps(whole | {"model": model}))
+    done = sparsekv("show", folder, "--html", page, "--suite", file)
+    assert (done.code, page.exists()) == (3, False)
+    assert "of another architecture" in done.err

@@ -1,0 +1,232 @@
+"""Runs of RULER's tasks: what is generated, what it scores, and what a file of an earlier run saves."""
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from task_tokenizers import REFERENCE_MODEL, kit_of
+from tiny_models import random_tokens, tiny_model, tiny_tokenizer
+from tiny_plans import decode_plan, every_head, plan_for, segment
+
+from sparsekv.planner.evaluation import PlanMode
+from sparsekv.planner.evaluation import suite as suites
+from sparsekv.planner.evaluation.results import accuracy_interval, score_interval
+from sparsekv.planner.evaluation.suite import SuiteSamples, generated, run_suite
+from sparsekv.planner.evaluation.suite_file import (
+    SuiteCell,
+    SuiteMethod,
+    SuiteModel,
+    SuiteResult,
+    SuiteSettings,
+    continued_from,
+    read_suite,
+    write_suite,
+)
+from sparsekv.planner.tasks.ruler_suite import RULER_SUITE
+from sparsekv.plans.aliases import ModelSource
+from sparsekv.plans.errors import PlanError, PromptError, UsageError
+from sparsekv.plans.patterns import AShape, Dense, tokens
+from sparsekv.runtime.hf.load import LoadedModel, load_model
+from sparsekv.runtime.model_config import describe_config
+
+DIGEST = "sha256:" + "0" * 64
+SETTINGS = SuiteSettings(seed=0, samples=2, phase="both", backend="auto")
+MODEL = SuiteModel(id="some/model", architecture=DIGEST, dtype="float32")
+
+
+def result_of(*cells: SuiteCell, **changes: object) -> SuiteResult:
+    fields = {"model": MODEL, "settings": SETTINGS, "methods": (SuiteMethod(name="dense"),), "devices": ("cpu",)}
+    return SuiteResult(**fields | {"versions": {"sparsekv": "0"}, "cells": cells} | changes)
+
+
+def cell(method: str, task: str = "vt", length: int = 1024, recall: tuple[float, ...] = (1.0, 0.5)) -> SuiteCell:
+    return SuiteCell(
+        method=method, task=task, length=length, recall=recall, exact=(1.0, 0.0), prefill_density=1.0, decode_share=1.0
+    )
+
+
+@pytest.fixture(scope="module")
+def retriever() -> LoadedModel:
+    return load_model(ModelSource(str(REFERENCE_MODEL)), device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tasks."""
+    names = ("niah_single_1", "fwe")
+    monkeypatch.setattr(suites, "RULER_SUITE", {name: RULER_SUITE[name] for name in names})
+
+
+ASKED = SuiteSamples((768,), samples=2)
+
+
+def test_a_plan_that_is_dense_scores_what_dense_does_and_the_model_solves_some(retriever, few) -> None:
+    plan = plan_for(retriever.model, every_head(retriever.model, Dense()))
+    whole = run_suite(retriever, {"plan": PlanMode(plan)}, ASKED, result_of(), kit=kit_of(retriever.tokenizer))
+    by_key = whole.by_key
+    for task in ("niah_single_1", "fwe"):
+        dense, same = by_key["dense", task, 768], by_key["plan", task, 768]
+        assert (dense.recall, dense.exact) == (same.recall, same.exact)
+    assert by_key["dense", "niah_single_1", 768].recall == (1.0, 1.0)
+    assert by_key["dense", "niah_single_1", 768].exact == (1.0, 1.0)
+
+
+def test_a_plan_that_sees_too_little_loses_and_says_what_it_computed(retriever, few) -> None:
+    model = retriever.model
+    narrow = every_head(model, AShape(sink=tokens(64), window=tokens(64)))
+    plan = plan_for(model, narrow, decode_plan(segment(0, range(1, model.config.num_hidden_layers), 16)))
+    whole = run_suite(retriever, {"plan": PlanMode(plan)}, ASKED, result_of(), kit=kit_of(retriever.tokenizer))
+    pair = whole.paired("plan", "recall", ("niah_single_1",), (768,))
+    assert (pair.dense, pair.own, pair.difference) == (1.0, 0.0, -1.0)
+    assert pair.interval[0] == -1.0 < pair.interval[1] < 0.0
+    assert whole.by_key["plan", "niah_single_1", 768].prefill_density < 0.5
+    assert whole.by_key["dense", "niah_single_1", 768].prefill_density == 1.0
+
+
+def test_samples_that_run_together_score_what_each_does_by_itself(retriever, few) -> None:
+    model = retriever.model
+    narrow = every_head(model, AShape(sink=tokens(64), window=tokens(256)))
+    modes = {"plan": PlanMode(plan_for(model, narrow, decode_plan(segment(0, range(1, 4), 64))))}
+    alone, together = (
+        run_suite(retriever, modes, replace(ASKED, samples=3, batch=size), result_of(), kit=kit_of(retriever.tokenizer))
+        for size in (1, 2)
+    )
+    assert [(one.recall, one.exact) for one in alone.cells] == [(one.recall, one.exact) for one in together.cells]
+    assert len({one.recall for one in alone.cells}) > 1
+
+
+def test_what_a_run_has_found_is_not_run_again(retriever, few, tmp_path) -> None:
+    kit, seen, file = kit_of(retriever.tokenizer), [], tmp_path / "ruler.json"
+
+    @dataclass
+    class Stopped(Exception):
+        pass
+
+    def stop(result: SuiteResult) -> None:
+        write_suite(result, file)
+        seen.append([one.key for one in result.cells])
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        run_suite(retriever, {}, ASKED, result_of(), kit=kit, done=stop)
+    assert seen == [[("dense", "niah_single_1", 768)]]
+    wrong = read_suite(file)
+    marked = wrong.model_copy(
+        update={"cells": tuple(c.model_copy(update={"recall": (0.25, 0.25)}) for c in wrong.cells)}
+    )
+    whole = run_suite(retriever, {}, ASKED, marked, kit=kit)
+    assert [one.key for one in whole.cells] == [("dense", task, 768) for task in ("niah_single_1", "fwe")]
+    assert whole.cells[0].recall == (0.25, 0.25)  # as the file has it
+
+
+def test_a_length_that_is_too_short_is_found_out_before_anything_runs(retriever, monkeypatch) -> None:
+    monkeypatch.setattr(suites, "generated", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(PromptError, match=r"of --suite ruler at 100,.*use a longer length"):
+        run_suite(retriever, {}, SuiteSamples((768, 100)), result_of(), kit=kit_of(retriever.tokenizer))
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+def loaded_of(**options: object) -> LoadedModel:
+    model = tiny_model(**options)
+    return LoadedModel(model, tiny_tokenizer(), describe_config(model.config, "tests/tiny"))
+
+
+@pytest.mark.parametrize("chunk", [None, 32])
+def test_text_is_what_transformers_generates_greedily(chunk) -> None:
+    loaded, ids_BS = loaded_of(), random_tokens(3, 90)
+    plain = loaded.model.generate(
+        ids_BS, attention_mask=torch.ones_like(ids_BS), do_sample=False, max_new_tokens=12, pad_token_id=0
+    )
+    expected = [loaded.tokenizer.decode(row[90:], skip_special_tokens=True) for row in plain]
+    assert generated(loaded, ids_BS, 12, chunk) == expected
+    assert len(set(expected)) == 3
+
+
+def test_each_row_ends_at_its_end_token() -> None:
+    loaded, ids_BS = loaded_of(), random_tokens(3, 90)
+    texts = generated(loaded, ids_BS, 12)
+    end = texts[1][5]
+    loaded.model.generation_config.eos_token_id = loaded.tokenizer.convert_tokens_to_ids(end)
+    cut = [text.partition(end) for text in texts]
+    assert generated(loaded, ids_BS, 12) == [head + found for head, found, _ in cut]
+    assert any(rest for *_, rest in cut)
+
+
+# --- files and intervals ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_holds_what_was_written(tmp_path) -> None:
+    result = result_of(cell("dense"), cell("dense", "cwe"))
+    write_suite(result, tmp_path / "a.json")
+    assert read_suite(tmp_path / "a.json") == result
+    write_suite(result_of(), tmp_path / "b.json")
+    assert read_suite(tmp_path / "b.json") == result_of()
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"kind": "sparsekv.suite"}', "[" * 9999])
+def test_a_file_of_something_else_is_refused(tmp_path, content) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(PlanError, match=r"a\.json"):
+        read_suite(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"settings": SETTINGS.model_copy(update={"samples": 3})}, "samples 2 there, 3 here"),
+        ({"settings": SETTINGS.model_copy(update={"prefill_chunk": 64})}, "prefill chunk none there, 64 here"),
+        ({"model": MODEL.model_copy(update={"dtype": "float16"})}, "dtype float32 there, float16 here"),
+        ({"methods": (SuiteMethod(name="plan", plan="sha256:" + "1" * 64),)}, "plan of plan sha256:0"),
+    ],
+)
+def test_a_run_that_differs_is_refused_by_what_differs(tmp_path, changes, told) -> None:
+    found = result_of(methods=(SuiteMethod(name="dense"), SuiteMethod(name="plan", plan=DIGEST)))
+    with pytest.raises(UsageError) as error:
+        continued_from(found, result_of(**changes), tmp_path / "a.json")
+    assert told in str(error.value)
+    assert str(error.value).count(" there") == 2  # "others there", and one difference
+
+
+def test_another_name_of_the_model_further_methods_and_devices_go_on() -> None:
+    found = result_of(cell("dense"))
+    methods = (SuiteMethod(name="dense"), SuiteMethod(name="plan", plan=DIGEST))
+    renamed = MODEL.model_copy(update={"id": "other/name"})
+    whole = continued_from(found, result_of(methods=methods, model=renamed, devices=("H100",)), "a.json")
+    assert (whole.methods, whole.devices, whole.cells) == (methods, ("cpu", "H100"), found.cells)
+
+
+def test_means_and_differences_are_of_the_same_samples() -> None:
+    cells = [cell("dense"), cell("plan", recall=(0.5, 0.5)), cell("dense", "cwe"), cell("plan", "cwe")]
+    whole = result_of(*cells)
+    pair = whole.paired("plan", "recall", ("vt", "cwe"), (1024,))
+    assert (pair.dense, pair.own, pair.difference) == (0.75, 0.625, -0.125)
+    assert whole.scores("plan", "recall", ("vt", "cwe"), (1024,)) == [0.5, 0.5, 1.0, 0.5]
+
+
+def test_the_interval_of_scores_covers_what_is_true() -> None:
+    """In 95 of 100 draws or more, of right and wrong as of shares, near the ends and in the middle."""
+    rng = np.random.default_rng(0)
+    for parts, share, lost, won in product((1, 4), (0.5, 0.95), (0.0, 0.05, 0.3), (0.0, 0.05)):
+        covered, draws = 0, 300
+        truth = (1 - share) * won - share * lost
+        for _ in range(draws):
+            dense = rng.random((20, parts)) < share
+            sparse = np.where(dense, rng.random(dense.shape) >= lost, rng.random(dense.shape) < won)
+            low, high = score_interval(dense.mean(1), sparse.mean(1))
+            covered += low <= truth <= high
+        assert covered / draws >= 0.93
+
+
+def test_no_change_in_20_samples_leaves_room_for_one() -> None:
+    low, high = score_interval([0.75] * 20, [0.75] * 20)
+    assert -0.17 < low < -0.1
+    assert 0.1 < high < 0.17
+
+
+def test_the_interval_of_scores_is_near_newcombes_where_they_are_right_or_wrong() -> None:
+    dense, sparse = [True] * 15 + [False] * 5, [True] * 12 + [False] * 7 + [True]
+    assert score_interval(dense, sparse) == pytest.approx(accuracy_interval(dense, sparse), abs=0.06)
