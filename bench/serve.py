@@ -90,6 +90,7 @@ class ServeBench:
         backend: of the kernels that prefill sparse, or "auto".
         alone: one engine at a time.
         cache_bytes: of keys and values, of each engine; None takes what the device has left.
+        ranks: GPUs of each engine (tensor parallelism).
     """
 
     loads: tuple[Load, ...]
@@ -101,6 +102,7 @@ class ServeBench:
     seed: int = 0
     alone: bool = False
     cache_bytes: int | None = None
+    ranks: int = 1
 
     @property
     def longest(self) -> int:
@@ -118,6 +120,7 @@ class ServeBench:
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
             "seed": self.seed,
+            "tensor_parallel_size": self.ranks,
         }
         share = ALONE if self.alone else BESIDE
         on_device = {"gpu_memory_utilization": share} if self.device.type == "cuda" else {}
@@ -224,7 +227,7 @@ def bench_serve(
                 backend=bench.backend,
                 device=device_name(bench.device),
                 dtype=dtype_name(bench.dtype),
-                own=own | {"step_tokens": bench.step_tokens} | dict.fromkeys(_TIMES) | host,
+                own=own | {"step_tokens": bench.step_tokens, "ranks": bench.ranks} | dict.fromkeys(_TIMES) | host,
                 note=model.note,
             )
             row = _filled(row, found)

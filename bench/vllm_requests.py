@@ -2,7 +2,7 @@
 the same requests one at a time.
 
     VLLM_CPU_KVCACHE_SPACE=4 python -m sparsekv.bench.vllm_requests [--requests 2000] [--at-once 64] [--lengths 256,8k]
-        [--step 4k] [--plan plan.yaml] [--dense]
+        [--step 4k] [--plan plan.yaml] [--dense] [--tensor-parallel N]
 
 In an environment with vLLM; on a GPU, VLLM_USE_FLASHINFER_SAMPLER=0 saves minutes of compiling. The prompts are
 retrieval tasks of the reference model; each answer goes on to 48 tokens, and is judged by what stands before its end.
@@ -106,7 +106,10 @@ def _engine(args: argparse.Namespace) -> Any:
 
     high = args.lengths[1]
     with tempfile.TemporaryDirectory() as folder:
-        ours = {"dense": True} if args.dense else {"plan": str(args.plan or _write_hand_plan(Path(folder), high))}
+        ours: dict[str, Any] = {"dense": True}
+        if not args.dense:
+            plan = str(args.plan or _write_hand_plan(Path(folder), high))
+            ours = {"plan": plan, "compare_ranks": args.tensor_parallel > 1}
         return make_engine(
             resolve_model(MODEL).path_or_id,
             dtype=args.dtype,
@@ -116,6 +119,7 @@ def _engine(args: argparse.Namespace) -> Any:
             max_num_seqs=args.at_once,
             num_gpu_blocks_override=6 * (high + NEW) // platform.page + 2,
             disable_log_stats=False,
+            tensor_parallel_size=args.tensor_parallel,
             additional_config={"sparsekv": ours},
             **({"gpu_memory_utilization": 0.1} if ON_GPU else {}),
             **({} if args.dense else asking_for_ours()),
@@ -145,7 +149,7 @@ def _counted(llm: Any, dense: bool) -> dict[str, float]:
         return {"density": 1.0, "decoded_sparse": 0, "failures": 0}
     stats = serving_stats(llm)
     counted = {"density": round(stats.prefill_density or 0.0, 4), "decoded_sparse": stats.decode_sparse}
-    return counted | {"failures": stats.failures}
+    return counted | {"failures": stats.failures, "rank_differences": stats.rank_differences}
 
 
 def _requests(llm: Any, args: argparse.Namespace) -> list[Request]:
@@ -262,6 +266,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--plan", type=Path, help="a plan of tiny-retriever; one made by hand without it")
     parser.add_argument("--dense", action="store_true", help="without a plan")
     parser.add_argument("--rounds", type=int, default=1, help="how often all are served together")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks, whose choices are compared")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16" if ON_GPU else "float32")
     return parser.parse_args()

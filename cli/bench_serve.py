@@ -56,6 +56,9 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
     dense_decode: Annotated[bool, Flag("Decode without the plan.")] = False
     alone: Annotated[bool, Flag("One engine at a time, for loads that do not fit the device twice.")] = False
     per_minute: Annotated[Counts, Flag("Requests that come at random in a minute; each is a row.", metavar="LIST")] = ()
+    tensor_parallel: Annotated[
+        Count, Flag("GPUs of each engine, one engine at a time (vLLM's tensor_parallel_size).", metavar="N")
+    ] = 1
     cache_memory: Annotated[
         Size | None, Flag("For keys and values, of each engine (vLLM's kv_cache_memory_bytes).", metavar="SIZE")
     ] = None
@@ -89,7 +92,8 @@ def serve(flags: ServeFlags) -> None:
     asked = (flags.answer, flags.at_once, flags.requests or flags.at_once)
     loads = tuple(Load(length, *asked, rate) for length in wanted for rate in flags.per_minute or (None,))
     drawn = (flags.repeats, flags.step_tokens, machine.backend, flags.seed)
-    bench = ServeBench(loads, hardware, precision, *drawn, flags.alone, flags.cache_memory)
+    alone = flags.alone or flags.tensor_parallel > 1  # ranks are processes, and so is each of two engines then
+    bench = ServeBench(loads, hardware, precision, *drawn, alone, flags.cache_memory, flags.tensor_parallel)
     words = "given"
     with served_model(flags.model, flags.random_weights, bench.longest) as subject:
         if used is None:
@@ -111,6 +115,7 @@ def serve(flags: ServeFlags) -> None:
     own = rows[0].data()
     what = ", ".join(str(own[name]) for name in ("model", "device", "dtype", "host"))
     what += f", {own['backend']} kernels, steps of {flags.step_tokens}"
+    what += f", {flags.tensor_parallel} ranks" if flags.tensor_parallel > 1 else ""
     title = f"{what}; weights: {own['weights']}; plan: {words}"
     print_rows(BenchRun(rows, title, COLUMNS), as_json=flags.as_json)
     if failures := sum(row.own["failures"] for row in rows):

@@ -93,6 +93,8 @@ def find_plan(repository: str, revision: str | None = None) -> Path | None:
     cached = try_to_load_from_cache(repository, PLAN_NAME, revision=revision)
     if cached is not None:  # a path, or the mark of a file that the hub is known not to have
         return Path(cached) if isinstance(cached, str) else None
+    if _trouble(repository):  # a download tries again and again
+        return None
     try:
         return Path(hf_hub_download(repository, PLAN_NAME, revision=revision))
     except Exception:  # whatever the HTTP library of the hub client raises, and its offline mode

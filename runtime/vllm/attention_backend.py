@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -144,7 +146,7 @@ class SparseImpl(_Impl):
         dense = partial(super().forward, output_scale=output_scale, output_block_scale=output_block_scale)
         host = self.plan_host
         if host is not None and attn_metadata is None and vllm.platform.profiles:
-            host.warm_up(self.program_of(host, layer), query, self.softmax, self.scale)
+            self._warm_up(host, layer, query)
         step: StepRows | None = getattr(attn_metadata, _STEP, None)
         if host is None or self.program is None or step is None:
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)
@@ -155,6 +157,15 @@ class SparseImpl(_Impl):
                 new = Observed(query[rows.tokens].transpose(0, 1)[None], self.scale, self.softmax)
                 host.evicting.observe(self.program, rows, new, pages, step.table[rows.request])
         return output
+
+    def _warm_up(self, host: PlanHost, layer: Any, query: torch.Tensor) -> None:
+        """Runs in the step by which vLLM measures memory, which on a GPU is the first that sees a layer whole."""
+        try:
+            host.warm_up(self.program_of(host, layer), query, self.softmax, self.scale)
+        except SparseKVError as error:
+            if host.evicting is not None:  # whose caches are made for it
+                raise
+            _leave_dense(vllm.get_current_vllm_config(), error)
 
     def _attend(
         self, host: PlanHost, program: LayerProgram, step: StepRows, dense: Callable[..., torch.Tensor],
@@ -213,17 +224,28 @@ class SparseBuilder(_Builder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm.layers_so_far(vllm_config)
         own = [layers[name] for name in layer_names if isinstance(getattr(layers[name], "impl", None), SparseImpl)]
-        self._host: PlanHost | None = own[0].impl.plan_host if own else None
+        self._first: SparseImpl | None = own[0].impl if own else None
         self._table: EvictedTable | None = None  # of evicting layers
-        if self._host is None:
+        host = self._host
+        if host is None:
+            self._be_vllms()
             return
         try:
-            self._prepare(self._host, own, kv_cache_spec, vllm_config, device)
+            self._prepare(host, own, kv_cache_spec, vllm_config, device)
         except SparseKVError as error:
-            if self._host.evicting is not None:  # whose caches are made for it
+            if host.evicting is not None:  # whose caches are made for it
                 raise
             _leave_dense(vllm_config, error)
-            self._host = None
+            self._be_vllms()
+
+    def _be_vllms(self) -> None:
+        self.reorder_batch_threshold = _Builder.reorder_batch_threshold
+        self.supports_update_block_table = _Builder.supports_update_block_table
+
+    @property
+    def _host(self) -> PlanHost | None:
+        """What its layers run by; None where a later one left all of them dense."""
+        return None if self._first is None else self._first.plan_host
 
     def _prepare(
         self, host: PlanHost, own: list[Any], kv_cache_spec: Any, vllm_config: Any, device: torch.device
@@ -326,6 +348,7 @@ def _rows(common: Any) -> TableRows:
 
 
 _hosts: list[tuple[weakref.ref[Any], PlanHost | None]] = []  # of engines whose plan was looked for, by their key
+_NO_PLAN = b"\0" * 32  # in place of a digest
 
 
 def _has_plan() -> bool:
@@ -347,12 +370,24 @@ def _host_of(config: Any) -> PlanHost | None:
 
 def _set_host(key: Any, host: PlanHost | None) -> None:
     _hosts[:] = [one for one in _hosts if one[0]() not in (None, key)]
-    _hosts.append((weakref.ref(key), host))
+    _hosts.append((weakref.ref(key, _forget), host))
+
+
+def _forget(gone: weakref.ref[Any]) -> None:
+    """Frees what an engine that is no more ran by."""
+    _hosts[:] = [one for one in _hosts if one[0] is not gone]
 
 
 def _started(config: Any) -> PlanHost | None:
     options, model = read_options(config.additional_config), config.model_config
-    path = None if model is None else plan_path(options, model.model, model.revision)
+    if model is None:
+        return None
+    try:
+        path = plan_path(options, model.model, model.revision)
+    except SparseKVError as error:
+        _say_dense(config, error)
+        path = None
+    _check_ranks_agree(config, path)
     if path is None:  # and nothing else of vLLM has been looked at
         return None
     try:
@@ -360,11 +395,32 @@ def _started(config: Any) -> PlanHost | None:
     except SparseKVError as error:
         _say_dense(config, error)
         return None
+    except Exception as error:  # of a release or a model that is unlike what was seen: no reason to end a server
+        _say_dense(config, UnsupportedError(f"the engine could not be read ({type(error).__name__}: {error})"))
+        return None
     if host.evicting is not None:
         _evict_blocks(config)
     runner = 2 if config.use_v2_model_runner else 1
     vllm.logger.info("sparsekv: %s by %s, kernels: %s, model runner V%d", host.phases, path, host.backend, runner)
     return host
+
+
+def _check_ranks_agree(config: Any, path: Path | None) -> None:
+    """Refuses ranks that would run different plans, or some of them none: those would wait for each other for ever.
+
+    Raises:
+        BackendError: on every rank.
+    """
+    if config.parallel_config.tensor_parallel_size == 1:
+        return
+    digest = _NO_PLAN if path is None else sha256(path.read_bytes()).digest()
+    each = vllm.gather_bytes(digest)
+    if any(one != each[0] for one in each):
+        having = ", ".join(f"{rank}: {'none' if one == _NO_PLAN else one.hex()[:8]}" for rank, one in enumerate(each))
+        raise BackendError(
+            f"expected one plan on all tensor-parallel ranks, found files with these digests (by rank): {having}; copy "
+            "the same sparsekv.yaml beside the model on every machine"
+        )
 
 
 def _leave_dense(config: Any, error: SparseKVError) -> None:
@@ -415,7 +471,15 @@ def _spec_of(layer: Any, spec: Any) -> Any:
     impl = getattr(layer, "impl", None)
     if not isinstance(impl, SparseImpl) or impl.plan_host is None:
         return spec
-    role = impl.program_of(impl.plan_host, layer).role
+    host = impl.plan_host
+    try:  # before any layer has a cache that is made for it
+        for one in vllm.layers_so_far(vllm.get_current_vllm_config()).values():
+            if isinstance(getattr(one, "impl", None), SparseImpl):
+                one.impl.program_of(host, one)
+    except SparseKVError as error:
+        _leave_dense(vllm.get_current_vllm_config(), error)
+        return spec
+    role = impl.program_of(host, layer).role
     return evicting_spec(spec, EvictedBlocks.of(role.rule, spec.block_size)) if isinstance(role, Evicting) else spec
 
 

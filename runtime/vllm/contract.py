@@ -68,7 +68,9 @@ NAMES: Places = MappingProxyType(
         "vllm.v1.metrics.loggers:StatLoggerBase": ("record", "log_engine_initialized"),
         "vllm.v1.attention.backend:AttentionType": ("DECODER",),
         "vllm.v1.attention.backend:AttentionCGSupport": ("UNIFORM_SINGLE_TOKEN_DECODE",),
-        "vllm.v1.attention.backends.registry:AttentionBackendEnum": ("CPU_ATTN", "CUSTOM", "FLASH_ATTN"),
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum": (
+            "CPU_ATTN", "CUSTOM", "FLASH_ATTN", "get_path", "is_overridden",
+        ),
         "vllm.v1.attention.backends.registry": ("register_backend",),
         METADATA: (
             "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len",
@@ -244,6 +246,7 @@ class Sources:
 
     read: Read
     _trees: dict[str, ast.Module | None] = field(default_factory=dict, compare=False, repr=False)
+    _asked: set[tuple[str, str]] = field(default_factory=set, compare=False, repr=False)  # modules import in circles
 
     @classmethod
     def of_folder(cls, folder: Path) -> Sources:
@@ -274,12 +277,14 @@ class Sources:
 
     def _of_module(self, module: str) -> frozenset[str] | None:
         tree = self._tree(module)
-        if tree is None:
+        if tree is None or (module, "*") in self._asked:
             return None
+        self._asked.add((module, "*"))
         found = frozenset(_bound(tree.body))
         for node in _statements(tree.body):
             if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
                 found |= self._of_module(self._absolute(node, module)) or frozenset()
+        self._asked.discard((module, "*"))
         return found
 
     def _tree(self, module: str) -> ast.Module | None:
@@ -290,6 +295,15 @@ class Sources:
 
     def _class(self, module: str, name: str) -> _Class | None:
         """A class, where it is defined or from where a module has it."""
+        if (module, name) in self._asked:
+            return None
+        self._asked.add((module, name))
+        try:
+            return self._found_class(module, name)
+        finally:
+            self._asked.discard((module, name))
+
+    def _found_class(self, module: str, name: str) -> _Class | None:
         tree = self._tree(module)
         if tree is None:
             return None

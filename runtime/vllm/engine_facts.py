@@ -126,11 +126,6 @@ def _untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
             yield f'{told}; use that, or take the risk with "allow_untested": true'
         else:
             warnings.warn(f"{told}; what is used of it is there, and nothing more is known", PlanWarning, stacklevel=4)
-    if facts.tensor_parallel > 1 and facts.device != "cpu" and not allowed:
-        yield (
-            f"tensor parallelism over {facts.tensor_parallel} ranks on {facts.device}, tested on a CPU alone: use "
-            '--tensor-parallel-size 1, or take the risk with "allow_untested": true'
-        )
     if facts.stages and not allowed:
         yield (
             f"pipeline parallelism over {len(facts.stages)} stages, which was not tested: use "

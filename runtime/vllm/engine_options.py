@@ -58,7 +58,7 @@ def read_options(additional_config: Any) -> EngineOptions:
 
 
 def plan_path(options: EngineOptions, model: str, revision: str | None) -> Path | None:
-    """Returns where the plan of an engine is; None where none was asked for and none lies beside the model.
+    """Returns where the plan of an engine is; None where none is required and none lies beside the model.
 
     Args:
         options: of the engine.
@@ -71,7 +71,13 @@ def plan_path(options: EngineOptions, model: str, revision: str | None) -> Path 
     if options.dense:
         return None
     if options.plan is None:
-        return _beside(model, revision)
+        found = _beside(model, revision)
+        if found is None and options.require:
+            raise UsageError(
+                f'expected a {PLAN_NAME} beside {model}, as "require" in --additional-config asks, found none (of a '
+                'hub model: neither cached nor in the hub); put one there, name it by "plan", or remove "require"'
+            )
+        return found
     asked = Path(options.plan).expanduser()
     path = asked / PLAN_NAME if asked.is_dir() else asked
     if not path.is_file():

@@ -48,7 +48,7 @@ logger = init_logger("vllm.sparsekv")  # below "vllm", whose handler prints it
 # The flash-attn-4 that releases of vLLM bring along.
 _FLASH = FlashPackage("vllm.vllm_flash_attn.cute", "vllm", tuple(TESTED["cuda"]), asks_lists=False)
 
-_PREFERS_OTHERS = 10  # compute capability from which on vLLM prefers another backend where none is asked for
+_PREFERS_OTHERS = 10  # major compute capability of which vLLM prefers another backend where none is asked for
 # Fields of a step's metadata with an entry a request, as far as a release has them, and with one a row.
 _BY_REQUEST = (
     *("seq_lens", "seq_lens_cpu_upper_bound", "is_prefilling", "block_table_tensor"),
@@ -281,6 +281,13 @@ def gather(x: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def gather_bytes(given: bytes) -> list[bytes]:
+    """Returns what each tensor-parallel rank gives, as many bytes each."""
+    device = torch.empty(0, device=current_platform.device_type).device
+    found = gather(torch.tensor(list(given), dtype=torch.float32, device=device))  # not every backend gathers integers
+    return [bytes(map(int, one)) for one in found.tolist()]
+
+
 def runs_ours(config: VllmConfig) -> bool:
     """Returns whether an engine attends by our backend where it has a plan."""
     asked = config.attention_config
@@ -290,7 +297,7 @@ def runs_ours(config: VllmConfig) -> bool:
     if named:
         return bool(named.intersection((platform.backend, platform.planned)))
     capability = current_platform.get_device_capability()
-    return capability is None or capability.major < _PREFERS_OTHERS
+    return capability is None or capability.major != _PREFERS_OTHERS
 
 
 def asks_for_ours(config: VllmConfig) -> bool:
@@ -499,5 +506,14 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, f"{__package__}.unavailable.UnavailableBackend")
     else:
         register_backend(platform.backend, f"{__package__}.attention_backend.SparseBackend")
-        register_backend(platform.planned, f"{__package__}.attention_backend.PlannedBackend")  # on a CPU, the same name
+        _register_planned()
         offer_package(_FLASH)
+
+
+def _register_planned() -> None:
+    """Registers the class for vLLM's own name, unless another plugin stands there: without a plan nothing is ours."""
+    planned, ours = platform.planned, f"{__package__}.attention_backend.PlannedBackend"
+    if planned is not platform.backend and planned.is_overridden() and planned.get_path() != ours:
+        logger.warning("sparsekv: another plugin stands for %s: plans run by CUSTOM alone", planned.name)
+    else:
+        register_backend(planned, ours)

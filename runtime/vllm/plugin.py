@@ -11,8 +11,8 @@ def register() -> None:
     """Makes the backend known to vLLM. A release without the names we use is left as it is, with a warning."""
     try:
         from sparsekv.runtime.vllm.internals import register as register_backend
-    except ImportError as error:
-        message = f"this release of vLLM lacks what sparsekv uses of it ({error}): it runs without plans"
+
+        register_backend()
+    except Exception as error:  # of a release that is unlike what was seen: every process of vLLM calls this
+        message = f"sparsekv found vLLM unlike what it knows ({type(error).__name__}: {error}): it runs without plans"
         warnings.warn(message, PlanWarning, stacklevel=2)
-        return
-    register_backend()

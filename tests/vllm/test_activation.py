@@ -1,19 +1,23 @@
 """A plan beside a model is run without being asked for, and without one vLLM is its own."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
 from vllm_engine import Oracle, generate, make_engine, same
 
-from sparsekv.plans.errors import PlanMismatchError, SparseKVError, UnsupportedError
+from sparsekv.plans.errors import PlanMismatchError, SparseKVError, UnsupportedError, UsageError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.vllm import attention_backend
 from sparsekv.runtime.vllm.attention_backend import SparseBuilder, SparseImpl
 from sparsekv.runtime.vllm.counters import serving_stats
+from sparsekv.runtime.vllm.engine_facts import check_engine_layer
+from sparsekv.runtime.vllm.plan_host import PlanHost
 
 Prompts = dict[int, list[int]]
 
@@ -83,6 +87,57 @@ def test_a_plan_that_cannot_run_leaves_the_engine_dense_with_one_warning_that_na
         make_engine(str(planned), additional_config=named)
     named["sparsekv"]["require"] = False
     assert kinds_of(make_engine(str(planned), additional_config=named)) == VLLMS_OWN
+
+
+def test_a_plan_that_is_required_and_is_nowhere_ends_the_engine(reference: LoadedModel, warned: list[str]) -> None:
+    folder = str(reference.model.name_or_path)
+    with pytest.raises(UsageError, match='"require" in --additional-config asks, found none'):
+        make_engine(folder, additional_config={"sparsekv": {"require": True}})
+    missing = {"plan": "nowhere.yaml"}
+    with pytest.raises(UsageError, match=r"expected a plan at nowhere\.yaml"):
+        make_engine(folder, additional_config={"sparsekv": missing})
+    assert warned == []
+    engine = make_engine(folder, additional_config={"sparsekv": missing | {"require": False}})
+    assert kinds_of(engine) == VLLMS_OWN
+    assert "expected a plan at nowhere.yaml" in warned[0]
+
+
+def test_an_engine_that_cannot_be_read_runs_dense(
+    planned: Path, warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a release or a model that is unlike what was seen."""
+
+    def fail(*args: Any) -> Any:
+        raise AttributeError("of this test")
+
+    monkeypatch.setattr(attention_backend.vllm, "engine_facts", fail)
+    assert kinds_of(make_engine(str(planned))) == VLLMS_OWN
+    assert "the engine could not be read (AttributeError: of this test)" in warned[0]
+
+
+def test_what_the_step_finds_that_measures_memory_leaves_all_layers_dense(
+    planned: Path, warned: list[str], dense: Oracle, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that step is the first that sees a layer whole, before there are builders, and has no metadata."""
+    engine = make_engine(str(planned))
+    (runner,) = engine.collective_rpc(lambda worker: worker.model_runner)
+    layers = list(runner.vllm_config.compilation_config.static_forward_context.values())
+    monkeypatch.setattr(attention_backend.vllm.platform, "profiles", True)
+    monkeypatch.setattr(PlanHost, "warm_up", lambda *args: check_engine_layer(args[1], 7, 7, None))
+    q_THD, k_TGD = torch.zeros(8, 4, 64), torch.zeros(8, 2, 64)
+    with attention_backend.vllm.set_current_vllm_config(runner.vllm_config):
+        layers[2].impl.forward(layers[2], q_THD, k_TGD, k_TGD, layers[2].kv_cache, None, torch.zeros_like(q_THD))
+    assert "found that vLLM runs it with (7, 7, None)" in warned[0]
+    assert all(layer.impl.plan_host is None for layer in layers)
+    assert same(generate(engine, [prompts[2000]])[0], dense(prompts[2000], ()))
+
+
+def test_what_an_engine_ran_by_is_freed_with_it(planned: Path) -> None:
+    engine = make_engine(str(planned))
+    assert any(host is not None for _, host in attention_backend._hosts)
+    del engine
+    gc.collect()
+    assert all(host is None for _, host in attention_backend._hosts)
 
 
 @pytest.mark.parametrize("at", ["_check", "check_engine_layer", "check_pages"])

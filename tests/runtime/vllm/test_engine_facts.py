@@ -33,7 +33,6 @@ def test_a_plain_engine_is_taken() -> None:
         ({"speculative": "eagle"}, "speculative decoding (eagle)", "--speculative-config"),
         ({"kv_cache_dtype": "fp8"}, "fp8", "--kv-cache-dtype auto"),
         ({"context_parallel": 2}, "context parallelism over 2 ranks", "sizes to 1"),
-        ({"tensor_parallel": 4, "device": "cuda", "release": "0.26.0"}, "parallelism over 4 ranks", "allow_untested"),
         ({"kv_connector": "LMCache"}, "the KV connector LMCache", "--kv-transfer-config"),
         ({"encoder_decoder": True}, "cross-attention", "only decoders"),
         ({"latent": True}, "MLA", "each head"),
