@@ -466,18 +466,18 @@ def _evict_blocks(config: Any) -> None:
         vllm.logger.info("sparsekv: prefix caching is off: blocks of evicting layers cannot be shared")
 
 
-def _spec_of(layer: Any, spec: Any) -> Any:
+def _spec_of(config: Any, layer: Any, spec: Any) -> Any:
     """The cache of a layer, where vLLM would give it this one."""
     impl = getattr(layer, "impl", None)
     if not isinstance(impl, SparseImpl) or impl.plan_host is None:
         return spec
     host = impl.plan_host
     try:  # before any layer has a cache that is made for it
-        for one in vllm.layers_so_far(vllm.get_current_vllm_config()).values():
+        for one in vllm.layers_so_far(config).values():
             if isinstance(getattr(one, "impl", None), SparseImpl):
                 one.impl.program_of(host, one)
     except SparseKVError as error:
-        _leave_dense(vllm.get_current_vllm_config(), error)
+        _leave_dense(config, error)
         return spec
     role = impl.program_of(host, layer).role
     return evicting_spec(spec, EvictedBlocks.of(role.rule, spec.block_size)) if isinstance(role, Evicting) else spec

@@ -77,12 +77,12 @@ def without_prefix_caching(config: VllmConfig) -> bool:
     return was_on
 
 
-def change_specs(change: Callable[[Any, Any], Any]) -> None:
-    """Has every layer's cache be what `change(layer, spec)` gives, from now on."""
+def change_specs(change: Callable[[VllmConfig, Any, Any], Any]) -> None:
+    """Has every layer's cache be what `change(config, layer, spec)` gives, from now on."""
 
     def replacement(given: Any) -> Any:
         def get_kv_cache_spec(self: Any, vllm_config: VllmConfig) -> Any:
-            return change(self, given(self, vllm_config))
+            return change(vllm_config, self, given(self, vllm_config))
 
         return get_kv_cache_spec
 

@@ -21,7 +21,12 @@ from sparsekv.runtime.core.program import LayerProgram
 TESTED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "cpu": MappingProxyType({"0.32.0": "all tests of the host, tensor parallel 2 among them"}),
-        "cuda": MappingProxyType({"0.26.0": "all tests of the host and `bench serve` on one H200"}),
+        "cuda": MappingProxyType(
+            {
+                "0.26.0": "all tests of the host and `bench serve` on one H200",
+                "0.33.0": "its tests, `vllm serve` and `bench serve` on one H100, tensor parallel 2 on two",
+            }
+        ),
     }
 )
 

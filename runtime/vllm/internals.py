@@ -45,8 +45,8 @@ from sparsekv.runtime.vllm.releases import empty_pages
 __all__ = ["AttentionType", "get_current_vllm_config", "release"]
 
 logger = init_logger("vllm.sparsekv")  # below "vllm", whose handler prints it
-# The flash-attn-4 that releases of vLLM bring along.
-_FLASH = FlashPackage("vllm.vllm_flash_attn.cute", "vllm", tuple(TESTED["cuda"]), asks_lists=False)
+# The flash-attn-4 that releases of vLLM bring along, and those whose copy was run over block lists.
+_FLASH = FlashPackage("vllm.vllm_flash_attn.cute", "vllm", ("0.26.0",), asks_lists=False)
 
 _PREFERS_OTHERS = 10  # major compute capability of which vLLM prefers another backend where none is asked for
 # Fields of a step's metadata with an entry a request, as far as a release has them, and with one a row.
