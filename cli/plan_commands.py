@@ -13,7 +13,7 @@ import typer
 
 from sparsekv.cli.arguments import PLACE, Json, PlanArgument, PlanPlace, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json, tell
-from sparsekv.cli.plan_files import check_replaceable
+from sparsekv.cli.plan_files import check_replaceable, outcomes_beside
 from sparsekv.plans.diff import diff_plans
 from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UsageError, install_command
 from sparsekv.plans.files import load_plan, parse_plan, read_text, sign, write_bytes
@@ -65,13 +65,14 @@ def show(
 def _print(plan: Plan, full: bool, place: str) -> None:
     from rich.console import Console
 
-    from sparsekv.cli.verdict import verdict
+    from sparsekv.cli.verdict import Ended, verdict
     from sparsekv.plans.show import describe
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     for part in describe(plan, full):
         console.print(part)
-    emit("\n".join(("", *verdict(plan, place))))
+    ended = Ended(goes_on=outcomes_beside(Path(place)).is_file())
+    emit("\n".join(("", *verdict(plan, place, ended=ended))))
 
 
 def _write_page(
