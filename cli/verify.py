@@ -215,9 +215,10 @@ def _write(result: Verification, plan: Plan, file: Path, before: str, facts: dic
 
 
 def _is_decided(plan: Plan) -> bool:
-    """Returns whether no figure that was measured of a plan is left undecided."""
+    """Returns whether more prompts would change nothing: a figure that was measured of a plan is missed, or all are
+    met."""
     outcomes = {claim.outcome for _, _, _, claim in claims(plan.quality)} if plan.quality else set()
-    return plan.status == "verified" or bool(outcomes and "undecided" not in outcomes)
+    return plan.status == "verified" or "missed" in outcomes or outcomes == {"met"}
 
 
 def _tell_decided(plan: Plan, subject: Subject, as_json: bool) -> None:
@@ -228,7 +229,7 @@ def _tell_decided(plan: Plan, subject: Subject, as_json: bool) -> None:
     """
     measured = claims(plan.quality) if plan.quality else ()
     missed = [f"{phase}: {name}" for phase, _, name, claim in measured if claim.outcome == "missed"]
-    said = f"nothing is left to be drawn: every figure of {_place(plan, subject)} is decided"
+    said = f"nothing is left to be drawn: what was measured of {_place(plan, subject)} is decided"
     facts: dict[str, Any] = {"passed": not missed, "verified": plan.status == "verified", "reasons": [said]}
     facts |= {"quality": to_data(plan.quality) if plan.quality else None}
     if missed:
