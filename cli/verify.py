@@ -102,7 +102,7 @@ def verify(flags: VerifyFlags) -> None:
     """Run a plan on held-out prompts against dense: prefill, decode, both.
 
     Exit 1 when a gate is shown to be missed. Exit 0 otherwise, also where what was drawn shows neither that a gate is
-    met nor that it is missed, whatever its mean: the last lines say which.
+    met nor that it is missed, whatever its mean: the last lines say which, and `--write --more` goes on from there.
     """
     subject = flags.subject
     found, file, before = subject.need_plan(), None, ""
