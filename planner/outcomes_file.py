@@ -131,6 +131,21 @@ class ModeOutcomes(Part):
     spent: tuple[Exact, Exact, Exact, Exact]
     tasks: dict[Text, TaskOutcomes]
 
+    @classmethod
+    def of(cls, mode: str, result: EvalResult) -> Self:
+        """Returns the result of a mode as a file has it."""
+        tasks = {
+            name: TaskOutcomes(dense=tuple(map(_row, task.dense)), own=tuple(map(_row, task.sparse)))
+            for name, task in result.tasks.items()
+        }
+        return cls(mode=mode, length=result.lengths[0], spent=astuple(result.spent), tasks=tasks)
+
+    @property
+    def result(self) -> EvalResult:
+        """Returns the result as it was measured."""
+        tasks = {name: TaskResult(_outcomes(task.dense), _outcomes(task.own)) for name, task in self.tasks.items()}
+        return EvalResult((self.length,), tasks, Spent(*self.spent))
+
 
 class OutcomesRecord(Part):
     """Holds what a verification drew before its time was up.
@@ -164,7 +179,7 @@ class OutcomesRecord(Part):
                 WantedDraw(length=length, phase=phase, answers=one.answers, floor=one.floor, texts=one.texts)
                 for length, phase, one in wanted
             ),
-            results=tuple(_mode_outcomes(mode, one) for mode, one in results),
+            results=tuple(ModeOutcomes.of(mode, one) for mode, one in results),
         )
 
     @model_validator(mode="after")
@@ -188,29 +203,16 @@ class OutcomesRecord(Part):
         found = Outcomes({name: {} for name in modes}, self.settings.gates, self.settings.attempt, self.looks)
         found.drawn.update(self.drawn)
         found.ended.update(self.ended)
-        for one in self.wanted:
-            wanted = Wanted(one.answers, one.floor, one.texts)
-            found.wanted.setdefault(one.length, {})[one.phase] = wanted
-        for result in self.results:
-            found.results[result.mode][result.length] = _eval_result(result)
+        for draw in self.wanted:
+            wanted = Wanted(draw.answers, draw.floor, draw.texts)
+            found.wanted.setdefault(draw.length, {})[draw.phase] = wanted
+        for one in self.results:
+            found.results[one.mode][one.length] = one.result
         return found
-
-
-def _mode_outcomes(mode: str, result: EvalResult) -> ModeOutcomes:
-    tasks = {
-        name: TaskOutcomes(dense=tuple(map(_row, task.dense)), own=tuple(map(_row, task.sparse)))
-        for name, task in result.tasks.items()
-    }
-    return ModeOutcomes(mode=mode, length=result.lengths[0], spent=astuple(result.spent), tasks=tasks)
 
 
 def _row(outcome: Outcome) -> Row:
     return astuple(outcome)
-
-
-def _eval_result(found: ModeOutcomes) -> EvalResult:
-    tasks = {name: TaskResult(_outcomes(task.dense), _outcomes(task.own)) for name, task in found.tasks.items()}
-    return EvalResult((found.length,), tasks, Spent(*found.spent))
 
 
 def _outcomes(rows: Sequence[Row]) -> tuple[Outcome, ...]:
