@@ -7,7 +7,7 @@ outcomes that nothing goes on from would only be mistaken for those of another p
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -75,11 +75,10 @@ class OutcomesSettings(Part):
         Raises:
             UsageError: they were drawn with other settings; names each difference.
         """
-        found = {name: getattr(self, name) for name in own}
         differing = [
-            f"{name.replace('_', ' ')}: {_told(found[name])} there, {_told(here)} here"
-            for name, here in own.items()
-            if found[name] != here
+            f"{name.replace('_', ' ')}: {_told(there)} there, {_told(here)} here"
+            for name, there, here in _pairs({name: getattr(self, name) for name in own}, own)
+            if there != here
         ]
         if differing:
             raise UsageError(
@@ -88,9 +87,17 @@ class OutcomesSettings(Part):
             )
 
 
+def _pairs(found: Mapping[str, object], own: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
+    """The values of each setting, of gates one by one."""
+    for name, here in own.items():
+        there = found[name]
+        if isinstance(there, Gate) and isinstance(here, Gate):
+            yield from ((bound, there.named[bound], value) for bound, value in here.named.items())
+        else:
+            yield name, there, here
+
+
 def _told(value: object) -> str:
-    if isinstance(value, Gate):
-        value = value.named
     if isinstance(value, Mapping):
         value = ", ".join(f"{name} {one}" for name, one in value.items())
     if isinstance(value, tuple):

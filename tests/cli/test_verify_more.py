@@ -71,7 +71,7 @@ def test_more_samples_are_drawn_behind_those_of_the_first_run(sparsekv, copy, be
         (("--seed", 3), "seed: none there, 3 here"),
         (("--tasks", "niah_single"), "tasks: kv_retrieval there, niah_single here"),
         (("--lengths", "2k"), "lengths: 1024 there, 2048 here"),
-        (("--max-kl", 0.01), "gates: "),
+        (("--max-kl", 0.01), "max kl decode: 100.0 there, 0.01 here"),
         (("--dtype", "bfloat16"), "dtype: float32 there, bfloat16 here"),
         (("--backend", "reference"), "backend: cpu there, reference here"),
         (("--samples", 1), "more than the 1 that were drawn"),

@@ -96,7 +96,7 @@ def test_outcomes_of_other_settings_are_not_gone_on_from(monkeypatch: pytest.Mon
     drawn = verified(monkeypatch, verify_time=20.0)[0].outcomes
     stricter = Gate(max_kl=0.01)
     for changes, said in [
-        ({"gate": stricter}, "gates: "),
+        ({"gate": stricter}, "max kl both: 0.055 there, 0.01 here"),
         ({"dtype": torch.float32}, "dtype: bfloat16 there, float32 here"),
         ({"prefill_chunk": 512}, "prefill chunk: none there, 512 here"),
         ({"verify_lengths": LENGTHS[:1]}, "lengths: 2048, 4096 there, 2048 here"),
