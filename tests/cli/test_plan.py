@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 
 from sparsekv.cli.arguments import Subject
 from sparsekv.planner.verify import Verification
-from sparsekv.plans.files import load_plan
+from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.schema import Measurement, Quality
 
 TASK = ("--tasks", "kv_retrieval")
@@ -372,4 +372,11 @@ def test_verify_counts_the_same_prompts_as_the_plan_that_was_made_from_them(spar
     assert again.code == 0, again.err
     assert told[0] in again.err
     counted = load_plan(out).quality.evidence.prompts
-    assert counted == again.data["quality"]["evidence"]["prompts"] == int(told[1])
+    assert counted == again.data["quality"]["evidence"]["prompts"] == int(told[1]) > 1
+    write_plan(load_plan(out).model_copy(update={"quality": None}), out)
+    done = sparsekv("verify", model, "--plan", out, "--prompts", file, *LOOSE, "--write", "--samples", 1)
+    assert done.code == 0, done.err
+    more = ("verify", model, "--plan", out, "--write", "--more")
+    assert "prompts: sha256" in sparsekv(*more).err  # those are to be given again
+    assert sparsekv(*more, "--prompts", file).code == 0
+    assert load_plan(out).quality.evidence.prompts == counted
