@@ -83,8 +83,9 @@ class ObservedInput:
         """The output of the layer of an observed model, for the same call with these hidden states: [B, S, E]."""
         attention: Any = next((module for module in layer.modules() if NAME in vars(module)), None)
         with nullcontext() if attention is None else vars(attention)[NAME].alone(attention.layer_idx):
-            found: torch.Tensor = layer(hidden_BSE, **self.kwargs)
-        return found
+            found = layer(hidden_BSE, **self.kwargs)
+        out_BSE: torch.Tensor = found[0] if isinstance(found, tuple) else found  # Bamba's give None beside
+        return out_BSE
 
 
 @contextmanager

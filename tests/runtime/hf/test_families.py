@@ -20,6 +20,7 @@ from sparsekv.runtime.hf.placement import Placement
 from sparsekv.runtime.model_config import describe_config
 
 SWITCH = 64
+WIDE = {"ffn": 1024, "hidden": 64, "head_dim": 16}
 CUT = Chunking(above=20, rows=17, output_bytes=1)
 FULL = (AShape(sink=tokens(1), window=fraction(1.0)), BlockSparse(keep=fraction(1.0)), Dense())
 SPARSE = (
@@ -132,9 +133,15 @@ def test_local_layers_are_never_filters_and_windows_beyond_the_context_are_none(
     assert describe_model(tiny_model("phi3", sliding_window=4096)).full_layers == (0, 1, 2)
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe"])
-def test_a_long_pass_through_experts_takes_no_more_than_was_said(architecture: str) -> None:
-    model, chunking = tiny_model(architecture, ffn=256, hidden=128), Chunking(above=500, rows=500)
+@pytest.mark.parametrize(
+    ("architecture", "widths"),
+    [
+        *((name, {"ffn": 256, "hidden": 128}) for name in ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")),
+        *((name, WIDE) for name in ("afmoe", "apertus", "cohere", "gpt_oss", "granitemoeshared", "minimax_m2", "phi")),
+    ],
+)
+def test_a_long_pass_takes_no_more_than_was_said(architecture: str, widths: dict[str, int]) -> None:
+    model, chunking = tiny_model(architecture, layers=2, **widths), Chunking(above=500, rows=500)
     size = ModelSize.of(model, describe_model(model))
     said = MemoryModel(size, None, None, on_cpu=True, chunking=chunking).use(Request(2000), Placement())
     prompt, held, most = random_tokens(1, 2000), 0, 0
@@ -163,7 +170,7 @@ def test_what_cannot_run_is_refused_with_the_reason(model_type: str, why: str) -
         architecture_of(model_type)
 
 
-@pytest.mark.parametrize("family", ["mistral", "mixtral", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["ministral3", "mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2"])
 def test_models_with_one_window_have_it_in_every_layer_whatever_their_layers_are_called(family: str) -> None:
     """As their modelling code has it, which reads no `layer_types`."""
     model, prompt = tiny_model(family, sliding_window=32, use_sliding_window=True), random_tokens(1, 120)
