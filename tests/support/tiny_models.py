@@ -76,7 +76,7 @@ _OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leav
     "solar_open": _GROUPS,
     "vaultgemma": {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0, "attn_implementation": "eager"},
 }
-_WINDOWED = (  # whose layers have a window of their own where nothing else is said
+WINDOWED = (  # whose layers have a window of their own where nothing else is said
     *("afmoe", "cohere2", "cwm", "dots1", "exaone4", "exaone_moe", "gemma2", "gpt_oss", "granite_swa", "ministral"),
     *("olmo3", "vaultgemma"),
 )
@@ -115,7 +115,7 @@ def tiny_model(
         options = _with_states(architecture, options)
     if architecture in _DELTA_RULE:
         options = _LINEAR | options
-    if architecture in _WINDOWED:
+    if architecture in WINDOWED:
         options.setdefault("layer_types", ["full_attention"] * layers)
     if architecture in _SQUARE:
         hidden = heads * head_dim
