@@ -72,7 +72,8 @@ class Architecture:
             return -(-(self.at_once or 3) * dense // 3)
         width = getattr(config, self.experts)
         expert = -(-((self.at_once or 4) * width + 4 * config.hidden_size) // 3)
-        return max(dense, experts_per_token(config) * expert + self._shared_width(config, width))
+        experts: int = experts_per_token(config) * expert + self._shared_width(config, width)
+        return max(dense, experts)
 
     def _shared_width(self, config: Any, expert: int) -> int:
         found = int(getattr(config, self.shared, None) or 0) if self.shared else 0

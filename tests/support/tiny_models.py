@@ -83,8 +83,8 @@ WINDOWED = (  # whose layers have a window of their own where nothing else is sa
 _SQUARE = ("helium", "olmoe", "stablelm")  # whose heads are together as wide as a hidden state
 # One of each kind, for what does not depend on the numbers of a family.
 TYPICAL = ("glm", "gpt_oss", "gemma3_text", "granitemoe", "llama", "olmo2", "phi3", "qwen3")
-_DELTA_RULE = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-HYBRIDS = (*_DELTA_RULE, "bamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe")
+DELTA_RULE = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+HYBRIDS = (*DELTA_RULE, "bamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe")
 _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -113,7 +113,7 @@ def tiny_model(
     """A random model in evaluation mode. Weights are large enough that its logits are well apart."""
     if architecture in HYBRIDS:
         options = _with_states(architecture, options)
-    if architecture in _DELTA_RULE:
+    if architecture in DELTA_RULE:
         options = _LINEAR | options
     if architecture in WINDOWED:
         options.setdefault("layer_types", ["full_attention"] * layers)
