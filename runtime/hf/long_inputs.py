@@ -212,9 +212,9 @@ def forward_in_pieces(
     for rows in pieces:
         attended_BSE = out_BHSD[:, :, rows].transpose(1, 2).flatten(2)
         read_BSE, hidden_BSE = given.hidden_BSE[:, rows], into_BSE[:, rows]
-        beside = mlp(first(read_BSE)) if architecture.parallel else None  # before its input is overwritten
+        added_BSE = mlp(first(read_BSE)) if architecture.parallel else None  # before its input is overwritten
         torch.add(read_BSE, after_attention(project(attended_BSE)) * scale, out=hidden_BSE)
-        hidden_BSE += after_mlp(mlp(norm(hidden_BSE)) if beside is None else beside) * scale
+        hidden_BSE += after_mlp(mlp(norm(hidden_BSE)) if added_BSE is None else added_BSE) * scale
     return into_BSE
 
 
