@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
-from sparsekv.cli.plan_files import PlanFiles
+from sparsekv.cli.plan_files import PlanFiles, outcomes_beside
 from sparsekv.cli.prompts import own_prompts
 from sparsekv.planner.flags import MOST, Flag
 from sparsekv.planner.options import HELD_OUT, DecodeSearch, Gate, Hardware, PlanOptions, Search
@@ -96,6 +96,7 @@ def plan(flags: PlanFlags) -> None:
     if flags.needs_model:
         subject = subject.checked(flags, wanted.lengths)
     # Imports torch and transformers, which takes seconds: what is wrong with the call was said by now.
+    from sparsekv.planner.outcomes_file import keep_outcomes
     from sparsekv.planner.plan import compile_plan
     from sparsekv.planner.profile.resume import left_aside, only_run
     from sparsekv.planner.progress import BarProgress
@@ -111,6 +112,8 @@ def plan(flags: PlanFlags) -> None:
             progress=progress,
         )
         write_plan(result.plan, flags.out)
+        verified = result.verification
+        keep_outcomes(verified.outcomes if verified else None, outcomes_beside(flags.out))
         if not flags.profile:
             flags.resume.unlink(missing_ok=True)
     _tell(result, flags, time.monotonic() - started, job.options.verify_time)
@@ -142,16 +145,17 @@ def _job(flags: PlanFlags, wanted: PlanOptions, subject: Subject, measured: Meas
 
 
 def _tell(result: PlanResult, flags: PlanFlags, seconds: float, verify_time: float) -> None:
-    from sparsekv.cli.verdict import next_command, verdict
+    from sparsekv.cli.verdict import Ended, next_command, verdict
 
     plan, out, remarks = result.plan, flags.out, list(result.remarks)
     is_unproven = not flags.no_verify and plan.status != "verified"  # the first remark says why
     reason = remarks.pop(0) if is_unproven else ""
-    spent = 0.0 if flags.verify_samples else verify_time
+    found, spent = result.verification, 0.0 if flags.verify_samples else verify_time
+    ended = Ended(spent, found.outcomes is not None, found.seconds) if found else None
     if not flags.as_json:
         if plan.quality is not None:
             emit(quality_table(plan.quality) + "\n")
-        lines = verdict(plan, str(out), reason, model=flags.model, spent=spent)
+        lines = verdict(plan, str(out), reason, model=flags.model, ended=ended)
         emit("\n".join((f"{out}: written in {seconds:.0f} s", *lines)))
     elif reason:
         tell(reason)
@@ -159,7 +163,7 @@ def _tell(result: PlanResult, flags: PlanFlags, seconds: float, verify_time: flo
         tell(remark)
     facts = _facts(result, out, seconds)
     if flags.require_verified and is_unproven:
-        further = f"go on with `{next_command(plan, str(out), flags.model, spent)}`"
+        further = f"go on with `{next_command(plan, str(out), flags.model, ended)}`"
         raise GateError(
             f"expected a verified plan, found {plan.status}: {reason}. {out} is written; "
             f"{_HOW_SPARSE if plan.is_dense else further}"

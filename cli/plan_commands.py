@@ -13,7 +13,8 @@ import typer
 
 from sparsekv.cli.arguments import PLACE, Json, PlanArgument, PlanPlace, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json, tell
-from sparsekv.cli.plan_files import check_replaceable
+from sparsekv.cli.plan_files import check_replaceable, outcomes_beside
+from sparsekv.cli.verdict import Ended, verdict
 from sparsekv.plans.diff import diff_plans
 from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UsageError, install_command
 from sparsekv.plans.files import load_plan, parse_plan, read_text, sign, write_bytes
@@ -49,7 +50,8 @@ def show(
         raise UsageError(f"expected --html FILE beside {idle[0]}, which only the page shows; add it, or leave it out")
     if html is not None:
         check_replaceable(html, "--html", "page")
-    found = load_plan(plan_file(plan))
+    path = plan_file(plan)
+    found = load_plan(path)
     if html is not None:
         _write_page(found, str(plan), html, profile, curve, suite)
     if as_json:
@@ -59,19 +61,18 @@ def show(
     elif html is not None:
         emit(f"{html}: the page of {found.model.id}, {found.status}")
     else:
-        _print(found, full, str(plan))
+        _print(found, full, str(plan), Ended(goes_on=outcomes_beside(path).is_file()))
 
 
-def _print(plan: Plan, full: bool, place: str) -> None:
+def _print(plan: Plan, full: bool, place: str, ended: Ended) -> None:
     from rich.console import Console
 
-    from sparsekv.cli.verdict import verdict
     from sparsekv.plans.show import describe
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     for part in describe(plan, full):
         console.print(part)
-    emit("\n".join(("", *verdict(plan, place))))
+    emit("\n".join(("", *verdict(plan, place, ended=ended))))
 
 
 def _write_page(
@@ -84,7 +85,6 @@ def _write_page(
             f"expected the packages that --html needs, found no {error.name}; install them: {install_command('report')}"
         ) from error
     from sparsekv.bench.curve_file import read_curve
-    from sparsekv.cli.verdict import verdict
 
     points = read_curve(curve) if curve else ()
     profiled = _profile_of(plan, profile) if profile else None

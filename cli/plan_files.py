@@ -53,13 +53,15 @@ class PlanFiles(Options):
         """
         for path in filter(None, (self.out, self.profile_out, self.cost_out)):
             check_writable(path)
-        check_writable(self.resume)
+        for path in (self.resume, outcomes_beside(self.out)):
+            check_writable(path)
         inputs = (("--profile", self.profile), ("--cost", self.cost), ("--prompts", self.prompts_file))
         outputs = (
             ("--out", self.out, "plan"),
             ("--profile-out", self.profile_out, "profile"),
             ("--cost-out", self.cost_out, "cost"),
             ("an unfinished --profile-out", self.resume, "partial"),
+            ("an undecided verification", outcomes_beside(self.out), "outcomes"),
         )
         written = [(flag, path, kind) for flag, path, kind in outputs if path is not None]
         taken = {os.path.realpath(path): f"{flag} {path}" for flag, path in inputs if path is not None}
@@ -99,6 +101,11 @@ class PlanFiles(Options):
         if self.profile is not None:
             return f"{self.out} was not written; the profile in {self.profile} is unchanged"
         return f"{self.out} was not written, and nothing was profiled yet"
+
+
+def outcomes_beside(plan: Path) -> Path:
+    """Returns where the outcomes of a plan's verification are while it is undecided."""
+    return plan.with_name(f"{plan.name}.outcomes")
 
 
 def _version_of(path: Path | None) -> tuple[int, int] | None:
@@ -148,6 +155,7 @@ _WHAT = {
     "page": "a page of `sparsekv show`",
     "curve": "a curve",
     "suite": "results of `eval --suite`",
+    "outcomes": "outcomes of a verification",
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 from sparsekv.plans.aliases import PLAN_NAME
@@ -12,14 +14,39 @@ from sparsekv.plans.show import claims, over, text_of
 from sparsekv.plans.types import format_ids, format_length, share_of_points
 
 _LONGER = 1800  # seconds of verification to go on with, or more
+_LEAST = 60  # seconds
+_SURE = 1.5  # times what is estimated
 
 
-def verdict(plan: Plan, file: str, reason: str = "", *, model: str = "", spent: float = 0.0) -> tuple[str, ...]:
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Says how a verification ended undecided.
+
+    Attributes:
+        spent: seconds after which its time was up; 0 where that is not known, or time did not end it.
+        goes_on: whether its outcomes are beside the plan, to go on from.
+        needed: seconds that it would about take to go on; None where that is not known.
+    """
+
+    spent: float = 0.0
+    goes_on: bool = False
+    needed: float | None = None
+
+    @property
+    def flags(self) -> str:
+        """Returns what to verify with next. From the start, the same time would show the same."""
+        if not self.goes_on:
+            return f"--write --verify-time {max(_LONGER, 4 * self.spent):.0f}"
+        seconds = max(_LONGER, self.spent) if self.needed is None else max(_LEAST, _SURE * self.needed)
+        return f"--write --more --verify-time {math.ceil(seconds)}"
+
+
+def verdict(plan: Plan, file: str, reason: str = "", *, model: str = "", ended: Ended | None = None) -> tuple[str, ...]:
     """A line each: what is sparse and what it is predicted to gain, where exact output pays if that is known, what is
     dropped where something is and what that did to answers, the status with its reason, the next command.
 
     Args:
-        model, spent: see `next_command`.
+        model, ended: see `next_command`.
     """
     measured = (plan.quality.both, plan.quality.prefill, plan.quality.decode) if plan.quality else ()
     found = next((one.agreement for one in measured if one and one.agreement), None)
@@ -40,17 +67,17 @@ def verdict(plan: Plan, file: str, reason: str = "", *, model: str = "", spent: 
         *exact,
         *kept,
         status,
-        f"next: {next_command(plan, file, model, spent)}",
+        f"next: {next_command(plan, file, model, ended)}",
     )
 
 
-def next_command(plan: Plan, file: str, model: str = "", spent: float = 0.0) -> str:
+def next_command(plan: Plan, file: str, model: str = "", ended: Ended | None = None) -> str:
     """Returns what to go on with: `run` where the plan is verified, or dense. Else a longer `verify`, but where more
     prompts would change nothing, because a gate is missed or answers are lost with every gate decided: `plan`.
 
     Args:
         model: where it is, if the plan's own name of it is not enough.
-        spent: seconds after which verification ended undecided; 0 where that is not known, or time did not end it.
+        ended: how verification ended undecided; None where that is not known.
     """
     place = f"--plan {file}" + (f" --model {model}" if model not in ("", plan.model.id) else "")
     if plan.status == "verified" or plan.is_dense:
@@ -58,9 +85,7 @@ def next_command(plan: Plan, file: str, model: str = "", spent: float = 0.0) -> 
     outcomes = {claim.outcome for _, _, _, claim in claims(plan.quality)} if plan.quality else set()
     if "missed" in outcomes or (outcomes == {"met"} and _lost_answers(plan)):
         return denser_command(plan, file, model)
-    return (
-        f"sparsekv verify {place} --write --verify-time {max(_LONGER, 4 * spent):.0f}"  # the same would show the same
-    )
+    return f"sparsekv verify {place} {(ended or Ended()).flags}"
 
 
 def denser_command(plan: Plan, file: str, model: str = "") -> str:

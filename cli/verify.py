@@ -11,19 +11,25 @@ from pydantic import Field, model_validator
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
-from sparsekv.cli.plan_files import check_writable
+from sparsekv.cli.plan_files import check_replaceable, check_writable, outcomes_beside
 from sparsekv.cli.prompts import answered_prompts, own_prompts
-from sparsekv.cli.verdict import denser_command, hurt_lines, verdict
+from sparsekv.cli.verdict import Ended, denser_command, hurt_lines, verdict
 from sparsekv.planner.flags import MOST, Flag, Lengths
-from sparsekv.planner.options import DEFAULT_TASKS, HELD_OUT, VERIFY_TIME, Drawn, Gated, Hardware, PlanOptions
+from sparsekv.planner.options import DEFAULT_TASKS, HELD_OUT, VERIFY_TIME, Drawn, Gate, Gated, Hardware, PlanOptions
 from sparsekv.planner.own_prompts import GivenPrompt, digest_of_prompts, set_aside
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
 from sparsekv.plans.schema import NOTHING_SPARSE, Plan, check_model, to_data
+from sparsekv.plans.show import claims
 
 if TYPE_CHECKING:
+    from sparsekv.planner.outcomes_file import OutcomesRecord
+    from sparsekv.planner.settled import Settled
     from sparsekv.planner.verify import Verification
+
+
+_COMPARED = ("lengths", "tasks", "seed", "prefill_chunk")
 
 
 class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
@@ -52,6 +58,10 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
     write: Annotated[bool, Flag("Put this quality and status in place of the plan's own, unless they show less.")] = (
         False
     )
+    more: Annotated[
+        bool,
+        Flag("Beside --write: go on from what an undecided verification drew, in PLAN.outcomes; --samples counts all."),
+    ] = False
 
     def options(self, plan: Plan) -> PlanOptions:
         """Returns what to verify of a plan: the lengths it was made for, unless others are asked for. One that names
@@ -77,14 +87,22 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
     def _every_flag_is_read(self) -> Self:
         if self.prompts_file is not None:
             self.refuse(("tasks", "seed"), "no samples are drawn", "prompts_file")
+        if self.more and not self.write:
+            raise UsageError("expected --write beside --more, whose outcomes are in a file beside the plan; add it")
         return self
+
+    @property
+    def comparable(self) -> dict[str, object]:
+        """Returns what was asked for of the settings of outcomes, by their names but for gates."""
+        asked = {"lengths": tuple(sorted(self.lengths)), "tasks": self.tasks}
+        return {name: asked.get(name, self.typed(name)) for name in _COMPARED if self.is_given(name)}
 
 
 def verify(flags: VerifyFlags) -> None:
     """Run a plan on held-out prompts against dense: prefill, decode, both.
 
     Exit 1 when a gate is shown to be missed. Exit 0 otherwise, also where what was drawn shows neither that a gate is
-    met nor that it is missed, whatever its mean: the last lines say which.
+    met nor that it is missed, whatever its mean: the last lines say which, and `--write --more` goes on from there.
     """
     subject = flags.subject
     found, file, before = subject.need_plan(), None, ""
@@ -95,6 +113,10 @@ def verify(flags: VerifyFlags) -> None:
     if found.is_dense:
         _tell_nothing_sparse(found, subject, flags.as_json)
         return
+    if flags.more and _is_decided(found):
+        _tell_decided(found, subject, flags.as_json)
+        return
+    earlier = _earlier(flags, found, file) if flags.more and file else None
     asked = flags.options(found)
     subject = subject.checked(flags, asked.lengths)
     calibrated, aside = _set_aside(found, flags.prompts_file)
@@ -114,7 +136,7 @@ def verify(flags: VerifyFlags) -> None:
     if flags.write:
         _check_same_model(found, loaded.info, differs)
     settled = settle(asked, loaded.info.context_length, loaded.model.device.type)
-    settled = settled.but(tasks=settled.tasks or DEFAULT_TASKS)
+    settled = _as_before(settled, earlier) if earlier else settled.but(tasks=settled.tasks or DEFAULT_TASKS)
     evidence = found.quality.evidence if found.quality else None
     result = measure(
         loaded,
@@ -126,7 +148,9 @@ def verify(flags: VerifyFlags) -> None:
         prompts=prompts,
         held_out=HeldOut.of(loaded.tokenizer, calibrated, aside, settled) if aside else None,
         skipped=(evidence and evidence.skipped) or 0,
+        earlier=earlier,
     )
+    writes = file is not None and result.says_more(found)
     facts: dict[str, Any] = {"passed": result.passed, "verified": result.passed and result.conclusive}
     facts |= {"reasons": list(result.reasons), "quality": to_data(result.quality)}
     facts |= {"model": loaded.info.id, "plan_model": found.model.id, "differs": differs}
@@ -134,13 +158,15 @@ def verify(flags: VerifyFlags) -> None:
         emit(quality_table(result.quality))
     recorded, say = result.recorded(found), tell if flags.as_json else emit
     if result.passed:
-        say(_verdict(recorded, subject, result.reasons, 0.0 if flags.verify_samples else settled.verify_time))
+        spent = 0.0 if flags.verify_samples else settled.verify_time
+        ended = Ended(spent, writes and result.outcomes is not None, result.seconds)
+        say(_verdict(recorded, subject, result.reasons, ended))
     elif told := hurt_lines(recorded):
         say("\n".join(told))
     if differs:
         tell(f"measured on {loaded.info.id}; this says nothing about {found.model.id}, the model of the plan")
     if file is not None:
-        _write(result, found, file, before, facts)
+        _write(result, found, file, before, facts, writes)
     if not result.passed:
         denser = f"`{denser_command(recorded, _place(recorded, subject), subject.model)}`, with the same gates"
         raise GateError(f"gate missed: {'; '.join(result.reasons)}; go on with {denser}").with_facts(**facts)
@@ -171,23 +197,88 @@ def _tell_nothing_sparse(plan: Plan, subject: Subject, as_json: bool) -> None:
         emit(_verdict(plan, subject, ()))
 
 
-def _write(result: Verification, plan: Plan, file: Path, before: str, facts: dict[str, Any]) -> None:
-    """Puts what was found in the plan's file, unless more is known there."""
-    if not result.says_more(plan):
+def _write(result: Verification, plan: Plan, file: Path, before: str, facts: dict[str, Any], writes: bool) -> None:
+    """Puts what was found in the plan's file, and what is gone on from beside it, unless more is known there."""
+    if not writes:
         tell(f"{file}: left as it is, {plan.status}: more is known there than this run shows")
         return
+    from sparsekv.planner.outcomes_file import keep_outcomes
+
     recorded = result.recorded(plan)
     try:
         rewrite_plan(recorded, file, before)
+        keep_outcomes(result.outcomes, outcomes_beside(file))
     except SparseKVError as error:
         error.with_facts(**facts).add_note("what was measured is printed, and in no file")
         raise
     tell(f"{file}: written as {recorded.status}")
 
 
-def _verdict(plan: Plan, subject: Subject, reasons: Sequence[str], spent: float = 0.0) -> str:
+def _is_decided(plan: Plan) -> bool:
+    """Returns whether more prompts would change nothing: a figure that was measured of a plan is missed, or all are
+    met."""
+    outcomes = {claim.outcome for _, _, _, claim in claims(plan.quality)} if plan.quality else set()
+    return plan.status == "verified" or "missed" in outcomes or outcomes == {"met"}
+
+
+def _tell_decided(plan: Plan, subject: Subject, as_json: bool) -> None:
+    """Says that nothing is left to be drawn.
+
+    Raises:
+        GateError: a gate was missed.
+    """
+    measured = claims(plan.quality) if plan.quality else ()
+    missed = [f"{phase}: {name}" for phase, _, name, claim in measured if claim.outcome == "missed"]
+    said = f"nothing is left to be drawn: what was measured of {_place(plan, subject)} is decided"
+    facts: dict[str, Any] = {"passed": not missed, "verified": plan.status == "verified", "reasons": [said]}
+    facts |= {"quality": to_data(plan.quality) if plan.quality else None}
+    if missed:
+        denser = denser_command(plan, _place(plan, subject), subject.model)
+        raise GateError(f"{said}, and missed its gate in {', '.join(missed)}; go on with `{denser}`").with_facts(
+            **facts
+        )
+    if as_json:
+        emit_json(facts)
+        return
+    tell(said)
+    emit(_verdict(plan, subject, ()))
+
+
+def _earlier(flags: VerifyFlags, plan: Plan, file: Path) -> OutcomesRecord:
+    """Returns what an undecided verification of a plan drew, where this call may go on from it."""
+    from sparsekv.planner.data_files import versions
+    from sparsekv.planner.outcomes_file import read_outcomes
+    from sparsekv.planner.verify import executed_digest
+
+    found = read_outcomes(outcomes_beside(file))
+    gates = {name: getattr(flags.gate, name) for name in Gate.model_fields if flags.gate.is_given(name)}
+    known = {"plan": executed_digest(plan), "versions": versions(), "gates": found.settings.gates.but(**gates)}
+    found.settings.check_same(known | flags.comparable)
+    most = max((count for _, count in found.drawn), default=0)
+    if flags.verify_samples is not None and flags.verify_samples <= most:
+        raise UsageError(
+            f"expected --samples of more than the {most} that were drawn of each task and length, found "
+            f"{flags.verify_samples}; --more counts them all"
+        )
+    return found
+
+
+def _as_before(settled: Settled, earlier: OutcomesRecord) -> Settled:
+    """Returns options that draw as an earlier run did."""
+    found = earlier.settings
+    return settled.but(
+        tasks=found.tasks,
+        gate=found.gates,
+        verify_lengths=found.lengths,
+        verify_seed=found.seed,
+        verify_chosen=found.chosen,
+        prefill_chunk=found.prefill_chunk,
+    )
+
+
+def _verdict(plan: Plan, subject: Subject, reasons: Sequence[str], ended: Ended | None = None) -> str:
     first, *others = reasons or ("",)
-    return "\n".join((*verdict(plan, _place(plan, subject), first, model=subject.model, spent=spent), *others))
+    return "\n".join((*verdict(plan, _place(plan, subject), first, model=subject.model, ended=ended), *others))
 
 
 def _place(plan: Plan, subject: Subject) -> str:
@@ -202,6 +293,7 @@ def _own_file(subject: Subject) -> Path:
             "copy with --plan FILE"
         )
     check_writable(subject.path)
+    check_replaceable(outcomes_beside(subject.path), "what is left undecided", "outcomes")
     return subject.path
 
 

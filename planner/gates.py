@@ -339,6 +339,19 @@ def _claims(
     return PhaseClaims(by_length, overall | ({"accuracy": accuracy} if accuracy else {}))
 
 
+def more_prompts(claims: PhaseClaims) -> int | None:
+    """About how many more prompts of a phase, over all lengths, would show that it meets its gates; 0 where nothing is
+    undecided, None where the prompts seen do not say."""
+    overall, *lengths = (
+        [claim.more for claim in some.values() if claim.outcome == "undecided"]
+        for some in (claims.overall, *claims.by_length.values())
+    )
+    known = [[more for more in some if more is not None] for some in (overall, *lengths)]
+    if sum(map(len, known)) < sum(map(len, (overall, *lengths))):
+        return None
+    return max(max(known[0], default=0), sum(max(some, default=0) for some in known[1:]))
+
+
 def lost_tasks(phase: PhaseName, lengths: Sequence[Measured], gate: Gate) -> Iterator[str]:
     """A line where a task that dense solves has lost more right answers than all of them may, on the prompts seen."""
     lost = []
@@ -359,8 +372,7 @@ def line_of(phase: PhaseName, name: str, claim: Claim) -> str:
     figure = _NAMES[name.split()[0]] + name.removeprefix(name.split()[0])
     if claim.outcome == "missed":
         return f"{phase}: {figure} is above {gate}: {mean} on {claim.prompts} prompts"
-    more = f", about {claim.more} more would decide" if claim.more else ""
-    return f"{phase}: {figure} is {mean} on {claim.prompts} prompts, shown to be below {bound} (gate {gate}){more}"
+    return f"{phase}: {figure} is {mean} on {claim.prompts} prompts, shown to be below {bound} (gate {gate})"
 
 
 _NAMES = {

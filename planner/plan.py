@@ -45,7 +45,7 @@ from sparsekv.planner.tighten import (
     tightened_remarks,
     went_dense,
 )
-from sparsekv.planner.verify import planned_phases, verify
+from sparsekv.planner.verify import Verification, planned_phases, verify
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
@@ -129,9 +129,8 @@ def compile_plan(
         *beside,
         *job.remarks,
     )
-    return PlanResult(
-        found.plan, time.monotonic() - started, found.attempts, remarks, tuple(one.timing for one in timed.values())
-    )
+    timings = tuple(one.timing for one in timed.values())
+    return PlanResult(found.plan, time.monotonic() - started, found.attempts, remarks, timings, found.verification)
 
 
 def _stages(job: Job) -> tuple[str, ...]:
@@ -184,14 +183,15 @@ def _beside_others(device: torch.device) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The last plan that was tried, the options and prices it was compiled with, how many were verified, and what that
-    showed."""
+    """The last plan that was tried, the options and prices it was compiled with, how many were verified, what that
+    showed, and what it showed of that plan."""
 
     plan: Plan
     options: Settled
     cost: DeviceCost
     attempts: int = 0
     remarks: tuple[str, ...] = ()
+    verification: Verification | None = None
 
 
 def _verified(
@@ -207,7 +207,7 @@ def _verified(
     if job.kit is None:
         return _Found(plan, used, cost)
     reasons: dict[Phase, str] = {}
-    skipped = 0
+    skipped, last = 0, None
     while planned_phases(plan):
         if not job.may_verify(skipped):
             said: tuple[str, ...] = (_USED_UP.format(job.held_out.count if job.held_out else 0),)
@@ -227,6 +227,7 @@ def _verified(
             stricter = tightened(used, measured, cost, missed, verdict.quality, is_last=is_last)
         if stricter == used:
             plan, said = verdict.recorded(plan), (*verdict.reasons, *_unsolved(verdict.quality, used.gate))
+            last = verdict
             break
         stages.say(f"the plan missed its gate in {'; '.join(verdict.reasons)}; attempt {attempts + 1} is stricter")
         reasons |= reasons_by_phase(verdict.missed, verdict.reasons)
@@ -236,7 +237,7 @@ def _verified(
         said = (NOTHING_SPARSE,)
     used = used.but(dense=went_dense(first, plan, measured))
     plan = plan.model_copy(update={"provenance": _provenance(used, measured, cost, job.held_out)})
-    return _Found(plan, used, cost, attempts, (*said, *dense_remarks(used, reasons)))
+    return _Found(plan, used, cost, attempts, (*said, *dense_remarks(used, reasons)), last)
 
 
 def _with_timings(job: Job, options: Settled, measured: Profile, cost: DeviceCost, stages: Progress) -> DeviceCost:
@@ -301,6 +302,7 @@ class PlanResult:
         remarks: what to know about the verification, first of all what keeps a plan from being verified; what is dense
             or denser to meet the gate, heads that run dense, and what could not be predicted.
         timings: prefill attention of the lengths at which it was timed.
+        verification: of this plan; None where it was not run on held-out prompts.
     """
 
     plan: Plan
@@ -308,6 +310,7 @@ class PlanResult:
     attempts: int
     remarks: tuple[str, ...]
     timings: tuple[BucketTiming, ...] = ()
+    verification: Verification | None = None
 
     @property
     def prefill_density(self) -> float | None:

@@ -37,7 +37,7 @@ from sparsekv.plans.patterns import Pattern, TileShape
 from sparsekv.plans.types import rounded
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.hf.describe import decoder_of, logits_of
+from sparsekv.runtime.hf.describe import decoder_of, last_norm_of, logits_of
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.observe import AttentionCall, ObservedInput, capture_attention, captured_inputs
 
@@ -161,7 +161,7 @@ class _Run:
         hidden_1SE = inputs[layer].hidden_BSE
         for number in range(layer, len(decoder.layers)):
             hidden_1SE = inputs[number].run(decoder.layers[number], hidden_1SE)
-        return self._log_probabilities(decoder.norm(hidden_1SE[:, self._rows]))
+        return self._log_probabilities(last_norm_of(self._model)(hidden_1SE[:, self._rows]))
 
     def _log_probabilities(self, rows_1TE: torch.Tensor) -> torch.Tensor:
         return logits_of(self._model, rows_1TE[0]).float().log_softmax(-1)

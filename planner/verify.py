@@ -5,8 +5,9 @@ are drawn until every figure of every gate is decided, something is missed, or t
 further samples only what is undecided is run: phases and lengths, the floor beside them, dense's own continuation; and
 where only right answers are, only tasks that dense or the plan solves. A
 plan is *verified* where all are met, by gates at least as strict as the defaults, and every sparse bucket was run
-sparse near the end of its lengths; else it stays unverified, with what was measured. Results come from evaluation/;
-what to try after a miss is said in tighten.py.
+sparse near the end of its lengths; else it stays unverified, with what was measured. Where the time was up before all
+was decided, a later run goes on from the outcomes (outcomes.py, outcomes_file.py). Results come from evaluation/; what
+to try after a miss is said in tighten.py.
 
 A plan whose layers evict tokens loses what nobody asked for yet. So it is also run on tasks that show that, and on what
 dense generates far beyond an answer, and is not verified where any one task has lost more than all of them may.
@@ -18,46 +19,41 @@ import hashlib
 import math
 import operator
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 import torch
 
+from sparsekv.kernels.backends import choose_backend
+from sparsekv.planner.data_files import versions
 from sparsekv.planner.evaluation import DENSE, EvalSamples, Evaluator, Mode, PhaseName, PlanMode, opened
 from sparsekv.planner.evaluation.given import NEAR_END, GivenSamples, HeldOut, samples_of
 from sparsekv.planner.evaluation.results import Comparison, EvalResult, measurement_of, merged
-from sparsekv.planner.gates import (
-    Measured,
-    PhaseClaims,
-    Wanted,
-    answering_tasks,
-    claims_of,
-    fails_at,
-    level_of,
-    line_of,
-    lost_tasks,
-)
+from sparsekv.planner.gates import Wanted, fails_at, level_of, line_of, lost_tasks
 from sparsekv.planner.options import Gate
-from sparsekv.planner.own_prompts import GivenPrompt
+from sparsekv.planner.outcomes import Outcomes, Pace, floor_of
+from sparsekv.planner.outcomes_file import OutcomesRecord, OutcomesSettings
+from sparsekv.planner.own_prompts import GivenPrompt, digest_of_prompts
 from sparsekv.planner.progress import Progress, StageStep, prefill_work
 from sparsekv.planner.settled import Settled
 from sparsekv.planner.tasks import Kit, Split, prepare
 from sparsekv.plans.errors import GateError, UsageError
+from sparsekv.plans.files import content_digest
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Evidence, Measurement, Plan, Quality, to_data
 from sparsekv.plans.types import canonical_json, format_length
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
 
-_PHASES: tuple[PhaseName, ...] = ("prefill", "decode", "both")
 _BROKEN_FLOOR = 0.1  # nats: that much is no rounding
 _ROUNDS = 6  # most samples of each task and length between two looks, on a GPU; on a CPU one
 _ROUND_TOKENS = 1 << 17  # of a task between two looks
 _DENSE_FROM = 0.999  # a density that computes everything, but for how shares are counted
 _LONG_TEXT = 128  # tokens of dense's own text that a plan reads whose layers evict tokens
-_NO_NUMBER = 20.0  # nats, of a sample without finite probabilities
+_UNDECIDED = "undecided: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +66,8 @@ class Verification:
         reasons: what was missed, a line each; else what keeps the plan from being verified.
         missed: for each phase that missed the gate, the lengths that did worst.
         drawn: samples of a task and length, at most.
+        outcomes: what a later run goes on from; None where nothing is left to be drawn.
+        seconds: about how long that run takes; None where that is not known.
     """
 
     quality: Quality
@@ -78,6 +76,8 @@ class Verification:
     reasons: tuple[str, ...]
     missed: Mapping[PhaseName, tuple[int, ...]]
     drawn: int = 0
+    outcomes: OutcomesRecord | None = None
+    seconds: float | None = None
 
     def says_more(self, plan: Plan) -> bool:
         """Returns whether it is to stand in the file of a plan, in place of what is known there: it verifies the plan,
@@ -106,6 +106,7 @@ def verify(
     prompts: Sequence[GivenPrompt] = (),
     held_out: HeldOut | None = None,
     skipped: int = 0,
+    earlier: OutcomesRecord | None = None,
 ) -> Verification:
     """Runs a plan on held-out prompts and compares it with dense.
 
@@ -119,10 +120,11 @@ def verify(
         prompts: of the caller, in place of samples of tasks; they verify nothing, as they were chosen.
         held_out: or those that were set aside before the plan was searched for.
         skipped: how many of these, at a length, earlier attempts saw.
+        earlier: what an undecided verification of the plan drew, which is gone on from.
 
     Raises:
         GateError: the model without a plan, or a kernel with every tile computed, gives numbers that are not finite.
-        UsageError: nothing of the plan is sparse.
+        UsageError: nothing of the plan is sparse, or the earlier outcomes were drawn with other settings.
         PromptError: a task does not fit a length.
         PlanMismatchError, UnsupportedError, BackendError: the plan cannot be applied.
     """
@@ -135,22 +137,57 @@ def verify(
     samples, source = held_out_samples(plan, options), kit or prepare(loaded.tokenizer, Split.EVALUATION)
     if prompts:
         samples = GivenSamples.of(samples, samples_of(loaded.tokenizer, prompts, loaded.info.context_length))
-        options = options.but(tasks=samples.tasks, verify_chosen=(*options.verify_chosen, "--prompts"))
+        chosen = dict.fromkeys((*options.verify_chosen, "--prompts"))
+        options = options.but(tasks=samples.tasks, verify_chosen=tuple(chosen))
     elif held_out:
         samples = GivenSamples.at(samples, held_out.after(skipped))
         options = options.but(tasks=samples.tasks, verify_lengths=samples.lengths)
+    digest = held_out.digest if held_out else digest_of_prompts(prompts) if prompts else None
+    settings = _settings(loaded, plan, options, samples.seed, attempt, skipped, digest)
+    if earlier is not None:
+        earlier.settings.check_same(dict(settings))
     samples.check_fit(source)
-    found = _Found({name: {} for name in modes}, options.gate, attempt)
+    found = earlier.outcomes(tuple(modes)) if earlier else Outcomes({name: {} for name in modes}, options.gate, attempt)
     with (
         opened(loaded, modes, batch=samples.batch, chunk=samples.prefill_chunk, text=text) as evaluator,
         (progress or Progress()).stage("evaluate", _work(samples, options.verify_samples, modes)) as step,
     ):
-        wanted: Draws = defaultdict(dict)
-        for phase in phases:
-            for length in _sparse_lengths(plan, phase, samples.lengths):
-                wanted[length][phase] = Wanted()
-        _draw(found, evaluator, samples, source, options, wanted, step)
-    return _verdict(plan, found, options, skipped)
+        if earlier is None:
+            found.wanted = {
+                length: dict.fromkeys(some, Wanted())
+                for length in samples.lengths
+                if (some := [one for one in phases if length in _sparse_lengths(plan, one, samples.lengths)])
+            }
+        _draw(found, evaluator, samples, source, options, step)
+    return _verdict(plan, found, options, settings)
+
+
+def _settings(
+    loaded: LoadedModel, plan: Plan, options: Settled, seed: int, attempt: int, skipped: int, prompts: str | None
+) -> OutcomesSettings:
+    """Returns what makes the outcomes of two runs comparable."""
+    model, fingerprint = loaded.model, loaded.info.fingerprint
+    tile, head_dim = plan.prefill.tile if plan.prefill else None, loaded.info.attention[0].head_dim
+    capped = has_soft_cap(model.config)
+    return OutcomesSettings(
+        plan=executed_digest(plan),
+        architecture=fingerprint.architecture,
+        weights=fingerprint.weights,
+        dtype=dtype_name(model.dtype),
+        device=device_name(model.device),
+        backend=choose_backend(model.device, model.dtype, head_dim, options.backend, tile, capped).name,
+        versions=versions(),
+        content_seed=seed,
+        seed=options.verify_seed,
+        chosen=options.verify_chosen,
+        gates=options.gate,
+        attempt=attempt,
+        skipped=skipped,
+        tasks=options.tasks,
+        lengths=options.verify_lengths,
+        prefill_chunk=options.prefill_chunk,
+        prompts=prompts,
+    )
 
 
 def _work(samples: EvalSamples, most: int | None, modes: Mapping[str, Mode]) -> float | None:
@@ -169,11 +206,7 @@ def _modes(
     if dtype == torch.float32:
         return modes
     whole = _whole(plan)
-    return modes | {_floor(phase): PlanMode(whole, phase, backend, allow_mismatch) for phase in phases}
-
-
-def _floor(phase: str) -> str:
-    return f"{phase} floor"
+    return modes | {floor_of(phase): PlanMode(whole, phase, backend, allow_mismatch) for phase in phases}
 
 
 def _whole(plan: Plan) -> Plan:
@@ -201,70 +234,16 @@ def held_out_samples(plan: Plan, options: Settled) -> EvalSamples:
 
 def content_seed(plan: Plan) -> int:
     """The seed of a plan's held-out samples."""
-    executed = {name: data for name, data in to_data(plan).items() if name in ("prefill", "decode", "kv_cache")}
-    return int.from_bytes(hashlib.sha256(canonical_json(executed)).digest()[:4], "big")
+    return int.from_bytes(hashlib.sha256(canonical_json(_executed(plan))).digest()[:4], "big")
 
 
-Draws = dict[int, dict[PhaseName, Wanted]]
-"""What of the samples of each length is wanted, of which phases."""
+def executed_digest(plan: Plan) -> str:
+    """Returns the digest of what a plan executes, whatever is known of it."""
+    return content_digest(_executed(plan))
 
 
-@dataclass(slots=True)
-class _Found:
-    """Results by mode and length, and what they show so far."""
-
-    results: dict[str, dict[int, EvalResult]]
-    gate: Gate
-    attempt: int
-    looks: int = 0
-    drawn: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # samples of a task, by length
-    broken: dict[tuple[str, int], int] = field(default_factory=dict)  # samples without finite probabilities
-    claims: Mapping[PhaseName, PhaseClaims] = field(default_factory=dict)
-
-    def add(self, name: str, result: EvalResult) -> None:
-        own, length = self.results[name], result.lengths[0]
-        if bad := sum(not outcome.is_finite for outcome in result.outcomes):
-            self.broken[name, length] = self.broken.get((name, length), 0) + bad
-            result = result.with_finite(_NO_NUMBER)
-        own[length] = merged([own[length], result]) if length in own else result
-
-    def look(self, *, last: bool = False) -> None:
-        """Holds the gates against what was found; the last time, bounds are worked out too."""
-        self.looks += not last
-        measured = {phase: self.measured(phase) for phase in self.phases}
-        self.claims = claims_of(measured, self.gate, self.attempt, bounded=last)
-
-    def of(self, name: str) -> tuple[EvalResult, ...]:
-        """One a length."""
-        return tuple(self.results.get(name, {}).values())
-
-    def measured(self, phase: PhaseName) -> list[Measured]:
-        """One a length."""
-        floors = self.results.get(_floor(phase), {})
-        return [Measured.of(result, floors.get(length)) for length, result in self.results[phase].items()]
-
-    @property
-    def phases(self) -> tuple[PhaseName, ...]:
-        """Those of the plan."""
-        return tuple(phase for phase in _PHASES if phase in self.results)
-
-    @property
-    def is_missed(self) -> bool:
-        """Returns whether something is."""
-        return bool(self.broken) or any(claims.having("missed") for claims in self.claims.values())
-
-    def wanted(self) -> Draws:
-        """What of more samples is wanted."""
-        draws: Draws = defaultdict(dict)
-        for phase, claims in self.claims.items():
-            for length, wanted in claims.wanted.items():
-                draws[length][phase] = wanted
-        return draws
-
-    def answering_tasks(self, length: int) -> tuple[str, ...]:
-        """The tasks that say something of right answers in some phase."""
-        known = [Measured.of(own[length], None) for own in map(self.results.get, self.phases) if own and length in own]
-        return tuple(dict.fromkeys(name for one in known for name in answering_tasks(one, self.gate.solved)))
+def _executed(plan: Plan) -> dict[str, Any]:
+    return {name: data for name, data in to_data(plan).items() if name in ("prefill", "decode", "kv_cache")}
 
 
 def _sparse_lengths(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> tuple[int, ...]:
@@ -282,27 +261,26 @@ def _sparse_lengths(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> tup
 
 
 def _draw(
-    found: _Found, evaluator: Evaluator, samples: EvalSamples, kit: Kit, options: Settled, wanted: Draws,
-    step: StageStep,
-) -> None:  # fmt: skip
-    """Samples, until all is decided or something is missed, or there are to be no more.
-
-    Args:
-        wanted: what is wanted first.
-    """
+    found: Outcomes, evaluator: Evaluator, samples: EvalSamples, kit: Kit, options: Settled, step: StageStep
+) -> None:
+    """Samples, until all is decided or something is missed, or there are to be no more."""
     most, deadline = options.verify_samples or math.inf, time.monotonic() + options.verify_time
-    drawn, ended = found.drawn, set[int]()  # lengths without more prompts
-    while wanted and not found.is_missed and max(drawn.values(), default=0) < most:
-        for length, phases in sorted(wanted.items()):
+    while any(found.drawn[length] < most for length in found.wanted) and not found.is_missed:
+        started, before = time.monotonic(), found.prompts
+        for length, phases in sorted(found.wanted.items()):
             if found.looks and time.monotonic() > deadline:
                 break
-            count = int(min(most - drawn[length], _rounds(samples, evaluator)))
-            asked = replace(samples, samples=count, first=drawn[length])
-            if not _compare(found, evaluator, asked, length, kit, phases, step):
-                ended.add(length)
-            drawn[length] += count
+            count = int(min(most - found.drawn[length], _rounds(samples, evaluator)))
+            asked = replace(samples, samples=count, first=found.drawn[length])
+            if count and not _compare(found, evaluator, asked, length, kit, phases, step):
+                found.ended.add(length)
+            found.drawn[length] += count
+            del found.wanted[length]
+        if found.prompts > before:
+            found.timed.append(Pace(found.prompts - before, time.monotonic() - started))
+        if found.wanted:
+            break  # the time was up within a round: it is looked at once it is whole
         found.look()
-        wanted = {} if time.monotonic() > deadline else {n: of for n, of in found.wanted().items() if n not in ended}
     found.look(last=True)
 
 
@@ -312,7 +290,7 @@ def _rounds(samples: EvalSamples, evaluator: Evaluator) -> int:
 
 
 def _compare(
-    found: _Found, evaluator: Evaluator, asked: EvalSamples, length: int, kit: Kit,
+    found: Outcomes, evaluator: Evaluator, asked: EvalSamples, length: int, kit: Kit,
     phases: Mapping[PhaseName, Wanted], step: StageStep,
 ) -> bool:  # fmt: skip
     """Runs samples, of each phase what is wanted; whether there were any."""
@@ -324,7 +302,7 @@ def _compare(
         return False
     if not whole.texts:
         evaluator = replace(evaluator, greedy=False, text=0)
-    floored = [_floor(phase) for phase, wanted in phases.items() if wanted.floor and _floor(phase) in found.results]
+    floored = [floor_of(phase) for phase, wanted in phases.items() if wanted.floor and floor_of(phase) in found.results]
     results = evaluator.compare(some, [*phases, *floored], step=step, before=asked.first * len(asked.tasks))
     check_finite(results[DENSE], "without a plan")
     for name in floored:
@@ -348,7 +326,7 @@ def check_finite(found: Comparison, how: str) -> None:
         )
 
 
-def _verdict(plan: Plan, found: _Found, options: Settled, skipped: int) -> Verification:
+def _verdict(plan: Plan, found: Outcomes, options: Settled, settings: OutcomesSettings) -> Verification:
     """Returns what the results of each phase say of a plan by its gates."""
     missed = {phase: claims.missed_lengths for phase, claims in found.claims.items() if claims.having("missed")}
     missed |= {phase: broken for phase in found.phases if (broken := tuple(n for p, n in found.broken if p == phase))}
@@ -363,20 +341,30 @@ def _verdict(plan: Plan, found: _Found, options: Settled, skipped: int) -> Verif
     doubts = (*reasons, *lost) if reasons else (*lost, *_doubts(plan, found, options))
     quality = Quality(
         **{phase: _recorded(phase, found, options.prefill_chunk) for phase in found.phases},
-        evidence=_evidence(found, options, next(iter(doubts), None), skipped),
+        evidence=_evidence(found, options, next(iter(doubts), None), settings.skipped),
     )
-    return Verification(quality, not missed, not doubts, doubts, missed, max(found.drawn.values()))
+    told = tuple(f"{line}{_time_needed(found)}" if line.startswith(_UNDECIDED) else line for line in doubts)
+    record = OutcomesRecord.of(found, settings) if found.is_open else None
+    return Verification(quality, not missed, not doubts, told, missed, max(found.drawn.values()), record, found.seconds)
 
 
-def _doubts(plan: Plan, found: _Found, options: Settled) -> Iterator[str]:
+def _time_needed(found: Outcomes) -> str:
+    """Returns what is left to be drawn, in seconds; they are of this run, so that the plan does not have them."""
+    if not found.more or found.pace is None or found.seconds is None:
+        return ""
+    return f": {found.seconds:.0f} s at {found.pace:.2g} s a prompt"
+
+
+def _doubts(plan: Plan, found: Outcomes, options: Settled) -> Iterator[str]:
     """Returns what keeps a plan that misses nothing from being verified."""
     open_ = [(p, name, claim) for p, claims in found.claims.items() for name, claim in claims.having("undecided")]
     if open_:
         hardest = max(open_, key=lambda one: one[2].more or math.inf)
         others = f" ({len(open_) - 1} more figures are undecided)" if len(open_) > 1 else ""
-        yield f"undecided: {line_of(*hardest)}{others}"
+        more = f"; about {found.more} more prompts would decide" if found.more else ""
+        yield f"{_UNDECIDED}{line_of(*hardest)}{others}{more}"
     for phase in found.phases:
-        for floor in found.of(_floor(phase)):
+        for floor in found.of(floor_of(phase)):
             broken = sum(one.flipped for one in floor.outcomes) > options.gate.max_failed * len(floor.outcomes)
             if broken or floor.kl > _BROKEN_FLOOR:
                 yield (
@@ -391,10 +379,10 @@ def _doubts(plan: Plan, found: _Found, options: Settled) -> Iterator[str]:
         yield f"samples were chosen by {', '.join(options.verify_chosen)}; `sparsekv verify` without them may verify it"
 
 
-def _recorded(phase: PhaseName, found: _Found, chunk: int | None) -> Measurement:
+def _recorded(phase: PhaseName, found: Outcomes, chunk: int | None) -> Measurement:
     """Returns what was measured of a phase, with its floor, failures and claims."""
     claims, measured = found.claims[phase], {one.length: one for one in found.measured(phase)}
-    floors, size = found.results.get(_floor(phase), {}), fails_at(found.gate, phase)
+    floors, size = found.results.get(floor_of(phase), {}), fails_at(found.gate, phase)
     failed = {
         length: sum(bool(prompt.fails(size)) for prompts in one.tasks.values() for prompt in prompts)
         for length, one in measured.items()
@@ -415,7 +403,7 @@ def _recorded(phase: PhaseName, found: _Found, chunk: int | None) -> Measurement
     return own.model_copy(update=whole)
 
 
-def _evidence(found: _Found, options: Settled, reason: str | None, skipped: int) -> Evidence:
+def _evidence(found: Outcomes, options: Settled, reason: str | None, skipped: int) -> Evidence:
     prompts = max(sum(len(result.outcomes) for result in found.of(phase)) for phase in found.phases)
     return Evidence(
         level=level_of(found.attempt),
@@ -431,7 +419,7 @@ def _evidence(found: _Found, options: Settled, reason: str | None, skipped: int)
     )
 
 
-def _excludes(found: _Found, options: Settled) -> str:
+def _excludes(found: Outcomes, options: Settled) -> str:
     gate, lengths = options.gate, ", ".join(map(format_length, options.verify_lengths))
     solved = all("accuracy" in claims.overall for claims in found.claims.values())
     lost = f"a loss of {gate.max_accuracy_drop:g} points of accuracy"
@@ -452,7 +440,7 @@ def planned_phases(plan: Plan) -> tuple[PhaseName, ...]:
     return (*sparse, "both") if len(sparse) == 2 else tuple(sparse)
 
 
-def _untouched(plan: Plan, found: _Found) -> tuple[str, ...]:
+def _untouched(plan: Plan, found: Outcomes) -> tuple[str, ...]:
     """The sparse buckets of a plan that were not run sparse near the end of their own lengths, a remark each."""
     remarks = []
     for phase, part in (("prefill", plan.prefill), ("decode", plan.decode)):
@@ -478,7 +466,7 @@ def _end(plan: Plan, bucket: PrefillBucket | DecodeBucket) -> int:
     return max(planned, default=plan.model.context_length)
 
 
-def _ran_sparse(phase: str, part: PrefillPlan | DecodePlan, found: _Found) -> list[int]:
+def _ran_sparse(phase: str, part: PrefillPlan | DecodePlan, found: Outcomes) -> list[int]:
     """The lengths at which less than everything was computed."""
     share = "prefill_density" if phase == "prefill" else "decode_share"
     results = found.results.get(phase, {}).items()

@@ -2,13 +2,15 @@
 descriptions, long inputs and memory estimates read it, and so does vLLM. A new architecture is a record here and a row
 of tests/support/tiny_models.py.
 
-Every one of them calls its attention through `AttentionInterface`, and its decoder has `layers` and `norm`, which it
-calls one after the other. What its softmax has besides scores (a soft cap, sinks) it hands to that interface.
+Every one of them calls its attention through `AttentionInterface`, and its decoder has `layers` and a last norm, which
+it calls one after the other. What its softmax has besides scores (a soft cap, sinks) it hands to that interface. Layers
+with a recurrent state in place of keys and values may be of any make: they run as they are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from sparsekv.plans.errors import UnsupportedError
@@ -23,27 +25,38 @@ class Architecture:
         package: of transformers.models, that has its classes; the model type where empty.
         attention: of a layer.
         mlp: of a layer; may be a mixture of experts.
+        beside: of a layer, an MLP whose output is added to that of the other one; it may have none.
         norms: of a layer, before its attention and before its MLP; empty where it has none there.
         norms_after: of a layer, of what its attention and its MLP add to the hidden states.
+        parallel: whether the MLP of a layer reads what its attention reads: the first norm of the layer's input.
+        last_norm: of a decoder.
         output: of an attention, its last projection.
         residual: of a layer, the number by which it multiplies what it adds.
         idle: of a layer, modules that do nothing in evaluation.
         experts: of a config, the width of an expert; empty where the MLP is dense.
-        gated: whether the output of an attention is more than a projection of what it attends to; its layers are then
-            called whole, also of long inputs.
+        shared: of a config, the width of the MLP of every token beside experts, or how many experts it is as wide as.
+        at_once: numbers that an MLP, or an expert, holds of each token, in its widths; 0 is what most have: gate, up
+            and product, and of an expert its gate once more.
+        whole: whether layers are called whole, also of long inputs: the output of attention is more than a projection
+            of what it attends to, or a layer returns more than hidden states.
     """
 
     model_type: str
     package: str = ""
     attention: str = "self_attn"
     mlp: str = "mlp"
+    beside: str = ""
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     norms_after: tuple[str, str] = ("", "")
+    parallel: bool = False
+    last_norm: str = "norm"
     output: str = "o_proj"
     residual: str = ""
     idle: tuple[str, ...] = ()
     experts: str = ""
-    gated: bool = False
+    shared: str = ""
+    at_once: int = 0
+    whole: bool = False
 
     @property
     def home(self) -> str:
@@ -52,51 +65,156 @@ class Architecture:
         return f"transformers.models.{package}.modeling_{package}"
 
     def width_of(self, config: Any) -> int:
-        """A third of the numbers that an MLP of a model with this config has of each token: gate, up and product. Each
-        expert that a token goes to has them too, and beside them four hidden states: copied, projected, weighted and
-        in order."""
+        """A third of the numbers that an MLP of a model with this config has of each token. Each expert that a token
+        goes to has them too, and beside them four hidden states: copied, projected, weighted and in order."""
         dense = int(getattr(config, "intermediate_size", 0))  # some have nothing but experts
         if not self.experts:
-            return dense
-        expert = getattr(config, self.experts) + -(-4 * config.hidden_size // 3)
-        shared = getattr(config, "shared_expert_intermediate_size", 0)
-        return max(dense, int(config.num_experts_per_tok * expert + shared))
+            return -(-(self.at_once or 3) * dense // 3)
+        width = getattr(config, self.experts)
+        expert = -(-((self.at_once or 4) * width + 4 * config.hidden_size) // 3)
+        experts: int = experts_per_token(config) * expert + self._shared_width(config, width)
+        return max(dense, experts)
+
+    def _shared_width(self, config: Any, expert: int) -> int:
+        found = int(getattr(config, self.shared, None) or 0) if self.shared else 0
+        return found if self.shared.endswith("size") else found * expert
+
+    def runs_whole(self, config: Any) -> bool:
+        """Returns whether layers of a model with this config are called whole; some families are so by an option."""
+        return self.whole or bool(getattr(config, "use_parallel_residual", False))
 
     def has_parts(self, layer: Any) -> bool:
         """Returns whether a layer has the parts that are named here, and no others."""
         parts = {self.attention, self.mlp, *self.norms, *self.norms_after, *self.idle} - {""}
-        if self.gated:
+        if self.whole:
             return False
-        return dict(layer.named_children()).keys() == parts and hasattr(getattr(layer, self.attention), self.output)
+        found = dict(layer.named_children()).keys() - {self.beside}
+        return found == parts and hasattr(getattr(layer, self.attention), self.output)
+
+
+def experts_per_token(config: Any) -> int:
+    """Returns to how many experts a token goes, where layers differ in the one with the most; 0 without experts."""
+    found = getattr(config, "num_experts_per_tok", None) or 0
+    some = getattr(config, "num_local_experts", None) != 0  # Granite 4 has a family with none
+    return (max(found) if isinstance(found, list) else int(found)) if some else 0
 
 
 _BEFORE = ("input_layernorm", "pre_feedforward_layernorm")
 _AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+_ONE = ("input_layernorm", "")
+_GRANITE = "residual_multiplier"
+_MOE = "moe_intermediate_size"
 
 ARCHITECTURES = {
     record.model_type: record
     for record in (
+        Architecture(
+            "afmoe",
+            norms=("input_layernorm", "pre_mlp_layernorm"),
+            norms_after=("post_attention_layernorm", "post_mlp_layernorm"),
+            experts=_MOE,
+            shared="num_shared_experts",
+            whole=True,
+        ),
+        Architecture("apertus", norms=("attention_layernorm", "feedforward_layernorm"), at_once=6),
+        Architecture("arcee"),
+        Architecture("bamba", mlp="feed_forward", last_norm="final_layernorm", whole=True),
+        Architecture("cohere", norms=_ONE, parallel=True),
+        Architecture("cohere2", norms=_ONE, parallel=True),
+        Architecture("cwm"),
+        Architecture("dots1", experts=_MOE, shared="n_shared_experts"),
         Architecture("ernie4_5"),
+        Architecture("ernie4_5_moe", experts=_MOE, shared="moe_num_shared_experts"),
+        Architecture("exaone4", norms=("", ""), norms_after=_AFTER),
+        Architecture("exaone_moe", experts=_MOE, shared="num_shared_experts"),
+        Architecture("flex_olmo", norms=("", ""), norms_after=_AFTER, experts="intermediate_size"),
+        Architecture("gemma"),
         Architecture("gemma2", norms=_BEFORE, norms_after=_AFTER),
         Architecture("gemma3_text", package="gemma3", norms=_BEFORE, norms_after=_AFTER),
         Architecture("glm"),
-        Architecture("gpt_oss", experts="intermediate_size"),
-        Architecture("granite", residual="residual_multiplier"),
-        Architecture("granitemoe", mlp="block_sparse_moe", residual="residual_multiplier", experts="intermediate_size"),
+        Architecture("glm4", norms_after=("post_self_attn_layernorm", "post_mlp_layernorm")),
+        Architecture("glm4_moe", experts=_MOE, shared="n_shared_experts"),
+        Architecture("gpt_oss", experts="intermediate_size", at_once=10),
+        Architecture("granite", residual=_GRANITE),
+        Architecture("granite_swa", residual=_GRANITE),
+        Architecture("granitemoe", mlp="block_sparse_moe", residual=_GRANITE, experts="intermediate_size"),
+        Architecture(
+            "granitemoehybrid",
+            mlp="block_sparse_moe",
+            beside="shared_mlp",
+            residual=_GRANITE,
+            experts="intermediate_size",
+            shared="shared_intermediate_size",
+        ),
+        Architecture(
+            "granitemoeshared",
+            mlp="block_sparse_moe",
+            beside="shared_mlp",
+            residual=_GRANITE,
+            experts="intermediate_size",
+            shared="shared_intermediate_size",
+        ),
+        Architecture("helium"),
+        Architecture("hunyuan_v1_dense"),
+        Architecture("hunyuan_v1_moe", experts="intermediate_size", shared="intermediate_size"),
+        Architecture(
+            "lfm2",
+            mlp="feed_forward",
+            norms=("operator_norm", "ffn_norm"),
+            output="out_proj",
+            last_norm="embedding_norm",
+        ),
+        Architecture(
+            "lfm2_moe",
+            mlp="feed_forward",
+            norms=("operator_norm", "ffn_norm"),
+            output="out_proj",
+            last_norm="embedding_norm",
+            experts=_MOE,
+        ),
+        Architecture(
+            "jamba",
+            mlp="feed_forward",
+            norms=("input_layernorm", "pre_ff_layernorm"),
+            last_norm="final_layernorm",
+            experts="intermediate_size",
+        ),
         Architecture("llama"),
+        Architecture("minimax_m2", experts="intermediate_size"),
+        Architecture("ministral"),
+        Architecture("ministral3"),
         Architecture("mistral"),
         Architecture("mixtral", experts="intermediate_size"),
+        Architecture("nemotron"),
+        Architecture("olmo"),
         Architecture("olmo2", norms=("", ""), norms_after=_AFTER),
+        Architecture("olmo3", norms=("", ""), norms_after=_AFTER),
+        Architecture("olmoe", experts="intermediate_size"),
+        Architecture(
+            "phi",
+            norms=_ONE,
+            parallel=True,
+            output="dense",
+            last_norm="final_layernorm",
+            idle=("resid_dropout",),
+            at_once=4,
+        ),
         Architecture("phi3", idle=("resid_attn_dropout", "resid_mlp_dropout")),
         Architecture("qwen2"),
-        Architecture("qwen2_moe", experts="moe_intermediate_size"),
+        Architecture("qwen2_moe", experts=_MOE, shared="shared_expert_intermediate_size"),
         Architecture("qwen3"),
-        Architecture("qwen3_5_moe_text", package="qwen3_5_moe", experts="moe_intermediate_size", gated=True),
-        Architecture("qwen3_5_text", package="qwen3_5", gated=True),
-        Architecture("qwen3_moe", experts="moe_intermediate_size"),
-        Architecture("qwen3_next", experts="moe_intermediate_size", gated=True),
+        Architecture(
+            "qwen3_5_moe_text", "qwen3_5_moe", experts=_MOE, shared="shared_expert_intermediate_size", whole=True
+        ),
+        Architecture("qwen3_5_text", package="qwen3_5", whole=True),
+        Architecture("qwen3_moe", experts=_MOE),
+        Architecture("qwen3_next", experts=_MOE, shared="shared_expert_intermediate_size", whole=True),
         Architecture("seed_oss"),
         Architecture("smollm3"),
+        Architecture("solar_open", experts=_MOE, shared="n_shared_experts"),
+        Architecture("stablelm", idle=("dropout",)),
+        Architecture("starcoder2"),
+        Architecture("vaultgemma", norms=_BEFORE),
     )
 }
 
@@ -104,10 +222,27 @@ ARCHITECTURES = {
 # Of checkpoints for images, the decoder inside, which the loader takes alone.
 TEXT_DECODERS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 _IMAGES = "tokens of an image attend in both directions, or have positions of their own, and its decoder is inside"
-_REFUSED = {  # families that are often asked for, and why not yet
+_LATENT = "it caches one compressed vector a token in place of keys and values (MLA), for which there is no store here"
+_INDEXER = "it chooses the keys of a query by an indexer of its own (sparse attention that was trained with it)"
+_BESIDE = "each of its layers has a recurrent state beside its keys and values, and a layer here has one of the two"
+REFUSED = {  # families that are often asked for, and why not yet
     "llama4": "its layers attend within chunks of tokens, for which kernels have no mask",
+    "falcon_h1": _BESIDE,
+    "nemotron_h": "it has layers of an MLP alone, and a layer here attends or has a recurrent state",
     **dict.fromkeys(("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _IMAGES),
     **dict.fromkeys(TEXT_DECODERS, f"{_IMAGES}; load_model takes that decoder alone"),
+    **dict.fromkeys(
+        (
+            *("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25"),
+            *("kimi_linear", "longcat_flash", "minicpm3", "mistral4", "sarvam_mla", "youtu"),
+        ),
+        _LATENT,
+    ),
+    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "qwen4_exp", "qwen4_exp_text"), _INDEXER),
+    **dict.fromkeys(
+        ("axk2", "deepseek_v32", "deepseek_v4", "glm5_next", "glm5_next_text", "glm_moe_dsa", "mistral_large4"),
+        f"{_INDEXER}, over compressed keys and values (MLA)",
+    ),
 }
 
 
@@ -115,12 +250,18 @@ def architecture_of(model_type: str) -> Architecture:
     """The record of a model type.
 
     Raises:
-        UnsupportedError: this version cannot run it; the message names those it can.
+        UnsupportedError: this version cannot run it; the message says why, or names the nearest one that it can run.
     """
-    if model_type not in ARCHITECTURES:
-        why = f" ({_REFUSED[model_type]})" if model_type in _REFUSED else ""
+    if model_type in ARCHITECTURES:
+        return ARCHITECTURES[model_type]
+    if model_type in REFUSED:
         raise UnsupportedError(
-            f"expected one of the supported architectures ({', '.join(ARCHITECTURES)}), found {model_type!r}{why}; "
-            f"choose a model of a supported architecture"
+            f"expected one of the supported architectures, found {model_type!r}: {REFUSED[model_type]}; "
+            f"choose a model of another family (docs/models.md)"
         )
-    return ARCHITECTURES[model_type]
+    nearest = get_close_matches(model_type, ARCHITECTURES, n=1, cutoff=0.5)
+    like = f"; the nearest by name is {nearest[0]!r}" if nearest else ""
+    raise UnsupportedError(
+        f"expected one of the supported architectures ({', '.join(ARCHITECTURES)}), found {model_type!r}{like}; choose "
+        f"a model of a supported one, or add a record to runtime/architecture.py (docs/extending.md, An architecture)"
+    )

@@ -14,6 +14,7 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo, architecture_fingerprint, is_model_id
 from sparsekv.plans.schema import DtypeName
 from sparsekv.runtime.architecture import architecture_of
+from sparsekv.runtime.recurrence import recurrence_of
 from sparsekv.runtime.settings import check_device
 
 if TYPE_CHECKING:
@@ -70,15 +71,22 @@ def attention_groups(config: PreTrainedConfig) -> tuple[AttentionGroup, ...]:
 
 
 def linear_layers(config: PreTrainedConfig) -> tuple[int, ...]:
-    """The layers with a recurrent state in place of keys and values."""
-    kinds = getattr(config, "layer_types", None) or ()
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    """The layers that transformers gives a recurrent state in its cache, in place of keys and values."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    if set(kinds) <= {"full_attention", "sliding_attention"}:
+        return ()
+    from transformers import DynamicCache  # which takes a second to import
+    from transformers.cache_utils import LinearAttentionLayer
+
+    cached = DynamicCache(config=config).layers
+    return tuple(number for number, layer in enumerate(cached) if isinstance(layer, LinearAttentionLayer))
 
 
 def _linear_group(config: PreTrainedConfig, layers: tuple[int, ...]) -> AttentionGroup:
-    heads, kv_heads = config.linear_num_value_heads, config.linear_num_key_heads
-    size = config.linear_value_head_dim
-    return AttentionGroup(layers=layers, kind="linear", heads=heads, kv_heads=kv_heads, head_dim=size)
+    found = recurrence_of(config)
+    return AttentionGroup(
+        layers=layers, kind="linear", heads=found.heads, kv_heads=found.key_heads, head_dim=found.head_dim
+    )
 
 
 def rope_switch(config: PreTrainedConfig) -> int:
@@ -93,7 +101,8 @@ def has_soft_cap(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, "attn_logit_softcapping", None))
 
 
-_ONE_WINDOW = frozenset(("mistral", "mixtral", "phi3", "qwen3_moe"))  # in every layer, whatever `layer_types` says
+# In every layer, whatever `layer_types` says.
+_ONE_WINDOW = frozenset(("ministral3", "mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2"))
 
 
 def _window(config: PreTrainedConfig, layer: int) -> int | None:

@@ -37,6 +37,13 @@ def test_a_clone_shows_no_change_after_the_commands_of_the_readme() -> None:
     assert (hidden.returncode, hidden.stdout) == (0, b"")
 
 
+def test_the_page_of_models_is_what_the_records_and_the_tests_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from build_models_page import PAGE, page
+
+    assert PAGE.read_text() == page(PAGE.read_text()), "run python tools/build_models_page.py"
+
+
 def test_the_page_of_commands_is_what_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     monkeypatch.delitem(sys.modules, "build_command_page", raising=False)

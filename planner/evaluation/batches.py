@@ -18,8 +18,8 @@ from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.tasks import Kit, Sample
 from sparsekv.planner.tasks.text import Ids
 from sparsekv.runtime.architecture import architecture_of
-from sparsekv.runtime.hf.memory import linear_bytes
 from sparsekv.runtime.model_config import attention_groups
+from sparsekv.runtime.recurrence import recurrence_of
 
 # Tokens that are fed of a text that is no answer: each is a decode step of every mode. No answer of a task is longer
 # where the vocabulary holds words.
@@ -152,5 +152,5 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     # Two hidden states, queries, the output of attention; then the MLP: what is gated, its gate, their product.
     held = 2 * config.hidden_size + 2 * config.num_attention_heads * groups[0].head_dim
     widest: int = held + 3 * architecture_of(config.model_type).width_of(config)
-    recurrent = max((linear_bytes(group) for group in groups if group.kind == "linear"), default=0)
+    recurrent = recurrence_of(config).token_bytes if any(group.kind == "linear" for group in groups) else 0
     return cached * model.dtype.itemsize + max(max(cached, widest) * model.dtype.itemsize, recurrent)

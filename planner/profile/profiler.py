@@ -44,6 +44,7 @@ from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores, token_
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.settled import Settled, check_targets
 from sparsekv.plans.schema import BackendName
+from sparsekv.runtime.architecture import architecture_of, experts_per_token
 from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
@@ -134,7 +135,7 @@ def step_reads(model: PreTrainedModel) -> StepReads | None:
     weights = [*layers.parameters(), model.get_output_embeddings().weight]
     sizes = {dims: [float(one.numel()) for one in weights if one.ndim == dims] for dims in (2, 3)}
     experts = [len(one) for one in weights if one.ndim == 3]
-    share = model.config.num_experts_per_tok / max(experts) if experts else 1.0
+    share = experts_per_token(model.config) / max(experts) if experts else 1.0
     count = len(sizes[2]) + len(sizes[3])
     return StepReads(matrices=count, parameters=sum(sizes[2]), experts=sum(sizes[3]), share=share)
 
@@ -195,11 +196,12 @@ class ProfilePass:
             return
         decoded: dict[int, dict[str, Any]] = {}
         modules = {cast(Any, module).layer_idx: cast(Any, module) for module in attention_modules(model)}
+        output = architecture_of(model.config.model_type).output
 
         def up(call: AttentionCall, hidden_BSE: torch.Tensor) -> None:
             where = f"queries, keys and values of layer {call.layer}"
             check_numbers(model, where, call.q_BHSD, call.k_BGKD, call.v_BGKD)
-            decoded[call.layer] = self._decode(call, modules[call.layer].o_proj, hidden_BSE)
+            decoded[call.layer] = self._decode(call, getattr(modules[call.layer], output), hidden_BSE)
             if not self._aims:
                 add(call.layer, {})
 

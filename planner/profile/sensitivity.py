@@ -35,7 +35,7 @@ from sparsekv.kernels.softmax import PLAIN
 from sparsekv.kernels.topk import blocks
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.hf.generate import check_numbers
-from sparsekv.runtime.hf.observe import AttentionCall, ObservedInput, capture_attention, captured_inputs
+from sparsekv.runtime.hf.observe import AttentionCall, ObservedInput, capture_attention, captured_inputs, output_of
 
 TEMPERATURE = 3.0
 _ROWS_AT_ONCE = 4096  # of a layer with a window of its own
@@ -205,8 +205,8 @@ def _last_output(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         if last:
             return None  # on the way down
-        last.append(out.detach().requires_grad_())
-        return last[0]
+        last.append(output_of(out).detach().requires_grad_())
+        return (last[0], *out[1:]) if isinstance(out, tuple) else last[0]
 
     layers: Any = decoder_of(model).layers
     hook = layers[-1].register_forward_hook(after)

@@ -24,10 +24,18 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return decoder
 
 
+def last_norm_of(model: PreTrainedModel) -> nn.Module:
+    """The norm of a decoder's output."""
+    norm: nn.Module = getattr(decoder_of(model), architecture_of(model.config.model_type).last_norm)
+    return norm
+
+
 def logits_of(model: PreTrainedModel, hidden_XE: torch.Tensor) -> torch.Tensor:
-    """[X, vocabulary]: what the model's head makes of the decoder's output (Granite scales it, Gemma-2 caps it)."""
+    """[X, vocabulary]: what the model's head makes of the decoder's output. Granite and Cohere scale it, Gemma-2 caps
+    it."""
     config: Any = model.config
-    logits_XV: torch.Tensor = model.get_output_embeddings()(hidden_XE) / getattr(config, "logits_scaling", 1.0)
+    scale = getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0)
+    logits_XV: torch.Tensor = model.get_output_embeddings()(hidden_XE) * scale
     return capped_(logits_XV, getattr(config, "final_logit_softcapping", None) or 0.0)
 
 

@@ -69,7 +69,8 @@ class LayerInput:
     """Holds what one decoder layer is called with."""
 
     hidden_BSE: torch.Tensor
-    rotary: tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [B, S, R] each
+    rotary: tuple[torch.Tensor, torch.Tensor] | None  # cosines and sines, [B, S, R] each; None of layers without
+    position_BS: torch.Tensor | None
     under_way: Pass
 
 
@@ -100,8 +101,8 @@ class LongInputs:
         return plain and self._is_own(attached.decoder) and not asks_for_more(attached.decoder, inputs)
 
     def _is_own(self, *parts: object) -> bool:
-        """Returns whether these modules are of transformers' classes for this model type."""
-        return all(type(part).__module__ == self._architecture.home for part in parts)
+        """Returns whether these modules are of transformers' classes for this model type, or torch's norm."""
+        return all(type(part) is nn.LayerNorm or type(part).__module__ == self._architecture.home for part in parts)
 
     def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> Any:
         """Returns what the decoder's own forward returns."""
@@ -115,8 +116,9 @@ class LongInputs:
                 if is_cut := self._can_cut(layer):
                     undo.enter_context(_forward_of(layer, partial(rows.layer, layer, spare)))
                 spare = is_cut
-            if self._is_own(decoder.norm) and not is_touched(decoder.norm):
-                undo.enter_context(_forward_of(decoder.norm, partial(rows.norm, decoder.norm, spare)))
+            norm = getattr(decoder, self._architecture.last_norm)
+            if self._is_own(norm) and not is_touched(norm):
+                undo.enter_context(_forward_of(norm, partial(rows.norm, norm, spare)))
             return attached.run_own(under_way, inputs)
 
     def _can_cut(self, layer: nn.Module) -> bool:
@@ -126,7 +128,9 @@ class LongInputs:
             return False
         names = (record.attention, record.mlp, *record.norms, *record.norms_after)
         parts = [layer, *(getattr(layer, name) for name in names if name)]
-        return self._is_own(*parts) and all(_has_own_forward(part) for part in parts[:2])
+        beside = getattr(layer, record.beside) if record.beside else None
+        own = self._is_own(*parts, *([] if beside is None else [beside]))
+        return own and all(_has_own_forward(part) for part in parts[:2])
 
 
 @contextmanager
@@ -150,7 +154,9 @@ class _Rows:
     def layer(self, layer: nn.Module, spare: bool, hidden_BSE: torch.Tensor, **given: Any) -> torch.Tensor:
         """Returns the output of a decoder layer, piece by piece."""
         into_BSE = hidden_BSE if spare else torch.empty_like(hidden_BSE)
-        called_with = LayerInput(hidden_BSE, given["position_embeddings"], self.under_way)
+        called_with = LayerInput(
+            hidden_BSE, given.get("position_embeddings"), given.get("position_ids"), self.under_way
+        )
         pieces = list(self.chunking.pieces(*hidden_BSE.shape[:2]))
         return forward_in_pieces(layer, self.architecture, called_with, pieces, into_BSE)
 
@@ -197,23 +203,37 @@ def forward_in_pieces(
         pieces: which tokens are worked on together.
         into_BSE: where the result goes; may be the input itself.
     """
-    attention, mlp = getattr(layer, architecture.attention), getattr(layer, architecture.mlp)
+    attention, mlp = getattr(layer, architecture.attention), _mlp_of(layer, architecture)
     project, norm = getattr(attention, architecture.output), _part(layer, architecture.norms[1])
     after_attention, after_mlp = (_part(layer, name) for name in architecture.norms_after)
     scale = getattr(layer, architecture.residual) if architecture.residual else 1
+    first = _part(layer, architecture.norms[0])
     out_BHSD = _attend(layer, architecture, given, pieces)
     for rows in pieces:
         attended_BSE = out_BHSD[:, :, rows].transpose(1, 2).flatten(2)
-        hidden_BSE = into_BSE[:, rows]
-        torch.add(given.hidden_BSE[:, rows], after_attention(project(attended_BSE)) * scale, out=hidden_BSE)
-        made = mlp(norm(hidden_BSE))
-        hidden_BSE += after_mlp(made[0] if isinstance(made, tuple) else made) * scale  # some give their routing too
+        read_BSE, hidden_BSE = given.hidden_BSE[:, rows], into_BSE[:, rows]
+        added_BSE = mlp(first(read_BSE)) if architecture.parallel else None  # before its input is overwritten
+        torch.add(read_BSE, after_attention(project(attended_BSE)) * scale, out=hidden_BSE)
+        hidden_BSE += after_mlp(mlp(norm(hidden_BSE)) if added_BSE is None else added_BSE) * scale
     return into_BSE
 
 
+def _mlp_of(layer: nn.Module, architecture: Architecture) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The MLP of a layer, with the one beside it."""
+    mlp = getattr(layer, architecture.mlp)
+    beside = getattr(layer, architecture.beside) if architecture.beside else None
+
+    def made(x_BSE: torch.Tensor) -> torch.Tensor:
+        found = mlp(x_BSE)
+        out_BSE: torch.Tensor = found[0] if isinstance(found, tuple) else found  # some give their routing too
+        return out_BSE if beside is None else out_BSE + beside(x_BSE)
+
+    return made
+
+
 def _part(layer: nn.Module, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A norm of a layer; what it is given where it has none there."""
-    return getattr(layer, name) if name else lambda x_BSE: x_BSE
+    """A norm of a layer; what it is given, in one piece of memory, where it has none there."""
+    return getattr(layer, name) if name else lambda x_BSE: x_BSE.contiguous()
 
 
 def _attend(layer: nn.Module, architecture: Architecture, given: LayerInput, pieces: Sequence[slice]) -> torch.Tensor:
@@ -243,10 +263,11 @@ def _attend(layer: nn.Module, architecture: Architecture, given: LayerInput, pie
 def _projected(attention: nn.Module, x_BSE: torch.Tensor, given: LayerInput, rows: slice) -> tuple[Any, ...]:
     """Queries and keys as they attend, values, scale and softmax: what the attention's own forward makes of some tokens
     up to where it attends."""
-    rotary = tuple(angles_BSR[:, rows] for angles_BSR in given.rotary)
+    rotary = None if given.rotary is None else tuple(angles_BSR[:, rows] for angles_BSR in given.rotary)
+    position_BS = None if given.position_BS is None else given.position_BS[:, rows]
     given.under_way.projects = True
     try:
-        attention(hidden_states=x_BSE, position_embeddings=rotary, attention_mask=None)
+        attention(hidden_states=x_BSE, position_embeddings=rotary, attention_mask=None, position_ids=position_BS)
     except Projected as found:
         return found.args
     finally:

@@ -32,6 +32,7 @@ from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, reads_of, spill_order
 from sparsekv.runtime.model_config import describe_config
+from sparsekv.runtime.recurrence import Recurrence, recurrence_of
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.page_pool import pool_of
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, spare_beside
@@ -52,6 +53,8 @@ class ModelSize:
         weights: bytes of all its tensors.
         hidden: size of a hidden state.
         intermediate: width of the MLP.
+        recurrence: of its layers with a recurrent state.
+        whole: whether its layers are called whole, also of long inputs.
     """
 
     info: ModelInfo
@@ -59,14 +62,24 @@ class ModelSize:
     weights: int
     hidden: int
     intermediate: int
+    recurrence: Recurrence | None = None
+    whole: bool = False
 
     @classmethod
     def of(cls, model: PreTrainedModel, info: ModelInfo) -> ModelSize:
         """Returns that of a model, which may be on the meta device."""
         tensors = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
         config: Any = model.config
-        width = architecture_of(config.model_type).width_of(config)
-        return cls(info, model.dtype, sum(tensors.values()), config.hidden_size, width)
+        record, recurs = architecture_of(config.model_type), any(group.kind == "linear" for group in info.attention)
+        return cls(
+            info,
+            model.dtype,
+            sum(tensors.values()),
+            config.hidden_size,
+            record.width_of(config),
+            recurrence_of(config) if recurs else None,
+            recurs or record.runs_whole(config),
+        )
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, dtype: torch.dtype, source: str | None = None) -> ModelSize:
@@ -287,7 +300,8 @@ class MemoryModel:
         """Returns what the store of a layer allocates."""
         layout = self._layout(layer, request.batch)
         if self._groups[layer].kind == "linear":
-            return Bytes(request.batch * state_bytes(self._groups[layer]))
+            assert self.size.recurrence is not None
+            return Bytes(request.batch * self.size.recurrence.state_bytes)
         if rule := self.evicting.get(layer):
             return Bytes(layout.bytes(rule.cached_tokens(request.prompt)))
         if layer in placement.layers:
@@ -325,10 +339,8 @@ class MemoryModel:
         """The larger of what is alive while a layer attends and while its MLP runs, as in long_inputs.py."""
         item, rows = self.size.dtype.itemsize, request.piece * request.batch
         group, width = self.size.info.attention[0], self.size.hidden
-        in_linear = max(
-            (rows * linear_bytes(one) for one in self.size.info.attention if one.kind == "linear"), default=0
-        )
-        worked_on = rows if in_linear else min(rows, max(self.chunking.rows, self.chunking.above))  # run whole, or cut
+        in_linear = rows * self.size.recurrence.token_bytes if self.size.recurrence else 0
+        worked_on = rows if self.size.whole else min(rows, max(self.chunking.rows, self.chunking.above))  # or cut
         always = rows * width * item + 2 * request.piece * group.head_dim * item  # hidden states, rotary angles
         queries = rows * group.heads * group.head_dim * item
         output = min(queries, max(self.chunking.output_bytes, queries // group.kv_heads))  # of a group of heads
@@ -391,17 +403,6 @@ class MemoryModel:
             choice = follower.slots_key(layer)
             tables[choice] = max(tables.get(choice, 0), 4 * follower.lists * (columns + 1 + 2 * (slots + 1)))
         return request.batch * sum(tables.values())
-
-
-def state_bytes(group: AttentionGroup) -> int:
-    """Returns the bytes of a row's recurrent state, whatever its length: a float32 matrix a head."""
-    return 4 * group.heads * group.head_dim**2
-
-
-def linear_bytes(group: AttentionGroup) -> int:
-    """Returns the bytes of a token in a gated delta rule, as torch computes it in float32 and chunks of 64 tokens; fast
-    kernels, where transformers has them, take less."""
-    return 4 * group.heads * (14 * group.head_dim + 5 * 64)
 
 
 def _window_bytes(layer: LayerProgram, segment: SegmentProgram, tokens: int, key_bytes: int) -> int:

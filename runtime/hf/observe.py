@@ -83,8 +83,12 @@ class ObservedInput:
         """The output of the layer of an observed model, for the same call with these hidden states: [B, S, E]."""
         attention: Any = next((module for module in layer.modules() if NAME in vars(module)), None)
         with nullcontext() if attention is None else vars(attention)[NAME].alone(attention.layer_idx):
-            found: torch.Tensor = layer(hidden_BSE, **self.kwargs)
-        return found
+            return output_of(layer(hidden_BSE, **self.kwargs))
+
+
+def output_of(found: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor:
+    """The hidden states of what a decoder layer returns: Bamba's return attention weights beside them."""
+    return found[0] if isinstance(found, tuple) else found
 
 
 @contextmanager

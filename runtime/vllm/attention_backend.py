@@ -29,6 +29,7 @@ from sparsekv.runtime.core.roles import Evicting, Filter, Follower
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.vllm import cache_internals as caches
 from sparsekv.runtime.vllm import internals as vllm
+from sparsekv.runtime.vllm import step_metadata
 from sparsekv.runtime.vllm.block_manager import evicting_spec
 from sparsekv.runtime.vllm.decode_step import DecodeHost, DecodeRows
 from sparsekv.runtime.vllm.engine_facts import check_engine_layer
@@ -285,7 +286,7 @@ class SparseBuilder(_Builder):
             common = caches.with_tables(common, evicted.lengths_B, evicted.cpu_lengths_B, table_BP)
         metadata = super().build(common_prefix_len, common, fast_build)
         only_decodes = evicted is not None and not evicted.prompts and common.max_query_len == 1
-        if self._host is not None and vllm.is_plain(common) and (self._counts or not only_decodes):
+        if self._host is not None and step_metadata.is_plain(common) and (self._counts or not only_decodes):
             step = self._step(self._host, common, evicted)
             if step is not None:
                 setattr(metadata, _STEP, step)
@@ -293,7 +294,7 @@ class SparseBuilder(_Builder):
 
     def _step(self, host: PlanHost, common: Any, evicted: EvictedLengths | None) -> StepRows | None:
         """Returns what the layers ask of a step; None where all of it is vLLM's."""
-        starts, lengths, unfinished = vllm.requests_of(common)
+        starts, lengths, unfinished = step_metadata.requests_of(common)
         # Captured graphs do not tell a prompt's single row from a decoded one: it goes with those, and is dense.
         alone = [False] * len(lengths) if vllm.platform.captures else unfinished
         prefill = prefill_rows(starts, lengths, alone)
@@ -339,11 +340,11 @@ class SparseBuilder(_Builder):
 
     def _part_of(self, common: Any, first: int, end: int) -> Any:
         # A fast build leaves alone what the builder keeps for the whole step: a schedule that graphs read.
-        return super().build(0, vllm.part_of(common, first, end), fast_build=True)
+        return super().build(0, step_metadata.part_of(common, first, end), fast_build=True)
 
 
 def _rows(common: Any) -> TableRows:
-    starts, lengths, _ = vllm.requests_of(common)
+    starts, lengths, _ = step_metadata.requests_of(common)
     return TableRows(starts, lengths)
 
 

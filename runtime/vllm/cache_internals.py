@@ -21,8 +21,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.runtime.vllm.internals import derived_fields
 from sparsekv.runtime.vllm.request_lengths import Requests, Scheduled
+from sparsekv.runtime.vllm.step_metadata import derived_fields
 
 # What of a model runner holds captured graphs, and what of that says whether there are any.
 _GRAPHS, _GRAPHS_V2 = ("cudagraph_dispatcher", "keys_initialized"), ("cudagraph_manager", "_graphs_captured")

@@ -31,7 +31,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from sparsekv.kernels.prefill.flash.limits import FlashPackage, offer_package
@@ -49,17 +49,6 @@ logger = init_logger("vllm.sparsekv")  # below "vllm", whose handler prints it
 _FLASH = FlashPackage("vllm.vllm_flash_attn.cute", "vllm", ("0.26.0",), asks_lists=False)
 
 _PREFERS_OTHERS = 10  # major compute capability of which vLLM prefers another backend where none is asked for
-# Fields of a step's metadata with an entry a request, as far as a release has them, and with one a row.
-_BY_REQUEST = (
-    *("seq_lens", "seq_lens_cpu_upper_bound", "is_prefilling", "block_table_tensor"),
-    *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu_upper_bound", "rswa_prefix_lens", "replayssm_decode_base_cpu"),
-)
-_BY_ROW = ("slot_mapping", "positions")
-# What of a step's metadata is computed from the rest of it, as far as a release has it.
-_DERIVED = (
-    *("req_idx", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
-    *("_num_computed_tokens_cache", "_token_to_req_indices_cache"),
-)
 
 
 class OnCpu:
@@ -425,50 +414,6 @@ def graph_rows(config: VllmConfig) -> int:
     if not platform.captures or not compilation.cudagraph_mode.has_full_cudagraphs():
         return 0
     return compilation.max_cudagraph_capture_size or 0
-
-
-def requests_of(common: CommonAttentionMetadata) -> tuple[list[int], list[int], list[bool]]:
-    """Returns the requests of a step, without asking the device: the first row of each request and the end of the last,
-    their lengths, and which are still prompts."""
-    starts, bound, unfinished = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound, common.is_prefilling
-    lengths = (common.seq_lens if bound is None else bound).tolist()  # exact without speculative decoding
-    prompts = [] if unfinished is None else unfinished.tolist()
-    return starts.tolist(), lengths, prompts + [False] * (len(lengths) - len(prompts))
-
-
-def part_of(common: CommonAttentionMetadata, first: int, end: int) -> CommonAttentionMetadata:
-    """The requests from `first` to before `end` as if they were all of a step."""
-    requests, bounds = slice(first, end), slice(first, end + 1)
-    starts = common.query_start_loc_cpu[bounds]
-    rows = slice(int(starts[0]), int(starts[-1]))
-    counts = starts[1:] - starts[:-1]
-    return common.replace(
-        query_start_loc=common.query_start_loc[bounds] - rows.start,
-        query_start_loc_cpu=starts - rows.start,
-        num_reqs=end - first,
-        num_actual_tokens=rows.stop - rows.start,
-        max_query_len=int(counts.max()),
-        **{name: _cut(common, name, requests) for name in _BY_REQUEST if hasattr(common, name)},
-        **{name: _cut(common, name, rows) for name in _BY_ROW},
-        **{name: None for name in derived_fields(common)},
-    )
-
-
-def derived_fields(common: CommonAttentionMetadata) -> list[str]:
-    """Returns what of a step's metadata vLLM has computed from the rest of it."""
-    return [name for name in _DERIVED if hasattr(common, name)]
-
-
-def _cut(common: CommonAttentionMetadata, name: str, part: slice) -> torch.Tensor | None:
-    whole: torch.Tensor | None = getattr(common, name)
-    return None if whole is None else whole[part]
-
-
-def is_plain(common: CommonAttentionMetadata) -> bool:
-    """Returns whether all rows of a step attend causally and to text alone: not to later tokens of an image, as a
-    prefix does that sees itself whole, and to no prompt beyond a window."""
-    others = (getattr(common, name, None) for name in ("mm_req_doc_ranges", "rswa_prefix_lens"))
-    return common.causal is True and not any(other is not None and len(other) for other in others)
 
 
 def stat_logger_base() -> Any:

@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 
 from sparsekv.cli.arguments import Subject
 from sparsekv.planner.verify import Verification
-from sparsekv.plans.files import load_plan
+from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.schema import Measurement, Quality
 
 TASK = ("--tasks", "kv_retrieval")
@@ -133,11 +133,12 @@ def test_a_plan_that_must_be_verified_and_is_not_is_written_and_exits_with_1(
     )
     done = sparsekv("plan", model, "-o", out, *FAST, *priced, *asked, *(["--json"] if as_json else []))
     assert done.code == 1, done.err
-    assert (f"`sparsekv verify --plan {out} --model {model} --write --verify-time 1800`" in done.err) == bool(gate)
+    assert (f"`sparsekv verify --plan {out} --model {model} --write --more --verify-time " in done.err) == bool(gate)
     assert "same command" not in done.err
     assert load_plan(out).status == "unverified"
     assert load_plan(out).decode.bucket(1024).dense == (not gate)
-    assert list(out.parent.iterdir()) == [out]
+    outcomes = [out.with_name(f"{out.name}.outcomes")] if gate else []
+    assert sorted(out.parent.iterdir()) == [out, *outcomes]
     if as_json:
         assert done.data.keys() == {*KEYS, "error"}
         assert done.data["error"]["kind"] == "GateError"
@@ -188,7 +189,7 @@ def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, ct
     again = sparsekv(*call, *priced)
     assert again.code == 0
     assert f"profile resumed: {'33.3' if stage == 'profile' else '100'}% of it" in again.err
-    assert sorted(out.parent.iterdir()) == [profile, out]
+    assert sorted(out.parent.iterdir()) == [profile, out, out.with_name(f"{out.name}.outcomes")]
 
 
 def test_what_a_run_with_other_options_has_left_is_told_at_the_end_and_goes_on(sparsekv, model, priced, out, ctrl_c_in):
@@ -372,4 +373,11 @@ def test_verify_counts_the_same_prompts_as_the_plan_that_was_made_from_them(spar
     assert again.code == 0, again.err
     assert told[0] in again.err
     counted = load_plan(out).quality.evidence.prompts
-    assert counted == again.data["quality"]["evidence"]["prompts"] == int(told[1])
+    assert counted == again.data["quality"]["evidence"]["prompts"] == int(told[1]) > 1
+    write_plan(load_plan(out).model_copy(update={"quality": None}), out)
+    done = sparsekv("verify", model, "--plan", out, "--prompts", file, *LOOSE, "--write", "--samples", 1)
+    assert done.code == 0, done.err
+    more = ("verify", model, "--plan", out, "--write", "--more")
+    assert "prompts: sha256" in sparsekv(*more).err  # those are to be given again
+    assert sparsekv(*more, "--prompts", file).code == 0
+    assert load_plan(out).quality.evidence.prompts == counted

@@ -75,7 +75,10 @@ def test_too_few_samples_leave_a_plan_undecided_and_say_how_many_more(loaded: Lo
     assert found.passed
     assert not found.conclusive
     assert "undecided" in found.reasons[0]
-    assert "more would decide" in found.reasons[0]
+    assert "more prompts would decide" in found.reasons[0]
+    assert "s a prompt" in found.reasons[0]
+    assert "s a prompt" not in found.quality.evidence.reason  # a plan says the same each time it is made
+    assert found.outcomes is not None
     assert found.quality.prefill.claims["failed"].prompts == 3
 
 

@@ -2,102 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from planner_models import loaded_tiny, quick_options
-from tiny_plans import decode_plan, every_head, plan_for, segment
+from made_outcomes import LENGTHS, PHASES, TASKS, Call, outcome, verified
 
-from sparsekv.planner import verify as verification
-from sparsekv.planner.evaluation import DENSE, EvalSamples
-from sparsekv.planner.evaluation.results import Comparison, Outcome, Spent
-from sparsekv.planner.settled import settle
-from sparsekv.planner.tasks import Sample
-from sparsekv.planner.verify import Verification, verify
-from sparsekv.plans.patterns import AShape, tokens
-
-TASKS = ("niah_single", "niah_multikey", "kv_retrieval", "perplexity")
-HARD = "kv_retrieval"
-LENGTHS = (2048, 4096)
-PHASES = {"prefill", "decode", "both"}
-SPENT = Spent(tiles=1.0, causal_tiles=4.0, attended=1.0, cached=4.0)
-Draw = Callable[[np.random.Generator, str, str], Outcome]
-
-
-@dataclass(frozen=True)
-class Call:
-    names: frozenset[str]
-    tasks: frozenset[str]
-    length: int
-    greedy: bool
-
-
-@dataclass(frozen=True)
-class Made:
-    """In place of an evaluator: makes up what each mode does on a sample."""
-
-    loaded: object
-    draw: Draw
-    calls: list[Call]
-    rng: np.random.Generator
-    greedy: bool = True
-    text: int = 0
-
-    def compare(self, samples: Sequence[Sample], names: Collection[str], **_: object) -> dict[str, Comparison]:
-        tasks = frozenset(one.task for one in samples)
-        self.calls.append(Call(frozenset(names), tasks, samples[0].length, self.greedy))
-        answers = [self.draw(self.rng, DENSE, one.task) for one in samples]
-        found = {DENSE: Comparison(tuple(answers), Spent())}
-        for name in names:
-            found[name] = Comparison(tuple(self._outcome(name, one) for one in samples), SPENT)
-        return found
-
-    def _outcome(self, name: str, sample: Sample) -> Outcome:
-        made = self.draw(self.rng, name, sample.task)
-        return made if self.greedy else replace(made, exact=None)
-
-
-def outcome(rng: np.random.Generator, name: str, task: str, lost: float = 0.01) -> Outcome:
-    """Dense and floors are right but on the hard task; a plan loses some, and diverges by a tenth of its gate."""
-    plan = name in PHASES
-    right = None if task == "perplexity" else task != HARD and not (plan and rng.random() < lost)
-    return Outcome(right, 1.0, 0.005 * rng.random() if plan else 0.0, 100 - plan, 100, exact=True)
-
-
-@dataclass(frozen=True)
-class MadeUp(EvalSamples):
-    """Samples without prompts."""
-
-    def check_fit(self, kit: object) -> None:
-        """They always do."""
-
-    def drawn(self, kit: object, length: int) -> list[Sample]:
-        """Of each task, so many."""
-        none = np.zeros(0, np.int32)
-        return [Sample(none, none, "", task, length) for task in self.tasks for _ in range(self.samples)]
-
-
-def verified(
-    monkeypatch: pytest.MonkeyPatch, draw: Draw = outcome, dtype: torch.dtype = torch.bfloat16, seed: int = 0
-) -> tuple[Verification, list[Call]]:
-    loaded, calls = loaded_tiny(dtype=dtype), []
-    heads = every_head(loaded.model, AShape(sink=tokens(64), window=tokens(64)))
-    plan = plan_for(loaded.model, heads, decode_plan(segment(0, (1, 2), 64)))
-
-    @contextmanager
-    def opened(*_: object, **__: object) -> Iterator[Made]:
-        yield Made(loaded, draw, calls, np.random.default_rng(seed))
-
-    monkeypatch.setattr(verification, "opened", opened)
-    monkeypatch.setattr(verification, "prepare", lambda *_: None)
-    monkeypatch.setattr(verification, "held_out_samples", lambda *_: MadeUp(TASKS, LENGTHS))
-    asked = quick_options(lengths=LENGTHS, verify_samples=None, verify_time=1e6, tasks=TASKS)
-    return verify(loaded, plan, settle(asked, 4096, "cpu").but(verify_chosen=())), calls
+from sparsekv.planner.evaluation.results import Outcome
+from sparsekv.planner.options import Gate
+from sparsekv.planner.outcomes_file import OutcomesRecord, keep_outcomes, read_outcomes
+from sparsekv.plans.errors import PlanError, UsageError
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,7 +22,7 @@ def test_once_only_right_answers_are_undecided_nothing_else_is_run(monkeypatch: 
     found, calls = verified(monkeypatch, dtype=dtype)
     assert found.conclusive, found.reasons
     floors = {f"{phase} floor" for phase in PHASES} if dtype == torch.bfloat16 else set()
-    whole = Call(frozenset(PHASES | floors), frozenset(TASKS), LENGTHS[0], greedy=True)
+    whole = Call(frozenset(PHASES | floors), frozenset(TASKS), LENGTHS[0], greedy=True, numbers=("0",))
     assert calls[0] == whole
     last = calls[-1]
     assert (last.tasks, last.greedy) == ({"niah_single", "niah_multikey"}, False)
@@ -135,3 +52,79 @@ def test_a_plan_that_loses_more_than_its_gate_is_rarely_verified(monkeypatch: py
         return outcome(rng, name, task, lost=0.036)
 
     assert sum(verified(monkeypatch, draw, seed=seed)[0].conclusive for seed in range(6)) <= 1
+
+
+def saved(record: OutcomesRecord, folder: Path) -> OutcomesRecord:
+    """It, as a later run reads it."""
+    keep_outcomes(record, folder / "plan.yaml.outcomes")
+    return read_outcomes(folder / "plan.yaml.outcomes")
+
+
+@pytest.mark.parametrize(("seconds", "lost"), [(9, 0.004), (301, 0.004), (60, 0.08)])
+def test_a_verification_in_parts_comes_to_what_one_comes_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: int, lost: float
+) -> None:
+    """Whether it is verified or missed, and wherever in a round the time is up."""
+
+    def draw(rng: np.random.Generator, name: str, task: str) -> Outcome:
+        return outcome(rng, name, task, lost)
+
+    whole, once = verified(monkeypatch, draw)
+    assert whole.conclusive == (lost < 0.01)
+    assert whole.outcomes is None  # nothing is left to be drawn
+    parts, calls = [], []
+    while not parts or (parts[-1].outcomes and len(parts) < 200):
+        earlier = saved(parts[-1].outcomes, tmp_path) if parts else None
+        parts.append(verified(monkeypatch, draw, calls=calls, earlier=earlier, verify_time=float(seconds))[0])
+    assert calls == once  # no sample twice, none left out
+    assert parts[-1].quality == whole.quality
+    assert all(not part.conclusive and part.reasons[0].startswith("undecided") for part in parts[:-1])
+
+
+def test_an_undecided_verification_says_prompts_and_seconds_that_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, calls = verified(monkeypatch, verify_time=40.0)
+    told = re.search(r"about (\d+) more prompts would decide: (\d+) s at ([\d.]+) s a prompt$", found.reasons[0])
+    assert told, found.reasons
+    more, seconds, pace = map(float, told.groups())
+    assert found.seconds == pytest.approx(seconds, abs=0.5)
+    assert seconds == pytest.approx(more * pace, rel=0.05)
+    slowest, fastest = (1 / some(len(call.tasks) for call in calls) for some in (min, max))
+    assert fastest <= pace <= slowest  # of calls that take a second each
+
+
+def test_outcomes_of_other_settings_are_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = verified(monkeypatch, verify_time=20.0)[0].outcomes
+    stricter = Gate(max_kl=0.01)
+    for changes, said in [
+        ({"gate": stricter}, "max kl both: 0.055 there, 0.01 here"),
+        ({"dtype": torch.float32}, "dtype: bfloat16 there, float32 here"),
+        ({"prefill_chunk": 512}, "prefill chunk: none there, 512 here"),
+        ({"verify_lengths": LENGTHS[:1]}, "lengths: 2048, 4096 there, 2048 here"),
+    ]:
+        calls: list[Call] = []
+        with pytest.raises(UsageError, match=said):
+            verified(monkeypatch, calls=calls, earlier=drawn, **changes)
+        assert calls == []
+
+
+def test_a_changed_file_of_outcomes_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml.outcomes"
+    with pytest.raises(UsageError, match="without --more first"):
+        read_outcomes(path)
+    record = verified(monkeypatch, verify_time=8.0)[0].outcomes
+    keep_outcomes(record, path)
+    text = path.read_text()
+    assert read_outcomes(path) == record
+    for changed, said in [
+        (text.replace('"looks": ', '"looks": 1'), "changed"),
+        (text[:-20], "no whole JSON"),
+        (text.replace('"mode": "both"', '"mode": "third"'), "results"),
+        (text.replace('"phase": "both"', '"phase": "third"'), "wanted"),
+        ("[]", "found at"),
+    ]:
+        assert changed != text
+        path.write_text(changed)
+        with pytest.raises(PlanError, match=said):
+            read_outcomes(path)
+    keep_outcomes(None, path)
+    assert not path.exists()

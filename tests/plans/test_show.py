@@ -9,7 +9,7 @@ import pytest
 from plans_samples import full_plan, large_plan, model_info, small_plan
 from rich.console import Console
 
-from sparsekv.cli.verdict import next_command, verdict
+from sparsekv.cli.verdict import Ended, next_command, verdict
 from sparsekv.plans.pattern_family import TileShape
 from sparsekv.plans.phases import PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Claim, Measurement, Plan, Provenance, Quality, Score
@@ -106,26 +106,31 @@ def _claim(outcome: str, more: int | None = None) -> Claim:
 LOST = {"niah_multikey": Score(dense=1.0, sparse=0.9, samples=10)}
 KEPT = {"kv_cache": full_plan().kv_cache, "provenance": Provenance(settings={"retain": 0.5}), "decode": None}
 PLAN, VERIFY = "sparsekv plan", "sparsekv verify --plan a.yaml --model ./m --write --verify-time"
+MORE = VERIFY.replace("--write", "--write --more")
 
 
 @pytest.mark.parametrize(
-    ("fields", "claim", "spent", "command"),
+    ("fields", "claim", "ended", "command"),
     [
-        ({}, _claim("undecided", 1), 90.0, f"{VERIFY} 1800"),
-        ({}, _claim("undecided"), 1800.0, f"{VERIFY} 7200"),  # the same time again would show the same
-        ({}, _claim("missed"), 90.0, f"{PLAN} ./m -o a.yaml"),
-        ({}, _claim("met"), 90.0, f"{VERIFY} 1800"),  # by looser gates, or on samples that were chosen
-        (KEPT, _claim("met"), 90.0, f"{PLAN} ./m -o a.yaml --retain 0.6"),
-        (KEPT, _claim("undecided", 1), 90.0, f"{VERIFY} 1800"),
+        ({}, _claim("undecided", 1), Ended(90.0), f"{VERIFY} 1800"),
+        ({}, _claim("undecided", 1), None, f"{VERIFY} 1800"),
+        ({}, _claim("undecided"), Ended(1800.0), f"{VERIFY} 7200"),  # the same time again would show the same
+        ({}, _claim("undecided", 1), Ended(90.0, goes_on=True, needed=300.2), f"{MORE} 451"),
+        ({}, _claim("undecided", 1), Ended(90.0, goes_on=True, needed=3.0), f"{MORE} 60"),
+        ({}, _claim("undecided"), Ended(90.0, goes_on=True), f"{MORE} 1800"),
+        ({}, _claim("missed"), Ended(90.0), f"{PLAN} ./m -o a.yaml"),
+        ({}, _claim("met"), Ended(90.0), f"{VERIFY} 1800"),  # by looser gates, or on samples that were chosen
+        (KEPT, _claim("met"), Ended(90.0), f"{PLAN} ./m -o a.yaml --retain 0.6"),
+        (KEPT, _claim("undecided", 1), Ended(90.0), f"{VERIFY} 1800"),
     ],
 )
 def test_more_time_is_advised_only_where_more_prompts_may_decide(
-    fields: dict[str, object], claim: Claim, spent: float, command: str
+    fields: dict[str, object], claim: Claim, ended: Ended | None, command: str
 ) -> None:
     measured = Measurement(lengths=(4096,), density=0.5, tasks=LOST, claims={"accuracy": claim})
     evidence = full_plan().quality.evidence.model_copy(update={"gates": {"max_accuracy_drop": 3.0}})
     plan = small_plan(quality=Quality(decode=measured, evidence=evidence), **fields)
-    assert next_command(plan, "a.yaml", "./m", spent) == command
+    assert next_command(plan, "a.yaml", "./m", ended) == command
 
 
 def test_what_dropping_does_to_answers_has_a_line_of_its_own_in_the_verdict() -> None:

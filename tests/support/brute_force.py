@@ -42,11 +42,12 @@ class BruteForce:
         self._model.set_attn_implementation(self._before)
 
     def _attend(
-        self, module: Any, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask: None, *,
+        self, module: Any, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor,
+        attention_mask: None, *,
         scaling: float, sliding_window: int | None = None, s_aux: torch.Tensor | None = None,
         softcap: float | None = None, **_: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        assert mask is None
+        assert attention_mask is None
         self._remember(module.layer_idx, q_BHSD)
         self._sinks, self._cap = s_aux, softcap or 0.0
         steps = q_BHSD.shape[2] == 1 < k_BGKD.shape[2]

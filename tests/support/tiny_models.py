@@ -5,100 +5,86 @@ from __future__ import annotations
 import string
 from typing import Any, cast
 
+import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    Ernie4_5Config,
-    Ernie4_5ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GlmConfig,
-    GlmForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    SeedOssConfig,
-    SeedOssForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from sparsekv.runtime.hf.cache import CACHE_NAME
 
-ARCHITECTURES = {
-    "ernie4_5": (Ernie4_5Config, Ernie4_5ForCausalLM),
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
-    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "glm": (GlmConfig, GlmForCausalLM),
-    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
-    "granite": (GraniteConfig, GraniteForCausalLM),
-    "granitemoe": (GraniteMoeConfig, GraniteMoeForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
-    "phi3": (Phi3Config, Phi3ForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
-}
+# Of the whole matrix in every run.
+USUAL = (
+    *("ernie4_5", "gemma2", "gemma3_text", "glm", "gpt_oss", "granite", "granitemoe", "llama", "mistral", "mixtral"),
+    *("olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+)
+# Of one test of everything in every run, and of the whole matrix in a slow one.
+MORE = (
+    *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cwm", "dots1", "ernie4_5_moe", "exaone4", "exaone_moe"),
+    *("flex_olmo", "gemma", "glm4", "glm4_moe", "granite_swa", "granitemoeshared", "helium", "hunyuan_v1_dense"),
+    *("hunyuan_v1_moe", "minimax_m2", "ministral", "ministral3", "nemotron", "olmo", "olmo3", "olmoe", "phi"),
+    *("solar_open", "stablelm", "starcoder2", "vaultgemma"),
+)
+ARCHITECTURES = (*USUAL, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE))
 _FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_experts": 4, "num_local_experts": 4}
+_SHARED = _FEW_EXPERTS | {"shared_expert_intermediate_size": 40}
+_GROUPS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_routed_experts": 4, "n_shared_experts": 1}
+_GROUPS |= {"n_group": 2, "topk_group": 1}
+_GRANITE = {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 3.0}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 32, "mamba_expand": 2}
 _OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leaving it out shows
+    "afmoe": _FEW_EXPERTS | {"num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True},
+    "bamba": _MAMBA,
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"logit_scale": 0.5},
+    "cwm": {"bos_token_id": 1, "eos_token_id": []},
+    "dots1": _GROUPS | {"first_k_dense_replace": 1},
+    "ernie4_5_moe": {"moe_k": 2, "moe_intermediate_size": 48, "moe_num_experts": 4, "moe_num_shared_experts": 1},
+    "exaone_moe": _FEW_EXPERTS | {"num_shared_experts": 1, "n_group": 2, "topk_group": 1},
+    "flex_olmo": _FEW_EXPERTS,
     "gemma2": {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0, "attn_implementation": "eager"},
     "gemma3_text": {"sliding_window_pattern": 1, "query_pre_attn_scalar": 20},
+    "glm4_moe": _GROUPS | {"first_k_dense_replace": 1, "use_qk_norm": True},
     "gpt_oss": _FEW_EXPERTS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 3.0},
-    "granitemoe": _FEW_EXPERTS | {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 3.0},
+    "granite": _GRANITE,
+    "granite_swa": _GRANITE | {"attn_implementation": "eager"},
+    "granitemoe": _FEW_EXPERTS | _GRANITE,
+    "granitemoehybrid": _FEW_EXPERTS | _GRANITE | _MAMBA | {"shared_intermediate_size": 40},
+    "granitemoeshared": _FEW_EXPERTS | _GRANITE | {"shared_intermediate_size": 40},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_dt_rank": 4},
+    "lfm2": {"block_auto_adjust_ff_dim": False},
+    "lfm2_moe": _FEW_EXPERTS | {"num_dense_layers": 1},
+    "minimax_m2": _FEW_EXPERTS,
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.5,
+            "original_max_position_embeddings": 16,
+        }
+    },
     "mistral": {"sliding_window": None},
     "mixtral": _FEW_EXPERTS,
+    "olmo": {"clip_qkv": 2.0},
+    "olmoe": _FEW_EXPERTS,
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-    "qwen2_moe": _FEW_EXPERTS | {"shared_expert_intermediate_size": 40},
+    "qwen2_moe": _SHARED,
     "qwen3_moe": _FEW_EXPERTS | {"mlp_only_layers": [1]},
-    "qwen3_5_moe_text": _FEW_EXPERTS | {"shared_expert_intermediate_size": 40},
-    "qwen3_next": _FEW_EXPERTS | {"shared_expert_intermediate_size": 40},
+    "qwen3_5_moe_text": _SHARED,
+    "qwen3_next": _SHARED,
     "smollm3": {"no_rope_layer_interval": 2},
+    "solar_open": _GROUPS,
+    "vaultgemma": {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0, "attn_implementation": "eager"},
 }
+WINDOWED = (  # whose layers have a window of their own where nothing else is said
+    *("afmoe", "cohere2", "cwm", "dots1", "exaone4", "exaone_moe", "gemma2", "gpt_oss", "granite_swa", "ministral"),
+    *("olmo3", "vaultgemma"),
+)
+_SQUARE = ("helium", "olmoe", "stablelm")  # whose heads are together as wide as a hidden state
 # One of each kind, for what does not depend on the numbers of a family.
 TYPICAL = ("glm", "gpt_oss", "gemma3_text", "granitemoe", "llama", "olmo2", "phi3", "qwen3")
-HYBRIDS = {
-    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
-    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
-    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
-}
+DELTA_RULE = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+HYBRIDS = (*DELTA_RULE, "bamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe")
 _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -125,33 +111,48 @@ def tiny_model(
     **options: Any,
 ) -> PreTrainedModel:
     """A random model in evaluation mode. Weights are large enough that its logits are well apart."""
-    config_class, model_class = (ARCHITECTURES | HYBRIDS)[architecture]
     if architecture in HYBRIDS:
-        options = _LINEAR | {"layer_types": ["linear_attention", "full_attention", "full_attention"]} | options
-    if architecture in ("gemma2", "gpt_oss"):
+        options = _with_states(architecture, options)
+    if architecture in DELTA_RULE:
+        options = _LINEAR | options
+    if architecture in WINDOWED:
         options.setdefault("layer_types", ["full_attention"] * layers)
-    config = config_class(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=context,
-        initializer_range=0.2,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-        **_OWN.get(architecture, {}) | options,
-    )
+    if architecture in _SQUARE:
+        hidden = heads * head_dim
+    usual = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config = AutoConfig.for_model(architecture, **usual | _OWN.get(architecture, {}) | options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config)
+        model = AutoModelForCausalLM.from_config(config)
         for name, value in model.named_parameters():
             if name.endswith("sinks"):
                 torch.nn.init.normal_(value, std=2.0)
+            if name.endswith("router.gate.weight"):  # AFMoE's is zero: all experts alike
+                torch.nn.init.normal_(value, std=0.2)
         return model.to(dtype).eval()
+
+
+def _with_states(architecture: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a hybrid, with `layer_types` as its family says them; Jamba has every second layer attend."""
+    kinds = options.pop("layer_types", ["linear_attention", "full_attention", "full_attention"])
+    if architecture == "bamba":
+        return options | {"attn_layer_indices": [at for at, kind in enumerate(kinds) if kind == "full_attention"]}
+    if architecture.startswith("lfm2"):
+        kinds = ["conv" if kind == "linear_attention" else kind for kind in kinds]
+    return options if architecture == "jamba" else options | {"layer_types": kinds}
 
 
 def steady_model(architecture: str) -> PreTrainedModel:

@@ -38,7 +38,9 @@ FAMILIES = {
     "gemma2": {"layers": 4, "layer_types": LOCAL, "sliding_window": 100},
     "gpt_oss": {"layers": 4, "layer_types": LOCAL, "sliding_window": 100, "rope_parameters": YARN},
     "gemma3_text": {"layers": 4, "layer_types": LOCAL, "sliding_window": 100},
+    "glm4_moe": {},
 }
+SLOW = ("glm4_moe",)  # half a minute each
 
 
 def check(family: str, folder: Path) -> None:
@@ -98,7 +100,7 @@ def test_a_model_with_recurrent_states_follows_a_plan(tmp_path: Path) -> None:
     run("check_hybrid", tmp_path)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in FAMILIES])
 def test_answers_are_those_of_the_transformers_host_by_the_same_plan(family: str, tmp_path: Path) -> None:
     run("check", family, tmp_path)
 

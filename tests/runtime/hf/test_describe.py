@@ -21,7 +21,7 @@ def test_shapes_come_from_the_config(architecture: str):
     assert (group.heads, group.kv_heads, group.head_dim) == (4, 2, 32)
     assert info.context_length == 4096
     rope = info.rope.get("full_attention", info.rope)
-    assert rope["rope_type"] == "default"
+    assert rope["rope_type"] in ("default", "llama3")
     assert rope["rope_theta"] >= 10000
 
 

@@ -10,16 +10,17 @@ from transformers import DynamicCache
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
-from sparsekv.runtime.architecture import architecture_of
+from sparsekv.runtime.architecture import ARCHITECTURES, REFUSED, architecture_of
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.describe import describe_model, last_norm_of, logits_of
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import Placement
-from sparsekv.runtime.model_config import describe_config
+from sparsekv.runtime.model_config import describe_config, linear_layers
 
 SWITCH = 64
+WIDE = {"ffn": 1024, "hidden": 64, "head_dim": 16}
 CUT = Chunking(above=20, rows=17, output_bytes=1)
 FULL = (AShape(sink=tokens(1), window=fraction(1.0)), BlockSparse(keep=fraction(1.0)), Dense())
 SPARSE = (
@@ -132,9 +133,15 @@ def test_local_layers_are_never_filters_and_windows_beyond_the_context_are_none(
     assert describe_model(tiny_model("phi3", sliding_window=4096)).full_layers == (0, 1, 2)
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe"])
-def test_a_long_pass_through_experts_takes_no_more_than_was_said(architecture: str) -> None:
-    model, chunking = tiny_model(architecture, ffn=256, hidden=128), Chunking(above=500, rows=500)
+@pytest.mark.parametrize(
+    ("architecture", "widths"),
+    [
+        *((name, {"ffn": 256, "hidden": 128}) for name in ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")),
+        *((name, WIDE) for name in ("afmoe", "apertus", "cohere", "gpt_oss", "granitemoeshared", "minimax_m2", "phi")),
+    ],
+)
+def test_a_long_pass_takes_no_more_than_was_said(architecture: str, widths: dict[str, int]) -> None:
+    model, chunking = tiny_model(architecture, layers=2, **widths), Chunking(above=500, rows=500)
     size = ModelSize.of(model, describe_model(model))
     said = MemoryModel(size, None, None, on_cpu=True, chunking=chunking).use(Request(2000), Placement())
     prompt, held, most = random_tokens(1, 2000), 0, 0
@@ -157,13 +164,48 @@ def test_attention_that_is_not_causal_is_refused() -> None:
         describe_config(config)
 
 
-@pytest.mark.parametrize(("model_type", "why"), [("gemma3", "image"), ("llama4", "chunks"), ("bert", "supported")])
-def test_what_cannot_run_is_refused_with_the_reason(model_type: str, why: str) -> None:
-    with pytest.raises(UnsupportedError, match=why):
+REASONS = {
+    "gemma3": "image",
+    "llama4": "chunks",
+    "bert": "supported",
+    "deepseek_v3": "MLA",
+    "kimi_k25": "MLA",
+    "glm_moe_dsa": "indexer",
+    "minimax_m3_vl": "indexer",
+    "falcon_h1": "recurrent state beside",
+    "nemotron_h": "MLP alone",
+}
+
+
+@pytest.mark.parametrize("model_type", REASONS)
+def test_what_cannot_run_is_refused_with_the_reason(model_type: str) -> None:
+    with pytest.raises(UnsupportedError, match=REASONS[model_type]) as refused:
         architecture_of(model_type)
+    assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("family", ["mistral", "mixtral", "phi3", "qwen3_moe"])
+def test_an_unknown_model_type_is_told_the_nearest_one_and_where_a_record_goes() -> None:
+    with pytest.raises(UnsupportedError, match=r"nearest by name is 'qwen3_moe'.*docs/extending\.md"):
+        architecture_of("qwen9_moe")
+    assert not {*REFUSED} & {*ARCHITECTURES}
+
+
+@pytest.mark.parametrize("architecture", ["cohere", "granite_swa", "lfm2", "phi", "vaultgemma"])
+def test_the_head_of_a_model_is_applied_to_the_decoders_output_as_it_applies_it(architecture: str) -> None:
+    model, prompt = tiny_model(architecture), random_tokens(1, 20)
+    with torch.no_grad():
+        hidden_1SE = model.model(prompt).last_hidden_state
+        torch.testing.assert_close(logits_of(model, hidden_1SE), model(prompt).logits)
+    assert list(model.model.children()).index(last_norm_of(model)) > 1  # behind embeddings and layers
+
+
+def test_a_layer_is_recurrent_by_its_cache_whatever_its_kind_is_called() -> None:
+    assert linear_layers(tiny_model("lfm2").config) == linear_layers(tiny_model("granitemoehybrid").config) == (0,)
+    assert linear_layers(tiny_model("jamba").config) == (0, 2)
+    assert linear_layers(tiny_model("gemma3_text", **GLOBAL_THIRD).config) == ()
+
+
+@pytest.mark.parametrize("family", ["ministral3", "mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2"])
 def test_models_with_one_window_have_it_in_every_layer_whatever_their_layers_are_called(family: str) -> None:
     """As their modelling code has it, which reads no `layer_types`."""
     model, prompt = tiny_model(family, sliding_window=32, use_sliding_window=True), random_tokens(1, 120)

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tiny_models import TYPICAL, random_tokens, steps, tiny_model
-from tiny_plans import decode_plan, plan_for, segment
+from tiny_models import HYBRIDS, MORE, TYPICAL, USUAL, random_tokens, steps, tiny_model
+from tiny_plans import decode_plan, info_of, plan_for, segment
 from torch import nn
 
 from sparsekv.kernels.backends import BackendWarning
@@ -84,6 +84,24 @@ def test_logits_are_bit_for_bit_those_of_single_launches(model, name, rows, unca
     assert plain.steps is None
     assert torch.equal(captured, single)
     assert handle.stats().decode_tokens_attended == plain.stats().decode_tokens_attended
+
+
+OTHERS = tuple(name for name in (*USUAL, *MORE, *HYBRIDS) if name not in (*TYPICAL, *OF_THEIR_OWN))
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_captured_steps_of_every_other_family_are_single_launches(family, uncaptured):
+    model = tiny_model(family, head_dim=64, dtype=torch.bfloat16).cuda()
+    prompt, new = random_tokens(2, 300).cuda(), random_tokens(2, 12, 1).cuda()
+    first, *followers = info_of(model).full_layers
+    plan = plan_for(model, None, decode_plan(segment(first, (*followers,) or (first,), 60, sink=4, recent=30)))
+    with apply(model, plan) as handle:
+        captured, _ = steps(model, prompt, new)
+    assert (handle.steps.replayed, handle.steps.why_not) == (12, "")
+    uncaptured()
+    with apply(model, plan):
+        single, _ = steps(model, prompt, new)
+    assert torch.equal(captured, single)
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 0.9, "top_k": 20}])

