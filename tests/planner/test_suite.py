@@ -54,9 +54,9 @@ def retriever() -> LoadedModel:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tasks."""
+    """Two tasks, with room for their answers and little more."""
     names = ("niah_single_1", "fwe")
-    monkeypatch.setattr(suites, "RULER_SUITE", {name: RULER_SUITE[name] for name in names})
+    monkeypatch.setattr(suites, "RULER_SUITE", {name: replace(RULER_SUITE[name], tokens=16) for name in names})
 
 
 ASKED = SuiteSamples((768,), samples=2)
