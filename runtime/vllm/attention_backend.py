@@ -98,6 +98,8 @@ class SparseImpl(_Impl):
         super().__init__(*args, **kwargs)
         config = vllm.get_current_vllm_config()
         self.plan_host = _host_of(config)
+        if self.plan_host is not None and not self.plan_host.takes_layer():
+            self.plan_host = None
         self.program: LayerProgram | None = None  # known once vLLM names its layers
         plain = not self.logits_soft_cap and self.sinks is None
         self.softmax = PLAIN if plain else Softmax(self.logits_soft_cap or 0.0, self.sinks)
@@ -231,6 +233,7 @@ class SparseBuilder(_Builder):
         if host is None:
             self._be_vllms()
             return
+        self.reorder_batch_threshold = host.decoded
         try:
             self._prepare(host, own, kv_cache_spec, vllm_config, device)
         except SparseKVError as error:
@@ -271,7 +274,7 @@ class SparseBuilder(_Builder):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         """As vLLM's own, but without prefill."""
-        return vllm.without_prefill(super().get_cudagraph_support(vllm_config, kv_cache_spec))
+        return vllm.without_prefill(vllm_config, super().get_cudagraph_support(vllm_config, kv_cache_spec))
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """Never by a plan: its metadata are of a whole step."""
@@ -292,12 +295,16 @@ class SparseBuilder(_Builder):
                 setattr(metadata, _STEP, step)
         return metadata
 
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+        """vLLM's metadata of a drafter's own layers."""
+        return super().build(0, common_attn_metadata, fast_build=True)
+
     def _step(self, host: PlanHost, common: Any, evicted: EvictedLengths | None) -> StepRows | None:
         """Returns what the layers ask of a step; None where all of it is vLLM's."""
         starts, lengths, unfinished = step_metadata.requests_of(common)
-        # Captured graphs do not tell a prompt's single row from a decoded one: it goes with those, and is dense.
+        # Captured graphs do not tell a prompt's row from a decoded one or drafts: it goes with those, and is dense.
         alone = [False] * len(lengths) if vllm.platform.captures else unfinished
-        prefill = prefill_rows(starts, lengths, alone)
+        prefill = prefill_rows(starts, lengths, alone, host.decoded)
         prompts = () if evicted is None else evicted.prompts
         decoding = decode_rows(starts, prefill)
         if self._counts:
@@ -401,6 +408,8 @@ def _started(config: Any) -> PlanHost | None:
         return None
     if host.evicting is not None:
         _evict_blocks(config)
+    if config.speculative_config is not None:
+        vllm.logger.info("sparsekv: decode of the plan is off beside a drafter: vLLM's own kernel verifies its tokens")
     runner = 2 if config.use_v2_model_runner else 1
     vllm.logger.info("sparsekv: %s by %s, kernels: %s, model runner V%d", host.phases, path, host.backend, runner)
     return host

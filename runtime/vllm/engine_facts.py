@@ -42,7 +42,8 @@ class EngineFacts:
     tensor_parallel: int = 1
     context_parallel: int = 1  # of prefill times that of decode
     stages: tuple[range, ...] = field(default=())  # the layers of each pipeline stage; empty where there is one
-    speculative: str | None = None  # the method
+    speculative: str | None = None  # the method by which others draft tokens
+    drafted: int = 0  # tokens at a time
     kv_connector: str | None = None
     encoder_decoder: bool = False
     latent: bool = False  # multi-head latent attention
@@ -139,8 +140,6 @@ def _untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
 
 
 def _obstacles(facts: EngineFacts) -> Iterator[str]:
-    if facts.speculative is not None:
-        yield f"speculative decoding ({facts.speculative}): remove --speculative-config"
     if facts.kv_cache_dtype not in ("auto", facts.dtype):
         yield f"a KV cache of {facts.kv_cache_dtype} beside a model in {facts.dtype}: use --kv-cache-dtype auto"
     if facts.context_parallel > 1:
@@ -176,6 +175,11 @@ def _cache_obstacles(facts: EngineFacts, plan: Plan) -> Iterator[str]:
         yield (
             f"block tables that all layers share, where layers {layers} evict tokens: remove "
             "--disable-hybrid-kv-cache-manager"
+        )
+    if facts.speculative is not None:
+        yield (
+            f"speculative decoding ({facts.speculative}), where layers {layers} evict tokens: remove "
+            "--speculative-config"
         )
     if facts.micro_batches:
         yield f"micro-batches (--enable-dbo), where layers {layers} evict tokens: turn them off"

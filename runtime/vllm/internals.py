@@ -231,6 +231,7 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         context_parallel=parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size,
         stages=tuple(range(*get_pp_indices(layers, stage, stages)) for stage in range(stages)) if stages > 1 else (),
         speculative=None if speculative is None else str(speculative.method),
+        drafted=0 if speculative is None else speculative.num_speculative_tokens,
         kv_connector=None if transfer is None else transfer.kv_connector,
         encoder_decoder=model.is_encoder_decoder,
         latent=model.use_mla,
@@ -402,10 +403,12 @@ def _requests(q_THD: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor
     return torch.arange(0, len(q_THD) + 1, rows, **like), torch.tensor(lengths, **like), rows
 
 
-def without_prefill(support: AttentionCGSupport) -> AttentionCGSupport:
-    """Returns what is captured in whole graphs at most: steps that only decode. Sparse prefill is launched anew each
-    time."""
-    return min(support, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda one: one.value)
+def without_prefill(config: VllmConfig, support: AttentionCGSupport) -> AttentionCGSupport:
+    """Returns what is captured in whole graphs at most: steps that only decode, or verify as many drafts of each
+    request. Sparse prefill is launched anew each time."""
+    drafts = config.speculative_config is not None
+    most = AttentionCGSupport.UNIFORM_BATCH if drafts else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    return min(support, most, key=lambda one: one.value)
 
 
 def graph_rows(config: VllmConfig) -> int:

@@ -35,7 +35,7 @@ def config_of(**settings: Any) -> Any:
         ({"pipeline_parallel_size": 2}, {"stages": (range(6), range(6, 12))}),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-            {"speculative": "ngram"},
+            {"speculative": "ngram", "drafted": 2},
         ),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
