@@ -49,7 +49,7 @@ NAMES: Places = MappingProxyType(
         "vllm.config:CompilationConfig": ("static_forward_context", "cudagraph_mode", "max_cudagraph_capture_size"),
         "vllm.config:CUDAGraphMode": ("has_full_cudagraphs",),
         "vllm.config:KVTransferConfig": ("kv_connector",),
-        "vllm.config:SpeculativeConfig": ("method",),
+        "vllm.config:SpeculativeConfig": ("method", "num_speculative_tokens"),
         "vllm": ("LLM", "SamplingParams", "__version__"),
         "vllm.config": ("get_current_vllm_config", "get_current_vllm_config_or_none", "set_current_vllm_config"),
         "vllm.distributed": (
@@ -67,7 +67,7 @@ NAMES: Places = MappingProxyType(
         "vllm.usage.usage_lib:UsageContext": ("OPENAI_API_SERVER",),
         "vllm.v1.metrics.loggers:StatLoggerBase": ("record", "log_engine_initialized"),
         "vllm.v1.attention.backend:AttentionType": ("DECODER",),
-        "vllm.v1.attention.backend:AttentionCGSupport": ("UNIFORM_SINGLE_TOKEN_DECODE",),
+        "vllm.v1.attention.backend:AttentionCGSupport": ("UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE"),
         "vllm.v1.attention.backends.registry:AttentionBackendEnum": (
             "CPU_ATTN", "CUSTOM", "FLASH_ATTN", "get_path", "is_overridden",
         ),
@@ -115,7 +115,9 @@ _IMPL = (
     "alibi_slopes", "attn_type", "do_kv_cache_update", "forward", "kv_sharing_target_layer_name", "logits_soft_cap",
     "scale", "sinks",
 )  # fmt: skip
-_BUILDER = ("build", "get_cudagraph_support", "reorder_batch_threshold", "supports_update_block_table")
+_BUILDER = (
+    "build", "build_for_drafting", "get_cudagraph_support", "reorder_batch_threshold", "supports_update_block_table",
+)  # fmt: skip
 _BY_TORCH = "vllm.v1.attention.backends.cpu_attn:CPUAttention"
 _BY_FLASH = "vllm.v1.attention.backends.flash_attn:FlashAttention"
 CLASSES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
@@ -168,6 +170,7 @@ _IMPL_CALLS = {
 _BUILDER_CALLS = {
     "__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device"),
     "build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
+    "build_for_drafting": ("common_attn_metadata", "draft_index"),
 }
 
 

@@ -42,7 +42,8 @@ class EngineFacts:
     tensor_parallel: int = 1
     context_parallel: int = 1  # of prefill times that of decode
     stages: tuple[range, ...] = field(default=())  # the layers of each pipeline stage; empty where there is one
-    speculative: str | None = None  # the method
+    speculative: str | None = None  # the method by which others draft tokens
+    drafted: int = 0  # tokens at a time
     kv_connector: str | None = None
     encoder_decoder: bool = False
     latent: bool = False  # multi-head latent attention
@@ -131,6 +132,8 @@ def _untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
             yield f'{told}; use that, or take the risk with "allow_untested": true'
         else:
             warnings.warn(f"{told}; what is used of it is there, and nothing more is known", PlanWarning, stacklevel=4)
+    if facts.stages and facts.speculative is not None:
+        yield f"speculative decoding ({facts.speculative}) over pipeline stages: remove --speculative-config"
     if facts.stages and not allowed:
         yield (
             f"pipeline parallelism over {len(facts.stages)} stages, which was not tested: use "
@@ -139,8 +142,6 @@ def _untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
 
 
 def _obstacles(facts: EngineFacts) -> Iterator[str]:
-    if facts.speculative is not None:
-        yield f"speculative decoding ({facts.speculative}): remove --speculative-config"
     if facts.kv_cache_dtype not in ("auto", facts.dtype):
         yield f"a KV cache of {facts.kv_cache_dtype} beside a model in {facts.dtype}: use --kv-cache-dtype auto"
     if facts.context_parallel > 1:
@@ -176,6 +177,11 @@ def _cache_obstacles(facts: EngineFacts, plan: Plan) -> Iterator[str]:
         yield (
             f"block tables that all layers share, where layers {layers} evict tokens: remove "
             "--disable-hybrid-kv-cache-manager"
+        )
+    if facts.speculative is not None:
+        yield (
+            f"speculative decoding ({facts.speculative}), where layers {layers} evict tokens: remove "
+            "--speculative-config"
         )
     if facts.micro_batches:
         yield f"micro-batches (--enable-dbo), where layers {layers} evict tokens: turn them off"

@@ -26,7 +26,7 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank
-from sparsekv.runtime.core.roles import Evicting
+from sparsekv.runtime.core.roles import Evicting, Recurrent
 from sparsekv.runtime.core.state import Gather, Observed
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name, has_soft_cap
 from sparsekv.runtime.plan_checks import check_plan, check_target
@@ -124,16 +124,19 @@ class PlanHost:
         backend: of prefill; another one follows should it fail.
         scratch: for requests with a past.
         longest: tokens of the longest request.
+        drafted: tokens that others draft at a time.
     """
 
-    def __init__(self, program: Program, backend: str, scratch: Scratch, longest: int) -> None:
+    def __init__(self, program: Program, backend: str, scratch: Scratch, longest: int, drafted: int = 0) -> None:
         self.program = program
+        self.decoded = 1 + drafted  # rows of a request in a step at most
         self.scratch = scratch
         self.decode: DecodeHost | None = None  # where the plan has a sparse one
         self.evicting: EvictingHost | None = None  # where layers evict tokens
         self.counters = Counters()
         self._longest = longest
         self.fallback = Fallback(backend)
+        self._missing = sum(not isinstance(layer.role, Recurrent) for layer in program.layers)
         self._warm: set[frozenset[str]] = set()
         self._failures: set[type[Exception]] = set()
 
@@ -143,6 +146,12 @@ class PlanHost:
         evicting = format_ids(self.program.evicting)
         phases = "prefill" if self.decode is None else "prefill and decode"
         return f"{phases}, layers {evicting} evict tokens" if evicting else phases
+
+    def takes_layer(self) -> bool:
+        """Returns whether one more attention layer of the engine is the model's own: those that vLLM makes behind them
+        are a drafter's."""
+        self._missing -= 1
+        return self._missing >= 0
 
     @property
     def backend(self) -> str:
@@ -237,6 +246,8 @@ def start_host(
     plan = load_plan(path)
     if not options.decode:
         plan = plan.model_copy(update={"decode": None, "kv_cache": None})
+    if facts.speculative is not None:
+        plan = plan.model_copy(update={"decode": None})  # what was drafted is verified by vLLM's own kernel
     check_engine(facts, plan, options.allow_untested)
     found = describe_config(model.config, model.name, model.revision)
     _check_model(plan, found, options.allow_mismatch)
@@ -251,7 +262,7 @@ def start_host(
     _announce(plan, path)
     scratch = Scratch(model.longest, group.kv_heads * group.head_dim, model.dtype, model.device)
     program = Program.of(plan.prefill, plan.decode, found, model.rank, plan.retained)
-    host = PlanHost(program, choice.name, scratch, model.longest)
+    host = PlanHost(program, choice.name, scratch, model.longest, facts.drafted)
     if plan.retained:
         ranks = gather if model.rank.count > 1 else None
         host.evicting = EvictingHost(choice.name, host.fallback, scratch.copy, model.rows, ranks)

@@ -82,21 +82,24 @@ def contiguous_ranges(starts: Sequence[int], done: frozenset[int]) -> tuple[tupl
     return tuple(found)
 
 
-def prefill_rows(starts: Sequence[int], lengths: Sequence[int], prefilling: Sequence[bool]) -> tuple[PrefillRows, ...]:
+def prefill_rows(
+    starts: Sequence[int], lengths: Sequence[int], prefilling: Sequence[bool], decoded: int = 1
+) -> tuple[PrefillRows, ...]:
     """The chunks of a step.
 
     Args:
         starts: the first row of each request, then the end of the last one. Requests without rows are padding.
         lengths: tokens of each request, the new ones included.
-        prefilling: whether a request's prompt is still being computed. More than one row is always prefill: without
-            speculative decoding they are a prompt, or what is computed again after a preemption.
+        prefilling: whether a request's prompt is still being computed.
+        decoded: rows that a request decodes in a step at most: its newest token, and those that a drafter proposed.
+            More are always prefill: a prompt, or what is computed again after a preemption.
     """
     found = []
     for request, (first, end, length, unfinished) in enumerate(
         zip(starts[:-1], starts[1:], lengths, prefilling, strict=True)
     ):
         rows = end - first
-        if rows > 1 or (rows == 1 and unfinished):
+        if rows > decoded or (rows and unfinished):
             found.append(PrefillRows(request, slice(first, end), Chunk.uniform(1, length - rows, length)))
     return tuple(found)
 

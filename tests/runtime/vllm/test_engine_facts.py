@@ -30,7 +30,6 @@ def test_a_plain_engine_is_taken() -> None:
 @pytest.mark.parametrize(
     ("fact", "named", "way_out"),
     [
-        ({"speculative": "eagle"}, "speculative decoding (eagle)", "--speculative-config"),
         ({"kv_cache_dtype": "fp8"}, "fp8", "--kv-cache-dtype auto"),
         ({"context_parallel": 2}, "context parallelism over 2 ranks", "sizes to 1"),
         ({"kv_connector": "LMCache"}, "the KV connector LMCache", "--kv-transfer-config"),
@@ -56,7 +55,7 @@ def test_what_the_host_cannot_run_is_refused_by_name(fact: dict[str, Any], named
         ({"one_group": True}, "--disable-hybrid-kv-cache-manager"),
         ({"micro_batches": True}, "micro-batches (--enable-dbo), where layers 0-1"),
         ({"tensor_parallel": 4}, "4 ranks that share 2 KV heads"),
-        ({"speculative": "ngram"}, "speculative decoding"),
+        ({"speculative": "ngram"}, "speculative decoding (ngram), where layers 0-1"),
         ({"kv_connector": "LMCache"}, "the KV connector"),
     ],
     ids=str,
@@ -69,8 +68,8 @@ def test_engines_that_cannot_drop_tokens_are_refused_by_name(fact: dict[str, Any
 
 
 def test_everything_that_stands_in_the_way_is_named_at_once() -> None:
-    message = refusal(speculative="ngram", context_parallel=2)
-    assert "speculative decoding" in message
+    message = refusal(kv_connector="LMCache", context_parallel=2)
+    assert "the KV connector" in message
     assert "context parallelism" in message
 
 
@@ -83,9 +82,7 @@ def test_an_untested_release_runs_where_it_is_allowed_and_nothing_else_with_it()
     check_engine(EngineFacts(**(FACTS | {"release": "0.40.0"})), small_plan(), True)
     assert (
         "vLLM"
-        not in refusal(allow_untested=True, release="0.40.0", missing=("LLM.ask",), speculative="ngram").partition(
-            "found:"
-        )[2]
+        not in refusal(allow_untested=True, release="0.40.0", missing=("LLM.ask",), latent=True).partition("found:")[2]
     )
 
 

@@ -71,8 +71,18 @@ def test_another_models_plan_is_refused_unless_it_is_allowed(model: Any, plan: P
 
 
 def test_an_engine_that_cannot_run_the_plan_is_refused(model: Any, plan: Plan, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="speculative decoding"):
-        start(model, plan, tmp_path, EngineFacts(release="0.32.0", device="cpu", speculative="ngram"))
+    with pytest.raises(UnsupportedError, match="KV connector"):
+        start(model, plan, tmp_path, EngineFacts(release="0.32.0", device="cpu", kv_connector="LMCache"))
+
+
+def test_beside_a_drafter_decode_is_vllms_and_layers_behind_the_models_own_are_the_drafters(
+    model: Any, plan: Plan, tmp_path: Path
+) -> None:
+    facts = EngineFacts(release="0.32.0", device="cpu", speculative="eagle", drafted=3)
+    host = start(model, plan, tmp_path, facts)
+    assert (host.phases, host.decode, host.decoded) == ("prefill", None, 4)
+    own = len(host.program.layers)
+    assert [host.takes_layer() for _ in range(own + 2)] == [True] * own + [False] * 2
 
 
 def test_a_plan_that_is_dense_everywhere_says_that_it_changes_nothing(model: Any, plan: Plan, tmp_path: Path) -> None:

@@ -29,6 +29,15 @@ def test_decode_rows_and_padding_are_no_prefill_and_single_prompt_tokens_are() -
     )
 
 
+def test_rows_that_a_drafter_proposed_are_no_prefill_and_the_end_of_a_prompt_is() -> None:
+    # four rows to be verified, four at the end of a prompt, five of a prompt computed again
+    starts, lengths = [0, 4, 8, 13], [80, 400, 60]
+    found = prefill_rows(starts, lengths, [False, True, False], decoded=4)
+    assert [rows.request for rows in found] == [1, 2]
+    assert found[0].chunk == Chunk((396,), (400,))
+    assert [rows.request for rows in prefill_rows(starts, lengths, [False] * 3, decoded=4)] == [2]
+
+
 def test_requests_before_the_first_chunk_decode_with_the_padding_of_a_captured_step() -> None:
     chunk = prefill_rows([0, 1, 2, 40], [80, 90, 400], [False, False, True])
     assert decode_rows((0, 1, 2, 40), chunk) == 2
