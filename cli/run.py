@@ -247,11 +247,16 @@ def _name(sparse: Answer) -> str:
     return "exact" if sparse.drafted else "sparse"
 
 
+_TIMED = 32  # tokens of an answer, from which on the speed of decode means something
+
+
 def _gain(dense: Answer, sparse: Answer) -> str:
     """Returns what the plan gained, in a line."""
     one, other = dense.generation, sparse.generation
     gained = f"{_name(sparse)}: prefill {one.prefill_seconds / other.prefill_seconds:.2f}x as fast as dense"
-    if one.decode_seconds > 0 and other.decode_seconds > 0:
+    if sparse.prefill_density == 1.0 and not sparse.drafted:
+        return "nothing was sparse: no speed is compared"
+    if min(one.new_tokens, other.new_tokens) >= _TIMED and one.decode_seconds > 0 and other.decode_seconds > 0:
         ratio = (other.new_tokens - 1) / other.decode_seconds * one.decode_seconds / (one.new_tokens - 1)
         gained += f", decode {ratio:.2f}x"
     return f"{gained}, at a prefill density of {sparse.prefill_density:.2f}"

@@ -1,6 +1,6 @@
 """Plans the reference model, then asks it for a number hidden in a long document, without and with the plan.
 
-Run by `make demo`; needs no GPU and no network. What it writes stays in .demo/.
+Run by `make demo`, which sets up first and needs the network for that; needs no GPU. What it writes stays in .demo/.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
     question, answer = write_document(document)
     show(f"{document}: source text of {TOKENS:,} tokens with one sentence hidden in it. It ends:\n  {question}")
     # Without --no-crossover the plan would go dense where dense is faster on this machine. One sample of two tasks keep
-    # this to about two minutes without a GPU; they prove little: the plan stays unverified, with what was measured.
+    # this to a few minutes without a GPU; they prove little: the plan stays unverified, with what was measured.
     few = ("--tasks", "niah_single,kv_retrieval", "--samples", "1", "--verify-samples", "1")
     # Two prompts prove no decode divergence as small as the default bound, and decode would run dense.
     bound = ("--decode-kl", "0.01")

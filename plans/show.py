@@ -295,11 +295,20 @@ def agreement_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
 
 
 CLAIM_CAPTION = """\
-mean over prompts of what the plan loses beyond rounding: divergence in nats; else shares, of prompts
-that broke (failed), right answers (accuracy), dense's likeliest tokens (agreement), dense's texts
-(exact); text_divergence and text_agreement are in 128 tokens that dense goes on with. A gate is met
-where the mean is shown to be below it."""
+mean over prompts of what the plan loses beyond rounding: divergence in nats; else shares: of dense's
+likeliest tokens not picked, of dense's texts left, of prompts that fail, of right answers lost. "in
+text": in 128 tokens that dense goes on with. A gate is met where the mean is shown to be below it."""
 CLAIM_HEADER = ("Phase", "Figure", "Over", "Prompts", "Mean", "Shown below", "Gate", "Outcome")
+
+
+_FIGURES = {  # what a claim of the file is the mean of
+    "agreement": "disagreement",
+    "text_divergence": "divergence in text",
+    "text_agreement": "disagreement in text",
+    "exact": "texts left",
+    "failed": "prompts failed",
+    "accuracy": "answers lost",
+}
 
 
 def claim_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
@@ -307,7 +316,9 @@ def claim_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
     before = ""
     for phase, over, name, claim in claims(quality):
         figures = (f"{value:.3g}" for value in (claim.mean, claim.bound, claim.gate))
-        yield phase if phase != before else "", name, over, str(claim.prompts), *figures, claim.outcome
+        kind, *task = name.split()
+        figure = " ".join((_FIGURES.get(kind, kind), *task))
+        yield phase if phase != before else "", figure, over, str(claim.prompts), *figures, claim.outcome
         before = phase
 
 

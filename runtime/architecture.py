@@ -259,7 +259,7 @@ def architecture_of(model_type: str) -> Architecture:
             f"expected one of the supported architectures, found {model_type!r}: {REFUSED[model_type]}; "
             f"choose a model of another family (docs/models.md)"
         )
-    nearest = get_close_matches(model_type, ARCHITECTURES, n=1, cutoff=0.5)
+    nearest = get_close_matches(model_type, ARCHITECTURES, n=1, cutoff=0.7)
     like = f"; the nearest by name is {nearest[0]!r}" if nearest else ""
     raise UnsupportedError(
         f"expected one of the supported architectures ({', '.join(ARCHITECTURES)}), found {model_type!r}{like}; choose "

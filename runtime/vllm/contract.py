@@ -1,4 +1,5 @@
-"""Says what `internals.py`, `cache_internals.py` and the backend use of vLLM, and whether a release has it.
+"""Says what `internals.py`, `cache_internals.py`, `releases.py`, `step_metadata.py` and the backend use of vLLM, and
+whether a release has it.
 
 A release is read as source text, its own classes followed through their bases and re-exports: nothing of it is
 imported, so that CUDA code is checked on any machine, and an unpacked wheel as well as what is installed.
@@ -19,8 +20,8 @@ Places = Mapping[str, tuple[str, ...]]
 """Names that are used of each place, "module:Class" or "module"; parameters of each call."""
 
 METADATA = "vllm.v1.attention.backend:CommonAttentionMetadata"
-# Fields of a step's metadata that this version knows what to do with (internals.py): another one may say of rows what
-# sparse attention does not do.
+# Fields of a step's metadata that this version knows what to do with (step_metadata.py): another one may say of rows
+# what sparse attention does not do.
 KNOWN_METADATA = (
     "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len",
     "max_seq_len", "block_table_tensor", "slot_mapping", "causal", "logits_indices_padded", "num_logits_indices",

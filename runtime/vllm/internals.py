@@ -1,5 +1,6 @@
 """Everything that is taken from inside vLLM, which promises none of it to stay: no other file imports it, but for
-contract.py, which checks every name against the installed release.
+cache_internals.py (eviction) and releases.py (what differs between releases). contract.py names all of it, and checks
+the installed release.
 
 What differs between the CPU and CUDA is in one small class each.
 
