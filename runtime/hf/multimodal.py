@@ -38,7 +38,7 @@ class TextInputs:
         self._names = tuple(inspect.signature(self.module.forward).parameters)
         of_decoder = inspect.signature(decoder_of(model).forward).parameters.keys()
         self._beside = frozenset(self._names) - of_decoder - _OF_TEXT
-        self._given: Mapping[str, Any] = {}
+        self._given: dict[str, Any] = {}
 
     def check(self, inputs: Mapping[str, Any]) -> None:
         """Refuses what is not text.
