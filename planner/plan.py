@@ -51,7 +51,7 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
 from sparsekv.plans.schema import NOTHING_SPARSE, Estimate, Plan, Prediction, Provenance, Quality, Target
 from sparsekv.plans.types import format_ids, format_length
-from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import has_soft_cap
 from sparsekv.runtime.plan_checks import overload, warn_of_spinning
@@ -158,7 +158,7 @@ def _profiled(job: Job, stages: Progress, resume: Path | None) -> Profile:
 
 def _measured_cost(job: Job, measured: Profile, stages: Progress) -> DeviceCost:
     model, options, shape = job.subject.model, job.options, head_shape(job.model)
-    capped = has_soft_cap(model.config)
+    capped = has_soft_cap(config_of(model))
     backend = choose_backend(model.device, model.dtype, shape.head_dim, options.backend, measured.tile, capped)
     return measure_cost(
         shape,

@@ -45,6 +45,7 @@ from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Evidence, Measurement, Plan, Quality, to_data
 from sparsekv.plans.types import canonical_json, format_length
+from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
 
@@ -176,7 +177,7 @@ def _settings(
     """Returns what makes the outcomes of two runs comparable."""
     model, fingerprint = loaded.model, loaded.info.fingerprint
     tile, head_dim = plan.prefill.tile if plan.prefill else None, loaded.info.attention[0].head_dim
-    capped = has_soft_cap(model.config)
+    capped = has_soft_cap(config_of(model))
     return OutcomesSettings(
         plan=executed_digest(plan),
         architecture=fingerprint.architecture,

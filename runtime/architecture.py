@@ -9,8 +9,10 @@ with a recurrent state in place of keys and values may be of any make: they run 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any
 
 from sparsekv.plans.errors import UnsupportedError
@@ -39,6 +41,8 @@ class Architecture:
             and product, and of an expert its gate once more.
         whole: whether layers are called whole, also of long inputs: the output of attention is more than a projection
             of what it attends to, or a layer returns more than hidden states.
+        text_as: the model type that computes the same of text: tokens of this one have a position on each of three
+            axes (M-RoPE), and those of text have the same on all.
     """
 
     model_type: str
@@ -57,6 +61,7 @@ class Architecture:
     shared: str = ""
     at_once: int = 0
     whole: bool = False
+    text_as: str = ""
 
     @property
     def home(self) -> str:
@@ -209,6 +214,7 @@ ARCHITECTURES = {
         Architecture("qwen3_5_text", package="qwen3_5", whole=True),
         Architecture("qwen3_moe", experts=_MOE),
         Architecture("qwen3_next", experts=_MOE, shared="shared_expert_intermediate_size", whole=True),
+        Architecture("qwen3_vl_text", package="qwen3_vl", text_as="qwen3"),
         Architecture("seed_oss"),
         Architecture("smollm3"),
         Architecture("solar_open", experts=_MOE, shared="n_shared_experts"),
@@ -219,9 +225,17 @@ ARCHITECTURES = {
 }
 
 
-# Of checkpoints for images, the decoder inside, which the loader takes alone.
-TEXT_DECODERS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-_IMAGES = "tokens of an image attend in both directions, or have positions of their own, and its decoder is inside"
+# Multimodal checkpoints by model type, with what their inputs may hold beside text. Their decoders are planned and run.
+MODALITIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "gemma3": ("image",),
+        "mistral3": ("image",),
+        "qwen3_5": ("image", "video"),
+        "qwen3_5_moe": ("image", "video"),
+        "qwen3_vl": ("image", "video"),
+    }
+)
+_THREE_AXES = "its decoder, whose tokens have three positions each, is in no class of transformers that loads it alone"
 _LATENT = "it caches one compressed vector a token in place of keys and values (MLA), for which there is no store here"
 _INDEXER = "it chooses the keys of a query by an indexer of its own (sparse attention that was trained with it)"
 _BESIDE = "each of its layers has a recurrent state beside its keys and values, and a layer here has one of the two"
@@ -229,8 +243,7 @@ REFUSED = {  # families that are often asked for, and why not yet
     "llama4": "its layers attend within chunks of tokens, for which kernels have no mask",
     "falcon_h1": _BESIDE,
     "nemotron_h": "it has layers of an MLP alone, and a layer here attends or has a recurrent state",
-    **dict.fromkeys(("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _IMAGES),
-    **dict.fromkeys(TEXT_DECODERS, f"{_IMAGES}; load_model takes that decoder alone"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe"), _THREE_AXES),
     **dict.fromkeys(
         (
             *("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25"),

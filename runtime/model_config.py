@@ -13,7 +13,7 @@ import torch
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo, architecture_fingerprint, is_model_id
 from sparsekv.plans.schema import DtypeName
-from sparsekv.runtime.architecture import architecture_of
+from sparsekv.runtime.architecture import MODALITIES, architecture_of
 from sparsekv.runtime.recurrence import recurrence_of
 from sparsekv.runtime.settings import check_device
 
@@ -22,17 +22,21 @@ if TYPE_CHECKING:
 
 
 def describe_config(config: PreTrainedConfig, source: str | None = None, revision: str | None = None) -> ModelInfo:
-    """Returns what a config alone says of a model: all but the fingerprint of its weights. See `describe_model`.
+    """Returns what a config alone says of a model: all but the fingerprint of its weights. See `describe_model`. Of a
+    multimodal model that is its decoder, so that it is described as the text-only release is.
 
     Raises:
         UnsupportedError: its architecture is not supported, or its attention is not causal.
     """
-    architecture_of(config.model_type)
+    source = source or config.name_or_path
+    config = decoder_config(config)
+    record = architecture_of(config.model_type)
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedError("expected causal attention, found use_bidirectional_attention; choose a decoder")
-    groups, rope = attention_groups(config), _plain(getattr(config, "rope_parameters", None) or {})
+    model_type, rope = record.text_as or config.model_type, rope_of_text(config)
+    groups = attention_groups(config)
     facts = {
-        "model_type": config.model_type,
+        "model_type": model_type,
         "hidden_size": config.hidden_size,
         "attention": [group.model_dump(mode="json") for group in groups],
         "rope": rope,
@@ -40,12 +44,28 @@ def describe_config(config: PreTrainedConfig, source: str | None = None, revisio
     return ModelInfo(
         id=_identifier(source or config.name_or_path or config.model_type),
         revision=revision,
-        model_type=config.model_type,
+        model_type=model_type,
         context_length=config.max_position_embeddings,
         rope=rope,
         attention=groups,
         fingerprint=Fingerprint(architecture=architecture_fingerprint(facts)),
     )
+
+
+def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the config of the decoder inside a multimodal model; any other config as it is."""
+    return config.get_text_config(decoder=True) if config.model_type in MODALITIES else config
+
+
+def rope_of_text(config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the rotary parameters that matter to text: where tokens have a position on each of three axes, which of
+    the angles an axis has does not."""
+    rope = _plain(getattr(config, "rope_parameters", None) or {})
+    axes = _AXES if architecture_of(config.model_type).text_as else ()
+    return {name: value for name, value in rope.items() if name not in axes}
+
+
+_AXES = ("mrope_section", "mrope_interleaved")
 
 
 def attention_groups(config: PreTrainedConfig) -> tuple[AttentionGroup, ...]:

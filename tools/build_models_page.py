@@ -70,6 +70,7 @@ FAMILIES = {  # the name that people know, and what neither the record nor the t
     "qwen3_5_text": ("Qwen3.5 (text)", "gated attention"),
     "qwen3_moe": ("Qwen3-MoE", ""),
     "qwen3_next": ("Qwen3-Next", "gated attention"),
+    "qwen3_vl_text": ("Qwen3-VL (text)", "positions on three axes"),
     "seed_oss": ("Seed-OSS", ""),
     "smollm3": ("SmolLM3", "layers without rotary angles"),
     "solar_open": ("Solar-Open", ""),

@@ -18,6 +18,7 @@ from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.tasks import Kit, Sample
 from sparsekv.planner.tasks.text import Ids
 from sparsekv.runtime.architecture import architecture_of
+from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.model_config import attention_groups
 from sparsekv.runtime.recurrence import recurrence_of
 
@@ -138,7 +139,7 @@ def prompts_at_once(model: PreTrainedModel, length: int, text: int = 0) -> int:
     total: int = torch.cuda.get_device_properties(model.device).total_memory
     here = (weight for weight in model.parameters() if weight.device == model.device)  # others may be elsewhere
     left = total - sum(weight.numel() * weight.element_size() for weight in here)
-    to_score: int = _SCORES * 4 * (_SCORED + text) * cast(Any, model.config).vocab_size
+    to_score: int = _SCORES * 4 * (_SCORED + text) * cast(Any, config_of(model)).vocab_size
     fitting: int = min(int(_SHARE * left), _MOST_BYTES) // (length * bytes_per_token(model) + to_score)
     return 1 << (max(1, min(_MOST, fitting)).bit_length() - 1)
 
@@ -146,7 +147,7 @@ def prompts_at_once(model: PreTrainedModel, length: int, text: int = 0) -> int:
 def bytes_per_token(model: PreTrainedModel) -> int:
     """Keys and values of all layers, and beside them the larger of a copy, as another text is fed, and what the widest
     layer holds while an unmodified model computes it."""
-    config: Any = model.config
+    config: Any = config_of(model)
     groups = attention_groups(config)
     cached = sum(group.cached_values for group in groups)
     # Two hidden states, queries, the output of attention; then the MLP: what is gated, its gate, their product.

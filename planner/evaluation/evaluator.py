@@ -61,6 +61,7 @@ from sparsekv.planner.tasks import Kit, Sample, Split, prepare
 from sparsekv.plans.errors import PromptError
 from sparsekv.runtime.hf.apply import Handle
 from sparsekv.runtime.hf.cache import handed_over, put_back, states_of
+from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.stores.pinned import HostMemory
@@ -387,7 +388,7 @@ class _Run:
         assert isinstance(mode, _Applied)
         if not mode.dense_decode:
             return mode.handle.cache_of(layers)
-        config: Any = self.loaded.model.config
+        config: Any = config_of(self.loaded.model)
         cache = DynamicCache(config=config)
         for number, found in enumerate(layers):
             if isinstance(found, LinearAttentionLayer):

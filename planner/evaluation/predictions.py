@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sparsekv.planner.evaluation.batches import Batch
 from sparsekv.planner.tasks import matches
 from sparsekv.runtime.hf.cache import CACHE_NAME
+from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import rope_switch
@@ -35,7 +36,8 @@ def prefill(model: Any, ids_BS: torch.Tensor, chunk: int | None, keep: int = 1, 
     """Runs prompts, in pieces of at most `chunk` tokens; the logits are those of the last `keep` rows."""
     tokens = after = ids_BS.shape[1]
     logits = []
-    for piece in torch.split(ids_BS, piece_sizes(tokens, chunk, rope_switch(model.config)) if chunk else [tokens], 1):
+    sizes = piece_sizes(tokens, chunk, rope_switch(config_of(model))) if chunk else [tokens]
+    for piece in torch.split(ids_BS, sizes, 1):
         after -= piece.shape[1]
         wanted = max(1, min(piece.shape[1], keep - after))  # rows of this piece among the last `keep` of all
         out = model(input_ids=piece, use_cache=True, logits_to_keep=wanted, **{CACHE_NAME: cache})

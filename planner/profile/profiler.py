@@ -45,7 +45,7 @@ from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.settled import Settled, check_targets
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.architecture import architecture_of, experts_per_token
-from sparsekv.runtime.hf.describe import attention_modules, decoder_of
+from sparsekv.runtime.hf.describe import attention_modules, config_of, decoder_of
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.observe import AttentionCall
@@ -79,7 +79,7 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
     model, info = loaded.model, loaded.info
     layers = range(info.layers)
     head_dim = info.attention[0].head_dim
-    capped = has_soft_cap(model.config)
+    capped = has_soft_cap(config_of(model))
     chosen = choose_backend(model.device, model.dtype, head_dim, options.backend, options.tile, capped)
     backend = cast(BackendName, chosen.name)
     prompts = job.prompts
@@ -129,13 +129,13 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
 
 def step_reads(model: PreTrainedModel) -> StepReads | None:
     """Returns what a decode step reads, experts as tensors of three dimensions; None where layers have other ones."""
-    if linear_layers(model.config):
+    if linear_layers(config_of(model)):
         return None
     layers: Any = decoder_of(model).layers
     weights = [*layers.parameters(), model.get_output_embeddings().weight]
     sizes = {dims: [float(one.numel()) for one in weights if one.ndim == dims] for dims in (2, 3)}
     experts = [len(one) for one in weights if one.ndim == 3]
-    share = experts_per_token(model.config) / max(experts) if experts else 1.0
+    share = experts_per_token(config_of(model)) / max(experts) if experts else 1.0
     count = len(sizes[2]) + len(sizes[3])
     return StepReads(matrices=count, parameters=sum(sizes[2]), experts=sum(sizes[3]), share=share)
 
@@ -196,7 +196,7 @@ class ProfilePass:
             return
         decoded: dict[int, dict[str, Any]] = {}
         modules = {cast(Any, module).layer_idx: cast(Any, module) for module in attention_modules(model)}
-        output = architecture_of(model.config.model_type).output
+        output = architecture_of(config_of(model).model_type).output
 
         def up(call: AttentionCall, hidden_BSE: torch.Tensor) -> None:
             where = f"queries, keys and values of layer {call.layer}"

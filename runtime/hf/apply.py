@@ -32,7 +32,7 @@ from sparsekv.runtime.hf.apply_checks import check_exact, check_offload, check_s
 from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
 from sparsekv.runtime.hf.cache import FixedRows, Given, SparseLayer, check_owner_open, first_of, sparse_cache
-from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
@@ -84,7 +84,7 @@ class PlanEngine:
         self.fallback = Fallback(backend, paging.relieve)
         self._backend = backend  # of decode: there is one for each kind of device
         self._device = model.device
-        self._model_type: str = model.config.model_type
+        self._model_type: str = config_of(model).model_type
         self.graphs: StepGraphs | None = None
         self._told = False
         self.program = program
@@ -197,7 +197,7 @@ class Handle:
         self._backend = backend
         self._engine = engine
         self._layouts = layouts_of(model)
-        self._linear = linear_layers(model.config)
+        self._linear = linear_layers(config_of(model))
         self._memory = memory
         self._model: PreTrainedModel | None = model
         self._undo = attach(model, engine, memory.chunking)
@@ -474,7 +474,7 @@ def apply(
     check_plan(plan, info, allow_mismatch)
     phases = plan.prefill if prefill and exact is not True else None, plan.decode if decode else None
     tile = phases[0].tile if phases[0] else None
-    capped = has_soft_cap(model.config)
+    capped = has_soft_cap(config_of(model))
     choice = choose_backend(model.device, model.dtype, info.attention[0].head_dim, backend, tile, capped)
     if prefill or decode:
         check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype))

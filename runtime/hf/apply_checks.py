@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.placement import OffloadMode
 from sparsekv.runtime.model_config import linear_layers, rope_switch
 
@@ -56,12 +57,12 @@ def check_exact(exact: object, program: Program, model: PreTrainedModel) -> None
             f"expected filter layers that choose by the newest query alone, found that layer {program.remembers[0]} "
             "looks at older ones, which drafts would leave behind; compile the plan with the selector `last`"
         )
-    if linear := linear_layers(model.config):
+    if linear := linear_layers(config_of(model)):
         raise UnsupportedError(
             f"expected layers with keys and values, found a recurrent state in layer {linear[0]}: drafts cannot be "
             "taken back; leave exact out"
         )
-    if switch := rope_switch(model.config):
+    if switch := rope_switch(config_of(model)):
         raise UnsupportedError(
             f"expected rotary angles that do not depend on the length, found others from {switch + 1} tokens on; leave "
             "exact out"

@@ -36,10 +36,11 @@ from sparsekv.runtime.hf.cache import (
     progress_of,
     sparse_cache,
 )
-from sparsekv.runtime.hf.describe import attention_modules, decoder_of
+from sparsekv.runtime.hf.describe import attention_modules, config_of, decoder_of
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
+from sparsekv.runtime.hf.multimodal import TextInputs
 from sparsekv.runtime.hf.ragged_rows import Columns, rows_of_pass, run_by_rows
-from sparsekv.runtime.model_config import attention_groups, linear_layers, rope_switch
+from sparsekv.runtime.model_config import attention_groups, decoder_config, linear_layers, rope_switch
 
 _PATIENCE = 5.0  # seconds: a `generate` that has streamed its last token is about to return
 _ABSENT = object()
@@ -56,8 +57,8 @@ def check_attachable(model: PreTrainedModel) -> None:
         raise UsageError(
             f"expected a Hugging Face PreTrainedModel, found {type(model).__name__}; load it with load_model"
         )
-    architecture_of(model.config.model_type)
-    if model.config._attn_implementation == NAME:
+    architecture_of(decoder_config(model.config).model_type)
+    if config_of(model)._attn_implementation == NAME:
         raise UsageError(
             "a plan is applied to this model already; close or suspend that handle before applying another"
         )
@@ -85,7 +86,7 @@ def attach(model: PreTrainedModel, engine: Engine, chunking: Chunking | None = N
     with ExitStack() as undo:
         configs = _implementations(model)
         undo.callback(_restore_implementations, configs)
-        model.set_attn_implementation(NAME)
+        decoder_of(model).set_attn_implementation(NAME)
         attached = Attached(model, engine, chunking or Chunking(), configs)
         undo.callback(attached.take_off)
         attached.put_on()
@@ -138,20 +139,21 @@ class Attached:
         self.model = model
         self._engine = engine
         self._configs = configs
+        self._text = None if self.decoder is model.base_model else TextInputs(model)
         self._attentions = attention_modules(model)
         decoder: Any = self.decoder
         self._layers = len(decoder.layers)
-        windows = {layer: group.window for group in attention_groups(model.config) for layer in group.layers}
+        windows = {layer: group.window for group in attention_groups(config_of(model)) for layer in group.layers}
         layers: list[Any] = [attention.layer_idx for attention in self._attentions]
         self.windows: Mapping[int, int | None] = {layer: windows[layer] for layer in layers}
-        self._linear = linear_layers(model.config)
+        self._linear = linear_layers(config_of(model))
         self._own: Callable[..., Any] = self.decoder.forward
         self._names = tuple(inspect.signature(self._own).parameters)
         self._executors: tuple[Executor, ...] = ()
         if "forward" not in vars(self.decoder):  # somebody else's runs whole
             self._own = partial(type(self.decoder).forward, self.decoder)
-            self._executors = (LongInputs(chunking, model.config.model_type), *engine.executors())
-        self._switch = rope_switch(model.config)
+            self._executors = (LongInputs(chunking, config_of(model).model_type), *engine.executors())
+        self._switch = rope_switch(config_of(model))
         self._placed: list[tuple[nn.Module, str, Any, Any]] = []  # with what was there before
         self._prompt: Prompt | None = None
         self._step: tuple[Phase, torch.Tensor | None] | None = None  # what the loop of `generate` runs, if it says so
@@ -172,6 +174,9 @@ class Attached:
             self._put(attention, NAME, self)
         if self.decoder is not self.model:
             self._put(self.model, "forward", self._inside(self.model.forward))
+        if self._text is not None:
+            forward = self._text.module.forward
+            self._put(self._text.module, "forward", self._inside(forward, self._text.around(forward)))
         self._put(self.decoder, "forward", self._inside(self.decoder.forward, self._run))
         if self.model.can_generate():
             generate: Any = self.model.generate
@@ -179,7 +184,7 @@ class Attached:
             self._put(self.model, "init_continuous_batching", _refuse_continuous_batching)
             if self._switch:
                 self._put(self.model, "prepare_inputs_for_generation", self._prepared)
-        for module in {id(module): module for module in (self.model, self.decoder)}.values():
+        for module in {id(module): module for module in (self.model, self.model.base_model, self.decoder)}.values():
             self._put(module, "__deepcopy__", partial(self._copied, module))
 
     def take_off(self) -> None:
@@ -212,6 +217,8 @@ class Attached:
             if not self._is_on:
                 return generate(*args, **kwargs)
             check_generate(self.model.generation_config, args, kwargs, self._engine.fixed_rows)
+            if self._text is not None:
+                self._text.check(kwargs)
             before, end = self._prompt, prompt_end(args, kwargs)
             if self._engine.loop is not None:
                 args, kwargs = (), self._engine.loop.taking_over(self, args, kwargs)
@@ -277,6 +284,7 @@ class Attached:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """A forward pass of the decoder."""
         inputs = named(dict(zip(self._names, args, strict=False)) | kwargs)
+        inputs = inputs if self._text is None else self._text.of_decoder(inputs)
         under_way = self._begin(inputs)
         found = (self.run if under_way.rows is None else partial(run_by_rows, self))(under_way, inputs)
         if under_way.cache is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from sparsekv.kernels.softmax import capped_
 from sparsekv.plans.errors import UnsupportedError
@@ -18,22 +18,28 @@ from sparsekv.runtime.model_config import describe_config, linear_layers
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The module with the decoder layers: `model` itself or what its language modelling head sits on."""
-    decoder = model.base_model
+    """The module with the decoder layers: `model` itself or what its language modelling head sits on, and of a
+    multimodal model the language model inside."""
+    decoder = getattr(model.base_model, "language_model", model.base_model)
     assert isinstance(decoder, PreTrainedModel)
     return decoder
 
 
+def config_of(model: PreTrainedModel) -> PreTrainedConfig:
+    """The config of a model's decoder."""
+    return decoder_of(model).config
+
+
 def last_norm_of(model: PreTrainedModel) -> nn.Module:
     """The norm of a decoder's output."""
-    norm: nn.Module = getattr(decoder_of(model), architecture_of(model.config.model_type).last_norm)
+    norm: nn.Module = getattr(decoder_of(model), architecture_of(config_of(model).model_type).last_norm)
     return norm
 
 
 def logits_of(model: PreTrainedModel, hidden_XE: torch.Tensor) -> torch.Tensor:
     """[X, vocabulary]: what the model's head makes of the decoder's output. Granite and Cohere scale it, Gemma-2 caps
     it."""
-    config: Any = model.config
+    config: Any = config_of(model)
     scale = getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0)
     logits_XV: torch.Tensor = model.get_output_embeddings()(hidden_XE) * scale
     return capped_(logits_XV, getattr(config, "final_logit_softcapping", None) or 0.0)
@@ -45,8 +51,8 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     Raises:
         UnsupportedError: a layer is not one of transformers' own.
     """
-    layers: Any = decoder_of(model).layers
-    name, linear = architecture_of(model.config.model_type).attention, linear_layers(model.config)
+    layers, config = cast(Any, decoder_of(model)).layers, config_of(model)
+    name, linear = architecture_of(config.model_type).attention, linear_layers(config)
     for number, layer in enumerate(layers):
         if number not in linear and not hasattr(layer, name):
             raise UnsupportedError(
@@ -61,7 +67,7 @@ _TINY = 2.0**-12  # below it float16 keeps fewer bits than bfloat16, so that the
 
 
 def describe_model(model: PreTrainedModel, source: str | None = None, revision: str | None = None) -> ModelInfo:
-    """Describes `model`.
+    """Describes `model`; of a multimodal one the decoder, as if it were loaded alone.
 
     Args:
         model: a loaded model of a supported architecture, in any dtype, on any device.
@@ -90,13 +96,25 @@ def _weight_samples(model: PreTrainedModel) -> Iterator[tuple[str, bytes]]:
     weights than any plan has seen.
     """
     tensors = {name: data for name, data in model.state_dict().items() if isinstance(data, torch.Tensor)}
+    tensors = {name: data for name, data in tensors.items() if _of_text(model, name)}
     values = _offloaded_samples(model, [name for name, data in tensors.items() if data.is_meta])
     plain = {name: data for name, data in tensors.items() if type(data) is torch.Tensor and data.numel()}
     values |= {name: _sampled(data) for name, data in plain.items() if not data.is_meta}
     digests = dict(zip(values, _rounded(list(values.values())), strict=True)) if values else {}
     for name, data in tensors.items():
         kind = f"{tuple(data.shape)}".encode()
-        yield name, kind + digests.get(name, type(data).__name__.encode())
+        yield name.replace(_INSIDE, "", 1), kind + digests.get(name, type(data).__name__.encode())
+
+
+_INSIDE = "language_model."  # in the names of tensors of the decoder inside a multimodal model
+
+
+def _of_text(model: PreTrainedModel, name: str) -> bool:
+    """Returns whether a tensor is part of the decoder or its head: of a multimodal model, not all are."""
+    if decoder_of(model) is model.base_model:
+        return True
+    prefix = "" if model is model.base_model else f"{model.base_model_prefix}."
+    return name.startswith(f"{prefix}{_INSIDE}") or not name.startswith(prefix)
 
 
 def _offloaded_samples(model: PreTrainedModel, names: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from transformers import (
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.types import LEAST_CHUNK
 from sparsekv.runtime.hf.cache import CACHE_NAME, reserve
+from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import dtype_name, rope_switch
 
@@ -120,7 +121,7 @@ def generate_stream(
     started = time.perf_counter()
     new_tokens = min(max_new_tokens, room)
     if chunk is not None and cache is None:
-        cache = DynamicCache(config=loaded.model.config)
+        cache = DynamicCache(config=config_of(loaded.model))
     if cache is not None:
         reserve(cache, len(prompt_ids) + new_tokens)
     with torch.no_grad(), _seeded(chosen, ids_BS.device):
@@ -148,7 +149,7 @@ def _prefill_most(model: PreTrainedModel, ids_BS: torch.Tensor, cache: Cache, ch
     """Fills the cache in pieces until one piece is left. (Not by generate's own prefill_chunk_size, which in some
     versions of transformers passes the cached tokens again.)
     """
-    switch = rope_switch(model.config)
+    switch = rope_switch(config_of(model))
     if cache.get_seq_length() <= switch < ids_BS.shape[1]:
         cache.reset()  # other angles
     start = cache.get_seq_length()

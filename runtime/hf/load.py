@@ -27,11 +27,11 @@ from transformers import (
 from sparsekv.plans.aliases import ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError, install_command
 from sparsekv.plans.model import ModelInfo
-from sparsekv.runtime.architecture import TEXT_DECODERS, architecture_of
+from sparsekv.runtime.architecture import MODALITIES, architecture_of
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.gguf_header import GGUFHeader
 from sparsekv.runtime.hub import needs_cache, without_model
-from sparsekv.runtime.model_config import torch_device
+from sparsekv.runtime.model_config import decoder_config, rope_of_text, torch_device
 from sparsekv.runtime.settings import DEVICE_MAPS, DeviceMap
 
 _NAMED = 3  # tensors that a message names
@@ -156,13 +156,31 @@ def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfi
     if not isinstance(data, dict):
         raise _unreadable(found, "its config.json", TypeError(f"it holds a {type(data).__name__}, no object"))
     kind: str = data.get("model_type") or "none"
-    architecture_of(TEXT_DECODERS.get(kind, kind))
+    if kind not in MODALITIES:
+        architecture_of(kind)
     config: PreTrainedConfig = _guarded(found, "its config.json", AutoConfig.from_pretrained, options)
-    config = config.get_text_config() if kind in TEXT_DECODERS else config
+    config = _of_decoder_alone(config) if kind in MODALITIES else config
     _check_config(config, f"in the config.json of {found.path_or_id}")
     if not _is_object(Path(found.path_or_id, "generation_config.json")):  # transformers goes on without: no end tokens
         raise _unreadable(found, "its generation_config.json", ValueError("it holds no JSON object"))
     return config
+
+
+def _of_decoder_alone(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config by which transformers loads the decoder of a multimodal checkpoint as a model of text. The config of
+    the whole says where the head is the embeddings.
+
+    Raises:
+        UnsupportedError: the decoder's architecture is not supported.
+    """
+    text = decoder_config(config)
+    record = architecture_of(text.model_type)
+    if record.text_as:
+        data = text.to_dict() | {"rope_parameters": rope_of_text(text), "model_type": record.text_as}
+        text = AutoConfig.for_model(**data)
+    text.tie_word_embeddings = config.tie_word_embeddings
+    text.name_or_path = config.name_or_path
+    return text
 
 
 def _read_gguf_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfig:
@@ -217,10 +235,9 @@ def _read_tokenizer(found: ModelSource, options: dict[str, Any], vocabulary: int
 def _read_weights(found: ModelSource, options: dict[str, Any]) -> PreTrainedModel:
     """The model with its weights. Without the report, transformers would fill what is missing with random numbers."""
     reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # into the report as well, by name
-    renamed = {"key_mapping": _DECODER_INSIDE} if options["config"].model_type == "gemma3_text" else {}
     with _without_table():
         model, report = _guarded(
-            found, "its weights", AutoModelForCausalLM.from_pretrained, options | reported | renamed
+            found, "its weights", AutoModelForCausalLM.from_pretrained, options | reported | _RENAMED
         )
     unknown = [name for name in report["unexpected_keys"] if not name.removeprefix("model.").startswith(_OF_IMAGES)]
     reshaped = {f"{name}: {tuple(of)} in place of {tuple(to)}" for name, of, to in report["mismatched_keys"]}
@@ -241,13 +258,15 @@ def _read_weights(found: ModelSource, options: dict[str, Any]) -> PreTrainedMode
     return model  # type: ignore[no-any-return]
 
 
-# Names of tensors in a checkpoint for images, which transformers' text model of Gemma-3 does not look for itself.
-_DECODER_INSIDE = {
-    r"^language_model\.model\.": "model.",
-    r"^model\.language_model\.": "model.",
-    r"^language_model\.lm_head": "lm_head",
+# Tensors of a multimodal checkpoint, by the names that they have in the decoder alone.
+_RENAMED = {
+    "key_mapping": {
+        r"^language_model\.model\.": "model.",
+        r"^model\.language_model\.": "model.",
+        r"^language_model\.lm_head": "lm_head",
+    }
 }
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.")
 _WITHOUT_THEM = (
     "; or, where the model is complete without them, remove them from its files, or load it with transformers, which "
     "ignores them (`AutoModelForCausalLM.from_pretrained`), and pass it to `sparsekv.plan_model` and `sparsekv.apply`"

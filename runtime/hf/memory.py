@@ -28,6 +28,7 @@ from sparsekv.runtime.core.budgets import scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import Filter, Follower
 from sparsekv.runtime.core.segments import SegmentProgram
+from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, reads_of, spill_order
@@ -69,7 +70,7 @@ class ModelSize:
     def of(cls, model: PreTrainedModel, info: ModelInfo) -> ModelSize:
         """Returns that of a model, which may be on the meta device."""
         tensors = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
-        config: Any = model.config
+        config: Any = config_of(model)
         record, recurs = architecture_of(config.model_type), any(group.kind == "linear" for group in info.attention)
         return cls(
             info,

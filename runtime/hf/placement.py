@@ -19,7 +19,7 @@ from sparsekv.plans.patterns import Budget, tokens
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.roles import Role
-from sparsekv.runtime.hf.describe import decoder_of
+from sparsekv.runtime.hf.describe import config_of, decoder_of
 from sparsekv.runtime.model_config import attention_groups
 from sparsekv.runtime.stores.store import Layout, Reads
 
@@ -94,7 +94,7 @@ def spill_order(decode: DecodePlan | None, length: int) -> tuple[int, ...]:
 
 def layouts_of(model: PreTrainedModel) -> list[Layout]:
     """Returns what a token's keys and values look like in each layer, for one batch row."""
-    groups = {layer: group for group in attention_groups(model.config) for layer in group.layers}
+    groups = {layer: group for group in attention_groups(config_of(model)) for layer in group.layers}
     decoder: Any = decoder_of(model)
     # of any parameter, a norm's at last: quantised projections may show none
     devices = [next(module.parameters()).device for module in decoder.layers]

@@ -38,8 +38,9 @@ NAMES: Places = MappingProxyType(
         ),
         "vllm.config:ModelConfig": (
             "model", "revision", "hf_config", "hf_text_config", "dtype", "max_model_len", "is_encoder_decoder",
-            "use_mla",
+            "use_mla", "multimodal_config",
         ),
+        "vllm.config.multimodal:MultiModalConfig": ("enable_mm_embeds", "get_limit_per_prompt"),
         "vllm.config:ParallelConfig": (
             "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size",
             "decode_context_parallel_size", "use_ubatching",

@@ -5,6 +5,7 @@ Everything is checked when the engine starts: a server that came up never dies o
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class EngineFacts:
     speculative: str | None = None  # the method by which others draft tokens
     drafted: int = 0  # tokens at a time
     kv_connector: str | None = None
+    modalities: tuple[str, ...] = ()  # what requests may hold beside text
     encoder_decoder: bool = False
     latent: bool = False  # multi-head latent attention
     micro_batches: bool = False  # two halves of a step in turn
@@ -148,6 +150,12 @@ def _obstacles(facts: EngineFacts) -> Iterator[str]:
         yield f"context parallelism over {facts.context_parallel} ranks: set its sizes to 1"
     if facts.kv_connector is not None:
         yield f"the KV connector {facts.kv_connector}: remove --kv-transfer-config"
+    if facts.modalities:
+        none = json.dumps(dict.fromkeys(facts.modalities, 0))
+        yield (
+            f"requests that may hold more than text ({', '.join(facts.modalities)}), which a plan does not know: serve "
+            f"text alone by --language-model-only, or by --limit-mm-per-prompt '{none}' without --enable-mm-embeds"
+        )
     if facts.encoder_decoder:
         yield "cross-attention: only decoders can be run by a plan"
     if facts.latent:

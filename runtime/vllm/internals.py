@@ -37,6 +37,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from sparsekv.kernels.prefill.flash.limits import FlashPackage, offer_package
 from sparsekv.plans.errors import UnsupportedError
+from sparsekv.runtime.architecture import MODALITIES
 from sparsekv.runtime.core.program import Rank
 from sparsekv.runtime.vllm.contract import installed, unfulfilled, unknown_metadata
 from sparsekv.runtime.vllm.engine_facts import TESTED, EngineFacts
@@ -235,6 +236,7 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         speculative=None if speculative is None else str(speculative.method),
         drafted=0 if speculative is None else speculative.num_speculative_tokens,
         kv_connector=None if transfer is None else transfer.kv_connector,
+        modalities=_modalities(model),
         encoder_decoder=model.is_encoder_decoder,
         latent=model.use_mla,
         micro_batches=parallel.use_ubatching,
@@ -242,6 +244,15 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         missing=missing_names(),
         unknown=unknown_metadata(installed()),
     )
+
+
+def _modalities(model: Any) -> tuple[str, ...]:
+    """Returns what requests may hold beside text."""
+    limits = model.multimodal_config
+    if limits is None:
+        return ()
+    known = MODALITIES.get(model.hf_config.model_type, ())
+    return tuple(one for one in known if limits.enable_mm_embeds or limits.get_limit_per_prompt(one) > 0)
 
 
 def missing_names() -> tuple[str, ...]:
@@ -252,12 +263,13 @@ def missing_names() -> tuple[str, ...]:
 
 
 def engine_model(config: VllmConfig) -> EngineModel:
-    """The model of an engine."""
+    """The model of an engine; of a multimodal one the decoder."""
     model = config.model_config
+    is_multimodal = model.hf_config.model_type in MODALITIES
     return EngineModel(
         name=model.model,
         revision=model.revision,
-        config=model.hf_config,
+        config=model.hf_text_config if is_multimodal else model.hf_config,
         dtype=model.dtype,
         device=torch.empty(0, device=current_platform.device_type).device,  # with its number
         longest=model.max_model_len,

@@ -20,7 +20,8 @@ from sparsekv.plans.phases import (
     Segment,
 )
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.describe import config_of, describe_model
+from sparsekv.runtime.model_config import linear_layers
 
 
 def info_of(model: PreTrainedModel) -> ModelInfo:
@@ -42,9 +43,10 @@ def drops(layers: tuple[int, ...], keep: Budget | int, **options: Any) -> Retent
 
 
 def every_head(model: PreTrainedModel, *patterns: Pattern, tile: int = 64) -> PrefillPlan:
-    """The patterns dealt out to the heads of every layer in turn, at every length."""
-    heads, groups = model.config.num_attention_heads, []
-    for layer in range(model.config.num_hidden_layers):
+    """The patterns dealt out to the heads of every layer that attends in turn, at every length."""
+    config: Any = config_of(model)
+    heads, groups = config.num_attention_heads, []
+    for layer in sorted({*range(config.num_hidden_layers)} - {*linear_layers(config)}):
         for number, pattern in enumerate(patterns):
             mine = tuple(range(number, heads, len(patterns)))
             groups.append(HeadGroup(layer=layer, heads=mine, pattern=pattern))

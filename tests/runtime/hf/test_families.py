@@ -165,7 +165,7 @@ def test_attention_that_is_not_causal_is_refused() -> None:
 
 
 REASONS = {
-    "gemma3": "image",
+    "qwen2_vl": "three positions",
     "llama4": "chunks",
     "bert": "supported",
     "deepseek_v3": "MLA",

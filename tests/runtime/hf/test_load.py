@@ -9,11 +9,9 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
-from model_folders import save_model
 from safetensors.torch import load_file, save_file
-from tiny_models import random_tokens, tiny_model, tiny_tokenizer
+from tiny_models import tiny_model, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UnsupportedError, UsageError
@@ -317,13 +315,3 @@ def test_devices_and_dtypes_that_do_not_exist_are_named(folder):
         torch_device("cuda:77")
     with pytest.raises(UsageError, match="'int3'"):
         load_model(str(folder), dtype="int3")
-
-
-def test_of_a_checkpoint_for_images_the_decoder_alone_is_loaded(tmp_path):
-    text = tiny_model("gemma3_text").config
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    whole = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28}))
-    loaded, prompt = load_model(str(save_model(whole.eval(), tmp_path / "m"))), random_tokens(1, 40)
-    assert loaded.info.model_type == "gemma3_text"
-    with torch.no_grad():
-        torch.testing.assert_close(loaded.model(prompt).logits, whole(prompt).logits)

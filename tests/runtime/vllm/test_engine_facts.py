@@ -33,6 +33,8 @@ def test_a_plain_engine_is_taken() -> None:
         ({"kv_cache_dtype": "fp8"}, "fp8", "--kv-cache-dtype auto"),
         ({"context_parallel": 2}, "context parallelism over 2 ranks", "sizes to 1"),
         ({"kv_connector": "LMCache"}, "the KV connector LMCache", "--kv-transfer-config"),
+        ({"modalities": ("image",)}, "more than text (image)", """--limit-mm-per-prompt '{"image": 0}'"""),
+        ({"modalities": ("image", "video")}, "image, video", "--language-model-only"),
         ({"encoder_decoder": True}, "cross-attention", "only decoders"),
         ({"latent": True}, "MLA", "each head"),
         ({"micro_batches": True}, "micro-batches", "turn them off"),
