@@ -5,7 +5,6 @@ Everything is checked when the engine starts: a server that came up never dies o
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -71,22 +70,6 @@ def known_releases() -> str:
     )
 
 
-def check_engine(facts: EngineFacts, plan: Plan, allow_untested: bool) -> None:
-    """Refuses an engine that would run the plan wrongly, or that this version was not tested on.
-
-    Raises:
-        UnsupportedError: it names everything that stands in the way, and what to do.
-    """
-    obstacles = [*_untested(facts, allow_untested), *_obstacles(facts), *_decode_obstacles(facts, plan)]
-    obstacles += _cache_obstacles(facts, plan) if plan.retained else ()
-    if obstacles:
-        listed = "\n".join(f"  {line}" for line in obstacles)
-        raise UnsupportedError(
-            f"expected an engine that can run the plan of {plan.model.id}, found:\n{listed}\nChange these settings, or "
-            'run without the plan: --additional-config \'{"sparsekv": {"dense": true}}\''
-        )
-
-
 def check_layers(plan: Plan, model: ModelInfo) -> None:
     """Refuses sparse prefill in layers with a sliding window, as vLLM frees the pages behind the window.
 
@@ -118,7 +101,8 @@ def check_engine_layer(layer: LayerProgram, heads: int, kv_heads: int, window: i
         )
 
 
-def _untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
+def untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
+    """Returns what of a release, or of pipeline stages, was not tested and was not allowed."""
     tested = TESTED.get(facts.device, {})
     if facts.unknown:
         warnings.warn(
@@ -134,8 +118,6 @@ def _untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
             yield f'{told}; use that, or take the risk with "allow_untested": true'
         else:
             warnings.warn(f"{told}; what is used of it is there, and nothing more is known", PlanWarning, stacklevel=4)
-    if facts.stages and facts.speculative is not None:
-        yield f"speculative decoding ({facts.speculative}) over pipeline stages: remove --speculative-config"
     if facts.stages and not allowed:
         yield (
             f"pipeline parallelism over {len(facts.stages)} stages, which was not tested: use "
@@ -143,61 +125,19 @@ def _untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
         )
 
 
-def _obstacles(facts: EngineFacts) -> Iterator[str]:
-    if facts.kv_cache_dtype not in ("auto", facts.dtype):
-        yield f"a KV cache of {facts.kv_cache_dtype} beside a model in {facts.dtype}: use --kv-cache-dtype auto"
-    if facts.context_parallel > 1:
-        yield f"context parallelism over {facts.context_parallel} ranks: set its sizes to 1"
-    if facts.kv_connector is not None:
-        yield f"the KV connector {facts.kv_connector}: remove --kv-transfer-config"
-    if facts.modalities:
-        none = json.dumps(dict.fromkeys(facts.modalities, 0))
-        yield (
-            f"requests that may hold more than text ({', '.join(facts.modalities)}), which a plan does not know: serve "
-            f"text alone by --language-model-only, or by --limit-mm-per-prompt '{none}' without --enable-mm-embeds"
-        )
+def kinds_of_model(facts: EngineFacts, plan: Plan) -> Iterator[str]:
+    """Returns what of a model, or of a plan for it, this host does not run."""
     if facts.encoder_decoder:
         yield "cross-attention: only decoders can be run by a plan"
     if facts.latent:
         yield "multi-head latent attention (MLA): plans are for attention with keys and values of each head"
-
-
-def _decode_obstacles(facts: EngineFacts, plan: Plan) -> Iterator[str]:
-    segments = [segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments]
+    segments = (segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments)
     if any(segment.selector != "last" and segment.window > 1 for segment in segments):
         yield (
             "a plan whose filter layers choose by several queries, which vLLM does not keep: plan with the selector "
             '"last", or decode dense with "decode": false'
         )
-    if segments and facts.micro_batches:
-        yield "micro-batches (--enable-dbo) with sparse decode: turn them off"
-    for chosen_by, layers in sorted({(segment.filter, segment.layers) for segment in segments}):
-        if facts.stages and not any({chosen_by, *layers} <= set(stage) for stage in facts.stages):
-            yield (
-                f"pipeline stages that part filter layer {chosen_by} from layers of its segment (up to "
-                f"{max(layers)}): use --pipeline-parallel-size 1, or set VLLM_PP_LAYER_PARTITION to keep them together"
-            )
-
-
-def _cache_obstacles(facts: EngineFacts, plan: Plan) -> Iterator[str]:
-    layers, shapes = format_ids(plan.retained), plan.model.attention
-    if facts.one_group:
-        yield (
-            f"block tables that all layers share, where layers {layers} evict tokens: remove "
-            "--disable-hybrid-kv-cache-manager"
-        )
-    if facts.speculative is not None:
-        yield (
-            f"speculative decoding ({facts.speculative}), where layers {layers} evict tokens: remove "
-            "--speculative-config"
-        )
-    if facts.micro_batches:
-        yield f"micro-batches (--enable-dbo), where layers {layers} evict tokens: turn them off"
-    if len({(shape.kv_heads, shape.head_dim) for shape in shapes}) > 1 or any(s.kind == "linear" for s in shapes):
-        yield f"evicting layers ({layers}) in a model whose layers have caches of several shapes"
-    fewest = min(shape.kv_heads for shape in shapes)
-    if facts.tensor_parallel > fewest:
-        yield (
-            f"{facts.tensor_parallel} ranks that share {fewest} KV heads, where layers {layers} evict tokens: use "
-            f"--tensor-parallel-size {fewest} or less"
-        )
+    shapes = plan.model.attention
+    several = len({(shape.kv_heads, shape.head_dim) for shape in shapes}) > 1
+    if plan.retained and (several or any(shape.kind == "linear" for shape in shapes)):
+        yield f"evicting layers ({format_ids(plan.retained)}) in a model whose layers have caches of several shapes"

@@ -32,8 +32,9 @@ from sparsekv.runtime.model_config import describe_config, device_name, dtype_na
 from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.vllm.counters import Counters
 from sparsekv.runtime.vllm.decode_step import DecodeHost
-from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layers
+from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_layers
 from sparsekv.runtime.vllm.engine_options import EngineOptions
+from sparsekv.runtime.vllm.engine_settings import check_engine
 from sparsekv.runtime.vllm.evicting_step import EvictingHost
 from sparsekv.runtime.vllm.step_rows import PrefillRows
 

@@ -15,6 +15,7 @@ OTHERS = {  # of the hub's own command, and of vLLM's
     *("--local-dir", "--additional-config", "--attention-backend", "--kv-cache-dtype", "--kv-transfer-config"),
     *("--pipeline-parallel-size", "--speculative-config", "--tensor-parallel-size"),
     *("--max-num-batched-tokens", "--block-size", "--enable-dbo", "--disable-hybrid-kv-cache-manager"),
+    *("--language-model-only", "--limit-mm-per-prompt", "--enable-mm-embeds"),
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 

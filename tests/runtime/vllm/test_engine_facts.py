@@ -11,7 +11,8 @@ from sparsekv.plans.patterns import AShape, TileShape, tokens
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan, Retention
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_engine_layer, check_layers
+from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine_layer, check_layers
+from sparsekv.runtime.vllm.engine_settings import check_engine
 
 FACTS: dict[str, Any] = {"release": "0.32.0", "device": "cpu"}
 

@@ -1,0 +1,169 @@
+"""Says which settings of an engine run beside a plan, which do with a remark, and which are refused with which words.
+
+The table of docs/vllm.md is made from this list (tools/build_settings_table.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.phases import Segment
+from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import format_ids
+from sparsekv.runtime.vllm.engine_facts import EngineFacts, kinds_of_model, untested
+
+Verdict = Literal["runs", "runs, with a remark", "refused"]
+_CPU, _GPU = "CPU, 0.32, 2026-11-27", "H100, 0.33, 2026-11-27"
+_SOURCES = "by its sources"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting.
+
+    Attributes:
+        name: as vLLM has it.
+        verdict: beside a plan that evicts no tokens, at values that change something.
+        told: what a reader has to know.
+        seen: where it was run with a plan; a refusal is tested in words.
+        obstacle: what an engine has of it that stands in the way of a plan, and what to do; None where nothing does.
+    """
+
+    name: str
+    verdict: Verdict
+    told: str
+    seen: str
+    obstacle: Callable[[EngineFacts, Plan], str | None] = lambda facts, plan: None
+
+
+def check_engine(facts: EngineFacts, plan: Plan, allow_untested: bool) -> None:
+    """Refuses an engine that would run the plan wrongly, or that this version was not tested on.
+
+    Raises:
+        UnsupportedError: it names everything that stands in the way, and what to do.
+    """
+    found = [*untested(facts, allow_untested), *kinds_of_model(facts, plan), *obstacles(facts, plan)]
+    if found:
+        listed = "\n".join(f"  {line}" for line in found)
+        raise UnsupportedError(
+            f"expected an engine that can run the plan of {plan.model.id}, found:\n{listed}\nChange these settings, or "
+            'run without the plan: --additional-config \'{"sparsekv": {"dense": true}}\''
+        )
+
+
+def obstacles(facts: EngineFacts, plan: Plan) -> Iterator[str]:
+    """Returns everything of an engine's settings that stands in the way of a plan."""
+    yield from filter(None, (setting.obstacle(facts, plan) for setting in SETTINGS))
+
+
+def _ranks(facts: EngineFacts, plan: Plan) -> str | None:
+    fewest = min(shape.kv_heads for shape in plan.model.attention)
+    if not plan.retained or facts.tensor_parallel <= fewest:
+        return None
+    return (
+        f"{facts.tensor_parallel} ranks that share {fewest} KV heads, where {_evicting(plan)}: use "
+        f"--tensor-parallel-size {fewest} or less"
+    )
+
+
+def _stages(facts: EngineFacts, plan: Plan) -> str | None:
+    parted = [
+        f"pipeline stages that part filter layer {chosen_by} from layers of its segment (up to {max(layers)}): use "
+        "--pipeline-parallel-size 1, or set VLLM_PP_LAYER_PARTITION to keep them together"
+        for chosen_by, layers in sorted({(segment.filter, segment.layers) for segment in _segments(plan)})
+        if facts.stages and not any({chosen_by, *layers} <= set(stage) for stage in facts.stages)
+    ]
+    return "\n  ".join(parted) or None
+
+
+def _drafts(facts: EngineFacts, plan: Plan) -> str | None:
+    if facts.speculative is None or not (plan.retained or facts.stages):
+        return None
+    where = f", where {_evicting(plan)}" if plan.retained else " over pipeline stages"
+    return f"speculative decoding ({facts.speculative}){where}: remove --speculative-config"
+
+
+def _cache_dtype(facts: EngineFacts, plan: Plan) -> str | None:
+    if facts.kv_cache_dtype in ("auto", facts.dtype):
+        return None
+    return f"a KV cache of {facts.kv_cache_dtype} beside a model in {facts.dtype}: use --kv-cache-dtype auto"
+
+
+def _connector(facts: EngineFacts, plan: Plan) -> str | None:
+    connector = facts.kv_connector
+    return None if connector is None else f"the KV connector {connector}: remove --kv-transfer-config"
+
+
+def _context(facts: EngineFacts, plan: Plan) -> str | None:
+    ranks = facts.context_parallel
+    return f"context parallelism over {ranks} ranks: set its sizes to 1" if ranks > 1 else None
+
+
+def _micro_batches(facts: EngineFacts, plan: Plan) -> str | None:
+    if not facts.micro_batches or not (_segments(plan) or plan.retained):
+        return None
+    where = f", where {_evicting(plan)}" if plan.retained else " with sparse decode"
+    return f"micro-batches (--enable-dbo){where}: turn them off"
+
+
+def _one_group(facts: EngineFacts, plan: Plan) -> str | None:
+    if not facts.one_group or not plan.retained:
+        return None
+    return f"block tables that all layers share, where {_evicting(plan)}: remove --disable-hybrid-kv-cache-manager"
+
+
+def _modalities(facts: EngineFacts, plan: Plan) -> str | None:
+    if not facts.modalities:
+        return None
+    none = json.dumps(dict.fromkeys(facts.modalities, 0))
+    return (
+        f"requests that may hold more than text ({', '.join(facts.modalities)}), which a plan does not know: serve "
+        f"text alone by --language-model-only, or by --limit-mm-per-prompt '{none}' without --enable-mm-embeds"
+    )
+
+
+def _evicting(plan: Plan) -> str:
+    return f"layers {format_ids(plan.retained)} evict tokens"
+
+
+def _segments(plan: Plan) -> list[Segment]:
+    return [segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments]
+
+
+SETTINGS = (
+    Setting(
+        "chunked prefill, mixed batches, preemption", "runs", "answers may depend on where a prompt is cut",
+        f"{_CPU}; {_GPU}",
+    ),
+    Setting("prefix caching", "runs", "off with a plan that evicts tokens", f"{_CPU}; {_GPU}"),
+    Setting("captured graphs, compilation", "runs", "sparse prefill is launched, decode is captured", _GPU),
+    Setting(
+        "--tensor-parallel-size", "runs",
+        "filter layers exchange their choices; a plan that evicts tokens takes no more ranks than KV heads",
+        f"2 ranks: {_CPU}; two {_GPU}", _ranks,
+    ),
+    Setting(
+        "--speculative-config", "runs, with a remark",
+        "prefill by the plan, whose decode is off; refused with eviction and over pipeline stages",
+        f"ngram: {_CPU}; others {_SOURCES}", _drafts,
+    ),
+    Setting(
+        "--pipeline-parallel-size", "refused", "unless `allow_untested`, with the layers of a segment in one stage", "",
+        _stages,
+    ),
+    Setting("--kv-cache-dtype", "refused", "another dtype than the model's, such as fp8", "", _cache_dtype),
+    Setting("--kv-transfer-config", "refused", "every connector", "", _connector),
+    Setting("context parallelism", "refused", "of prefill and of decode", "", _context),
+    Setting(
+        "--enable-dbo", "runs, with a remark", "refused with sparse decode and with eviction", _SOURCES, _micro_batches
+    ),
+    Setting(
+        "--disable-hybrid-kv-cache-manager", "runs, with a remark", "refused with eviction", _SOURCES, _one_group
+    ),
+    Setting("pictures, sound and video beside text", "refused", "a model that serves text alone runs", "", _modalities),
+)  # fmt: skip
+"""Everything that was looked at."""
