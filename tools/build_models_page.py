@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sparsekv.runtime.architecture import ARCHITECTURES, REFUSED, Architecture
+from sparsekv.runtime.architecture import ARCHITECTURES, MODALITIES, REFUSED, Architecture
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
@@ -78,6 +78,13 @@ FAMILIES = {  # the name that people know, and what neither the record nor the t
     "starcoder2": ("StarCoder2", ""),
     "vaultgemma": ("VaultGemma", "soft cap of scores"),
 }
+MULTIMODAL = {  # the name that people know, and the decoders inside
+    "gemma3": ("Gemma 3", ("gemma3_text",)),
+    "mistral3": ("Mistral Small 3.1 and 3.2, Ministral 3", ("mistral", "ministral3")),
+    "qwen3_5": ("Qwen3.5", ("qwen3_5_text",)),
+    "qwen3_5_moe": ("Qwen3.5-MoE", ("qwen3_5_moe_text",)),
+    "qwen3_vl": ("Qwen3-VL", ("qwen3_vl_text",)),
+}
 REAL = {  # real weights, and where that is written
     "llama": "[SmolLM2-135M](results/quality.md), `tiny-retriever`",
     "qwen2": "[Qwen2.5-Coder-0.5B](results/planning.md)",
@@ -115,6 +122,9 @@ def _tables() -> Iterator[str]:
     yield "| family | model type | special | transformers | GPU | vLLM | real weights | speed of its shape |\n"
     yield "|---|---|---|---|---|---|---|---|\n"
     yield from (f"| {' | '.join(_row(kind, matrix))} |\n" for kind in FAMILIES)
+    yield "\nMultimodal checkpoints, of which the decoder inside runs by a plan:\n\n"
+    yield "| checkpoint | model type | decoder | transformers | vLLM, text alone |\n|---|---|---|---|---|\n"
+    yield from (f"| {' | '.join(_multimodal_row(kind))} |\n" for kind in MODALITIES)
     yield "\nRefused, each by name and with the reason:\n\n| model type | why |\n|---|---|\n"
     for why in dict.fromkeys(REFUSED.values()):
         kinds = [f"`{kind}`" for kind, found in REFUSED.items() if found == why]
@@ -122,7 +132,7 @@ def _tables() -> Iterator[str]:
 
 
 def _row(kind: str, matrix: Any) -> tuple[str, ...]:
-    (name, own), tested = FAMILIES[kind], {*matrix.USUAL, *matrix.MORE, *matrix.HYBRIDS}
+    (name, own), tested = FAMILIES[kind], {*matrix.USUAL, *matrix.MORE, *matrix.HYBRIDS, *_inside()}
     special = ", ".join([*_special(ARCHITECTURES[kind], matrix), *([own] if own else [])])
     captured = {*matrix.TYPICAL, *_keys("tests/runtime/hf/test_graphs.py", "OF_THEIR_OWN")}
     in_vllm = dict.fromkeys(_keys("tests/vllm/test_families.py", "FAMILIES"), "tested on a CPU") | SERVED
@@ -137,6 +147,27 @@ def _row(kind: str, matrix: Any) -> tuple[str, ...]:
         in_vllm.get(kind, "expected" if near_one else "not run"),
         REAL.get(kind, ""),
         SPEED.get(kind, ""),
+    )
+
+
+def _inside() -> set[str]:
+    """The decoders of the multimodal models that are tested."""
+    import tiny_multimodal as matrix
+
+    return {decoder for decoder, *_ in matrix.KINDS.values()}
+
+
+def _multimodal_row(kind: str) -> tuple[str, ...]:
+    import tiny_multimodal as matrix
+
+    name, decoders = MULTIMODAL[kind]
+    served = _keys("tests/vllm/test_multimodal_serving.py", "NO_PICTURES")
+    return (
+        name,
+        f"`{kind}`",
+        ", ".join(f"`{decoder}`" for decoder in decoders),
+        "tested" if kind in matrix.KINDS else "expected",
+        "tested on a CPU" if kind in served else "expected",
     )
 
 

@@ -25,10 +25,10 @@ KINDS: dict[
 }
 
 
-def multimodal_config(kind: str) -> PreTrainedConfig:
-    """The config of a small model of this kind."""
+def multimodal_config(kind: str, **options: Any) -> PreTrainedConfig:
+    """The config of a small model of this kind; options are of its decoder."""
     decoder, own, tower, ids = KINDS[kind]
-    text = tiny_model("qwen3" if decoder == "qwen3_vl_text" else decoder).config.to_dict()
+    text = tiny_model("qwen3" if decoder == "qwen3_vl_text" else decoder, **options).config.to_dict()
     text |= {"model_type": decoder} | own
     return AutoConfig.for_model(kind, text_config=text, vision_config=dict(tower), tie_word_embeddings=False, **ids)
 

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
+from vllm.config.multimodal import MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import registry
@@ -53,6 +55,32 @@ def test_what_decides_about_a_plan_is_read_as_it_is_set(settings: dict[str, Any]
 def test_the_model_is_described_as_it_is_loaded(engine: Any) -> None:  # which makes the ranks known
     model = engine_model(config_of(max_model_len=3072))
     assert (model.name, model.config.model_type, model.longest) == (FOLDER, "llama", 3072)
+
+
+@pytest.mark.parametrize(
+    ("limits", "modalities"),
+    [
+        ({}, ("image", "video")),
+        ({"limit_per_prompt": {"image": 0}}, ("video",)),
+        ({"limit_per_prompt": {"image": 0, "video": 0}}, ()),
+        ({"limit_per_prompt": {"image": 0, "video": 0}, "enable_mm_embeds": True}, ("image", "video")),
+        ({"language_model_only": True}, ()),
+    ],
+    ids=str,
+)
+def test_what_requests_may_hold_beside_text_is_read_and_the_decoder_is_the_model(
+    limits: dict[str, Any], modalities: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of()
+    whole = AutoConfig.for_model("qwen3_vl")
+    for name, value in (
+        ("hf_config", whole),
+        ("hf_text_config", whole.text_config),
+        ("multimodal_config", MultiModalConfig(**limits)),
+    ):
+        monkeypatch.setattr(config.model_config, name, value)
+    assert engine_facts(config).modalities == modalities
+    assert engine_model(config).config is whole.text_config
 
 
 def test_the_backend_stands_in_the_place_of_vllms_own_in_every_process_that_loads_plugins() -> None:

@@ -1,0 +1,98 @@
+"""Multimodal checkpoints served for text alone: answers by a plan of the decoder are those of the transformers host."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_folders import save_model
+from tiny_models import random_tokens
+from tiny_multimodal import multimodal_config, multimodal_model
+from tiny_plans import decode_plan, every_head, plan_for, segment
+from vllm_engine import LONGEST, Oracle, chunks_of, generate, make_engine, tokens_of
+
+from sparsekv.plans.files import write_plan
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, fraction, tokens
+from sparsekv.runtime.hf.load import load_model
+
+pytestmark = pytest.mark.slow  # half a minute each: vLLM looks at a class of a model in one more process
+WITHOUT_TORCHVISION = Path(__file__).parents[1] / "support" / "no_torchvision"
+PATTERNS = (AShape(sink=tokens(64), window=tokens(128)), BlockSparse(keep=fraction(0.3)), Dense())
+LENGTHS = (1100, 700)
+
+
+def plan_beside(kind: str, folder: Path, **options: Any) -> tuple[Any, Any]:
+    """Saves a model with a plan beside it; returns its decoder and the plan."""
+    save_model(multimodal_model(config=multimodal_config(kind, **options)), folder)
+    decoder = load_model(folder, device="cpu", dtype="float32").model
+    plan = plan_for(decoder, every_head(decoder, *PATTERNS), decode_plan(segment(1, (2,), 48, sink=4, recent=32)))
+    write_plan(plan, folder / "sparsekv.yaml")
+    return decoder, plan
+
+
+def check(kind: str, folder: Path, limits: dict[str, Any]) -> None:
+    """Raises where an answer of an engine with a plan is not that of the transformers host."""
+    decoder, plan = plan_beside(kind, folder)
+    check_limits(folder, limits)
+    engine = make_engine(str(folder), additional_config={"sparsekv": {"require": True}}, **limits)
+    prompts, oracle = [random_tokens(1, length, length)[0].tolist() for length in LENGTHS], Oracle(decoder, plan)
+    for prompt, cuts, output in zip(prompts, chunks_of(LENGTHS), generate(engine, prompts), strict=True):
+        answer = oracle(prompt, cuts)
+        assert tokens_of(output) == answer.tokens
+        found = [next(iter(one.values())).logprob for one in output.outputs[0].logprobs]
+        assert found == pytest.approx(answer.logprobs, abs=2e-3)
+        assert answer.density < 0.9
+
+
+def check_limits(folder: Path, limits: dict[str, Any]) -> None:
+    """Raises where the configuration of an engine does not say that it takes text alone."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from sparsekv.runtime.vllm.internals import engine_facts
+
+    args = {"model": str(folder), "dtype": "float32", "enforce_eager": True, "max_model_len": LONGEST}
+    assert engine_facts(EngineArgs(**args).create_engine_config()).modalities
+    assert not engine_facts(EngineArgs(**args, **limits).create_engine_config()).modalities
+
+
+STATES = {"linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
+
+
+def check_hybrid(kind: str, folder: Path) -> None:
+    """In bfloat16, as `test_families.check_hybrid`: log-probabilities are nearer to those by the plan than to dense."""
+    decoder, plan = plan_beside(kind, folder, **STATES)
+    engine = make_engine(str(folder), language_model_only=True, dtype="bfloat16")
+    prompts, apart, dense = [random_tokens(1, length, length)[0].tolist() for length in LENGTHS], [], []
+    for prompt, cuts, output in zip(prompts, chunks_of(LENGTHS), generate(engine, prompts), strict=True):
+        found = torch.tensor([next(iter(one.values())).logprob for one in output.outputs[0].logprobs])
+        for by, gaps in ((plan, apart), (None, dense)):
+            gaps.append((Oracle(decoder, by).of(prompt, cuts, tokens_of(output)) - found).abs().mean())
+    assert max(apart) < min(dense) / 2, (apart, dense)
+
+
+NO_PICTURES = {
+    "qwen3_vl": {"language_model_only": True},
+    "gemma3": {"limit_mm_per_prompt": {"image": 0}},
+    "mistral3": {"language_model_only": True},
+}
+
+
+@pytest.mark.parametrize("kind", NO_PICTURES)
+def test_the_plan_beside_a_multimodal_model_runs_where_requests_are_text_alone(kind: str, tmp_path: Path) -> None:
+    run("check", kind, tmp_path / "model", NO_PICTURES[kind])
+
+
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="vLLM packs bfloat16 keys here, which is refused")
+def test_a_multimodal_model_with_recurrent_states_follows_a_plan(tmp_path: Path) -> None:
+    run("check_hybrid", "qwen3_5", tmp_path / "model")
+
+
+def run(check: str, *given: object) -> None:
+    """In a process of its own, where torchvision is another one."""
+    paths = os.pathsep.join((str(WITHOUT_TORCHVISION), str(Path(__file__).parent), *sys.path))
+    call = f"from pathlib import PosixPath; from test_multimodal_serving import {check}; {check}{given!r}"
+    ran = subprocess.run([sys.executable, "-c", call], env=os.environ | {"PYTHONPATH": paths}, check=False)
+    assert ran.returncode == 0
