@@ -221,7 +221,7 @@ class Subject:
         if plan is not None:
             path = plan_file(plan)
         elif target is not None:
-            source = _found(resolve_model(target))
+            source = found_source(resolve_model(target))
             place = Path(source.place)
             path, reason = _plan_of(source)
         found = None if path is None else load_plan(path)
@@ -263,7 +263,7 @@ class Subject:
         """
         check_machine(flags)  # first: what is wrong with it is not the model
         with self._saying_whose_model():
-            source = self.source or _found(resolve_model(self.model))
+            source = self.source or found_source(resolve_model(self.model))
             if not source.is_local:
                 from sparsekv.runtime.hub import needs_cache
 
@@ -365,7 +365,7 @@ def _names_repository(place: Path) -> bool:
     return is_hub_id(str(place)) and not is_path
 
 
-def _found(source: ModelSource) -> ModelSource:
+def found_source(source: ModelSource) -> ModelSource:
     """A folder or file as it is; the hub is asked once for what it has."""
     if source.is_local:
         return source
