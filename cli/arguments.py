@@ -79,7 +79,12 @@ class Subjects(AllowMismatch):
         Flag("A model; sparsekv.yaml in its folder or repository is its plan.", metavar="MODEL", is_argument=True),
     ] = None
     plan: Annotated[
-        Path | None, Flag("The plan; by default that in the model's folder or repository.", metavar="FILE")
+        Path | None,
+        Flag(
+            "The plan, or a folder of plans, of which the best one for model and device is taken; by default that in "
+            "the model's folder or repository.",
+            metavar="FILE",
+        ),
     ] = None
     model: Annotated[
         str | None,
@@ -89,7 +94,7 @@ class Subjects(AllowMismatch):
     @property
     def subject(self) -> Subject:
         """Model and plan; see `Subject.named`."""
-        return Subject.named(self.target, self.plan, self.model)
+        return Subject.named(self.target, one_plan(self, self.plan, self.model or self.target), self.model)
 
 
 def _count_or_layers(text: str) -> int | tuple[int, ...]:
@@ -331,6 +336,15 @@ class Subject:
             if self.from_plan:
                 error.add_note(f"The plan was made for {self.model}; say where that model is with --model MODEL")
             raise
+
+
+def one_plan(flags: Options, place: Path | None, model: str | None, length: int | None = None) -> Path | None:
+    """The place of a plan as it is; of a folder of plans, the one that fits a model best: see `chosen_plan`."""
+    from sparsekv.cli.plan_choice import chosen_plan, holds_plans
+
+    if place is None or not holds_plans(place):
+        return place
+    return chosen_plan(place, model, settings_of(flags).device, length)
 
 
 def plan_file(place: Path) -> Path:

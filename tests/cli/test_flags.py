@@ -11,9 +11,8 @@ from typer.main import get_command
 from sparsekv.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHERS = {
-    "--include",
-    "--create-pr",  # of the hub's own command, and of vLLM's
+OTHERS = {  # of the hub's own command, and of vLLM's
+    *("--include", "--create-pr"),
     *("--local-dir", "--additional-config", "--attention-backend", "--kv-cache-dtype", "--kv-transfer-config"),
     *("--pipeline-parallel-size", "--speculative-config", "--tensor-parallel-size"),
     *("--max-num-batched-tokens", "--block-size", "--enable-dbo", "--disable-hybrid-kv-cache-manager"),
