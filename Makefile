@@ -4,6 +4,8 @@
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 WORKERS ?= 2
+# Many processes start here: what one has compiled the others read, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -33,12 +35,13 @@ help:
 setup: $(READY)
 
 # torch first and by itself: the build that this machine's pip prefers (CPU or CUDA) then satisfies everything else.
+# Modules are compiled when they are imported: most never are.
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "setting up $(VENV), once: $(TORCH) first (the largest download), then sparsekv with what its reports and tests need"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[report,test]'
+	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[report,test]'
 	@touch $@
 
 test: lint unit
@@ -76,8 +79,7 @@ real: $(READY) $(REAL)
 	$(BIN)/python examples/real.py
 
 # An environment of its own: vLLM pins its dependencies, the CPU build of torch among them. The three packages that it
-# brings along are CUDA builds, which do not import beside that, and stop transformers from loading. Its modules are
-# compiled when they are imported: most never are.
+# brings along are CUDA builds, which do not import beside that, and stop transformers from loading.
 $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
@@ -88,8 +90,9 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 
 setup-vllm: $(VLLM)/.ready
 
+# One thread: vLLM's wait actively, for each other or for a core that other tests have.
 test-vllm: $(VLLM)/.ready
-	$(VLLM)/bin/python -m pytest tests/vllm tests/runtime/vllm
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VLLM)/bin/python -m pytest tests/vllm tests/runtime/vllm
 
 # With FETCH=--fetch the fresh environment gets its dependencies from the package index.
 dist: $(READY)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from sparsekv.planner.flags import Options
 from sparsekv.plans.aliases import PLAN_NAME
 from sparsekv.plans.exact_gain import exact_line
 from sparsekv.plans.phases import DecodePlan, PrefillPlan
@@ -15,6 +18,7 @@ from sparsekv.plans.types import format_ids, format_length, share_of_points
 
 _LONGER = 1800  # seconds of verification to go on with, or more
 _LEAST = 60  # seconds
+_LONGEST = 1_000_000  # that the option takes
 _SURE = 1.5  # times what is estimated
 
 
@@ -26,19 +30,27 @@ class Ended:
         spent: seconds after which its time was up; 0 where that is not known, or time did not end it.
         goes_on: whether its outcomes are beside the plan, to go on from.
         needed: seconds that it would about take to go on; None where that is not known.
+        asked: the options that the next run has to repeat.
     """
 
     spent: float = 0.0
     goes_on: bool = False
     needed: float | None = None
+    asked: tuple[str, ...] = ()
 
     @property
     def flags(self) -> str:
         """Returns what to verify with next. From the start, the same time would show the same."""
-        if not self.goes_on:
-            return f"--write --verify-time {max(_LONGER, 4 * self.spent):.0f}"
-        seconds = max(_LONGER, self.spent) if self.needed is None else max(_LEAST, _SURE * self.needed)
-        return f"--write --more --verify-time {math.ceil(seconds)}"
+        seconds, more = max(_LONGER, 4 * self.spent), ("--more",) if self.goes_on else ()
+        if self.goes_on:
+            seconds = max(_LONGER, self.spent) if self.needed is None else max(_LEAST, _SURE * self.needed)
+        return " ".join((*self.asked, "--write", *more, f"--verify-time {math.ceil(min(seconds, _LONGEST))}"))
+
+
+def repeated(flags: Options, prompts: Path | None) -> tuple[str, ...]:
+    """Returns the options of a run that one which goes on from it has to repeat."""
+    given = tuple(f"--{name} {getattr(flags, name)}" for name in ("device", "dtype", "backend") if flags.is_given(name))
+    return given if prompts is None else (*given, f"--prompts {shlex.quote(str(prompts))}")
 
 
 def verdict(plan: Plan, file: str, reason: str = "", *, model: str = "", ended: Ended | None = None) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -13,7 +14,7 @@ from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.cli.plan_files import check_replaceable, check_writable, outcomes_beside
 from sparsekv.cli.prompts import answered_prompts, own_prompts
-from sparsekv.cli.verdict import Ended, denser_command, hurt_lines, verdict
+from sparsekv.cli.verdict import Ended, denser_command, hurt_lines, repeated, verdict
 from sparsekv.planner.flags import MOST, Flag, Lengths
 from sparsekv.planner.options import DEFAULT_TASKS, HELD_OUT, VERIFY_TIME, Drawn, Gate, Gated, Hardware, PlanOptions
 from sparsekv.planner.own_prompts import GivenPrompt, digest_of_prompts, set_aside
@@ -128,6 +129,9 @@ def verify(flags: VerifyFlags) -> None:
         check_model(found, info, flags.allow_mismatch)
         settle(asked, info.context_length, hardware)
 
+    if earlier:  # precision and kernels as before, unless this call says otherwise, which is refused then
+        before_this = {"dtype": earlier.settings.dtype, "backend": earlier.settings.backend}
+        flags = flags.model_copy(update={n: v for n, v in before_this.items() if not flags.is_given(n)})
     loaded = subject.load(flags, check)
     found = _of_these_weights(found, loaded.info)
     differs = check_model(found, loaded.info, flags.allow_mismatch)
@@ -147,6 +151,7 @@ def verify(flags: VerifyFlags) -> None:
         held_out=HeldOut.of(loaded.tokenizer, calibrated, aside, settled) if aside else None,
         skipped=(evidence and evidence.skipped) or 0,
         earlier=earlier,
+        keep=_keeping(file) if file is not None and (earlier or not outcomes_beside(file).exists()) else None,
     )
     writes = file is not None and result.says_more(found)
     facts: dict[str, Any] = {"passed": result.passed, "verified": result.passed and result.conclusive}
@@ -157,7 +162,7 @@ def verify(flags: VerifyFlags) -> None:
     recorded, say = result.recorded(found), tell if flags.as_json else emit
     if result.passed:
         spent = 0.0 if flags.verify_samples else settled.verify_time
-        ended = Ended(spent, writes and result.outcomes is not None, result.seconds)
+        ended = Ended(spent, writes and result.may_verify, result.seconds, repeated(flags, flags.prompts_file))
         say(_verdict(recorded, subject, result.reasons, ended))
     elif told := hurt_lines(recorded):
         say("\n".join(told))
@@ -202,14 +207,29 @@ def _write(result: Verification, plan: Plan, file: Path, before: str, facts: dic
         return
     from sparsekv.planner.outcomes_file import keep_outcomes
 
-    recorded = result.recorded(plan)
+    recorded, beside = result.recorded(plan), outcomes_beside(file)
     try:
+        if result.outcomes is not None:
+            keep_outcomes(result.outcomes, beside)
         rewrite_plan(recorded, file, before)
-        keep_outcomes(result.outcomes, outcomes_beside(file))
     except SparseKVError as error:
-        error.with_facts(**facts).add_note("what was measured is printed, and in no file")
+        kept = f"in {beside}, for --more" if result.outcomes is not None and beside.exists() else "in no file"
+        error.with_facts(**facts).add_note(f"what was measured is printed, and {kept}")
         raise
+    if result.outcomes is None:
+        keep_outcomes(None, beside)
     tell(f"{file}: written as {recorded.status}")
+
+
+def _keeping(file: Path) -> Callable[[OutcomesRecord], None]:
+    """Returns what writes the outcomes of each round beside a plan, so that an interruption loses one round."""
+    from sparsekv.planner.outcomes_file import keep_outcomes
+
+    def keep(record: OutcomesRecord) -> None:
+        with suppress(SparseKVError):  # a full disk is told at the end, with what was measured
+            keep_outcomes(record, outcomes_beside(file))
+
+    return keep
 
 
 def _is_decided(plan: Plan) -> bool:

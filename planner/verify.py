@@ -19,7 +19,7 @@ import hashlib
 import math
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -79,6 +79,11 @@ class Verification:
     outcomes: OutcomesRecord | None = None
     seconds: float | None = None
 
+    @property
+    def may_verify(self) -> bool:
+        """Returns whether a later run that goes on from here may verify the plan: samples that were chosen do not."""
+        return self.outcomes is not None and not self.outcomes.settings.chosen
+
     def says_more(self, plan: Plan) -> bool:
         """Returns whether it is to stand in the file of a plan, in place of what is known there: it verifies the plan,
         misses the same gates, or is of more prompts of an unverified one."""
@@ -107,6 +112,7 @@ def verify(
     held_out: HeldOut | None = None,
     skipped: int = 0,
     earlier: OutcomesRecord | None = None,
+    keep: Callable[[OutcomesRecord], None] | None = None,
 ) -> Verification:
     """Runs a plan on held-out prompts and compares it with dense.
 
@@ -121,6 +127,7 @@ def verify(
         held_out: or those that were set aside before the plan was searched for.
         skipped: how many of these, at a length, earlier attempts saw.
         earlier: what an undecided verification of the plan drew, which is gone on from.
+        keep: called with what a later run goes on from after each round that leaves something undecided.
 
     Raises:
         GateError: the model without a plan, or a kernel with every tile computed, gives numbers that are not finite.
@@ -158,7 +165,8 @@ def verify(
                 for length in samples.lengths
                 if (some := [one for one in phases if length in _sparse_lengths(plan, one, samples.lengths)])
             }
-        _draw(found, evaluator, samples, source, options, step)
+        kept = None if keep is None else lambda: keep(OutcomesRecord.of(found, settings))
+        _draw(found, evaluator, samples, source, options, step, kept)
     return _verdict(plan, found, options, settings)
 
 
@@ -261,8 +269,9 @@ def _sparse_lengths(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> tup
 
 
 def _draw(
-    found: Outcomes, evaluator: Evaluator, samples: EvalSamples, kit: Kit, options: Settled, step: StageStep
-) -> None:
+    found: Outcomes, evaluator: Evaluator, samples: EvalSamples, kit: Kit, options: Settled, step: StageStep,
+    keep: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
     """Samples, until all is decided or something is missed, or there are to be no more."""
     most, deadline = options.verify_samples or math.inf, time.monotonic() + options.verify_time
     while any(found.drawn[length] < most for length in found.wanted) and not found.is_missed:
@@ -281,6 +290,8 @@ def _draw(
         if found.wanted:
             break  # the time was up within a round: it is looked at once it is whole
         found.look()
+        if keep and found.is_open:
+            keep()
     found.look(last=True)
 
 

@@ -23,17 +23,15 @@ import torch
 from sparsekv.kernels.backends import is_backend_failure
 from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.softmax import PLAIN, Softmax
-from sparsekv.plans.errors import BackendError, SparseKVError, UnsupportedError
+from sparsekv.plans.errors import BackendError, SparseKVError, UnsupportedError, UsageError
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.roles import Evicting, Filter, Follower
 from sparsekv.runtime.core.state import Observed
-from sparsekv.runtime.vllm import cache_internals as caches
 from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm import step_metadata
-from sparsekv.runtime.vllm.block_manager import evicting_spec
 from sparsekv.runtime.vllm.decode_step import DecodeHost, DecodeRows
 from sparsekv.runtime.vllm.engine_facts import check_engine_layer
-from sparsekv.runtime.vllm.engine_options import plan_path, read_options
+from sparsekv.runtime.vllm.engine_options import EngineOptions, plan_path, read_options
 from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
 from sparsekv.runtime.vllm.evicted_tables import EvictedLengths, EvictedTable, TableRows
 from sparsekv.runtime.vllm.evicting_step import move
@@ -97,6 +95,7 @@ class SparseImpl(_Impl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = vllm.get_current_vllm_config()
+        self._config = weakref.ref(config)  # which holds all layers
         self.plan_host = _host_of(config)
         if self.plan_host is not None and not self.plan_host.takes_layer():
             self.plan_host = None
@@ -168,7 +167,7 @@ class SparseImpl(_Impl):
         except SparseKVError as error:
             if host.evicting is not None:  # whose caches are made for it
                 raise
-            _leave_dense(vllm.get_current_vllm_config(), error)
+            _leave_dense(self._config(), error)
 
     def _attend(
         self, host: PlanHost, program: LayerProgram, step: StepRows, dense: Callable[..., torch.Tensor],
@@ -286,7 +285,7 @@ class SparseBuilder(_Builder):
         common, evicted = common_attn_metadata, None
         if self._table is not None:
             evicted, table_BP = self._table.step(partial(_rows, common), common.seq_lens, common.block_table_tensor)
-            common = caches.with_tables(common, evicted.lengths_B, evicted.cpu_lengths_B, table_BP)
+            common = step_metadata.with_tables(common, evicted.lengths_B, evicted.cpu_lengths_B, table_BP)
         metadata = super().build(common_prefix_len, common, fast_build)
         only_decodes = evicted is not None and not evicted.prompts and common.max_query_len == 1
         if self._host is not None and step_metadata.is_plain(common) and (self._counts or not only_decodes):
@@ -357,6 +356,8 @@ def _rows(common: Any) -> TableRows:
 
 _hosts: list[tuple[weakref.ref[Any], PlanHost | None]] = []  # of engines whose plan was looked for, by their key
 _NO_PLAN = b"\0" * 32  # in place of a digest
+# Of a release or a model that is unlike what was seen: the same on all ranks, as a device without memory is not.
+_UNLIKE = (AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 
 
 def _has_plan() -> bool:
@@ -368,7 +369,7 @@ def _has_plan() -> bool:
 def _host_of(config: Any) -> PlanHost | None:
     """The plan of an engine, which is started for its first layer."""
     key = vllm.engine_key(config)
-    for engine, host in _hosts:
+    for engine, host in tuple(_hosts):  # engines that end leave it
         if engine() is key:
             return host
     host = _started(config)
@@ -388,14 +389,7 @@ def _forget(gone: weakref.ref[Any]) -> None:
 
 def _started(config: Any) -> PlanHost | None:
     options, model = read_options(config.additional_config), config.model_config
-    if model is None:
-        return None
-    try:
-        path = plan_path(options, model.model, model.revision)
-    except SparseKVError as error:
-        _say_dense(config, error)
-        path = None
-    _check_ranks_agree(config, path)
+    path = None if model is None or options.dense else _plan_of(config, options)
     if path is None:  # and nothing else of vLLM has been looked at
         return None
     try:
@@ -403,7 +397,7 @@ def _started(config: Any) -> PlanHost | None:
     except SparseKVError as error:
         _say_dense(config, error)
         return None
-    except Exception as error:  # of a release or a model that is unlike what was seen: no reason to end a server
+    except _UNLIKE as error:  # no reason to end a server
         _say_dense(config, UnsupportedError(f"the engine could not be read ({type(error).__name__}: {error})"))
         return None
     if host.evicting is not None:
@@ -415,22 +409,28 @@ def _started(config: Any) -> PlanHost | None:
     return host
 
 
-def _check_ranks_agree(config: Any, path: Path | None) -> None:
-    """Refuses ranks that would run different plans, or some of them none: those would wait for each other for ever.
-
-    Raises:
-        BackendError: on every rank.
-    """
-    if config.parallel_config.tensor_parallel_size == 1:
-        return
-    digest = _NO_PLAN if path is None else sha256(path.read_bytes()).digest()
-    each = vllm.gather_bytes(digest)
-    if any(one != each[0] for one in each):
+def _plan_of(config: Any, options: EngineOptions) -> Path | None:
+    """The plan file of an engine, the same one on all of its ranks: else they would wait for each other for ever."""
+    model, trouble, digest = config.model_config, None, _NO_PLAN
+    path: Path | None = None
+    try:
+        path = plan_path(options, model.model, model.revision)
+        digest = _NO_PLAN if path is None else sha256(path.read_bytes()).digest()
+    except SparseKVError as error:
+        trouble = error
+    except OSError as error:
+        trouble = UsageError(f"expected a plan to be read at {path}, found: {error}; correct its rights, or remove it")
+    each = [digest] if config.parallel_config.tensor_parallel_size == 1 else vllm.gather_bytes(digest)
+    if trouble is None and any(one != each[0] for one in each):
         having = ", ".join(f"{rank}: {'none' if one == _NO_PLAN else one.hex()[:8]}" for rank, one in enumerate(each))
-        raise BackendError(
+        trouble = UnsupportedError(
             f"expected one plan on all tensor-parallel ranks, found files with these digests (by rank): {having}; copy "
             "the same sparsekv.yaml beside the model on every machine"
         )
+    if trouble is not None:
+        _say_dense(config, trouble)
+        return None
+    return path
 
 
 def _leave_dense(config: Any, error: SparseKVError) -> None:
@@ -447,8 +447,7 @@ def _say_dense(config: Any, error: SparseKVError) -> None:
     options = read_options(config.additional_config)
     if isinstance(error, BackendError) and config.parallel_config.tensor_parallel_size > 1:
         raise error
-    by_name = options.plan is not None or vllm.asks_for_ours(config)
-    if by_name if options.require is None else options.require:
+    if options.requires(options.plan is not None or vllm.asks_for_ours(config)):
         raise error
     vllm.logger.warning(
         "sparsekv: the plan beside the model is not run, all attention is dense: %s (to end such an engine instead: "
@@ -470,6 +469,8 @@ def _keys(
 
 def _evict_blocks(config: Any) -> None:
     """Has vLLM free what layers evict, and tell of which requests steps are."""
+    from sparsekv.runtime.vllm import cache_internals as caches  # which an engine without eviction does not need
+
     caches.change_specs(_spec_of)
     caches.follow_steps(config, _requests_of)
     if caches.without_prefix_caching(config):
@@ -490,7 +491,11 @@ def _spec_of(config: Any, layer: Any, spec: Any) -> Any:
         _leave_dense(config, error)
         return spec
     role = impl.program_of(host, layer).role
-    return evicting_spec(spec, EvictedBlocks.of(role.rule, spec.block_size)) if isinstance(role, Evicting) else spec
+    if not isinstance(role, Evicting):
+        return spec
+    from sparsekv.runtime.vllm.block_manager import evicting_spec  # as above
+
+    return evicting_spec(spec, EvictedBlocks.of(role.rule, spec.block_size))
 
 
 def _requests_of(config: Any) -> Requests | None:

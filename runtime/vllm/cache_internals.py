@@ -9,10 +9,8 @@ from dataclasses import fields
 from functools import wraps
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.engine import EngineCoreRequest
@@ -22,7 +20,6 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.vllm.request_lengths import Requests, Scheduled
-from sparsekv.runtime.vllm.step_metadata import derived_fields
 
 # What of a model runner holds captured graphs, and what of that says whether there are any.
 _GRAPHS, _GRAPHS_V2 = ("cudagraph_dispatcher", "keys_initialized"), ("cudagraph_manager", "_graphs_captured")
@@ -174,16 +171,4 @@ def scheduled(output: SchedulerOutput) -> Scheduled:
         computed={new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs},
         resumed=output.scheduled_cached_reqs.resumed_req_ids,
         finished=output.finished_req_ids,
-    )
-
-
-def with_tables(
-    common: CommonAttentionMetadata, lengths_B: torch.Tensor, cpu_lengths_B: torch.Tensor, table_BP: torch.Tensor
-) -> CommonAttentionMetadata:
-    """A step's metadata with other lengths and block tables."""
-    return common.replace(
-        seq_lens=lengths_B,
-        seq_lens_cpu_upper_bound=cpu_lengths_B,
-        block_table_tensor=table_BP,
-        **{name: None for name in derived_fields(common)},
     )

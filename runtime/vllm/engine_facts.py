@@ -132,6 +132,8 @@ def _untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
             yield f'{told}; use that, or take the risk with "allow_untested": true'
         else:
             warnings.warn(f"{told}; what is used of it is there, and nothing more is known", PlanWarning, stacklevel=4)
+    if facts.stages and facts.speculative is not None:
+        yield f"speculative decoding ({facts.speculative}) over pipeline stages: remove --speculative-config"
     if facts.stages and not allowed:
         yield (
             f"pipeline parallelism over {len(facts.stages)} stages, which was not tested: use "

@@ -22,8 +22,9 @@ class EngineOptions(BaseModel):
     too. `allow_untested` runs on releases and devices of vLLM that this version was not tested on, `allow_mismatch`
     takes a plan of another architecture as far as its layers and heads fit. `dense` leaves everything to vLLM, whatever
     plan lies beside the model. `require` ends an engine that cannot run its plan, which else runs dense and says why;
-    by default it holds where the plan or our backend was asked for by name. `compare_ranks` counts the choices in which
-    tensor-parallel ranks differ that choose together, for who looks for an error: it takes time.
+    by default it holds where the plan or our backend was asked for by name, and true also ends one that has no plan.
+    `compare_ranks` counts the choices in which tensor-parallel ranks differ that choose together, for who looks for an
+    error: it takes time.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,6 +37,11 @@ class EngineOptions(BaseModel):
     decode: StrictBool = True
     compare_ranks: StrictBool = False
     require: StrictBool | None = None
+
+    def requires(self, by_name: bool) -> bool:
+        """Returns whether an engine that cannot run its plan ends; `by_name`: what would run it was asked for by
+        name."""
+        return by_name if self.require is None else self.require
 
 
 def read_options(additional_config: Any) -> EngineOptions:
@@ -75,7 +81,8 @@ def plan_path(options: EngineOptions, model: str, revision: str | None) -> Path 
         if found is None and options.require:
             raise UsageError(
                 f'expected a {PLAN_NAME} beside {model}, as "require" in --additional-config asks, found none (of a '
-                'hub model: neither cached nor in the hub); put one there, name it by "plan", or remove "require"'
+                'hub model: none was cached, and none came from the hub); put one there, name it by "plan", or remove '
+                '"require"'
             )
         return found
     asked = Path(options.plan).expanduser()

@@ -48,6 +48,7 @@ logger = init_logger("vllm.sparsekv")  # below "vllm", whose handler prints it
 # The flash-attn-4 that releases of vLLM bring along, and those whose copy was run over block lists.
 _FLASH = FlashPackage("vllm.vllm_flash_attn.cute", "vllm", ("0.26.0",), asks_lists=False)
 
+_OURS = f"{__package__}.attention_backend"
 _PREFERS_OTHERS = 10  # major compute capability of which vLLM prefers another backend where none is asked for
 
 
@@ -285,9 +286,9 @@ def runs_ours(config: VllmConfig) -> bool:
         return platform is OnCpu
     named = {asked.backend, *asked.backend_per_kind.values()} - {None}
     if named:
-        return bool(named.intersection((platform.backend, platform.planned)))
+        return any(_is_ours(one) for one in named.intersection((platform.backend, platform.planned)))
     capability = current_platform.get_device_capability()
-    return capability is None or capability.major != _PREFERS_OTHERS
+    return _is_ours(platform.planned) and (capability is None or capability.major != _PREFERS_OTHERS)
 
 
 def asks_for_ours(config: VllmConfig) -> bool:
@@ -449,19 +450,22 @@ def greedy(tokens: int) -> Any:
 
 def register() -> None:
     """Makes our backend known to vLLM, which imports it when it makes the first attention layer, and vLLM's copy of
-    flash-attn-4 to our kernels."""
+    flash-attn-4 to our kernels. Names that another plugin has taken stay its own."""
     if platform is None:
-        register_backend(AttentionBackendEnum.CUSTOM, f"{__package__}.unavailable.UnavailableBackend")
-    else:
-        register_backend(platform.backend, f"{__package__}.attention_backend.SparseBackend")
-        _register_planned()
-        offer_package(_FLASH)
+        _register(AttentionBackendEnum.CUSTOM, f"{__package__}.unavailable.UnavailableBackend")
+        return
+    if platform.backend is not platform.planned:  # else one name, as on a CPU
+        _register(platform.backend, f"{_OURS}.SparseBackend")
+    _register(platform.planned, f"{_OURS}.PlannedBackend")
+    offer_package(_FLASH)
 
 
-def _register_planned() -> None:
-    """Registers the class for vLLM's own name, unless another plugin stands there: without a plan nothing is ours."""
-    planned, ours = platform.planned, f"{__package__}.attention_backend.PlannedBackend"
-    if planned is not platform.backend and planned.is_overridden() and planned.get_path() != ours:
-        logger.warning("sparsekv: another plugin stands for %s: plans run by CUSTOM alone", planned.name)
+def _register(place: AttentionBackendEnum, ours: str) -> None:
+    if place.is_overridden() and place.get_path() != ours:
+        logger.info("sparsekv: another plugin stands for %s, by which no plan is run", place.name)
     else:
-        register_backend(planned, ours)
+        register_backend(place, ours)
+
+
+def _is_ours(place: AttentionBackendEnum) -> bool:
+    return place.is_overridden() and place.get_path().startswith(_OURS)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sparsekv.plans.errors import SparseKVError, UsageError
 from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm.engine_options import plan_path, read_options
 
@@ -13,12 +14,17 @@ _StatLogger: Any = vllm.stat_logger_base()
 
 
 class PlanNotice(_StatLogger):
-    """Logs no statistics: one line when a server starts that has a plan and does not run it."""
+    """Logs no statistics: one line when a server starts that has a plan and does not run it, or its end where the plan
+    is required."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         line = unused_plan(vllm_config)
-        if line is not None and engine_index == 0:
-            vllm.logger.warning("sparsekv: %s", line)
+        if line is None or engine_index > 0:
+            return
+        options = read_options(vllm_config.additional_config)
+        if options.requires(by_name=options.plan is not None):
+            raise UsageError(line)
+        vllm.logger.warning("sparsekv: %s", line)
 
     def record(self, *args: Any, **kwargs: Any) -> None:
         """Nothing."""
@@ -33,7 +39,10 @@ def unused_plan(config: Any) -> str | None:
     if vllm.runs_ours(config):
         return None
     options, model = read_options(config.additional_config), config.model_config
-    path: Path | None = plan_path(options, model.model, model.revision)
+    try:
+        path: Path | None = plan_path(options, model.model, model.revision)
+    except SparseKVError as error:
+        return str(error)
     if path is None:
         return None
     return (

@@ -61,3 +61,13 @@ def is_plain(common: Any) -> bool:
     prefix does that sees itself whole, and to no prompt beyond a window."""
     others = (getattr(common, name, None) for name in ("mm_req_doc_ranges", "rswa_prefix_lens"))
     return common.causal is True and not any(other is not None and len(other) for other in others)
+
+
+def with_tables(common: Any, lengths_B: torch.Tensor, cpu_lengths_B: torch.Tensor, table_BP: torch.Tensor) -> Any:
+    """A step's metadata with other lengths and block tables."""
+    return common.replace(
+        seq_lens=lengths_B,
+        seq_lens_cpu_upper_bound=cpu_lengths_B,
+        block_table_tensor=table_BP,
+        **{name: None for name in derived_fields(common)},
+    )

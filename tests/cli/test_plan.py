@@ -22,6 +22,7 @@ from sparsekv.plans.schema import Measurement, Quality
 TASK = ("--tasks", "kv_retrieval")
 LOOSE = ("--max-kl", 100, "--min-agreement", 0, "--min-exact", 0)  # of a random model, sparse gives anything
 FAST = ("--lengths", "1k", "--no-crossover", *TASK, "--samples", 1)
+ONE = (*FAST, "--only", "prefill")  # half the work, where it is not the phases that a test is about
 PROVEN = Verification(Quality(both=Measurement(lengths=(1024,), density=0.5)), True, True, (), {})
 OLDER = "kind: sparsekv.plan\n"
 KEYS = {"path", "status", "prefill_density", "predicted_speedup", "attention", "filter_layers", "quality", "seconds"}
@@ -166,7 +167,7 @@ def test_a_speedup_out_of_reach_is_an_error_that_does_not_send_back_to_the_same_
 
 def test_ctrl_c_before_anything_was_measured_leaves_nothing_and_says_so(sparsekv, model, priced, out, ctrl_c_in):
     with ctrl_c_in("profile", steps=0):
-        done = sparsekv("plan", model, "-o", out, *FAST, *priced, "--no-verify")
+        done = sparsekv("plan", model, "-o", out, *ONE, *priced, "--no-verify")
     assert done.code == 130
     assert "nothing" in done.err
     assert not list(out.parent.glob(f"{out.name}*"))
@@ -175,7 +176,7 @@ def test_ctrl_c_before_anything_was_measured_leaves_nothing_and_says_so(sparsekv
 @pytest.mark.parametrize("stage", ["profile", "cost", "evaluate"])
 def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, ctrl_c_in, stage):
     profile = out.with_name("a.profile")
-    call = ("plan", model, "-o", out, *FAST, *LOOSE, "--verify-samples", 1, "--profile-out", profile)
+    call = ("plan", model, "-o", out, *ONE, *LOOSE, "--verify-samples", 1, "--profile-out", profile)
     with ctrl_c_in(stage):
         done = sparsekv(*call, *(() if stage == "cost" else priced))
     assert (done.code, done.out) == (130, "")
@@ -192,7 +193,7 @@ def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, ct
 
 
 def test_what_a_run_with_other_options_has_left_is_told_at_the_end_and_goes_on(sparsekv, model, priced, out, ctrl_c_in):
-    call = ("plan", model, "-o", out, *FAST, *priced, "--no-verify", "--seed")
+    call = ("plan", model, "-o", out, *ONE, *priced, "--no-verify", "--seed")
     with ctrl_c_in("profile"):
         assert sparsekv(*call, 1).code == 130
     other = sparsekv(*call, 2)
@@ -208,7 +209,7 @@ def test_an_older_profile_is_not_told_as_that_of_an_interrupted_run(sparsekv, mo
     profile = out.with_name("a.profile")
     profile.write_text('{"kind":"sparsekv.profile"}')
     with ctrl_c_in("profile"):
-        done = sparsekv("plan", model, "-o", out, *FAST, *priced, "--no-verify", "--profile-out", profile)
+        done = sparsekv("plan", model, "-o", out, *ONE, *priced, "--no-verify", "--profile-out", profile)
     assert f"{profile}.partial" in done.err
     assert "complete" not in done.err
 
@@ -239,12 +240,12 @@ def test_ctrl_c_while_choosing_leaves_the_older_plan(sparsekv, model, measured, 
 def test_sigterm_while_profiling_leaves_the_profile_so_far(model, out):
     prompts = out.with_name("prompts.jsonl")
     prompts.write_text(json.dumps({"prompt": "ab " * 330, "answer": "c"}) + "\n")
-    options = ("--lengths", "1k", "--no-crossover", "--prompts", prompts, "--no-verify", "--json")
+    options = (*ONE[:3], *ONE[-2:], "--families", "a_shape", "--prompts", prompts, "--no-verify", "--json")
     call = [sys.executable, "-m", "sparsekv", "plan", model, "-o", out, *options]
     saved = out.with_name("plan.yaml.profile.partial")
     with subprocess.Popen(list(map(str, call)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         while running.poll() is None and not (saved.exists() and saved.read_text().count("\n") > 1):
-            time.sleep(0.01)
+            time.sleep(0.05)
         running.terminate()
         said, told = running.communicate()
     assert running.returncode == 128 + signal.SIGTERM, told
@@ -278,7 +279,7 @@ def test_a_full_disk_leaves_the_older_file_as_it_was_whatever_is_written(
 
 def test_a_full_disk_while_profiling_says_that_the_run_can_go_on(sparsekv, model, out, full_disk):
     full_disk()
-    done = sparsekv("plan", model, "-o", out, *FAST, "--no-verify", "--profile-out", out.with_name("a.profile"))
+    done = sparsekv("plan", model, "-o", out, *ONE, "--no-verify", "--profile-out", out.with_name("a.profile"))
     assert (done.code, done.out) == (2, "")
     assert "stopped" in done.err
     assert not out.exists()
@@ -290,7 +291,7 @@ def test_a_second_run_into_the_files_of_one_that_profiles_is_refused_before_it_l
     refused, unreadable = [], tmp_path / "model"
     unreadable.mkdir()
     (unreadable / "config.json").write_text("{}")
-    call = ("-o", out, *FAST, *priced, "--no-verify", "--seed")
+    call = ("-o", out, *ONE, *priced, "--no-verify", "--seed")
     during("profile", lambda: refused.append(sparsekv("plan", unreadable, *call, 1)))
     assert sparsekv("plan", model, *call, 0).code == 0
     (second,) = refused

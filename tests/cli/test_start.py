@@ -16,21 +16,29 @@ from sparsekv.planner.data_files import write_measured
 from sparsekv.plans.files import write_plan
 
 HEAVY = ("torch", "transformers", "triton", "numpy", "scipy", "huggingface_hub", "altair", "vl_convert")
-# Each command in a fork of its own: what was imported before is imported once.
+# Each command in a fork of its own: what was imported before is imported once, and nothing is torn down.
 PROGRAM = f"""
-import json, os, sys
-import sparsekv.planner.options
+import json, os, sys, traceback
+import sparsekv.cli.arguments, sparsekv.plans.files
 from sparsekv.cli.main import main
 for number, arguments in enumerate(json.loads(sys.argv[1])):
     if not os.fork():
         for stream, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{{number}}.{{name}}", os.O_WRONLY | os.O_CREAT), stream)
         sys.argv = ["sparsekv", *arguments]
+        code = 70
         try:
             main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             with open(f"{{number}}.heavy", "w") as file:
                 json.dump([name for name in {HEAVY} if name in sys.modules], file)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
     with open(f"{{number}}.code", "w") as file:
         file.write(str(os.waitstatus_to_exitcode(os.wait()[1])))
 """

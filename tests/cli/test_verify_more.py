@@ -10,6 +10,8 @@ from plans_samples import full_plan
 from tiny_models import tiny_model
 
 from sparsekv.cli.main import main
+from sparsekv.cli.verdict import Ended
+from sparsekv.planner.outcomes import Outcomes
 from sparsekv.plans.files import load_plan, seal, write_plan
 from sparsekv.plans.schema import Claim, Measurement, Plan, Quality
 
@@ -56,7 +58,7 @@ def test_more_samples_are_drawn_behind_those_of_the_first_run(sparsekv, copy, be
     assert kept["settings"]["tasks"] == ["kv_retrieval"]
     done = sparsekv("verify", begun, "--write", "--more", "--samples", 3, "--json")  # tasks, lengths, gates as before
     assert done.code == 0, done.err
-    assert "--write --more --verify-time" in done.err
+    assert "--write --verify-time" in done.err, "samples of chosen tasks verify nothing, however many are drawn"
     assert load_plan(plan_in(begun)).quality == load_plan(plan_in(copy)).quality
     assert any("--tasks" in line for line in done.data["reasons"])  # chosen samples are chosen still
     both = [path.read_bytes() for path in (plan_in(begun), outcomes_in(begun))]
@@ -138,12 +140,37 @@ def test_what_is_decided_leaves_no_outcomes(sparsekv, copy):
     assert "nothing is left to be drawn" in sparsekv("verify", copy, "--write", "--more").err
 
 
+def test_an_interruption_loses_no_more_than_a_round(sparsekv, begun, monkeypatch):
+    before = json.loads(outcomes_in(begun).read_text())["drawn"] if outcomes_in(begun).exists() else []
+    looks, given = [], Outcomes.look
+
+    def look(self: Outcomes, **options: bool) -> None:
+        looks.append(None)
+        if len(looks) > 2:
+            raise KeyboardInterrupt
+        given(self, **options)
+
+    monkeypatch.setattr(Outcomes, "look", look)
+    sparsekv("verify", begun, "--write", "--more", "--samples", 6)
+    monkeypatch.undo()
+    ((length, drawn),) = json.loads(outcomes_in(begun).read_text())["drawn"]
+    assert [[length, drawn]] != before
+    done = sparsekv("verify", begun, "--write", "--more", "--samples", drawn + 1)
+    assert done.code == 0, done.err
+
+
+def test_the_next_command_repeats_what_outcomes_were_made_with():
+    ended = Ended(goes_on=True, needed=1e9, asked=("--dtype float32", "--prompts 'my prompts.jsonl'"))
+    assert ended.flags == "--dtype float32 --prompts 'my prompts.jsonl' --write --more --verify-time 1000000"
+    assert Ended(spent=400).flags == "--write --verify-time 1800"
+
+
 def test_a_plan_leaves_outcomes_that_verify_goes_on_from(sparsekv, model, tmp_path):
     out = tmp_path / "plan.yaml"
     fast = ("--lengths", "1k", "--tasks", "kv_retrieval", "--only", "decode", "--filter-layers", 0, "--no-crossover")
     planned = sparsekv("plan", model, "-o", out, *fast, *LOOSE, "--samples", 1, "--verify-samples", 1)
     assert planned.code == 0, planned.err
-    assert f"sparsekv verify --plan {out} --model {model} --write --more --verify-time" in planned.out
+    assert f"sparsekv verify --plan {out} --model {model} --write --verify-time" in planned.out
     done = sparsekv("verify", "--plan", out, "--model", model, "--write", "--more", "--samples", 2)
     assert done.code == 0, done.err
     assert load_plan(out).quality.evidence.prompts == 2

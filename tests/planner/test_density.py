@@ -37,12 +37,12 @@ def loaded(kind: str) -> LoadedModel:
 def test_a_run_counts_the_density_that_was_predicted(kind: str) -> None:
     """On the prompt that was profiled."""
     own = loaded(kind)
-    options = settle(quick_options(verify_samples=0, phases=("prefill",), row_stride=1), 4096, "cpu")
+    options = settle(quick_options(lengths=(512,), verify_samples=0, phases=("prefill",), row_stride=1), 4096, "cpu")
     job = bare_job(own, options)
     measured = profile(job)
     plan = compile_once(own.info, options, measured, made_up_cost(tile=measured.tile))
     (found,) = plan.cost.lengths
-    (prompt,) = job.calibration_prompts(1024, 1)
+    (prompt,) = job.calibration_prompts(512, 1)
     ids_1S = torch.from_numpy(prompt.ids[: prompt.answer_start].astype("int64"))[None]
     with apply(own.model, plan) as handle, torch.no_grad():
         own.model(ids_1S)

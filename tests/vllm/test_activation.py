@@ -2,6 +2,7 @@
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from sparsekv.runtime.vllm import attention_backend
 from sparsekv.runtime.vllm.attention_backend import SparseBuilder, SparseImpl
 from sparsekv.runtime.vllm.counters import serving_stats
 from sparsekv.runtime.vllm.engine_facts import check_engine_layer
+from sparsekv.runtime.vllm.engine_options import read_options
 from sparsekv.runtime.vllm.plan_host import PlanHost
 
 Prompts = dict[int, list[int]]
@@ -115,6 +117,30 @@ def test_an_engine_that_cannot_be_read_runs_dense(
     assert "the engine could not be read (AttributeError: of this test)" in warned[0]
 
 
+@pytest.mark.parametrize("require", [None, True])
+def test_ranks_with_other_plan_files_run_dense_together_or_end_together(
+    planned: Path, warned: list[str], require: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a rank knows is what all of them gave; one that has no plan raises nothing before."""
+    monkeypatch.setattr(attention_backend.vllm, "gather_bytes", lambda given: [given, b"1" * 32])
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(model=str(planned), revision=None),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
+        additional_config={"sparsekv": {"require": require}},
+    )
+    options = read_options(config.additional_config)
+    for has_plan in (True, False):
+        if not has_plan:
+            (planned / "sparsekv.yaml").unlink()
+        if require:
+            with pytest.raises(SparseKVError, match="one plan on all" if has_plan else "found none"):
+                attention_backend._plan_of(config, options)
+        else:
+            assert attention_backend._plan_of(config, options) is None
+            assert ("1: 31313131" if has_plan else "0: none, 1: 31313131") in warned.pop()
+
+
 def test_what_the_step_finds_that_measures_memory_leaves_all_layers_dense(
     planned: Path, warned: list[str], dense: Oracle, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,8 +151,7 @@ def test_what_the_step_finds_that_measures_memory_leaves_all_layers_dense(
     monkeypatch.setattr(attention_backend.vllm.platform, "profiles", True)
     monkeypatch.setattr(PlanHost, "warm_up", lambda *args: check_engine_layer(args[1], 7, 7, None))
     q_THD, k_TGD = torch.zeros(8, 4, 64), torch.zeros(8, 2, 64)
-    with attention_backend.vllm.set_current_vllm_config(runner.vllm_config):
-        layers[2].impl.forward(layers[2], q_THD, k_TGD, k_TGD, layers[2].kv_cache, None, torch.zeros_like(q_THD))
+    layers[2].impl.forward(layers[2], q_THD, k_TGD, k_TGD, layers[2].kv_cache, None, torch.zeros_like(q_THD))
     assert "found that vLLM runs it with (7, 7, None)" in warned[0]
     assert all(layer.impl.plan_host is None for layer in layers)
     assert same(generate(engine, [prompts[2000]])[0], dense(prompts[2000], ()))

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends import registry
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
 
 import sparsekv.runtime.vllm.internals as internals
 from sparsekv.plans.aliases import resolve_model
-from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.vllm.attention_backend import PlannedBackend, SparseBackend
 from sparsekv.runtime.vllm.engine_facts import EngineFacts
 from sparsekv.runtime.vllm.internals import engine_facts, engine_model
@@ -82,12 +83,24 @@ def test_a_server_with_a_plan_that_its_backend_does_not_execute_says_so_once(
     config = config_of(additional_config={"sparsekv": {"plan": str(plan_file)}}, attention_backend=backend)
     assert unused_plan(config) is None, "on a CPU ours always runs"
     monkeypatch.setattr(internals, "platform", internals.OnCuda)
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    internals.register()
     capability = SimpleNamespace(major=major)
     monkeypatch.setattr(type(current_platform), "get_device_capability", classmethod(lambda _: capability))
     assert unused_plan(config) is None if says is None else says in unused_plan(config)
     assert unused_plan(config_of(additional_config={"sparsekv": {"plan": str(plan_file), "dense": True}})) is None
     asked = config_of(additional_config={"sparsekv": {"plan": str(plan_file)}}, attention_backend="CUSTOM")
     assert unused_plan(asked) is None
+    AttentionBackendEnum.FLASH_ATTN.clear_override()
+    register_backend(AttentionBackendEnum.FLASH_ATTN, "of.another.Plugin")
+    internals.register()
+    assert AttentionBackendEnum.FLASH_ATTN.get_path() == "of.another.Plugin"
+    assert unused_plan(config) is not None
+    with pytest.raises(UsageError, match="which is not executed"):
+        PlanNotice(config)
+    kept = config_of(additional_config={"sparsekv": {"plan": "nowhere.yaml", "require": False}})
+    PlanNotice(kept)
+    assert "expected a plan at nowhere.yaml" in unused_plan(kept)
 
 
 def test_an_api_server_finds_the_notice_among_its_loggers() -> None:
