@@ -21,7 +21,7 @@ VLLM_INSTALL := $(VLLM)/bin/python -m pip install --quiet --no-compile
 OR_SAY_WHAT_VLLM_NEEDS := || { echo "make test-vllm: $(VLLM) could not be set up; pip says above what it did not find. It \
 needs Linux and the CPU build of PyTorch: point pip at that first." >&2; exit 1; }
 
-.PHONY: help setup setup-vllm test lint unit test-slow demo real test-vllm clean
+.PHONY: help setup setup-vllm test lint unit test-slow demo real test-vllm dist clean
 
 help:
 	@echo "make test   set up, lint and run the tests (no GPU needed)"
@@ -29,6 +29,7 @@ help:
 	@echo "make real   set up, fetch SmolLM2-135M-Instruct (93 MB), plan it and talk with it with and without the plan"
 	@echo "make test-slow   run the slow tests that rarely break, such as kernels compiled for absent GPUs"
 	@echo "make test-vllm   set up vLLM for the CPU in an environment of its own and run the tests of that host"
+	@echo "make dist   build the wheel and the sdist of the commit into dist/, and check both"
 	@echo "make lint   ruff and mypy     make unit   the tests alone     make clean   remove what was built"
 
 setup: $(READY)
@@ -45,7 +46,8 @@ $(READY): pyproject.toml constraints.txt
 
 test: lint unit
 
-# mypy does not follow the folder mapping of pyproject.toml: it is shown a tree of links that has the installed shape.
+# mypy does not follow the folder mapping of pyproject.toml: it is shown a tree of links that has the installed shape. The
+# second run is of a user's program, which finds the package as installed, with its types.
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,6 +55,7 @@ lint: $(READY)
 	@for f in src/sparsekv/*; do ln -sfn "../../$$f" .mypy_link/sparsekv/; done
 	@for p in $(PACKAGES); do ln -sfn "../../$$p" .mypy_link/sparsekv/; done
 	$(BIN)/mypy -p sparsekv
+	$(BIN)/mypy tests/typed_program.py
 
 # One thread a worker: the workers already fill the cores.
 unit: $(READY)
@@ -91,5 +94,9 @@ setup-vllm: $(VLLM)/.ready
 test-vllm: $(VLLM)/.ready
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VLLM)/bin/python -m pytest tests/vllm tests/runtime/vllm
 
+# With FETCH=--fetch the fresh environment gets its dependencies from the package index.
+dist: $(READY)
+	$(BIN)/python tools/build_dist.py $(FETCH)
+
 clean:
-	rm -rf $(VENV) $(VLLM) .mypy_link .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo .real build *.egg-info
+	rm -rf $(VENV) $(VLLM) .mypy_link .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo .real build dist *.egg-info

@@ -79,7 +79,12 @@ class Subjects(AllowMismatch):
         Flag("A model; sparsekv.yaml in its folder or repository is its plan.", metavar="MODEL", is_argument=True),
     ] = None
     plan: Annotated[
-        Path | None, Flag("The plan; by default that in the model's folder or repository.", metavar="FILE")
+        Path | None,
+        Flag(
+            "The plan, or a folder of plans, of which the best one for model and device is taken; by default that in "
+            "the model's folder or repository.",
+            metavar="FILE",
+        ),
     ] = None
     model: Annotated[
         str | None,
@@ -89,7 +94,7 @@ class Subjects(AllowMismatch):
     @property
     def subject(self) -> Subject:
         """Model and plan; see `Subject.named`."""
-        return Subject.named(self.target, self.plan, self.model)
+        return Subject.named(self.target, one_plan(self, self.plan, self.model or self.target), self.model)
 
 
 def _count_or_layers(text: str) -> int | tuple[int, ...]:
@@ -221,7 +226,7 @@ class Subject:
         if plan is not None:
             path = plan_file(plan)
         elif target is not None:
-            source = _found(resolve_model(target))
+            source = found_source(resolve_model(target))
             place = Path(source.place)
             path, reason = _plan_of(source)
         found = None if path is None else load_plan(path)
@@ -263,7 +268,7 @@ class Subject:
         """
         check_machine(flags)  # first: what is wrong with it is not the model
         with self._saying_whose_model():
-            source = self.source or _found(resolve_model(self.model))
+            source = self.source or found_source(resolve_model(self.model))
             if not source.is_local:
                 from sparsekv.runtime.hub import needs_cache
 
@@ -333,6 +338,15 @@ class Subject:
             raise
 
 
+def one_plan(flags: Options, place: Path | None, model: str | None, length: int | None = None) -> Path | None:
+    """The place of a plan as it is; of a folder of plans, the one that fits a model best: see `chosen_plan`."""
+    from sparsekv.cli.plan_choice import chosen_plan, holds_plans
+
+    if place is None or not holds_plans(place):
+        return place
+    return chosen_plan(place, model, settings_of(flags).device, length)
+
+
 def plan_file(place: Path) -> Path:
     """The plan file at `place`: itself, or sparsekv.yaml in the folder or hub repository (ORGANISATION/NAME) it names.
 
@@ -365,7 +379,7 @@ def _names_repository(place: Path) -> bool:
     return is_hub_id(str(place)) and not is_path
 
 
-def _found(source: ModelSource) -> ModelSource:
+def found_source(source: ModelSource) -> ModelSource:
     """A folder or file as it is; the hub is asked once for what it has."""
     if source.is_local:
         return source

@@ -23,6 +23,7 @@ from sparsekv.cli.arguments import (
     Subject,
     check_machine,
     device_and_dtype,
+    one_plan,
     settings_of,
 )
 from sparsekv.cli.output import FAILED, columns, emit, emit_json, placed, size, tell
@@ -69,8 +70,13 @@ class DoctorFlags(AllowMismatch, PlacementFlags, Hardware, Output):
             reads=tuple[str, str],
         ),
     ] = None
+    target: Annotated[
+        str | None,
+        Flag("Print which plans fit this model here: its own, and those in --plan.", metavar="MODEL", is_argument=True),
+    ] = None
     plan: Annotated[
-        Path | None, Flag("The plan; by default that in the model's folder or repository.", metavar="FILE")
+        Path | None,
+        Flag("The plan, or a folder of plans; by default that in the model's folder or repository.", metavar="FILE"),
     ] = None
     batch: Annotated[Count, Flag("Prompts run at once.", metavar="N")] = 1
     max_new_tokens: NewTokens = 256
@@ -80,7 +86,15 @@ class DoctorFlags(AllowMismatch, PlacementFlags, Hardware, Output):
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
-        machine = {"memory", *Hardware.model_fields, *Output.model_fields}
+        if self.target is not None and self.memory is not None:
+            raise UsageError("expected MODEL, for plans that fit, or --memory MODEL LENGTH, found both; leave one out")
+        machine = {
+            "memory",
+            "target",
+            *(("plan",) if self.target else ()),
+            *Hardware.model_fields,
+            *Output.model_fields,
+        }
         about_memory = (name for name in type(self).model_fields if name not in machine)
         if self.memory is None and (unread := next(filter(self.is_given, about_memory), None)):
             raise UsageError(f"expected --memory MODEL LENGTH beside {self.flag_of(unread)}, found none; add it")
@@ -88,16 +102,21 @@ class DoctorFlags(AllowMismatch, PlacementFlags, Hardware, Output):
 
 
 def doctor(flags: DoctorFlags) -> None:
-    """Print what is installed, what the device can do, which kernel backend runs on it and why not the others; or with
-    --memory what a run takes."""
+    """Print what is installed, what the device can do, which kernel backend runs on it and why not the others; with
+    a MODEL which plans fit it here, exit 1 where none does; or with --memory what a run takes."""
     machine = settings_of(flags)
+    if flags.target is not None:
+        from sparsekv.cli.plan_fit import say_fitting
+
+        say_fitting(flags.target, flags.plan, machine.device, flags.as_json)
+        return
     if flags.memory is None:
         _say_machine(machine, flags.as_json)
         return
     if flags.device_memory is None:
         check_machine(flags)
     model, length = flags.memory
-    subject, placing = Subject.named(model, flags.plan, None), flags.placing
+    subject, placing = Subject.named(model, one_plan(flags, flags.plan, model, length), None), flags.placing
     plan = subject.plan
     tell_if_idle(placing, plan.decode if plan else None)
     from sparsekv.runtime.hf.public_shapes import config_of

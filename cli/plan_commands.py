@@ -32,6 +32,9 @@ _WIDTH = 110
 def show(
     plan: PlanPlace,
     full: Annotated[bool, typer.Option("--full", help="List every head of every layer.")] = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown, as for a pull request, in place of tables.")
+    ] = False,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a self-contained page with charts, in place of tables.")
     ] = None,
@@ -48,6 +51,9 @@ def show(
     drawn = {"--profile": profile, "--curve": curve, "--suite": suite}
     if idle := [flag for flag, given in drawn.items() if given is not None and html is None]:
         raise UsageError(f"expected --html FILE beside {idle[0]}, which only the page shows; add it, or leave it out")
+    if as_markdown and (html is not None or as_json):
+        other = "--json" if html is None else "--html"
+        raise UsageError(f"expected --markdown or {other}, found both; leave one out")
     if html is not None:
         check_replaceable(html, "--html", "page")
     path = plan_file(plan)
@@ -58,10 +64,24 @@ def show(
         from sparsekv.plans.show import summary
 
         emit_json(summary(found) | ({} if html is None else {"html": str(html)}))
-    elif html is not None:
+        return
+    if html is not None:
         emit(f"{html}: the page of {found.model.id}, {found.status}")
+        return
+    ended = Ended(goes_on=outcomes_beside(path).is_file())
+    if as_markdown:
+        _print_markdown(found, full, str(plan), ended)
     else:
-        _print(found, full, str(plan), Ended(goes_on=outcomes_beside(path).is_file()))
+        _print(found, full, str(plan), ended)
+
+
+def _print_markdown(plan: Plan, full: bool, place: str, ended: Ended) -> None:
+    from sparsekv.plans.markdown import cell, markdown
+    from sparsekv.plans.show import describe
+
+    lines = [f"- {cell(line)}" for line in verdict(plan, place, ended=ended)]
+    told = "\n".join((f"### Sparsity plan of {cell(plan.model.id)}", "", *lines, ""))
+    emit(f"{told}\n{markdown(describe(plan, full)).rstrip()}")
 
 
 def _print(plan: Plan, full: bool, place: str, ended: Ended) -> None:

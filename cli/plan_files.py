@@ -185,6 +185,15 @@ def check_replaceable(path: Path, flag: str, kind: str) -> None:
         )
 
 
+def tells_plan(path: Path) -> bool:
+    """Returns whether a file says that it is a plan, sound or not; False of one that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return _tells(file.read(_HEAD).removeprefix(b"\xef\xbb\xbf"), "plan")
+    except OSError:
+        return False
+
+
 def _tells(head: bytes, kind: str) -> bool:
     if kind == "partial":
         return head.startswith(b"sparsekv.partial"[: len(head)])

@@ -67,12 +67,10 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
     def options(self, plan: Plan) -> PlanOptions:
         """Returns what to verify of a plan: the lengths it was made for, unless others are asked for. One that names
         none, as imported ones do, is verified at the model's context alone, where that is asked for."""
-        own = sorted({bucket.up_to for bucket in plan.buckets if bucket.up_to is not None and not bucket.dense})
-        if not own and plan.cost:  # one bucket for all lengths
-            own = sorted(entry.length for entry in plan.cost.lengths)
+        own = plan.planned_lengths
         made_for = {*own} or {plan.model.context_length}
         return PlanOptions(
-            lengths=self.lengths or tuple(own),
+            lengths=self.lengths or own,
             tasks=self.tasks,
             verify_chosen=("--lengths",) if self.lengths and {*self.lengths} != made_for else (),
             verify_samples=self.verify_samples,

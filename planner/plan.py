@@ -62,7 +62,7 @@ _UNSOLVED = "dense solves no task here: how far the plan is from dense was measu
 
 
 def plan_model(model: Any, tokenizer: Any = None, *, progress: Progress | None = None, **options: Any) -> Plan:
-    """Plans a model: `sparsekv.plan_model`.
+    """Profiles a model, chooses what each head computes, and verifies that on held-out prompts.
 
     Args:
         model: an alias, hub id, folder or GGUF file, a `LoadedModel`, or a Hugging Face model together with its
@@ -72,15 +72,15 @@ def plan_model(model: Any, tokenizer: Any = None, *, progress: Progress | None =
         **options: fields of `PlanOptions`.
 
     Returns:
-        The plan; write it with `sparsekv.plans.files.write_plan`. Its status says whether held-out prompts proved
-        that it keeps its gates; where every sparser plan missed them, it is dense.
+        The plan; write it with `write_plan`. Its status says whether held-out prompts proved that it keeps its gates;
+        where every sparser plan missed them, it is dense.
 
     Raises:
         GateError: no density comes to the target speedup, or the model gives numbers that are not finite.
         SparseKVError: of the other kinds, for what cannot be planned.
     """
     asked = PlanOptions(**options)
-    loaded = _loaded(model, tokenizer, asked)
+    loaded = loaded_from(model, tokenizer, asked)
     warn_of_spinning(loaded.model.device)
     return compile_plan(job_of(loaded, asked, progress=progress), progress=progress).plan
 
@@ -364,7 +364,12 @@ def _provenance(options: Settled, measured: Profile, cost: DeviceCost, held_out:
     )
 
 
-def _loaded(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel:
+def loaded_from(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel:
+    """Returns what a program passes as a model: loaded by its name, as it is, or a model with its tokenizer.
+
+    Raises:
+        UsageError: there is no such model, or a tokenizer is missing.
+    """
     if isinstance(model, LoadedModel):
         return model
     if isinstance(model, str | Path):

@@ -307,6 +307,14 @@ class Plan(Part):
         return (*(prefill.lengths if prefill else ()), *(decode.lengths if decode else ()))
 
     @property
+    def planned_lengths(self) -> tuple[int, ...]:
+        """Returns the context lengths that it was made for, ascending: at which sparse buckets end, or those of its
+        cost where one bucket is for all; empty of a plan that names none, as imported ones do."""
+        ends = {bucket.up_to for bucket in self.buckets if bucket.up_to is not None and not bucket.dense}
+        timed = {entry.length for entry in self.cost.lengths} if self.cost else set()
+        return tuple(sorted(ends or timed))
+
+    @property
     def is_dense(self) -> bool:
         """Returns whether all layers attend to everything, at every length."""
         return not self.retained and all(bucket.dense for bucket in self.buckets)

@@ -1,4 +1,5 @@
-"""A plan for a reader: tables readable at 100 columns, and the same condensed as JSON. Only this module loads rich."""
+"""A plan for a reader: tables readable at 100 columns, and the same condensed as JSON. Only this module and
+markdown.py load rich."""
 
 from __future__ import annotations
 

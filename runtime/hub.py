@@ -30,6 +30,7 @@ Found = TypeVar("Found")
 # a network says so. A name is looked up without any limit, so that threads wait.
 _SECONDS, _CONNECT_SECONDS, _AT_ONCE = 5.0, 1.75, 0.1
 _OFFLINE = "offline"
+_CARD = "README.md"
 
 
 def asked(source: ModelSource) -> ModelSource:
@@ -86,6 +87,28 @@ def download_plan(source: ModelSource) -> Path:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             found = f"no {PLAN_NAME} in the hub repository {repository}"
         raise UsageError(without_plan(repository, found)) from error
+
+
+def download_card(source: ModelSource) -> Path | None:
+    """The model card of a hub repository as the hub has it now, as a file in the local cache; None where it has none.
+
+    Raises:
+        UsageError: the hub cannot be asked: a copy of an earlier time would undo what was written since.
+    """
+    repository, trouble = source.path_or_id, asked(source).trouble
+    try:
+        if not trouble:
+            return Path(hf_hub_download(repository, _CARD))
+    except LocalEntryNotFoundError as error:
+        trouble = _reason(error)
+    except EntryNotFoundError:
+        return None
+    except Exception as error:  # whatever the HTTP library of the hub client raises
+        trouble = _reason(error)
+    raise UsageError(
+        f"expected the model card of {repository} from the hub, but {trouble}; where there is network: "
+        f"hf download {repository} --local-dir FOLDER, then use FOLDER in place of {repository}"
+    )
 
 
 def find_plan(repository: str, revision: str | None = None) -> Path | None:

@@ -57,3 +57,10 @@ def test_the_page_of_commands_is_what_the_command_line_says(monkeypatch: pytest.
     from build_command_page import PAGE, page
 
     assert PAGE.read_text() == page(), "run python tools/build_command_page.py"
+
+
+def test_the_page_of_the_api_is_what_signatures_and_docstrings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from build_api_page import PAGE, page
+
+    assert PAGE.read_text() == page(), "run python tools/build_api_page.py"

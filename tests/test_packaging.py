@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from sparsekv import __version__
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {f"sparsekv/{name}": ROOT / name for name in ("plans", "kernels", "runtime", "planner", "bench", "cli")}
 FOLDERS["sparsekv"] = ROOT / "src" / "sparsekv"
@@ -44,7 +46,7 @@ def files_of_tree() -> set[str]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """Built from a copy, so that a stale build folder of the checkout can neither help nor be left behind."""
     copy = tmp_path_factory.mktemp("tree")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, copy)
     for folder in FOLDERS.values():
         shutil.copytree(folder, copy / folder.relative_to(ROOT), ignore=IGNORED)
@@ -64,6 +66,13 @@ def test_the_wheel_carries_licence_notice_and_entry_point(wheel: zipfile.ZipFile
     info = {name.split("/", 1)[1]: name for name in wheel.namelist() if name.split("/")[0].endswith(".dist-info")}
     assert {"licenses/LICENSE", "licenses/NOTICE", "entry_points.txt", "METADATA"} <= info.keys()
     assert "sparsekv = sparsekv.__main__:main" in wheel.read(info["entry_points.txt"]).decode()
+
+
+def test_the_version_stands_in_one_place(wheel: zipfile.ZipFile) -> None:
+    assert wheel.filename is not None
+    assert f"sparsekv-{__version__}-" in wheel.filename
+    assert PROJECT["dynamic"] == ["version"]
+    assert "\nversion:" not in (ROOT / "CITATION.cff").read_text()
 
 
 def test_every_folder_with_code_is_a_package() -> None:

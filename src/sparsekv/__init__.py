@@ -1,6 +1,6 @@
 """sparsekv: compile a long-context language model into a sparsity plan, and run it.
 
-The three calls below import torch only when they are used.
+What a program uses is named here, and each name is imported when it is used: torch as late as that.
 """
 
 from __future__ import annotations
@@ -10,16 +10,24 @@ if TYPE_CHECKING:
     from typing import Any
 
     from sparsekv.planner.plan import plan_model as plan_model
+    from sparsekv.planner.verify_plan import verify_plan as verify_plan
+    from sparsekv.plans.errors import SparseKVError as SparseKVError
     from sparsekv.plans.files import load_plan as load_plan
+    from sparsekv.plans.files import write_plan as write_plan
+    from sparsekv.plans.schema import Plan as Plan
     from sparsekv.runtime.hf.apply import apply as apply
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "apply", "load_plan", "plan_model"]
+__all__ = ["Plan", "SparseKVError", "__version__", "apply", "load_plan", "plan_model", "verify_plan", "write_plan"]
 
 _HOMES = {
+    "Plan": "sparsekv.plans.schema",
+    "SparseKVError": "sparsekv.plans.errors",
     "apply": "sparsekv.runtime.hf.apply",
     "load_plan": "sparsekv.plans.files",
     "plan_model": "sparsekv.planner.plan",
+    "verify_plan": "sparsekv.planner.verify_plan",
+    "write_plan": "sparsekv.plans.files",
 }
 
 

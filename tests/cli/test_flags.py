@@ -12,6 +12,7 @@ from sparsekv.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = {  # of the hub's own command, and of vLLM's
+    *("--include", "--create-pr"),
     *("--local-dir", "--additional-config", "--attention-backend", "--kv-cache-dtype", "--kv-transfer-config"),
     *("--pipeline-parallel-size", "--speculative-config", "--tensor-parallel-size"),
     *("--max-num-batched-tokens", "--block-size", "--enable-dbo", "--disable-hybrid-kv-cache-manager"),

@@ -237,3 +237,13 @@ def test_seal_leaves_the_edited_plan_where_the_disk_is_full(sparsekv, plan, full
     assert "No space left" in done.err
     assert plan.read_text() == edited
     assert list(plan.parent.iterdir()) == [plan]
+
+
+def test_show_as_markdown_has_the_verdict_and_the_tables_and_no_second_form_beside_it(sparsekv, plan):
+    done = sparsekv("show", plan, "--markdown")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("### Sparsity plan of example/model\n\n- prefill: ")
+    assert "\n| --- | --- |" in done.out
+    for other in (("--json",), ("--html", "page.html")):
+        done = sparsekv("show", plan, "--markdown", *other)
+        assert (done.code, other[0] in done.err) == (2, True)

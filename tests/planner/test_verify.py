@@ -17,7 +17,9 @@ from sparsekv.planner.own_prompts import GivenPrompt
 from sparsekv.planner.profile.profile_data import for_profile
 from sparsekv.planner.settled import settle
 from sparsekv.planner.verify import content_seed, planned_phases, verify
+from sparsekv.planner.verify_plan import verify_plan
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
+from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.patterns import AShape, BlockSparse, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
 from sparsekv.plans.schema import Plan
@@ -49,6 +51,22 @@ def test_a_lossy_plan_misses_in_every_phase_and_drawing_ends_there(loaded: Loade
     assert any(line.startswith("prefill: ") for line in found.reasons)
     assert found.quality.evidence.prompts < 40
     assert found.recorded(plan).status == "unverified"
+
+
+def test_a_program_verifies_a_plan_in_a_file_as_the_command_does(loaded: LoadedModel, tmp_path) -> None:
+    plan = narrow(loaded.model, decode_plan(segment(0, (1, 2), 4)))
+    write_plan(plan, tmp_path / "plan.yaml")
+    asked = {"lengths": (512,), "tasks": ("kv_retrieval",), "verify_samples": 1, "max_kl": 1e-4}
+    found = verify_plan(loaded.model, tmp_path / "plan.yaml", loaded.tokenizer, **asked)
+    assert not found.conclusive
+    measured = found.quality.both
+    assert (measured.lengths, measured.agreement.samples) == ((512,), 1)
+    assert found.quality.evidence.gates == Gate(max_kl=1e-4).named
+    assert load_plan(tmp_path / "plan.yaml").quality is None
+    with pytest.raises(UsageError, match="tokenizer"):
+        verify_plan(loaded.model, plan)
+    with pytest.raises(UsageError, match="own prompts"):
+        verify_plan(loaded, plan, prompts=(GivenPrompt("a", "b"),))
 
 
 def test_a_plan_near_dense_is_verified_once_enough_samples_show_it(loaded: LoadedModel) -> None:

@@ -1,0 +1,160 @@
+"""Which plan of several fits a model here: by the model's fingerprint, the device, and the length of the prompt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsekv.cli.output import tell
+from sparsekv.cli.plan_files import tells_plan
+from sparsekv.plans.aliases import PLAN_NAME, resolve_model
+from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
+from sparsekv.plans.files import load_plan
+from sparsekv.plans.model import ModelInfo, differences
+from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import format_length
+
+_STATUS = ("verified", "unverified", "imported")
+_HOST = "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan beside what it would run on.
+
+    Attributes:
+        why_not: what differs between its model and this one; empty where it is of this model. Weights are not compared.
+        near: 0 of this device by this host, 1 of this device, 2 of no device, 3 of another one.
+    """
+
+    path: Path
+    plan: Plan
+    why_not: str
+    near: int
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Returns what its cost was measured on, each once."""
+        return tuple(dict.fromkeys(target.device for target in self.plan.targets))
+
+    def order(self, length: int | None) -> tuple[int, ...]:
+        """Returns what it is sorted by, the best first: its device, its status, and how well it reaches a length; of
+        none that is known, the furthest reach."""
+        reach = max(self.plan.planned_lengths, default=0)
+        far = (0, -reach) if length is None else (int(reach < length), abs(reach - length))
+        return (self.near, _STATUS.index(self.plan.status), *far)
+
+    def told(self) -> str:
+        """The plan in a line."""
+        lengths = ", ".join(map(format_length, self.plan.planned_lengths)) or "no lengths named"
+        return f"{self.path} ({self.plan.status}, {', '.join(self.devices) or 'no device named'}, {lengths})"
+
+
+def holds_plans(place: Path) -> bool:
+    """Returns whether it is a folder of plans to choose from: one without a sparsekv.yaml, which is what it stands
+    for, and with plans of other names."""
+    is_folder = os.path.isdir(place) and not os.path.isfile(place / PLAN_NAME)
+    return is_folder and any(map(tells_plan, _files(place)))
+
+
+def plans_in(folder: Path) -> list[tuple[Path, Plan]]:
+    """The sound plans in a folder, by name; of one that is not sound, why it is left out is said."""
+    found = []
+    for path in filter(tells_plan, _files(folder)):
+        try:
+            found.append((path, load_plan(path)))
+        except (PlanError, UsageError) as error:
+            tell(f"left out: {error}")
+    return found
+
+
+def candidates(found: Iterable[tuple[Path, Plan]], model: ModelInfo, device: str) -> list[Candidate]:
+    """The plans beside a model and the name of a device."""
+    return [
+        Candidate(path, plan, "; ".join(differences(plan.model, model)), _near(plan, device)) for path, plan in found
+    ]
+
+
+def best_of(found: Sequence[Candidate], length: int | None = None) -> Candidate | None:
+    """The one that fits best; None where none is of the model, or two fit alike."""
+    fitting = sorted((one for one in found if not one.why_not), key=lambda one: one.order(length))
+    is_tie = len(fitting) > 1 and fitting[0].order(length) == fitting[1].order(length)
+    return None if is_tie or not fitting else fitting[0]
+
+
+def chosen_plan(folder: Path, model: str | None, device: str, length: int | None = None) -> Path:
+    """The file of the plan in a folder that fits a model best, which is said.
+
+    Args:
+        folder: see `holds_plans`.
+        model: its name; None takes the only plan there is.
+        device: of the run, by its name in settings.
+        length: of the prompt; None where it is not known yet.
+
+    Raises:
+        UsageError: several fit alike, or there are several and no model is named.
+        PlanMismatchError: none is of the model.
+    """
+    plans = plans_in(folder)
+    if model is None:
+        if len(plans) != 1:
+            raise UsageError(
+                f"expected a MODEL beside the folder of plans {folder}, found none, and {len(plans)} sound plans; "
+                "name the model, or one plan"
+            )
+        return plans[0][0]
+    found = candidates(plans, described(model), device_called(device))
+    best = best_of(found, length)
+    if best is None:
+        raise _no_choice(folder, model, [one for one in found if not one.why_not], found)
+    tell(f"plan: {best.told()}")
+    return best.path
+
+
+def _no_choice(
+    folder: Path, model: str, fitting: Sequence[Candidate], found: Sequence[Candidate]
+) -> PlanMismatchError | UsageError:
+    if fitting:
+        listed = "\n".join(f"  {one.told()}" for one in fitting)
+        return UsageError(
+            f"expected one plan in {folder} that fits {model} best, found several alike:\n{listed}\nname one"
+        )
+    models = ", ".join(dict.fromkeys(one.plan.model.id for one in found)) or "none that is sound"
+    return PlanMismatchError(
+        f"expected a plan of {model} in {folder}, found those of {models}; name another folder, or plan the model"
+    )
+
+
+def described(model: str) -> ModelInfo:
+    """Returns what a model's config says of it; its weights are not read.
+
+    Raises:
+        UsageError: there is no such model.
+        UnsupportedError: its architecture is not supported.
+    """
+    from sparsekv.runtime.hf.load import load_config
+    from sparsekv.runtime.hub import asked
+    from sparsekv.runtime.model_config import describe_config
+
+    source = asked(resolve_model(model))
+    return describe_config(load_config(source), source.path_or_id)
+
+
+def device_called(device: str) -> str:
+    """The name of a device as plans have it."""
+    from sparsekv.runtime.model_config import device_name, torch_device
+
+    return device_name(torch_device(device))
+
+
+def _near(plan: Plan, device: str) -> int:
+    if not plan.targets:
+        return 2
+    hosts = {target.host for target in plan.targets if target.device == device}
+    return 3 if not hosts else 0 if _HOST in hosts else 1
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in (".yaml", ".yml") and path.is_file())

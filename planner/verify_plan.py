@@ -1,0 +1,70 @@
+"""`sparsekv.verify_plan`: a plan on held-out prompts of a model, for programs; the command is cli/verify.py."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+from sparsekv.planner.options import DEFAULT_TASKS, PlanOptions
+from sparsekv.planner.plan import loaded_from
+from sparsekv.planner.progress import Progress
+from sparsekv.planner.settled import Settled, settle
+from sparsekv.planner.verify import Verification, verify
+from sparsekv.plans.errors import PlanWarning, UsageError
+from sparsekv.plans.files import load_plan
+from sparsekv.plans.schema import Plan, check_model
+from sparsekv.runtime.hf.load import LoadedModel
+
+
+def verify_plan(
+    model: Any,
+    plan: Plan | str | os.PathLike[str],
+    tokenizer: Any = None,
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Verification:
+    """Runs a plan on held-out prompts beside dense, prefill, decode and both, and says whether it keeps its gates.
+
+    Args:
+        model: an alias, hub id, folder or GGUF file, a `LoadedModel`, or a Hugging Face model together with its
+            tokenizer.
+        plan: the plan, or the path of a plan file, which stays as it is.
+        progress: where to report the stages; see `plan_model`.
+        **options: fields of `PlanOptions`, of which `gate`, `lengths`, `tasks`, `verify_time`, `verify_samples`,
+            `batch`, `prefill_chunk`, `device`, `dtype` and `backend` are read; the plan's own lengths by default.
+
+    Returns:
+        What was measured, and what it shows. `recorded(plan)` is the plan with that; write it with `write_plan`.
+
+    Raises:
+        PlanMismatchError: the plan is of another architecture.
+        GateError: the model without the plan gives numbers that are not finite.
+        SparseKVError: of the other kinds, for what cannot be verified; nothing of a dense plan can.
+    """
+    asked = PlanOptions(**options)
+    if asked.prompts:
+        raise UsageError("expected no prompts, found some; own prompts verify by `sparsekv verify --prompts FILE`")
+    found = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    loaded = loaded_from(model, tokenizer, asked)
+    for line in check_model(found, loaded.info):
+        warnings.warn(line, PlanWarning, stacklevel=2)
+    evidence = found.quality.evidence if found.quality else None
+    return verify(
+        loaded,
+        found,
+        _settled(asked, found, loaded),
+        progress,
+        attempt=evidence.attempt if evidence else 1,  # the samples are those of that attempt
+    )
+
+
+def _settled(asked: PlanOptions, plan: Plan, loaded: LoadedModel) -> Settled:
+    """What is asked for, at the plan's own lengths unless others are named: those were chosen, and verify nothing."""
+    context = loaded.info.context_length
+    made_for = {*plan.planned_lengths} or {context}
+    chosen = ("lengths",) if asked.lengths and {*asked.lengths} != made_for else ()
+    asked = asked.but(lengths=asked.lengths or plan.planned_lengths, verify_chosen=chosen)
+    settled = settle(asked, context, loaded.model.device.type)
+    return settled.but(tasks=settled.tasks or DEFAULT_TASKS)

@@ -1,0 +1,92 @@
+"""A folder of plans: the one that fits model, device and length is taken, and doctor says which fit."""
+
+from pathlib import Path
+
+import pytest
+from model_folders import sparse_plan
+from plans_samples import small_plan
+from tiny_models import tiny_model
+
+from sparsekv.cli.plan_choice import best_of, candidates, chosen_plan, device_called
+from sparsekv.plans.errors import PlanMismatchError, UsageError
+from sparsekv.plans.files import write_plan
+from sparsekv.plans.phases import PrefillBucket
+from sparsekv.plans.schema import Plan, Target
+
+
+def plan_of(device: str | None, up_to: int | None = None, **fields) -> Plan:
+    plan = sparse_plan(tiny_model(context=2048))
+    targets = (Target(device=device, backend="cpu", dtype="float32"),) if device else ()
+    if up_to is not None:
+        sparse = plan.prefill.lengths[0].model_copy(update={"up_to": up_to})
+        buckets = (sparse, PrefillBucket(up_to=None, dense=True))
+        fields["prefill"] = plan.prefill.model_copy(update={"lengths": buckets})
+    return Plan.model_validate(dict(plan) | {"targets": targets} | fields)
+
+
+@pytest.fixture
+def plans(tmp_path: Path) -> Path:
+    """Of another model, of another device, of this one, and one that was edited; and files that are no plans."""
+    folder = tmp_path / "plans"
+    folder.mkdir()
+    write_plan(small_plan(), folder / "a.yaml")
+    write_plan(plan_of("NVIDIA H200"), folder / "b.sparsekv.yaml")
+    write_plan(plan_of(device_called("cpu"), 1024), folder / "c.yml")
+    edited = folder / "d.yaml"
+    write_plan(plan_of(None), edited)
+    edited.write_text(edited.read_text().replace("tokens: 64", "tokens: 128", 1))
+    (folder / "values.yaml").write_text("kind: other\n")
+    (folder / "notes.txt").write_text("kind: sparsekv.plan\n")
+    return folder
+
+
+def test_doctor_says_which_plans_fit_a_model(sparsekv, model, plans):
+    done = sparsekv("doctor", model, "--plan", plans, "--device", "cpu")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert [Path(line.split(" (")[0]).name for line in lines] == ["a.yaml", "b.sparsekv.yaml", "c.yml"]
+    assert "does not fit, of another model: " in lines[0]
+    assert "fits, of another device" in lines[1]
+    assert lines[2].endswith("fits, of this device; the best")
+    assert "left out: " in done.err
+    assert "seal" in done.err
+    data = sparsekv("doctor", model, "--plan", plans, "--device", "cpu", "--json").data
+    assert [(plan["fits"], plan["best"]) for plan in data["plans"]] == [(False, False), (True, False), (True, True)]
+
+
+def test_doctor_finds_the_plan_beside_a_model_and_exits_1_where_none_fits(sparsekv, model, folder, plans):
+    done = sparsekv("doctor", folder, "--device", "cpu")
+    assert (done.code, "fits, of no device; the best" in done.out) == (0, True)
+    done = sparsekv("doctor", model, "--plan", plans / "a.yaml", "--device", "cpu")
+    assert (done.code, f"sparsekv plan {model}" in done.err) == (1, True)
+    done = sparsekv("doctor", model, "--memory", model, "1k")
+    assert (done.code, "leave one out" in done.err) == (2, True)
+
+
+def test_run_takes_the_plan_of_a_folder_that_fits_and_says_which(sparsekv, model, plans):
+    call = ("run", model, "--plan", plans, "--device", "cpu", "-p", "a b c", "--max-new-tokens", 1)
+    done = sparsekv(*call)
+    assert done.code == 0, done.err
+    assert f"plan: {plans}/c.yml (unverified, " in done.err
+
+
+def test_nothing_is_chosen_between_plans_that_fit_alike_or_of_another_model(model, plans):
+    with pytest.raises(UsageError, match="name the model"):
+        chosen_plan(plans, None, "cpu")
+    write_plan(plan_of(device_called("cpu"), 1024), plans / "e.yaml")
+    with pytest.raises(UsageError, match="several alike"):
+        chosen_plan(plans, str(model), "cpu")
+    for name in ("b.sparsekv.yaml", "c.yml", "e.yaml"):
+        (plans / name).unlink()
+    with pytest.raises(PlanMismatchError, match="example/model"):
+        chosen_plan(plans, str(model), "cpu")
+    assert chosen_plan(plans, None, "cpu") == plans / "a.yaml"
+
+
+def test_a_length_takes_the_plan_that_reaches_it_by_the_least(plans):
+    found = [(Path(str(up_to)), plan_of("here", up_to)) for up_to in (256, 512, 1024)]
+    beside = candidates(found, found[0][1].model, "here")
+    chosen = {length: int(str(best_of(beside, length).path)) for length in (100, 256, 300, 1024, 2048)}
+    assert chosen == {100: 256, 256: 256, 300: 512, 1024: 1024, 2048: 1024}
+    assert best_of(beside).path == Path("1024")
+    assert best_of([]) is None
