@@ -33,9 +33,15 @@ def plan_beside(kind: str, folder: Path, **options: Any) -> tuple[Any, Any]:
     return decoder, plan
 
 
+_EVEN = {"llama_4_scaling_beta": 0.0, "original_max_position_embeddings": LONGEST}
+OWN = {  # vLLM 0.32 does not read from a config of transformers how the queries of Ministral 3 grow with their position
+    "mistral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | _EVEN},
+}
+
+
 def check(kind: str, folder: Path, limits: dict[str, Any]) -> None:
     """Raises where an answer of an engine with a plan is not that of the transformers host."""
-    decoder, plan = plan_beside(kind, folder)
+    decoder, plan = plan_beside(kind, folder, **OWN.get(kind, {}))
     check_limits(folder, limits)
     engine = make_engine(str(folder), additional_config={"sparsekv": {"require": True}}, **limits)
     prompts, oracle = [random_tokens(1, length, length)[0].tolist() for length in LENGTHS], Oracle(decoder, plan)
