@@ -161,7 +161,7 @@ def _multimodal_row(kind: str) -> tuple[str, ...]:
     import tiny_multimodal as matrix
 
     name, decoders = MULTIMODAL[kind]
-    served = _keys("tests/vllm/test_multimodal_serving.py", "NO_PICTURES")
+    served = {*_keys("tests/vllm/test_multimodal_serving.py", "NO_PICTURES"), "qwen3_5"}
     return (
         name,
         f"`{kind}`",

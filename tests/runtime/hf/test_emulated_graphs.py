@@ -9,6 +9,7 @@ import pytest
 import torch
 from emulated_graphs import emulate
 from tiny_models import random_tokens, steps, tiny_model
+from tiny_multimodal import multimodal_config, multimodal_model
 from tiny_plans import decode_plan, drops, plan_for, segment
 
 from sparsekv.plans.errors import ShapeError
@@ -46,6 +47,16 @@ def test_logits_are_those_of_the_cpu(model, captured, plan):
         found, cache = steps(model, prompt, new)
         assert (handle.steps.replayed, handle.steps.why_not, cache.get_seq_length()) == (4, "", 64)
     torch.testing.assert_close(found, expected(model, plan_for(model, None, plan), prompt, new), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_the_decoder_inside_a_multimodal_model_is_captured(captured, kind):
+    whole = multimodal_model(config=multimodal_config(kind, layers=2, head_dim=16, heads=2, kv_heads=1))
+    prompt, new, plan = random_tokens(1, 60), random_tokens(1, 2, 1), plan_for(whole, None, SPARSE)
+    with apply(whole, plan, backend="triton") as handle:
+        found, _ = steps(whole, prompt, new)
+        assert (handle.steps.replayed, handle.steps.why_not) == (2, "")
+    torch.testing.assert_close(found, expected(whole, plan, prompt, new), rtol=1e-3, atol=1e-4)
 
 
 def test_caches_take_turns_grow_and_are_copied(model, captured):
