@@ -296,9 +296,10 @@ def agreement_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
 
 
 CLAIM_CAPTION = """\
-mean over prompts of what the plan loses beyond rounding: divergence in nats; else shares: of dense's
-likeliest tokens not picked, of dense's texts left, of prompts that fail, of right answers lost. "in
-text": in 128 tokens that dense goes on with. A gate is met where the mean is shown to be below it."""
+mean over prompts of what the plan loses beyond rounding: divergence in nats; else shares: disagreement
+(dense's likeliest tokens not picked), texts left (dense's own), prompts failed, answers lost (right
+ones). "in text": in 128 tokens that dense goes on with. A gate is met where the mean is shown to be
+below it."""
 CLAIM_HEADER = ("Phase", "Figure", "Over", "Prompts", "Mean", "Shown below", "Gate", "Outcome")
 
 
@@ -317,10 +318,14 @@ def claim_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
     before = ""
     for phase, over, name, claim in claims(quality):
         figures = (f"{value:.3g}" for value in (claim.mean, claim.bound, claim.gate))
-        kind, *task = name.split()
-        figure = " ".join((_FIGURES.get(kind, kind), *task))
-        yield phase if phase != before else "", figure, over, str(claim.prompts), *figures, claim.outcome
+        yield phase if phase != before else "", figure_of(name), over, str(claim.prompts), *figures, claim.outcome
         before = phase
+
+
+def figure_of(name: str) -> str:
+    """Returns what a claim is the mean of, as tables call it; `name` may end with a task."""
+    kind, *task = name.split()
+    return " ".join((_FIGURES.get(kind, kind), *task))
 
 
 def claims(quality: Quality) -> Iterator[tuple[str, str, str, Claim]]:

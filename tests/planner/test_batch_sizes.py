@@ -28,7 +28,8 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch, total: int, vocabulary: int = 50) -
     model.config.vocab_size = vocabulary
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
     device = torch.device("cuda", 0)
-    return SimpleNamespace(config=model.config, dtype=model.dtype, device=device, parameters=model.parameters)
+    own: dict[str, Any] = {"config": model.config, "dtype": model.dtype, "base_model": model.base_model}
+    return SimpleNamespace(**own, device=device, parameters=model.parameters)
 
 
 def test_a_token_costs_its_keys_and_values_and_a_copy_of_them_or_the_widest_layer() -> None:

@@ -2,6 +2,8 @@
 
 import inspect
 from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
@@ -58,5 +60,11 @@ def test_the_backend_attends_after_the_cache_was_written() -> None:
 
 
 def test_graphs_of_steps_that_only_decode_are_less_than_graphs_of_everything() -> None:
-    assert internals.without_prefill(AttentionCGSupport.ALWAYS) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    assert internals.without_prefill(AttentionCGSupport.NEVER) is AttentionCGSupport.NEVER
+    """Those that verify as many drafts of each request are of the same rows each."""
+    alone: Any = SimpleNamespace(speculative_config=None)
+    drafted: Any = SimpleNamespace(speculative_config=object())
+    single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert internals.without_prefill(alone, AttentionCGSupport.ALWAYS) is single
+    assert internals.without_prefill(drafted, AttentionCGSupport.ALWAYS) is AttentionCGSupport.UNIFORM_BATCH
+    for config in (alone, drafted):
+        assert internals.without_prefill(config, AttentionCGSupport.NEVER) is AttentionCGSupport.NEVER
