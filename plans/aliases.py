@@ -62,6 +62,10 @@ ALIASES = (
     Alias("qwen3-14b", "Qwen/Qwen3-14B", "qwen3", "40k"),
     Alias("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", "qwen3_moe", "40k"),
     Alias("gemma3-12b", "google/gemma-3-12b-it", "gemma3_text", "128k"),  # the text decoder of a model for images
+    Alias("gemma3-27b", "google/gemma-3-27b-it", "gemma3_text", "128k"),
+    Alias("olmo3-32b", "allenai/Olmo-3-32B-Think", "olmo3", "64k"),
+    Alias("glm4.5-air", "zai-org/GLM-4.5-Air", "glm4_moe", "128k"),
+    Alias("minimax-m2", "MiniMaxAI/MiniMax-M2", "minimax_m2", "192k"),
     Alias("gpt-oss-20b", "openai/gpt-oss-20b", "gpt_oss", "128k"),
     Alias("glm-4-9b-1m", "THUDM/glm-4-9b-chat-1m-hf", "glm", "1m"),
 )

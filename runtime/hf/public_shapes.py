@@ -41,15 +41,41 @@ def _qwen2(context: int, rope_theta: float) -> dict[str, Any]:
     return _shape("qwen2", rope_theta, 28, 3584, 18944, 28, 4, 152064, context)
 
 
-_GEMMA3_12B = _shape("gemma3_text", 1e6, 48, 3840, 15360, 16, 8, 262208, 131072) | {
-    "head_dim": 256,
-    "sliding_window": 1024,
-    "query_pre_attn_scalar": 256,
+def _gemma3(head_dim: int, query_scalar: int, *sizes: int) -> dict[str, Any]:
+    return _shape("gemma3_text", 1e6, *sizes) | {
+        "head_dim": head_dim,
+        "sliding_window": 1024,
+        "query_pre_attn_scalar": query_scalar,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "tie_word_embeddings": True,
+    }
+
+
+_OLMO3_32B = _shape("olmo3", 5e5, 64, 5120, 27648, 40, 8, 100278, 65536) | {
+    "sliding_window": 4096,
     "rope_parameters": {
-        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {
+            "rope_type": "yarn",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
     },
-    "tie_word_embeddings": True,
+}
+_GLM4_5_AIR = _shape("glm4_moe", 1e6, 46, 4096, 10944, 96, 8, 151552, 131072) | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 128,
+    "attention_bias": True,
+}
+_MINIMAX_M2 = _shape("minimax_m2", 5e6, 62, 3072, 1536, 48, 8, 200064, 196608) | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
 }
 _QWEN3_30B_A3B = _shape("qwen3_moe", 1e6, 48, 2048, 6144, 32, 4, 151936, 40960) | {
     "moe_intermediate_size": 768,
@@ -89,7 +115,11 @@ PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _shape("qwen3", 1e6, 36, 4096, 12288, 32, 8, 151936, 40960),
     "qwen3-14b": _shape("qwen3", 1e6, 40, 5120, 17408, 40, 8, 151936, 40960),
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
-    "gemma3-12b": _GEMMA3_12B,
+    "gemma3-12b": _gemma3(256, 256, 48, 3840, 15360, 16, 8, 262208, 131072),
+    "gemma3-27b": _gemma3(128, 168, 62, 5376, 21504, 32, 16, 262208, 131072),
+    "olmo3-32b": _OLMO3_32B,
+    "glm4.5-air": _GLM4_5_AIR,
+    "minimax-m2": _MINIMAX_M2,
     "gpt-oss-20b": _GPT_OSS_20B,
 }
 
