@@ -13,7 +13,7 @@ from sparsekv.plans.aliases import PLAN_NAME
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.markdown import cell, table
 from sparsekv.plans.schema import Plan, Quality
-from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows, claims, header
+from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows, claims, figure_of, header
 from sparsekv.plans.types import format_length
 
 BEGIN, END = "<!-- sparsekv:begin -->", "<!-- sparsekv:end -->"
@@ -94,7 +94,7 @@ def _quality(quality: Quality) -> Iterator[str]:
         rows = [
             (
                 phase,
-                name,
+                figure_of(name),
                 str(claim.prompts),
                 f"{claim.mean:.3g}",
                 f"{claim.bound:.3g}",

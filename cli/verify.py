@@ -16,7 +16,17 @@ from sparsekv.cli.plan_files import check_replaceable, check_writable, outcomes_
 from sparsekv.cli.prompts import answered_prompts, own_prompts
 from sparsekv.cli.verdict import Ended, denser_command, hurt_lines, repeated, verdict
 from sparsekv.planner.flags import MOST, Flag, Lengths
-from sparsekv.planner.options import DEFAULT_TASKS, HELD_OUT, VERIFY_TIME, Drawn, Gate, Gated, Hardware, PlanOptions
+from sparsekv.planner.options import (
+    DEFAULT_TASKS,
+    HELD_OUT,
+    VERIFY_TIME,
+    Drawn,
+    Gate,
+    Gated,
+    Hardware,
+    PlanOptions,
+    lengths_to_verify,
+)
 from sparsekv.planner.own_prompts import GivenPrompt, digest_of_prompts, set_aside
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
@@ -65,14 +75,10 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
     ] = False
 
     def options(self, plan: Plan) -> PlanOptions:
-        """Returns what to verify of a plan: the lengths it was made for, unless others are asked for. One that names
-        none, as imported ones do, is verified at the model's context alone, where that is asked for."""
-        own = plan.planned_lengths
-        made_for = {*own} or {plan.model.context_length}
+        """Returns what to verify of a plan."""
         return PlanOptions(
-            lengths=self.lengths or own,
+            **lengths_to_verify(plan, self.lengths, plan.model.context_length),
             tasks=self.tasks,
-            verify_chosen=("--lengths",) if self.lengths and {*self.lengths} != made_for else (),
             verify_samples=self.verify_samples,
             gate=self.gate,
             verify_time=self.verify_time,

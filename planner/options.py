@@ -30,7 +30,7 @@ from sparsekv.planner.flags import (
 from sparsekv.planner.own_prompts import GivenPrompt, as_prompts
 from sparsekv.plans.errors import UsageError, did_you_mean
 from sparsekv.plans.patterns import PATTERNS, TileShape, fraction
-from sparsekv.plans.schema import HostName
+from sparsekv.plans.schema import HostName, Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.settings import Backend, DeviceMap, Dtype
 
@@ -392,3 +392,12 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
                 f"expected verify_lengths among the planned lengths {self.lengths}, found {self.verify_lengths}"
             )
         return self
+
+
+def lengths_to_verify(plan: Plan, asked: tuple[int, ...], context: int) -> dict[str, Any]:
+    """Returns the fields of options that say at which lengths a plan is verified: its own, unless others are asked for.
+    Those were chosen, and verify nothing. A plan that names none, as imported ones do, is verified at the model's
+    context."""
+    own = plan.planned_lengths
+    is_chosen = bool(asked) and {*asked} != ({*own} or {context})
+    return {"lengths": asked or own, "verify_chosen": ("--lengths",) if is_chosen else ()}

@@ -20,7 +20,7 @@ PHASES: tuple[PhaseName, ...] = ("prefill", "decode", "both")
 _NO_NUMBER = 20.0  # nats, of a sample without finite probabilities
 
 Draws = dict[int, dict[PhaseName, Wanted]]
-"""What of the samples of each length is wanted, of which phases."""
+"""Says of each length and phase what of the next samples is wanted."""
 
 
 def floor_of(phase: str) -> str:

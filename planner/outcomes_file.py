@@ -10,19 +10,25 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from sparsekv.planner.data_files import first_fault
+from sparsekv.kernels.backends import choose_backend
+from sparsekv.planner.data_files import first_fault, versions
 from sparsekv.planner.evaluation import PhaseName
 from sparsekv.planner.evaluation.results import EvalResult, LongText, Outcome, Spent, TaskResult
 from sparsekv.planner.gates import Wanted
 from sparsekv.planner.options import Gate
 from sparsekv.planner.outcomes import PHASES, Outcomes, floor_of
+from sparsekv.planner.settled import Settled
 from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.files import content_digest, read_text, write_bytes
+from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import Digest, FieldError, Length, Natural, Part, Positive, Text, WeightsDigest
+from sparsekv.runtime.hf.describe import config_of
+from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
 
 MAX_BYTES = 64 << 20
 _SIGNATURE = "integrity"
@@ -65,6 +71,34 @@ class OutcomesSettings(Part):
     lengths: tuple[Length, ...]
     prefill_chunk: Length | None = None
     prompts: Digest | None = None
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, plan: Plan, digest: str, options: Settled, **drawn: Any) -> Self:
+        """Returns the settings of a run.
+
+        Args:
+            digest: of what the plan executes.
+            drawn: `content_seed`, `attempt`, `skipped` and `prompts`.
+        """
+        model, fingerprint = loaded.model, loaded.info.fingerprint
+        tile, head_dim = plan.prefill.tile if plan.prefill else None, loaded.info.attention[0].head_dim
+        capped = has_soft_cap(config_of(model))
+        return cls(
+            plan=digest,
+            architecture=fingerprint.architecture,
+            weights=fingerprint.weights,
+            dtype=dtype_name(model.dtype),
+            device=device_name(model.device),
+            backend=choose_backend(model.device, model.dtype, head_dim, options.backend, tile, capped).name,
+            versions=versions(),
+            seed=options.verify_seed,
+            chosen=options.verify_chosen,
+            gates=options.gate,
+            tasks=options.tasks,
+            lengths=options.verify_lengths,
+            prefill_chunk=options.prefill_chunk,
+            **drawn,
+        )
 
     def check_same(self, own: Mapping[str, object]) -> None:
         """Refuses outcomes that a run cannot go on from.

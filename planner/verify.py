@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 
-from sparsekv.kernels.backends import choose_backend
-from sparsekv.planner.data_files import versions
 from sparsekv.planner.evaluation import DENSE, EvalSamples, Evaluator, Mode, PhaseName, PlanMode, opened
 from sparsekv.planner.evaluation.given import NEAR_END, GivenSamples, HeldOut, samples_of
 from sparsekv.planner.evaluation.results import Comparison, EvalResult, measurement_of, merged
@@ -45,9 +43,7 @@ from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Evidence, Measurement, Plan, Quality, to_data
 from sparsekv.plans.types import canonical_json, format_length
-from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
 
 _BROKEN_FLOOR = 0.1  # nats: that much is no rounding
 _ROUNDS = 6  # most samples of each task and length between two looks, on a GPU; on a CPU one
@@ -151,7 +147,10 @@ def verify(
         samples = GivenSamples.at(samples, held_out.after(skipped))
         options = options.but(tasks=samples.tasks, verify_lengths=samples.lengths)
     digest = held_out.digest if held_out else digest_of_prompts(prompts) if prompts else None
-    settings = _settings(loaded, plan, options, samples.seed, attempt, skipped, digest)
+    settings = OutcomesSettings.of(
+        loaded, plan, executed_digest(plan), options,
+        content_seed=samples.seed, attempt=attempt, skipped=skipped, prompts=digest,
+    )  # fmt: skip
     if earlier is not None:
         earlier.settings.check_same(dict(settings))
     samples.check_fit(source)
@@ -169,34 +168,6 @@ def verify(
         kept = None if keep is None else lambda: keep(OutcomesRecord.of(found, settings))
         _draw(found, evaluator, samples, source, options, step, kept)
     return _verdict(plan, found, options, settings)
-
-
-def _settings(
-    loaded: LoadedModel, plan: Plan, options: Settled, seed: int, attempt: int, skipped: int, prompts: str | None
-) -> OutcomesSettings:
-    """Returns what makes the outcomes of two runs comparable."""
-    model, fingerprint = loaded.model, loaded.info.fingerprint
-    tile, head_dim = plan.prefill.tile if plan.prefill else None, loaded.info.attention[0].head_dim
-    capped = has_soft_cap(config_of(model))
-    return OutcomesSettings(
-        plan=executed_digest(plan),
-        architecture=fingerprint.architecture,
-        weights=fingerprint.weights,
-        dtype=dtype_name(model.dtype),
-        device=device_name(model.device),
-        backend=choose_backend(model.device, model.dtype, head_dim, options.backend, tile, capped).name,
-        versions=versions(),
-        content_seed=seed,
-        seed=options.verify_seed,
-        chosen=options.verify_chosen,
-        gates=options.gate,
-        attempt=attempt,
-        skipped=skipped,
-        tasks=options.tasks,
-        lengths=options.verify_lengths,
-        prefill_chunk=options.prefill_chunk,
-        prompts=prompts,
-    )
 
 
 def _work(samples: EvalSamples, most: int | None, modes: Mapping[str, Mode]) -> float | None:

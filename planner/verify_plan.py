@@ -6,7 +6,7 @@ import os
 import warnings
 from typing import Any
 
-from sparsekv.planner.options import DEFAULT_TASKS, PlanOptions
+from sparsekv.planner.options import DEFAULT_TASKS, PlanOptions, lengths_to_verify
 from sparsekv.planner.plan import loaded_from
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.settled import Settled, settle
@@ -61,10 +61,8 @@ def verify_plan(
 
 
 def _settled(asked: PlanOptions, plan: Plan, loaded: LoadedModel) -> Settled:
-    """What is asked for, at the plan's own lengths unless others are named: those were chosen, and verify nothing."""
+    """Returns what is asked for, settled for this model."""
     context = loaded.info.context_length
-    made_for = {*plan.planned_lengths} or {context}
-    chosen = ("lengths",) if asked.lengths and {*asked.lengths} != made_for else ()
-    asked = asked.but(lengths=asked.lengths or plan.planned_lengths, verify_chosen=chosen)
+    asked = asked.but(**lengths_to_verify(plan, asked.lengths, context))
     settled = settle(asked, context, loaded.model.device.type)
     return settled.but(tasks=settled.tasks or DEFAULT_TASKS)

@@ -17,7 +17,7 @@ _CHUNK = 64  # tokens that torch computes together in a gated delta rule
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """What a layer with a recurrent state has.
+    """Holds the sizes of a layer with a recurrent state.
 
     Attributes:
         heads: of its state.

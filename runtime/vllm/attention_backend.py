@@ -14,8 +14,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ import torch
 from sparsekv.kernels.backends import is_backend_failure
 from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.softmax import PLAIN, Softmax
-from sparsekv.plans.errors import BackendError, SparseKVError, UnsupportedError, UsageError
+from sparsekv.plans.errors import SparseKVError, UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.roles import Evicting, Filter, Follower
 from sparsekv.runtime.core.state import Observed
@@ -31,7 +29,8 @@ from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm import step_metadata
 from sparsekv.runtime.vllm.decode_step import DecodeHost, DecodeRows
 from sparsekv.runtime.vllm.engine_facts import check_engine_layer
-from sparsekv.runtime.vllm.engine_options import EngineOptions, plan_path, read_options
+from sparsekv.runtime.vllm.engine_options import read_options
+from sparsekv.runtime.vllm.engine_plan import plan_of, say_dense
 from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
 from sparsekv.runtime.vllm.evicted_tables import EvictedLengths, EvictedTable, TableRows
 from sparsekv.runtime.vllm.evicting_step import move
@@ -247,7 +246,7 @@ class SparseBuilder(_Builder):
 
     @property
     def _host(self) -> PlanHost | None:
-        """What its layers run by; None where a later one left all of them dense."""
+        """Returns what its layers run by; None where a later one left all of them dense."""
         return None if self._first is None else self._first.plan_host
 
     def _prepare(
@@ -355,7 +354,6 @@ def _rows(common: Any) -> TableRows:
 
 
 _hosts: list[tuple[weakref.ref[Any], PlanHost | None]] = []  # of engines whose plan was looked for, by their key
-_NO_PLAN = b"\0" * 32  # in place of a digest
 # Of a release or a model that is unlike what was seen: the same on all ranks, as a device without memory is not.
 _UNLIKE = (AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 
@@ -389,16 +387,16 @@ def _forget(gone: weakref.ref[Any]) -> None:
 
 def _started(config: Any) -> PlanHost | None:
     options, model = read_options(config.additional_config), config.model_config
-    path = None if model is None or options.dense else _plan_of(config, options)
+    path = None if model is None or options.dense else plan_of(config, options)
     if path is None:  # and nothing else of vLLM has been looked at
         return None
     try:
         host = start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config), vllm.gather)
     except SparseKVError as error:
-        _say_dense(config, error)
+        say_dense(config, error)
         return None
     except _UNLIKE as error:  # no reason to end a server
-        _say_dense(config, UnsupportedError(f"the engine could not be read ({type(error).__name__}: {error})"))
+        say_dense(config, UnsupportedError(f"the engine could not be read ({type(error).__name__}: {error})"))
         return None
     if host.evicting is not None:
         _evict_blocks(config)
@@ -409,51 +407,13 @@ def _started(config: Any) -> PlanHost | None:
     return host
 
 
-def _plan_of(config: Any, options: EngineOptions) -> Path | None:
-    """The plan file of an engine, the same one on all of its ranks: else they would wait for each other for ever."""
-    model, trouble, digest = config.model_config, None, _NO_PLAN
-    path: Path | None = None
-    try:
-        path = plan_path(options, model.model, model.revision)
-        digest = _NO_PLAN if path is None else sha256(path.read_bytes()).digest()
-    except SparseKVError as error:
-        trouble = error
-    except OSError as error:
-        trouble = UsageError(f"expected a plan to be read at {path}, found: {error}; correct its rights, or remove it")
-    each = [digest] if config.parallel_config.tensor_parallel_size == 1 else vllm.gather_bytes(digest)
-    if trouble is None and any(one != each[0] for one in each):
-        having = ", ".join(f"{rank}: {'none' if one == _NO_PLAN else one.hex()[:8]}" for rank, one in enumerate(each))
-        trouble = UnsupportedError(
-            f"expected one plan on all tensor-parallel ranks, found files with these digests (by rank): {having}; copy "
-            "the same sparsekv.yaml beside the model on every machine"
-        )
-    if trouble is not None:
-        _say_dense(config, trouble)
-        return None
-    return path
-
-
 def _leave_dense(config: Any, error: SparseKVError) -> None:
     """The layers that were made already attend by vLLM's own code, and so do those to come."""
-    _say_dense(config, error)
+    say_dense(config, error)
     for layer in vllm.layers_so_far(config).values():
         if isinstance(impl := getattr(layer, "impl", None), SparseImpl):
             impl.plan_host = impl.program = None
     _set_host(vllm.engine_key(config), None)
-
-
-def _say_dense(config: Any, error: SparseKVError) -> None:
-    """Raises the error where the plan is required, and one of a rank's own device: the others would wait for it."""
-    options = read_options(config.additional_config)
-    if isinstance(error, BackendError) and config.parallel_config.tensor_parallel_size > 1:
-        raise error
-    if options.requires(options.plan is not None or vllm.asks_for_ours(config)):
-        raise error
-    vllm.logger.warning(
-        "sparsekv: the plan beside the model is not run, all attention is dense: %s (to end such an engine instead: "
-        '--additional-config \'{"sparsekv": {"require": true}}\')',
-        error,
-    )
 
 
 def _keys(

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError, install_command
 from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.phases import Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.program import LayerProgram
@@ -24,7 +25,7 @@ TESTED: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "cuda": MappingProxyType(
             {
                 "0.26.0": "all tests of the host and `bench serve` on one H200",
-                "0.33.0": "its tests, `vllm serve` and `bench serve` on one H100, tensor parallel 2 on two",
+                "0.33.0": "GPU tests, `vllm serve` and `bench serve` on one H100, tensor parallel 2 on two",
             }
         ),
     }
@@ -125,14 +126,18 @@ def untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
         )
 
 
+def segments_of(plan: Plan) -> list[Segment]:
+    """Returns those of all lengths."""
+    return [segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments]
+
+
 def kinds_of_model(facts: EngineFacts, plan: Plan) -> Iterator[str]:
     """Returns what of a model, or of a plan for it, this host does not run."""
     if facts.encoder_decoder:
         yield "cross-attention: only decoders can be run by a plan"
     if facts.latent:
         yield "multi-head latent attention (MLA): plans are for attention with keys and values of each head"
-    segments = (segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments)
-    if any(segment.selector != "last" and segment.window > 1 for segment in segments):
+    if any(segment.selector != "last" and segment.window > 1 for segment in segments_of(plan)):
         yield (
             "a plan whose filter layers choose by several queries, which vLLM does not keep: plan with the selector "
             '"last", or decode dense with "decode": false'

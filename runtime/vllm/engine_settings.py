@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.plans.phases import Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_ids
-from sparsekv.runtime.vllm.engine_facts import EngineFacts, kinds_of_model, untested
+from sparsekv.runtime.vllm.engine_facts import EngineFacts, kinds_of_model, segments_of, untested
 
 Verdict = Literal["runs", "runs, with a remark", "refused"]
 _CPU, _GPU = "CPU, 0.32, 2026-11-27", "H100, 0.33, 2026-11-27"
@@ -74,7 +73,7 @@ def _stages(facts: EngineFacts, plan: Plan) -> str | None:
     parted = [
         f"pipeline stages that part filter layer {chosen_by} from layers of its segment (up to {max(layers)}): use "
         "--pipeline-parallel-size 1, or set VLLM_PP_LAYER_PARTITION to keep them together"
-        for chosen_by, layers in sorted({(segment.filter, segment.layers) for segment in _segments(plan)})
+        for chosen_by, layers in sorted({(segment.filter, segment.layers) for segment in segments_of(plan)})
         if facts.stages and not any({chosen_by, *layers} <= set(stage) for stage in facts.stages)
     ]
     return "\n  ".join(parted) or None
@@ -104,7 +103,7 @@ def _context(facts: EngineFacts, plan: Plan) -> str | None:
 
 
 def _micro_batches(facts: EngineFacts, plan: Plan) -> str | None:
-    if not facts.micro_batches or not (_segments(plan) or plan.retained):
+    if not facts.micro_batches or not (segments_of(plan) or plan.retained):
         return None
     where = f", where {_evicting(plan)}" if plan.retained else " with sparse decode"
     return f"micro-batches (--enable-dbo){where}: turn them off"
@@ -128,10 +127,6 @@ def _modalities(facts: EngineFacts, plan: Plan) -> str | None:
 
 def _evicting(plan: Plan) -> str:
     return f"layers {format_ids(plan.retained)} evict tokens"
-
-
-def _segments(plan: Plan) -> list[Segment]:
-    return [segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments]
 
 
 SETTINGS = (

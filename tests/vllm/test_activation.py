@@ -19,6 +19,7 @@ from sparsekv.runtime.vllm.attention_backend import SparseBuilder, SparseImpl
 from sparsekv.runtime.vllm.counters import serving_stats
 from sparsekv.runtime.vllm.engine_facts import check_engine_layer
 from sparsekv.runtime.vllm.engine_options import read_options
+from sparsekv.runtime.vllm.engine_plan import plan_of
 from sparsekv.runtime.vllm.plan_host import PlanHost
 
 Prompts = dict[int, list[int]]
@@ -135,9 +136,9 @@ def test_ranks_with_other_plan_files_run_dense_together_or_end_together(
             (planned / "sparsekv.yaml").unlink()
         if require:
             with pytest.raises(SparseKVError, match="one plan on all" if has_plan else "found none"):
-                attention_backend._plan_of(config, options)
+                plan_of(config, options)
         else:
-            assert attention_backend._plan_of(config, options) is None
+            assert plan_of(config, options) is None
             assert ("1: 31313131" if has_plan else "0: none, 1: 31313131") in warned.pop()
 
 

@@ -20,7 +20,7 @@ from sparsekv.runtime.vllm.contract import Sources, unfulfilled, unknown_metadat
 
 ROOT = Path(__file__).parents[3]
 RECORDS = sorted((ROOT / "tests/data/vllm").glob("*.json"))
-OURS = ("internals", "cache_internals", "releases", "step_metadata", "attention_backend")
+OURS = ("internals", "cache_internals", "releases", "step_metadata", "engine_plan", "attention_backend")
 FOLDER = Path(contract.__file__).parent
 
 
