@@ -13,7 +13,7 @@ import typer
 
 from sparsekv.cli.arguments import PLACE, Json, PlanArgument, PlanPlace, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json, tell
-from sparsekv.cli.plan_files import check_replaceable, outcomes_beside
+from sparsekv.cli.plan_files import check_replaceable, may_go_on
 from sparsekv.cli.verdict import Ended, verdict
 from sparsekv.plans.diff import diff_plans
 from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UsageError, install_command
@@ -68,7 +68,7 @@ def show(
     if html is not None:
         emit(f"{html}: the page of {found.model.id}, {found.status}")
         return
-    ended = Ended(goes_on=outcomes_beside(path).is_file())
+    ended = Ended(goes_on=may_go_on(path))
     if as_markdown:
         _print_markdown(found, full, str(plan), ended)
     else:

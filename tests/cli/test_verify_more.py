@@ -53,8 +53,15 @@ def first(sparsekv, folder: Path, samples: int = 1):
 def test_more_samples_are_drawn_behind_those_of_the_first_run(sparsekv, copy, begun):
     assert "--more" not in sparsekv("show", copy).out
     first(sparsekv, copy, 3)
-    assert "--write --more --verify-time 1800" in sparsekv("show", begun).out
     kept = json.loads(outcomes_in(begun).read_text())
+    assert kept["settings"]["chosen"] == ["--lengths", "--tasks"]
+    assert "--write --verify-time 1800" in sparsekv("show", begun).out
+    unchosen = kept | {"settings": kept["settings"] | {"chosen": []}}
+    outcomes_in(copy).write_text(json.dumps(unchosen))
+    assert "--write --more --verify-time 1800" in sparsekv("show", copy).out
+    outcomes_in(copy).write_text("no JSON")
+    assert "--more" not in sparsekv("show", copy).out
+    outcomes_in(copy).unlink()
     assert kept["settings"]["tasks"] == ["kv_retrieval"]
     done = sparsekv("verify", begun, "--write", "--more", "--samples", 3, "--json")  # tasks, lengths, gates as before
     assert done.code == 0, done.err
