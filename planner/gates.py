@@ -137,10 +137,11 @@ class _Figure:
         if not values:
             return None
         outcome, more = self._decided(rounds, level, shared)
+        bound = upper_confidence_bound(rounds, self.span, level) if bounded else self.span.high
         return Claim(
             gate=self.gate,
             mean=sum(values) / len(values),
-            bound=upper_confidence_bound(rounds, self.span, level) if bounded else self.span.high,
+            bound=min(bound, self.gate) if outcome == "met" else bound,  # searched on a grid, which may skip the gate
             prompts=len(values),
             outcome=outcome,
             more=more,

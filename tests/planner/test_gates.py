@@ -154,6 +154,17 @@ def test_samples_of_answers_alone_decide_accuracy_and_leave_every_other_figure_a
     }
 
 
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_the_bound_of_a_figure_that_met_its_gate_is_within_it(lost: int) -> None:
+    """From the first prompt on that it takes, where the gate is only just shown."""
+    prompts = [prompt(right=False)] * lost + [prompt()] * 400
+    decided = range(120, len(prompts), 5)
+    claims = [found(prompts[:count]).overall["accuracy"] for count in decided]
+    met = [claim for claim in claims if claim.outcome == "met"]
+    assert met
+    assert all(claim.mean <= claim.bound <= claim.gate for claim in met)
+
+
 def test_a_task_that_is_not_solved_leaves_and_the_others_go_on() -> None:
     wrong = prompt(before=False, right=False)
     one = Measured(
