@@ -24,7 +24,7 @@ from sparsekv.bench.harness import wait_for
 from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan
-from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode
+from sparsekv.runtime.core.decode import Seen, count_step, decode
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
@@ -130,7 +130,7 @@ class StepAttention:
         """The step as the runtime computes it; without a plan by its dense kernel."""
         program = self._program(plan)
         state, lengths = DecodeState(program.segments), self._lengths
-        sources = [WithSoftmax(store, self._softmax) for store in self._stores]
+        sources = [Seen(store, partial(replace, softmax=self._softmax)) for store in self._stores]
         # A captured step never learns the lengths.
         known = (
             torch.tensor(lengths, dtype=torch.int32, device=self._device) if self._device.type == "cuda" else lengths

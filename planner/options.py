@@ -31,7 +31,7 @@ from sparsekv.planner.own_prompts import GivenPrompt, as_prompts
 from sparsekv.plans.errors import UsageError, did_you_mean
 from sparsekv.plans.patterns import PATTERNS, TileShape, fraction
 from sparsekv.plans.schema import HostName, Plan
-from sparsekv.plans.types import format_length
+from sparsekv.plans.types import KVDtype, format_length
 from sparsekv.runtime.settings import Backend, DeviceMap, Dtype
 
 _SEARCHED = [name for name, kind in PATTERNS.items() if kind.ranges(TileShape(), 1)]
@@ -299,6 +299,11 @@ class Gated(Options):
 
 HELD_OUT = "Most held-out samples a task and length; by default as many as decide, within --verify-time."
 VERIFY_TIME = "Seconds of drawing more samples than the first ones, unless all is decided; 90 on a CPU, 300 on a GPU."
+
+
+KVPrecision = Annotated[
+    KVDtype, Flag("Precision of cached keys and values: the model's (auto), or 8 bits (fp8), half the bytes of 16.")
+]
 
 
 class Device(Options):

@@ -42,7 +42,8 @@ HostName = Literal["transformers", "vllm"]
 class Target(Part):
     """A device that cost and crossover were measured on, and the program that runs the model there.
 
-    `chunk` is the most tokens of a prompt that the program prefills at once, where it cuts prompts.
+    `chunk` is the most tokens of a prompt that the program prefills at once, where it cuts prompts; `kv_dtype` that of
+    keys and values in a cache, where it is not the model's.
     """
 
     device: Text
@@ -52,6 +53,7 @@ class Target(Part):
     backend: BackendName
     dtype: DtypeName
     chunk: Length | None = None
+    kv_dtype: Literal["fp8"] | None = None
 
 
 def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
