@@ -360,6 +360,7 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
         Field(ge=1, le=MOST),
         Flag("Calibration samples a length; by default 3 on a CPU, 8 on a GPU, 5 of more than 64k.", metavar="N"),
     ] = None
+    kv_dtype: KVPrecision = "auto"
     device_map: Annotated[
         DeviceMap | None, Flag("Spread a model that is too large for one device over all, by accelerate.")
     ] = None

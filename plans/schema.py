@@ -16,6 +16,7 @@ from sparsekv.plans.types import (
     ExactInt,
     FieldError,
     JsonObject,
+    KVDtype,
     Length,
     Natural,
     NonNegative,
@@ -307,6 +308,11 @@ class Plan(Part):
         """The length buckets of both phases."""
         prefill, decode = self.prefill, self.decode
         return (*(prefill.lengths if prefill else ()), *(decode.lengths if decode else ()))
+
+    @property
+    def kv_dtype(self) -> KVDtype:
+        """Returns in what cached keys and values were when it was measured."""
+        return "fp8" if self.targets and all(target.kv_dtype == "fp8" for target in self.targets) else "auto"
 
     @property
     def planned_lengths(self) -> tuple[int, ...]:

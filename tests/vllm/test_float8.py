@@ -134,10 +134,7 @@ def stored(reference: LoadedModel, plan_file: Any, kept_engines: list[Any]) -> A
     return kept_engines[-1]
 
 
-COARSE = 128.0  # most numbers are among the few that are left between 0 and the smallest exponent
-
-
-@pytest.fixture(params=[1.0, 0.03, COARSE])
+@pytest.fixture(params=[1.0, 0.03, 64.0])
 def scale(request: pytest.FixtureRequest, stored: Any, monkeypatch: pytest.MonkeyPatch) -> float:
     """That of all layers' keys, and half of that of their values, in both hosts."""
     of_k, of_v = request.param, request.param / 2
@@ -163,13 +160,14 @@ def test_prompts_at_once_are_answered_as_by_the_transformers_host(
     """But for numbers between two of 8 bits that rounding in float32 decides: each is a 16th off then."""
     asked = [prompts[length] for length in (700, 1500)]
     outputs, cuts = generate(stored, asked), chunks_of([len(prompt) for prompt in asked])
-    oracle, exact, apart = Oracle(reference.model, plan, kv_dtype="fp8"), Oracle(reference.model, plan), []
+    rounded, exact = Oracle(reference.model, plan, kv_dtype="fp8"), Oracle(reference.model, plan)
+    near, far = 0.0, 0.0
     for output, prompt, ends in zip(outputs, asked, cuts, strict=True):
         found = torch.tensor([next(iter(at.values())).logprob for at in output.outputs[0].logprobs])
-        torch.testing.assert_close(found, oracle.of(prompt, ends, tokens_of(output)), atol=0.1, rtol=0.05)
-        apart.append(float((found - exact.of(prompt, ends, tokens_of(output))).abs().max()))
-    print(apart)
-    assert scale != COARSE or max(apart) > 0.2
+        near += float((found - rounded.of(prompt, ends, tokens_of(output))).abs().sum())
+        far += float((found - exact.of(prompt, ends, tokens_of(output))).abs().sum())
+    print("NEAR", near, far)
+    assert near < 0.5 * far
     stats = serving_stats(stored)
     assert stats.prefill_density < 0.9
     assert stats.failures == 0
