@@ -55,6 +55,7 @@ from sparsekv.runtime.hf.describe import attention_modules
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.plan_checks import check_plan
+from sparsekv.runtime.stores.float8 import Float8
 
 RANDOM_NOTE = (
     "Keys and values are random, of normal distribution, and so are queries where attention is timed alone: which "
@@ -144,6 +145,7 @@ def bench_decode(
     backend = choose_backend(model.device, model.dtype, subject.info.attention[0].head_dim, bench.backend).name
     runs, cases = DecodeRuns(subject, plans, bench), list(product(bench.lengths, bench.batches))
     own = {"model": subject.name, "weights": subject.weights, "plan": words, "layers": subject.info.layers}
+    own["kv_dtype"] = bench.kv_dtype
     with (progress or Progress()).stage("decode", total=2 * len(cases)) as step, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what plans warn of was said before; what is not captured stands in the rows
         for length, batch in cases:
@@ -183,7 +185,8 @@ def _attention_rows(row: Row, runs: DecodeRuns) -> list[Row]:
     layouts = tuple(replace(layout, batch=row.own["batch"]) for layout in layouts_of(subject.model))
     try:
         softmax = softmax_of(subject.model)
-        attention = StepAttention(subject.info, layouts, row.length, row.backend, bench.seed, softmax)
+        float8 = bench.kv_dtype == "fp8"
+        attention = StepAttention(subject.info, layouts, row.length, row.backend, bench.seed, softmax, float8)
         calls = {name: replayed(call, device) for name, call in attention.dense().items()}
         peers = time_calls(calls, row.length, device, bench.repeats)
         turns = {"dense": calls[peers.fastest]} if peers.fastest else {}
@@ -194,7 +197,8 @@ def _attention_rows(row: Row, runs: DecodeRuns) -> list[Row]:
     except Exception as error:  # out of memory
         return [row.plus(f"{case_of(row)}: {in_short(error)}") for row, _ in named.values()]
     group = subject.info.attention[0]
-    token_bytes, token_flops = 2 * layouts[0].token_bytes, 4 * group.heads * group.head_dim
+    stored = Float8.layout(layouts[0]) if bench.kv_dtype == "fp8" else layouts[0]
+    token_bytes, token_flops = 2 * stored.token_bytes, 4 * group.heads * group.head_dim
     rows, dense_ms = [], times.get("dense")
     for name, (named_row, plan) in named.items():
         row = named_row.plus(dense_ms=dense_ms, peers=peers)

@@ -32,7 +32,7 @@ from sparsekv.plans.errors import BackendError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.types import format_length
+from sparsekv.plans.types import KVDtype, format_length
 from sparsekv.runtime.hf.load import load_config
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name
 from sparsekv.runtime.settings import preset_vllm
@@ -91,6 +91,7 @@ class ServeBench:
         alone: one engine at a time.
         cache_bytes: of keys and values, of each engine; None takes what the device has left.
         ranks: GPUs of each engine (tensor parallelism).
+        kv_dtype: of keys and values in both engines.
     """
 
     loads: tuple[Load, ...]
@@ -103,6 +104,7 @@ class ServeBench:
     alone: bool = False
     cache_bytes: int | None = None
     ranks: int = 1
+    kv_dtype: KVDtype = "auto"
 
     @property
     def longest(self) -> int:
@@ -121,6 +123,7 @@ class ServeBench:
             "skip_tokenizer_init": True,
             "seed": self.seed,
             "tensor_parallel_size": self.ranks,
+            "kv_cache_dtype": self.kv_dtype,
         }
         share = ALONE if self.alone else BESIDE
         on_device = {"gpu_memory_utilization": share} if self.device.type == "cuda" else {}
@@ -220,7 +223,7 @@ def bench_serve(
                 "requests": load.requests,
                 "per_minute": load.per_minute,
             }
-            own["cache_bytes"] = bench.cache_bytes
+            own |= {"cache_bytes": bench.cache_bytes, "kv_dtype": bench.kv_dtype}
             row = Row(
                 name="serve",
                 length=load.prompt,

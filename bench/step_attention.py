@@ -24,13 +24,14 @@ from sparsekv.bench.harness import wait_for
 from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan
-from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode
+from sparsekv.runtime.core.decode import Seen, count_step, decode
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.float8 import Float8
 from sparsekv.runtime.stores.pinned import available_bytes, has_room
-from sparsekv.runtime.stores.store import Layout
+from sparsekv.runtime.stores.store import KeySource, Layout
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of the newest token to all: q [B, H, 1, D], k and v [B, G, S, D]."""
@@ -86,6 +87,21 @@ def fill(
         wait_for(layout.device)  # what is on its way to host memory takes device memory until it is there
 
 
+class _Rounded:
+    """A store in 8 bits, to be filled."""
+
+    def __init__(self, store: DeviceStore, float8: Float8) -> None:
+        self._store, self._float8 = store, float8
+
+    def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        return layout.empty(tokens), layout.empty(tokens)
+
+    def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        room = self._store.room(k_BGSD.shape[2], Float8.layout(Layout.of(k_BGSD)))
+        self._float8.fill(room, k_BGSD, v_BGSD)
+        self._store.commit(*room)
+
+
 class StepAttention:
     """Random queries of one step, and the keys and values of all layers.
 
@@ -96,6 +112,7 @@ class StepAttention:
         backend: the name that `choose_backend` gave.
         seed: of what is random.
         softmax: of every layer; kernels of others compute it without sinks and caps.
+        float8: keys and values are in 8 bits, which kernels of others do not take.
 
     Raises:
         What an allocation raises.
@@ -109,6 +126,7 @@ class StepAttention:
         backend: str,
         seed: int,
         softmax: Softmax = PLAIN,
+        float8: bool = False,
     ) -> None:
         self._info = info
         self._backend = backend
@@ -118,9 +136,11 @@ class StepAttention:
         self._timed = info.full_layers or tuple(range(info.layers))
         timed = [layouts[layer] for layer in self._timed]
         self._stores = [DeviceStore() for _ in timed]
+        self._float8 = [Float8() for _ in timed] if float8 else []
         for store, layout in zip(self._stores, timed, strict=True):
-            store.reserve(length, layout)
-        fill(self._stores, length, timed, seed)
+            store.reserve(length, Float8.layout(layout) if float8 else layout)
+        rounded = [_Rounded(*both) for both in zip(self._stores, self._float8, strict=False)]
+        fill(rounded or self._stores, length, timed, seed)
         groups = info.by_layer
         queries = [replace(layouts[layer], heads=groups[layer].heads).empty(1) for layer in self._timed]
         generator = torch.Generator(self._device).manual_seed(seed)
@@ -130,7 +150,9 @@ class StepAttention:
         """The step as the runtime computes it; without a plan by its dense kernel."""
         program = self._program(plan)
         state, lengths = DecodeState(program.segments), self._lengths
-        sources = [WithSoftmax(store, self._softmax) for store in self._stores]
+        sources: list[KeySource] = [Seen(store, partial(replace, softmax=self._softmax)) for store in self._stores]
+        if self._float8:
+            sources = [Seen(source, own.view) for source, own in zip(sources, self._float8, strict=True)]
         # A captured step never learns the lengths.
         known = (
             torch.tensor(lengths, dtype=torch.int32, device=self._device) if self._device.type == "cuda" else lengths
@@ -148,6 +170,8 @@ class StepAttention:
     def dense(self) -> dict[str, Step]:
         """The step by every dense kernel that there may be for these tensors."""
         calls: dict[str, Step] = {_OURS: self.by_plan(None)}
+        if self._float8:
+            return calls
         return calls | {name: partial(self._each_layer, attend) for name, attend in _kernels(self._device).items()}
 
     def counted(self, plan: DecodePlan) -> RunStats:

@@ -22,6 +22,7 @@ from sparsekv.bench.random_model import BenchModel
 from sparsekv.bench.step_attention import Fillable, fill
 from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import KVDtype
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.attention import Phase
@@ -60,6 +61,7 @@ class DecodeBench:
     allow_mismatch: bool = False
     exact: bool = False
     acceptance: float | None = None
+    kv_dtype: KVDtype = "auto"
 
     @property
     def warm_up(self) -> int:
@@ -212,6 +214,7 @@ class DecodeRuns:
             info=self.subject.info,
             backend=self.bench.backend,
             allow_mismatch=True,  # asked before anything was timed
+            kv_dtype=self.bench.kv_dtype,
         )
 
 

@@ -16,13 +16,13 @@ from pydantic import Field, model_validator
 
 from sparsekv.cli.output import tell
 from sparsekv.planner.flags import Flag, Options, text
-from sparsekv.planner.options import Hardware, check_lengths
+from sparsekv.planner.options import Hardware, KVPrecision, check_lengths
 from sparsekv.plans.aliases import PLAN_NAME, ModelSource, is_alias, is_hub_id, names_gguf, resolve_model, without_plan
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.types import MAX_ID, MAX_LENGTH, parse_ids
+from sparsekv.plans.types import MAX_ID, MAX_LENGTH, KVDtype, parse_ids
 from sparsekv.runtime.settings import Settings, check_device, read_settings
 
 if TYPE_CHECKING:
@@ -45,15 +45,17 @@ class Placing:
     mode: Literal["auto", "always", "never"] | None
     host_layers: int | tuple[int, ...] | None = None
     by_default: bool = False
+    kv_dtype: KVDtype = "auto"
 
     @classmethod
     def named(
-        cls, offload: Literal["auto", "always", "never"] | None, host_layers: int | tuple[int, ...] | None
-    ) -> Placing:
+        cls, offload: Literal["auto", "always", "never"] | None, host_layers: int | tuple[int, ...] | None,
+        kv_dtype: KVDtype = "auto",
+    ) -> Placing:  # fmt: skip
         """Returns what --offload and --kv-host-layers ask for; auto where neither is given."""
         if host_layers is not None:
-            return cls(None, host_layers)
-        return cls(offload or "auto", by_default=offload is None)
+            return cls(None, host_layers, kv_dtype=kv_dtype)
+        return cls(offload or "auto", by_default=offload is None, kv_dtype=kv_dtype)
 
 
 # --- options that several commands share ------------------------------------------------------------------------------
@@ -105,7 +107,7 @@ NewTokens = Annotated[int, Field(ge=1, le=MAX_LENGTH), Flag("Most tokens to gene
 
 
 class PlacementFlags(Options):
-    """Says where keys and values of a run are."""
+    """Says where keys and values of a run are, and in what precision."""
 
     offload: Annotated[
         Literal["auto", "always", "never"] | None,
@@ -124,6 +126,8 @@ class PlacementFlags(Options):
         ),
     ] = None
 
+    kv_dtype: KVPrecision = "auto"
+
     @model_validator(mode="after")
     def _one_says_where(self) -> Self:
         if self.kv_host_layers is not None:
@@ -133,7 +137,7 @@ class PlacementFlags(Options):
     @property
     def placing(self) -> Placing:
         """Returns what they ask for; see `Placing.named`."""
-        return Placing.named(self.offload, self.kv_host_layers)
+        return Placing.named(self.offload, self.kv_host_layers, self.kv_dtype)
 
 
 # --- device, model and plan -------------------------------------------------------------------------------------------

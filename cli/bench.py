@@ -27,7 +27,7 @@ from sparsekv.cli.benched import (
 )
 from sparsekv.cli.commands import command
 from sparsekv.planner.flags import Count, Counts, Flag, Layers, Lengths, Names, OneShare, Shares, Tile, TokenBudget
-from sparsekv.planner.options import Device, Hardware, Precision, PrefillChunk
+from sparsekv.planner.options import Device, Hardware, KVPrecision, Precision, PrefillChunk
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.model import ModelInfo
@@ -244,6 +244,8 @@ class DecodeFlags(Benched, Timed, Hardware, AllowMismatch, Output):
         ),
     ] = None
 
+    kv_dtype: KVPrecision = "auto"
+
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
         self.refuse(_DECODE_BY_HAND if self.plan else (), "each says what the plan is", "plan")
@@ -251,6 +253,8 @@ class DecodeFlags(Benched, Timed, Hardware, AllowMismatch, Output):
             raise UsageError("expected --acceptance beside --exact, found it alone; add --exact")
         if self.exact:
             self.refuse(("offload",), "checks read all keys and values", "exact")
+        if self.offload is not None:
+            self.refuse(("kv_dtype",), "both sides have keys and values as the model makes them", "offload")
         if self.miss_rate is not None and self.offload is None:
             raise UsageError("expected --miss-rate beside --offload, found it alone; add --offload always")
         return self
@@ -286,6 +290,7 @@ def measure_decode(flags: DecodeFlags) -> BenchRun:
         allow_mismatch=flags.allow_mismatch,
         exact=flags.exact,
         acceptance=flags.acceptance,
+        kv_dtype=flags.kv_dtype,
     )
     hand = HandDecode(flags.budget, flags.filters, flags.selector, flags.window, flags.offload is not None)
     plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(wanted))

@@ -22,7 +22,7 @@ from sparsekv.cli.benched import (
 )
 from sparsekv.cli.output import tell
 from sparsekv.planner.flags import Count, Counts, Flag, Layers, Lengths, OneLength, Size, TokenBudget
-from sparsekv.planner.options import Kernels, Precision
+from sparsekv.planner.options import Kernels, KVPrecision, Precision
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.patterns import TileShape
 
@@ -63,6 +63,8 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
         Size | None, Flag("For keys and values, of each engine (vLLM's kv_cache_memory_bytes).", metavar="SIZE")
     ] = None
 
+    kv_dtype: KVPrecision = "auto"
+
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
         if self.budget is None:
@@ -93,7 +95,8 @@ def serve(flags: ServeFlags) -> None:
     loads = tuple(Load(length, *asked, rate) for length in wanted for rate in flags.per_minute or (None,))
     drawn = (flags.repeats, flags.step_tokens, machine.backend, flags.seed)
     alone = flags.alone or flags.tensor_parallel > 1  # ranks are processes, and so is each of two engines then
-    bench = ServeBench(loads, hardware, precision, *drawn, alone, flags.cache_memory, flags.tensor_parallel)
+    memory = (flags.cache_memory, flags.tensor_parallel, flags.kv_dtype)
+    bench = ServeBench(loads, hardware, precision, *drawn, alone, *memory)
     words = "given"
     with served_model(flags.model, flags.random_weights, bench.longest) as subject:
         if used is None:
@@ -116,6 +119,7 @@ def serve(flags: ServeFlags) -> None:
     what = ", ".join(str(own[name]) for name in ("model", "device", "dtype", "host"))
     what += f", {own['backend']} kernels, steps of {flags.step_tokens}"
     what += f", {flags.tensor_parallel} ranks" if flags.tensor_parallel > 1 else ""
+    what += f", keys and values in {flags.kv_dtype}" if flags.kv_dtype != "auto" else ""
     title = f"{what}; weights: {own['weights']}; plan: {words}"
     print_rows(BenchRun(rows, title, COLUMNS), as_json=flags.as_json)
     if failures := sum(row.own["failures"] for row in rows):

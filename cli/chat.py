@@ -13,6 +13,7 @@ from sparsekv.cli.output import placed, size, tell
 from sparsekv.planner.progress import BarProgress, Progress, StageStep
 from sparsekv.plans.phases import first_sparse
 from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import KVDtype
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.generate import (
     Generation,
@@ -24,6 +25,7 @@ from sparsekv.runtime.hf.generate import (
 )
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.placement import OffloadMode
+from sparsekv.runtime.model_config import dtype_name
 
 # How much of a prompt is run before a comparison is timed. Kernels that are compiled are specialised on sizes that
 # divide by 16, in tokens and in tiles of 128: the rest of the prompt is left out in multiples of both.
@@ -46,6 +48,7 @@ class Answer:
     decode_share: float | None = None  # of the cached tokens that were attended to; None without a step by a plan
     drafted: int = 0  # tokens, under `exact`
     accepted: int = 0
+    kv_dtype: str = ""  # of keys and values in memory
 
     def as_data(self) -> dict[str, Any]:
         """The JSON of one answer."""
@@ -57,6 +60,7 @@ class Answer:
             "prefill_seconds": round(said.prefill_seconds, 4),
             "decode_seconds": round(said.decode_seconds, 4),
             "prefill_density": round(self.prefill_density, 4),
+            "kv_dtype": self.kv_dtype,
             "kv_bytes_device": self.kv_bytes_device,
             "kv_bytes_host": self.kv_bytes_host,
             "tokens_drafted": self.drafted,
@@ -117,6 +121,7 @@ class Session:
     chunk: int | None = None  # most tokens prefilled at once
     offload: OffloadMode | None = None  # which of the layers that the plan permits go to host memory
     kv_host_layers: int | tuple[int, ...] | None = None  # in its place: these layers
+    kv_dtype: KVDtype = "auto"  # as of `apply`
     sampling: Sampling = field(default_factory=Sampling)
 
     def applied(self) -> AbstractContextManager[Handle | None]:
@@ -134,6 +139,7 @@ class Session:
             allow_mismatch=self.allow_mismatch,
             offload=self.offload,
             kv_host_layers=self.kv_host_layers,
+            kv_dtype=self.kv_dtype,
         )
 
     def tokens(self, prompt: Sequence[int]) -> int:
@@ -285,14 +291,17 @@ class Conversation:
         return self._answer(said)
 
     def _answer(self, said: Generation) -> Answer:
+        own = dtype_name(self.session.loaded.model.dtype)
         if self.handle is None:
             layers = self.cache.layers if self.cache else ()
             tensors = (getattr(layer, name, None) for layer in layers for name in ("keys", "values"))
-            return Answer(said, 1.0, sum(int(tensor.nbytes) for tensor in tensors if tensor is not None), 0)
+            held = sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
+            return Answer(said, 1.0, held, 0, kv_dtype=own)
         stats = self.handle.stats()
         density = 1.0 if stats.prefill_density is None else stats.prefill_density
         held, drafts = (stats.kv_bytes_device, stats.kv_bytes_host), (stats.tokens_drafted, stats.drafts_accepted)
-        return Answer(said, density, *held, stats.decode_share, *drafts)
+        stored = own if self.session.kv_dtype == "auto" else self.session.kv_dtype
+        return Answer(said, density, *held, stats.decode_share, *drafts, kv_dtype=stored)
 
     def _prompt(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
         tokenizer, text = self.session.loaded.tokenizer, messages[-1]["content"]

@@ -290,8 +290,9 @@ class MemoryEstimate:
         retained = plan.retained if plan else {}
         page = page_bytes(device) if device_bytes is None else 0
         memory = MemoryModel(
-            loaded, *phases, on_cpu, placing.mode or "always", placing.host_layers, evicting=retained, page=page
-        )
+            loaded, *phases, on_cpu, placing.mode or "always", placing.host_layers, evicting=retained, page=page,
+            float8=placing.kv_dtype == "fp8",
+        )  # fmt: skip
         quantised = getattr(config, "quantization_config", None) is not None
         return cls(name, memory, found, quantised)
 
@@ -308,6 +309,7 @@ class MemoryEstimate:
         return {
             "model": self.name,
             "dtype": str(model.size.dtype).removeprefix("torch."),
+            "kv_dtype": "fp8" if model.float8 else str(model.size.dtype).removeprefix("torch."),
             "prompt_tokens": request.prompt,
             "new_tokens": request.answer,
             "batch": request.batch,
@@ -375,7 +377,9 @@ def _memory_text(data: dict[str, Any], layers: int, notes: Sequence[str]) -> str
         rows.append(("needed", size(device["needed"]), size(host["needed"])))
         rows.append(("available", _known(device["available"]), _known(host["available"])))
     rows_of = f", {data['batch']} rows" if data["batch"] > 1 else ""
-    what = f"{data['model']}, {data['dtype']}: {data['prompt_tokens']:,} tokens and {data['new_tokens']:,} new{rows_of}"
+    stored = "" if data["kv_dtype"] == data["dtype"] else f", keys and values in {data['kv_dtype']}"
+    tokens = f"{data['prompt_tokens']:,} tokens and {data['new_tokens']:,} new{rows_of}"
+    what = f"{data['model']}, {data['dtype']}{stored}: {tokens}"
     lines = [what, *notes, placed(data["host_layers"], layers), "", columns(rows, right=(1, 2)), ""]
     beyond = " the model's context" if data["prompt_tokens"] >= data["context_length"] else ""
     return "\n".join([*lines, "it fits" if data["fits"] else f"it does not fit{beyond}", _longest(data)])

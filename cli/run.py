@@ -84,7 +84,7 @@ class RunFlags(Subjects, PlacementFlags, Hardware, Output):
             self.refuse(("dense",), "it runs dense as well", "compare")
         if self.dense:
             because = "--dense-prefill and --dense-decode together run dense and place keys and values"
-            self.refuse(("offload", "kv_host_layers"), because, "dense")
+            self.refuse(("offload", "kv_host_layers", "kv_dtype"), because, "dense")
             if not (self.target or self.plan or self.model):
                 raise UsageError(
                     "expected a model (a folder, GGUF file, hub id or alias) beside --dense, found none; name one"
@@ -175,6 +175,7 @@ def _session(flags: RunFlags, subject: Subject, used: Plan | None, backend: str)
         chunk=flags.prefill_chunk,
         offload=flags.placing.mode,
         kv_host_layers=flags.placing.host_layers,
+        kv_dtype=flags.kv_dtype,
         sampling=Sampling(temperature=flags.temperature, top_p=flags.top_p, seed=flags.seed),
     )
 

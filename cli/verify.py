@@ -85,6 +85,7 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
             verify_seed=self.seed if self.is_given("seed") else None,
             batch=self.batch,
             prefill_chunk=self.prefill_chunk,
+            kv_dtype=plan.kv_dtype,
             backend=settings_of(self).backend,
         )
 

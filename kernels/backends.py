@@ -297,6 +297,17 @@ def _obstacle(
     return None
 
 
+def float8_obstacle(backend: str, device: torch.device) -> str | None:
+    """Returns why a backend does not read keys and values in e4m3 there; None when it does."""
+    if backend in ("cpu", "reference") or device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        return "Triton reads another format of 8 bits on a ROCm GPU"
+    if (found := torch.cuda.get_device_capability(device)) < (8, 9):
+        return f"Triton reads e4m3 from compute capability 8.9 (Ada) on, found {found[0]}.{found[1]}"
+    return None
+
+
 def _machine_obstacle(name: str, device: torch.device) -> str | None:
     if name == "flash":
         return device_obstacle(device)

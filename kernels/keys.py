@@ -1,5 +1,7 @@
 """Where the keys and values of a layer lie, for kernels that read them by logical token position.
 
+Keys and values may be stored in 8 bits (e4m3): what they stand for is each number times the scale of its KV head.
+
 Shapes: B batch, G KV heads, S tokens in memory, D head size, N pages in memory, T tokens of a page, P pages of a row.
 """
 
@@ -10,10 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from sparsekv.kernels.softmax import PLAIN, Softmax
-from sparsekv.kernels.tiles import check_qkv
+from sparsekv.kernels.tiles import check_heads, check_layouts, check_qkv, check_scale
 from sparsekv.plans.errors import ShapeError
 
 MOST_QUERIES = 16  # of a row in one call of decode attention
+FLOAT8 = torch.float8_e4m3fn
+LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
 
 # Columns of `KeyView.where`: elements from `k` and from `v` to the real keys and values, and how far it is there from
 # one KV head, token and row to the next, in units of D elements. Of a layer in host memory also, for
@@ -21,6 +25,42 @@ MOST_QUERIES = 16  # of a row in one call of decode attention
 # [C, B, P, G, D], and C.
 KEYS, VALUES, HEAD, ROWS, HOST, HOST_TOKENS, TOKEN, ROW = range(8)
 COLUMNS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scales:
+    """What keys and values in e4m3 are multiplied by, and queries that are in e4m3 as well: float32 [G] on the device,
+    contiguous, one of each KV head."""
+
+    k_G: torch.Tensor
+    v_G: torch.Tensor
+    dtype: torch.dtype  # of attention over them: of queries that are not in e4m3, of the output, and of whole copies
+    q_G: torch.Tensor | None = None
+
+    def heads(self, kv: slice) -> Scales:
+        """Those of these KV heads alone."""
+        return replace(self, k_G=self.k_G[kv], v_G=self.v_G[kv], q_G=None if self.q_G is None else self.q_G[kv])
+
+    @property
+    def scores_G(self) -> torch.Tensor:  # noqa: N802
+        """What products of queries and keys are multiplied by."""
+        return self.k_G if self.q_G is None else self.k_G * self.q_G
+
+
+def stored_as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """A view that can be indexed everywhere, which numbers of 8 bits cannot."""
+    return x.view(torch.uint8) if x.dtype == FLOAT8 else x
+
+
+def in_8_bits(x_BGSD: torch.Tensor, scale_G: torch.Tensor) -> torch.Tensor:
+    """Keys or values as bytes of e4m3. What is larger than their scale allows becomes the largest."""
+    quotient = x_BGSD / scale_G[:, None, None]
+    return quotient.clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8).view(torch.uint8)
+
+
+def scaled(x8_BGSD: torch.Tensor, scale_G: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What numbers in e4m3, or their bytes, stand for: a copy in another dtype, rounded once."""
+    return x8_BGSD.view(FLOAT8).to(dtype).mul_(scale_G[:, None, None])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +83,7 @@ class KeyView:
     where: torch.Tensor | None = None  # int64 [COLUMNS] on the device
     softmax: Softmax = PLAIN  # what attention over them has besides their scores
     held: tuple[int, ...] | None = None  # tokens of each row that can be read, where that is not all of S
+    scales: Scales | None = None  # of keys and values in e4m3
 
     @property
     def batch(self) -> int:
@@ -67,11 +108,12 @@ class KeyView:
     def heads(self, kv: slice, queries: slice) -> KeyView:
         """The same tokens of these KV heads alone, and of the query heads that they serve."""
         self._check_here()
+        scales = None if self.scales is None else self.scales.heads(kv)
         softmax = self.softmax.heads(queries)
-        return replace(self, k=self.k[:, kv], v=self.v[:, kv], softmax=softmax)
+        return replace(self, k=self.k[:, kv], v=self.v[:, kv], softmax=softmax, scales=scales)
 
     def head(self, x: torch.Tensor, b: int, g: int, tokens: slice | torch.Tensor) -> torch.Tensor:
-        """[T, D] of `x`, which is `k` or `v`: some tokens of one KV head of one batch row.
+        """[T, D] of `x`, which is `k` or `v`: some tokens of one KV head of one batch row, as they are stored.
 
         Args:
             tokens: an interval of contiguous keys, which is not copied, or int64 [T].
@@ -79,23 +121,28 @@ class KeyView:
         self._check_here()
         if isinstance(tokens, slice):
             return x[b, g, tokens]
+        found = stored_as_bytes(x)
         if self.table_BP is None:
-            return x[b, g].index_select(0, tokens)
+            return found[b, g].index_select(0, tokens).view(x.dtype)
         page_T, slot_T = self.table_BP[b].index_select(0, tokens // self.page), tokens % self.page
-        return x[:, g][page_T, slot_T]
+        return found[:, g][page_T, slot_T].view(x.dtype)
 
     def contiguous(self, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, G, longest, D] each: views of contiguous keys, copies of paged ones and of those `held`. Rows shorter
-        than `longest` hold anything behind their end.
+        """[B, G, longest, D] each: views of contiguous keys, copies of paged ones, of those `held` and of those with
+        `scales`, which are multiplied. Rows shorter than `longest` hold anything behind their end.
 
         Raises:
             ShapeError: no row can be that long.
         """
-        return self._rows(self.k, longest), self._rows(self.v, longest)
+        v_BGSD = self._rows(stored_as_bytes(self.v), longest)
+        if self.scales is not None:
+            v_BGSD = scaled(v_BGSD, self.scales.v_G, self.scales.dtype)
+        return self.contiguous_keys(longest), v_BGSD
 
     def contiguous_keys(self, longest: int) -> torch.Tensor:
         """The keys of `contiguous` alone."""
-        return self._rows(self.k, longest)
+        k_BGSD = self._rows(stored_as_bytes(self.k), longest)
+        return k_BGSD if self.scales is None else scaled(k_BGSD, self.scales.k_G, self.scales.dtype)
 
     def _check_here(self) -> None:
         if self.where is not None:
@@ -132,7 +179,13 @@ def check_keys(
     Raises:
         ShapeError: they do not fit; the message says what and how to fix it.
     """
-    check_qkv(q_BHQD, keys.k, keys.v, scale, any_strides)
+    if keys.scales is None:
+        check_qkv(q_BHQD, keys.k, keys.v, scale, any_strides)
+    else:
+        check_layouts(q_BHQD, keys.k, keys.v, any_strides)
+        check_heads(q_BHQD, keys.k, keys.v)
+        check_scale(scale)
+        _check_scales(q_BHQD, keys, keys.scales)
     if not 1 <= q_BHQD.shape[2] <= most_queries:
         raise ShapeError(
             f"decode attention takes 1 to {MOST_QUERIES} query tokens a row, and one where it chooses or follows a "
@@ -147,6 +200,24 @@ def check_keys(
             f"k and v must have the batch of q, or a block table; found q {tuple(q_BHQD.shape)} and k "
             f"{tuple(keys.k.shape)}"
         )
+
+
+def _check_scales(q_BHQD: torch.Tensor, keys: KeyView, scales: Scales) -> None:
+    of_q = FLOAT8 if scales.q_G is not None else scales.dtype
+    found = tuple((x.dtype, x.device) for x in (q_BHQD, keys.k, keys.v))
+    if found != tuple((dtype, q_BHQD.device) for dtype in (of_q, FLOAT8, FLOAT8)):
+        raise ShapeError(
+            f"q, k and v with these scales must be {of_q}, {FLOAT8}, {FLOAT8} on one device, found {found}"
+        )
+    for name, scale_G in (("k", scales.k_G), ("v", scales.v_G), ("q", scales.q_G)):
+        expected = (torch.float32, (keys.kv_heads,), q_BHQD.device)
+        if scale_G is None:
+            continue
+        if (scale_G.dtype, tuple(scale_G.shape), scale_G.device) != expected or not scale_G.is_contiguous():
+            raise ShapeError(
+                f"the scales of {name} must be (dtype, shape, device) = {expected} and contiguous, found "
+                f"{scale_G.dtype}, {tuple(scale_G.shape)}, {scale_G.device}, strides {scale_G.stride()}"
+            )
 
 
 def _check_int32(name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:

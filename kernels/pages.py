@@ -17,13 +17,14 @@ _AT_ONCE = 128  # tokens of a page
 _ROWS = 32  # of a program that moves some
 
 
-def copy_pages(pages: Pair, table_P: torch.Tensor, into: Pair) -> None:
+def copy_pages(pages: Pair, table_P: torch.Tensor, into: Pair, scales: Pair | None = None) -> None:
     """Copies the pages of one request in order, keys and values in one launch. Nothing asks the device.
 
     Args:
         pages: keys and values, [N, G, S, D] each, of any strides but 1 in the last dimension.
         table_P: int32: which pages.
         into: [G, K, D] each, contiguous; the last page may have more tokens.
+        scales: float32 [G] each: what is copied is multiplied by them.
     """
     k_NGSD, v_NGSD = pages
     _, heads, tokens, size = k_NGSD.shape
@@ -33,7 +34,8 @@ def copy_pages(pages: Pair, table_P: torch.Tensor, into: Pair) -> None:
     with torch.cuda.device_of(k_NGSD):
         _copy_kernel[(len(table_P), heads, triton.cdiv(tokens, at_once))](
             k_NGSD, v_NGSD, table_P, *into, *k_NGSD.stride()[:3], *v_NGSD.stride()[:3], into[0].shape[1], tokens, size,
-            BLOCK_S=at_once, BLOCK_D=triton.next_power_of_2(size),
+            *(scales or (table_P, table_P)),
+            BLOCK_S=at_once, BLOCK_D=triton.next_power_of_2(size), SCALED=scales is not None,
         )  # fmt: skip
 
 
@@ -41,8 +43,8 @@ def copy_pages(pages: Pair, table_P: torch.Tensor, into: Pair) -> None:
 @no_type_check
 def _copy_kernel(
     k_ptr, v_ptr, table_ptr, k_out_ptr, v_out_ptr, k_stride_N, k_stride_G, k_stride_S,
-    v_stride_N, v_stride_G, v_stride_S, length, tokens, size,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    v_stride_N, v_stride_G, v_stride_S, length, tokens, size, k_scale_ptr, v_scale_ptr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (pages of the request, KV heads, parts of a page)."""
     number, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -53,8 +55,11 @@ def _copy_kernel(
     out = (head * length + token) * size + lanes_D
     k = tl.load(k_ptr + page * k_stride_N + head * k_stride_G + lanes_S * k_stride_S + lanes_D, mask=inside)
     v = tl.load(v_ptr + page * v_stride_N + head * v_stride_G + lanes_S * v_stride_S + lanes_D, mask=inside)
-    tl.store(k_out_ptr + out, k, mask=inside)
-    tl.store(v_out_ptr + out, v, mask=inside)
+    if SCALED:
+        k = k.to(tl.float32) * tl.load(k_scale_ptr + head)
+        v = v.to(tl.float32) * tl.load(v_scale_ptr + head)
+    tl.store(k_out_ptr + out, k.to(k_out_ptr.dtype.element_ty), mask=inside)
+    tl.store(v_out_ptr + out, v.to(v_out_ptr.dtype.element_ty), mask=inside)
 
 
 def move_rows(keys: Pair, rows_gR: torch.Tensor, pages: Pair, table_P: torch.Tensor, last: int) -> None:

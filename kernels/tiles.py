@@ -174,18 +174,28 @@ def check_qkv(
     Raises:
         ShapeError: they do not; the message says which and how to fix it.
     """
+    check_layouts(q_BHSD, k_BGKD, v_BGKD, any_strides)
+    check_heads(q_BHSD, k_BGKD, v_BGKD)
     named = {"q": q_BHSD, "k": k_BGKD, "v": v_BGKD}
-    for name, tensor in named.items():
+    if len({(t.dtype, t.device) for t in named.values()}) != 1:
+        found = ", ".join(f"{name} {t.dtype} on {t.device}" for name, t in named.items())
+        raise ShapeError(f"q, k and v must have one dtype and one device, found {found}")
+    check_scale(scale)
+
+
+def check_layouts(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, any_strides: bool = False) -> None:
+    """Raises ShapeError unless the tensors have four dimensions and a contiguous last one; see `check_qkv`."""
+    for name, tensor in {"q": q_BHSD, "k": k_BGKD, "v": v_BGKD}.items():
         strided = tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and (name == "q" or not any_strides)
         if tensor.dim() != 4 or strided:
             raise ShapeError(
                 f"{name} must be [batch or pages, heads, tokens, head size] with stride 1 in its last dimension, found "
                 f"shape {tuple(tensor.shape)}, strides {tensor.stride()}: call .contiguous() before attention"
             )
-    check_heads(q_BHSD, k_BGKD, v_BGKD)
-    if len({(t.dtype, t.device) for t in named.values()}) != 1:
-        found = ", ".join(f"{name} {t.dtype} on {t.device}" for name, t in named.items())
-        raise ShapeError(f"q, k and v must have one dtype and one device, found {found}")
+
+
+def check_scale(scale: float) -> None:
+    """Raises ShapeError for a softmax scale that is none."""
     if not (scale > 0 and math.isfinite(scale)):
         raise ShapeError(f"scale must be positive and finite, usually 1 / sqrt(head size), found {scale}")
 

@@ -186,7 +186,7 @@ def head_shape(model: ModelInfo) -> HeadShape:
 def _vllm(options: PlanOptions, device: Any) -> Host:
     from sparsekv.planner.cost.vllm_host import VllmHost
 
-    return VllmHost(options.prefill_chunk, device)
+    return VllmHost(options.prefill_chunk, device, options.kv_dtype == "fp8")
 
 
 def _check(model: ModelInfo, options: Settled, profile: Profile | None, cost: DeviceCost | None) -> None:
@@ -223,6 +223,11 @@ def _check_cost(cost: DeviceCost, model: ModelInfo, options: Settled) -> None:
         raise UsageError(
             f"expected a device cost measured for {expected[0]!r} and {expected[1]!r}, found {found[0]!r} and "
             f"{found[1]!r}; measure again (leave --cost out)"
+        )
+    if (stored := cost.kv_dtype or "auto") != options.kv_dtype:
+        raise UsageError(
+            f"expected a device cost measured with --kv-dtype {options.kv_dtype}, found {stored}; measure again (leave "
+            f"--cost out), or plan with --kv-dtype {stored}"
         )
     asks_prices = options.crossover and "prefill" in options.phases and not cost.of_cpu
     if asks_prices and (free := free_work(cost.timings)):

@@ -31,7 +31,7 @@ from sparsekv.planner.own_prompts import GivenPrompt, as_prompts
 from sparsekv.plans.errors import UsageError, did_you_mean
 from sparsekv.plans.patterns import PATTERNS, TileShape, fraction
 from sparsekv.plans.schema import HostName, Plan
-from sparsekv.plans.types import format_length
+from sparsekv.plans.types import KVDtype, format_length
 from sparsekv.runtime.settings import Backend, DeviceMap, Dtype
 
 _SEARCHED = [name for name, kind in PATTERNS.items() if kind.ranges(TileShape(), 1)]
@@ -301,6 +301,11 @@ HELD_OUT = "Most held-out samples a task and length; by default as many as decid
 VERIFY_TIME = "Seconds of drawing more samples than the first ones, unless all is decided; 90 on a CPU, 300 on a GPU."
 
 
+KVPrecision = Annotated[
+    KVDtype, Flag("Precision of cached keys and values: the model's (auto), or 8 bits (fp8), half the bytes of 16.")
+]
+
+
 class Device(Options):
     """Says where something runs."""
 
@@ -355,6 +360,7 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
         Field(ge=1, le=MOST),
         Flag("Calibration samples a length; by default 3 on a CPU, 8 on a GPU, 5 of more than 64k.", metavar="N"),
     ] = None
+    kv_dtype: KVPrecision = "auto"
     device_map: Annotated[
         DeviceMap | None, Flag("Spread a model that is too large for one device over all, by accelerate.")
     ] = None

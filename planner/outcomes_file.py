@@ -25,7 +25,7 @@ from sparsekv.planner.settled import Settled
 from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.files import content_digest, read_text, write_bytes
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.types import Digest, FieldError, Length, Natural, Part, Positive, Text, WeightsDigest
+from sparsekv.plans.types import Digest, FieldError, KVDtype, Length, Natural, Part, Positive, Text, WeightsDigest
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
@@ -70,6 +70,7 @@ class OutcomesSettings(Part):
     tasks: tuple[Text, ...]
     lengths: tuple[Length, ...]
     prefill_chunk: Length | None = None
+    kv_dtype: KVDtype = "auto"
     prompts: Digest | None = None
 
     @classmethod
@@ -97,6 +98,7 @@ class OutcomesSettings(Part):
             tasks=options.tasks,
             lengths=options.verify_lengths,
             prefill_chunk=options.prefill_chunk,
+            kv_dtype=options.kv_dtype,
             **drawn,
         )
 

@@ -24,6 +24,7 @@ from sparsekv.planner.bucket_times import time_buckets
 from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost
 from sparsekv.planner.cost.measure import measure_cost
 from sparsekv.planner.cost.predict import SURE_GAIN, predict, predicted_gain
+from sparsekv.planner.cost.timed_host import Host
 from sparsekv.planner.data_files import digest_of, versions, write_measured
 from sparsekv.planner.decode_search import measure_trials, tries_decode
 from sparsekv.planner.evaluation.given import HeldOut
@@ -169,7 +170,7 @@ def _measured_cost(job: Job, measured: Profile, stages: Progress) -> DeviceCost:
         families=options.families,
         backend=backend.name,
         offload=options.offload and "decode" in options.phases,
-        host=job.host,
+        host=job.host or Host(options.kv_dtype == "fp8"),
         progress=stages,
     )
 
@@ -282,7 +283,16 @@ def compile_once(
     return Plan(
         status="unverified",
         model=model,
-        targets=(Target(device=cost.device, host=cost.host, backend=cost.backend, dtype=cost.dtype, chunk=cost.chunk),),
+        targets=(
+            Target(
+                device=cost.device,
+                host=cost.host,
+                backend=cost.backend,
+                dtype=cost.dtype,
+                chunk=cost.chunk,
+                kv_dtype=cost.kv_dtype,
+            ),
+        ),
         prefill=prefill,
         decode=decode,
         kv_cache=kv_cache or None,

@@ -135,7 +135,7 @@ def verify(
     phases = planned_phases(plan)
     if not phases:
         raise UsageError("expected a plan that is sparse somewhere, found none: there is nothing to verify")
-    modes = _modes(plan, phases, options.backend, allow_mismatch, loaded.model.dtype)
+    modes = _modes(plan, phases, options, allow_mismatch, loaded.model.dtype)
     options = options.but(tasks=options.verified_tasks(evicts=bool(plan.retained)))
     text = _LONG_TEXT if plan.retained else 0
     samples, source = held_out_samples(plan, options), kit or prepare(loaded.tokenizer, Split.EVALUATION)
@@ -178,15 +178,16 @@ def _work(samples: EvalSamples, most: int | None, modes: Mapping[str, Mode]) -> 
 
 
 def _modes(
-    plan: Plan, phases: Sequence[PhaseName], backend: str, allow_mismatch: bool, dtype: torch.dtype
+    plan: Plan, phases: Sequence[PhaseName], options: Settled, allow_mismatch: bool, dtype: torch.dtype
 ) -> dict[str, Mode]:
-    """The plan by phase; and the kernels with every tile and token computed, but in float32, where their rounding is
-    nothing beside a gate: left out, it counts as the plan's."""
-    modes: dict[str, Mode] = {phase: PlanMode(plan, phase, backend, allow_mismatch) for phase in phases}
-    if dtype == torch.float32:
+    """The plan by phase; and the kernels with every tile and token computed, over keys and values as the plan has them,
+    but in float32, where their rounding is nothing beside a gate: left out, it counts as the plan's."""
+    how = (options.backend, allow_mismatch, options.kv_dtype)
+    modes: dict[str, Mode] = {phase: PlanMode(plan, phase, *how) for phase in phases}
+    if dtype == torch.float32 and options.kv_dtype == "auto":
         return modes
     whole = _whole(plan)
-    return modes | {floor_of(phase): PlanMode(whole, phase, backend, allow_mismatch) for phase in phases}
+    return modes | {floor_of(phase): PlanMode(whole, phase, *how) for phase in phases}
 
 
 def _whole(plan: Plan) -> Plan:

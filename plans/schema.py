@@ -16,6 +16,7 @@ from sparsekv.plans.types import (
     ExactInt,
     FieldError,
     JsonObject,
+    KVDtype,
     Length,
     Natural,
     NonNegative,
@@ -42,7 +43,8 @@ HostName = Literal["transformers", "vllm"]
 class Target(Part):
     """A device that cost and crossover were measured on, and the program that runs the model there.
 
-    `chunk` is the most tokens of a prompt that the program prefills at once, where it cuts prompts.
+    `chunk` is the most tokens of a prompt that the program prefills at once, where it cuts prompts; `kv_dtype` that of
+    keys and values in a cache, where it is not the model's.
     """
 
     device: Text
@@ -52,6 +54,7 @@ class Target(Part):
     backend: BackendName
     dtype: DtypeName
     chunk: Length | None = None
+    kv_dtype: Literal["fp8"] | None = None
 
 
 def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
@@ -305,6 +308,11 @@ class Plan(Part):
         """The length buckets of both phases."""
         prefill, decode = self.prefill, self.decode
         return (*(prefill.lengths if prefill else ()), *(decode.lengths if decode else ()))
+
+    @property
+    def kv_dtype(self) -> KVDtype:
+        """Returns in what cached keys and values were when it was measured."""
+        return "fp8" if self.targets and all(target.kv_dtype == "fp8" for target in self.targets) else "auto"
 
     @property
     def planned_lengths(self) -> tuple[int, ...]:

@@ -199,7 +199,8 @@ def header(plan: Plan) -> list[tuple[str, str]]:
 
 def _target(target: Target) -> str:
     chunks = "" if target.chunk is None else f", chunks of {format_length(target.chunk)}"
-    return f"{target.count} x {target.device}, {target.host}, {target.backend}, {target.dtype}{chunks}"
+    stored = "" if target.kv_dtype is None else f", keys and values in {target.kv_dtype}"
+    return f"{target.count} x {target.device}, {target.host}, {target.backend}, {target.dtype}{stored}{chunks}"
 
 
 def _shape(group: AttentionGroup) -> str:

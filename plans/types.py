@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -62,6 +62,9 @@ def format_length(length: int) -> str:
     unit = next((unit for unit in ("m", "k") if length > 0 and length % _UNITS[unit] == 0), "")
     return f"{length // _UNITS[unit]}{unit}"
 
+
+KVDtype = Literal["auto", "fp8"]
+"""Of cached keys and values: the model's, or e4m3."""
 
 MAX_ID = 1023  # more than any model has; bounds what a file can make a reader allocate
 _RANGES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*", re.ASCII)

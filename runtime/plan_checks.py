@@ -34,9 +34,11 @@ def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> No
 
 
 def check_target(
-    plan: Plan, device: str, backend: str, dtype: str, host: HostName = "transformers", step: int | None = None
-) -> None:
-    """Warns (`PlanWarning`) where the plan's cost was measured on another device: sparse may be slower than dense here.
+    plan: Plan, device: str, backend: str, dtype: str, host: HostName = "transformers", step: int | None = None,
+    float8: bool = False,
+) -> None:  # fmt: skip
+    """Warns (`PlanWarning`) where the plan's cost was measured on another device: sparse may be slower than dense here;
+    and where its quality was measured with other keys and values.
 
     Args:
         plan: the plan; one without targets (an import) claims nothing.
@@ -45,7 +47,16 @@ def check_target(
         dtype: of the model.
         host: the program that runs it.
         step: most tokens that it prefills at once; compared with targets that were measured in such chunks.
+        float8: whether keys and values are stored in 8 bits.
     """
+    stored = {target.kv_dtype or target.dtype for target in plan.targets}
+    if stored and (own := "fp8" if float8 else dtype) not in stored and "fp8" in (own, *stored):
+        warnings.warn(
+            f"quality and cost of this plan were measured with keys and values in {' and '.join(sorted(stored))}, not "
+            f"in {own}: answers may differ from it; plan with --kv-dtype {'fp8' if float8 else 'auto'} for these",
+            PlanWarning,
+            stacklevel=3,
+        )
     measured = [
         f"{target.device} ({target.host}, {target.backend}, {target.dtype}{_chunks(target.chunk)}"
         f"{_devices(target.count)})"

@@ -45,6 +45,7 @@ def decode(
         counts = [q_BHQD.shape[2]] * len(lengths) if new_B is None else new_B.tolist()
         return _several(q_BHQD, keys, lengths, counts, scale=scale, window=window, want_lse=want_lse)
     plain = selection is None and scoring is None and out is None and not want_lse and keys.softmax is PLAIN
+    plain &= keys.scales is None
     if plain and keys.table_BP is None and len(set(lengths)) == 1:
         k_BGSD, v_BGSD = keys.contiguous(lengths[0])
         return AttentionOutput(attend_newest(q_BHQD, k_BGSD, v_BGSD, scale=scale, window=window), None)
@@ -59,7 +60,7 @@ def _several(
     """Several new tokens a row: in one pass over the keys where they lie as torch's attention wants them, else one by
     one."""
     new = q_BHQD.shape[2]
-    plain = keys.softmax is PLAIN and keys.table_BP is None and not want_lse
+    plain = keys.softmax is PLAIN and keys.table_BP is None and not want_lse and keys.scales is None
     if plain and len(set(lengths)) == 1 and set(counts) == {new}:
         k_BGSD, v_BGSD = keys.contiguous(lengths[0])
         chunk = Chunk(tuple(length - new for length in lengths), tuple(lengths))
@@ -105,7 +106,9 @@ def _attend(
 ) -> AttentionOutput:
     """Where it does not attend, the output is 0 and no value is read."""
     (B, H, _, D), G, lengths = q_BHQD.shape, keys.kv_heads, keys.lengths_B.tolist()
-    q_BGND = (q_BHQD.float() * scale).reshape(B, G, H // G, D)
+    q_BGND, dtype = (q_BHQD.float() * scale).reshape(B, G, H // G, D), q_BHQD.dtype
+    if keys.scales is not None:
+        q_BGND, dtype = q_BGND * keys.scales.scores_G[:, None, None], keys.scales.dtype
     out_BGND, lse_BGN = torch.zeros_like(q_BGND), q_BGND.new_full(q_BGND.shape[:3], -math.inf)
     scores_GT = q_BGND.new_empty((G, 0 if scoring is None else scoring.tokens))
     starts = [-1] * B if scoring is None else scoring.starts_B.tolist()
@@ -119,8 +122,10 @@ def _attend(
         ]
     elements = (2 if attends else 1) * D * sum(head.count for head in heads)
     spread(call.attend, heads, elements=elements, device=q_BHQD.device)
+    if keys.scales is not None:
+        out_BGND *= keys.scales.v_G[:, None, None]
     return AttentionOutput(
-        out_BGND.view(B, H, 1, D).to(q_BHQD.dtype),
+        out_BGND.view(B, H, 1, D).to(dtype),
         lse_BGN.view(B, H, 1) if want_lse else None,
         None if scoring is None else _by_list(scores_GT, scoring, starts, lengths),
     )

@@ -92,11 +92,12 @@ def _run(
     B, H, _, D = q_BHQD.shape
     G, device = keys.kv_heads, q_BHQD.device
     rows = max(16, triton.next_power_of_2(H // G))
-    launch = launch or launch_for(device, B * G, q_BHQD.dtype, D, rows)
+    scales, dtype = keys.scales, q_BHQD.dtype if keys.scales is None else keys.scales.dtype
+    launch = launch or launch_for(device, B * G, dtype, D, rows)
     new_B = keys.lengths_B if queries.new_B is None else queries.new_B
     part_BHPD = torch.empty((B, H, launch.splits, D if attends else 0), dtype=torch.float32, device=device)
     part_lse_BHP = torch.empty((B, H, launch.splits), dtype=torch.float32, device=device)
-    out_BHQD = torch.empty_like(q_BHQD) if out is None else out
+    out_BHQD = torch.empty_like(q_BHQD, dtype=dtype) if out is None else out
     lse_BHQ = torch.empty((B, H, 1), dtype=torch.float32, device=device)
     logits_HT, scores_gT = (None, None) if scoring is None else _score_memory(scoring, H, device)
     sinks_H = keys.lengths_B if keys.softmax.sinks_H is None else keys.softmax.sinks_H
@@ -107,11 +108,12 @@ def _run(
             q_BHQD, keys.k, keys.v, part_BHPD, part_lse_BHP, keys.lengths_B,
             *_table_of(keys), *_lists_of(selection, keys.lengths_B), *_logits_of(scoring, logits_HT, keys.lengths_B),
             *q_BHQD.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
-            scale * _LOG2_E, window or 0, G, new_B,
+            scale * _LOG2_E, window or 0, G, new_B, *_scales_of(keys),
             GROUP=H // G, ROWS=rows, D=D, BLOCK_D=block_d, **several,
             BLOCK_N=launch.block_n, PAGE=keys.page, INDIRECT=keys.where is not None, SPARSE=selection is not None,
             SCORED=scoring is not None, ATTENDS=attends, STAGES=launch.stages, PRECISION="ieee",
-            CAP=keys.softmax.cap * _LOG2_E,
+            CAP=keys.softmax.cap * _LOG2_E, SCALED=scales is not None,
+            Q_SCALED=scales is not None and scales.q_G is not None,
             num_warps=launch.warps, **overlapping,
         )  # fmt: skip
         merge_kernel[(H, B)](
@@ -154,6 +156,12 @@ def _score(
 def _table_of(keys: KeyView) -> tuple[torch.Tensor, torch.Tensor, int]:
     where = keys.lengths_B if keys.where is None else keys.where
     return (where, keys.lengths_B, 0) if keys.table_BP is None else (where, keys.table_BP, keys.table_BP.stride(0))
+
+
+def _scales_of(keys: KeyView) -> tuple[torch.Tensor, ...]:
+    """Of keys, values and queries."""
+    scales, unused = keys.scales, keys.lengths_B
+    return (unused,) * 3 if scales is None else (scales.k_G, scales.v_G, unused if scales.q_G is None else scales.q_G)
 
 
 def _lists_of(selection: Selection | None, unused: torch.Tensor) -> tuple[Any, ...]:
@@ -213,8 +221,9 @@ def _add_tokens(
         k_at = k_base + (page_N * k_page + slot_N * k_step)[:, None]
         v_at = v_base + (page_N * v_page + slot_N * v_step)[:, None]
     k_ND = tl.load(k_at + lanes_D[None, :], mask=keep_ND, other=0.0)
+    k_ND = k_ND.to(q_RD.dtype)  # exact of numbers in 8 bits, whose scale is that of the product
     if ATTENDS:
-        v_ND = tl.load(v_at + lanes_D[None, :], mask=keep_ND, other=0.0)
+        v_ND = tl.load(v_at + lanes_D[None, :], mask=keep_ND, other=0.0).to(q_RD.dtype)
     s_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
     if CAP > 0.0:
         s_RN = soft_cap(s_RN, CAP)
@@ -242,11 +251,12 @@ def decode_kernel(
     chosen_ptr, counts_ptr, chosen_stride_B, chosen_stride_G, sink, recent,
     logits_ptr, starts_ptr, logits_stride_H,
     q_stride_B, q_stride_H, k_stride_B, k_stride_G, k_stride_S, v_stride_B, v_stride_G, v_stride_S,
-    scale_log2, window, kv_heads, new_ptr,
+    scale_log2, window, kv_heads, new_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     QUERIES: tl.constexpr, COUNTED: tl.constexpr,
     PAGE: tl.constexpr, INDIRECT: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, ATTENDS: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, Q_SCALED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits, KV heads, batch). The tokens of a row are numbered: sinks, chosen, recent; or all of them. Of the
     rows of a product each query head has QUERIES, one a new token.
@@ -266,6 +276,11 @@ def decode_kernel(
     head_R = kv_head * GROUP + row_R
     q_base = q_ptr + batch * q_stride_B
     q_RD = tl.load(q_base + head_R.to(tl.int64)[:, None] * q_stride_H + lanes_D[None, :], mask=real_RD, other=0.0)
+    if SCALED:
+        scale_log2 *= tl.load(k_scale_ptr + kv_head)
+    if Q_SCALED:
+        q_RD = q_RD.to(tl.bfloat16)
+        scale_log2 *= tl.load(q_scale_ptr + kv_head)
     if INDIRECT:
         # wherever the host has put it for this step: elements from these tensors, and strides in units of D
         row = (batch * tl.load(where_ptr + 7) + kv_head * tl.load(where_ptr + 2)) * D
@@ -343,6 +358,8 @@ def decode_kernel(
     part_at_RD = part_ptr + part_R[:, None] * D + lanes_D[None, :]
     tl.store(part_lse_ptr + part_R, lse_R, mask=real_R)
     if ATTENDS:
+        if SCALED:
+            acc_RD *= tl.load(v_scale_ptr + kv_head)
         tl.store(part_at_RD, acc_RD / l_R[:, None], mask=real_RD & seen_R[:, None])
 
 

@@ -197,6 +197,7 @@ class DeviceCost(Part):
         processors: multiprocessors of a GPU; 1 of a CPU.
         host: the program whose kernels and way to prefill were timed.
         chunk: most tokens of a prompt that it prefills at once; None is all.
+        kv_dtype: of cached keys and values, where it is not `dtype`.
         prefill_dense: of (1, causal tiles over all heads), the fastest dense kernel.
         prefill_sparse: of (1, query tiles of sparse heads, their whole tiles, their single columns in tiles, causal
             tiles of dense heads). A query tile has its queries to read and its output to write however few tiles it
@@ -227,6 +228,7 @@ class DeviceCost(Part):
     device: Text
     host: HostName = "transformers"
     chunk: Length | None = None
+    kv_dtype: Literal["fp8"] | None = None
     dtype: DtypeName
     backend: BackendName
     shape: HeadShape

@@ -29,7 +29,7 @@ import torch
 from sparsekv.kernels.backends import choose_backend, decode_attention
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import MOST_SLOTS
-from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.keys import KeyView, stored_as_bytes
 from sparsekv.planner.cost.device_cost import BATCHES, DeviceCost, HeadShape, Line, Timing
 from sparsekv.planner.cost.fit import fit_errors, fit_line, free_work
 from sparsekv.planner.cost.prefill_launches import PrefillLaunches
@@ -52,6 +52,7 @@ from sparsekv.runtime.hf.graph_stores import StepStores
 from sparsekv.runtime.hf.graphs import can_capture
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.float8 import Float8
 from sparsekv.runtime.stores.pinned import HostMemory
 from sparsekv.runtime.stores.store import HostReads, Reads
 
@@ -108,6 +109,7 @@ def measure_cost(
         device=device_name(device),
         host=program.name,
         chunk=program.chunk,
+        kv_dtype="fp8" if program.float8 else None,
         dtype=dtype_name(dtype),
         backend=cast(BackendName, choice.name),
         shape=shape,
@@ -223,13 +225,14 @@ class OffloadedSteps:
         stores = [HostStore(tokens(0), memory, _reads_of(selection)) for _ in range(_FOLLOWERS)]
         for store in stores:
             store.reserve(keys.capacity)
-            store.append(keys.k, keys.v)
+            store.append(*map(stored_as_bytes, (keys.k, keys.v)))
             store.prepare(keys.capacity)
         heads = keys.kv_heads  # of queries there may be more: nothing here asks for them
         layers = (LayerProgram(n, heads, keys.kv_heads, None, role=Follower(self._segment)) for n in range(_FOLLOWERS))
         program = Program(Rank(), tuple(layers))
-        self._step = StepStores(stores, keys.capacity, program, keys.lengths_B, self.reads)
-        self._step.bind(stores)
+        scales = [keys.scales] * _FOLLOWERS
+        self._step = StepStores(stores, keys.capacity, program, keys.lengths_B, self.reads, scales)
+        self._step.bind(stores, scales)
         self._stores = stores
 
     def run(self, selection: Selection, q_BH1D: torch.Tensor, *, scale: float, backend: str) -> list[torch.Tensor]:
@@ -355,11 +358,13 @@ class Bench:
         reads = _reads_of(selection)
         for share in _FETCHED:
             store = HostStore(tokens(0), None, reads)
-            store.append(keys.k, keys.v)
+            store.append(*map(stored_as_bytes, (keys.k, keys.v)))
             choices = cycle((selection, _with_others(selection, length, share)))
 
             def step(store: HostStore = store, choices: Iterator[Selection] = choices) -> torch.Tensor:
                 found, chosen, _ = store.gather(next(choices), keys.lengths_B)
+                if keys.scales is not None:
+                    found = Float8(keys.scales).view(found)
                 return decode_attention(q_BH1D, found, chosen, scale=scale, backend=self.backend).out_BHSD
 
             step()

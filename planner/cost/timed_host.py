@@ -15,6 +15,7 @@ from sparsekv.kernels.backends import decode_attention, dense_prefill
 from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.schema import HostName
+from sparsekv.runtime.stores.float8 import Float8
 
 
 class Host:
@@ -25,11 +26,17 @@ class Host:
         name: of the host.
         chunk: most tokens of a prompt at once; None is all.
         versions: of what is timed here and nowhere else.
+
+    Args:
+        float8: whether keys and values are cached in 8 bits.
     """
 
     name: HostName = "transformers"
     chunk: int | None = None
     versions: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, float8: bool = False) -> None:
+        self.float8 = float8
 
     def dense(
         self, q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, chunk: Chunk, scale: float, backend: str
@@ -46,6 +53,10 @@ class Host:
 
     def views(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, rows: int, copies: int) -> list[KeyView]:
         """Such keys and values of a step's rows, as often as steps need to read them cold."""
+        if self.float8:
+            stored = Float8()
+            written = [stored.rounded(k_BGSD, v_BGSD) for _ in range(copies)]
+            return [stored.view(full_view(*both)) for both in written]
         return [full_view(k_BGSD, v_BGSD), *(full_view(k_BGSD.clone(), v_BGSD.clone()) for _ in range(copies - 1))]
 
     def dense_step(self, q_BH1D: torch.Tensor, keys: KeyView, scale: float, backend: str) -> Callable[[], object]:

@@ -10,19 +10,21 @@ Shapes: H query heads, G KV heads, T tokens of a chunk, S tokens, P pages of a r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.keys import FLOAT8, KeyView, Scales
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.cost.timed_host import Host
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.settings import preset_vllm
 from sparsekv.runtime.vllm.engine_facts import TESTED, check_installed, known_releases
 from sparsekv.runtime.vllm.plan_host import Scratch
+
+_FINITE = 0x7F  # bytes below it are numbers in e4m3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +42,7 @@ class VllmHost(Host):
     Args:
         chunk: most tokens of a prompt in a step (vLLM's `max_num_batched_tokens`); None for what a server has here.
         device: that the model is on.
+        float8: whether keys and values are cached in 8 bits.
 
     Raises:
         UsageError: vLLM is not installed, or its build is for another kind of device.
@@ -48,7 +51,8 @@ class VllmHost(Host):
 
     name = "vllm"
 
-    def __init__(self, chunk: int | None, device: torch.device) -> None:
+    def __init__(self, chunk: int | None, device: torch.device, float8: bool = False) -> None:
+        super().__init__(float8)
         check_installed()
         preset_vllm()
         from sparsekv.runtime.vllm import internals
@@ -71,15 +75,15 @@ class VllmHost(Host):
         """vLLM's kernel for these rows, which are the last of their request."""
         cache, table_P = self._pages(k_BGSD)
         q_THD = q_BHTD[0].transpose(0, 1).contiguous()
-        lengths, out_THD = [chunk.longest], torch.empty_like(q_THD)
-        return self._vllm.engine_dense_attention(q_THD, cache, table_P[None], lengths, scale, out_THD)
+        return self._launch(q_THD, cache, table_P[None], [chunk.longest], scale)
 
     def copy(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Callable[[], object]:
         """The keys and values of a request from its pages into scratch."""
         _, heads, length, size = k_BGSD.shape
         cache, table_P = self._pages(k_BGSD)
         scratch = Scratch(length, heads * size, k_BGSD.dtype, k_BGSD.device)
-        return partial(scratch.copy, self._vllm.platform.pages_of(cache), table_P, length)
+        scales = self._scales(heads, k_BGSD)
+        return partial(scratch.copy, self._vllm.platform.pages_of(cache), table_P, length, scales)
 
     def take(self, out_BHTD: torch.Tensor) -> None:
         """Writes it as [T, H, D], as an engine's steps have it."""
@@ -92,7 +96,10 @@ class VllmHost(Host):
             cache, table_P = self._pages(k_BGSD, rows)
             lengths_B = torch.full((rows,), k_BGSD.shape[2], dtype=torch.int32, device=k_BGSD.device)
             k_NGSD, v_NGSD = self._vllm.platform.pages_of(cache)
-            found.append(PagedKeys(k_NGSD, v_NGSD, lengths_B, table_P.view(rows, -1), cache=cache))
+            scales = self._scales(k_BGSD.shape[1], k_BGSD)
+            if scales is not None:
+                k_NGSD, v_NGSD = k_NGSD.view(FLOAT8), v_NGSD.view(FLOAT8)
+            found.append(PagedKeys(k_NGSD, v_NGSD, lengths_B, table_P.view(rows, -1), scales=scales, cache=cache))
         return found
 
     def dense_step(self, q_BH1D: torch.Tensor, keys: KeyView, scale: float, backend: str) -> Callable[[], object]:
@@ -107,15 +114,28 @@ class VllmHost(Host):
     def _step(self, q_BH1D: torch.Tensor, keys: KeyView, lengths: Sequence[int], scale: float) -> Callable[[], object]:
         assert isinstance(keys, PagedKeys)
         assert keys.table_BP is not None
-        q_BHD = q_BH1D[:, :, 0].contiguous()
-        return self._vllm.engine_dense_attention(
-            q_BHD, keys.cache, keys.table_BP, lengths, scale, torch.empty_like(q_BHD)
-        )
+        return self._launch(q_BH1D[:, :, 0].contiguous(), keys.cache, keys.table_BP, lengths, scale)
+
+    def _launch(
+        self, q_THD: torch.Tensor, cache: torch.Tensor, table_BP: torch.Tensor, lengths: Sequence[int], scale: float
+    ) -> Callable[[], object]:
+        out_THD, scales = torch.empty_like(q_THD), self._scales(cache.shape[1], q_THD)
+        if scales is not None and q_THD.is_cuda:  # an engine has rounded them before
+            scales = replace(scales, q_G=torch.ones_like(scales.k_G))
+            q_THD = q_THD.to(FLOAT8)
+        return self._vllm.engine_dense_attention(q_THD, cache, table_BP, lengths, scale, out_THD, scales)
+
+    def _scales(self, heads: int, like: torch.Tensor) -> Scales | None:
+        """Of a cache in 8 bits, whose price does not depend on what they are."""
+        of_G = torch.ones(heads, device=like.device)
+        return Scales(of_G, of_G, like.dtype) if self.float8 else None
 
     def _pages(self, k_BGSD: torch.Tensor, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """A cache that holds so many keys of each row, and the rows' pages in it, scattered."""
         _, heads, length, size = k_BGSD.shape
         pages = rows * -(-length // self._vllm.platform.page)
-        cache = self._vllm.empty_cache(pages, heads, size, k_BGSD.dtype, k_BGSD.device).normal_()
+        dtype = torch.uint8 if self.float8 else k_BGSD.dtype
+        cache = self._vllm.empty_cache(pages, heads, size, dtype, k_BGSD.device)
+        cache.random_(0, _FINITE) if self.float8 else cache.normal_()
         order_P = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).int()
         return cache, order_P.to(k_BGSD.device)

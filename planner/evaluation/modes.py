@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.planner.evaluation.results import Spent
 from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import KVDtype
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.stores.pinned import HostMemory
 
@@ -41,6 +42,7 @@ class PlanMode:
     phase: PhaseName = "both"
     backend: str = "auto"
     allow_mismatch: bool = False  # take a plan of another architecture, see `apply`
+    kv_dtype: KVDtype | None = None  # of `apply`; the plan's own when None
     stepwise: ClassVar[bool] = True  # what is generated is decoded, whichever phase is sparse
 
     @property
@@ -56,10 +58,16 @@ class PlanMode:
         evicts tokens.
         """
         if self.phase != "decode":
-            return id(self.plan), self.backend, self.allow_mismatch
+            return id(self.plan), self.backend, self.allow_mismatch, self._stored
         buckets = self.plan.decode.lengths if self.plan.decode else ()
         newest_alone = all(segment.selector == "last" for bucket in buckets for segment in bucket.segments)
-        return DENSE if newest_alone and not self.plan.retained else id(self)
+        if not newest_alone or self.plan.retained:
+            return id(self)
+        return DENSE if self._stored == "auto" else (DENSE, self._stored)
+
+    @property
+    def _stored(self) -> KVDtype:
+        return self.kv_dtype or self.plan.kv_dtype
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
@@ -77,6 +85,7 @@ class PlanMode:
             backend=self.backend,
             allow_mismatch=self.allow_mismatch,
             memory=memory,
+            kv_dtype=self._stored,
         )
 
 

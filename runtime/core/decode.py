@@ -5,15 +5,13 @@ Shapes: B batch, H query heads, Q new tokens of a row, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import torch
 
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
-from sparsekv.kernels.softmax import Softmax
 from sparsekv.runtime.core.budgets import counts_of
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import Step
@@ -43,15 +41,15 @@ class Resident:
         return self._keys, selection, window
 
 
-class WithSoftmax:
-    """Keys and values of a layer whose softmax has more than their scores."""
+class Seen:
+    """Keys and values of a source with what it does not know of them: their softmax, and their scales."""
 
-    def __init__(self, source: KeySource, softmax: Softmax) -> None:
-        self._source, self._softmax = source, softmax
+    def __init__(self, source: KeySource, seen: Callable[[KeyView], KeyView]) -> None:
+        self._source, self._seen = source, seen
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         """As of the source."""
-        return replace(self._source.view(lengths_B), softmax=self._softmax)
+        return self._seen(self._source.view(lengths_B))
 
     def gather(
         self,
@@ -62,7 +60,7 @@ class WithSoftmax:
     ) -> tuple[KeyView, Selection, int | None]:
         """As of the source."""
         keys, found, left = self._source.gather(selection, lengths_B, window, slots)
-        return replace(keys, softmax=self._softmax), found, left
+        return self._seen(keys), found, left
 
 
 def decode(

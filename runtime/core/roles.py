@@ -21,7 +21,7 @@ import torch
 from sparsekv.kernels.backends import decode_attention, decode_scores
 from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.selection import Scoring, Selection
-from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.keys import KeyView, Scales, scaled
 from sparsekv.plans.phases import Retention
 from sparsekv.runtime.core.eviction_scores import SCORES
 from sparsekv.runtime.core.segments import SegmentProgram
@@ -86,8 +86,10 @@ class Role:
     def observe(self, layer: int, new: Observed, state: DecodeState) -> None:
         """Queries of a prompt are about to attend."""
 
-    def end_prompt(self, layer: int, store: KVStore, state: DecodeState, attempt: Attempt) -> None:
-        """The prompt under way, if there is one, is complete."""
+    def end_prompt(
+        self, layer: int, store: KVStore, state: DecodeState, attempt: Attempt, scales: Scales | None = None
+    ) -> None:
+        """The prompt under way, if there is one, is complete; `scales` are those of keys in 8 bits."""
 
     def count_step(self, store: KVStore, meter: Meter) -> None:
         """Counts what the next step attends to, where that depends on the store."""
@@ -231,13 +233,17 @@ class Evicting(Role):
         """Remembers the newest queries of the prompt."""
         state.observe(layer, new, self.observed)
 
-    def end_prompt(self, layer: int, store: KVStore, state: DecodeState, attempt: Attempt) -> None:
+    def end_prompt(
+        self, layer: int, store: KVStore, state: DecodeState, attempt: Attempt, scales: Scales | None = None
+    ) -> None:
         """Evicts what the rule does not keep."""
         own, observed = _own(store), state.observed(layer)
         if not own.prompt_tokens:
             return own.resume()
         assert observed is not None, "a prompt that was prefilled elsewhere is refused"
         k_BGSD = own.tensors[0][:, :, : own.rows]
+        if scales is not None:
+            k_BGSD = scaled(k_BGSD, scales.k_G, scales.dtype)
 
         def call(backend: str) -> torch.Tensor | None:
             return rows_to_cache(self.rule, own.length, observed, k_BGSD, backend=backend)

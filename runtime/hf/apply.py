@@ -16,24 +16,25 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
-from sparsekv.kernels.softmax import PLAIN
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.core.decode import WithSoftmax, count_step, decode
+from sparsekv.plans.types import KVDtype
+from sparsekv.runtime.core.decode import Seen, count_step, decode
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import Evicting
 from sparsekv.runtime.core.state import DecodeState, Observed
 from sparsekv.runtime.core.stats import Meter, RunStats
-from sparsekv.runtime.hf.apply_checks import check_exact, check_offload, check_sizes, check_type
+from sparsekv.runtime.hf.apply_checks import check_exact, check_kv_dtype, check_offload, check_sizes, check_type
 from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
-from sparsekv.runtime.hf.cache import FixedRows, Given, SparseLayer, check_owner_open, first_of, sparse_cache
+from sparsekv.runtime.hf.cache import Given, SparseLayer, check_owner_open, first_of, sparse_cache
 from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.exact import ExactLoop
+from sparsekv.runtime.hf.fixed_rows import FixedRows
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
@@ -77,6 +78,7 @@ class PlanEngine:
         exact: bool = False,
     ) -> None:
         self.open = True
+        self.float8 = paging.sizes.float8
         self.loop = ExactLoop(lambda: self.meter, lambda: self.fixed_rows) if exact else None
         self.bytes: list[Bytes] = []
         self.host_reads = HostReads()
@@ -155,9 +157,8 @@ class PlanEngine:
         layer, entry = self.program.layers[call.layer], call.entry
         if call.phase is not Phase.PREFILL:
             assert entry is not None, "a step without a cache"
-            source = entry.store if call.softmax is PLAIN else WithSoftmax(entry.store, call.softmax)
             step = partial(
-                decode, layer, call.q_BHSD, source, entry.state, scale=call.scale,
+                decode, layer, call.q_BHSD, Seen(entry.store, call.seen), entry.state, scale=call.scale,
                 verifies=call.phase is Phase.CHECK, new_B=call.new_B,
             )  # fmt: skip
             return self.fallback.decode(lambda backend: step(backend=backend), self._backend, call.q_BHSD.device)
@@ -168,7 +169,7 @@ class PlanEngine:
         is_whole = chunk.lengths == entry.store.lengths
         out_BHSD = self._prefill(layer if is_whole else layer.without_patterns, call, chunk)
         if call.ends_prompt:
-            layer.role.end_prompt(layer.layer, entry.store, entry.state, self._attempt)
+            layer.role.end_prompt(layer.layer, entry.store, entry.state, self._attempt, entry.scales)
         return out_BHSD
 
     def _prefill(self, layer: LayerProgram, call: LayerCall, chunk: Chunk) -> torch.Tensor:
@@ -431,6 +432,7 @@ def apply(
     chunking: Chunking | None = None,
     memory: HostMemory | None = None,
     exact: bool | Literal["decode"] = False,
+    kv_dtype: KVDtype = "auto",
 ) -> Handle:
     """Runs `model` by `plan` until the returned handle is closed; `model(...)` and `model.generate(...)` as before.
 
@@ -451,6 +453,7 @@ def apply(
         memory: blocks of host memory to share with other handles, which the caller closes; its own when None.
         exact: the output is that of dense attention: the plan's decode drafts, dense attention checks; prefill is
             dense, or by the plan with "decode". See docs/exact.md.
+        kv_dtype: "fp8" stores keys and values in e4m3, in half the bytes of 16 bits; "auto" as the model makes them.
 
     Returns:
         The handle, which is also a context manager.
@@ -476,12 +479,14 @@ def apply(
     tile = phases[0].tile if phases[0] else None
     capped = has_soft_cap(config_of(model))
     choice = choose_backend(model.device, model.dtype, info.attention[0].head_dim, backend, tile, capped)
+    float8 = check_kv_dtype(kv_dtype, choice.name, model.device)
     if prefill or decode:
-        check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype))
+        check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), float8=float8)
     loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
     evicting = plan.retained if decode else {}
-    sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, evicting, page_bytes(model.device))
+    page = page_bytes(model.device)
+    sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, evicting, page, float8)
     check_evicting(frozenset(evicting), sizes.permitted.layers)
     program = Program.of(*phases, info, evicting=evicting)
     if exact:

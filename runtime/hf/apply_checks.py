@@ -5,9 +5,12 @@ from __future__ import annotations
 from types import UnionType
 from typing import get_args
 
+import torch
 from transformers import PreTrainedModel
 
-from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.kernels.backends import float8_obstacle
+from sparsekv.plans.errors import BackendError, UnsupportedError, UsageError
+from sparsekv.plans.types import KVDtype
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.placement import OffloadMode
@@ -31,6 +34,20 @@ def check_offload(mode: object, host_layers: object) -> None:
         raise UsageError(f"expected offload to be {', '.join(get_args(OffloadMode))}, found {mode!r:.40}")
     if host_layers is not None:
         raise UsageError(f"expected offload or kv_host_layers, found both: {mode} and {host_layers!r:.40}")
+
+
+def check_kv_dtype(kv_dtype: object, backend: str, device: torch.device) -> bool:
+    """Returns whether keys and values are in 8 bits.
+
+    Raises:
+        UsageError: `kv_dtype` is none.
+        BackendError: the backend does not read it there.
+    """
+    if kv_dtype not in get_args(KVDtype):
+        raise UsageError(f"expected kv_dtype to be {' or '.join(get_args(KVDtype))}, found {kv_dtype!r:.40}")
+    if kv_dtype == "fp8" and (obstacle := float8_obstacle(backend, device)):
+        raise BackendError(f"expected a device for keys and values in fp8, found {device}: {obstacle}; leave it out")
+    return kv_dtype == "fp8"
 
 
 def check_exact(exact: object, program: Program, model: PreTrainedModel) -> None:

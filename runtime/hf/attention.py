@@ -28,7 +28,8 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.state import DecodeState
-from sparsekv.runtime.hf.cache import CacheOwner, FixedRows, SparseLayer, attention_dtype, is_autocast
+from sparsekv.runtime.hf.cache import CacheOwner, SparseLayer, attention_dtype, is_autocast
+from sparsekv.runtime.hf.fixed_rows import FixedRows
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import Bytes, KVStore
 
@@ -75,7 +76,13 @@ class LayerCall:
         lengths_B = on_device(lengths, self.q_BHSD.device, torch.int32)
         if self.entry is None or new:
             return KeyView(self.k_BGSD, self.v_BGSD, lengths_B, softmax=self.softmax)
-        return replace(self.entry.store.view(lengths_B), softmax=self.softmax)
+        return self.seen(self.entry.store.view(lengths_B))
+
+    def seen(self, keys: KeyView) -> KeyView:
+        """What the store has, as this layer attends to it."""
+        if self.entry is not None and self.entry.float8 is not None:
+            keys = self.entry.float8.view(keys)
+        return replace(keys, softmax=self.softmax)
 
 
 @dataclass(slots=True)
@@ -247,6 +254,7 @@ class DenseEngine:
     step_phase = Phase.DECODE
     loop: Loop | None = None
     fixed_rows = FixedRows()
+    float8 = False
 
     def __init__(self) -> None:
         self.open = True

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
+from copy import copy, deepcopy
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -19,9 +18,11 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from sparsekv.kernels.keys import Scales
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.state import DecodeState, Remembered
+from sparsekv.runtime.hf.fixed_rows import FixedRows
+from sparsekv.runtime.stores.float8 import Float8
 from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
 
@@ -37,35 +38,12 @@ States = dict[int, LinearAttentionLayer]
 """The recurrent states of a cache, by layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class FixedRows:
-    """The layers of a cache whose rows all have one length and stay as they are: none is moved, repeated or left out.
-
-    Attributes:
-        evicting: layers that evict tokens.
-        in_host_memory: layers whose keys and values are there.
-    """
-
-    evicting: frozenset[int] = frozenset()
-    in_host_memory: frozenset[int] = frozenset()
-
-    def refuse(self, expected: str, found: str, instead: str) -> None:
-        """Raises UnsupportedError where there are such layers; the plan can be changed, or what was asked for."""
-        if self.evicting:
-            why, changed = f"layers {format_ids(self.evicting)} evict tokens", "apply a plan without kv_cache"
-        elif self.in_host_memory:
-            why = f"layers {format_ids(self.in_host_memory)} are in host memory"
-            changed = "apply the plan with offload='never'"
-        else:
-            return
-        raise UnsupportedError(f"expected {expected}, as {why}, found {found}; {instead}, or {changed}")
-
-
 class CacheOwner(Protocol):
     """Who a cache works for: what `apply` or `capture_attention` attached to the model."""
 
     open: bool
     bytes: list[Bytes]
+    float8: bool  # whether the stores that it gives hold keys and values in 8 bits
 
     @property
     def fixed_rows(self) -> FixedRows:
@@ -173,6 +151,7 @@ class SparseLayer(CacheLayerMixin):
         self.dtype: torch.dtype | None = None  # of what is cached, or has its memory already
         self.store = self.owner.new_store(self.layer)
         self.store.reserve(self.reserved)
+        self.float8 = Float8() if self.owner.float8 else None
         self.fixed_rows = self.owner.fixed_rows
 
     @torch.inference_mode(False)  # else the copy could not be written to under torch.no_grad()
@@ -181,7 +160,7 @@ class SparseLayer(CacheLayerMixin):
         copied = SparseLayer(self.owner, self.layer, deepcopy(self.progress, memo))
         copied.is_initialized, copied.needs_grad = self.is_initialized, self.needs_grad
         copied.padding, copied.picked = self.padding, self.picked
-        copied.dtype, copied.fixed_rows = self.dtype, self.fixed_rows
+        copied.dtype, copied.fixed_rows, copied.float8 = self.dtype, self.fixed_rows, copy(self.float8)
         copied.store = deepcopy(self.store, memo)
         copied.reserved = self.reserved
         return copied
@@ -193,14 +172,28 @@ class SparseLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds the new tokens to the store and returns only them: our attention function reads the store itself."""
+        """Adds the new tokens to the store and returns only them, as it has them: our attention function reads it
+        itself."""
         check_owner_open(self.owner)
         self.needs_grad |= key_states.requires_grad or value_states.requires_grad
         self.dtype = self.dtype_for(key_states)
         k_BGSD, v_BGSD = key_states.to(self.dtype), value_states.to(self.dtype)
-        self.store.append(k_BGSD, v_BGSD)
         self.is_initialized = True
-        return k_BGSD, v_BGSD
+        if self.float8 is None:
+            self.store.append(k_BGSD, v_BGSD)
+            return k_BGSD, v_BGSD
+        written = self.float8.rounded(k_BGSD, v_BGSD)
+        self.store.append(*written)
+        return self.float8.read(*written)
+
+    @property
+    def scales(self) -> Scales | None:
+        """Returns those of keys and values in 8 bits."""
+        return None if self.float8 is None else self.float8.scales
+
+    def stored(self, layout: Layout) -> Layout:
+        """What the store has of tokens of this layout."""
+        return layout if self.float8 is None else self.float8.layout(layout)
 
     def dtype_for(self, new: torch.Tensor) -> torch.dtype:
         """In which new tokens attend over this cache."""
@@ -210,26 +203,32 @@ class SparseLayer(CacheLayerMixin):
         """Where the next tokens can be written piece by piece, in place of one `update`; see KVStore."""
         check_owner_open(self.owner)
         self.dtype = layout.dtype
+        if self.float8 is not None:
+            return layout.empty(tokens), layout.empty(tokens)
         return self.store.room(tokens, layout)
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Counts what was written to `room`."""
-        self.store.commit(k_BGSD, v_BGSD)
+        """Counts what was written to `room`, which from here on has it as it is read."""
         self.is_initialized = True
+        if self.float8 is None:
+            return self.store.commit(k_BGSD, v_BGSD)
+        room = self.store.room(k_BGSD.shape[2], self.stored(Layout.of(k_BGSD)))
+        self.float8.fill(room, k_BGSD, v_BGSD)
+        self.store.commit(*room)
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
         """Makes room for so many tokens in all, now where their layout is known; see KVStore."""
         self.reserved = max(self.reserved, tokens)
         if layout is not None and self.dtype is None:
             self.dtype = layout.dtype
-        self.store.reserve(tokens, layout)
+        self.store.reserve(tokens, None if layout is None else self.stored(layout))
 
     def expect(self, wanted: Sequence[int], layout: Layout) -> None:
         """Makes room for so many tokens of each row meanwhile; of a store in virtual memory."""
         if self.dtype in (None, layout.dtype):
             assert isinstance(self.store, VirtualStore)
             self.dtype = layout.dtype
-            self.store.expect(wanted, layout)
+            self.store.expect(wanted, self.stored(layout))
 
     def get_seq_length(self) -> int:
         """Columns of the batch that ran, but for those of a pass that has not ended: tokens cached of each row, and
@@ -380,7 +379,8 @@ def _first_tokens(layer: Any, tokens: int) -> Given:
         return layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
     store: Any = layer.store
     lengths_B = torch.full(store.keys.shape[:1], tokens, dtype=torch.int32, device=store.keys.device)
-    k_BGSD, v_BGSD = store.view(lengths_B).contiguous(tokens)
+    keys = store.view(lengths_B)
+    k_BGSD, v_BGSD = (keys if layer.float8 is None else layer.float8.view(keys)).contiguous(tokens)
     return k_BGSD, v_BGSD
 
 

@@ -19,7 +19,20 @@ import torch
 
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import SlotMap
-from sparsekv.kernels.keys import COLUMNS, HEAD, HOST, HOST_TOKENS, KEYS, ROW, ROWS, TOKEN, VALUES, KeyView
+from sparsekv.kernels.keys import (
+    COLUMNS,
+    FLOAT8,
+    HEAD,
+    HOST,
+    HOST_TOKENS,
+    KEYS,
+    ROW,
+    ROWS,
+    TOKEN,
+    VALUES,
+    KeyView,
+    Scales,
+)
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf.graph_fetches import StepFetches, fetch_obstacle
 from sparsekv.runtime.stores.evicting import StepEviction
@@ -74,8 +87,10 @@ class CapturedStore:
         what is cached."""
         if self._layer in self._step.evicting:
             lengths_B = self._step.evicting.rows(self._layer)
-        shape_BGSD = self._step.shapes[self._layer]
-        return KeyView(shape_BGSD, shape_BGSD, lengths_B, None, self._step.where_LX[self._layer])
+        shape_BGSD, scales = self._step.shapes[self._layer], self._step.scales[self._layer]
+        if scales is not None:
+            shape_BGSD = shape_BGSD.view(FLOAT8)
+        return KeyView(shape_BGSD, shape_BGSD, lengths_B, None, self._step.where_LX[self._layer], scales=scales)
 
     def gather(
         self,
@@ -119,12 +134,17 @@ class StepStores:
         program: what the layers compute.
         lengths_B: int32 on the device, tokens of each row: read in every step.
         reads: where to count what layers in host memory read.
+        scales: of each layer, where the cache is in 8 bits; copied, as others are bound later.
     """
 
     def __init__(
-        self, stores: Sequence[WholeStore], capacity: int, program: Program, lengths_B: torch.Tensor, reads: HostReads
-    ) -> None:
+        self, stores: Sequence[WholeStore], capacity: int, program: Program, lengths_B: torch.Tensor, reads: HostReads,
+        scales: Sequence[Scales | None] = (),
+    ) -> None:  # fmt: skip
         self.lengths_B = lengths_B
+        self.scales = [
+            one and replace(one, k_G=one.k_G.clone(), v_G=one.v_G.clone()) for one in scales or [None] * len(stores)
+        ]
         self._positions = {layer.layer: position for position, layer in enumerate(program.attending)}
         self.kinds = tuple(store.step_rows() for store in stores)
         self.where_LX = torch.zeros((len(stores), COLUMNS), dtype=torch.int64, device=lengths_B.device)
@@ -155,7 +175,7 @@ class StepStores:
             return False
         return all(store.bound is bound() for store, bound in zip(stores, self._bound, strict=True))
 
-    def bind(self, stores: Sequence[WholeStore]) -> None:
+    def bind(self, stores: Sequence[WholeStore], scales: Sequence[Scales | None] = ()) -> None:
         """The next step reads and writes these, of the kinds that it was made for. Slots begin empty, unless they are
         still as the last step over these stores left them."""
         memories = [store.step_memory() for store in stores]
@@ -164,6 +184,10 @@ class StepStores:
         if self.where_LX.is_cuda:
             table_LX = table_LX.pin_memory()  # which is not reused before the copy has read it
         self.where_LX.copy_(table_LX, non_blocking=True)
+        for own, found in zip(self.scales, scales, strict=False):
+            if own is not None and found is not None:
+                own.k_G.copy_(found.k_G)
+                own.v_G.copy_(found.v_G)
         self._binding = Binding()
         self.fetches.bind(stores)
         self._bound = [weakref.ref(store.bind(self._binding)) for store in stores]  # a cache that is let go of is freed

@@ -30,6 +30,7 @@ from transformers import Cache, DynamicCache
 
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.device_cache import on_device
+from sparsekv.kernels.keys import Scales
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.architecture import ARCHITECTURES
 from sparsekv.runtime.core.program import Program
@@ -37,7 +38,14 @@ from sparsekv.runtime.core.roles import Recurrent
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
-from sparsekv.runtime.hf.cache import CACHE_NAME, CacheProgress, FixedRows, SparseLayer, decoder_output
+from sparsekv.runtime.hf.cache import (
+    CACHE_NAME,
+    CacheProgress,
+    FixedRows,
+    SparseLayer,
+    decoder_output,
+    first_of,
+)
 from sparsekv.runtime.hf.graph_fetches import FetchError
 from sparsekv.runtime.hf.graph_states import StepStates
 from sparsekv.runtime.hf.graph_stores import StepStores, obstacle
@@ -83,14 +91,15 @@ class StepGraph:
         self.open = True  # as the owner of its cache
         self.bytes: list[Bytes] = []
         self.fixed_rows = FixedRows()
+        self.float8 = False  # the stores round what they are given, by the scales of the cache at hand
         self.capacity = key.capacity
-        self._phase = key.phase
+        self._phase, self._dtype = key.phase, key.dtype
         self.ids_BQ = torch.zeros((batch, new), dtype=torch.int64, device=device)
         self.positions_BQ = torch.zeros((batch, new), dtype=torch.int64, device=device)
         self.lengths_B = torch.full((batch,), new, dtype=torch.int32, device=device)
         self._new_B = torch.full((batch,), new, dtype=torch.int32, device=device) if key.phase is Phase.CHECK else None
         self._before_the_end_Q = torch.arange(new, 0, -1, device=device)
-        self.stores = StepStores(stores, key.capacity, program, self.lengths_B, reads)
+        self.stores = StepStores(stores, key.capacity, program, self.lengths_B, reads, _scales(cache))
         self.states = StepStates(cache)
         self._program = program
         # no method of this object: in a reference cycle, a graph would outlive its handle until garbage is collected
@@ -114,7 +123,7 @@ class StepGraph:
 
     def bind(self, cache: Cache) -> None:
         """The next step reads and writes this cache."""
-        self.stores.bind(_stores(cache))
+        self.stores.bind(_stores(cache), _scales(cache))
         self.states.bind(cache)
 
     def load(self, under_way: Pass, inputs: dict[str, Any], lengths: tuple[int, ...]) -> None:
@@ -139,9 +148,9 @@ class StepGraph:
             else SparseLayer(self, layer.layer, progress)
             for layer in self._program.layers
         ]
-        attending = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
-        for layer, keys in zip(attending, self.stores.shapes, strict=True):
-            layer.dtype = keys.dtype
+        for layer in cache.layers:
+            if isinstance(layer, SparseLayer):
+                layer.dtype = self._dtype
 
         def step() -> torch.Tensor:
             self._state.begin(self.lengths_B, self.lengths_B.device)
@@ -323,7 +332,8 @@ class StepGraphs:
             if self._captured is not None and self._captured.numbers_changed():
                 self.release()
             needed, kinds = max(store.capacity for store in stores), tuple(store.step_rows() for store in stores)
-            dtype = stores[0].step_memory().k_BGRD.dtype
+            dtype = first_of(cache).dtype
+            assert dtype is not None, "there are tokens"
             least = bucketed_capacity(needed)
             fitting = [
                 key.capacity
@@ -393,6 +403,10 @@ def _summary(error: Exception) -> str:
 def _stores(cache: Cache) -> list[WholeStore]:
     """Returns the stores of a cache that forward passes run over, which is never a captured step's own."""
     return [cast(WholeStore, layer.store) for layer in cache.layers if isinstance(layer, SparseLayer)]
+
+
+def _scales(cache: Cache) -> list[Scales | None]:
+    return [layer.scales for layer in cache.layers if isinstance(layer, SparseLayer)]
 
 
 def can_capture(device: torch.device, backend: str) -> bool:

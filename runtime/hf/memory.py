@@ -35,6 +35,7 @@ from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, 
 from sparsekv.runtime.model_config import describe_config
 from sparsekv.runtime.recurrence import Recurrence, recurrence_of
 from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.float8 import Float8
 from sparsekv.runtime.stores.page_pool import pool_of
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, spare_beside
 from sparsekv.runtime.stores.store import Bytes, Layout, Reads, allocated_slots, grown
@@ -197,6 +198,7 @@ class MemoryModel:
         chunking: how long inputs are cut.
         evicting: the rules of evicting layers.
         page: bytes of a page of the device's virtual memory; 0 where it has none.
+        float8: whether keys and values are stored in 8 bits.
 
     Raises:
         UsageError, UnsupportedError: as `place_layers` and `Program.of` do.
@@ -211,6 +213,7 @@ class MemoryModel:
     chunking: Chunking = field(default_factory=Chunking)
     evicting: Mapping[int, Retention] = field(default_factory=dict)
     page: int = 0
+    float8: bool = False
 
     def __post_init__(self) -> None:
         assert self.mode != "auto" or self.host_layers is None
@@ -319,6 +322,11 @@ class MemoryModel:
         return frozenset(layer for layer in full if pages_pay(self._layout(layer), context, self.page))
 
     def _layout(self, layer: int, batch: int = 1) -> Layout:
+        layout = self._read_layout(layer, batch)
+        return Float8.layout(layout) if self.float8 else layout
+
+    def _read_layout(self, layer: int, batch: int) -> Layout:
+        """Of keys and values that prefill attends to."""
         group = self._groups[layer]
         return Layout(batch, group.kv_heads, group.head_dim, self.size.dtype, torch.device("meta"))
 
@@ -346,7 +354,7 @@ class MemoryModel:
         queries = rows * group.heads * group.head_dim * item
         output = min(queries, max(self.chunking.output_bytes, queries // group.kv_heads))  # of a group of heads
         attending = queries + output + self._index(request, -(-group.heads * output // queries))
-        attending += self._moved(request, on_host) + self._before_eviction(request)
+        attending += self._moved(request, on_host) + self._before_eviction(request) + self._multiplied(request)
         in_mlp = queries + worked_on * (3 * self.size.intermediate + 2 * width) * item
         return always + max(attending, in_mlp, in_linear)
 
@@ -354,6 +362,12 @@ class MemoryModel:
         """Keys and values of a layer in host memory while it attends: packed, and all before them copied back."""
         tokens = request.piece if request.piece == request.prompt else request.piece + request.prompt
         return max((self._layout(layer, request.batch).bytes(tokens) for layer in on_host), default=0)
+
+    def _multiplied(self, request: Request) -> int:
+        """Copies of the keys and values in 8 bits that a layer attends to: of its piece, and all with those before."""
+        tokens = request.piece if request.piece == request.prompt else request.piece + request.prompt
+        layers = [layer for layer, group in self._groups.items() if group.kind != "linear"] if self.float8 else []
+        return max((self._read_layout(layer, request.batch).bytes(tokens) for layer in layers), default=0)
 
     def _before_eviction(self, request: Request) -> int:
         """Returns what a prompt has more in evicting layers, until they evict: in one layer after another, or where the

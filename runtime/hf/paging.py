@@ -12,6 +12,7 @@ from sparsekv.runtime.hf.cache import SparseLayer, is_autocast
 from sparsekv.runtime.hf.memory import MemoryModel, Request
 from sparsekv.runtime.hf.placement import Placement, layouts_of
 from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.float8 import Float8
 from sparsekv.runtime.stores.page_pool import PagePool, pool_of
 from sparsekv.runtime.stores.store import Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
@@ -77,7 +78,7 @@ class Paging:
         for pool in {id(pool): pool for pool in self.pools.values()}.values():
             mine = [layer for layer in virtual if self.pools.get(layer.layer) is pool]
             with pool.first():  # what nobody uses any more is free then
-                missing = sum(virtual[layer].missing(lengths, layouts[layer]) for layer in mine)
+                missing = sum(virtual[layer].missing(lengths, layer.stored(layouts[layer])) for layer in mine)
                 self._check(pool, missing, lengths)
                 pool.make_way(missing, lambda: self.sizes.use(request, placement).prefill)
         for layer, layout in layouts.items():
@@ -87,7 +88,8 @@ class Paging:
         free = pool.driver.available() + pool.bytes
         if missing <= free:
             return
-        token = sum(self.layouts[layer].bytes(1) for layer, mine in self.pools.items() if mine is pool)
+        layouts = [self.layouts[layer] for layer, mine in self.pools.items() if mine is pool]
+        token = sum((Float8.layout(one) if self.sizes.float8 else one).bytes(1) for one in layouts)
         fit = max(lengths) - -(-(missing - free) // (token * len(lengths)))
         raise UsageError(
             f"expected {missing / 2**30:.1f} GiB of device memory for keys and values of {max(lengths):,} tokens in "

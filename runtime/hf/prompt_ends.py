@@ -55,7 +55,7 @@ def begin_prompt(program: Program, cache: Cache) -> None:
 def begin_step(program: Program, cache: Cache, attempt: Attempt, meter: Meter) -> None:
     """A decode step is about to run: what came before it was the whole prompt. Counts what evicting layers read."""
     for layer, entry in _attending(program, cache):
-        layer.role.end_prompt(layer.layer, entry.store, entry.state, attempt)
+        layer.role.end_prompt(layer.layer, entry.store, entry.state, attempt, entry.scales)
         layer.role.count_step(entry.store, meter)
 
 

@@ -21,7 +21,8 @@ from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import PromptError, ShapeError, UnsupportedError
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Pass, Phase
-from sparsekv.runtime.hf.cache import CACHE_NAME, CacheProgress, FixedRows, SparseLayer, decoder_output, progress_of
+from sparsekv.runtime.hf.cache import CACHE_NAME, CacheProgress, SparseLayer, decoder_output, progress_of
+from sparsekv.runtime.hf.fixed_rows import FixedRows
 from sparsekv.runtime.hf.long_inputs import asks_for_more
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.row import RowStore
@@ -235,6 +236,7 @@ class _RowOwner:
         self.open = True
         self.bytes: list[Bytes] = []
         self.fixed_rows = FixedRows()
+        self.float8 = False  # the row shares the scales of all
         self._whole, self._row, self._batch = whole, row, batch
 
     def new_store(self, layer: int) -> KVStore:
@@ -267,7 +269,7 @@ def _cache_of_row(cache: Cache, row: int, batch: int) -> Cache:
     progress, found = CacheProgress(owner.new_state()), DynamicCache()
     layers = [SparseLayer(owner, layer.layer, progress) for layer in whole]
     for mine, layer in zip(layers, whole, strict=True):
-        mine.dtype = layer.dtype
+        mine.dtype, mine.float8 = layer.dtype, layer.float8
     found.layers = [*layers]
     return found
 

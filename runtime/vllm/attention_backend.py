@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.backends import is_backend_failure
-from sparsekv.kernels.keys import KeyView, full_view
+from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, full_view
 from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.plans.errors import SparseKVError, UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
@@ -35,6 +35,7 @@ from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
 from sparsekv.runtime.vllm.evicted_tables import EvictedLengths, EvictedTable, TableRows
 from sparsekv.runtime.vllm.evicting_step import move
 from sparsekv.runtime.vllm.metrics import publish
+from sparsekv.runtime.vllm.page_contents import check_pages, scales_of
 from sparsekv.runtime.vllm.plan_host import PlanHost, start_host
 from sparsekv.runtime.vllm.request_lengths import Requests
 from sparsekv.runtime.vllm.step_rows import PrefillRows, Rest, StepRows, decode_rows, prefill_rows, split_rows
@@ -99,6 +100,7 @@ class SparseImpl(_Impl):
         if self.plan_host is not None and not self.plan_host.takes_layer():
             self.plan_host = None
         self.program: LayerProgram | None = None  # known once vLLM names its layers
+        self.scales: Scales | None = None  # of a cache in 8 bits, known once weights are loaded
         plain = not self.logits_soft_cap and self.sinks is None
         self.softmax = PLAIN if plain else Softmax(self.logits_soft_cap or 0.0, self.sinks)
         if self.plan_host is not None:
@@ -155,14 +157,23 @@ class SparseImpl(_Impl):
         if host.evicting is not None and isinstance(self.program.role, Evicting):
             pages = vllm.platform.pages_of(kv_cache)
             for rows in step.prompts:
-                new = Observed(query[rows.tokens].transpose(0, 1)[None], self.scale, self.softmax)
-                host.evicting.observe(self.program, rows, new, pages, step.table[rows.request])
+                new = Observed(self._read(query[rows.tokens]).transpose(0, 1)[None], self.scale, self.softmax)
+                host.evicting.observe(self.program, rows, new, pages, step.table[rows.request], self.scales)
         return output
+
+    def _read(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries as they attend, which vLLM may have rounded to 8 bits."""
+        if query.dtype != FLOAT8:
+            return query
+        assert self.scales is not None
+        assert self.scales.q_G is not None
+        q_H = self.scales.q_G.repeat_interleave(self.num_heads // self.num_kv_heads)
+        return query.to(self.scales.dtype).mul_(q_H[:, None])
 
     def _warm_up(self, host: PlanHost, layer: Any, query: torch.Tensor) -> None:
         """Runs in the step by which vLLM measures memory, which on a GPU is the first that sees a layer whole."""
         try:
-            host.warm_up(self.program_of(host, layer), query, self.softmax, self.scale)
+            host.warm_up(self.program_of(host, layer), query.to(host.scratch.kind[0]), self.softmax, self.scale)
         except SparseKVError as error:
             if host.evicting is not None:  # whose caches are made for it
                 raise
@@ -187,7 +198,7 @@ class SparseImpl(_Impl):
             dense(layer, q_THD, k_TGD, v_TGD, kv_cache, rest.metadata, out_THD)
         if decode is not None:
             rows, pages = slice(len(decode.requests)), vllm.platform.pages_of(kv_cache)
-            decode.attend(program, query[rows], pages, output[rows], self.scale, self.softmax)
+            decode.attend(program, query[rows], pages, output[rows], self.scale, self.softmax, self.scales)
 
     def _sparse(
         self, host: PlanHost, program: LayerProgram, step: StepRows, qkv: tuple[torch.Tensor, ...],
@@ -199,7 +210,9 @@ class SparseImpl(_Impl):
         for rows in sparse:
             q_THD, k_TGD, v_TGD = (x[rows.tokens] for x in qkv)
             try:
-                keys = replace(_keys(host, rows, (k_TGD, v_TGD), pages, step.table), softmax=self.softmax)
+                q_THD = self._read(q_THD)
+                keys = _keys(host, rows, (k_TGD, v_TGD), pages, step.table, self.scales)
+                keys = replace(keys, softmax=self.softmax)
                 output[rows.tokens] = host.prefill(program, q_THD, keys, rows.chunk, self.scale)
             except Exception as error:
                 if not is_backend_failure(error, q_THD.device):
@@ -256,18 +269,22 @@ class SparseBuilder(_Builder):
         ours = [layer for layer in layers.values() if isinstance(getattr(layer, "impl", None), SparseImpl)]
         ours.sort(key=lambda layer: isinstance(layer.impl.program_of(host, layer).role, Evicting))
         self._counts = ours[0] in own  # of several kinds of cache, each of which has a builder, one counts the tokens
-        pages = vllm.check_pages(vllm_config, own[0].impl, own[0], kv_cache_spec, device)
+        for layer in own:
+            layer.impl.scales = scales_of(vllm_config, layer.impl, layer)
+        scales = own[0].impl.scales  # layers without any have another kind of cache
+        pages = check_pages(vllm_config, own[0].impl, own[0], kv_cache_spec, device)
         table_P = torch.ones(1, dtype=torch.int32, device=device)
-        keys = host.scratch.copy(pages, table_P, 1)  # compiles what copies
+        host.scratch.copy(pages, table_P, 1, scales)  # compiles what copies
         self._programs = tuple(layer.impl.program_of(host, layer) for layer in own)
         self._graph_rows = vllm.graph_rows(vllm_config)
         blocks: EvictedBlocks | None = getattr(kv_cache_spec, "blocks", None)
         if host.evicting is not None and blocks is not None:
             self._table = EvictedTable(blocks, host.evicting.tables, kv_cache_spec.block_size)
+            keys = host.scratch.copy(pages, table_P, 1)
             move((keys.k[0], keys.v[0]), table_P.long()[None] - 1, pages, table_P, 0)
         elif host.decode is not None:
             longest, softmax = vllm_config.model_config.max_model_len, own[0].impl.softmax
-            host.decode.warm_up(self._programs, pages, longest, softmax)
+            host.decode.warm_up(self._programs, pages, longest, softmax, scales)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -418,13 +435,14 @@ def _leave_dense(config: Any, error: SparseKVError) -> None:
 
 def _keys(
     host: PlanHost, rows: PrefillRows, new: tuple[torch.Tensor, torch.Tensor],
-    pages: tuple[torch.Tensor, torch.Tensor], table: torch.Tensor,
+    pages: tuple[torch.Tensor, torch.Tensor], table: torch.Tensor, scales: Scales | None,
 ) -> KeyView:  # fmt: skip
-    """All keys of a request so far. Without a past its new rows are all there is."""
-    if rows.chunk.past[0] == 0:
+    """All keys of a request so far. Without a past its new rows are all there is; they are read back from a cache in
+    8 bits all the same, as answers would depend on the cut else."""
+    if rows.chunk.past[0] == 0 and scales is None:
         k_BGTD, v_BGTD = (x_TGD.transpose(0, 1)[None] for x_TGD in new)
         return full_view(k_BGTD, v_BGTD)
-    return host.scratch.copy(pages, table[rows.request], rows.chunk.longest)
+    return host.scratch.copy(pages, table[rows.request], rows.chunk.longest, scales)
 
 
 def _evict_blocks(config: Any) -> None:

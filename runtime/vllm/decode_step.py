@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.decode.selection import Selection
-from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.keys import FLOAT8, KeyView, Scales
 from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.runtime.core import budgets
 from sparsekv.runtime.core.decode import Resident, decode
@@ -91,11 +91,12 @@ class DecodeHost:
 
     def warm_up(
         self, layers: Sequence[LayerProgram], pages: tuple[torch.Tensor, torch.Tensor], longest: int,
-        softmax: Softmax = PLAIN,
+        softmax: Softmax = PLAIN, scales: Scales | None = None,
     ) -> None:  # fmt: skip
         """Runs layers over rows without tokens, at every number of rows that kernels are compiled for."""
         page, size = pages[0].shape[2:]
-        most = len(self._lengths_B)
+        most, out_dtype = len(self._lengths_B), pages[0].dtype if scales is None else scales.dtype
+        q_dtype = out_dtype if scales is None or scales.q_G is None else FLOAT8
         for rows in sorted({*(1 << power for power in range(most.bit_length())), most}):
             table_BP = self._lengths_B.new_zeros((rows, -(-longest // page)))
             step = self.begin(table_BP[:, 0], (), table_BP, None)
@@ -103,8 +104,9 @@ class DecodeHost:
                 role = layer.role
                 # A filter layer may have another kind of cache than layers of its segment.
                 if isinstance(role, Filter) or (isinstance(role, Follower) and self._state.has_chosen(role.segment)):
-                    q_BHD = pages[0].new_zeros((rows, layer.heads, size))
-                    step.attend(layer, q_BHD, pages, torch.empty_like(q_BHD), 1.0, softmax)
+                    q_BHD = pages[0].new_zeros((rows, layer.heads, size), dtype=q_dtype)
+                    out_BHD = torch.empty_like(q_BHD, dtype=out_dtype)
+                    step.attend(layer, q_BHD, pages, out_BHD, 1.0, softmax, scales)
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class DecodeRows:
 
     def attend(
         self, layer: LayerProgram, q_BHD: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out_BHD: torch.Tensor,
-        scale: float, softmax: Softmax = PLAIN,
+        scale: float, softmax: Softmax = PLAIN, scales: Scales | None = None,
     ) -> None:  # fmt: skip
         """Writes the output of the rows that choose for this layer, and of no others.
 
@@ -150,8 +152,12 @@ class DecodeRows:
             out_BHD: of all decode rows.
             scale: softmax scale.
             softmax: of the layer.
+            scales: of pages in e4m3, whose queries may be in that as well.
         """
-        keys = KeyView(*pages, self.state.choosing(_segment(layer), self.backend), self.table_BP, softmax=softmax)
+        if scales is not None:
+            pages = pages[0].view(FLOAT8), pages[1].view(FLOAT8)
+        lengths_B = self.state.choosing(_segment(layer), self.backend)
+        keys = KeyView(*pages, lengths_B, self.table_BP, softmax=softmax, scales=scales)
         decode(
             layer, q_BHD[:, :, None], Resident(keys), self.state, scale=scale, backend=self.backend,
             out_BHQD=out_BHD[:, :, None],

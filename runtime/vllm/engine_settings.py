@@ -87,9 +87,9 @@ def _drafts(facts: EngineFacts, plan: Plan) -> str | None:
 
 
 def _cache_dtype(facts: EngineFacts, plan: Plan) -> str | None:
-    if facts.kv_cache_dtype in ("auto", facts.dtype):
+    if facts.kv_cache_dtype in ("auto", facts.dtype, "fp8", "fp8_e4m3"):
         return None
-    return f"a KV cache of {facts.kv_cache_dtype} beside a model in {facts.dtype}: use --kv-cache-dtype auto"
+    return f"a KV cache of {facts.kv_cache_dtype} beside a model in {facts.dtype}: use --kv-cache-dtype auto or fp8"
 
 
 def _connector(facts: EngineFacts, plan: Plan) -> str | None:
@@ -150,7 +150,11 @@ SETTINGS = (
         "--pipeline-parallel-size", "refused", "unless `allow_untested`, with the layers of a segment in one stage", "",
         _stages,
     ),
-    Setting("--kv-cache-dtype", "refused", "another dtype than the model's, such as fp8", "", _cache_dtype),
+    Setting(
+        "--kv-cache-dtype", "runs, with a remark",
+        "the model's, or fp8 (e4m3), by scales of tensors or heads; a plan made without it says so; else refused",
+        f"fp8: {_CPU}; by its sources on a GPU", _cache_dtype,
+    ),
     Setting("--kv-transfer-config", "refused", "every connector", "", _connector),
     Setting("context parallelism", "refused", "of prefill and of decode", "", _context),
     Setting(

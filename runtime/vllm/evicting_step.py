@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from sparsekv.kernels.backends import Fallback
-from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.keys import KeyView, Scales
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.roles import Evicting, rows_to_cache
 from sparsekv.runtime.core.state import Gather, Observed
@@ -44,7 +44,7 @@ class EvictingHost:
     """
 
     def __init__(
-        self, backend: str, fallback: Fallback, copy: Callable[[Pages, torch.Tensor, int], KeyView], rows: int,
+        self, backend: str, fallback: Fallback, copy: Callable[..., KeyView], rows: int,
         gather: Gather | None,
     ) -> None:  # fmt: skip
         self.requests = Requests()
@@ -53,8 +53,9 @@ class EvictingHost:
         self._saved: dict[str, dict[int, Saved]] = {}
 
     def observe(
-        self, layer: LayerProgram, rows: PromptRows, new: Observed, pages: Pages, table_P: torch.Tensor
-    ) -> None:
+        self, layer: LayerProgram, rows: PromptRows, new: Observed, pages: Pages, table_P: torch.Tensor,
+        scales: Scales | None = None,
+    ) -> None:  # fmt: skip
         """Rows of a prompt have attended. At its end the layer evicts.
 
         Args:
@@ -63,6 +64,7 @@ class EvictingHost:
             new: their queries.
             pages: the layer's keys and values, [N, G, S, D] each.
             table_P: the request's pages.
+            scales: of pages in e4m3.
         """
         role = _role(layer)
         self._forget()
@@ -70,7 +72,7 @@ class EvictingHost:
         older = saved.queries if saved and saved.end == rows.past else None
         if rows.end == rows.prompt:
             observed = new.before(older, role.observed)
-            self._evict(layer, rows, observed, pages, table_P)
+            self._evict(layer, rows, observed, pages, table_P, scales)
         else:
             wanted = role.observed - (rows.prompt - rows.end)
             if wanted > 0:
@@ -83,11 +85,14 @@ class EvictingHost:
             del self._saved[name]
 
     def _evict(
-        self, layer: LayerProgram, rows: PromptRows, observed: Observed, pages: Pages, table_P: torch.Tensor
-    ) -> None:
-        keys = self._copy(pages, table_P, rows.prompt)
+        self, layer: LayerProgram, rows: PromptRows, observed: Observed, pages: Pages, table_P: torch.Tensor,
+        scales: Scales | None,
+    ) -> None:  # fmt: skip
+        keys = self._copy(pages, table_P, rows.prompt, scales)
         rows_1gK = self._choose(layer, rows.prompt, observed, keys.k, rows.blocks)
         if rows_1gK is not None:
+            if scales is not None:
+                keys = self._copy(pages, table_P, rows.prompt)  # the bytes move as they are
             move((keys.k[0], keys.v[0]), rows_1gK[0], pages, table_P, rows.prompt % rows.blocks.block)
 
     def _choose(

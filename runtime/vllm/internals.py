@@ -35,8 +35,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from sparsekv.kernels.keys import FLOAT8, Scales
 from sparsekv.kernels.prefill.flash.limits import FlashPackage, offer_package
-from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.architecture import MODALITIES
 from sparsekv.runtime.core.program import Rank
 from sparsekv.runtime.vllm.contract import installed, unfulfilled, unknown_metadata
@@ -44,7 +44,7 @@ from sparsekv.runtime.vllm.engine_facts import TESTED, EngineFacts
 from sparsekv.runtime.vllm.plan_host import EngineModel
 from sparsekv.runtime.vllm.releases import empty_pages
 
-__all__ = ["AttentionType", "get_current_vllm_config", "release"]
+__all__ = ["AttentionType", "get_current_vllm_config", "release", "set_current_vllm_config"]
 
 logger = init_logger("vllm.sparsekv")  # below "vllm", whose handler prints it
 # The flash-attn-4 that releases of vLLM bring along, and those whose copy was run over block lists.
@@ -103,6 +103,7 @@ class OnCpu:
         lengths: Sequence[int],
         scale: float,
         out_THD: torch.Tensor,
+        scales: Scales | None,
     ) -> Callable[[], Any]:
         """A launch of vLLM's own kernel. See `engine_dense_attention`."""
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa, envs, ops
@@ -110,6 +111,8 @@ class OnCpu:
         (_, heads, size), (pages, kv_heads, tokens, _) = q_THD.shape, cache.shape
         keys, values = cache.view(pages, kv_heads, 2 * tokens, size).chunk(2, dim=2)
         starts, lengths_B, _ = _requests(q_THD, lengths)
+        stored: dict[str, Any] = {} if scales is None else {"kv_cache_dtype": "fp8"}
+        by = {} if scales is None else {"k_scale": float(scales.k_G[0]), "v_scale": float(scales.v_G[0])}  # of a tensor
         schedule = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(lengths),
             num_heads=heads,
@@ -122,6 +125,7 @@ class OnCpu:
             sliding_window_size=-1,
             isa=_get_attn_isa(q_THD.dtype, tokens, size),
             enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            **stored,
         )
         return partial(
             ops.cpu_attention_with_kv_cache,
@@ -139,6 +143,8 @@ class OnCpu:
             softcap=0,
             scheduler_metadata=schedule,
             s_aux=None,
+            **stored,
+            **by,
         )
 
 
@@ -192,13 +198,20 @@ class OnCuda:
         lengths: Sequence[int],
         scale: float,
         out_THD: torch.Tensor,
+        scales: Scales | None,
     ) -> Callable[[], Any]:
         """A launch of vLLM's own kernel. See `engine_dense_attention`."""
         from vllm.v1.attention.backends.flash_attn import flash_attn_varlen_func, get_flash_attn_version
 
         starts, lengths_B, rows = _requests(q_THD, lengths)
-        size = q_THD.shape[-1]
+        size, by = q_THD.shape[-1], {}
         keys, values = cache.transpose(1, 2).split(size, dim=-1)
+        if scales is not None:
+            keys, values = keys.view(FLOAT8), values.view(FLOAT8)
+            named = {"q_descale": scales.q_G, "k_descale": scales.k_G, "v_descale": scales.v_G}
+            by = {
+                name: None if scale_G is None else scale_G.expand(len(lengths), -1) for name, scale_G in named.items()
+            }
         return partial(
             flash_attn_varlen_func,
             q=q_THD,
@@ -213,6 +226,7 @@ class OnCuda:
             causal=True,
             block_table=table_BP,
             fa_version=get_flash_attn_version(head_size=size),
+            **by,
         )
 
 
@@ -229,7 +243,7 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         release=release.partition("+")[0],
         device=current_platform.device_type,
         dtype=str(model.dtype).removeprefix("torch."),
-        kv_cache_dtype=config.cache_config.cache_dtype,
+        kv_cache_dtype=_cache_dtype(config.cache_config),
         tensor_parallel=parallel.tensor_parallel_size,
         context_parallel=parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size,
         stages=tuple(range(*get_pp_indices(layers, stage, stages)) for stage in range(stages)) if stages > 1 else (),
@@ -244,6 +258,11 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         missing=missing_names(),
         unknown=unknown_metadata(installed()),
     )
+
+
+def _cache_dtype(cache: Any) -> str:
+    on_the_way = " by --calculate-kv-scales" if getattr(cache, "calculate_kv_scales", False) else ""  # before 0.30
+    return f"{cache.cache_dtype}{on_the_way}"
 
 
 def _modalities(model: Any) -> tuple[str, ...]:
@@ -336,33 +355,6 @@ def layer_number(name: str) -> int:
     return extract_layer_index(name)
 
 
-def check_pages(
-    config: VllmConfig, impl: Any, layer: Any, spec: Any, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Writes a page as vLLM does and reads it back: its layout depends on settings, the release and the CPU.
-
-    Returns:
-        Two pages of keys and of values, of which the second was written.
-
-    Raises:
-        UnsupportedError: keys and values do not lie where `pages_of` looks for them.
-    """
-    tokens, heads, size = spec.block_size, spec.num_kv_heads, spec.head_size
-    # Small whole numbers are exact in every dtype, and differ from their neighbours.
-    k_SGD = torch.arange(tokens * heads * size, device=device).remainder(251).view(tokens, heads, size).to(spec.dtype)
-    v_SGD = k_SGD.neg()
-    with set_current_vllm_config(config):  # backends ask it for the layout
-        cache = platform.empty_cache(2, spec, device)
-    impl.do_kv_cache_update(layer, k_SGD, v_SGD, cache, torch.arange(tokens, device=device) + tokens)
-    k_NGSD, v_NGSD = platform.pages_of(cache)
-    if not (torch.equal(k_NGSD[1], k_SGD.transpose(0, 1)) and torch.equal(v_NGSD[1], v_SGD.transpose(0, 1))):
-        raise UnsupportedError(
-            f"expected keys and values in plain pages, found that vLLM packs those of {spec.dtype} in an order of its "
-            f"own ({getattr(layer, 'isa', 'its settings')}); on a CPU use --dtype float32"
-        )
-    return k_NGSD, v_NGSD
-
-
 def device_type() -> str:
     """The kind of device that this build of vLLM is for."""
     kind: str = current_platform.device_type
@@ -394,7 +386,7 @@ def _defaults() -> VllmConfig:
 
 def engine_dense_attention(
     q_THD: torch.Tensor, cache: torch.Tensor, table_BP: torch.Tensor, lengths: Sequence[int], scale: float,
-    out_THD: torch.Tensor,
+    out_THD: torch.Tensor, scales: Scales | None = None,
 ) -> Callable[[], Any]:  # fmt: skip
     """A launch of the kernel that an engine attends by, causal, of the last rows of requests.
 
@@ -405,8 +397,9 @@ def engine_dense_attention(
         lengths: tokens of each request, its rows included.
         scale: softmax scale.
         out_THD: where each launch writes its result.
+        scales: of a cache in e4m3, and of queries that are in that as well.
     """
-    launch: Callable[[], Any] = platform.attention(q_THD, cache, table_BP, lengths, scale, out_THD)
+    launch: Callable[[], Any] = platform.attention(q_THD, cache, table_BP, lengths, scale, out_THD, scales)
     return launch
 
 

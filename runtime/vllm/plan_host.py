@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.backends import Fallback, choose_backend
-from sparsekv.kernels.keys import KeyView, full_view
+from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, full_view
 from sparsekv.kernels.softmax import Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import PlanMismatchError, PlanWarning
@@ -75,32 +75,40 @@ class Scratch:
         """Returns what it holds."""
         return 2 * self._k.nbytes
 
-    def copy(self, pages: tuple[torch.Tensor, torch.Tensor], table_P: torch.Tensor, length: int) -> KeyView:
+    def copy(
+        self, pages: tuple[torch.Tensor, torch.Tensor], table_P: torch.Tensor, length: int, scales: Scales | None = None
+    ) -> KeyView:
         """The first `length` tokens of a request, until the next copy.
 
         Args:
             pages: keys and values, [N, G, S, D] each, of any strides.
             table_P: the request's pages; entries behind its end may hold anything.
+            scales: of pages in e4m3, which are multiplied; without them they are copied as they are.
         """
         _, heads, page, size = pages[0].shape
         used_P = table_P[: -(-length // page)]
-        into_GKD = self._views((heads, length, size))
+        into_GKD = self._views((heads, length, size), pages[0].dtype if scales is None else self._k.dtype)
+        by = None if scales is None else (scales.k_G, scales.v_G)
+        if by is not None:
+            pages = pages[0].view(FLOAT8), pages[1].view(FLOAT8)
         if used_P.is_cuda:
             from sparsekv.kernels.pages import copy_pages  # it loads Triton
 
-            copy_pages(pages, used_P, into_GKD)
+            copy_pages(pages, used_P, into_GKD, by)
         else:
             _copy_each(pages, used_P, into_GKD)
+            for into, scale_G in zip(into_GKD, by or (), strict=False):
+                into.mul_(scale_G[:, None, None])
         return self._keys(into_GKD)
 
     def zeros(self, heads: int, size: int, length: int) -> KeyView:
         """Keys and values that are all 0, until the next copy."""
-        k_GKD, v_GKD = self._views((heads, length, size))
+        k_GKD, v_GKD = self._views((heads, length, size), self._k.dtype)
         return self._keys((k_GKD.zero_(), v_GKD.zero_()))
 
-    def _views(self, shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _views(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         numbers = math.prod(shape)
-        return self._k[:numbers].view(shape), self._v[:numbers].view(shape)
+        return self._k.view(dtype)[:numbers].view(shape), self._v.view(dtype)[:numbers].view(shape)
 
     @staticmethod
     def _keys(both_GKD: tuple[torch.Tensor, torch.Tensor]) -> KeyView:
@@ -259,7 +267,8 @@ def start_host(
     choice = choose_backend(
         model.device, model.dtype, group.head_dim, options.backend, tile, has_soft_cap(model.config)
     )
-    check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), "vllm", model.step)
+    here = (device_name(model.device), choice.name, dtype_name(model.dtype))
+    check_target(plan, *here, "vllm", model.step, float8=facts.kv_cache_dtype.startswith("fp8"))
     _announce(plan, path)
     scratch = Scratch(model.longest, group.kv_heads * group.head_dim, model.dtype, model.device)
     program = Program.of(plan.prefill, plan.decode, found, model.rank, plan.retained)

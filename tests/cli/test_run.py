@@ -23,6 +23,7 @@ KEYS = {
     "prefill_density",
     "kv_bytes_device",
     "kv_bytes_host",
+    "kv_dtype",
     "tokens_drafted",
     "drafts_accepted",
 }
@@ -39,6 +40,17 @@ def test_a_plan_committed_in_a_model_folder_is_found_and_run(sparsekv, folder):
     assert done.data["new_tokens"] == 6
     assert 0.1 < done.data["prefill_density"] < 1
     assert 0 < done.data["kv_bytes_host"] < done.data["kv_bytes_device"]  # one layer of three moved to the host
+
+
+def test_keys_and_values_in_8_bits_take_a_quarter_of_float32(sparsekv, folder):
+    call = ("run", folder, "--prompt", PROMPT, "--offload", "never", "--device", "cpu", "--dtype", "float32", *FEW)
+    whole, stored = (sparsekv(*call, "--json", "--kv-dtype", dtype).data for dtype in ("auto", "fp8"))
+    assert (whole["kv_dtype"], stored["kv_dtype"]) == ("float32", "fp8")
+    assert whole["kv_bytes_device"] == 4 * stored["kv_bytes_device"]
+    said = sparsekv(*call, "--dry-run", "--json", "--kv-dtype", "fp8").data
+    assert (said["kv_dtype"], said["dtype"]) == ("fp8", "float32")
+    assert said["device"]["kv"] == stored["kv_bytes_device"]
+    assert "--kv-dtype" in sparsekv("run", folder, "--prompt", "a", "--dense", "--kv-dtype", "fp8").err
 
 
 def test_a_plan_anywhere_runs_on_the_model_that_is_named(sparsekv, folder, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.keys import FLOAT8, KeyView, Scales
 from sparsekv.kernels.pages import copy_pages, move_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,6 +21,19 @@ def test_pages_with_keys_and_values_side_by_side_are_copied_in_order(
     into = tuple(torch.full((3, length, size), torch.nan, device=DEVICE) for _ in range(2))
     copy_pages(pages, table_P, into)
     expected = KeyView(*pages, torch.tensor([length], dtype=torch.int32, device=DEVICE), table_P[None])
+    for copied, wanted in zip(into, expected.contiguous(length), strict=True):
+        assert torch.equal(copied, wanted[0])
+
+
+@pytest.mark.parametrize(("page", "size", "length"), [(16, 64, 80), (48, 40, 200)])
+def test_pages_in_8_bits_are_multiplied_by_the_scales_of_their_heads(page: int, size: int, length: int) -> None:
+    cache = torch.randn((40, page, 3, 2 * size), device=DEVICE).to(FLOAT8)
+    pages, table_P = cache.transpose(1, 2).split(size, -1), torch.randperm(40, device=DEVICE)[:5].int()
+    k_G, v_G = torch.rand(2, 3, device=DEVICE) + 0.1
+    into = tuple(torch.full((3, length, size), torch.nan, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    copy_pages(pages, table_P, into, (k_G, v_G))
+    lengths_B, scales = torch.tensor([length], dtype=torch.int32, device=DEVICE), Scales(k_G, v_G, torch.bfloat16)
+    expected = KeyView(*pages, lengths_B, table_P[None], scales=scales)
     for copied, wanted in zip(into, expected.contiguous(length), strict=True):
         assert torch.equal(copied, wanted[0])
 

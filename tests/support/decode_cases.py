@@ -10,7 +10,7 @@ from brute_force import capped
 
 from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.selection import ALL, Selection
-from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.keys import FLOAT8, KeyView, Scales
 from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import AttentionOutput
 
@@ -36,6 +36,7 @@ class DecodeCase:
     interleaved: bool = False  # token-major, K and V of a token side by side, as vLLM has them
     cap: float = 0.0
     learned_sinks: bool = False
+    float8: str = ""  # what is in e4m3: "kv" or "qkv"
     seed: int = 0
 
     def __str__(self) -> str:
@@ -69,7 +70,19 @@ CASES = [
     DecodeCase("learned sinks", (300, 41), (70, ALL), learned_sinks=True),
     DecodeCase("learned sinks, dense, a window", (300, 41), None, learned_sinks=True, window=128, heads=8),
     DecodeCase("pages, a list for each KV head, a window", (300, 90), (70, 9), page=32, shared=False, window=120),
-]
+    DecodeCase("8 bits", (300, 41), (70, ALL), float8="kv"),
+    DecodeCase("8 bits, dense, head size 40", (300, 0), None, float8="kv", dtype=torch.float16, dim=40),
+    DecodeCase("8 bits, a list for each KV head", (300, 90), (70, 9), shared=False, float8="kv", heads=8, kv_heads=8),
+    DecodeCase("8 bits, a soft cap and learned sinks", cap=1.5, learned_sinks=True, float8="kv", dtype=torch.bfloat16),
+    DecodeCase(
+        "8 bits, queries too, interleaved pages", (300, 41), (70, ALL), float8="qkv", dtype=torch.bfloat16, page=16,
+        interleaved=True, heads=16, kv_heads=1, dim=128,
+    ),
+    DecodeCase(
+        "8 bits, queries too, a window, head size 256", (300, 41), None, float8="qkv", dtype=torch.bfloat16, page=32,
+        window=100, heads=6, dim=256,
+    ),
+]  # fmt: skip
 GPU_CASES = [
     *CASES,
     DecodeCase("large", (40000,), (2048,), 2048, recent=128, heads=32, kv_heads=8, dtype=torch.bfloat16),
@@ -79,6 +92,18 @@ GPU_CASES = [
     ),
     DecodeCase("large, dense", (40000, 100), None, heads=32, kv_heads=8, dtype=torch.bfloat16),
     DecodeCase("head size 256", (5000,), (3000,), 3000, dim=256, dtype=torch.bfloat16),
+    *(
+        DecodeCase(
+            f"large, 8 bits, {heads} heads of {dim}", (9000, 300, 4000), (1000, ALL, 2048), 2048, heads=heads,
+            kv_heads=kv_heads, dim=dim, float8=float8, page=page, interleaved=bool(page), dtype=torch.bfloat16,
+            recent=128,
+        )
+        for (heads, kv_heads, dim), (float8, page) in zip(
+            ((32, 8, 128), (16, 1, 64), (8, 8, 256), (32, 2, 96)),
+            (("qkv", 16), ("kv", 0), ("kv", 32), ("qkv", 16)),
+            strict=True,
+        )
+    ),
 ]  # fmt: skip
 
 
@@ -105,7 +130,21 @@ def draw(case: DecodeCase, device: str = "cpu") -> DecodeProblem:
     keys = replace(keys, softmax=Softmax(case.cap, sinks_H) if case.cap or case.learned_sinks else PLAIN)
     problem = DecodeProblem(case, q_BHQD, keys, selection, mask_BH1S, case.dim**-0.5)
     poison(problem)
-    return moved(problem, device)
+    return moved(in_8_bits(problem, generator) if case.float8 else problem, device)
+
+
+def in_8_bits(problem: DecodeProblem, generator: torch.Generator) -> DecodeProblem:
+    """The same tensors in e4m3, by scales that no two KV heads share."""
+    case, keys = problem.case, problem.keys
+    k_G, v_G, q_G = torch.rand((3, case.kv_heads), generator=generator) * 0.1 + 0.01
+    k, v = (
+        _with_strides(x / scale_G[:, None, None], "cpu", FLOAT8, x) for x, scale_G in ((keys.k, k_G), (keys.v, v_G))
+    )
+    q_BHQD, of_q = problem.q_BHQD, None
+    if "q" in case.float8:
+        group_H = q_G.repeat_interleave(case.heads // case.kv_heads)
+        q_BHQD, of_q = (q_BHQD / group_H[:, None, None]).to(FLOAT8), q_G
+    return replace(problem, q_BHQD=q_BHQD, keys=replace(keys, k=k, v=v, scales=Scales(k_G, v_G, case.dtype, of_q)))
 
 
 def _mask(keys: KeyView, selection: Selection | None, heads: int, window: int | None = None) -> torch.Tensor:
@@ -191,14 +230,19 @@ def moved(problem: DecodeProblem, device: str) -> DecodeProblem:
     if selection is not None:
         selection = replace(selection, chosen_BgN=there(selection.chosen_BgN), counts_B=there(selection.counts_B))
     softmax = replace(keys.softmax, sinks_H=there(keys.softmax.sinks_H)) if keys.softmax is not PLAIN else PLAIN
-    keys = KeyView(k, v, there(keys.lengths_B), there(keys.table_BP), softmax=softmax)
+    if (scales := keys.scales) is not None:
+        scales = Scales(there(scales.k_G), there(scales.v_G), scales.dtype, there(scales.q_G))
+    keys = KeyView(k, v, there(keys.lengths_B), there(keys.table_BP), softmax=softmax, scales=scales)
     return replace(
         problem, q_BHQD=there(problem.q_BHQD), keys=keys, selection=selection, mask_BH1S=there(problem.mask_BH1S)
     )
 
 
-def _with_strides(x: torch.Tensor, device: str) -> torch.Tensor:
-    copied = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+def _with_strides(
+    x: torch.Tensor, device: str, dtype: torch.dtype | None = None, like: torch.Tensor | None = None
+) -> torch.Tensor:
+    strides = (x if like is None else like).stride()
+    copied = torch.empty_strided(x.shape, strides, dtype=dtype or x.dtype, device=device)
     return copied.copy_(x)
 
 
@@ -218,15 +262,20 @@ def attend(problem: DecodeProblem, backend: str, want_lse: bool = True) -> Atten
 def compare(found: AttentionOutput, problem: DecodeProblem) -> Comparison:
     """Output and log-sum-exp of every head against float32 attention; a row without tokens gives 0 and -inf."""
     group, mask_BH1S = problem.case.heads // problem.case.kv_heads, problem.mask_BH1S
-    k_BGSD, v_BGSD = problem.keys.contiguous(problem.keys.capacity)
+    keys, q_BHQD = problem.keys, problem.q_BHQD.float()
+    if keys.scales is not None:
+        keys = replace(keys, scales=replace(keys.scales, dtype=torch.float32))
+        if keys.scales.q_G is not None:
+            q_BHQD *= keys.scales.q_G.repeat_interleave(group)[:, None, None]
+    k_BGSD, v_BGSD = keys.contiguous(keys.capacity)
     k_BHSD, v_BHSD = (x.float().nan_to_num(0.0).repeat_interleave(group, 1) for x in (k_BGSD, v_BGSD))
-    scores_BH1S = capped(problem.q_BHQD.float() @ k_BHSD.mT * problem.scale, problem.case.cap)
+    scores_BH1S = capped(q_BHQD @ k_BHSD.mT * problem.scale, problem.case.cap)
     scores_BH1S = with_sinks(scores_BH1S.masked_fill(~mask_BH1S, float("-inf")), problem)
     answer = torch.softmax(scores_BH1S, -1)[..., : k_BHSD.shape[2]].nan_to_num(0.0) @ v_BHSD
-    limit = 2e-5 if problem.q_BHQD.dtype == torch.float32 else 5e-3
+    limit = 2e-5 if problem.case.dtype == torch.float32 else 5e-3
     error = float((found.out_BHSD.float() - answer).norm() / answer.norm().clamp(min=1e-9))
     faults = []
-    if found.out_BHSD.dtype != problem.q_BHQD.dtype or not error < limit:
+    if found.out_BHSD.dtype != problem.case.dtype or not error < limit:
         faults.append(f"relative error {error:.2e}, {found.out_BHSD.dtype}")
     lse_error = 0.0
     if found.lse_BHS is not None:

@@ -1,6 +1,7 @@
 """Triton's interpreter as tests need it: bfloat16 is computed right, and what takes longest is not done again.
 
-It multiplies the bits of bfloat16 as if they were integers and rounds towards zero. Most of its time goes to remapping
+It multiplies the bits of bfloat16 as if they were integers and rounds towards zero; numbers of 8 bits that round up to
+the next power of two become half of it. Most of its time goes to remapping
 Triton's language at every launch and every call of a device function, to checking integers for overflow by a dozen
 operations of its own, and to broadcasting tensors of equal shapes.
 """
@@ -20,9 +21,10 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-_product, _cast, _broadcast = (
+_product, _cast, _convert, _broadcast = (
     InterpreterBuilder.create_dot,
     InterpreterBuilder.cast_impl,
+    InterpreterBuilder.create_fp_to_fp,
     TritonSemantic.broadcast_impl_value,
 )
 _np_dtype, _remap = cache(interpreter._get_np_dtype), interpreter._patch_lang
@@ -32,6 +34,7 @@ def prepare_interpreter() -> None:
     """From here on bfloat16 is multiplied in float32 and rounded to the nearest, and the language stays remapped."""
     InterpreterBuilder.create_dot = _create_dot
     InterpreterBuilder.cast_impl = _cast_impl
+    InterpreterBuilder.create_fp_to_fp = _convert_impl
     interpreter._get_np_dtype = _np_dtype_of
     interpreter._patch_lang = _remapped
     TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
@@ -49,6 +52,13 @@ def _cast_impl(self: InterpreterBuilder, source: TensorHandle, kind: tl.dtype) -
         return _cast(self, source, kind)
     rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.int16)
     return TensorHandle(rounded.numpy().view(np.uint16), tl.bfloat16)
+
+
+def _convert_impl(self: InterpreterBuilder, source: TensorHandle, kind: tl.dtype, rounding: Any) -> TensorHandle:
+    if source.dtype.scalar != tl.float32 or kind.scalar != tl.float8e4nv:
+        return _convert(self, source, kind, rounding)
+    rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.float8_e4m3fn).view(torch.uint8)
+    return TensorHandle(rounded.numpy(), kind.scalar)
 
 
 def _np_dtype_of(kind: tl.dtype) -> np.dtype:

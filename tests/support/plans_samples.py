@@ -111,7 +111,9 @@ def full_plan() -> Plan:
         model=_mixed_model(),
         targets=(
             Target(device="NVIDIA H200", count=2, tensor_parallel=2, backend="flash", dtype="bfloat16"),
-            Target(device="Example CPU @ 2.0GHz", host="vllm", backend="cpu", dtype="float32", chunk=2048),
+            Target(
+                device="Example CPU @ 2.0GHz", host="vllm", backend="cpu", dtype="float32", chunk=2048, kv_dtype="fp8"
+            ),
         ),
         prefill=_prefill(),
         decode=_decode(),

@@ -92,18 +92,18 @@ class Answer:
 class Oracle:
     """The transformers host, given the same chunks."""
 
-    def __init__(self, model: Any, plan: Plan | None) -> None:
-        self.model, self._plan = model, plan
+    def __init__(self, model: Any, plan: Plan | None, **options: Any) -> None:
+        self.model, self._plan, self._options = model, plan, options  # as of `apply`
 
     @cached_property
     def for_single_rows(self) -> Oracle:
         """What computes single rows of a prompt, which elsewhere look like a decode step."""
         plan = self._plan and self._plan.model_copy(update={"decode": None})
-        return Oracle(copy.deepcopy(self.model), plan)
+        return Oracle(copy.deepcopy(self.model), plan, **self._options)
 
     def applied(self) -> AbstractContextManager[Any]:
         """The plan at work in the model; gives its handle, or None without a plan."""
-        return nullcontext() if self._plan is None else apply(self.model, self._plan)
+        return nullcontext() if self._plan is None else apply(self.model, self._plan, **self._options)
 
     def __call__(self, prompt: Sequence[int], cuts: Sequence[int], new: int = NEW) -> Answer:
         """`new` tokens, where chunks end at `cuts` and at the end of the prompt."""

@@ -178,7 +178,7 @@ def test_what_only_layers_show_leaves_all_of_them_dense_or_ends_an_engine_that_r
             raise UnsupportedError("of this test")
         return given(*args)
 
-    owner: Any = {"_check": SparseImpl, "check_pages": attention_backend.vllm}.get(at, attention_backend)
+    owner: Any = {"_check": SparseImpl}.get(at, attention_backend)
     given = getattr(owner, at)
     if at == "check_pages":
         calls += [None, None]

@@ -11,10 +11,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_threads import torch_threads
 
 from sparsekv.kernels import cpu_threads
-from sparsekv.kernels.backends import decode_attention
+from sparsekv.kernels.backends import decode_attention, decode_scores
 from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
-from sparsekv.kernels.keys import COLUMNS, HEAD, KEYS, ROW, TOKEN, VALUES, KeyView, full_view
+from sparsekv.kernels.keys import (
+    COLUMNS,
+    HEAD,
+    KEYS,
+    ROW,
+    TOKEN,
+    VALUES,
+    KeyView,
+    full_view,
+    in_8_bits,
+    stored_as_bytes,
+)  # fmt: skip
 from sparsekv.plans.errors import ShapeError
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
@@ -210,6 +221,9 @@ def test_misfits_are_refused_with_what_was_found() -> None:
     refuse("torch.float32", keys=KeyView(keys.k.half(), keys.v.half(), keys.lengths_B))
     twice = KeyView(*(x.expand(2, -1, -1, -1) for x in (keys.k, keys.v)), keys.lengths_B)
     refuse("\\(2, 2, 300, 64\\)", keys=twice)
+    eight = draw(DecodeCase("x", float8="kv")).keys
+    refuse("torch.float8_e4m3fn", keys=replace(eight, k=keys.k, v=keys.v))
+    refuse("scales of v", keys=replace(eight, scales=replace(eight.scales, v_G=eight.scales.v_G[:1])))
     with pytest.raises(ShapeError, match="301 tokens"):
         keys.contiguous(301)
 
@@ -218,12 +232,13 @@ def elsewhere(keys: KeyView, capacity: int) -> tuple[KeyView, tuple[torch.Tensor
     """The same keys, found by offsets from tensors that only say their shape; and where they really are."""
     (batch, heads, tokens, size), anchor = keys.k.shape, torch.empty_like(keys.k[:, :, :1])
     k, v = (x.new_empty((batch, heads, tokens + 5, size)) for x in (keys.k, keys.v))
-    k[:, :, :tokens], v[:, :, :tokens] = keys.k, keys.v
+    for own, given in zip((k, v), (keys.k, keys.v), strict=True):
+        stored_as_bytes(own)[:, :, :tokens] = stored_as_bytes(given)
     offsets = [(x.data_ptr() - anchor.data_ptr()) // x.element_size() for x in (k, v)]
     where = torch.zeros(COLUMNS, dtype=torch.int64)
     where[[KEYS, VALUES, HEAD, TOKEN, ROW]] = torch.tensor([*offsets, tokens + 5, 1, heads * (tokens + 5)])
     shape = anchor.expand(-1, -1, capacity, -1)
-    return KeyView(shape, shape, keys.lengths_B, None, where.to(k.device)), (k, v)
+    return KeyView(shape, shape, keys.lengths_B, None, where.to(k.device), scales=keys.scales), (k, v)
 
 
 def check_elsewhere(device: str) -> None:
@@ -243,11 +258,54 @@ def check_elsewhere(device: str) -> None:
         assert torch.equal(k.nan_to_num(), before.nan_to_num())  # nothing else was written
 
 
+def check_elsewhere_in_8_bits(device: str) -> None:
+    from sparsekv.kernels.decode.append import append_newest
+
+    problem = draw(DecodeCase("x", (300, 90), (70, ALL), float8="kv"), device)
+    there, (k, v) = elsewhere(problem.keys, 512)
+    assert_close(attend(replace(problem, keys=there), "triton"), problem)
+    new = torch.randn(2, 2, 2, 1, 64, device=device) * torch.tensor([0.01, 1, 1000, 1e-6], device=device).repeat(16)
+    append_newest(there, *new)
+    for x, new_BG1D, scale_G in zip((k, v), new, (there.scales.k_G, there.scales.v_G), strict=True):
+        expected_BG1D = in_8_bits(new_BG1D, scale_G)
+        for b, length in enumerate(problem.case.lengths):
+            assert torch.equal(stored_as_bytes(x)[b, :, length - 1], expected_BG1D[b, :, 0])
+
+
 @needs_interpreter
 def test_keys_are_read_and_written_where_a_tensor_says() -> None:
     check_elsewhere("cpu")
+    check_elsewhere_in_8_bits("cpu")
 
 
 @pytest.mark.gpu
 def test_keys_on_a_gpu_are_read_and_written_where_a_tensor_says() -> None:
     check_elsewhere("cuda")
+    check_elsewhere_in_8_bits("cuda")
+
+
+def check_scores_in_8_bits(backend: str, device: str) -> None:
+    case = DecodeCase("x", (300, 41), None, float8="qkv", dtype=torch.bfloat16, page=16, interleaved=True)
+    problem = draw(case, device)
+    scales = replace(problem.keys.scales, dtype=torch.float32)
+    k, v = replace(problem.keys, scales=scales).contiguous(304)
+    q = problem.q_BHQD.float() * scales.q_G.repeat_interleave(2)[:, None, None]
+    starts_B, found = torch.tensor([0, 300], dtype=torch.int32, device=device), []
+    whole = KeyView(k, v, problem.keys.lengths_B)
+    for queries, keys, by in ((problem.q_BHQD, problem.keys, backend), (q, whole, "reference")):
+        scoring = Scoring(starts_B, 341, 2)
+        found.append(decode_scores(queries, keys, scoring, scale=problem.scale, backend=by))
+        beside = decode_attention(queries, keys, scale=problem.scale, scoring=scoring, backend=by).scores_gT
+        torch.testing.assert_close(beside, found[-1], atol=1e-6, rtol=1e-4)
+    assert found[0].dtype == torch.float32
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])
+def test_scores_of_keys_in_8_bits_are_float32_and_count_the_scales(backend: str) -> None:
+    check_scores_in_8_bits(backend, "cpu")
+
+
+@pytest.mark.gpu
+def test_scores_of_keys_in_8_bits_on_a_gpu_are_float32_and_count_the_scales() -> None:
+    check_scores_in_8_bits("triton", "cuda")

@@ -24,6 +24,8 @@ CASES = [
     (DecodeCase("pages, bfloat16", (300, 41), None, page=16, interleaved=True, dtype=torch.bfloat16), 7, (7, 2)),
     (DecodeCase("head size that is no power of two", (90, 33), None, dim=40), 3, None),
     (DecodeCase("learned sinks and a soft cap", (300, 41), None, learned_sinks=True, cap=1.5), 7, (7, 6)),
+    (DecodeCase("8 bits", (300, 41), None, float8="kv"), 7, (7, 2)),
+    (DecodeCase("8 bits of one length", (300, 300), None, float8="kv", dtype=torch.bfloat16), 7, None),
 ]
 GPU_CASES = [
     (DecodeCase("long", (40000, 300), None, heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16), 7, None),
@@ -50,12 +52,16 @@ def oracle(problem: DecodeProblem, counts: tuple[int, ...]) -> tuple[torch.Tenso
             begin = max(0, end - case.window) if case.window else 0
             for h in range(case.heads):
                 g = h // (case.heads // case.kv_heads)
-                k, v = (keys.head(x, b, g, torch.arange(begin, end, device=x.device)) for x in (keys.k, keys.v))
-                scores = capped(k.double() @ q[b, h, number] * problem.scale, case.cap)
+                k, v = (
+                    keys.head(x, b, g, torch.arange(begin, end, device=x.device)).double() for x in (keys.k, keys.v)
+                )
+                if keys.scales is not None:
+                    k, v = k * keys.scales.k_G[g], v * keys.scales.v_G[g]
+                scores = capped(k @ q[b, h, number] * problem.scale, case.cap)
                 sinks_H = keys.softmax.sinks_H
                 every = scores if sinks_H is None else torch.cat((scores, sinks_H[h : h + 1].double()))
                 lse[b, h, number] = every.logsumexp(0)
-                out[b, h, number] = (scores - lse[b, h, number]).exp() @ v.double()
+                out[b, h, number] = (scores - lse[b, h, number]).exp() @ v
     return out, lse
 
 

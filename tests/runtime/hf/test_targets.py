@@ -67,6 +67,18 @@ def test_a_program_that_applies_a_plan_again_and_again_is_told_once(plan: Plan, 
     assert len([warning for warning in caught if warning.category is PlanWarning]) == 1
 
 
+def test_keys_and_values_of_another_precision_than_the_plans_are_told_in_one_line(plan: Plan, model) -> None:
+    here, stored = (Target(device="here", backend="cpu", dtype="float32", kv_dtype=dtype) for dtype in (None, "fp8"))
+    for target, float8 in ((here, True), (stored, False)):
+        planned = plan.model_copy(update={"targets": (target,)})
+        with pytest.warns(PlanWarning, match="quality .*float32.*fp8|quality .*fp8.*float32") as told:
+            check_target(planned, "here", "cpu", "float32", float8=float8)
+        assert len(told) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            check_target(planned, "here", "cpu", "float32", float8=not float8)
+
+
 def test_a_plan_for_chunks_of_another_size_or_for_another_host_is_told(plan: Plan) -> None:
     chunked = Target(device="here", host="vllm", backend="cpu", dtype="float32", chunk=2048)
     for_engine = plan.model_copy(update={"targets": (chunked,)})

@@ -1,6 +1,8 @@
 """Every store meets the contract that it is typed by: a source of keys, one that is appended to, a whole store."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.softmax import PLAIN
 from sparsekv.plans.patterns import tokens
-from sparsekv.runtime.core.decode import Resident, WithSoftmax
+from sparsekv.runtime.core.decode import Resident, Seen
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.evicting import EvictingStore
@@ -31,7 +33,7 @@ WHOLE: dict[str, Callable[[], WholeStore]] = {
 STORES: dict[str, Callable[[], KVStore]] = WHOLE | {"row": lambda: RowStore(DeviceStore(), 0, BATCH)}
 SOURCES: dict[str, Callable[[KVStore], object]] = {
     "store": lambda store: store,
-    "with softmax": lambda store: WithSoftmax(store, PLAIN),
+    "with softmax": lambda store: Seen(store, partial(replace, softmax=PLAIN)),
     "resident": lambda store: Resident(store.view(length_of(store))),
 }
 

@@ -31,7 +31,7 @@ def test_a_plain_engine_is_taken() -> None:
 @pytest.mark.parametrize(
     ("fact", "named", "way_out"),
     [
-        ({"kv_cache_dtype": "fp8"}, "fp8", "--kv-cache-dtype auto"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2", "--kv-cache-dtype auto or fp8"),
         ({"context_parallel": 2}, "context parallelism over 2 ranks", "sizes to 1"),
         ({"kv_connector": "LMCache"}, "the KV connector LMCache", "--kv-transfer-config"),
         ({"modalities": ("image",)}, "more than text (image)", """--limit-mm-per-prompt '{"image": 0}'"""),

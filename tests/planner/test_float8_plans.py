@@ -1,0 +1,57 @@
+"""`plan --kv-dtype fp8`: priced and verified over keys and values in 8 bits, and recorded as such."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planner_models import TILE, quick_options
+
+from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
+from sparsekv.planner.cost.measure import measure_cost
+from sparsekv.planner.cost.timed_host import Host
+from sparsekv.planner.data_files import read_measured
+from sparsekv.planner.evaluation import modes
+from sparsekv.planner.job import job_of
+from sparsekv.planner.options import Gate
+from sparsekv.planner.plan import compile_plan
+from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.hf.load import LoadedModel
+
+LOOSE = Gate(max_kl=50.0, min_agreement=0.0, min_exact=0.0, max_failed=1.0)
+OPTIONS = quick_options(gate=LOOSE, decode_kl=100.0)
+
+
+def test_a_plan_is_priced_and_verified_over_them_and_says_so(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, stored = modes.apply, []
+
+    def apply(*args: Any, **named: Any) -> Any:
+        stored.append(named["kv_dtype"])
+        return given(*args, **named)
+
+    monkeypatch.setattr(modes, "apply", apply)
+    found = compile_plan(job_of(loaded, OPTIONS.but(kv_dtype="fp8")), cost_out=tmp_path / "cost.json")
+    assert found.plan.targets[0].kv_dtype == found.plan.kv_dtype == "fp8"
+    assert {*stored} == {"fp8"}
+    assert found.plan.quality.prefill.by_length[0].floor > 0  # in float32 too, where kernels round to nothing
+    cost = read_measured(DeviceCost, tmp_path / "cost.json")
+    assert cost.kv_dtype == "fp8"
+    with pytest.raises(UsageError, match="--kv-dtype auto, found fp8"):
+        job_of(loaded, OPTIONS, cost=cost)
+
+
+def test_steps_over_host_memory_are_timed_in_bytes() -> None:
+    shape, lengths = HeadShape(heads=4, kv_heads=2, head_dim=32), (1024,)
+    measured = measure_cost(
+        shape, lengths, device=torch.device("cpu"), dtype=torch.float32, tile=TILE, offload=True, host=Host(float8=True)
+    )
+    assert measured.kv_dtype == "fp8"
+    assert measured.decode_host is not None
+    k, v = torch.randn(2, 1, 2, 64, 32)
+    (first, second) = Host(float8=True).views(k, v, 1, 2)
+    assert first.k.dtype == torch.float8_e4m3fn
+    assert first.k.data_ptr() != second.k.data_ptr()
+    assert first.scales is not None
+    torch.testing.assert_close(first.contiguous(64)[0], k, rtol=0.07, atol=0.01)
