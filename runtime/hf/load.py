@@ -273,7 +273,7 @@ _RENAMED = {
         r"^language_model\.lm_head": "lm_head",
     }
 }
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.")
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "embed_vision.", "audio_tower.", "embed_audio.")
 _WITHOUT_THEM = (
     "; or, where the model is complete without them, remove them from its files, or load it with transformers, which "
     "ignores them (`AutoModelForCausalLM.from_pretrained`), and pass it to `sparsekv.plan_model` and `sparsekv.apply`"

@@ -47,7 +47,7 @@ NAMES: Places = MappingProxyType(
         ),
         "vllm.config:SchedulerConfig": ("disable_hybrid_kv_cache_manager", "max_num_batched_tokens", "max_num_seqs"),
         "vllm.config:AttentionConfig": ("backend", "backend_per_kind"),
-        "vllm.config:CacheConfig": ("cache_dtype", "block_size", "enable_prefix_caching", "kv_sharing_fast_prefill"),
+        "vllm.config:CacheConfig": ("cache_dtype", "block_size", "enable_prefix_caching"),
         "vllm.config:CompilationConfig": ("static_forward_context", "cudagraph_mode", "max_cudagraph_capture_size"),
         "vllm.config:CUDAGraphMode": ("has_full_cudagraphs",),
         "vllm.config:KVTransferConfig": ("kv_connector",),
