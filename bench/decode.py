@@ -142,7 +142,7 @@ def bench_decode(
         BackendError: the backend cannot run here.
     """
     model = subject.model
-    backend = choose_backend(model.device, model.dtype, subject.info.attention[0].head_dim, bench.backend).name
+    backend = choose_backend(model.device, model.dtype, subject.info.largest_head, bench.backend).name
     runs, cases = DecodeRuns(subject, plans, bench), list(product(bench.lengths, bench.batches))
     own = {"model": subject.name, "weights": subject.weights, "plan": words, "layers": subject.info.layers}
     own["kv_dtype"] = bench.kv_dtype

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.bench.harness import PARTS, RANKED_FROM, Call, DensePeers, fastest_that_runs, measure, once, try_each
+from sparsekv.kernels.backends import dense_prefill
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.prefill.flash.call import ignore_argument_warnings
 from sparsekv.kernels.tiles import Chunk
@@ -44,6 +45,8 @@ def dense_calls(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor
         calls: dict[str, Call] = {
             name: partial(torch_kernel, kernel, q_BHSD, k_BGSD, v_BGSD) for name, kernel in TORCH_KERNELS.items()
         }
+        if q_BHSD.shape[3] > 256:  # where torch's fast kernels end, and flash-attn-4
+            calls["sparsekv triton, dense"] = partial(_ours, q_BHSD, k_BGSD, v_BGSD)
         return calls | {FLASH_ATTN: partial(flash_attn_4, q_BHSD, k_BGSD, v_BGSD)}
     chunk, scale = Chunk.uniform(q_BHSD.shape[0], 0, q_BHSD.shape[2]), q_BHSD.shape[-1] ** -0.5
     group = q_BHSD.shape[1] // k_BGSD.shape[1]
@@ -54,6 +57,11 @@ def dense_calls(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor
             q_BHSD, k_BHSD, v_BHSD, is_causal=True
         ),
     }
+
+
+def _ours(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
+    chunk = Chunk.uniform(q_BHSD.shape[0], 0, q_BHSD.shape[2])
+    return dense_prefill(q_BHSD, k_BGSD, v_BGSD, chunk, scale=q_BHSD.shape[-1] ** -0.5, backend="triton").out_BHSD
 
 
 def time_dense(

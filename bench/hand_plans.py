@@ -192,7 +192,8 @@ class HandDecode:
                 )
                 for layer, layers in segments.items()
             )
-            layers = tuple(layer for followers in segments.values() for layer in followers)
+            following = {layer for followers in segments.values() for layer in followers}
+            layers = tuple(sorted(following - info.sharing))
             decode = DecodePlan(
                 lengths=(DecodeBucket(up_to=None, segments=rows),),
                 offload=Offload(layers=layers, hot=hot_set([budget], longest)) if self.offload else None,
@@ -219,7 +220,7 @@ def kept_by_hand(info: ModelInfo, keep: int, generated: int) -> tuple[tuple[Rete
     Raises:
         UsageError: the model has no more layers than that.
     """
-    layers = info.full_layers[_WHOLE:]
+    layers = tuple(layer for layer in info.full_layers if layer not in info.sharing)[_WHOLE:]
     if not layers:
         raise UsageError(
             f"expected more than {_WHOLE} layers with full attention beside --keep, found {len(info.full_layers)}; "

@@ -50,6 +50,7 @@ REGISTERS = 65_536  # of a multiprocessor, on all of them
 MULTIPROCESSORS = 132
 TILE, SMALL_TILE = TileShape(query=128, key=128), TileShape(query=64, key=64)
 LENGTH = 600
+_LARGE = ((256, torch.bfloat16), (512, torch.bfloat16))
 Cases = Iterator[tuple[str, Callable[[], object]]]
 
 
@@ -131,7 +132,7 @@ def prefill_cases() -> Cases:
     """Every variant of sparse prefill that users meet."""
     for dim, columns, window, tile in (
         (64, True, None, TILE), (128, False, None, TILE), (128, True, None, TILE), (128, True, 200, TILE),
-        (128, True, None, SMALL_TILE), (256, True, None, TILE),
+        (128, True, None, SMALL_TILE), (256, True, None, TILE), (512, True, None, TILE),
     ):  # fmt: skip
         (q, k, v), index, chunk = _tensors(dim, 4, 2, 2), _index(columns, tile), Chunk((0,), (LENGTH,))
         call = partial(triton_prefill.prefill, q, k, v, index, chunk, scale=0.1, window=window)
@@ -163,7 +164,7 @@ def _unchecked(call: Callable[[], object]) -> Callable[[], object]:
 
 def decode_cases() -> Cases:
     """Decode over all tokens or chosen ones, scores, the choice, and the newest token's place."""
-    for dim in (64, 128, 256):
+    for dim in (64, 128, 256, 512):
         q, k, v = (torch.zeros(1, heads, n, dim, dtype=torch.bfloat16) for heads, n in ((8, 1), (2, 600), (2, 600)))
         chosen = torch.arange(4, 504, 2, dtype=torch.int32)[None, None]
         page = torch.zeros(10, 2, 16, dim, dtype=torch.bfloat16)
@@ -241,7 +242,7 @@ def _build(builder: Any, pattern: Pattern, dim: int, tile: TileShape, window: in
 
 def damage_cases() -> Cases:
     """Returns what candidates are scored with in profiling."""
-    for dim, dtype in ((40, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32), (256, torch.bfloat16)):
+    for dim, dtype in ((40, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32), *_LARGE):
         out, gradient = torch.zeros(1, 8, 600, dim, dtype=dtype), torch.zeros(1, 8, 600, dim)
         call = partial(row_damage.head_damage, out, out, gradient, gradient[..., 0], gradient[:, :1, :, 0])
         yield f"head size {dim}, {str(dtype).removeprefix('torch.')}", call
@@ -249,7 +250,7 @@ def damage_cases() -> Cases:
 
 def observed_cases() -> Cases:
     """Returns what a smaller cache is chosen by, and the move of what is kept."""
-    for dim, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32), (256, torch.bfloat16)):
+    for dim, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32), *_LARGE):
         q, k = (torch.zeros(1, heads, LENGTH, dim, dtype=dtype) for heads in (8, 2))
         name = f"head size {dim}, {str(dtype).removeprefix('torch.')}"
         yield name, partial(observed_triton.attention_sums, q, k, 0.1, PLAIN)

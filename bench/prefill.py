@@ -243,7 +243,7 @@ def bench_prefill(
         raise UsageError(f"expected --kv-host-layers up to {info.layers}, found {bench.kv_host_layers}")
     check_plan(plan, info, bench.allow_mismatch)
     tile = plan.prefill.tile if plan.prefill else None
-    backend = choose_backend(model.device, model.dtype, info.attention[0].head_dim, bench.backend, tile).name
+    backend = choose_backend(model.device, model.dtype, info.largest_head, bench.backend, tile).name
     runs = PrefillRuns(model, plan, bench)
     own = {"weights": subject.weights, "plan": words, "layers": info.layers}
     with (

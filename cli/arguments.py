@@ -308,7 +308,7 @@ class Subject:
             config = load_config(source)
         info = describe_config(config, source.path_or_id)
         if asked.backend != "auto" and not flags.typed("dense"):
-            choose_backend(target, torch_dtype(asked.dtype, config, target), info.attention[0].head_dim, asked.backend)
+            choose_backend(target, torch_dtype(asked.dtype, config, target), info.largest_head, asked.backend)
         if check is not None:
             check(info, target.type)
         with self._saying_whose_model():

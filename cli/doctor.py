@@ -281,7 +281,7 @@ class MemoryEstimate:
             check_model(plan, loaded.info, allow_mismatch)
         if device_bytes is None and (plan is not None or machine.backend != "auto"):
             tile = plan.prefill.tile if plan and plan.prefill else None
-            choose_backend(device, dtype, loaded.info.attention[0].head_dim, machine.backend, tile)
+            choose_backend(device, dtype, loaded.info.largest_head, machine.backend, tile)
         found = Available.here([device] if device_bytes is None else [])
         found = found if device_bytes is None else replace(found, device=device_bytes)
         found = found if host_bytes is None else replace(found, host=host_bytes)

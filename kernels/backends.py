@@ -179,6 +179,12 @@ def dense_by_flash(
     return takes_dense(q_BHSD, k_BGKD, v_BGKD, chunk)
 
 
+def dense_by_triton(q_BHSD: torch.Tensor, *, backend: str) -> bool:
+    """Returns whether `dense_prefill` goes to our own kernel: torch's fast ones end at a head size of 256, and what is
+    left of them makes masks of blocks of rows."""
+    return backend == "triton" and q_BHSD.is_cuda and q_BHSD.shape[3] > 256 and q_BHSD.shape[2] > 1
+
+
 def dense_prefill(
     q_BHSD: torch.Tensor,
     k_BGKD: torch.Tensor,
@@ -189,7 +195,8 @@ def dense_prefill(
     window: int | None = None,
     backend: str,
 ) -> AttentionOutput:
-    """Dense causal attention of a whole layer: by flash-attn-4 where `dense_by_flash` says so, else by torch.
+    """Dense causal attention of a whole layer: by flash-attn-4 or our own kernel where `dense_by_flash` or
+    `dense_by_triton` say so, else by torch.
 
     Arguments, shapes and errors as in `dense_attention`; no log-sum-exp.
 
@@ -203,6 +210,12 @@ def dense_prefill(
         check_qkv(q_BHSD, k_BGKD, v_BGKD, scale)
         check_chunk(q_BHSD, k_BGKD, chunk, window)
         return dense(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=window)
+    if dense_by_triton(q_BHSD, backend=backend):
+        from sparsekv.kernels.prefill.triton import dense as by_triton
+
+        check_qkv(q_BHSD, k_BGKD, v_BGKD, scale)
+        check_chunk(q_BHSD, k_BGKD, chunk, window)
+        return by_triton(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=window)
     from sparsekv.kernels.prefill.dense import dense_attention  # parts of torch that load Triton
 
     return dense_attention(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=window)

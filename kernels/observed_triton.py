@@ -23,9 +23,9 @@ from sparsekv.kernels.triton_support import soft_cap
 _LOG2_E = math.log2(math.e)
 _RANGE = 4096  # keys of a program of the first pass, or more
 _MOST_RANGES = 64
-_ROWS, _WARPS = 64, 4
-_KEYS, _FEW_KEYS = 128, 64  # of a program at a time; few where those of a token take more memory than _TOKEN
-_TOKEN = 256  # bytes
+_WARPS = 4
+# Rows and keys of a program at a time, by the most bytes of a key that they are for; ascending.
+_BLOCKS = ((256, 64, 128), (512, 64, 64), (2048, 32, 32))
 _AT_ONCE = 256  # numbers of a program that only adds
 
 
@@ -33,7 +33,8 @@ def attention_sums(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, sof
     """As `sums_by_torch`, for tensors on a GPU with stride 1 in their last dimension."""
     (batch, groups, keys, size), (heads, window) = k_BGSD.shape, q_BHWD.shape[1:3]
     rows, device, block_d = heads // groups * window, k_BGSD.device, triton.next_power_of_2(size)
-    block = _KEYS if block_d * k_BGSD.element_size() <= _TOKEN else _FEW_KEYS
+    token = block_d * k_BGSD.element_size()
+    block_m, block = next((at_once, step) for most, at_once, step in _BLOCKS if token <= most)
     span = triton.cdiv(max(_RANGE, triton.cdiv(keys, _MOST_RANGES)), block) * block
     ranges = triton.cdiv(keys, span)
     shape_GRX = (batch * groups, ranges, rows)
@@ -42,11 +43,11 @@ def attention_sums(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, sof
     sums_BGS = torch.empty((batch, groups, keys), dtype=torch.float32, device=device)
     shared = (*q_BHWD.stride()[:3], *k_BGSD.stride()[:3], scale * _LOG2_E, groups, window, rows, keys)
     options: dict[str, Any] = {
-        "CAP": softmax.cap * _LOG2_E, "D": size, "BLOCK_D": block_d, "BLOCK_M": _ROWS, "BLOCK_N": block,
+        "CAP": softmax.cap * _LOG2_E, "D": size, "BLOCK_D": block_d, "BLOCK_M": block_m, "BLOCK_N": block,
         "num_warps": _WARPS,
     }  # fmt: skip
     with torch.cuda.device_of(k_BGSD):
-        observed_stats_kernel[(triton.cdiv(rows, _ROWS), ranges, batch * groups)](
+        observed_stats_kernel[(triton.cdiv(rows, block_m), ranges, batch * groups)](
             q_BHWD, k_BGSD, most_GRX, sum_GRX, *shared, span, **options
         )
         join_kernel[(triton.cdiv(rows, _AT_ONCE), batch * groups)](

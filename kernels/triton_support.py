@@ -14,7 +14,7 @@ import triton.language as tl
 
 from sparsekv.plans.errors import BackendError, ShapeError
 
-SMALLEST_HEAD, LARGEST_HEAD = 16, 256
+SMALLEST_HEAD, LARGEST_HEAD = 16, 512
 # Offsets inside a block are 32-bit numbers: 128 rows of this stride stay below 2 ** 31.
 LONGEST_ROW_STRIDE = 1 << 23
 

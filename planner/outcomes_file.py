@@ -82,7 +82,7 @@ class OutcomesSettings(Part):
             drawn: `content_seed`, `attempt`, `skipped` and `prompts`.
         """
         model, fingerprint = loaded.model, loaded.info.fingerprint
-        tile, head_dim = plan.prefill.tile if plan.prefill else None, loaded.info.attention[0].head_dim
+        tile, head_dim = plan.prefill.tile if plan.prefill else None, loaded.info.largest_head
         capped = has_soft_cap(config_of(model))
         return cls(
             plan=digest,

@@ -158,9 +158,9 @@ class _Run:
         return self._log_probabilities(hidden_1SE[:, self._rows])
 
     def _from(self, layer: int, inputs: Mapping[int, ObservedInput], decoder: Any) -> torch.Tensor:
-        hidden_1SE = inputs[layer].hidden_BSE
+        hidden_1SE, shared = inputs[layer].hidden_BSE, inputs[layer].shared
         for number in range(layer, len(decoder.layers)):
-            hidden_1SE = inputs[number].run(decoder.layers[number], hidden_1SE)
+            hidden_1SE = inputs[number].run(decoder.layers[number], hidden_1SE, shared)
         return self._log_probabilities(last_norm_of(self._model)(hidden_1SE[:, self._rows]))
 
     def _log_probabilities(self, rows_1TE: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,8 @@ def search_retention(job: Job, progress: Progress | None = None) -> tuple[tuple[
     Raises:
         UsageError: sinks and recent tokens of all layers alone are more than that.
     """
-    options, layers, length = job.options, job.model.full_layers, job.options.lengths[-1]
+    options, length = job.options, job.options.lengths[-1]
+    layers = tuple(layer for layer in job.model.full_layers if layer not in job.model.sharing)
     prompts, runs = job.calibration_prompts(length, options.samples_at(length)), 2 if options.host == "vllm" else 3
     with (
         retention_trials(job.subject) as model,

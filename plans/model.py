@@ -19,6 +19,7 @@ from sparsekv.plans.types import (
     Count,
     Digest,
     FieldError,
+    Index,
     JsonObject,
     LayerSet,
     Length,
@@ -33,7 +34,8 @@ from sparsekv.plans.types import (
 
 
 class AttentionGroup(Part):
-    """Layers of one shape and kind. `window` is the layer's own sliding window in tokens, current one included."""
+    """Layers of one shape and kind. `window` is the layer's own sliding window in tokens, current one included;
+    `keys_of` the earlier layer whose keys and values they attend to, as they have none of their own."""
 
     layers: LayerSet
     kind: Literal["full", "sliding", "linear"]
@@ -41,6 +43,7 @@ class AttentionGroup(Part):
     kv_heads: Count
     head_dim: Count
     window: Length | None = None
+    keys_of: Index | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> AttentionGroup:
@@ -54,7 +57,8 @@ class AttentionGroup(Part):
     @property
     def cached_values(self) -> int:
         """Numbers that its layers keep of a token, all together: keys and values, none beside a recurrent state."""
-        return 0 if self.kind == "linear" else 2 * len(self.layers) * self.kv_heads * self.head_dim
+        has_none = self.kind == "linear" or self.keys_of is not None
+        return 0 if has_none else 2 * len(self.layers) * self.kv_heads * self.head_dim
 
 
 class Fingerprint(Part):
@@ -117,6 +121,19 @@ class ModelInfo(Part):
             raise FieldError(f"expected every layer from 0 on, found no group for {format_ids(missing)}", "attention")
         return self
 
+    @model_validator(mode="after")
+    def _keys_of_a_like_layer(self) -> ModelInfo:
+        shapes = self.by_layer
+        for group in self.attention:
+            if (owner := group.keys_of) is None:
+                continue
+            found = shapes.get(owner)
+            of_owner = None if found is None else found.model_copy(update={"layers": group.layers, "keys_of": owner})
+            if of_owner != group or found is None or found.keys_of is not None or owner >= min(group.layers):
+                message = f"expected keys_of an earlier layer of the same shape with keys of its own, found {owner}"
+                raise FieldError(f"{message} for layers {format_ids(group.layers)}", "attention")
+        return self
+
     @property
     def layers(self) -> int:
         """Returns how many layers the model has."""
@@ -131,6 +148,17 @@ class ModelInfo(Part):
     def full_layers(self) -> tuple[int, ...]:
         """The layers that attend to everything before them, ascending."""
         return tuple(sorted(layer for group in self.attention if group.kind == "full" for layer in group.layers))
+
+    @property
+    def sharing(self) -> frozenset[int]:
+        """The layers that have no keys of their own, and those whose keys they attend to."""
+        found = [group for group in self.attention if group.keys_of is not None]
+        return frozenset(layer for group in found for layer in (*group.layers, group.keys_of or 0))
+
+    @property
+    def largest_head(self) -> int:
+        """The largest head size of layers with softmax attention, which kernels have to take."""
+        return max(group.head_dim for group in self.attention if group.kind != "linear")
 
     def group_of(self, layer: int) -> AttentionGroup:
         """Returns what layer number `layer` is.
@@ -190,12 +218,16 @@ def differences(expected: ModelInfo, found: ModelInfo) -> tuple[str, ...]:
 def _shape_differences(ours: Shapes, theirs: Shapes) -> list[str]:
     where: dict[str, list[int]] = {}
     shared = sorted(ours.keys() & theirs.keys())
-    for layer, name in product(shared, ("kind", "heads", "kv_heads", "head_dim", "window")):
+    for layer, name in product(shared, ("kind", "heads", "kv_heads", "head_dim", "window", "keys_of")):
         mine, other = getattr(ours[layer], name), getattr(theirs[layer], name)
         if mine != other:
-            told = f"{name.replace('_', ' ')}: plan {mine or 'none'}, model {other or 'none'}"
+            told = f"{name.replace('_', ' ')}: plan {_told(mine)}, model {_told(other)}"
             where.setdefault(told, []).append(layer)
     return [line if at == shared else f"{line} (layers {format_ids(at)})" for line, at in where.items()]
+
+
+def _told(fact: object) -> object:
+    return "none" if fact is None else fact
 
 
 def check_fit(
@@ -215,6 +247,7 @@ def check_fit(
             _check_segment(segment, shapes, ("decode", "lengths", position, "segments", number))
     if decode and decode.offload:
         _softmax_layers(decode.offload.layers, shapes, ("decode", "offload", "layers"))
+        _own_keys(decode.offload.layers, model, "to go to host memory", ("decode", "offload", "layers"))
     _check_retention(kv_cache, model, decode)
 
 
@@ -262,6 +295,7 @@ def _check_lossy(rule: Retention, model: ModelInfo, decode: DecodePlan | None, p
     if windowed := [layer for layer in rule.layers if shapes[layer].window is not None]:
         message = f"expected layers with full attention to drop tokens, found {format_ids(windowed)} with a window"
         raise FieldError(message, *path)
+    _own_keys(rule.layers, model, "to drop tokens", path)
     offloaded = decode.offload.layers if decode and decode.offload else ()
     if both := set(rule.layers).intersection(offloaded):
         raise FieldError(f"expected layers that are not offloaded to drop tokens, found {format_ids(both)}", *path)
@@ -272,6 +306,12 @@ def _check_lossy(rule: Retention, model: ModelInfo, decode: DecodePlan | None, p
     if rule.kept_tokens(context) == context:
         message = f"expected to keep fewer tokens than the context of {context}, found a rule that keeps all of it"
         raise FieldError(message, *path[:-1], "keep")
+
+
+def _own_keys(layers: Iterable[int], model: ModelInfo, what: str, path: tuple[Where, ...]) -> None:
+    if shared := model.sharing.intersection(layers):
+        message = f"expected layers that share their keys and values with no other layer {what}, found"
+        raise FieldError(f"{message} {format_ids(shared)}", *path)
 
 
 def _softmax_layers(layers: Iterable[int], shapes: Shapes, path: tuple[Where, ...]) -> None:

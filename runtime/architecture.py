@@ -73,7 +73,8 @@ class Architecture:
         """A third of the numbers that an MLP of a model with this config has of each token. Each expert that a token
         goes to has them too, and beside them four hidden states: copied, projected, weighted and in order."""
         dense = int(getattr(config, "intermediate_size", 0))  # some have nothing but experts
-        if not self.experts:
+        dense *= 2 if getattr(config, "use_double_wide_mlp", False) else 1  # of layers without keys of their own
+        if not self.experts or getattr(config, self.experts) is None:
             return -(-(self.at_once or 3) * dense // 3)
         width = getattr(config, self.experts)
         expert = -(-((self.at_once or 4) * width + 4 * config.hidden_size) // 3)
@@ -99,7 +100,7 @@ class Architecture:
 
 def experts_per_token(config: Any) -> int:
     """Returns to how many experts a token goes, where layers differ in the one with the most; 0 without experts."""
-    found = getattr(config, "num_experts_per_tok", None) or 0
+    found = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
     some = getattr(config, "num_local_experts", None) != 0  # Granite 4 has a family with none
     return (max(found) if isinstance(found, list) else int(found)) if some else 0
 
@@ -136,6 +137,7 @@ ARCHITECTURES = {
         Architecture("gemma"),
         Architecture("gemma2", norms=_BEFORE, norms_after=_AFTER),
         Architecture("gemma3_text", package="gemma3", norms=_BEFORE, norms_after=_AFTER),
+        Architecture("gemma4_text", package="gemma4", norms=_BEFORE, norms_after=_AFTER, experts=_MOE, whole=True),
         Architecture("glm"),
         Architecture("glm4", norms_after=("post_self_attn_layernorm", "post_mlp_layernorm")),
         Architecture("glm4_moe", experts=_MOE, shared="n_shared_experts"),
@@ -229,6 +231,7 @@ ARCHITECTURES = {
 MODALITIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "gemma3": ("image",),
+        "gemma4": ("image", "video", "audio"),
         "mistral3": ("image",),
         "qwen3_5": ("image", "video"),
         "qwen3_5_moe": ("image", "video"),

@@ -31,7 +31,7 @@ def describe_config(config: PreTrainedConfig, source: str | None = None, revisio
     source = source or config.name_or_path
     config = decoder_config(config)
     record = architecture_of(config.model_type)
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False) not in (None, False, "vision"):  # text is causal then
         raise UnsupportedError("expected causal attention, found use_bidirectional_attention; choose a decoder")
     model_type, rope = record.text_as or config.model_type, rope_of_text(config)
     groups = attention_groups(config)
@@ -71,23 +71,41 @@ _AXES = ("mrope_section", "mrope_interleaved")
 def attention_groups(config: PreTrainedConfig) -> tuple[AttentionGroup, ...]:
     """Layers of equal attention, as the config has them; those with a recurrent state last."""
     linear = linear_layers(config)
-    layers: dict[int | None, list[int]] = {}
+    alike: dict[AttentionGroup, list[int]] = {}
     for layer in range(config.num_hidden_layers):
         if layer not in linear:
-            layers.setdefault(_window(config, layer), []).append(layer)
-    heads = config.num_attention_heads
-    softmax = tuple(
-        AttentionGroup(
-            layers=tuple(members),
-            kind="full" if window is None else "sliding",
-            heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            window=window,
-        )
-        for window, members in layers.items()
-    )
+            alike.setdefault(_softmax_group(config, layer), []).append(layer)
+    softmax = tuple(group.model_copy(update={"layers": tuple(layers)}) for group, layers in alike.items())
     return (*softmax, _linear_group(config, linear)) if linear else softmax
+
+
+def _softmax_group(config: PreTrainedConfig, layer: int) -> AttentionGroup:
+    """What a layer is; of equal layers the same."""
+    own, window, heads = config_of_layer(config, layer), _window(config, layer), config.num_attention_heads
+    return AttentionGroup(
+        layers=(0,),
+        kind="full" if window is None else "sliding",
+        heads=heads,
+        kv_heads=getattr(own, "num_key_value_heads", None) or heads,
+        head_dim=getattr(own, "head_dim", None) or config.hidden_size // heads,
+        window=window,
+        keys_of=_keys_of(config, layer),
+    )
+
+
+def config_of_layer(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
+    """The config of one layer, where those differ in the sizes of their heads, which the whole then does not tell."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+
+
+def _keys_of(config: PreTrainedConfig, layer: int) -> int | None:
+    """The layer whose keys and values another one attends to: of the first ones, which have their own, the last one of
+    its kind."""
+    first = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    kinds = getattr(config, "layer_types", None)
+    if layer < first or kinds is None:
+        return None
+    return max(earlier for earlier in range(first) if kinds[earlier] == kinds[layer])
 
 
 def linear_layers(config: PreTrainedConfig) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from sparsekv.kernels.triton_support import overlap, overlaps_launches, soft_cap
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 128  # what one program of the merge holds at once
+_MERGED_VALUES = 256  # numbers of an output that one program of the merge holds of each split
 _SCORED_AT_ONCE = 128  # tokens of one program of the score kernel
 
 
@@ -116,10 +117,10 @@ def _run(
             Q_SCALED=scales is not None and scales.q_G is not None,
             num_warps=launch.warps, **overlapping,
         )  # fmt: skip
-        merge_kernel[(H, B)](
+        merge_kernel[(H, B, triton.cdiv(D, _MERGED_VALUES))](
             part_BHPD, part_lse_BHP, out_BHQD, lse_BHQ, keys.lengths_B, sinks_H, *out_BHQD.stride()[:2], H,
             launch.splits,
-            D=D, BLOCK_D=block_d, BLOCK_P=triton.next_power_of_2(launch.splits),
+            D=D, BLOCK_D=min(block_d, _MERGED_VALUES), BLOCK_P=triton.next_power_of_2(launch.splits),
             WANT_LSE=want_lse or scoring is not None, ATTENDS=attends, SKIPS=out is not None,
             SINKS=keys.softmax.sinks_H is not None, QUERIES=queries.most,
             num_warps=4 if D <= 128 else 8, **overlapping,
@@ -193,7 +194,8 @@ def launch_for(device: torch.device, rows: int, dtype: torch.dtype, size: int, q
         return DecodeLaunch(splits, 32, 4, 1, overlap=overlaps_launches(device))
     # larger heads spill on two warps, and so do more rows
     warps = min(8, max(2 if size <= 128 else 4, queries // 16))
-    return DecodeLaunch(splits, 64, warps, 2, overlap=overlaps_launches(device))
+    # of heads above 256, 64 tokens in two stages would leave no room for a second program beside this one
+    return DecodeLaunch(splits, 64 if size <= 256 else 32, warps, 2, overlap=overlaps_launches(device))
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -370,8 +372,8 @@ def merge_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, WANT_LSE: tl.constexpr, ATTENDS: tl.constexpr,
     SKIPS: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (query heads, batch). Merges the splits of a head: each weighs by the exponential of its log-sum-exp, and
-    so does a sink, which has no output.
+    """Grid: (query heads, batch, parts of a head). Merges the splits of a head: each weighs by the exponential of its
+    log-sum-exp, and so does a sink, which has no output.
 
     With SKIPS the output of rows without tokens is not written.
     """
@@ -382,7 +384,7 @@ def merge_kernel(
     batch = tl.program_id(1)
     part = (batch * heads + head).to(tl.int64) * splits
     lanes_P = tl.arange(0, BLOCK_P)
-    lanes_D = tl.arange(0, BLOCK_D)
+    lanes_D = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     lse_P = tl.load(part_lse_ptr + part + lanes_P, mask=lanes_P < splits, other=float("-inf"))
     m = tl.max(lse_P, 0)
     if SINKS:

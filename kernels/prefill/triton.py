@@ -7,9 +7,13 @@ then gathers the live single columns BLOCK_C at a time, all in one online softma
 Nothing is masked for the length: a visible key has j <= i, and a row that counts has i < length. Loads that could
 touch memory past the length are masked, because whatever lies there could be a NaN.
 
+Above a head size of MOST_VALUES, a row block is computed by several programs: each scores whole keys and adds up its
+part of the values. The scores are computed as often, which costs half as much again; the accumulator of whole values
+would spill, or leave 64 rows to a block, too few to hide the loads of keys.
+
 Block sizes are chosen by GPU generation and head size so that registers hold (on Hopper, head size 256 spills a few)
-and shared memory fits: 160 KiB on Hopper at head size 128, under 99 KiB elsewhere. bench/kernel_resources.py shows
-both for GPUs that are not at hand.
+and shared memory fits: on Hopper 160 KiB at head size 128 and 224 KiB at 512, under 99 KiB elsewhere.
+bench/kernel_resources.py shows both for GPUs that are not at hand.
 
 Shapes: B batch, H query heads, G KV heads, S query rows, K keys in memory; in kernels M rows of a block, N keys of a
 step, D head size padded to a power of two.
@@ -30,6 +34,7 @@ from sparsekv.kernels.triton_support import check_tensors, soft_cap
 from sparsekv.plans.patterns import TileShape
 
 LOG2_E = 1.4426950408889634
+MOST_VALUES = 256  # numbers of a value in one program: the accumulator of more would not fit in the registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +50,27 @@ class PrefillLaunch:
 
 
 # The largest padded head size that a row is for, and its launch; ascending.
-_HOPPER = ((128, PrefillLaunch(128, 128, 64, 8, 2, 3)), (256, PrefillLaunch(128, 64, 32, 8, 2, 3)))
-_AMPERE = ((128, PrefillLaunch(64, 64, 32, 4, 2, 2)), (256, PrefillLaunch(32, 32, 32, 4, 2, 2)))
-_ROCM = ((128, PrefillLaunch(64, 32, 32, 4, 1, 1)), (256, PrefillLaunch(32, 32, 32, 4, 1, 1)))
+_HOPPER = (
+    (128, PrefillLaunch(128, 128, 64, 8, 2, 3)),
+    (256, PrefillLaunch(128, 64, 32, 8, 2, 3)),
+    (512, PrefillLaunch(128, 32, 32, 8, 2, 2)),
+)
+_AMPERE = (
+    (128, PrefillLaunch(64, 64, 32, 4, 2, 2)),
+    (256, PrefillLaunch(32, 32, 32, 4, 2, 2)),
+    (512, PrefillLaunch(32, 32, 32, 4, 1, 1)),
+)
+_ROCM = (
+    (128, PrefillLaunch(64, 32, 32, 4, 1, 1)),
+    (256, PrefillLaunch(32, 32, 32, 4, 1, 1)),
+    (512, PrefillLaunch(32, 16, 32, 4, 1, 1)),
+)
 # Without tensor cores every product is unrolled into registers; this only has to be right.
-_FLOAT32 = ((128, PrefillLaunch(32, 32, 32, 4, 1, 1)), (256, PrefillLaunch(16, 32, 32, 4, 1, 1)))
+_FLOAT32 = (
+    (128, PrefillLaunch(32, 32, 32, 4, 1, 1)),
+    (256, PrefillLaunch(16, 32, 32, 4, 1, 1)),
+    (512, PrefillLaunch(16, 16, 32, 4, 1, 1)),
+)
 
 
 def launch_for(device: torch.device, dtype: torch.dtype, block_d: int, tile: TileShape) -> PrefillLaunch:
@@ -110,11 +131,12 @@ def prefill(
     if out_BHSD.numel() == 0:
         return AttentionOutput(out_BHSD, lse_BHS)
     block_d = triton.next_power_of_2(D)
+    parts = triton.cdiv(D, MOST_VALUES)
     tile = index.tile
     blocks = fit(launch, tile) if launch else launch_for(q_BHSD.device, q_BHSD.dtype, block_d, tile)
     past_B = on_device(chunk.past, q_BHSD.device, torch.int32)
     lengths_B = on_device(chunk.lengths, q_BHSD.device, torch.int32)
-    grid = (H // G * triton.cdiv(S, blocks.block_m), G, B)
+    grid = (parts * H // G * triton.cdiv(S, blocks.block_m), G, B)
     with torch.cuda.device_of(q_BHSD):
         prefill_kernel[grid](
             q_BHSD, k_BGKD, v_BGKD, out_BHSD, lse_BHS if lse_BHS is not None else out_BHSD,
@@ -123,13 +145,30 @@ def prefill(
             *q_BHSD.stride()[:3], *k_BGKD.stride()[:3], *v_BGKD.stride()[:3], *out_BHSD.stride()[:3],
             scale * LOG2_E, window or 0, G, S, index.counts_BHT.shape[2], index.tiles_BHTW.shape[3],
             index.columns_BHC.shape[2], index.live_BHTN.shape[3],
-            GROUP=H // G, D=D, BLOCK_D=block_d, TILE_M=tile.query, TILE_N=tile.key,
+            GROUP=H // G, D=D, BLOCK_D=block_d, PARTS=parts, TILE_M=tile.query, TILE_N=tile.key,
             BLOCK_M=blocks.block_m, BLOCK_N=blocks.block_n, BLOCK_C=blocks.block_c, STAGES=blocks.stages,
             COLUMN_STAGES=blocks.column_stages, HAS_COLUMNS=index.columns_BHC.shape[2] > 0,
             WINDOWED=window is not None and window < chunk.longest, WANT_LSE=want_lse,
             PRECISION="ieee", CAP=cap * LOG2_E, num_warps=blocks.warps,
         )  # fmt: skip
     return AttentionOutput(out_BHSD, lse_BHS)
+
+
+def dense(
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    v_BGKD: torch.Tensor,
+    chunk: Chunk,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> AttentionOutput:
+    """Causal attention over every key, of the window where there is one; arguments as in `dense_attention`."""
+    (B, H, S, _), tile = q_BHSD.shape, TileShape()
+    nothing = q_BHSD.new_empty((B, H, chunk.query_tiles(tile, S), 0), dtype=torch.int32)
+    dense_H = torch.ones(H, dtype=torch.bool, device=q_BHSD.device)
+    index = TileIndex(tile, nothing, nothing.sum(3, dtype=torch.int32), nothing[:, :, 0], nothing, dense_H)
+    return prefill(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window)
 
 
 @triton.jit
@@ -181,7 +220,7 @@ def _rows(base_ptr, at, stride, lanes_D, keep, MASKED: tl.constexpr, D: tl.const
     at_ND = base_ptr + at[:, None] * stride + lanes_D[None, :]
     if MASKED:
         rows_ND = tl.load(at_ND, mask=keep[:, None] & (lanes_D < D)[None, :], other=0.0)
-    elif lanes_D.shape[0] == D:
+    elif lanes_D.shape[0] == D or lanes_D.shape[0] * 2 == D:
         rows_ND = tl.load(at_ND)
     else:
         rows_ND = tl.load(at_ND, mask=(lanes_D < D)[None, :], other=0.0)
@@ -231,16 +270,20 @@ def prefill_kernel(
     q_stride_B, q_stride_H, q_stride_S, k_stride_B, k_stride_G, k_stride_S,
     v_stride_B, v_stride_G, v_stride_S, out_stride_B, out_stride_H, out_stride_S,
     scale_log2, window, kv_heads, queries, query_tiles, listed, columns, words,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
     COLUMN_STAGES: tl.constexpr, HAS_COLUMNS: tl.constexpr, WINDOWED: tl.constexpr, WANT_LSE: tl.constexpr,
     PRECISION: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (GROUP * row blocks, KV heads, batch). The query heads of a KV head run side by side: they share K and V
-    in cache. The last rows come first: they are the longest, and nothing long is left for the end of the launch."""
-    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // GROUP
+    """Grid: (PARTS * GROUP * row blocks, KV heads, batch). The query heads of a KV head run side by side: they share K
+    and V in cache. The last rows come first: they are the longest, and nothing long is left for the end of the launch.
+    """
+    BLOCK_V: tl.constexpr = BLOCK_D // PARTS
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // (GROUP * PARTS)
     kv_head = tl.program_id(1)
-    head = kv_head * GROUP + tl.program_id(0) % GROUP
+    head = kv_head * GROUP + tl.program_id(0) // PARTS % GROUP
+    part = tl.program_id(0) % PARTS
     batch = tl.program_id(2)
     batch_head = batch * kv_heads * GROUP + head
 
@@ -254,6 +297,7 @@ def prefill_kernel(
     is_real = first_row < length
 
     lanes_D = tl.arange(0, BLOCK_D)
+    lanes_V = part * BLOCK_V + tl.arange(0, BLOCK_V)
     lanes_N = tl.arange(0, BLOCK_N)
     q_base = q_ptr + batch.to(tl.int64) * q_stride_B + head.to(tl.int64) * q_stride_H
     k_base = k_ptr + batch.to(tl.int64) * k_stride_B + kv_head.to(tl.int64) * k_stride_G
@@ -282,7 +326,7 @@ def prefill_kernel(
 
     m_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_M = tl.zeros([BLOCK_M], tl.float32)
-    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     SPLIT: tl.constexpr = TILE_N // BLOCK_N
     everything_N = lanes_N >= 0
 
@@ -293,7 +337,7 @@ def prefill_kernel(
         first_key = (tile * TILE_N + (step % SPLIT) * BLOCK_N).to(tl.int64)
         tile = _tile_at(list_ptr, (step + 1) // SPLIT, stop, dense)
         k_ND = _rows(k_base + first_key * k_stride_S, lanes_N, k_stride_S, lanes_D, everything_N, False, D)
-        v_ND = _rows(v_base + first_key * v_stride_S, lanes_N, v_stride_S, lanes_D, everything_N, False, D)
+        v_ND = _rows(v_base + first_key * v_stride_S, lanes_N, v_stride_S, lanes_V, everything_N, False, D)
         acc_MD, m_M, l_M = _attend(acc_MD, m_M, l_M, q_MD, k_ND, v_ND, everything_N, scale_log2, False, PRECISION, CAP)
 
     # The tiles on the window's edge, [start, whole_start), and those on the diagonal, [whole_stop, stop).
@@ -304,7 +348,7 @@ def prefill_kernel(
         first_key = _tile_at(list_ptr, position, stop, dense) * TILE_N + (step % SPLIT) * BLOCK_N
         j_N = first_key + lanes_N
         k_ND = _rows(k_base, j_N.to(tl.int64), k_stride_S, lanes_D, j_N < length, True, D)
-        v_ND = _rows(v_base, j_N.to(tl.int64), v_stride_S, lanes_D, j_N < length, True, D)
+        v_ND = _rows(v_base, j_N.to(tl.int64), v_stride_S, lanes_V, j_N < length, True, D)
         keep_MN = _visible(i_M, j_N, window, WINDOWED)
         acc_MD, m_M, l_M = _attend(acc_MD, m_M, l_M, q_MD, k_ND, v_ND, keep_MN, scale_log2, True, PRECISION, CAP)
 
@@ -322,7 +366,7 @@ def prefill_kernel(
             j_C = tl.load(column_row + slot_C, mask=slot_C < columns, other=-1)
             live_C = ((word_C >> (slot_C % 32)) & 1 != 0) & (j_C >= 0) & (j_C < length)
             k_CD = _rows(k_base, j_C.to(tl.int64), k_stride_S, lanes_D, live_C, True, D)
-            v_CD = _rows(v_base, j_C.to(tl.int64), v_stride_S, lanes_D, live_C, True, D)
+            v_CD = _rows(v_base, j_C.to(tl.int64), v_stride_S, lanes_V, live_C, True, D)
             keep_MC = _visible(i_M, j_C, window, WINDOWED) & live_C[None, :]
             acc_MD, m_M, l_M = _attend(acc_MD, m_M, l_M, q_MD, k_CD, v_CD, keep_MC, scale_log2, True, PRECISION, CAP)
 
@@ -330,8 +374,8 @@ def prefill_kernel(
     l_M = tl.where(seen_M, l_M, 1.0)
     out_MD = tl.where(seen_M[:, None], acc_MD / l_M[:, None], 0.0)
     out_base = out_ptr + batch.to(tl.int64) * out_stride_B + head.to(tl.int64) * out_stride_H
-    out_at = out_base + row_M.to(tl.int64)[:, None] * out_stride_S + lanes_D[None, :]
-    tl.store(out_at, out_MD.to(out_ptr.dtype.element_ty), mask=(row_M < queries)[:, None] & (lanes_D < D)[None, :])
+    out_at = out_base + row_M.to(tl.int64)[:, None] * out_stride_S + lanes_V[None, :]
+    tl.store(out_at, out_MD.to(out_ptr.dtype.element_ty), mask=(row_M < queries)[:, None] & (lanes_V < D)[None, :])
     if WANT_LSE:
         lse_M = tl.where(seen_M, (m_M + tl.log2(l_M)) * 0.6931471805599453, float("-inf"))
-        tl.store(lse_ptr + batch_head.to(tl.int64) * queries + row_M, lse_M, mask=row_M < queries)
+        tl.store(lse_ptr + batch_head.to(tl.int64) * queries + row_M, lse_M, mask=(row_M < queries) & (part == 0))

@@ -239,19 +239,29 @@ def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, prof
     """Attention of a whole prefill over all layers, when each head follows its choice.
 
     Layers with a window of their own compute the same tiles and take the same time either way; they count in both.
+    Outside vLLM, layers without keys of their own take no time: only the last row of a prompt goes through them.
     """
     times, length, tile = layer_times(cost, tables, choice, profile.tile), tables.entry.length, profile.tile
     windowed = [
-        (len(group.layers), group.heads * causal_tiles(length, tile, group.window), group.window)
+        (group, len(group.layers) * group.heads * causal_tiles(length, tile, group.window))
         for group in profile.model.attention
         if group.window is not None
     ]
-    same_us = sum(layers * cost.prefill_dense_us(tiles, length, window) for layers, tiles, window in windowed)
-    same = sum(layers * tiles for layers, tiles, _ in windowed)
+
+    def takes_time(group: AttentionGroup) -> bool:
+        return cost.host == "vllm" or group.keys_of is None
+
+    same_us = sum(
+        len(group.layers) * cost.prefill_dense_us(tiles / len(group.layers), length, group.window)
+        for group, tiles in windowed
+        if takes_time(group)
+    )
+    same = sum(tiles for _, tiles in windowed)
+    timed_L = [takes_time(profile.model.group_of(scores.layer)) for scores in tables.entry.layers]
     dense = int((choice != ABSENT).sum()) * causal_tiles(length, tile)
     return Estimate(
-        dense_us=float(times.dense_us.sum()) + same_us,
-        sparse_us=float(times.sparse_us.sum()) + same_us,
+        dense_us=float(times.dense_us[timed_L].sum()) + same_us,
+        sparse_us=float(times.sparse_us[timed_L].sum()) + same_us,
         density=(tables.density(choice) * dense + same) / (dense + same),
     )
 

@@ -78,7 +78,7 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
     loaded, options, progress = job.subject, job.options, progress or Progress()
     model, info = loaded.model, loaded.info
     layers = range(info.layers)
-    head_dim = info.attention[0].head_dim
+    head_dim = info.largest_head
     capped = has_soft_cap(config_of(model))
     chosen = choose_backend(model.device, model.dtype, head_dim, options.backend, options.tile, capped)
     backend = cast(BackendName, chosen.name)

@@ -20,7 +20,7 @@ Shapes: B batch (1), H query heads, G KV heads, S rows, D head size, E hidden si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -116,6 +116,7 @@ class _Walk:
         self._up = up
         self.inputs: dict[int, ObservedInput] = {}
         self._down: tuple[AttentionCall, torch.Tensor] | None = None
+        self._by_keys: dict[str, tuple[torch.Tensor, ...]] = {}  # gradients by keys and values of layers further down
 
     def observe(self, call: AttentionCall) -> torch.Tensor | None:
         if not call.q_BHSD.requires_grad:
@@ -129,16 +130,33 @@ class _Walk:
         self, layer: nn.Module, given: ObservedInput, gradient_BSE: torch.Tensor
     ) -> tuple[torch.Tensor, Sensitivity | None]:
         """The gradient by the layer's input; and what its attention did, None where it has a recurrent state."""
-        hidden_BSE = given.hidden_BSE.detach().requires_grad_()
+        hidden_BSE, shared = given.hidden_BSE.detach().requires_grad_(), given.shared
+        read = {kind: tuple(x.detach().requires_grad_() for x in pair) for kind, pair in (shared or {}).items()}
+        if shared is not None:
+            shared.update(read)
         with torch.enable_grad():
-            out_BSE = given.run(layer, hidden_BSE)
+            out_BSE = given.run(layer, hidden_BSE, shared)
             if self._down is None:
                 return torch.autograd.grad(out_BSE, hidden_BSE, gradient_BSE)[0], None
             call, attended_BHSD = self._down
             self._down = None
-            into_BSE, own_BHSD = torch.autograd.grad(out_BSE, (hidden_BSE, attended_BHSD), gradient_BSE)
+            made = [kind for kind in self._by_keys if shared[kind] is not read.get(kind)]
+            out = (out_BSE, *(x for kind in made for x in shared[kind]))
+            by_out = (gradient_BSE, *(x for kind in made for x in self._by_keys.pop(kind)))
+            leaves = [x for pair in read.values() for x in pair]
+            into_BSE, own_BHSD, *rest = torch.autograd.grad(
+                out, (hidden_BSE, attended_BHSD, *leaves), by_out, allow_unused=True
+            )
+        self._add(read, rest)
         seen = replace(call, q_BHSD=call.q_BHSD.detach(), k_BGKD=call.k_BGKD.detach(), v_BGKD=call.v_BGKD.detach())
         return into_BSE, Sensitivity(seen, attended_BHSD.detach(), own_BHSD)
+
+    def _add(self, read: Mapping[str, tuple[torch.Tensor, ...]], found: Sequence[torch.Tensor | None]) -> None:
+        """Adds the gradients by shared keys and values, two of each kind; None where a layer reads none of them."""
+        for kind, by_k, by_v in zip(read, found[::2], found[1::2], strict=True):
+            if by_k is not None and by_v is not None:
+                k, v = self._by_keys.get(kind, (0.0, 0.0))
+                self._by_keys[kind] = k + by_k, v + by_v
 
 
 def _attention(call: AttentionCall) -> torch.Tensor:

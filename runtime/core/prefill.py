@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from sparsekv.kernels.backends import Fallback, dense_by_flash, dense_prefill, prefill_attention
+from sparsekv.kernels.backends import Fallback, dense_by_flash, dense_by_triton, dense_prefill, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.prefill.dense import dense_attention
@@ -103,6 +103,7 @@ def _attend_dense(
 ) -> torch.Tensor:  # fmt: skip
     """By the backend's dense kernel where it has one. What fails in torch is no fault of the backend."""
     attend = partial(dense_prefill, q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=layer.window)
-    if dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=fallback.backend):
+    backend = fallback.backend
+    if dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=backend) or dense_by_triton(q_BHSD, backend=backend):
         return fallback.run(lambda backend: attend(backend=backend), q_BHSD).out_BHSD
     return dense_attention(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=layer.window).out_BHSD

@@ -57,6 +57,7 @@ class LayerProgram:
     heads: int  # query heads of the rank
     kv_heads: int
     window: int | None  # the layer's own sliding window
+    keys_of: int | None = None  # the layer whose keys and values it attends to, in place of its own
     tile: TileShape = DEFAULT_TILE
     bounds: tuple[int, ...] = ()  # the longest context of every prefill bucket but the last
     patterns: tuple[tuple[Pattern, ...], ...] = ((),)  # by prefill bucket, one a query head; () is dense
@@ -117,8 +118,13 @@ class Program:
 
     @cached_property
     def attending(self) -> tuple[LayerProgram, ...]:
-        """The layers with keys and values; the others have a recurrent state."""
+        """The layers that attend to keys and values; the others have a recurrent state."""
         return tuple(layer for layer in self.layers if not isinstance(layer.role, Recurrent))
+
+    @cached_property
+    def caching(self) -> tuple[LayerProgram, ...]:
+        """Of these, the layers with keys and values of their own."""
+        return tuple(layer for layer in self.attending if layer.keys_of is None)
 
     @cached_property
     def alike_in_decode(self) -> tuple[tuple[LayerProgram, int], ...]:
@@ -170,7 +176,7 @@ def _roles(
 def _layer(layer: int, role: Role, prefill: PrefillPlan | None, model: ModelInfo, rank: Rank) -> LayerProgram:
     group = model.group_of(layer)
     queries, kv = rank.heads(group)
-    whole = LayerProgram(layer, group.heads, group.kv_heads, group.window, role=role)
+    whole = LayerProgram(layer, group.heads, group.kv_heads, group.window, group.keys_of, role=role)
     if prefill:
         bounds = tuple(bucket.up_to for bucket in prefill.lengths if bucket.up_to is not None)
         rows = [prefill.bucket(bound) for bound in (*bounds, (bounds[-1] if bounds else 0) + 1)]

@@ -90,6 +90,7 @@ class PlanEngine:
         self.graphs: StepGraphs | None = None
         self._told = False
         self.program = program
+        self.sees_all = bool(program.remembers)
         self._programs = {Phase.DECODE: program} | ({Phase.CHECK: program.dense_in_decode} if exact else {})
         self.placement = placement
         self._chunking = chunking
@@ -163,6 +164,7 @@ class PlanEngine:
             )  # fmt: skip
             return self.fallback.decode(lambda backend: step(backend=backend), self._backend, call.q_BHSD.device)
         chunk = call.chunk
+        layer = layer.without_patterns if call.is_cut else layer  # an index of so few rows costs more than it saves
         if entry is None:
             return self._prefill(layer, call, chunk)
         layer.role.observe(layer.layer, Observed(call.q_BHSD, call.scale, call.softmax), entry.state)
@@ -478,7 +480,7 @@ def apply(
     phases = plan.prefill if prefill and exact is not True else None, plan.decode if decode else None
     tile = phases[0].tile if phases[0] else None
     capped = has_soft_cap(config_of(model))
-    choice = choose_backend(model.device, model.dtype, info.attention[0].head_dim, backend, tile, capped)
+    choice = choose_backend(model.device, model.dtype, info.largest_head, backend, tile, capped)
     float8 = check_kv_dtype(kv_dtype, choice.name, model.device)
     if prefill or decode:
         check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), float8=float8)

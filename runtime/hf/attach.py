@@ -24,6 +24,7 @@ from torch import nn
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
+from sparsekv.plans.model import AttentionGroup
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, check_layer, register
 from sparsekv.runtime.hf.cache import (
@@ -42,6 +43,7 @@ from sparsekv.runtime.hf.multimodal import TextInputs
 from sparsekv.runtime.hf.ragged_rows import Columns, rows_of_pass, run_by_rows
 from sparsekv.runtime.model_config import attention_groups, decoder_config, linear_layers, rope_switch
 
+_KEPT = "logits_to_keep"  # some decoders leave out other rows where no later layer reads them
 _PATIENCE = 5.0  # seconds: a `generate` that has streamed its last token is about to return
 _ABSENT = object()
 
@@ -142,10 +144,10 @@ class Attached:
         self._text = None if self.decoder is model.base_model else TextInputs(model)
         self._attentions = attention_modules(model)
         decoder: Any = self.decoder
-        self._layers = len(decoder.layers)
-        windows = {layer: group.window for group in attention_groups(config_of(model)) for layer in group.layers}
+        shapes = {layer: group for group in attention_groups(config_of(model)) for layer in group.layers}
         layers: list[Any] = [attention.layer_idx for attention in self._attentions]
-        self.windows: Mapping[int, int | None] = {layer: windows[layer] for layer in layers}
+        self.shapes: Mapping[int, AttentionGroup] = {layer: shapes[layer] for layer in layers}
+        self._layers = len(decoder.layers) - sum(shape.keys_of is not None for shape in self.shapes.values())
         self._linear = linear_layers(config_of(model))
         self._own: Callable[..., Any] = self.decoder.forward
         self._names = tuple(inspect.signature(self._own).parameters)
@@ -285,7 +287,10 @@ class Attached:
         """A forward pass of the decoder."""
         inputs = named(dict(zip(self._names, args, strict=False)) | kwargs)
         inputs = inputs if self._text is None else self._text.of_decoder(inputs)
+        kept = inputs.pop(_KEPT, 0)
         under_way = self._begin(inputs)
+        if kept and under_way.phase is Phase.PREFILL and under_way.rows is None and not self._engine.sees_all:
+            inputs[_KEPT] = kept
         found = (self.run if under_way.rows is None else partial(run_by_rows, self))(under_way, inputs)
         if under_way.cache is not None:
             self._ran.append(progress_of(under_way.cache))
@@ -333,7 +338,7 @@ class Attached:
     @contextmanager
     def alone(self, layer: int) -> Iterator[None]:
         """Inside it, one layer attends, called by itself and without a cache."""
-        before, self.under_way = self.under_way, Pass(self._engine, Phase.PREFILL, None, {layer: self.windows[layer]})
+        before, self.under_way = self.under_way, Pass(self._engine, Phase.PREFILL, None, {layer: self.shapes[layer]})
         try:
             yield
         finally:
@@ -373,7 +378,7 @@ class Attached:
         if cache is not None and columns is not None:
             more = [new] * len(columns.cached) if rows is None else [row.stop - row.start for row in rows]
             self._engine.begin(cache, phase, tuple(map(int.__add__, columns.cached, more)), columns.given.device)
-        return Pass(self._engine, phase, cache, self.windows, new_B=new_B, ends_prompt=ends, rows=rows)
+        return Pass(self._engine, phase, cache, self.shapes, new_B=new_B, ends_prompt=ends, rows=rows)
 
 
 def _restore(module: nn.Module, name: str, value: Any, former: Any) -> None:

@@ -25,6 +25,7 @@ from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.model import AttentionGroup
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.state import DecodeState
@@ -51,7 +52,7 @@ class LayerCall:
     layer: int
     phase: Phase
     q_BHSD: torch.Tensor
-    k_BGSD: torch.Tensor  # the new tokens only
+    k_BGSD: torch.Tensor  # the new tokens only; of the layer whose keys it attends to
     v_BGSD: torch.Tensor
     entry: SparseLayer | None  # this layer of the cache
     scale: float
@@ -65,8 +66,14 @@ class LayerCall:
     def chunk(self) -> Chunk:
         """Returns where the rows lie among the keys in memory."""
         batch, _, queries, _ = self.q_BHSD.shape
-        lengths = (queries,) * batch if self.entry is None else self.entry.cached
+        lengths = (self.k_BGSD.shape[2],) * batch if self.entry is None else self.entry.cached
         return Chunk(tuple(length - queries for length in lengths), lengths)
+
+    @property
+    def is_cut(self) -> bool:
+        """Returns whether only the last of the new tokens attend, as in layers without keys of their own where nobody
+        asks for the output of the others."""
+        return self.q_BHSD.shape[2] < self.k_BGSD.shape[2]
 
     def keys(self, chunk: Chunk) -> KeyView:
         """All keys so far, the chunk's included. Without a past the new rows are all there is, wherever the store has
@@ -92,7 +99,7 @@ class Pass:
     engine: Engine
     phase: Phase
     cache: Cache | None
-    windows: Mapping[int, int | None]  # the sliding window of each layer that attends, in order
+    shapes: Mapping[int, AttentionGroup]  # what each layer that attends is, in order
     attended: int = 0  # layers that have
     new_B: torch.Tensor | None = None  # of a CHECK: int32, tokens of each row that count, the first ones; else all do
     projects: bool = False  # the layers are asked for queries, keys and values alone
@@ -121,7 +128,7 @@ class Pass:
         entry, found = self.entry(layer), attention_dtype(qkv[0])
         dtype = found if entry is None else entry.dtype_for(qkv[0])
         q_BHSD, k_BGSD, v_BGSD = (x.to(dtype) for x in qkv)
-        window = self.windows[layer]
+        window = self.shapes[layer].window
         call = LayerCall(
             layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, window, softmax, q_is_spare, self.new_B,
             self.ends_prompt,
@@ -132,7 +139,7 @@ class Pass:
     @property
     def next_layer(self) -> int | None:
         """The one that attends next; None behind the last."""
-        return next(islice(self.windows, self.attended, None), None)
+        return next(islice(self.shapes, self.attended, None), None)
 
     def _attend(self, call: LayerCall) -> torch.Tensor:
         if not torch.is_grad_enabled() or self.engine.differentiable:
@@ -143,10 +150,11 @@ class Pass:
         return out_BHSD
 
     def entry(self, layer: int) -> SparseLayer | None:
-        """A layer of the cache."""
+        """The layer of the cache that a layer attends to: its own, or that of an earlier one."""
         if self.cache is None:
             return None
-        entry = self.cache.layers[layer]
+        owner = self.shapes[layer].keys_of
+        entry = self.cache.layers[layer if owner is None else owner]
         assert isinstance(entry, SparseLayer)
         return entry
 
@@ -177,13 +185,13 @@ class Attachment(Protocol):
     Attributes:
         model: what it is attached to.
         decoder: the module with the layers.
-        windows: the sliding window of each layer that attends, in order; None where it has none.
+        shapes: what each layer that attends is, in order.
         under_way: the forward pass under way.
     """
 
     model: PreTrainedModel
     decoder: PreTrainedModel
-    windows: Mapping[int, int | None]
+    shapes: Mapping[int, AttentionGroup]
     under_way: Pass | None
 
     def run(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
@@ -225,9 +233,11 @@ class Engine(CacheOwner, Protocol):
 
     Attributes:
         differentiable: whether autograd may look into `attend`.
+        sees_all: whether it is to see the queries of all rows, also in layers where nobody asks for their output.
     """
 
     differentiable: bool
+    sees_all: bool
 
     @property
     def loop(self) -> Loop | None:
@@ -251,6 +261,7 @@ class DenseEngine:
     """Dense causal attention in every layer; the base of what only watches a model."""
 
     differentiable = False
+    sees_all = True
     step_phase = Phase.DECODE
     loop: Loop | None = None
     fixed_rows = FixedRows()

@@ -300,10 +300,17 @@ def named(given: dict[str, Any]) -> dict[str, Any]:
     return by_old | {name: value for name, value in given.items() if name != _OLD_NAME}
 
 
-def decoder_output(hidden_BSE: torch.Tensor, cache: Cache | None) -> MoeModelOutputWithPast:
-    """Returns what a decoder returns, as every head reads it, of mixtures too."""
+@dataclass
+class DecoderOutput(MoeModelOutputWithPast):
+    """What a decoder returns, as every head reads it: of mixtures too, and where layers share keys and values."""
+
+    shared_kv_states: Any = None
+
+
+def decoder_output(hidden_BSE: torch.Tensor, cache: Cache | None) -> DecoderOutput:
+    """Returns what a decoder returns."""
     found: dict[str, Any] = {"last_hidden_state": hidden_BSE, CACHE_NAME: cache}
-    return MoeModelOutputWithPast(**found)
+    return DecoderOutput(**found)
 
 
 def sparse_cache(given: Any, owner: CacheOwner, layers: int, linear: Collection[int] = ()) -> Cache:

@@ -129,7 +129,7 @@ class StepFetches:
     def _grouped(self, program: Program, kinds: Sequence[StepRows], capacity: int) -> dict[int, list[_Group]]:
         """By filter layer."""
         alike: dict[tuple[SegmentProgram, HotRows], list[int]] = {}
-        for position, (layer, hot) in enumerate(zip(program.attending, kinds, strict=True)):
+        for position, (layer, hot) in enumerate(zip(program.caching, kinds, strict=True)):
             if isinstance(hot, HotRows):
                 assert isinstance(layer.role, Follower), "fetch_obstacle() has seen it"
                 alike.setdefault((layer.role.segment, hot), []).append(position)

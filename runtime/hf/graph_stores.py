@@ -49,7 +49,7 @@ def obstacle(program: Program, stores: Sequence[WholeStore], lengths: tuple[int,
         ids_BQ: of the step.
     """
     rows = ids_BQ.shape[0]
-    for layer, store in zip(program.attending, stores, strict=True):
+    for layer, store in zip(program.caching, stores, strict=True):
         if store.keys is None or store.keys.device != ids_BQ.device:
             return "keys and values do not all lie on the device of the tokens"
         if store.keys.shape[0] != rows:
@@ -145,7 +145,7 @@ class StepStores:
         self.scales = [
             one and replace(one, k_G=one.k_G.clone(), v_G=one.v_G.clone()) for one in scales or [None] * len(stores)
         ]
-        self._positions = {layer.layer: position for position, layer in enumerate(program.attending)}
+        self._positions = {layer.layer: position for position, layer in enumerate(program.caching)}
         self.kinds = tuple(store.step_rows() for store in stores)
         self.where_LX = torch.zeros((len(stores), COLUMNS), dtype=torch.int64, device=lengths_B.device)
         self.shapes = [

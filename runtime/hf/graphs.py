@@ -147,6 +147,7 @@ class StepGraph:
             if isinstance(layer.role, Recurrent)
             else SparseLayer(self, layer.layer, progress)
             for layer in self._program.layers
+            if layer.keys_of is None
         ]
         for layer in cache.layers:
             if isinstance(layer, SparseLayer):
@@ -156,7 +157,7 @@ class StepGraph:
             self._state.begin(self.lengths_B, self.lengths_B.device)
             self.stores.evicting.begin()
             inputs = {"input_ids": self.ids_BQ, "position_ids": self.positions_BQ}
-            under_way = Pass(engine, self._phase, cache, attached.windows, new_B=self._new_B)
+            under_way = Pass(engine, self._phase, cache, attached.shapes, new_B=self._new_B)
             found = attached.run_own(under_way, {**inputs, CACHE_NAME: cache, "use_cache": True})
             self.stores.fetches.join()
             hidden_BQE: torch.Tensor = found.last_hidden_state
@@ -303,7 +304,7 @@ class StepGraphs:
             return f"the selector of filter layer {program.remembers[0]} looks at older queries"
         if ids.shape[0] > MOST_ROWS:
             return f"expected at most {MOST_ROWS} rows, found {ids.shape[0]}"
-        if cast(Any, decoder).config.num_hidden_layers != len(cache.layers):
+        if cast(Any, decoder).config.num_hidden_layers != len(program.layers):
             return "only some layers of the model run"
         if torch.is_grad_enabled() or torch.is_autocast_enabled(ids.device.type) or torch.compiler.is_compiling():
             return "it runs under autograd, autocast or torch.compile"

@@ -31,7 +31,7 @@ from sparsekv.runtime.architecture import MODALITIES, architecture_of
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.gguf_header import GGUFHeader
 from sparsekv.runtime.hub import needs_cache, without_model
-from sparsekv.runtime.model_config import decoder_config, rope_of_text, torch_device
+from sparsekv.runtime.model_config import config_of_layer, decoder_config, rope_of_text, torch_device
 from sparsekv.runtime.settings import DEVICE_MAPS, DeviceMap
 
 _NAMED = 3  # tensors that a message names
@@ -200,18 +200,25 @@ _COUNTS_IF_ANY = ("num_key_value_heads", "head_dim")
 def _check_config(config: PreTrainedConfig, where: str) -> None:
     kinds = getattr(config, "layer_types", None)
     windows = ("sliding_window",) if kinds is None or "sliding_attention" in kinds else ()  # else it may be 0
-    for name in (*_COUNTS, *_COUNTS_IF_ANY, *windows):
-        count = getattr(config, name, None)
-        if (count is None and name in _COUNTS) or (count is not None and not (isinstance(count, int) and count >= 1)):
-            raise UsageError(f"expected {name} of 1 or more {where}, found {count!r:.40}")
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    if kv_heads and heads % kv_heads:
-        raise UsageError(f"expected {heads} attention heads {where} to be a multiple of {kv_heads} key-value heads")
+    _check_counts(config, (*_COUNTS, *windows), where)
+    for layer in range(config.num_hidden_layers):
+        own = config_of_layer(config, layer)
+        _check_counts(own, _COUNTS_IF_ANY, where)
+        heads, kv_heads = config.num_attention_heads, getattr(own, "num_key_value_heads", None)
+        if kv_heads and heads % kv_heads:
+            raise UsageError(f"expected {heads} attention heads {where} to be a multiple of {kv_heads} key-value heads")
     rope = getattr(config, "rope_parameters", None)
     try:
         json.dumps(rope, allow_nan=False, default=str)
     except ValueError:
         raise UsageError(f"expected finite rope parameters {where}, found {rope!r:.200}") from None
+
+
+def _check_counts(config: PreTrainedConfig, names: Iterable[str], where: str) -> None:
+    for name in names:
+        count = getattr(config, name, None)
+        if (count is None and name in _COUNTS) or (count is not None and not (isinstance(count, int) and count >= 1)):
+            raise UsageError(f"expected {name} of 1 or more {where}, found {count!r:.40}")
 
 
 def _read_tokenizer(found: ModelSource, options: dict[str, Any], vocabulary: int) -> PreTrainedTokenizerBase:
@@ -266,7 +273,7 @@ _RENAMED = {
         r"^language_model\.lm_head": "lm_head",
     }
 }
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.")
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "embed_vision.", "audio_tower.", "embed_audio.")
 _WITHOUT_THEM = (
     "; or, where the model is complete without them, remove them from its files, or load it with transformers, which "
     "ignores them (`AutoModelForCausalLM.from_pretrained`), and pass it to `sparsekv.plan_model` and `sparsekv.apply`"

@@ -34,7 +34,7 @@ from sparsekv.runtime.stores.store import Layout
 
 _DORMANT = "transformers.utils.output_capturing"  # hooks that stay behind once hidden states were asked for
 _OWN = str(Path(transformers.__file__).parent)
-_INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", CACHE_NAME, "use_cache"}
+_INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", CACHE_NAME, "use_cache", "logits_to_keep"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ class ModelSize:
         intermediate: width of the MLP.
         recurrence: of its layers with a recurrent state.
         whole: whether its layers are called whole, also of long inputs.
+        inputs: numbers that a token has for the layers' own inputs, all together.
     """
 
     info: ModelInfo
@@ -66,6 +67,7 @@ class ModelSize:
     intermediate: int
     recurrence: Recurrence | None = None
     whole: bool = False
+    inputs: int = 0
 
     @classmethod
     def of(cls, model: PreTrainedModel, info: ModelInfo) -> ModelSize:
@@ -81,6 +83,7 @@ class ModelSize:
             record.width_of(config),
             recurrence_of(config) if recurs else None,
             recurs or record.runs_whole(config),
+            info.layers * (getattr(config, "hidden_size_per_layer_input", 0) or 0),
         )
 
     @classmethod
@@ -223,7 +226,8 @@ class MemoryModel:
     def permitted(self) -> Placement:
         """The layers in host memory; with `auto`, those that may go there: none on a CPU, where nothing is won."""
         mode = "never" if self.mode == "auto" and self.on_cpu else self.mode
-        return place_layers(self.decode, self.size.info.layers, self.host_layers, mode)
+        info = self.size.info
+        return place_layers(self.decode, info.layers, self.host_layers, mode, info.sharing)
 
     def place(self, request: Request, available: Available) -> Placement:
         """The layers in host memory for this request: with `auto` as few as it takes for the device to hold the rest,
@@ -306,6 +310,8 @@ class MemoryModel:
         if self._groups[layer].kind == "linear":
             assert self.size.recurrence is not None
             return Bytes(request.batch * self.size.recurrence.state_bytes)
+        if self._groups[layer].keys_of is not None:
+            return Bytes()
         if rule := self.evicting.get(layer):
             return Bytes(layout.bytes(rule.cached_tokens(request.prompt)))
         if layer in placement.layers:
@@ -318,8 +324,8 @@ class MemoryModel:
     def paged(self) -> frozenset[int]:
         """Layers whose keys and values go to virtual memory where they are on the device."""
         context, layers = self.size.info.context_length, self._groups.keys() - self.evicting.keys()
-        full = [layer for layer in layers if self._groups[layer].kind != "linear"]
-        return frozenset(layer for layer in full if pages_pay(self._layout(layer), context, self.page))
+        own = [layer for layer in layers if self._groups[layer].cached_values]
+        return frozenset(layer for layer in own if pages_pay(self._layout(layer), context, self.page))
 
     def _layout(self, layer: int, batch: int = 1) -> Layout:
         layout = self._read_layout(layer, batch)
@@ -347,16 +353,19 @@ class MemoryModel:
     def _prefill(self, request: Request, on_host: list[int]) -> int:
         """The larger of what is alive while a layer attends and while its MLP runs, as in long_inputs.py."""
         item, rows = self.size.dtype.itemsize, request.piece * request.batch
-        group, width = self.size.info.attention[0], self.size.hidden
+        softmax = (group for group in self.size.info.attention if group.kind != "linear")
+        group, width = max(softmax, key=lambda one: one.heads * one.head_dim), self.size.hidden
         in_linear = rows * self.size.recurrence.token_bytes if self.size.recurrence else 0
         worked_on = rows if self.size.whole else min(rows, max(self.chunking.rows, self.chunking.above))  # or cut
         always = rows * width * item + 2 * request.piece * group.head_dim * item  # hidden states, rotary angles
+        always += rows * self.size.inputs * item
+        in_inputs = rows * self.size.inputs * (2 * item + 8)  # a norm is in float32
         queries = rows * group.heads * group.head_dim * item
         output = min(queries, max(self.chunking.output_bytes, queries // group.kv_heads))  # of a group of heads
         attending = queries + output + self._index(request, -(-group.heads * output // queries))
         attending += self._moved(request, on_host) + self._before_eviction(request) + self._multiplied(request)
         in_mlp = queries + worked_on * (3 * self.size.intermediate + 2 * width) * item
-        return always + max(attending, in_mlp, in_linear)
+        return always + max(attending, in_mlp, in_linear, in_inputs)
 
     def _moved(self, request: Request, on_host: list[int]) -> int:
         """Keys and values of a layer in host memory while it attends: packed, and all before them copied back."""

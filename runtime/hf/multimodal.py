@@ -77,7 +77,10 @@ class TextInputs:
 
     def of_decoder(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs of the decoder, called by `module` or by itself."""
-        return inputs | self._given
+        found = inputs | self._given
+        if self._given and found["input_ids"] is not None:
+            found.pop("per_layer_inputs", None)  # which it makes of the ids itself
+        return found
 
 
 def _is_given(value: Any) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ class AttentionCall:
     softmax: Softmax = PLAIN
 
 
+_SHARED = "shared_kv_states"  # what transformers' layers call it
 Observer = Callable[[AttentionCall], torch.Tensor | None]
 """Sees a call; what it returns, [B, H, S, D], replaces the dense output. None leaves it."""
 
@@ -77,13 +79,26 @@ class ObservedInput:
     """One call of a decoder layer, so that it, or all layers from it on, can run again."""
 
     hidden_BSE: torch.Tensor
+    rest: tuple[Any, ...]  # behind it
     kwargs: dict[str, Any]
 
-    def run(self, layer: nn.Module, hidden_BSE: torch.Tensor) -> torch.Tensor:
-        """The output of the layer of an observed model, for the same call with these hidden states: [B, S, E]."""
+    @property
+    def shared(self) -> Any:
+        """A copy of the keys and values of earlier layers that the layer is handed, by kind; None where it has its own
+        alone."""
+        return copy(self.kwargs.get(_SHARED))
+
+    def run(self, layer: nn.Module, hidden_BSE: torch.Tensor, shared: Any = None) -> torch.Tensor:
+        """The output of the layer of an observed model, for the same call with these hidden states: [B, S, E].
+
+        Args:
+            shared: in place of what the layer was handed, which it may write to.
+        """
+        given = self.shared if shared is None else shared
+        kwargs = self.kwargs if given is None else self.kwargs | {_SHARED: given}
         attention: Any = next((module for module in layer.modules() if NAME in vars(module)), None)
         with nullcontext() if attention is None else vars(attention)[NAME].alone(attention.layer_idx):
-            return output_of(layer(hidden_BSE, **self.kwargs))
+            return output_of(layer(hidden_BSE, *self.rest, **kwargs))
 
 
 def output_of(found: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor:
@@ -101,8 +116,9 @@ def captured_inputs(model: PreTrainedModel) -> Iterator[dict[int, ObservedInput]
     def note(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if number not in seen:
             seen.add(number)
-            (hidden_BSE,) = args
-            inputs[number] = ObservedInput(hidden_BSE, dict(kwargs))
+            hidden_BSE, *rest = args
+            later = {_SHARED: copy(kwargs[_SHARED])} if kwargs.get(_SHARED) is not None else {}
+            inputs[number] = ObservedInput(hidden_BSE, tuple(rest), kwargs | later)  # the layer writes to what is shared
 
     hooks = [layer.register_forward_pre_hook(partial(note, i), with_kwargs=True) for i, layer in enumerate(layers)]
     try:

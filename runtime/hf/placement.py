@@ -39,7 +39,11 @@ class Placement:
 
 
 def place_layers(
-    decode: DecodePlan | None, count: int, asked: int | Sequence[int] | None, mode: OffloadMode = "always"
+    decode: DecodePlan | None,
+    count: int,
+    asked: int | Sequence[int] | None,
+    mode: OffloadMode = "always",
+    sharing: frozenset[int] = frozenset(),
 ) -> Placement:
     """Where the keys and values of a model go, as far as that does not depend on a length.
 
@@ -50,6 +54,7 @@ def place_layers(
             Of a number, layers that the plan offloads come first, then those whose decode is sparse at the longest
             contexts (they read only chosen tokens back), then others; among each, the last ones.
         mode: what is made of the plan's permission; with "auto", the layers are those that may go.
+        sharing: layers that share keys and values with others, which stay on the device.
 
     Raises:
         UsageError: there are no such layers, or they are no whole numbers.
@@ -63,16 +68,22 @@ def place_layers(
     if any(type(number) is not int for number in numbers):  # True is none either
         raise UsageError(f"expected kv_host_layers to be a number of layers, or several of them, found {asked!r:.40}")
     if isinstance(asked, int):
-        if not 0 <= asked <= count:
-            raise UsageError(f"expected 0 to {count} layers in host memory, found {asked}")
+        if not 0 <= asked <= count - len(sharing):
+            raise UsageError(f"expected 0 to {count - len(sharing)} layers in host memory{_why(sharing)}, found {asked}")
         first = set(offload.layers if offload else ())
         sparse = decode.sparse_layers - decode.filter_layers if decode else ()
-        ranked = sorted(range(count), key=lambda layer: (layer not in first, layer not in sparse, -layer))
+        ranked = sorted({*range(count)} - sharing, key=lambda layer: (layer not in first, layer not in sparse, -layer))
         return Placement(frozenset(ranked[:asked]), hot)
-    unknown = {layer for layer in asked if not 0 <= layer < count}
+    unknown = {layer for layer in asked if not 0 <= layer < count or layer in sharing}
     if unknown:
-        raise UsageError(f"expected layers of 0-{count - 1} in host memory, found {format_ids(unknown)}")
+        raise UsageError(
+            f"expected layers of 0-{count - 1} in host memory{_why(sharing)}, found {format_ids(unknown)}"
+        )
     return Placement(frozenset(asked), hot)
+
+
+def _why(sharing: frozenset[int]) -> str:
+    return f" (not {format_ids(sharing)}, which share keys and values)" if sharing else ""
 
 
 def spill_order(decode: DecodePlan | None, length: int) -> tuple[int, ...]:
@@ -93,7 +104,8 @@ def spill_order(decode: DecodePlan | None, length: int) -> tuple[int, ...]:
 
 
 def layouts_of(model: PreTrainedModel) -> list[Layout]:
-    """Returns what a token's keys and values look like in each layer, for one batch row."""
+    """Returns what a token's keys and values look like in each layer that has its own, for one batch row: the others
+    come behind those."""
     groups = {layer: group for group in attention_groups(config_of(model)) for layer in group.layers}
     decoder: Any = decoder_of(model)
     # of any parameter, a norm's at last: quantised projections may show none
@@ -101,6 +113,7 @@ def layouts_of(model: PreTrainedModel) -> list[Layout]:
     return [
         Layout(1, groups[layer].kv_heads, groups[layer].head_dim, model.dtype, device)
         for layer, device in enumerate(devices)
+        if groups[layer].keys_of is None
     ]
 
 

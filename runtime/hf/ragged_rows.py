@@ -15,13 +15,19 @@ from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import PromptError, ShapeError, UnsupportedError
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Pass, Phase
-from sparsekv.runtime.hf.cache import CACHE_NAME, CacheProgress, SparseLayer, decoder_output, progress_of
+from sparsekv.runtime.hf.cache import (
+    CACHE_NAME,
+    CacheProgress,
+    DecoderOutput,
+    SparseLayer,
+    decoder_output,
+    progress_of,
+)
 from sparsekv.runtime.hf.fixed_rows import FixedRows
 from sparsekv.runtime.hf.long_inputs import asks_for_more
 from sparsekv.runtime.stores.device import DeviceStore
@@ -180,7 +186,7 @@ def _check_row_positions(positions: torch.Tensor | None, rows: Sequence[slice], 
             )
 
 
-def run_by_rows(attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> MoeModelOutputWithPast:
+def run_by_rows(attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> DecoderOutput:
     """Returns what the decoder's own forward returns, of rows of different lengths run one by one.
 
     The output of a row is 0 before its tokens, and behind them that of its last one, from which the next token follows.
@@ -206,7 +212,7 @@ def run_by_rows(attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -
         tokens, cache = under_way.rows[row], caches[row]
         positions_1S = torch.arange(lengths[row], lengths[row] + _count(tokens), device=given.device)[None]
         own = {"attention_mask": None, "position_ids": positions_1S, CACHE_NAME: cache}
-        alone = Pass(under_way.engine, under_way.phase, cache, under_way.windows)
+        alone = Pass(under_way.engine, under_way.phase, cache, under_way.shapes)
         found = attached.run(alone, inputs | own | {name: given[row : row + 1, tokens]}).last_hidden_state[0]
         if hidden_BSE is None:
             hidden_BSE = found.new_zeros((batch, columns, found.shape[1]))

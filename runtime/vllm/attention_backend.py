@@ -116,7 +116,6 @@ class SparseImpl(_Impl):
             for name, present in (
                 ("attention that is not a decoder's", self.attn_type != vllm.AttentionType.DECODER),
                 ("ALiBi", self.alibi_slopes is not None),
-                ("keys and values of another layer", self.kv_sharing_target_layer_name is not None),
             )
             if present
         ]
@@ -129,7 +128,9 @@ class SparseImpl(_Impl):
         """Returns what this layer computes; checked against the layer that vLLM made."""
         if self.program is None:
             program = host.program.layers[vllm.layer_number(layer.layer_name)]
-            check_engine_layer(program, layer.num_heads, layer.num_kv_heads, layer.sliding_window)
+            owner = layer.kv_sharing_target_layer_name
+            keys_of = None if owner is None else vllm.layer_number(owner)
+            check_engine_layer(program, layer.num_heads, layer.num_kv_heads, layer.sliding_window, keys_of)
             self.program = program
         return self.program
 
@@ -194,7 +195,7 @@ class SparseImpl(_Impl):
             others = decode.rest(program, attn_metadata, vllm.platform.of_lengths)
             parts = (Rest(slice(len(decode.requests)), others), *parts)
         for rest in parts:
-            q_THD, k_TGD, v_TGD, out_THD = (x[rest.tokens] for x in (query, key, value, output))
+            q_THD, k_TGD, v_TGD, out_THD = (_rows_of(x, rest.tokens) for x in (query, key, value, output))
             dense(layer, q_THD, k_TGD, v_TGD, kv_cache, rest.metadata, out_THD)
         if decode is not None:
             rows, pages = slice(len(decode.requests)), vllm.platform.pages_of(kv_cache)
@@ -208,7 +209,7 @@ class SparseImpl(_Impl):
         sparse, dense = split_rows(program, step.prefill)
         pages, done = vllm.platform.pages_of(kv_cache), set()
         for rows in sparse:
-            q_THD, k_TGD, v_TGD = (x[rows.tokens] for x in qkv)
+            q_THD, k_TGD, v_TGD = (_rows_of(x, rows.tokens) for x in qkv)
             try:
                 q_THD = self._read(q_THD)
                 keys = _keys(host, rows, (k_TGD, v_TGD), pages, step.table, self.scales)
@@ -433,15 +434,20 @@ def _leave_dense(config: Any, error: SparseKVError) -> None:
     _set_host(vllm.engine_key(config), None)
 
 
+def _rows_of(x: Any, rows: slice) -> Any:
+    """Rows of a step; None where a layer attends to keys and values of another one, and vLLM hands it none."""
+    return None if x is None else x[rows]
+
+
 def _keys(
-    host: PlanHost, rows: PrefillRows, new: tuple[torch.Tensor, torch.Tensor],
+    host: PlanHost, rows: PrefillRows, new: tuple[torch.Tensor | None, torch.Tensor | None],
     pages: tuple[torch.Tensor, torch.Tensor], table: torch.Tensor, scales: Scales | None,
 ) -> KeyView:  # fmt: skip
     """All keys of a request so far. Without a past its new rows are all there is; they are read back from a cache in
     8 bits all the same, as answers would depend on the cut else."""
-    if rows.chunk.past[0] == 0 and scales is None:
-        k_BGTD, v_BGTD = (x_TGD.transpose(0, 1)[None] for x_TGD in new)
-        return full_view(k_BGTD, v_BGTD)
+    k_TGD, v_TGD = new
+    if rows.chunk.past[0] == 0 and scales is None and k_TGD is not None and v_TGD is not None:
+        return full_view(k_TGD.transpose(0, 1)[None], v_TGD.transpose(0, 1)[None])
     return host.scratch.copy(pages, table[rows.request], rows.chunk.longest, scales)
 
 

@@ -51,6 +51,7 @@ class EngineFacts:
     latent: bool = False  # multi-head latent attention
     micro_batches: bool = False  # two halves of a step in turn
     one_group: bool = False  # all layers share their block tables
+    fast_prefill: bool = False  # most rows of a prompt skip layers without keys of their own
     missing: tuple[str, ...] = ()  # of an untested release, what it lacks of the tested ones (contract.py)
     unknown: tuple[str, ...] = ()  # fields of a step's metadata that this version does not know
 
@@ -87,18 +88,20 @@ def check_layers(plan: Plan, model: ModelInfo) -> None:
         )
 
 
-def check_engine_layer(layer: LayerProgram, heads: int, kv_heads: int, window: int | None) -> None:
+def check_engine_layer(
+    layer: LayerProgram, heads: int, kv_heads: int, window: int | None, keys_of: int | None = None
+) -> None:
     """Refuses a layer that vLLM runs with another shape or window than the model's config says, on which the plan is
     built. vLLM takes the windows of some architectures from elsewhere.
 
     Raises:
         UnsupportedError: they differ.
     """
-    expected, found = (layer.heads, layer.kv_heads, layer.window), (heads, kv_heads, window)
+    expected, found = (layer.heads, layer.kv_heads, layer.window, layer.keys_of), (heads, kv_heads, window, keys_of)
     if expected != found:
         raise UnsupportedError(
-            f"expected layer {layer.layer} with (heads, KV heads, window) {expected}, as the config of the model says, "
-            f"found that vLLM runs it with {found}; run this model without a plan"
+            f"expected layer {layer.layer} with (heads, KV heads, window, layer of its keys) {expected}, as the config "
+            f"of the model says, found that vLLM runs it with {found}; run this model without a plan"
         )
 
 

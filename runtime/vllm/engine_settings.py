@@ -115,6 +115,12 @@ def _one_group(facts: EngineFacts, plan: Plan) -> str | None:
     return f"block tables that all layers share, where {_evicting(plan)}: remove --disable-hybrid-kv-cache-manager"
 
 
+def _fast_prefill(facts: EngineFacts, plan: Plan) -> str | None:
+    if not facts.fast_prefill:
+        return None
+    return "prompts of which most rows skip some layers: remove --kv-sharing-fast-prefill"
+
+
 def _modalities(facts: EngineFacts, plan: Plan) -> str | None:
     if not facts.modalities:
         return None
@@ -163,6 +169,7 @@ SETTINGS = (
     Setting(
         "--disable-hybrid-kv-cache-manager", "runs, with a remark", "refused with eviction", _SOURCES, _one_group
     ),
+    Setting("--kv-sharing-fast-prefill", "refused", "its steps have rows that some layers skip", "", _fast_prefill),
     Setting("pictures, sound and video beside text", "refused", "a model that serves text alone runs", "", _modalities),
 )  # fmt: skip
 """Everything that was looked at."""

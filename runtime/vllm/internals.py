@@ -255,6 +255,7 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         latent=model.use_mla,
         micro_batches=parallel.use_ubatching,
         one_group=bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
+        fast_prefill=bool(getattr(config.cache_config, "kv_sharing_fast_prefill", False)),
         missing=missing_names(),
         unknown=unknown_metadata(installed()),
     )

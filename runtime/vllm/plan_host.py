@@ -265,7 +265,7 @@ def start_host(
     group = max(attending, key=lambda group: group.kv_heads * group.head_dim)
     tile = plan.prefill.tile if plan.prefill else None
     choice = choose_backend(
-        model.device, model.dtype, group.head_dim, options.backend, tile, has_soft_cap(model.config)
+        model.device, model.dtype, found.largest_head, options.backend, tile, has_soft_cap(model.config)
     )
     here = (device_name(model.device), choice.name, dtype_name(model.dtype))
     check_target(plan, *here, "vllm", model.step, float8=facts.kv_cache_dtype.startswith("fp8"))

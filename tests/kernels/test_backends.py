@@ -50,7 +50,7 @@ def test_a_gpu_gets_triton_and_is_told_about_flash(gpu) -> None:
     ("capability", "dtype", "head_dim", "requested", "message"),
     [
         ((7, 5), torch.float16, 128, "auto", r"8.0 \(Ampere\) and newer, found 7.5"),
-        ((9, 0), torch.bfloat16, 512, "auto", "multiples of 8 from 16 to 256, found 512"),
+        ((9, 0), torch.bfloat16, 1024, "auto", "multiples of 8 from 16 to 512, found 1024"),
         ((9, 0), torch.bfloat16, 128, "cpu", "main memory"),
         (None, torch.float32, 64, "flash", "'flash'.*--backend auto"),
         (None, torch.float32, 64, "triton", "needs a CUDA or ROCm GPU"),

@@ -13,6 +13,7 @@ CASES = {  # batch, heads, kv heads, observed, keys, head size, dtype, soft cap,
     "one query": (1, 2, 1, 1, 70, 16, torch.float32, 0.0, False),
     "as many queries as keys": (2, 4, 2, 40, 40, 32, torch.float32, 0.0, False),
     "several blocks and ranges": (1, 4, 2, 33, 4200, 16, torch.float32, 0.0, False),
+    "head size 512": (1, 4, 2, 9, 70, 512, torch.float32, 0.0, False),
     "a head size that is no power of two": (1, 3, 1, 70, 130, 40, torch.float32, 0.0, False),
     "half precision": (2, 2, 2, 20, 90, 64, torch.bfloat16, 0.0, False),
     "a soft cap": (1, 4, 2, 20, 90, 32, torch.float32, 2.0, False),
@@ -73,7 +74,7 @@ def test_a_key_also_scores_by_what_its_neighbours_get() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("size", [64, 128, 256, 512])
 def test_sums_on_a_gpu_are_those_of_torch(size: int) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, 8, 256, size, dtype=torch.bfloat16, device="cuda")

@@ -48,16 +48,16 @@ def test_scores_of_observed_queries_do_not_spill_registers(capability: str) -> N
 @pytest.mark.slow
 def test_scores_of_observed_queries_fit_the_smallest_shared_memory() -> None:
     cases = {str(built["case"]) for built in resources("--capability", "89", "--kernel", "observed")}
-    assert {"head size 128, float32", "head size 256, bfloat16"} <= cases  # which take most
+    assert {"head size 128, float32", "head size 256, bfloat16", "head size 512, bfloat16"} <= cases  # which take most
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_prefill_decode_and_damage_do_not_spill_registers(capability: str) -> None:
     found = resources("--capability", capability, "--kernel", "prefill", "decode", "damage")
-    usual = [built for built in found if "head size 256" not in str(built["case"])]
+    large = [built for built in found if "size 256" in str(built["case"]) or "size 512" in str(built["case"])]
+    usual = [built for built in found if built not in large]
     assert {built["kernel"] for built in usual} >= {"prefill_kernel", "decode_kernel", "damage_kernel"}
     assert not [built for built in usual if built["spilled_bytes"]]
-    large = [built for built in found if "head size 256" in str(built["case"])]
     assert large
     assert all(int(str(built["spilled_bytes"])) <= (128 if capability == "90" else 0) for built in large)

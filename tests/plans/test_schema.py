@@ -156,7 +156,11 @@ REJECTED = {
     "retention out of range": (("kv_cache", 1, "layers"), "0,9", "layers 0 to 8"),
     "retention of a linear layer": (("kv_cache", 1, "layers"), "8", "linear"),
     "retention in a layer with a window": (("kv_cache", 1, "layers"), "5", "5 with a window"),
-    "retention in a filter layer": (("kv_cache", 1, "layers"), "3", "found 3 in one"),
+    "retention of keys that others read": (("kv_cache", 1, "layers"), "3", "no other layer to drop tokens, found 3"),
+    "retention without keys": (("kv_cache", 1, "layers"), "0,6", "no other layer to drop tokens, found 6"),
+    "keys of a later layer": (("model", "attention", 2, "keys_of"), 7, "earlier layer of the same shape"),
+    "keys of another shape": (("model", "attention", 2, "keys_of"), 5, "earlier layer of the same shape"),
+    "keys of a layer that is not there": (("model", "attention", 2, "keys_of"), 99, "found 99"),
     "retention in a layer of a segment": (("kv_cache", 1, "layers"), "0,7", "found 7 in one"),
     "retention under offload": (("kv_cache", 1, "layers"), "0,2", "not offloaded"),
     "retention without its rule": (("kv_cache", 1, "observe"), REMOVED, "observe"),
@@ -267,6 +271,8 @@ def test_a_model_knows_its_layers() -> None:
     assert [model.group_of(layer).kind for layer in (4, 5, 6, 8)] == ["full", "sliding", "full", "linear"]
     with pytest.raises(IndexError, match="layer 9"):
         model.group_of(9)
+    assert model.sharing == {3, 6}
+    assert model.largest_head == 128
 
 
 def test_free_mappings_are_held_in_one_order() -> None:

@@ -60,6 +60,9 @@ CASES = [
     DecodeCase("groups of twenty", heads=20, kv_heads=1),
     DecodeCase("head size 128", dim=128),
     DecodeCase("head size that is no power of two", dim=40),
+    DecodeCase("head size 512, ragged", (300, 41), (70, ALL), dim=512, heads=8),
+    DecodeCase("head size 512, pages, dense", (90, 41), None, dim=512, page=16, interleaved=True),
+    DecodeCase("head size 320", (90,), (20,), dim=320),
     DecodeCase("token-major memory", (300, 250), (70, 3), interleaved=True),
     DecodeCase("bfloat16", dtype=torch.bfloat16),
     DecodeCase("float16", dtype=torch.float16),
@@ -91,7 +94,9 @@ GPU_CASES = [
         kv_heads=8, dim=128, shared=False, dtype=torch.bfloat16, page=16, interleaved=True,
     ),
     DecodeCase("large, dense", (40000, 100), None, heads=32, kv_heads=8, dtype=torch.bfloat16),
-    DecodeCase("head size 256", (5000,), (3000,), 3000, dim=256, dtype=torch.bfloat16),
+    *(DecodeCase(f"head size {dim}", (5000,), (3000,), 3000, dim=dim, dtype=torch.bfloat16) for dim in (256, 512)),
+    DecodeCase("head size 512, large, pages", (9000, 41), None, heads=32, kv_heads=4, dim=512, dtype=torch.bfloat16,
+        page=16, interleaved=True),
     *(
         DecodeCase(
             f"large, 8 bits, {heads} heads of {dim}", (9000, 300, 4000), (1000, ALL, 2048), 2048, heads=heads,

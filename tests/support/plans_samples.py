@@ -168,8 +168,9 @@ def _mixed_model() -> ModelInfo:
         model_type="example",
         rope={"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "short_factor": [1.0, 1e-05]},
         attention=(
-            AttentionGroup(layers=(0, 1, 2, 3, 4, 6), kind="full", **shape),
+            AttentionGroup(layers=(0, 1, 2, 3, 4), kind="full", **shape),
             AttentionGroup(layers=(5,), kind="sliding", window=1024, **shape),
+            AttentionGroup(layers=(6,), kind="full", keys_of=3, **shape),
             AttentionGroup(layers=(7,), kind="full", heads=8, kv_heads=4, head_dim=128),
             AttentionGroup(layers=(8,), kind="linear", **shape),
         ),

@@ -42,6 +42,9 @@ CASES = [
     Case("a soft cap", past=(77,), lengths=(260,), columns=40, dense_heads=(0,), cap=1.5),
     Case("a soft cap, whole prompt, window", lengths=(200,), window=90, columns=40, dense_heads=(1,), cap=1.5),
     Case("learned sinks", lengths=(200,), heads=4, columns=40, dense_heads=(1,), learned_sinks=True),
+    Case("head size 512", past=(77,), lengths=(200,), dim=512, columns=40, dense_heads=(0,)),
+    Case("head size 512, other lengths, window", (0, 70), (90, 110), 4, 2, dim=512, window=60, columns=9, spare_rows=3),
+    Case("head size 320", lengths=(90,), dim=320, columns=20),
 ]
 
 _LARGE = [
@@ -77,6 +80,6 @@ GPU_CASES = [
     *CASES[1:4],
     Case("float32 window, dense head, past", past=(90,), lengths=(333,), window=140, columns=9, dense_heads=(0,)),
     *(replace(case, name=f"{case.name}, bf16", dtype=torch.bfloat16) for case in CASES if case.name != "bfloat16"),
-    *(replace(case, name=f"{case.name}, size {dim}", dim=dim) for case in _LARGE for dim in (64, 96, 128, 256)),
+    *(replace(case, name=f"{case.name}, size {dim}", dim=dim) for case in _LARGE for dim in (64, 96, 128, 256, 512)),
     *(replace(case, name=f"{case.name}, fp16", dtype=torch.float16) for case in _LARGE),
 ]

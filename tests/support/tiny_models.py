@@ -20,7 +20,7 @@ USUAL = (
 # Of one test of everything in every run, and of the whole matrix in a slow one.
 MORE = (
     *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cwm", "dots1", "ernie4_5_moe", "exaone4", "exaone_moe"),
-    *("flex_olmo", "gemma", "glm4", "glm4_moe", "granite_swa", "granitemoeshared", "helium", "hunyuan_v1_dense"),
+    *("flex_olmo", "gemma", "gemma4_text", "glm4", "glm4_moe", "granite_swa", "granitemoeshared", "helium", "hunyuan_v1_dense"),
     *("hunyuan_v1_moe", "minimax_m2", "ministral", "ministral3", "nemotron", "olmo", "olmo3", "olmoe", "phi"),
     *("solar_open", "stablelm", "starcoder2", "vaultgemma"),
 )
@@ -31,6 +31,9 @@ _GROUPS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_routed_expe
 _GROUPS |= {"n_group": 2, "topk_group": 1}
 _GRANITE = {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 3.0}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 32, "mamba_expand": 2}
+_GEMMA4 = {"global_head_dim": 64, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 128}
+_GEMMA4 |= {"final_logit_softcapping": 5.0}
+SHARED = "gemma4_text, shared keys"  # whose last layers attend to keys and values of earlier ones
 _OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leaving it out shows
     "afmoe": _FEW_EXPERTS | {"num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True},
     "bamba": _MAMBA,
@@ -43,6 +46,8 @@ _OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leav
     "flex_olmo": _FEW_EXPERTS,
     "gemma2": {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0, "attn_implementation": "eager"},
     "gemma3_text": {"sliding_window_pattern": 1, "query_pre_attn_scalar": 20},
+    "gemma4_text": _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    SHARED: _GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1},
     "glm4_moe": _GROUPS | {"first_k_dense_replace": 1, "use_qk_norm": True},
     "gpt_oss": _FEW_EXPERTS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "granite": _GRANITE,
@@ -77,8 +82,8 @@ _OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leav
     "vaultgemma": {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0, "attn_implementation": "eager"},
 }
 WINDOWED = (  # whose layers have a window of their own where nothing else is said
-    *("afmoe", "cohere2", "cwm", "dots1", "exaone4", "exaone_moe", "gemma2", "gpt_oss", "granite_swa", "ministral"),
-    *("olmo3", "vaultgemma"),
+    *("afmoe", "cohere2", "cwm", "dots1", "exaone4", "exaone_moe", "gemma2", "gemma4_text", "gpt_oss"),
+    *("granite_swa", "ministral", "olmo3", "vaultgemma", SHARED),
 )
 _SQUARE = ("helium", "olmoe", "stablelm")  # whose heads are together as wide as a hidden state
 # One of each kind, for what does not depend on the numbers of a family.
@@ -133,7 +138,7 @@ def tiny_model(
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    config = AutoConfig.for_model(architecture, **usual | _OWN.get(architecture, {}) | options)
+    config = AutoConfig.for_model(architecture.partition(",")[0], **usual | _OWN.get(architecture, {}) | options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)

@@ -12,6 +12,8 @@ _PATCHES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads":
 _QWEN = _PATCHES | {"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 _TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _TOWER |= {"image_size": 28, "patch_size": 14, "head_dim": 16}
+_GEMMA4 = _TOWER | {"num_key_value_heads": 2, "position_embedding_size": 64}
+_SHARED = {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1, "use_bidirectional_attention": "vision"}
 _AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
 _IDS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
 
@@ -19,6 +21,7 @@ KINDS: dict[
     str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
 ] = {  # of a multimodal model: the model type of the decoder inside, what is special to it, and the tower
     "gemma3": ("gemma3_text", {}, _TOWER, {"image_token_id": 120, "mm_tokens_per_image": 4}),
+    "gemma4": ("gemma4_text", _SHARED, _GEMMA4, {"image_token_id": 120}),
     "mistral3": ("ministral3", {}, _TOWER | {"model_type": "pixtral"}, {"image_token_index": 120}),
     "qwen3_5": ("qwen3_5_text", {}, _QWEN, _IDS),
     "qwen3_vl": ("qwen3_vl_text", {"rope_parameters": _AXES}, _QWEN, _IDS),

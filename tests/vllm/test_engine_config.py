@@ -45,6 +45,7 @@ def config_of(**settings: Any) -> Any:
             {"kv_connector": "ExampleConnector", "one_group": True},  # which vLLM then decides by itself
         ),
         ({"disable_hybrid_kv_cache_manager": True}, {"one_group": True}),
+        ({"kv_sharing_fast_prefill": True}, {"fast_prefill": True}),
     ],
     ids=lambda given: next(iter(given), "plain"),
 )

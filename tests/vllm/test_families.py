@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from model_folders import save_model
-from tiny_models import random_tokens, tiny_model
+from tiny_models import SHARED, random_tokens, tiny_model
 from tiny_plans import decode_plan, every_head, info_of, plan_for, segment
 from vllm_engine import LONGEST, Oracle, chunks_of, generate, make_engine, tokens_of
 
@@ -35,11 +35,14 @@ YARN = {  # vLLM knows no other rope of this family
     "beta_slow": 1.0,
     "truncate": False,
 }
+_GEMMA4 = {"sliding_window": 100, "global_head_dim": 128}
 FAMILIES = {
     "qwen3_moe": {},  # first: it has experts
     "phi3": {},
     "gemma2": {"layers": 4, "layer_types": LOCAL, "sliding_window": 100},
     "gpt_oss": {"layers": 4, "layer_types": LOCAL, "sliding_window": 100, "rope_parameters": YARN},
+    "gemma4_text": _GEMMA4 | {"layers": 4, "layer_types": LOCAL},
+    SHARED: _GEMMA4 | {"layers": 6, "layer_types": LOCAL + LOCAL[:2], "num_kv_shared_layers": 2},
     "gemma3_text": {"layers": 4, "layer_types": LOCAL, "sliding_window": 100},
     "glm4_moe": {},
 }

@@ -19,6 +19,7 @@ CASES = [
     DecodeCase("ragged rows", (300, 41, 130), None),
     DecodeCase("groups of three", (200, 90), None, heads=6, kv_heads=2),
     DecodeCase("head size 40, bfloat16", (150, 60), None, dim=40, dtype=torch.bfloat16),
+    DecodeCase("head size 512", (90, 40), None, dim=512),
     DecodeCase("pages", (300, 16, 17), None, page=16, interleaved=True),
     DecodeCase("a soft cap", (300, 41), None, cap=1.5),
     DecodeCase("learned sinks", (300, 41), None, learned_sinks=True),

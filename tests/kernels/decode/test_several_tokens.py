@@ -23,6 +23,7 @@ CASES = [
     (DecodeCase("a window shorter than the new tokens", (300, 9), None, window=3), 7, None),
     (DecodeCase("pages, bfloat16", (300, 41), None, page=16, interleaved=True, dtype=torch.bfloat16), 7, (7, 2)),
     (DecodeCase("head size that is no power of two", (90, 33), None, dim=40), 3, None),
+    (DecodeCase("head size 512", (90, 33), None, dim=512), 3, (3, 2)),
     (DecodeCase("learned sinks and a soft cap", (300, 41), None, learned_sinks=True, cap=1.5), 7, (7, 6)),
     (DecodeCase("8 bits", (300, 41), None, float8="kv"), 7, (7, 2)),
     (DecodeCase("8 bits of one length", (300, 300), None, float8="kv", dtype=torch.bfloat16), 7, None),
@@ -31,6 +32,7 @@ GPU_CASES = [
     (DecodeCase("long", (40000, 300), None, heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16), 7, None),
     (DecodeCase("long, 16", (40000, 9001), None, heads=32, kv_heads=4, dim=128, dtype=torch.bfloat16), 16, (16, 9)),
     (DecodeCase("head size 256", (5000,), None, dim=256, dtype=torch.bfloat16), 7, None),
+    (DecodeCase("head size 512", (5000,), None, heads=32, kv_heads=4, dim=512, dtype=torch.bfloat16), 7, None),
 ]
 
 

@@ -7,6 +7,7 @@ import torch
 from attention_cases import Case, Problem, assert_close, draw
 
 from sparsekv.kernels.prefill import dense
+from sparsekv.kernels.prefill import triton as triton_prefill
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import ShapeError
@@ -65,6 +66,24 @@ def test_dense_attention_sees_every_causal_key_and_no_other(case: Case) -> None:
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_dense_attention_on_the_gpu_sees_every_causal_key_and_no_other(case: Case) -> None:
     check(draw_dense(case, "cuda"))
+
+
+def by_triton(case: Case, device: str) -> None:
+    problem = draw_dense(case, device)
+    tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
+    assert_close(triton_prefill.dense(*tensors, scale=problem.scale, window=problem.window), problem)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel runs there")
+@pytest.mark.parametrize("case", CASES[4:-1:3], ids=str)
+def test_our_dense_kernel_for_large_heads_sees_every_causal_key_and_no_other(case: Case) -> None:
+    by_triton(replace(case, dim=512), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_our_dense_kernel_for_large_heads_does_so_on_the_gpu(case: Case) -> None:
+    by_triton(replace(case, dim=512), "cuda")
 
 
 @pytest.mark.gpu

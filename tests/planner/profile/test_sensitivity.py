@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
-from tiny_models import random_tokens, tiny_model
+from tiny_models import SHARED, random_tokens, tiny_model
 from transformers import PreTrainedModel
 
 from sparsekv.planner.profile.sensitivity import TEMPERATURE, Sensitivity, walk_layers
@@ -23,6 +23,7 @@ MODELS = {
         "gpt_oss", layer_types=["full_attention"] * 2 + ["sliding_attention"], sliding_window=9
     ),
     "a soft cap": lambda: tiny_model("gemma2"),
+    "keys shared": lambda: tiny_model(SHARED),
     "every layer sliding": lambda: tiny_model("mistral", sliding_window=9),
     "one layer sliding": lambda: tiny_model(
         "qwen2",

@@ -39,6 +39,7 @@ def test_a_plain_engine_is_taken() -> None:
         ({"encoder_decoder": True}, "cross-attention", "only decoders"),
         ({"latent": True}, "MLA", "each head"),
         ({"micro_batches": True}, "micro-batches", "turn them off"),
+        ({"fast_prefill": True}, "rows skip some layers", "remove --kv-sharing-fast-prefill"),
         ({"stages": (range(8), range(8, 12))}, "pipeline parallelism over 2 stages", '"allow_untested": true'),
         ({"release": "0.31.0", "missing": ("LLM.ask",)}, "LLM.ask", '"allow_untested": true'),
         ({"release": "0.32.0", "device": "rocm"}, "vLLM 0.32.0 on rocm", "0.32.0 on cpu (all tests of the host"),

@@ -1,0 +1,141 @@
+"""Layers that attend to keys and values of an earlier one, and layers whose heads differ in size: Gemma 4's."""
+
+import pytest
+import torch
+from brute_force import BruteForce
+from emulated_graphs import emulate
+from tiny_models import SHARED, random_tokens, steps, tiny_model
+from tiny_plans import decode_plan, drops, every_head, info_of, plan_for, segment
+from transformers import DynamicCache
+
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import AShape, VerticalSlash, fraction, tokens
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.cache import CACHE_NAME
+from sparsekv.runtime.hf.memory import MemoryModel, ModelSize, Request
+from sparsekv.runtime.hf.placement import Placement
+
+KINDS = ["full_attention", "sliding_attention"] * 2 + ["full_attention"] * 3
+SIZES = {"layers": 7, "head_dim": 16, "hidden": 32, "ffn": 32, "layer_types": KINDS, "sliding_window": 24}
+SPARSE = (
+    AShape(sink=tokens(1), window=tokens(1)),
+    VerticalSlash(vertical=tokens(9), slash=tokens(9), last_q=8, max_tiles=fraction(1.0)),
+)
+FORMS = {"shared": SHARED, "dense": "gemma4_text"}
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def model(request):
+    """In the shared form, layers 5 and 6 attend to keys of layer 4."""
+    return tiny_model(FORMS[request.param], **SIZES | ({"num_kv_shared_layers": 2} if request.param == "shared" else {}))
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return tiny_model(SHARED, **SIZES, num_kv_shared_layers=2)
+
+
+def last_rows(model, pieces):
+    """Logits of the last row of each piece, and the cache; every layer computes all rows."""
+    seen, cache = [], DynamicCache()
+    with torch.no_grad():
+        for piece in pieces:
+            seen.append(model(piece, use_cache=True, **{CACHE_NAME: cache}).logits[:, -1:])
+    return torch.cat(seen, 1), cache
+
+
+def test_layers_are_described_with_their_own_sizes_and_whose_keys_they_attend_to(model, shared) -> None:
+    groups = info_of(model).by_layer
+    assert [groups[layer].head_dim for layer in range(7)] == [64, 16] * 2 + [64] * 3
+    assert {groups[layer].kv_heads for layer in (1, 3)} == {2}
+    found = info_of(shared)
+    assert [found.by_layer[layer].keys_of for layer in range(7)] == [None] * 5 + [4, 4]
+    assert (found.sharing, found.largest_head) == ({4, 5, 6}, 64)
+
+
+@pytest.mark.parametrize("chosen_by", [0, 4, 5])
+def test_a_layer_without_keys_of_its_own_follows_and_chooses(model, chosen_by: int) -> None:
+    followers = tuple(layer for layer in (2, 4, 5, 6) if layer > chosen_by)
+    plan = plan_for(model, every_head(model, *SPARSE), decode_plan(segment(chosen_by, followers, 9)))
+    pieces = random_tokens(1, 83).split([60, 20, 1, 1, 1], 1)
+    with BruteForce(model, plan):
+        expected, _ = last_rows(model, pieces)
+    with apply(model, plan):
+        found, cache = last_rows(model, pieces)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert len(cache.layers) == 7 - len(info_of(model).sharing - {4})
+
+
+def test_rows_that_nobody_asks_for_skip_layers_without_keys_of_their_own(shared) -> None:
+    """And the last one attends to everything there, whatever the patterns."""
+    everywhere = every_head(shared, *SPARSE)
+    (bucket,) = everywhere.lengths
+    own = bucket.model_copy(update={"heads": tuple(group for group in bucket.heads if group.layer < 5)})
+    prompt, seen = random_tokens(1, 300), []
+    shared.model.layers[6].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    for prefill in (everywhere, everywhere.model_copy(update={"lengths": (own,)})):
+        with apply(shared, plan_for(shared, prefill)), torch.no_grad():
+            whole = shared(prompt).logits[:, -1:]
+            assert len(seen) == 1
+            found = shared(prompt, logits_to_keep=1).logits
+            pieces, cache = prompt.split([200, 99, 1], 1), None
+            for piece in pieces:
+                out = shared(piece, logits_to_keep=1, use_cache=True, **{CACHE_NAME: cache})
+                cache = out[CACHE_NAME]
+        assert seen == [300, 1, 1, 1, 1]
+        seen.clear()
+        if prefill is everywhere:
+            first = found
+            assert not torch.allclose(found, whole, atol=1e-2)
+        else:
+            torch.testing.assert_close(found, whole)
+            torch.testing.assert_close(found, first)
+
+
+def test_a_filter_layer_that_looks_back_sees_all_queries(shared) -> None:
+    own = segment(5, (6,), 9, selector="uniform", window=4)
+    prompt, new, plan = random_tokens(1, 60), random_tokens(1, 2, 1), plan_for(shared, None, decode_plan(own))
+    with BruteForce(shared, plan):
+        expected, _ = last_rows(shared, (prompt, *new.split(1, 1)))
+    with apply(shared, plan):
+        found, _ = steps(shared, prompt, new)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the steps are captured there")
+@pytest.mark.parametrize("offload", [(), (2,)], ids=["device", "a layer in host memory"])
+def test_captured_steps_read_the_keys_of_the_owner(model, monkeypatch, offload: tuple[int, ...]) -> None:
+    emulate(monkeypatch)
+    plan = plan_for(model, None, decode_plan(segment(0, (2, 4, 5, 6), 12, sink=4, recent=10), offload=offload, hot=40))
+    prompt, new = random_tokens(1, 140), random_tokens(1, 3, 1)
+    with apply(model, plan, backend="cpu"):
+        expected, _ = steps(model, prompt, new)
+    with apply(model, plan, backend="triton") as handle:
+        found, _ = steps(model, prompt, new)
+        assert (handle.steps.replayed, handle.steps.why_not) == (3, "")
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_shared_keys_stay_on_the_device_and_are_not_evicted(shared) -> None:
+    for layer in (4, 5):
+        with pytest.raises(ValueError, match=f"no other layer to drop tokens, found {layer}"):
+            plan_for(shared, None, None, drops((layer,), 9))
+        with pytest.raises(ValueError, match=f"to go to host memory, found {layer}"):
+            plan_for(shared, None, decode_plan(segment(0, (2, 4, 5, 6), 9), offload=(2, layer)))
+        with pytest.raises(UsageError, match=rf"not 4-6, which share keys.*found {layer}"):
+            apply(shared, plan_for(shared), kv_host_layers=[layer])
+    with pytest.raises(UsageError, match="0 to 4 layers"):
+        apply(shared, plan_for(shared), kv_host_layers=5)
+    with apply(shared, plan_for(shared), kv_host_layers=4) as handle:
+        assert handle.host_layers == {0, 1, 2, 3}
+
+
+def test_memory_counts_each_layer_by_its_own_sizes_and_shared_keys_once(model) -> None:
+    info = info_of(model)
+    sizes = MemoryModel(ModelSize.of(model, info), None, None, on_cpu=True)
+    token = sum(2 * 4 * info.by_layer[layer].kv_heads * info.by_layer[layer].head_dim for layer in range(7))
+    token -= sum(2 * 4 * 2 * 64 for group in info.attention if group.keys_of for _ in group.layers)
+    with apply(model, plan_for(model)) as handle:
+        cache = handle.new_cache(300)
+        assert sizes.use(Request(300), Placement()).kv_device == 300 * token == handle.stats().kv_bytes_device
+        assert handle.new_cache(300) is not cache
