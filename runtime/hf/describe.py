@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import ModelInfo, weights_fingerprint
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.model_config import describe_config, linear_layers
+from sparsekv.runtime.quantised_files import files_fingerprint
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -66,20 +68,24 @@ _SAMPLES = 16  # values of each tensor; enough to tell two trainings apart, and 
 _TINY = 2.0**-12  # below it float16 keeps fewer bits than bfloat16, so that the digest would depend on the dtype
 
 
-def describe_model(model: PreTrainedModel, source: str | None = None, revision: str | None = None) -> ModelInfo:
+def describe_model(
+    model: PreTrainedModel, source: str | None = None, revision: str | None = None, quantised: Path | None = None
+) -> ModelInfo:
     """Describes `model`; of a multimodal one the decoder, as if it were loaded alone.
 
     Args:
         model: a loaded model of a supported architecture, in any dtype, on any device.
         source: where it came from: a hub id, or a folder, of which only the name is kept.
         revision: the hub revision, where one was asked for.
+        quantised: the folder that its weights were dequantised from: of these the files count, whichever host reads
+            them.
 
     Raises:
         UnsupportedError: the architecture is not supported, or weights lie on the meta device, and not because
             accelerate has offloaded them.
     """
     described = describe_config(model.config, source, revision)
-    weights = weights_fingerprint(_weight_samples(model))
+    weights = files_fingerprint(quantised) if quantised else weights_fingerprint(_weight_samples(model))
     return described.model_copy(
         update={"fingerprint": described.fingerprint.model_copy(update={"weights": weights})},
     )

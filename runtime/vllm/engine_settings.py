@@ -151,6 +151,11 @@ SETTINGS = (
         _stages,
     ),
     Setting("--kv-cache-dtype", "refused", "another dtype than the model's, such as fp8", "", _cache_dtype),
+    Setting(
+        "--quantization", "runs, with a remark",
+        "quantised checkpoints too; unless the plan was made on these weights, one line says that its quality was not "
+        "measured on them", "SEEN",
+    ),
     Setting("--kv-transfer-config", "refused", "every connector", "", _connector),
     Setting("context parallelism", "refused", "of prefill and of decode", "", _context),
     Setting(
