@@ -1,5 +1,5 @@
-"""Quantised checkpoints as files: what a config says of them, and the fingerprint of what they hold, whichever host reads
-them."""
+"""Quantised checkpoints as files: what a config says of them, and the fingerprint of what they hold, whichever host
+reads them."""
 
 from __future__ import annotations
 

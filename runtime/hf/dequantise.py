@@ -46,10 +46,15 @@ def check_quantisation(config: Mapping[str, Any]) -> None:
     if config.get("transform_config"):
         raise _unread(method, "rotations of activations (transform_config)", "no transforms")
     bits, forms = _KINDS.get(method, ((), ()))
-    form = config.get("checkpoint_format") or config.get("version") or config.get("format") or "".join(forms[:1])
-    if forms and (config.get("bits") not in bits or str(form).lower() not in forms):
+    form = _form(config) or "".join(forms[:1])
+    if forms and (config.get("bits") not in bits or form not in forms):
         expected = f"{' or '.join(map(str, bits))} bits in the form {' or '.join(forms)}"
         raise _unread(method, f"{config.get('bits')} bits in the form {form}", expected)
+
+
+def _form(config: Mapping[str, Any]) -> str:
+    """Returns in which form GPTQ or AWQ were written; empty where the config leaves that out."""
+    return str(config.get("checkpoint_format") or config.get("version") or config.get("format") or "").lower()
 
 
 def _unread(method: str, found: str, expected: str) -> UnsupportedError:
