@@ -68,27 +68,35 @@ _SAMPLES = 16  # values of each tensor; enough to tell two trainings apart, and 
 _TINY = 2.0**-12  # below it float16 keeps fewer bits than bfloat16, so that the digest would depend on the dtype
 
 
-def describe_model(
-    model: PreTrainedModel, source: str | None = None, revision: str | None = None, quantised: Path | None = None
-) -> ModelInfo:
+def describe_model(model: PreTrainedModel, source: str | None = None, revision: str | None = None) -> ModelInfo:
     """Describes `model`; of a multimodal one the decoder, as if it were loaded alone.
 
     Args:
         model: a loaded model of a supported architecture, in any dtype, on any device.
         source: where it came from: a hub id, or a folder, of which only the name is kept.
         revision: the hub revision, where one was asked for.
-        quantised: the folder that its weights were dequantised from: of these the files count, whichever host reads
-            them.
 
     Raises:
         UnsupportedError: the architecture is not supported, or weights lie on the meta device, and not because
             accelerate has offloaded them.
     """
     described = describe_config(model.config, source, revision)
-    weights = files_fingerprint(quantised) if quantised else weights_fingerprint(_weight_samples(model))
+    weights = weights_fingerprint(_weight_samples(model))
+    of_files: dict[str, str] = getattr(model, _OF_FILES, {})
+    weights = of_files.get(weights, weights)
     return described.model_copy(
         update={"fingerprint": described.fingerprint.model_copy(update={"weights": weights})},
     )
+
+
+def describe_by_files(model: PreTrainedModel, folder: Path) -> None:
+    """Has `describe_model` know the weights of a model, as they are now, by the quantised files that they stand for,
+    whichever host reads them."""
+    if found := files_fingerprint(folder):
+        setattr(model, _OF_FILES, {weights_fingerprint(_weight_samples(model)): found})
+
+
+_OF_FILES = "sparsekv_weights_of_files"  # an attribute of a model: other weights that it gets are not the files'
 
 
 def _weight_samples(model: PreTrainedModel) -> Iterator[tuple[str, bytes]]:

@@ -34,7 +34,7 @@ from sparsekv.plans.errors import UsageError, install_command
 from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.architecture import MODALITIES, architecture_of
 from sparsekv.runtime.hf.dequantise import check_quantisation, dense_tensors, is_dequantised
-from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.describe import describe_by_files, describe_model
 from sparsekv.runtime.hf.gguf_header import GGUFHeader
 from sparsekv.runtime.hub import needs_cache, without_model
 from sparsekv.runtime.model_config import decoder_config, rope_of_text, torch_device
@@ -96,7 +96,9 @@ def load_model(
     model: Any = _read_weights(found, options | placed | {"config": config, "dtype": precision}, folder)
     model = (model.to(target) if device_map is None else model).eval()
     _check_finite(found, model)
-    return LoadedModel(model, tokenizer, describe_model(model, found.path_or_id, options.get("revision"), folder))
+    if folder is not None:
+        describe_by_files(model, folder)
+    return LoadedModel(model, tokenizer, describe_model(model, found.path_or_id, options.get("revision")))
 
 
 def _check_device_map(device_map: str, device: str) -> None:

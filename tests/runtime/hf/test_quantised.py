@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.model import differences
+from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import load_config, load_model
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [48, 32]}
@@ -85,6 +86,14 @@ def test_files_that_differ_in_one_scale_are_other_weights_and_copies_are_the_sam
     save_file(tensors, twin / "model.safetensors", {"format": "pt"})
     assert first.fingerprint.weights_difference(load_model(twin).info.fingerprint) == "other"
     assert first.fingerprint.weights_difference(load_model(folder).info.fingerprint) == "other"
+
+
+def test_weights_that_were_changed_since_are_not_the_files_any_more(folder):
+    loaded = load_model(quantise(folder, *FORMATS["awq"])[0])
+    assert describe_model(loaded.model.to(torch.bfloat16)).fingerprint == loaded.info.fingerprint
+    with torch.no_grad():
+        loaded.model.lm_head.weight.mul_(2)
+    assert loaded.info.fingerprint.weights_difference(describe_model(loaded.model).fingerprint) == "other"
 
 
 def test_layers_that_lie_in_several_files_are_put_together(folder):
