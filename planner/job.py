@@ -190,7 +190,7 @@ def head_shape(model: ModelInfo) -> HeadShape:
 def _check_gradients(loaded: LoadedModel, options: PlanOptions) -> None:
     """Refuses layers that a caller loaded quantised, through which gradients do not go."""
     quantisation = quantisation_of(loaded.model.config)
-    if quantisation is not None and is_dequantised(quantisation) and "prefill" in options.phases:
+    if is_dequantised(quantisation) and "prefill" in options.phases:
         raise UsageError(
             f"expected weights that gradients go through, found a model loaded with those of "
             f"{quantisation['quant_method']}; give its folder or hub id in place of the model: it is dequantised then"

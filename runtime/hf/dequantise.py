@@ -3,7 +3,7 @@
 transformers needs a package and a GPU for most of these, and gradients, which planning takes, do not go through its
 layers. What is read is what the files hold; activations are not quantised.
 
-Shapes: I inputs of a layer, O outputs, Q groups of inputs that share a scale, N packed integers.
+Shapes: I inputs of a layer, O outputs, Q groups of inputs that share a scale, N words of P integers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from safetensors import safe_open
@@ -25,7 +25,7 @@ Parts = Mapping[str, torch.Tensor]
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight columns
 
 
-def is_dequantised(config: Mapping[str, Any] | None) -> bool:
+def is_dequantised(config: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:
     """Returns whether `dense_tensors` reads such weights; transformers reads others as it can."""
     return config is not None and config.get("quant_method") in _METHODS
 
@@ -139,11 +139,9 @@ def _gptq(prefix: str, parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
     """Inputs are packed, and zeros over outputs, less one but in a checkpoint of the second version."""
     bits = config["bits"]
     q_IO = _unpacked(parts["qweight"].T, bits).T
-    zero_QO = _unpacked(parts["qzeros"], bits) + (
-        "gptq_v2" not in (config.get("checkpoint_format"), config.get("format"))
-    )
+    zero_QO = _unpacked(parts["qzeros"], bits) + (_form(config) != "gptq_v2")
     group_I = parts["g_idx"].long() if "g_idx" in parts else _groups(len(q_IO), config["group_size"])
-    return ((q_IO - zero_QO[group_I]) * parts["scales"].float()[group_I]).T
+    return _scaled(q_IO, zero_QO, parts["scales"], group_I)
 
 
 def _awq(prefix: str, parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
@@ -153,7 +151,12 @@ def _awq(prefix: str, parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
         for name in ("qweight", "qzeros")
     )
     group_I = _groups(len(q_IO), config["group_size"])
-    return ((q_IO - zero_QO[group_I]) * parts["scales"].float()[group_I]).T
+    return _scaled(q_IO, zero_QO, parts["scales"], group_I)
+
+
+def _scaled(q_IO: torch.Tensor, zero_QO: torch.Tensor, scale_QO: torch.Tensor, group_I: torch.Tensor) -> torch.Tensor:
+    weight_IO: torch.Tensor = (q_IO - zero_QO[group_I]) * scale_QO.float()[group_I]
+    return weight_IO.T
 
 
 def _groups(inputs: int, size: int) -> torch.Tensor:
@@ -164,7 +167,8 @@ def _groups(inputs: int, size: int) -> torch.Tensor:
 def _unpacked(words_XN: torch.Tensor, bits: int) -> torch.Tensor:
     """The unsigned integers in each word, lowest bits first, side by side."""
     shift = torch.arange(0, 32, bits, dtype=torch.int32)
-    return ((words_XN[..., None] >> shift) & (2**bits - 1)).flatten(1)
+    parts_XNP: torch.Tensor = (words_XN[..., None] >> shift) & (2**bits - 1)
+    return parts_XNP.flatten(1)
 
 
 def _compressed(prefix: str, parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
@@ -177,7 +181,8 @@ def _compressed(prefix: str, parts: Parts, config: Mapping[str, Any]) -> torch.T
     scheme = next(group for group in groups if is_match(prefix, linear, group.targets, ignored))
     form = scheme.format or config["format"]
     exact = {part: data.float() if data.dtype in _FLOATS else data for part, data in parts.items() if part != "bias"}
-    return BaseCompressor.get_value_from_registry(form).decompress(exact, scheme)["weight"]
+    weight_OI: torch.Tensor = BaseCompressor.get_value_from_registry(form).decompress(exact, scheme)["weight"]
+    return weight_OI
 
 
 _METHODS: dict[str, Callable[[str, Parts, Mapping[str, Any]], torch.Tensor]] = {

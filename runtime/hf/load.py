@@ -253,7 +253,7 @@ def _quantised_folder(found: ModelSource, config: PreTrainedConfig, options: dic
         return None
     if found.is_local:
         return Path(found.path_or_id)
-    kept = options | {"allow_patterns": ["*.safetensors", "*.json"]}
+    kept = options | {"allow_patterns": ["model*.safetensors", "*.json"]}
     return Path(_guarded(found, "its weights", snapshot_download, kept))
 
 
@@ -290,7 +290,8 @@ def _dequantised(folder: Path, place: str, *, config: Any, **options: Any) -> An
     tensors = dense_tensors(files, quantisation_of(config) or {}, options["dtype"])
     plain = copy(config)
     del plain.quantization_config
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(plain)].from_pretrained(
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(plain)]
+    found = causal.from_pretrained(
         None, config=plain, state_dict=tensors, **{name: options[name] for name in options.keys() - _OF_HUB}
     )
     model = found[0]

@@ -1,7 +1,9 @@
 """Quantised checkpoints on the command line: planned by their own weights, and run by the plan of the base model."""
 
+import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from model_folders import save_model, sparse_plan
 from quantised_folders import fp8_by_tensor, quantise
@@ -13,6 +15,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.model import differences
 from sparsekv.runtime.hf.load import load_model
+from sparsekv.runtime.hub import model_folder
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
 FAST = ("--lengths", "1k", "--no-crossover", "--tasks", "kv_retrieval", "--samples", 1, "--only", "prefill")
@@ -59,3 +62,16 @@ def test_a_model_that_was_loaded_quantised_is_refused_before_it_is_profiled(base
     loaded.model.config.quantization_config = FP8
     with pytest.raises(UsageError, match=r"gradients go through.*fp8"):
         job_of(loaded, PlanOptions(lengths=(1024,)))
+
+
+def test_a_quantised_model_of_the_hub_is_read_from_its_cache(twin, tmp_path, monkeypatch):
+    repository = tmp_path / "models--example--tiny"
+    shutil.copytree(twin, repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    loaded = load_model("example/tiny", local_files_only=True)
+    assert loaded.info.fingerprint == load_model(twin).info.fingerprint
+    assert (loaded.info.id, loaded.model.name_or_path) == ("example/tiny", "example/tiny")
+    assert model_folder("example/tiny") == repository / "snapshots" / "abc"
+    assert model_folder("example/other") is None
