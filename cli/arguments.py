@@ -298,8 +298,10 @@ class Subject:
         from transformers.utils import logging
 
         from sparsekv.kernels.backends import choose_backend
+        from sparsekv.runtime.hf.dequantise import is_dequantised
         from sparsekv.runtime.hf.load import load_config, load_model, torch_dtype
         from sparsekv.runtime.model_config import describe_config, dtype_name, torch_device
+        from sparsekv.runtime.quantised_files import quantisation_of
 
         if not sys.stderr.isatty():
             logging.disable_progress_bar()
@@ -313,7 +315,7 @@ class Subject:
             check(info, target.type)
         with self._saying_whose_model():
             loaded = load_model(source, device=device, dtype=asked.dtype, device_map=device_map, config=config)
-        if source.is_gguf:
+        if source.is_gguf or is_dequantised(quantisation_of(config)):
             tell(f"{source.path_or_id}: its quantised weights run as {dtype_name(loaded.model.dtype)}")
         return loaded
 

@@ -233,7 +233,7 @@ class MemoryEstimate:
     name: str
     model: MemoryModel
     available: Available
-    quantised: bool = False  # its weights are, and are counted as if they were not
+    quantised: bool = False  # its weights are and stay so, and are counted as if they were not
 
     @classmethod
     def of(
@@ -267,9 +267,11 @@ class MemoryEstimate:
         import torch
 
         from sparsekv.kernels.backends import choose_backend
+        from sparsekv.runtime.hf.dequantise import is_dequantised
         from sparsekv.runtime.hf.load import torch_dtype
         from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize
         from sparsekv.runtime.model_config import torch_device
+        from sparsekv.runtime.quantised_files import quantisation_of
         from sparsekv.runtime.stores.page_pool import page_bytes
 
         if device_bytes is not None and machine.device == "cpu":
@@ -293,8 +295,8 @@ class MemoryEstimate:
             loaded, *phases, on_cpu, placing.mode or "always", placing.host_layers, evicting=retained, page=page,
             float8=placing.kv_dtype == "fp8",
         )  # fmt: skip
-        quantised = getattr(config, "quantization_config", None) is not None
-        return cls(name, memory, found, quantised)
+        quantisation = quantisation_of(config)
+        return cls(name, memory, found, quantisation is not None and not is_dequantised(quantisation))
 
     def data(self, request: Request) -> dict[str, Any]:
         """The JSON of one request."""

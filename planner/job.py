@@ -35,8 +35,10 @@ from sparsekv.planner.tasks import QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Spl
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.model import ModelInfo
+from sparsekv.runtime.hf.dequantise import is_dequantised
 from sparsekv.runtime.hf.load import LoadedModel, load_config
 from sparsekv.runtime.model_config import describe_config
+from sparsekv.runtime.quantised_files import quantisation_of
 from sparsekv.runtime.vllm.engine_facts import check_installed
 
 _NO_WEIGHTS = "the weights of {name} were not read: the plan is for those that were profiled, and warns on others"
@@ -114,6 +116,8 @@ def job_of(
     device = loaded.model.device
     if profile is not None:
         check_model(profile, loaded.info)
+    else:
+        _check_gradients(loaded, options)
     asked, own = narrowed(options, profile, cost)
     host = _vllm(asked, device) if asked.host == "vllm" and cost is None else None
     if asked.prefill_chunk is None and (times := host or cost):
@@ -181,6 +185,16 @@ def head_shape(model: ModelInfo) -> HeadShape:
     """The heads whose attention is timed."""
     group = model.group_of(model.full_layers[0])
     return HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim)
+
+
+def _check_gradients(loaded: LoadedModel, options: PlanOptions) -> None:
+    """Refuses layers that a caller loaded quantised, through which gradients do not go."""
+    quantisation = quantisation_of(loaded.model.config)
+    if is_dequantised(quantisation) and "prefill" in options.phases:
+        raise UsageError(
+            f"expected weights that gradients go through, found a model loaded with those of "
+            f"{quantisation['quant_method']}; give its folder or hub id in place of the model: it is dequantised then"
+        )
 
 
 def _vllm(options: PlanOptions, device: Any) -> Host:

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from sparsekv.plans.aliases import PLAN_NAME, ModelSource, without_plan
+from sparsekv.plans.aliases import PLAN_NAME, ModelSource, is_hub_id, without_plan
 from sparsekv.plans.errors import UsageError
 
 Found = TypeVar("Found")
@@ -109,6 +109,14 @@ def download_card(source: ModelSource) -> Path | None:
         f"expected the model card of {repository} from the hub, but {trouble}; where there is network: "
         f"hf download {repository} --local-dir FOLDER, then use FOLDER in place of {repository}"
     )
+
+
+def model_folder(source: str, revision: str | None = None) -> Path | None:
+    """The folder of a model: itself, or the copy of a hub model in the local cache; None where there is no copy."""
+    if Path(source).is_dir():
+        return Path(source)
+    config = try_to_load_from_cache(source, "config.json", revision=revision) if is_hub_id(source) else None
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def find_plan(repository: str, revision: str | None = None) -> Path | None:

@@ -25,6 +25,7 @@ EXTRA = {
     "vllm": "vllm",
     "prometheus_client": "vllm",
     "accelerate": "spread",
+    "compressed_tensors": "compressed",
     "gguf": "gguf",
     "cuda": "virtual",
     "onnx": "onnx",

@@ -128,12 +128,13 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
 
 
 def step_reads(model: PreTrainedModel) -> StepReads | None:
-    """Returns what a decode step reads, experts as tensors of three dimensions; None where layers have other ones."""
+    """Returns what a decode step reads, experts as tensors of three dimensions; None where layers have other ones. What
+    is packed counts by its bytes."""
     if linear_layers(config_of(model)):
         return None
     layers: Any = decoder_of(model).layers
     weights = [*layers.parameters(), model.get_output_embeddings().weight]
-    sizes = {dims: [float(one.numel()) for one in weights if one.ndim == dims] for dims in (2, 3)}
+    sizes = {dims: [one.nbytes / model.dtype.itemsize for one in weights if one.ndim == dims] for dims in (2, 3)}
     experts = [len(one) for one in weights if one.ndim == 3]
     share = experts_per_token(config_of(model)) / max(experts) if experts else 1.0
     count = len(sizes[2]) + len(sizes[3])

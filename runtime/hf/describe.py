@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import ModelInfo, weights_fingerprint
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.model_config import describe_config, linear_layers
+from sparsekv.runtime.quantised_files import files_fingerprint
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -80,9 +82,21 @@ def describe_model(model: PreTrainedModel, source: str | None = None, revision: 
     """
     described = describe_config(model.config, source, revision)
     weights = weights_fingerprint(_weight_samples(model))
+    of_files: dict[str, str] = getattr(model, _OF_FILES, {})
+    weights = of_files.get(weights, weights)
     return described.model_copy(
         update={"fingerprint": described.fingerprint.model_copy(update={"weights": weights})},
     )
+
+
+def describe_by_files(model: PreTrainedModel, folder: Path) -> None:
+    """Has `describe_model` know the weights of a model, as they are now, by the quantised files that they stand for,
+    whichever host reads them."""
+    if found := files_fingerprint(folder):
+        setattr(model, _OF_FILES, {weights_fingerprint(_weight_samples(model)): found})
+
+
+_OF_FILES = "sparsekv_weights_of_files"  # an attribute of a model: other weights that it gets are not the files'
 
 
 def _weight_samples(model: PreTrainedModel) -> Iterator[tuple[str, bytes]]:

@@ -8,17 +8,22 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from torch.nn import Parameter
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -28,10 +33,12 @@ from sparsekv.plans.aliases import ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError, install_command
 from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.architecture import MODALITIES, architecture_of
-from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.dequantise import check_quantisation, dense_tensors, is_dequantised
+from sparsekv.runtime.hf.describe import describe_by_files, describe_model
 from sparsekv.runtime.hf.gguf_header import GGUFHeader
 from sparsekv.runtime.hub import needs_cache, without_model
 from sparsekv.runtime.model_config import config_of_layer, decoder_config, rope_of_text, torch_device
+from sparsekv.runtime.quantised_files import quantisation_of, weight_files
 from sparsekv.runtime.settings import DEVICE_MAPS, DeviceMap
 
 _NAMED = 3  # tensors that a message names
@@ -60,7 +67,8 @@ def load_model(
     """Loads a model; an unsupported architecture is named before its weights are downloaded.
 
     Args:
-        source: an alias, hub id, folder or GGUF file, resolved or not. The weights of a GGUF file are dequantised.
+        source: an alias, hub id, folder or GGUF file, resolved or not. The weights of a GGUF file are dequantised, and
+            those of FP8, GPTQ, AWQ and compressed-tensors.
         device: a torch device; "auto" is the first GPU, or the CPU.
         dtype: bfloat16, float16 or float32; "auto" is the checkpoint's own half precision on a GPU (bfloat16 where
             it has none), and float32 on a CPU, which is faster there than half precision.
@@ -84,9 +92,12 @@ def load_model(
     precision = torch_dtype(str(dtype).removeprefix("torch."), config, target)
     tokenizer = _read_tokenizer(found, options, config.vocab_size)
     placed = {} if device_map is None else {"device_map": device_map}
-    model: Any = _read_weights(found, options | placed | {"config": config, "dtype": precision})
+    folder = _quantised_folder(found, config, options)
+    model: Any = _read_weights(found, options | placed | {"config": config, "dtype": precision}, folder)
     model = (model.to(target) if device_map is None else model).eval()
     _check_finite(found, model)
+    if folder is not None:
+        describe_by_files(model, folder)
     return LoadedModel(model, tokenizer, describe_model(model, found.path_or_id, options.get("revision")))
 
 
@@ -159,6 +170,8 @@ def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfi
     if kind not in MODALITIES:
         architecture_of(kind)
     config: PreTrainedConfig = _guarded(found, "its config.json", AutoConfig.from_pretrained, options)
+    if is_dequantised(quantisation := quantisation_of(config)):
+        check_quantisation(quantisation)
     config = _of_decoder_alone(config) if kind in MODALITIES else config
     _check_config(config, f"in the config.json of {found.path_or_id}")
     if not _is_object(Path(found.path_or_id, "generation_config.json")):  # transformers goes on without: no end tokens
@@ -179,6 +192,8 @@ def _of_decoder_alone(config: PreTrainedConfig) -> PreTrainedConfig:
         data = text.to_dict() | {"rope_parameters": rope_of_text(text), "model_type": record.text_as}
         text = AutoConfig.for_model(**data)
     text.tie_word_embeddings = config.tie_word_embeddings
+    if (quantisation := quantisation_of(config)) is not None:
+        text.quantization_config = quantisation
     text.name_or_path = config.name_or_path
     return text
 
@@ -239,13 +254,22 @@ def _read_tokenizer(found: ModelSource, options: dict[str, Any], vocabulary: int
     return tokenizer
 
 
-def _read_weights(found: ModelSource, options: dict[str, Any]) -> PreTrainedModel:
+def _quantised_folder(found: ModelSource, config: PreTrainedConfig, options: dict[str, Any]) -> Path | None:
+    """The folder of a model whose weights are dequantised; None of any other."""
+    if found.is_gguf or not is_dequantised(quantisation_of(config)):
+        return None
+    if found.is_local:
+        return Path(found.path_or_id)
+    kept = options | {"allow_patterns": ["model*.safetensors", "*.json"]}
+    return Path(_guarded(found, "its weights", snapshot_download, kept))
+
+
+def _read_weights(found: ModelSource, options: dict[str, Any], quantised: Path | None) -> PreTrainedModel:
     """The model with its weights. Without the report, transformers would fill what is missing with random numbers."""
     reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # into the report as well, by name
+    load = AutoModelForCausalLM.from_pretrained if quantised is None else partial(_dequantised, quantised)
     with _without_table():
-        model, report = _guarded(
-            found, "its weights", AutoModelForCausalLM.from_pretrained, options | reported | _RENAMED
-        )
+        model, report = _guarded(found, "its weights", load, options | reported | _RENAMED)
     unknown = [name for name in report["unexpected_keys"] if not name.removeprefix("model.").startswith(_OF_IMAGES)]
     reshaped = {f"{name}: {tuple(of)} in place of {tuple(to)}" for name, of, to in report["mismatched_keys"]}
     faults = {
@@ -265,6 +289,26 @@ def _read_weights(found: ModelSource, options: dict[str, Any]) -> PreTrainedMode
     return model  # type: ignore[no-any-return]
 
 
+def _dequantised(folder: Path, place: str, *, config: Any, **options: Any) -> Any:
+    """What transformers makes of the weights of a quantised checkpoint, multiplied out."""
+    files = weight_files(folder)
+    if not files:
+        raise ValueError("its safetensors files are missing")
+    tensors = dense_tensors(files, quantisation_of(config) or {}, options["dtype"])
+    plain = copy(config)
+    del plain.quantization_config
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(plain)]
+    found = causal.from_pretrained(
+        None, config=plain, state_dict=tensors, **{name: options[name] for name in options.keys() - _OF_HUB}
+    )
+    model = found[0]
+    model.name_or_path = model.config.name_or_path = place
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return found
+
+
+_OF_HUB = {"revision", "local_files_only"}
 # Tensors of a multimodal checkpoint, by the names that they have in the decoder alone.
 _RENAMED = {
     "key_mapping": {

@@ -38,7 +38,7 @@ NAMES: Places = MappingProxyType(
         ),
         "vllm.config:ModelConfig": (
             "model", "revision", "hf_config", "hf_text_config", "dtype", "max_model_len", "is_encoder_decoder",
-            "use_mla", "multimodal_config",
+            "use_mla", "multimodal_config", "quantization",
         ),
         "vllm.config.multimodal:MultiModalConfig": ("enable_mm_embeds", "get_limit_per_prompt"),
         "vllm.config:ParallelConfig": (

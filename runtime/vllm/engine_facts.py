@@ -45,6 +45,8 @@ class EngineFacts:
     stages: tuple[range, ...] = field(default=())  # the layers of each pipeline stage; empty where there is one
     speculative: str | None = None  # the method by which others draft tokens
     drafted: int = 0  # tokens at a time
+    quantization: str | None = None  # the method by which weights are quantised
+    packed: bool = False  # in the checkpoint, and not as it is loaded
     kv_connector: str | None = None
     modalities: tuple[str, ...] = ()  # what requests may hold beside text
     encoder_decoder: bool = False

@@ -161,6 +161,11 @@ SETTINGS = (
         "the model's, or fp8 (e4m3), by scales of tensors or heads; a plan made without it says so; else refused",
         f"fp8: {_CPU}; by its sources on a GPU", _cache_dtype,
     ),
+    Setting(
+        "--quantization", "runs, with a remark",
+        "quantised checkpoints too; unless the plan was made on these weights, one line says that its quality was not "
+        "measured on them", f"W8A8: {_CPU}; AWQ, GPTQ, W4A16: without a plan, {_CPU}; FP8 {_SOURCES}",
+    ),
     Setting("--kv-transfer-config", "refused", "every connector", "", _connector),
     Setting("context parallelism", "refused", "of prefill and of decode", "", _context),
     Setting(

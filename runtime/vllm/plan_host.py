@@ -21,15 +21,17 @@ from sparsekv.kernels.softmax import Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import PlanMismatchError, PlanWarning
 from sparsekv.plans.files import load_plan
-from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.model import ModelInfo, weights_fingerprint
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank
 from sparsekv.runtime.core.roles import Evicting, Recurrent
 from sparsekv.runtime.core.state import Gather, Observed
+from sparsekv.runtime.hub import model_folder
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name, has_soft_cap
 from sparsekv.runtime.plan_checks import check_plan, check_target
+from sparsekv.runtime.quantised_files import files_fingerprint
 from sparsekv.runtime.vllm.counters import Counters
 from sparsekv.runtime.vllm.decode_step import DecodeHost
 from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_layers
@@ -258,7 +260,7 @@ def start_host(
     if facts.speculative is not None:
         plan = plan.model_copy(update={"decode": None})  # what was drafted is verified by vLLM's own kernel
     check_engine(facts, plan, options.allow_untested)
-    found = describe_config(model.config, model.name, model.revision)
+    found = _described(plan, model, facts)
     _check_model(plan, found, options.allow_mismatch)
     check_layers(plan, found)
     attending = (group for group in found.attention if group.kind != "linear")
@@ -281,6 +283,20 @@ def start_host(
         ranks = gather if model.rank.count > 1 else None
         host.decode = DecodeHost(program, choice.name, *room, host.counters, ranks, options.compare_ranks)
     return host
+
+
+def _described(plan: Plan, model: EngineModel, facts: EngineFacts) -> ModelInfo:
+    """The engine's model; where its weights are quantised, which ones they are. Those that vLLM quantises as it loads
+    them are no plan's: hosts that measure do not."""
+    found = describe_config(model.config, model.name, model.revision)
+    if facts.quantization is None:
+        return found
+    folder = model_folder(model.name, model.revision) if facts.packed else None
+    weights = None if folder is None else files_fingerprint(folder)
+    if weights is None and facts.packed and found.id == plan.model.id:
+        return found  # they are not downloaded yet
+    weights = weights or weights_fingerprint([("quantization", facts.quantization.encode())])
+    return found.model_copy(update={"fingerprint": found.fingerprint.model_copy(update={"weights": weights})})
 
 
 def _check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool) -> None:

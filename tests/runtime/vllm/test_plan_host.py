@@ -1,10 +1,13 @@
 """The plan of an engine that starts, and the copy of a request's past."""
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny_models import tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 
@@ -17,6 +20,7 @@ from sparsekv.plans.model import Fingerprint
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import Offload
 from sparsekv.plans.schema import Plan
+from sparsekv.runtime.quantised_files import files_fingerprint
 from sparsekv.runtime.vllm.engine_facts import EngineFacts
 from sparsekv.runtime.vllm.engine_options import EngineOptions
 from sparsekv.runtime.vllm.plan_host import EngineModel, PlanHost, Scratch, start_host
@@ -83,6 +87,46 @@ def test_beside_a_drafter_decode_is_vllms_and_layers_behind_the_models_own_are_t
     assert (host.phases, host.decode, host.decoded) == ("prefill", None, 4)
     own = len(host.program.layers)
     assert [host.takes_layer() for _ in range(own + 2)] == [True] * own + [False] * 2
+
+
+def weights_of(plan: Plan, weights: str | None) -> Plan:
+    fingerprint = plan.model.fingerprint.model_copy(update={"weights": weights})
+    return plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": fingerprint})})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_quantised_weights_that_a_plan_was_not_made_on_are_said_in_one_line(
+    model: Any, plan: Plan, tmp_path: Path, packed: bool
+) -> None:
+    save_file({"weight": torch.randn(64)}, tmp_path / "model.safetensors")
+    facts = replace(FACTS, quantization="fp8", packed=packed)
+    base = weights_of(plan, "sha256-all:" + "0" * 64)
+    with pytest.warns(PlanWarning) as caught:
+        start(model, base, tmp_path, facts)
+    assert ["other weights" in str(one.message) for one in caught] == [True]
+    own = weights_of(plan, files_fingerprint(tmp_path))
+    with warnings.catch_warnings(record=True) as again:
+        warnings.simplefilter("always")
+        start(model, own, tmp_path, facts)
+    assert len(again) == (not packed)  # what vLLM quantises are other weights than any file's
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        start(model, base, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "told"), [("some/model", 0), ("other/model", 1)])
+def test_of_a_quantised_hub_model_that_is_not_downloaded_yet_the_name_decides(
+    model: Any, plan: Plan, tmp_path: Path, name: str, told: int
+) -> None:
+    base = weights_of(plan, "sha256-all:" + "0" * 64)
+    base = base.model_copy(update={"model": base.model.model_copy(update={"id": "some/model"})})
+    write_plan(base, tmp_path / "sparsekv.yaml")
+    engine = EngineModel(name, None, model.config, torch.float32, CPU, longest=1024, step=2048, rows=4)
+    facts = replace(FACTS, quantization="fp8", packed=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start_host(tmp_path / "sparsekv.yaml", EngineOptions(), facts, engine)
+    assert len(caught) == told
 
 
 def test_a_plan_that_is_dense_everywhere_says_that_it_changes_nothing(model: Any, plan: Plan, tmp_path: Path) -> None:

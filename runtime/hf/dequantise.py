@@ -1,0 +1,195 @@
+"""Weights of quantised checkpoints as plain numbers: FP8, GPTQ, AWQ and compressed-tensors.
+
+transformers needs a package and a GPU for most of these, and gradients, which planning takes, do not go through its
+layers. What is read is what the files hold; activations are not quantised.
+
+Shapes: I inputs of a layer, O outputs, Q groups of inputs that share a scale, N words of P integers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from sparsekv.plans.errors import UnsupportedError, UsageError, install_command
+
+Parts = Mapping[str, torch.Tensor]
+"""The tensors of one layer, by the last part of their names."""
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight columns
+
+
+def is_dequantised(config: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:
+    """Returns whether `dense_tensors` reads such weights; transformers reads others as it can."""
+    return config is not None and config.get("quant_method") in _METHODS
+
+
+def check_quantisation(config: Mapping[str, Any]) -> None:
+    """Finds out whether `dense_tensors` can read such weights.
+
+    Raises:
+        UsageError: a package is missing.
+        UnsupportedError: a kind of the format is none of those that are read; the message names it.
+    """
+    method = config["quant_method"]
+    if method == "compressed-tensors" and importlib.util.find_spec("compressed_tensors") is None:
+        raise UsageError(
+            "expected compressed-tensors, by which such weights are read, found it missing; "
+            f"{install_command('compressed')}"
+        )
+    if config.get("transform_config"):
+        raise _unread(method, "rotations of activations (transform_config)", "no transforms")
+    bits, forms = _KINDS.get(method, ((), ()))
+    form = _form(config) or "".join(forms[:1])
+    if forms and (config.get("bits") not in bits or form not in forms):
+        expected = f"{' or '.join(map(str, bits))} bits in the form {' or '.join(forms)}"
+        raise _unread(method, f"{config.get('bits')} bits in the form {form}", expected)
+
+
+def _form(config: Mapping[str, Any]) -> str:
+    """Returns in which form GPTQ or AWQ were written; empty where the config leaves that out."""
+    return str(config.get("checkpoint_format") or config.get("version") or config.get("format") or "").lower()
+
+
+def _unread(method: str, found: str, expected: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"expected {method} weights with {expected}, found {found}; plan and run the model that was quantised: vLLM "
+        "runs its plan on these weights"
+    )
+
+
+def dense_tensors(files: Sequence[Path], config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by their names, those of quantised layers multiplied out.
+
+    Args:
+        files: the safetensors files.
+        config: the `quantization_config` of the model, of a method that `check_quantisation` has passed.
+        dtype: of the weights that were quantised.
+
+    Raises:
+        ValueError: the tensors are not those that the config describes.
+    """
+    with ExitStack() as opened:
+        places = {
+            name: file
+            for file in (opened.enter_context(safe_open(path, "pt")) for path in files)
+            for name in file.keys()  # noqa: SIM118  it is no mapping
+        }
+        layers: dict[str, list[str]] = {}
+        for name in places:
+            prefix, _, part = name.rpartition(".")
+            layers.setdefault(prefix, []).append(part)
+        return {
+            f"{prefix}.{part}": data
+            for prefix, names in layers.items()
+            for part, data in _dense(
+                prefix,
+                {part: places[f"{prefix}.{part}"].get_tensor(f"{prefix}.{part}") for part in names},
+                config,
+                dtype,
+            )
+        }
+
+
+def _dense(
+    prefix: str, parts: Parts, config: Mapping[str, Any], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if not _PACKED.isdisjoint(parts):
+        try:
+            weight_OI = _METHODS[config["quant_method"]](prefix, parts, config)
+        except (KeyError, RuntimeError, StopIteration) as error:
+            raise ValueError(
+                f"{prefix} holds {', '.join(sorted(parts))}, which is no layer of {config['quant_method']} ({error!r})"
+            ) from error
+        yield "weight", weight_OI.to(dtype)
+        parts = {part: data for part, data in parts.items() if part == "bias"}
+    for part, data in parts.items():
+        if part in _OF_CACHE:
+            continue
+        if data.dtype not in _FLOATS:
+            raise ValueError(f"{prefix}.{part} is of {data.dtype}, without a scale that is known")
+        yield part, data
+
+
+_PACKED = frozenset(("weight_scale_inv", "weight_scale", "weight_packed", "qweight"))
+_OF_CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point")  # which stays as it is
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _fp8(prefix: str, parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
+    """Scales of blocks, of rows, or one: as transformers and DeepSeek name them, or AutoFP8."""
+    scale = parts["weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"].float()
+    weight_OI = parts["weight"].float()
+    if scale.numel() == 1:
+        return weight_OI * scale
+    outputs, inputs = weight_OI.shape
+    rows, columns = config.get("weight_block_size") or (1, inputs)
+    scale_OI = scale.view(-(-outputs // rows), -(-inputs // columns))
+    scale_OI = scale_OI.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
+    return weight_OI * scale_OI
+
+
+def _gptq(prefix: str, parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
+    """Inputs are packed, and zeros over outputs, less one but in a checkpoint of the second version."""
+    bits = config["bits"]
+    q_IO = _unpacked(parts["qweight"].T, bits).T
+    zero_QO = _unpacked(parts["qzeros"], bits) + (_form(config) != "gptq_v2")
+    group_I = parts["g_idx"].long() if "g_idx" in parts else _groups(len(q_IO), config["group_size"])
+    return _scaled(q_IO, zero_QO, parts["scales"], group_I)
+
+
+def _awq(prefix: str, parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
+    """Outputs are packed, in an order of their own."""
+    q_IO, zero_QO = (
+        _unpacked(parts[name], config["bits"]).unflatten(1, (-1, len(_AWQ_ORDER)))[..., _AWQ_ORDER].flatten(1)
+        for name in ("qweight", "qzeros")
+    )
+    group_I = _groups(len(q_IO), config["group_size"])
+    return _scaled(q_IO, zero_QO, parts["scales"], group_I)
+
+
+def _scaled(q_IO: torch.Tensor, zero_QO: torch.Tensor, scale_QO: torch.Tensor, group_I: torch.Tensor) -> torch.Tensor:
+    weight_IO: torch.Tensor = (q_IO - zero_QO[group_I]) * scale_QO.float()[group_I]
+    return weight_IO.T
+
+
+def _groups(inputs: int, size: int) -> torch.Tensor:
+    """Returns the group of each input; a size of -1 is one group."""
+    return torch.arange(inputs) // (inputs if size == -1 else size)
+
+
+def _unpacked(words_XN: torch.Tensor, bits: int) -> torch.Tensor:
+    """The unsigned integers in each word, lowest bits first, side by side."""
+    shift = torch.arange(0, 32, bits, dtype=torch.int32)
+    parts_XNP: torch.Tensor = (words_XN[..., None] >> shift) & (2**bits - 1)
+    return parts_XNP.flatten(1)
+
+
+def _compressed(prefix: str, parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.utils.match import is_match
+
+    linear, ignored = nn.Linear(1, 1, device="meta"), config.get("ignore") or ()
+    groups = map(QuantizationScheme.model_validate, config["config_groups"].values())
+    scheme = next(group for group in groups if is_match(prefix, linear, group.targets, ignored))
+    form = scheme.format or config["format"]
+    exact = {part: data.float() if data.dtype in _FLOATS else data for part, data in parts.items() if part != "bias"}
+    weight_OI: torch.Tensor = BaseCompressor.get_value_from_registry(form).decompress(exact, scheme)["weight"]
+    return weight_OI
+
+
+_METHODS: dict[str, Callable[[str, Parts, Mapping[str, Any]], torch.Tensor]] = {
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+}
+# Bits of a number, and forms of a checkpoint, that are read.
+_KINDS = {"gptq": ((2, 4, 8), ("gptq", "gptq_v2")), "awq": ((4,), ("gemm",))}
