@@ -39,6 +39,7 @@ from sparsekv.kernels.prefill.flash.limits import FlashPackage, offer_package
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.architecture import MODALITIES
 from sparsekv.runtime.core.program import Rank
+from sparsekv.runtime.vllm.connectors import connectors_of
 from sparsekv.runtime.vllm.contract import installed, unfulfilled, unknown_metadata
 from sparsekv.runtime.vllm.engine_facts import TESTED, EngineFacts
 from sparsekv.runtime.vllm.plan_host import EngineModel
@@ -235,7 +236,8 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         stages=tuple(range(*get_pp_indices(layers, stage, stages)) for stage in range(stages)) if stages > 1 else (),
         speculative=None if speculative is None else str(speculative.method),
         drafted=0 if speculative is None else speculative.num_speculative_tokens,
-        kv_connector=None if transfer is None else transfer.kv_connector,
+        model=model.model,
+        connectors=() if transfer is None else connectors_of(vars(transfer)),
         modalities=_modalities(model),
         encoder_decoder=model.is_encoder_decoder,
         latent=model.use_mla,
