@@ -91,6 +91,7 @@ class ServeBench:
         alone: one engine at a time.
         cache_bytes: of keys and values, of each engine; None takes what the device has left.
         ranks: GPUs of each engine (tensor parallelism).
+        drafted: tokens that a look-up (ngram) drafts at a time; 0 without.
     """
 
     loads: tuple[Load, ...]
@@ -103,6 +104,7 @@ class ServeBench:
     alone: bool = False
     cache_bytes: int | None = None
     ranks: int = 1
+    drafted: int = 0
 
     @property
     def longest(self) -> int:
@@ -124,7 +126,13 @@ class ServeBench:
         }
         share = ALONE if self.alone else BESIDE
         on_device = {"gpu_memory_utilization": share} if self.device.type == "cuda" else {}
-        return own | on_device | ({"kv_cache_memory_bytes": self.cache_bytes} if self.cache_bytes else {})
+        drafter = {"speculative_config": by_look_up(self.drafted)} if self.drafted else {}
+        return own | on_device | drafter | ({"kv_cache_memory_bytes": self.cache_bytes} if self.cache_bytes else {})
+
+
+def by_look_up(drafted: int) -> dict[str, Any]:
+    """Returns a drafter that looks for the last tokens in what a request has, as vLLM takes it."""
+    return {"method": "ngram", "num_speculative_tokens": drafted, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
 @dataclass(frozen=True, slots=True)
