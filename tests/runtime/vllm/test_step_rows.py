@@ -39,8 +39,8 @@ def test_rows_that_a_drafter_proposed_are_no_prefill_and_the_end_of_a_prompt_is(
 
 
 def test_rows_beside_drafts_are_found_in_the_order_of_either_runner() -> None:
-    """Runner V2 sorts verification first, then as many rows of a prompt, then single rows; the first one keeps the order
-    of its batch. Lengths count drafts that were rejected, which only the kernel that verifies would read."""
+    """Runner V2 sorts verification first, then as many rows of a prompt, then single rows; V1 keeps the order of its
+    batch. Lengths count drafts that were rejected, which only the kernel that verifies would read."""
     second = [0, 4, 7, 11, 12, 112], [83, 90, 304, 77, 400], [False, False, True, False, True]
     found = prefill_rows(*second, decoded=4)
     assert [(rows.request, rows.chunk) for rows in found] == [(2, Chunk((300,), (304,))), (4, Chunk((300,), (400,)))]
