@@ -151,7 +151,7 @@ SETTINGS = (
     Setting(
         "--speculative-config", "runs, with a remark",
         "prefill by the plan, whose decode is off; refused with eviction and over pipeline stages",
-        f"ngram: {_CPU}; others {_SOURCES}", _drafts,
+        f"ngram, a draft model, EAGLE: {_CPU}; others {_SOURCES}", _drafts,
     ),
     Setting(
         "--pipeline-parallel-size", "refused", "unless `allow_untested`, with the layers of a segment in one stage", "",
