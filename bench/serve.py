@@ -92,6 +92,7 @@ class ServeBench:
         cache_bytes: of keys and values, of each engine; None takes what the device has left.
         ranks: GPUs of each engine (tensor parallelism).
         kv_dtype: of keys and values in both engines.
+        drafted: tokens that a look-up (ngram) drafts at a time; 0 without.
     """
 
     loads: tuple[Load, ...]
@@ -105,6 +106,7 @@ class ServeBench:
     cache_bytes: int | None = None
     ranks: int = 1
     kv_dtype: KVDtype = "auto"
+    drafted: int = 0
 
     @property
     def longest(self) -> int:
@@ -127,7 +129,13 @@ class ServeBench:
         }
         share = ALONE if self.alone else BESIDE
         on_device = {"gpu_memory_utilization": share} if self.device.type == "cuda" else {}
-        return own | on_device | ({"kv_cache_memory_bytes": self.cache_bytes} if self.cache_bytes else {})
+        drafter = {"speculative_config": by_look_up(self.drafted)} if self.drafted else {}
+        return own | on_device | drafter | ({"kv_cache_memory_bytes": self.cache_bytes} if self.cache_bytes else {})
+
+
+def by_look_up(drafted: int) -> dict[str, Any]:
+    """Returns a drafter that looks for the last tokens in what a request has, as vLLM takes it."""
+    return {"method": "ngram", "num_speculative_tokens": drafted, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 the same requests one at a time.
 
     VLLM_CPU_KVCACHE_SPACE=4 python -m sparsekv.bench.vllm_requests [--requests 2000] [--at-once 64] [--lengths 256,8k]
-        [--step 4k] [--plan plan.yaml] [--dense] [--tensor-parallel N]
+        [--step 4k] [--plan plan.yaml] [--dense] [--tensor-parallel N] [--speculative ngram|draft_model|eagle]
 
 In an environment with vLLM; on a GPU, VLLM_USE_FLASHINFER_SAMPLER=0 saves minutes of compiling. The prompts are
 retrieval tasks of the reference model; each answer goes on to 48 tokens, and is judged by what stands before its end.
@@ -10,8 +10,10 @@ The cache has room for six of the longest prompts, so that the engine preempts. 
 its first step, amid its prompt, or amid its answer. A sample of those that were answered is asked again, one at a time
 in the same engine with nothing cached. Prints a line of JSON for each; without a plan, one is made by hand that is
 sparse from 512 tokens on, in prefill and in decode. Prefixes are cached, prompts longer than --step are cut, and on a
-GPU steps that only decode are captured, as a server has it. `--dense` gives the share of right answers, and the memory,
-that a plan is held against; memory that grows from round to round of the same requests is a leak.
+GPU steps that only decode are captured, as a server has it; prompts beyond the model's context stretch it. `--dense`
+gives the share of right answers, and the memory, that a plan is held against; memory that grows from round to round of
+the same requests is a leak. `--speculative` has others draft three tokens at a time: by look-up, by the model itself or
+by a random layer (EAGLE); compare the share that is accepted, which has its 95% interval, with that of `--dense`.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import binomtest
 
 from sparsekv.bench.hand_plans import HandDecode, dense_up_to
+from sparsekv.bench.random_model import write_eagle
+from sparsekv.bench.serve import by_look_up
 from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Sample, Split, make_sample, matches, prepare
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.files import write_plan
@@ -46,6 +51,7 @@ FILTERS = (0, 7)  # its filter layers, as `plan` finds them
 WHEN = ("before", "prompt", "answer")  # a request is cancelled
 CANCELLED = 0.1  # of the requests
 NEW = 48  # tokens of an answer
+DRAFTED = 3  # tokens at a time
 AMID = 10  # tokens of an answer have come when it is cancelled amid it
 ON_GPU = torch.cuda.is_available()
 
@@ -92,6 +98,7 @@ def main() -> None:
         "preempted": _preempted(llm) - before,
         "right": _share(requests, served.answers),
         **_counted(llm, args.dense),
+        **_accepted(llm),
         "free_pages": _scheduler(llm).kv_cache_manager.block_pool.get_num_free_blocks(),
         "memory_by_round": [one.memory for one in rounds],
         "seconds": round(together, 1),
@@ -104,14 +111,15 @@ def _engine(args: argparse.Namespace) -> Any:
     preset_vllm()
     from sparsekv.runtime.vllm.internals import asking_for_ours, make_engine, platform
 
-    high = args.lengths[1]
+    high, source = args.lengths[1], resolve_model(MODEL).path_or_id
+    longest = max(load_config(MODEL).max_position_embeddings, high + 64)
     with tempfile.TemporaryDirectory() as folder:
         ours: dict[str, Any] = {"dense": True}
         if not args.dense:
             plan = str(args.plan or _write_hand_plan(Path(folder), high))
             ours = {"plan": plan, "compare_ranks": args.tensor_parallel > 1}
         return make_engine(
-            resolve_model(MODEL).path_or_id,
+            source,
             dtype=args.dtype,
             enforce_eager=not ON_GPU,
             max_model_len=high + 64,
@@ -123,7 +131,31 @@ def _engine(args: argparse.Namespace) -> Any:
             additional_config={"sparsekv": ours},
             **({"gpu_memory_utilization": 0.1} if ON_GPU else {}),
             **({} if args.dense else asking_for_ours()),
+            **_speculating(args.speculative, longest, Path(folder)),
+            hf_overrides={"max_position_embeddings": longest},
         )
+
+
+def _speculating(method: str | None, longest: int, folder: Path) -> dict[str, Any]:
+    """Returns the settings of an engine for which others draft tokens."""
+    if method is None:
+        return {}
+    if method == "ngram":
+        return {"speculative_config": by_look_up(DRAFTED)}
+    config = load_config(MODEL)
+    config.max_position_embeddings = longest
+    source = str(write_eagle(config, folder)) if method == "eagle" else resolve_model(MODEL).path_or_id
+    return {"speculative_config": {"method": method, "num_speculative_tokens": DRAFTED, "model": source}}
+
+
+def _accepted(llm: Any) -> dict[str, Any]:
+    """Of the tokens that others drafted, how many, and their share with its 95% interval."""
+    found = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    drafted, accepted = (int(found.get(f"vllm:spec_decode_num_{name}_tokens", 0)) for name in ("draft", "accepted"))
+    if not drafted:
+        return {}
+    interval = binomtest(accepted, drafted).proportion_ci(method="wilson")
+    return {"drafted": drafted, "accepted": round(accepted / drafted, 4), "interval": [round(x, 4) for x in interval]}
 
 
 def _write_hand_plan(folder: Path, longest: int) -> Path:
@@ -265,6 +297,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--step", type=parse_length, default="4k", help="tokens that the engine computes in a step")
     parser.add_argument("--plan", type=Path, help="a plan of tiny-retriever; one made by hand without it")
     parser.add_argument("--dense", action="store_true", help="without a plan")
+    parser.add_argument("--speculative", choices=("ngram", "draft_model", "eagle"), help="who drafts tokens")
     parser.add_argument("--rounds", type=int, default=1, help="how often all are served together")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks, whose choices are compared")
     parser.add_argument("--seed", type=int, default=0)

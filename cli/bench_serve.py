@@ -59,6 +59,10 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
     tensor_parallel: Annotated[
         Count, Flag("GPUs of each engine, one engine at a time (vLLM's tensor_parallel_size).", metavar="N")
     ] = 1
+    drafted: Annotated[
+        Count | None,
+        Flag("Tokens that a look-up (ngram) drafts at a time, in both engines; decode is dense.", metavar="N"),
+    ] = None
     cache_memory: Annotated[
         Size | None, Flag("For keys and values, of each engine (vLLM's kv_cache_memory_bytes).", metavar="SIZE")
     ] = None
@@ -95,8 +99,8 @@ def serve(flags: ServeFlags) -> None:
     loads = tuple(Load(length, *asked, rate) for length in wanted for rate in flags.per_minute or (None,))
     drawn = (flags.repeats, flags.step_tokens, machine.backend, flags.seed)
     alone = flags.alone or flags.tensor_parallel > 1  # ranks are processes, and so is each of two engines then
-    memory = (flags.cache_memory, flags.tensor_parallel, flags.kv_dtype)
-    bench = ServeBench(loads, hardware, precision, *drawn, alone, *memory)
+    engines = (flags.cache_memory, flags.tensor_parallel, flags.kv_dtype, flags.drafted or 0)
+    bench = ServeBench(loads, hardware, precision, *drawn, alone, *engines)
     words = "given"
     with served_model(flags.model, flags.random_weights, bench.longest) as subject:
         if used is None:

@@ -29,7 +29,7 @@ from sparsekv.planner.options import (
 )
 from sparsekv.planner.own_prompts import GivenPrompt, digest_of_prompts, set_aside
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
-from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
+from sparsekv.plans.files import executed_digest, parse_plan, read_text, rewrite_plan
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
 from sparsekv.plans.schema import NOTHING_SPARSE, Plan, check_model, to_data
 from sparsekv.plans.show import claims
@@ -273,7 +273,6 @@ def _earlier(flags: VerifyFlags, plan: Plan, file: Path) -> OutcomesRecord:
     """Returns what an undecided verification of a plan drew, where this call may go on from it."""
     from sparsekv.planner.data_files import versions
     from sparsekv.planner.outcomes_file import read_outcomes
-    from sparsekv.planner.verify import executed_digest
 
     found = read_outcomes(outcomes_beside(file))
     gates = {name: getattr(flags.gate, name) for name in Gate.model_fields if flags.gate.is_given(name)}

@@ -15,14 +15,12 @@ dense generates far beyond an answer, and is not verified where any one task has
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
 
 import torch
 
@@ -38,11 +36,11 @@ from sparsekv.planner.progress import Progress, StageStep, prefill_work
 from sparsekv.planner.settled import Settled
 from sparsekv.planner.tasks import Kit, Split, prepare
 from sparsekv.plans.errors import GateError, UsageError
-from sparsekv.plans.files import content_digest
+from sparsekv.plans.files import executed_digest
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan
-from sparsekv.plans.schema import Evidence, Measurement, Plan, Quality, to_data
-from sparsekv.plans.types import canonical_json, format_length
+from sparsekv.plans.schema import Evidence, Measurement, Plan, Quality
+from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.load import LoadedModel
 
 _BROKEN_FLOOR = 0.1  # nats: that much is no rounding
@@ -215,16 +213,7 @@ def held_out_samples(plan: Plan, options: Settled) -> EvalSamples:
 
 def content_seed(plan: Plan) -> int:
     """The seed of a plan's held-out samples."""
-    return int.from_bytes(hashlib.sha256(canonical_json(_executed(plan))).digest()[:4], "big")
-
-
-def executed_digest(plan: Plan) -> str:
-    """Returns the digest of what a plan executes, whatever is known of it."""
-    return content_digest(_executed(plan))
-
-
-def _executed(plan: Plan) -> dict[str, Any]:
-    return {name: data for name, data in to_data(plan).items() if name in ("prefill", "decode", "kv_cache")}
+    return int(executed_digest(plan).removeprefix("sha256:")[:8], 16)
 
 
 def _sparse_lengths(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> tuple[int, ...]:

@@ -179,6 +179,12 @@ def content_digest(data: Mapping[str, Any]) -> str:
     return "sha256:" + hashlib.sha256(canonical_json(rest)).hexdigest()
 
 
+def executed_digest(plan: Plan) -> str:
+    """Returns the digest of what a plan executes, whatever is known of it."""
+    executed = ("prefill", "decode", "kv_cache")
+    return content_digest({name: data for name, data in to_data(plan).items() if name in executed})
+
+
 def sign(plan: Plan) -> Plan:
     """`plan` with the digest of its content."""
     return plan.model_copy(update={_INTEGRITY: content_digest(to_data(plan))})

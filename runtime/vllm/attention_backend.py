@@ -237,8 +237,7 @@ class SparseBuilder(_Builder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = vllm.layers_so_far(vllm_config)
-        own = [layers[name] for name in layer_names if isinstance(getattr(layers[name], "impl", None), SparseImpl)]
+        own = [layer for layer in _planned(vllm_config) if layer.layer_name in layer_names]
         self._first: SparseImpl | None = own[0].impl if own else None
         self._table: EvictedTable | None = None  # of evicting layers
         host = self._host
@@ -266,8 +265,7 @@ class SparseBuilder(_Builder):
     def _prepare(
         self, host: PlanHost, own: list[Any], kv_cache_spec: Any, vllm_config: Any, device: torch.device
     ) -> None:
-        layers = vllm.layers_so_far(vllm_config)
-        ours = [layer for layer in layers.values() if isinstance(getattr(layer, "impl", None), SparseImpl)]
+        ours = _planned(vllm_config)
         ours.sort(key=lambda layer: isinstance(layer.impl.program_of(host, layer).role, Evicting))
         self._counts = ours[0] in own  # of several kinds of cache, each of which has a builder, one counts the tokens
         for layer in own:
@@ -425,12 +423,17 @@ def _started(config: Any) -> PlanHost | None:
     return host
 
 
+def _planned(config: Any) -> list[Any]:
+    """Returns the layers so far that run by the plan: without a drafter's, which may share a cache with them."""
+    impls = ((layer, getattr(layer, "impl", None)) for layer in vllm.layers_so_far(config).values())
+    return [layer for layer, impl in impls if isinstance(impl, SparseImpl) and impl.plan_host is not None]
+
+
 def _leave_dense(config: Any, error: SparseKVError) -> None:
     """The layers that were made already attend by vLLM's own code, and so do those to come."""
     say_dense(config, error)
-    for layer in vllm.layers_so_far(config).values():
-        if isinstance(impl := getattr(layer, "impl", None), SparseImpl):
-            impl.plan_host = impl.program = None
+    for layer in _planned(config):
+        layer.impl.plan_host = layer.impl.program = None
     _set_host(vllm.engine_key(config), None)
 
 
@@ -468,9 +471,8 @@ def _spec_of(config: Any, layer: Any, spec: Any) -> Any:
         return spec
     host = impl.plan_host
     try:  # before any layer has a cache that is made for it
-        for one in vllm.layers_so_far(config).values():
-            if isinstance(getattr(one, "impl", None), SparseImpl):
-                one.impl.program_of(host, one)
+        for one in _planned(config):
+            one.impl.program_of(host, one)
     except SparseKVError as error:
         _leave_dense(config, error)
         return spec
@@ -484,6 +486,5 @@ def _spec_of(config: Any, layer: Any, spec: Any) -> Any:
 
 def _requests_of(config: Any) -> Requests | None:
     """Returns what an engine is told of its requests; None where no layer evicts tokens."""
-    layers = (getattr(layer, "impl", None) for layer in vllm.layers_so_far(config).values())
-    host = next((impl.plan_host for impl in layers if isinstance(impl, SparseImpl)), None)
+    host = next((layer.impl.plan_host for layer in _planned(config)), None)
     return host.evicting.requests if host is not None and host.evicting is not None else None

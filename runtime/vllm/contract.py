@@ -50,7 +50,9 @@ NAMES: Places = MappingProxyType(
         "vllm.config:CacheConfig": ("cache_dtype", "block_size", "enable_prefix_caching"),
         "vllm.config:CompilationConfig": ("static_forward_context", "cudagraph_mode", "max_cudagraph_capture_size"),
         "vllm.config:CUDAGraphMode": ("has_full_cudagraphs",),
-        "vllm.config:KVTransferConfig": ("kv_connector",),
+        "vllm.config:KVTransferConfig": (
+            "kv_connector", "kv_connector_extra_config", "kv_connector_module_path",
+        ),
         "vllm.config:SpeculativeConfig": ("method", "num_speculative_tokens"),
         "vllm": ("LLM", "SamplingParams", "__version__"),
         "vllm.config": ("get_current_vllm_config", "get_current_vllm_config_or_none", "set_current_vllm_config"),

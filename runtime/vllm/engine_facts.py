@@ -17,6 +17,7 @@ from sparsekv.plans.phases import Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.vllm.connectors import Connector, unknown_connectors
 
 # Releases of vLLM by device, and what was run there. A release between them starts by the contract alone (contract.py).
 TESTED: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -47,7 +48,8 @@ class EngineFacts:
     drafted: int = 0  # tokens at a time
     quantization: str | None = None  # the method by which weights are quantised
     packed: bool = False  # in the checkpoint, and not as it is loaded
-    kv_connector: str | None = None
+    model: str = ""  # as the engine was told it
+    connectors: tuple[Connector, ...] = ()
     modalities: tuple[str, ...] = ()  # what requests may hold beside text
     encoder_decoder: bool = False
     latent: bool = False  # multi-head latent attention
@@ -108,7 +110,7 @@ def check_engine_layer(
 
 
 def untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
-    """Returns what of a release, or of pipeline stages, was not tested and was not allowed."""
+    """Returns what of a release, of connectors or of pipeline stages was not tested and was not allowed."""
     tested = TESTED.get(facts.device, {})
     if facts.unknown:
         warnings.warn(
@@ -124,6 +126,11 @@ def untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
             yield f'{told}; use that, or take the risk with "allow_untested": true'
         else:
             warnings.warn(f"{told}; what is used of it is there, and nothing more is known", PlanWarning, stacklevel=4)
+    if not allowed and (others := ", ".join(unknown_connectors(facts.connectors))):
+        yield (
+            f"KV connectors that nobody looked at beside a plan ({others}): remove them from --kv-transfer-config, or "
+            'take the risk with "allow_untested": true'
+        )
     if facts.stages and not allowed:
         yield (
             f"pipeline parallelism over {len(facts.stages)} stages, which was not tested: use "

@@ -6,13 +6,14 @@ The table of docs/vllm.md is made from this list (tools/build_settings_table.py)
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_ids
+from sparsekv.runtime.vllm.connectors import ENGINE_TO_ENGINE, SHARED, TIERS, TO_HOST, store_name, unnamed_stores
 from sparsekv.runtime.vllm.engine_facts import EngineFacts, kinds_of_model, segments_of, untested
 
 Verdict = Literal["runs", "runs, with a remark", "refused"]
@@ -92,9 +93,11 @@ def _cache_dtype(facts: EngineFacts, plan: Plan) -> str | None:
     return f"a KV cache of {facts.kv_cache_dtype} beside a model in {facts.dtype}: use --kv-cache-dtype auto or fp8"
 
 
-def _connector(facts: EngineFacts, plan: Plan) -> str | None:
-    connector = facts.kv_connector
-    return None if connector is None else f"the KV connector {connector}: remove --kv-transfer-config"
+def _connectors(facts: EngineFacts, plan: Plan) -> str | None:
+    names = ", ".join(one.name for one in facts.connectors)
+    if facts.connectors and plan.retained:
+        return f"KV connectors ({names}), where {_evicting(plan)}: remove --kv-transfer-config"
+    return "\n  ".join(unnamed_stores(facts.connectors, facts.model, store_name(plan))) or None
 
 
 def _context(facts: EngineFacts, plan: Plan) -> str | None:
@@ -135,6 +138,10 @@ def _evicting(plan: Plan) -> str:
     return f"layers {format_ids(plan.retained)} evict tokens"
 
 
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 SETTINGS = (
     Setting(
         "chunked prefill, mixed batches, preemption", "runs", "answers may depend on where a prompt is cut",
@@ -150,7 +157,7 @@ SETTINGS = (
     Setting(
         "--speculative-config", "runs, with a remark",
         "prefill by the plan, whose decode is off; refused with eviction and over pipeline stages",
-        f"ngram: {_CPU}; others {_SOURCES}", _drafts,
+        f"ngram, a draft model, EAGLE: {_CPU}; others {_SOURCES}", _drafts,
     ),
     Setting(
         "--pipeline-parallel-size", "refused", "unless `allow_untested`, with the layers of a segment in one stage", "",
@@ -166,7 +173,18 @@ SETTINGS = (
         "quantised checkpoints too; unless the plan was made on these weights, one line says that its quality was not "
         "measured on them", f"W8A8: {_CPU}; AWQ, GPTQ, W4A16: without a plan, {_CPU}; FP8 {_SOURCES}",
     ),
-    Setting("--kv-transfer-config", "refused", "every connector", "", _connector),
+    Setting(
+        "connectors between engines", "runs",
+        f"{_code(ENGINE_TO_ENGINE)}: the plan on both or either, and the same attention backend; refused with "
+        "eviction, as all connectors", _SOURCES, _connectors,
+    ),
+    Setting("connectors to host memory", "runs", _code(TO_HOST), _SOURCES),
+    Setting(
+        "connectors to shared stores", "runs, with a remark",
+        f"{_code(SHARED)}, and the tiers {_code(TIERS)} of OffloadingConnector: with the plan's name in their keys",
+        _SOURCES,
+    ),
+    Setting("other connectors", "refused", "unless `allow_untested`; of MultiConnector each part is looked at", ""),
     Setting("context parallelism", "refused", "of prefill and of decode", "", _context),
     Setting(
         "--enable-dbo", "runs, with a remark", "refused with sparse decode and with eviction", _SOURCES, _micro_batches

@@ -40,6 +40,7 @@ from sparsekv.kernels.prefill.flash.limits import FlashPackage, offer_package
 from sparsekv.runtime.architecture import MODALITIES
 from sparsekv.runtime.core.program import Rank
 from sparsekv.runtime.quantised_files import quantisation_of
+from sparsekv.runtime.vllm.connectors import connectors_of
 from sparsekv.runtime.vllm.contract import installed, unfulfilled, unknown_metadata
 from sparsekv.runtime.vllm.engine_facts import TESTED, EngineFacts
 from sparsekv.runtime.vllm.plan_host import EngineModel
@@ -252,7 +253,8 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         drafted=0 if speculative is None else speculative.num_speculative_tokens,
         quantization=model.quantization and str(model.quantization),
         packed=quantisation_of(model.hf_config) is not None,
-        kv_connector=None if transfer is None else transfer.kv_connector,
+        model=model.model,
+        connectors=() if transfer is None else connectors_of(vars(transfer)),
         modalities=_modalities(model),
         encoder_decoder=model.is_encoder_decoder,
         latent=model.use_mla,

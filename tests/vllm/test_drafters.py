@@ -5,18 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engine import generate, make_engine, preemptions, tokens_of
+from vllm_engine import BUDGET, generate, make_engine, preemptions, tokens_of
 
 from sparsekv.bench.hand_plans import kept_by_hand
+from sparsekv.bench.random_model import write_eagle
+from sparsekv.bench.serve import by_look_up
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import BlockSparse, fraction
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.vllm.counters import serving_stats
+from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
+from sparsekv.runtime.vllm.internals import layers_so_far
 
 Prompts = dict[int, list[int]]
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+NGRAM = by_look_up(3)
 NEW = 24  # tokens of an answer
 
 
@@ -42,17 +45,40 @@ def repeated(prompts: Prompts) -> list[list[int]]:
     return [(prompts[200] * 12)[:length] for length in (2300, 300, 1500, 90, 700)]
 
 
+@pytest.fixture(scope="module")
+def alone(reference: LoadedModel, plan_file: Path, kept_engines: list[Any]) -> Any:
+    """The plan without a drafter, and without its decode."""
+    kept_engines.append(engine(reference, {"plan": str(plan_file), "decode": False}))
+    return kept_engines[-1]
+
+
+@pytest.fixture(scope="module")
+def eagle(reference: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A drafter of one layer, which vLLM numbers behind the model's own."""
+    return str(write_eagle(reference.model.config, tmp_path_factory.mktemp("eagle")))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("method", "layers"), [("ngram", 0), ("draft_model", 12), ("eagle", 1)])
 def test_answers_are_those_without_a_drafter_at_the_same_cuts(
-    reference: LoadedModel, plan_file: Path, repeated: list[list[int]], kept_engines: list[Any]
-) -> None:
-    """One at a time: drafts take rows of a step, so that prompts together would be cut elsewhere."""
-    alone = engine(reference, {"plan": str(plan_file), "decode": False})
-    beside = engine(reference, {"plan": str(plan_file)}, speculative_config=NGRAM)
-    kept_engines += [alone, beside]
+    method: str, layers: int, reference: LoadedModel, plan_file: Path, alone: Any, eagle: str,
+    repeated: list[list[int]], kept_engines: list[Any],
+) -> None:  # fmt: skip
+    """One at a time: drafts take rows of a step, so that prompts together would be cut elsewhere. The draft model is
+    the model itself, each of whose layers has the name and the shape of one of the plan's."""
+    models = {"draft_model": str(reference.model.name_or_path), "eagle": eagle}
+    drafter = NGRAM if method == "ngram" else {"method": method, "model": models[method], "num_speculative_tokens": 3}
+    step = BUDGET + (method == "draft_model")  # of which vLLM leaves one to each request's drafts
+    beside = engine(reference, {"plan": str(plan_file)}, speculative_config=drafter, max_num_batched_tokens=step)
+    kept_engines.append(beside)
+    attending = [layer.impl for layer in layers_so_far(beside.llm_engine.vllm_config).values()]
+    assert [getattr(impl, "plan_host", None) is None for impl in attending] == [False] * 12 + [True] * layers
+    reset_stats(alone)
     for prompt in repeated:
         (expected,), (found,) = generate(alone, [prompt], NEW), generate(beside, [prompt], NEW)
         assert tokens_of(found) == tokens_of(expected)
-    assert accepted(beside) > len(repeated)
+    least = {"ngram": len(repeated), "draft_model": len(repeated) * NEW // 2, "eagle": -1}  # which is random
+    assert accepted(beside) > least[method]
     stats, plain = serving_stats(beside), serving_stats(alone)
     assert stats.sparse_tokens == plain.sparse_tokens > 3000
     assert stats.tiles_computed == plain.tiles_computed

@@ -17,6 +17,7 @@ import sparsekv.runtime.vllm.internals as internals
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.vllm.attention_backend import PlannedBackend, SparseBackend
+from sparsekv.runtime.vllm.connectors import Connector
 from sparsekv.runtime.vllm.engine_facts import EngineFacts
 from sparsekv.runtime.vllm.internals import engine_facts, engine_model
 from sparsekv.runtime.vllm.notice import PlanNotice, unused_plan
@@ -42,7 +43,7 @@ def config_of(**settings: Any) -> Any:
         ),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            {"kv_connector": "ExampleConnector", "one_group": True},  # which vLLM then decides by itself
+            {"connectors": (Connector("ExampleConnector"),), "one_group": True},  # which vLLM then decides by itself
         ),
         ({"disable_hybrid_kv_cache_manager": True}, {"one_group": True}),
         ({"kv_sharing_fast_prefill": True}, {"fast_prefill": True}),
@@ -50,7 +51,8 @@ def config_of(**settings: Any) -> Any:
     ids=lambda given: next(iter(given), "plain"),
 )
 def test_what_decides_about_a_plan_is_read_as_it_is_set(settings: dict[str, Any], facts: dict[str, Any]) -> None:
-    assert engine_facts(config_of(**settings)) == EngineFacts(**({"release": "0.32.0", "device": "cpu"} | facts))
+    found = engine_facts(config_of(**settings))
+    assert found == EngineFacts(**({"release": "0.32.0", "device": "cpu", "model": FOLDER} | facts))
 
 
 def test_the_model_is_described_as_it_is_loaded(engine: Any) -> None:  # which makes the ranks known

@@ -11,6 +11,7 @@ from sparsekv.plans.patterns import AShape, TileShape, tokens
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan, Retention
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.vllm.connectors import Connector
 from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine_layer, check_layers
 from sparsekv.runtime.vllm.engine_settings import check_engine
 
@@ -33,7 +34,7 @@ def test_a_plain_engine_is_taken() -> None:
     [
         ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2", "--kv-cache-dtype auto or fp8"),
         ({"context_parallel": 2}, "context parallelism over 2 ranks", "sizes to 1"),
-        ({"kv_connector": "LMCache"}, "the KV connector LMCache", "--kv-transfer-config"),
+        ({"connectors": (Connector("HiSparseConnector"),)}, "(HiSparseConnector)", '"allow_untested": true'),
         ({"modalities": ("image",)}, "more than text (image)", """--limit-mm-per-prompt '{"image": 0}'"""),
         ({"modalities": ("image", "video")}, "image, video", "--language-model-only"),
         ({"encoder_decoder": True}, "cross-attention", "only decoders"),
@@ -60,7 +61,7 @@ def test_what_the_host_cannot_run_is_refused_by_name(fact: dict[str, Any], named
         ({"micro_batches": True}, "micro-batches (--enable-dbo), where layers 0-1"),
         ({"tensor_parallel": 4}, "4 ranks that share 2 KV heads"),
         ({"speculative": "ngram"}, "speculative decoding (ngram), where layers 0-1"),
-        ({"kv_connector": "LMCache"}, "the KV connector"),
+        ({"connectors": (Connector("NixlConnector"),)}, "KV connectors (NixlConnector), where layers 0-1"),
     ],
     ids=str,
 )
@@ -72,8 +73,8 @@ def test_engines_that_cannot_drop_tokens_are_refused_by_name(fact: dict[str, Any
 
 
 def test_everything_that_stands_in_the_way_is_named_at_once() -> None:
-    message = refusal(kv_connector="LMCache", context_parallel=2)
-    assert "the KV connector" in message
+    message = refusal(connectors=(Connector("LMCacheConnectorV1"),), context_parallel=2)
+    assert "LMCacheConnectorV1" in message
     assert "context parallelism" in message
 
 

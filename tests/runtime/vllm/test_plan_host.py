@@ -75,8 +75,8 @@ def test_another_models_plan_is_refused_unless_it_is_allowed(model: Any, plan: P
 
 
 def test_an_engine_that_cannot_run_the_plan_is_refused(model: Any, plan: Plan, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="KV connector"):
-        start(model, plan, tmp_path, EngineFacts(release="0.32.0", device="cpu", kv_connector="LMCache"))
+    with pytest.raises(UnsupportedError, match="context parallelism"):
+        start(model, plan, tmp_path, EngineFacts(release="0.32.0", device="cpu", context_parallel=2))
 
 
 def test_beside_a_drafter_decode_is_vllms_and_layers_behind_the_models_own_are_the_drafters(

@@ -38,6 +38,20 @@ def test_rows_that_a_drafter_proposed_are_no_prefill_and_the_end_of_a_prompt_is(
     assert [rows.request for rows in prefill_rows(starts, lengths, [False] * 3, decoded=4)] == [2]
 
 
+def test_rows_beside_drafts_are_found_in_the_order_of_either_runner() -> None:
+    """Runner V2 sorts verification first, then as many rows of a prompt, then single rows; V1 keeps the order of its
+    batch. Lengths count drafts that were rejected, which only the kernel that verifies would read."""
+    second = [0, 4, 7, 11, 12, 112], [83, 90, 304, 77, 400], [False, False, True, False, True]
+    found = prefill_rows(*second, decoded=4)
+    assert [(rows.request, rows.chunk) for rows in found] == [(2, Chunk((300,), (304,))), (4, Chunk((300,), (400,)))]
+    assert contiguous_ranges(second[0], frozenset({2, 4})) == ((0, 2), (3, 4))
+    optimistic = prefill_rows(second[0], [86, 93, 304, 78, 400], second[2], decoded=4)
+    assert optimistic == found
+    first = prefill_rows([0, 100, 104, 105], [400, 83, 77], [True, False, False], decoded=4)
+    assert [rows.request for rows in first] == [0]
+    assert contiguous_ranges((0, 100, 104, 105), frozenset({0})) == ((1, 3),)
+
+
 def test_requests_before_the_first_chunk_decode_with_the_padding_of_a_captured_step() -> None:
     chunk = prefill_rows([0, 1, 2, 40], [80, 90, 400], [False, False, True])
     assert decode_rows((0, 1, 2, 40), chunk) == 2
