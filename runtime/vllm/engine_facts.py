@@ -53,6 +53,9 @@ class EngineFacts:
     one_group: bool = False  # all layers share their block tables
     missing: tuple[str, ...] = ()  # of an untested release, what it lacks of the tested ones (contract.py)
     unknown: tuple[str, ...] = ()  # fields of a step's metadata that this version does not know
+    self_drafting: bool = False  # the plan drafts, by our worker
+    beside: tuple[str, ...] = ()  # of its settings, those that such drafts do not run with
+    undrafted: tuple[str, ...] = ()  # what the release lacks of what such drafts use
 
 
 def check_installed() -> None:
@@ -102,6 +105,9 @@ def check_engine_layer(layer: LayerProgram, heads: int, kv_heads: int, window: i
         )
 
 
+EXACT_TESTED: frozenset[str] = frozenset()  # devices on which exact output was run
+
+
 def untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
     """Returns what of a release, or of pipeline stages, was not tested and was not allowed."""
     tested = TESTED.get(facts.device, {})
@@ -119,6 +125,11 @@ def untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
             yield f'{told}; use that, or take the risk with "allow_untested": true'
         else:
             warnings.warn(f"{told}; what is used of it is there, and nothing more is known", PlanWarning, stacklevel=4)
+    if facts.self_drafting and facts.device not in EXACT_TESTED and not allowed:
+        yield (
+            f"exact output on {facts.device}, where it was not run yet (docs/exact.md): take the risk with "
+            '"allow_untested": true'
+        )
     if facts.stages and not allowed:
         yield (
             f"pipeline parallelism over {len(facts.stages)} stages, which was not tested: use "
