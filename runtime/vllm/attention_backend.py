@@ -401,7 +401,7 @@ def _started(config: Any) -> PlanHost | None:
         return None
     if host.evicting is not None:
         _evict_blocks(config)
-    if config.speculative_config is not None:
+    if config.speculative_config is not None and not host.drafts:
         vllm.logger.info("sparsekv: decode of the plan is off beside a drafter: vLLM's own kernel verifies its tokens")
     runner = 2 if config.use_v2_model_runner else 1
     vllm.logger.info("sparsekv: %s by %s, kernels: %s, model runner V%d", host.phases, path, host.backend, runner)

@@ -69,7 +69,7 @@ class Drafting:
         self._told: set[tuple[int, int]] = set()
         self._before: tuple[frozenset[str], float] = (frozenset(), -math.inf)
         self._new: dict[str, Drafted] = defaultdict(Drafted)
-        self._reported_at = -math.inf
+        self._reported_at: float | None = None
         self.counts: dict[str, Drafted] = defaultdict(Drafted)  # by length
 
     def next(self, lengths: Mapping[str, int]) -> int:
@@ -113,6 +113,7 @@ class Drafting:
         self._report(now)
 
     def _report(self, now: float) -> None:
+        self._reported_at = now if self._reported_at is None else self._reported_at
         if self._new and now - self._reported_at >= REPORT_SECONDS:
             told = (f"{one.accepted:,} of {one.drafted:,} at {length}" for length, one in self._new.items())
             self._say(f"drafted tokens that count: {', '.join(told)}")
