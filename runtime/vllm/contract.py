@@ -181,6 +181,7 @@ DRAFTS: Places = MappingProxyType(
             "speculative_config", "worker_cls",
         ),
         "vllm.forward_context": ("BatchDescriptor", "set_forward_context"),
+        "vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration": ("compute_logits",),
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler": ("_update_after_schedule",),
         "vllm.v1.core.sched.output:SchedulerOutput": (
             "num_scheduled_tokens", "num_spec_tokens_to_schedule", "scheduled_spec_decode_tokens",

@@ -150,6 +150,33 @@ def test_sampled_answers_are_distributed_as_dense_attentions(
 
 
 @on_v2
+def test_a_step_that_is_scheduled_before_the_last_one_is_over_changes_nothing(
+    reference: LoadedModel, path: Path, dense: Any, kept_engines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM schedules on GPUs; for CPUs it turns that off."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.sampling_params import StructuredOutputsParams
+
+    given = CpuPlatform.check_and_update_config
+
+    def ahead(cls: Any, config: Any) -> None:
+        given(config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(ahead))
+    llm = make_engine(str(reference.model.name_or_path), additional_config=exactly(path), **SMALL)
+    kept_engines.append(llm)
+    drafting_as(llm, at_random())
+    same(llm, dense, texts(2, (121, 122, 123, 124, 125, 126, 127, 120)), max_tokens=24)
+    assert preemptions(llm) > 0
+    same(llm, dense, texts(1, (150, 90, 230, 300, 20)), max_tokens=20)
+    shape = StructuredOutputsParams(regex="[0-9]{3}[a-c]{5}")
+    same(llm, dense, texts(11, (100, 140)), structured_outputs=shape, ignore_eos=False)
+    drafted, accepted = counted(llm)
+    assert 0 < accepted < drafted
+
+
+@on_v2
 def test_no_drafts_are_asked_for_where_the_plan_is_dense(exact: Any) -> None:
     drafting = scheduler_of(exact).drafting
     own, before = vars(drafting).pop("next"), counted(exact)
