@@ -23,11 +23,12 @@ from sparsekv.bench.step_attention import Fillable, fill
 from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import KVDtype
+from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.attention import Phase
 from sparsekv.runtime.hf.cache import CACHE_NAME, SparseLayer
-from sparsekv.runtime.hf.drafts import DraftLength, Verdict
+from sparsekv.runtime.hf.drafts import Verdict
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.stores.store import Layout
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from zipfile import ZipFile
 
-from sparsekv.runtime.vllm.contract import EITHER, METADATA, Sources, calls_on, names_on
+from sparsekv.runtime.vllm.contract import DRAFT_CALLS, DRAFTS, EITHER, METADATA, WORKERS, Sources, calls_on, names_on
 
 DEVICES = ("cpu", "cuda")
 
@@ -34,12 +34,12 @@ def recorded(sources: Sources) -> dict[str, object]:
     """Returns of each place the names that we use and it has, and all fields of a step's metadata."""
     names: dict[str, list[str]] = {}
     for device in DEVICES:
-        for places in (names_on(device), *EITHER[device]):
+        for places in (names_on(device), *EITHER[device], DRAFTS, WORKERS[device]):
             for place, used in places.items():
                 has = sources.names(place) or frozenset()
                 names[place] = sorted({*names.get(place, ()), *has.intersection(used)})
     names[f"{METADATA}!"] = sorted(sources.names(f"{METADATA}!") or ())
-    calls = {call: sources.parameters(call) for device in DEVICES for call in calls_on(device)}
+    calls = {call: sources.parameters(call) for device in DEVICES for call in (*calls_on(device), *DRAFT_CALLS)}
     return {"names": names, "calls": calls}
 
 

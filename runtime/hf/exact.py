@@ -26,10 +26,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.exact_gain import DRAFTS
+from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Attachment, Phase
 from sparsekv.runtime.hf.cache import CACHE_NAME, first_of, fixed_rows_of, reserve, take_back
-from sparsekv.runtime.hf.drafts import DraftLength, Greedy, Judge, Sampled
+from sparsekv.runtime.hf.drafts import Greedy, Judge, Sampled
 from sparsekv.runtime.hf.fixed_rows import FixedRows
 from sparsekv.runtime.hf.processors import Processors
 from sparsekv.runtime.hf.text_rows import Stops, Text

@@ -234,6 +234,7 @@ class SparseBuilder(_Builder):
 
     reorder_batch_threshold = 1  # rows that decode follow one another
     supports_update_block_table = False  # what it would update is ours as well
+    drafts = False  # of steps that draft what others verify
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -327,7 +328,7 @@ class SparseBuilder(_Builder):
         if evicted is not None:  # lines and tiles mean nothing over keys of which some were evicted
             prefill = tuple(rows for rows in prefill if not evicted.shortened[rows.request])
         decode = None
-        if host.decode is not None and evicted is None:
+        if host.decode is not None and evicted is None and self.drafts == host.drafts:
             decode = self._decode(host.decode, common, lengths, unfinished, decoding)
         if not any(host.is_sparse(rows.chunk) for rows in prefill):
             for rows in prefill:
@@ -416,7 +417,7 @@ def _started(config: Any) -> PlanHost | None:
         return None
     if host.evicting is not None:
         _evict_blocks(config)
-    if config.speculative_config is not None:
+    if config.speculative_config is not None and not host.drafts:
         vllm.logger.info("sparsekv: decode of the plan is off beside a drafter: vLLM's own kernel verifies its tokens")
     runner = 2 if config.use_v2_model_runner else 1
     vllm.logger.info("sparsekv: %s by %s, kernels: %s, model runner V%d", host.phases, path, host.backend, runner)

@@ -165,6 +165,81 @@ CALLS: Places = MappingProxyType(
         "vllm.v1.engine.core:EngineCore.preprocess_add_request": ("request",),
     }
 )  # fmt: skip
+DRAFTS: Places = MappingProxyType(
+    {
+        "vllm.config:VllmConfig": (
+            "additional_config", "lora_config", "model_config", "parallel_config", "scheduler_config",
+            "use_v2_model_runner",
+        ),
+        "vllm.config:ModelConfig": ("model", "revision", "uses_mrope"),
+        "vllm.config:ParallelConfig": ("data_parallel_size", "enable_eplb", "worker_cls"),
+        "vllm.config:SchedulerConfig": ("async_scheduling", "scheduler_cls"),
+        "vllm.config:SpeculativeConfig": ("method", "model", "num_speculative_tokens", "revision",
+            "num_speculative_tokens_per_batch_size", "uses_draft_model", "uses_dynamic_speculative_decoding",
+        ),
+        "vllm.config.compilation:CUDAGraphMode": ("FULL", "FULL_DECODE_ONLY", "NONE", "decode_mode"),
+        "vllm.engine.arg_utils:EngineArgs": (
+            "additional_config", "create_engine_config", "max_num_seqs", "model", "revision", "scheduler_cls",
+            "speculative_config", "worker_cls",
+        ),
+        "vllm.forward_context": ("BatchDescriptor", "set_forward_context"),
+        "vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration": ("compute_logits",),
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler": ("_update_after_schedule",),
+        "vllm.v1.core.sched.output:SchedulerOutput": (
+            "num_scheduled_tokens", "num_spec_tokens_to_schedule", "scheduled_spec_decode_tokens",
+        ),
+        "vllm.v1.core.sched.scheduler:Scheduler": (
+            "make_spec_decoding_stats", "num_spec_tokens", "requests", "update_from_output", "vllm_config",
+        ),
+        "vllm.v1.request:Request": ("num_computed_tokens",),
+        "vllm.v1.worker.gpu.attn_utils": ("build_slot_mappings_by_layer", "init_attn_backend"),
+        "vllm.v1.worker.gpu.block_table:BlockTables": ("compute_slot_mappings",),
+        "vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor": ("cg_mode", "num_reqs", "num_tokens"),
+        "vllm.v1.worker.gpu.input_batch:InputBatch": (
+            "idx_mapping", "num_reqs", "seq_lens", "seq_lens_cpu_upper_bound",
+        ),
+        "vllm.v1.worker.gpu.input_batch:InputBuffers": ("input_ids", "positions", "query_start_loc", "seq_lens"),
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner": ("speculator",),
+        "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator": (
+            "_build_uniform_attn_metadata", "capture", "draft_max_seq_len", "draft_tokens", "idx_mapping",
+            "init_cudagraph_manager", "input_buffers", "max_model_len", "max_num_reqs", "num_speculative_steps",
+        ),
+        "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager": (
+            "capture", "dispatch", "run_fullgraph",
+        ),
+        "vllm.v1.worker.utils:AttentionGroup": ("metadata_builders",),
+    }
+)  # fmt: skip
+"""Names that exact output uses beside these (docs/exact.md)."""
+_SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator"
+DRAFT_CALLS: Places = MappingProxyType(
+    {
+        f"{_SPECULATOR}.load_draft_model": ("target_model", "target_attn_layer_names"),
+        f"{_SPECULATOR}.set_attn": (
+            "model_state", "kv_cache_config", "block_tables", "target_input_buffers", "target_attn_groups",
+        ),
+        f"{_SPECULATOR}.init_cudagraph_manager": ("cudagraph_mode",),
+        f"{_SPECULATOR}.propose": (
+            "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", "num_sampled",
+            "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds", "dp_sync_state",
+            "dummy_run", "skip_attn_for_dummy_run", "mm_inputs", "is_profile", "num_speculative_tokens",
+        ),
+        "vllm.v1.worker.gpu.block_table:BlockTables.compute_slot_mappings": (
+            "idx_mapping", "query_start_loc", "positions", "num_tokens_padded", "out",
+        ),
+        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": ("scheduler_output", "model_runner_output"),
+        "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": (
+            "spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id",
+        ),
+        "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule": ("scheduler_output",),
+    }
+)  # fmt: skip
+WORKERS: Mapping[str, Places] = MappingProxyType(
+    {
+        "cpu": {"vllm.v1.worker.cpu_worker:CPUWorker": ("device", "init_device", "model_runner", "vllm_config")},
+        "cuda": {"vllm.v1.worker.gpu_worker:Worker": ("device", "init_device", "model_runner", "vllm_config")},
+    }
+)
 _IMPL_CALLS = {
     "forward": (
         "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale",
@@ -209,6 +284,14 @@ def unfulfilled(release: Release, device: str) -> Iterator[str]:
     if either and all(either):
         yield " or ".join(", ".join(names) for names in either)
     for call, parameters in calls_on(device).items():
+        if release.parameters(call) != parameters:
+            yield f"{_short(call)}({', '.join(parameters)})"
+
+
+def undrafted(release: Release, device: str) -> Iterator[str]:
+    """Returns what a release lacks, or calls otherwise, of what exact output uses."""
+    yield from _lacking(release, {**DRAFTS, **WORKERS[device]})
+    for call, parameters in DRAFT_CALLS.items():
         if release.parameters(call) != parameters:
             yield f"{_short(call)}({', '.join(parameters)})"
 

@@ -58,6 +58,9 @@ class EngineFacts:
     fast_prefill: bool = False  # most rows of a prompt skip layers without keys of their own
     missing: tuple[str, ...] = ()  # of an untested release, what it lacks of the tested ones (contract.py)
     unknown: tuple[str, ...] = ()  # fields of a step's metadata that this version does not know
+    self_drafting: bool = False  # the plan drafts, by our worker
+    beside: tuple[str, ...] = ()  # of its settings, those that such drafts do not run with
+    undrafted: tuple[str, ...] = ()  # what the release lacks of what such drafts use
 
 
 def check_installed() -> None:
@@ -109,6 +112,9 @@ def check_engine_layer(
         )
 
 
+EXACT_TESTED: frozenset[str] = frozenset()  # devices on which exact output was run
+
+
 def untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
     """Returns what of a release, of connectors or of pipeline stages was not tested and was not allowed."""
     tested = TESTED.get(facts.device, {})
@@ -130,6 +136,11 @@ def untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
         yield (
             f"KV connectors that nobody looked at beside a plan ({others}): remove them from --kv-transfer-config, or "
             'take the risk with "allow_untested": true'
+        )
+    if facts.self_drafting and facts.device not in EXACT_TESTED and not allowed:
+        yield (
+            f"exact output on {facts.device}, where it was not run yet (docs/exact.md): take the risk with "
+            '"allow_untested": true'
         )
     if facts.stages and not allowed:
         yield (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, StrictBool, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
 
 from sparsekv.plans.aliases import PLAN_NAME, is_hub_id
 from sparsekv.plans.errors import UsageError
@@ -24,7 +24,8 @@ class EngineOptions(BaseModel):
     plan lies beside the model. `require` ends an engine that cannot run its plan, which else runs dense and says why;
     by default it holds where the plan or our backend was asked for by name, and true also ends one that has no plan.
     `compare_ranks` counts the choices in which tensor-parallel ranks differ that choose together, for who looks for an
-    error: it takes time.
+    error: it takes time. `exact` has the plan draft what dense attention verifies (docs/exact.md): true prefills dense
+    too, "decode" by the plan; `draft` is how many tokens a draft has, the plan's prices say otherwise.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,11 +38,21 @@ class EngineOptions(BaseModel):
     decode: StrictBool = True
     compare_ranks: StrictBool = False
     require: StrictBool | None = None
+    exact: StrictBool | Literal["decode"] = False
+    draft: Annotated[StrictInt, Field(ge=1, le=16)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EngineOptions:
+        if self.exact and not self.decode:
+            raise ValueError('expected "exact" with the decode of the plan, which drafts, found "decode": false')
+        if self.draft is not None and not self.exact:
+            raise ValueError('expected "draft" beside "exact", found it alone')
+        return self
 
     def requires(self, by_name: bool) -> bool:
         """Returns whether an engine that cannot run its plan ends; `by_name`: what would run it was asked for by
         name."""
-        return by_name if self.require is None else self.require
+        return bool(self.exact) or (by_name if self.require is None else self.require)
 
 
 def read_options(additional_config: Any) -> EngineOptions:

@@ -15,6 +15,7 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.vllm.connectors import ENGINE_TO_ENGINE, SHARED, TIERS, TO_HOST, store_name, unnamed_stores
 from sparsekv.runtime.vllm.engine_facts import EngineFacts, kinds_of_model, segments_of, untested
+from sparsekv.runtime.vllm.exact_engine import exact_obstacles
 
 Verdict = Literal["runs", "runs, with a remark", "refused"]
 _CPU, _GPU = "CPU, 0.32, 2026-11-27", "H100, 0.33, 2026-11-27"
@@ -40,13 +41,18 @@ class Setting:
     obstacle: Callable[[EngineFacts, Plan], str | None] = lambda facts, plan: None
 
 
-def check_engine(facts: EngineFacts, plan: Plan, allow_untested: bool) -> None:
+def check_engine(facts: EngineFacts, plan: Plan, allow_untested: bool, exact: bool = False) -> None:
     """Refuses an engine that would run the plan wrongly, or that this version was not tested on.
+
+    Args:
+        exact: the plan drafts, and dense attention verifies.
 
     Raises:
         UnsupportedError: it names everything that stands in the way, and what to do.
     """
     found = [*untested(facts, allow_untested), *kinds_of_model(facts, plan), *obstacles(facts, plan)]
+    if exact:
+        found += exact_obstacles(facts, plan)
     if found:
         listed = "\n".join(f"  {line}" for line in found)
         raise UnsupportedError(

@@ -41,8 +41,10 @@ from sparsekv.runtime.architecture import MODALITIES
 from sparsekv.runtime.core.program import Rank
 from sparsekv.runtime.quantised_files import quantisation_of
 from sparsekv.runtime.vllm.connectors import connectors_of
-from sparsekv.runtime.vllm.contract import installed, unfulfilled, unknown_metadata
+from sparsekv.runtime.vllm.contract import installed, undrafted, unfulfilled, unknown_metadata
+from sparsekv.runtime.vllm.draft_internals import beside_drafts, draft_where_asked
 from sparsekv.runtime.vllm.engine_facts import TESTED, EngineFacts
+from sparsekv.runtime.vllm.exact_engine import WORKER
 from sparsekv.runtime.vllm.plan_host import EngineModel
 from sparsekv.runtime.vllm.releases import empty_pages
 
@@ -239,6 +241,7 @@ platform: Any = OnCpu if current_platform.is_cpu() else OnCuda if current_platfo
 def engine_facts(config: VllmConfig) -> EngineFacts:
     """Returns what of an engine decides whether it can run a plan."""
     parallel, model = config.parallel_config, config.model_config
+    ours = parallel.worker_cls == WORKER
     speculative, transfer = config.speculative_config, config.kv_transfer_config
     stages, layers = parallel.pipeline_parallel_size, model.hf_text_config.num_hidden_layers
     return EngineFacts(
@@ -249,7 +252,7 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         tensor_parallel=parallel.tensor_parallel_size,
         context_parallel=parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size,
         stages=tuple(range(*get_pp_indices(layers, stage, stages)) for stage in range(stages)) if stages > 1 else (),
-        speculative=None if speculative is None else str(speculative.method),
+        speculative=None if speculative is None or ours else str(speculative.method),
         drafted=0 if speculative is None else speculative.num_speculative_tokens,
         quantization=model.quantization and str(model.quantization),
         packed=quantisation_of(model.hf_config) is not None,
@@ -263,6 +266,9 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         fast_prefill=bool(getattr(config.cache_config, "kv_sharing_fast_prefill", False)),
         missing=missing_names(),
         unknown=unknown_metadata(installed()),
+        self_drafting=ours,
+        beside=beside_drafts(config) if ours else (),
+        undrafted=tuple(undrafted(installed(), current_platform.device_type)) if ours else (),
     )
 
 
@@ -470,6 +476,7 @@ def register() -> None:
         _register(platform.backend, f"{_OURS}.SparseBackend")
     _register(platform.planned, f"{_OURS}.PlannedBackend")
     offer_package(_FLASH)
+    draft_where_asked()
 
 
 def _register(place: AttentionBackendEnum, ours: str) -> None:

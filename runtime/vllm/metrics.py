@@ -7,9 +7,12 @@ PROMETHEUS_MULTIPROC_DIR, which names an empty folder, in the environment of the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import Counter
 
 from sparsekv.runtime.vllm.counters import ServingStats
+from sparsekv.runtime.vllm.drafting import Drafted
 
 # Of a process, whatever engines it has: that is how Prometheus counts, and a name can be registered once.
 _TOKENS = Counter(
@@ -28,6 +31,11 @@ _DECODED = Counter(
     "Decoded tokens: sparse in all layers of segments, dense in some, dense for want of score scratch (of the dense).",
     ["plan"],
 )
+_DRAFTS = Counter(
+    "sparsekv_draft_tokens",
+    "Tokens that the plan drafted, and those that counted, by context length.",
+    ["kind", "length"],
+)
 
 
 def publish(new: ServingStats) -> None:
@@ -40,3 +48,10 @@ def publish(new: ServingStats) -> None:
     _DECODED.labels("sparse").inc(new.decode_sparse)
     _DECODED.labels("dense").inc(new.decode_dense)
     _DECODED.labels("no_scratch").inc(new.decode_left)
+
+
+def publish_drafts(new: Mapping[str, Drafted]) -> None:
+    """Adds the drafts that came since the last report, by length."""
+    for length, one in new.items():
+        _DRAFTS.labels("drafted", length).inc(one.drafted)
+        _DRAFTS.labels("accepted", length).inc(one.accepted)

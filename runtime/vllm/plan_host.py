@@ -143,6 +143,7 @@ class PlanHost:
         self.decoded = 1 + drafted  # rows of a request in a step at most
         self.scratch = scratch
         self.decode: DecodeHost | None = None  # where the plan has a sparse one
+        self.drafts = False  # which drafts alone: what counts is decoded dense
         self.evicting: EvictingHost | None = None  # where layers evict tokens
         self.counters = Counters()
         self._longest = longest
@@ -156,6 +157,8 @@ class PlanHost:
         """Returns what is executed."""
         evicting = format_ids(self.program.evicting)
         phases = "prefill" if self.decode is None else "prefill and decode"
+        if self.drafts:
+            phases = f"drafts of {self.decoded - 1} tokens, verified by dense attention"
         return f"{phases}, layers {evicting} evict tokens" if evicting else phases
 
     def takes_layer(self) -> bool:
@@ -257,9 +260,11 @@ def start_host(
     plan = load_plan(path)
     if not options.decode:
         plan = plan.model_copy(update={"decode": None, "kv_cache": None})
+    if options.exact is True:
+        plan = plan.model_copy(update={"prefill": None})
     if facts.speculative is not None:
         plan = plan.model_copy(update={"decode": None})  # what was drafted is verified by vLLM's own kernel
-    check_engine(facts, plan, options.allow_untested)
+    check_engine(facts, plan, options.allow_untested, bool(options.exact))
     found = _described(plan, model, facts)
     _check_model(plan, found, options.allow_mismatch)
     check_layers(plan, found)
@@ -275,6 +280,7 @@ def start_host(
     scratch = Scratch(model.longest, group.kv_heads * group.head_dim, model.dtype, model.device)
     program = Program.of(plan.prefill, plan.decode, found, model.rank, plan.retained)
     host = PlanHost(program, choice.name, scratch, model.longest, facts.drafted)
+    host.drafts = bool(options.exact)
     if plan.retained:
         ranks = gather if model.rank.count > 1 else None
         host.evicting = EvictingHost(choice.name, host.fallback, scratch.copy, model.rows, ranks)

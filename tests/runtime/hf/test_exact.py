@@ -10,10 +10,11 @@ from tiny_plans import decode_plan, plan_for, segment
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.runtime.hf import drafts
+from sparsekv.plans.exact_gain import DRAFTS
+from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import describe_model
-from sparsekv.runtime.hf.drafts import DraftLength, Greedy, Sampled
+from sparsekv.runtime.hf.drafts import Greedy, Sampled
 
 GOOD = decode_plan(segment(0, (1, 2, 3), 30, sink=4, recent=10))
 BAD = decode_plan(segment(0, (1, 2, 3), 1, sink=0, recent=1))
@@ -67,7 +68,7 @@ def test_caps_sinks_windows_and_experts_are_checked_as_dense_decoding_has_them(d
 def test_drafts_behind_rows_that_ended_do_not_grow_the_cache(model, drafting):
     prompt, cache = random_tokens(3, 50), DynamicCache()
     exactly(model, BAD, prompt, cache=cache)
-    assert {layer.store.capacity for layer in cache.layers} == {50 + 40 + drafts.DRAFTS[-1]}
+    assert {layer.store.capacity for layer in cache.layers} == {50 + 40 + DRAFTS[-1]}
 
 
 @pytest.mark.parametrize("new", range(1, 12))
@@ -374,5 +375,5 @@ def test_a_draft_never_runs_over_the_end_of_an_answer():
     for most in (9, 5, 3, 2, 1, 0, 0):
         size = pace.next(most)
         assert size <= most
-        assert size in drafts.DRAFTS
+        assert size in DRAFTS
         pace.ran(size, 1.0, [size])

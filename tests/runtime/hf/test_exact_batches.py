@@ -21,9 +21,10 @@ from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, TextSt
 from transformers.generation import logits_process, stopping_criteria
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.exact_gain import DRAFTS
+from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.hf import exact
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.drafts import DRAFTS, DraftLength
 from sparsekv.runtime.hf.processors import PROCESSORS, ProcessorReads, Processors
 
 TOKENIZER = tiny_tokenizer()

@@ -16,11 +16,14 @@ import pytest
 import torch
 
 from sparsekv.runtime.vllm import contract
-from sparsekv.runtime.vllm.contract import Sources, unfulfilled, unknown_metadata
+from sparsekv.runtime.vllm.contract import Sources, undrafted, unfulfilled, unknown_metadata
 
 ROOT = Path(__file__).parents[3]
 RECORDS = sorted((ROOT / "tests/data/vllm").glob("*.json"))
-OURS = ("internals", "cache_internals", "releases", "step_metadata", "engine_plan", "attention_backend")
+OURS = (
+    *("internals", "cache_internals", "releases", "step_metadata", "engine_plan", "attention_backend"),
+    *("draft_internals", "draft_scheduler", "self_speculator"),
+)
 FOLDER = Path(contract.__file__).parent
 
 
@@ -46,6 +49,12 @@ def test_a_recorded_release_has_all_that_we_use(record: Path, device: str) -> No
     release = Recorded(json.loads(record.read_text()))
     assert list(unfulfilled(release, device)) == []
     assert unknown_metadata(release) == ()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_newest_release_has_all_that_exact_output_uses(device: str) -> None:
+    """Those before it are not asked for it: such an engine names what it lacks."""
+    assert list(undrafted(Recorded(json.loads(RECORDS[-1].read_text())), device)) == []
 
 
 def test_the_first_and_the_last_release_of_the_range_are_recorded() -> None:
@@ -116,9 +125,10 @@ def test_every_attribute_that_our_code_reads_is_ours_or_in_the_contract(name: st
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     named = set()
     for device in ("cpu", "cuda"):
-        for places in (contract.names_on(device), *contract.EITHER[device]):
+        drafts = (contract.DRAFTS, contract.WORKERS[device])
+        for places in (contract.names_on(device), *contract.EITHER[device], *drafts):
             named.update(one for names in places.values() for one in names)
-        for call in contract.calls_on(device):
+        for call in (*contract.calls_on(device), *contract.DRAFT_CALLS):
             named.add(call.rpartition(".")[2])
     assert sorted(set(attributes(tree)) - named - defined_here()) == []
 
@@ -126,7 +136,7 @@ def test_every_attribute_that_our_code_reads_is_ours_or_in_the_contract(name: st
 @pytest.mark.parametrize("name", OURS)
 def test_every_import_from_vllm_is_in_the_contract(name: str) -> None:
     places = {**contract.names_on("cpu"), **contract.names_on("cuda")}
-    for either in contract.EITHER["cuda"]:
+    for either in (*contract.EITHER["cuda"], contract.DRAFTS, *contract.WORKERS.values()):
         places |= {place: (*places.get(place, ()), *names) for place, names in either.items()}
     known = {(place, one) for place, names in places.items() if ":" not in place for one in names}
     known |= {tuple(place.split(":")) for place in places if ":" in place}

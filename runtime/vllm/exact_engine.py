@@ -1,0 +1,90 @@
+"""Has an engine that is asked for exact output (docs/exact.md) draft by its own plan: what its configuration says for
+that, and what stands in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.exact_gain import exact_gains
+from sparsekv.plans.files import load_plan
+from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import format_ids
+from sparsekv.runtime.vllm.engine_facts import EngineFacts, segments_of
+from sparsekv.runtime.vllm.engine_options import plan_path, read_options
+
+WORKER = f"{__package__}.self_speculator.ExactWorker"
+SCHEDULER = f"{__package__}.draft_scheduler.exact_scheduler"
+DRAFTED = 4  # tokens, where no prices say otherwise
+
+
+def ask_for_drafts(args: Any) -> None:
+    """Writes into the arguments of an engine (`EngineArgs`) what exact output takes, where they ask for it: a draft
+    model, which is the target itself and reserves a slot for each drafted token, and our worker and scheduler.
+
+    Raises:
+        UsageError: there is no plan to draft by.
+        UnsupportedError: another drafter, worker or scheduler was asked for.
+    """
+    options = read_options(args.additional_config)
+    if not options.exact or options.dense or args.worker_cls == WORKER:
+        return
+    given = {
+        "--speculative-config": args.speculative_config is not None,
+        "--worker-cls": args.worker_cls != "auto",
+        "--scheduler-cls": args.scheduler_cls is not None,
+    }
+    if found := [name for name, is_given in given.items() if is_given]:
+        raise UnsupportedError(
+            f'expected exact output to draft by the plan alone, found {", ".join(found)}; remove that, or "exact"'
+        )
+    path = plan_path(options, args.model, args.revision)
+    if path is None:
+        raise UsageError(f'expected a plan that drafts exact output, found none beside {args.model}; name it by "plan"')
+    drafted = options.draft or drafts_of(load_plan(path))
+    args.speculative_config = {
+        "method": "draft_model",
+        "model": args.model,
+        "revision": args.revision,
+        "num_speculative_tokens": drafted,
+        # By rows, as vLLM captures steps with drafts and without for what it names; our scheduler chooses.
+        "num_speculative_tokens_per_batch_size": [[1, 1, 0], [2, 2, drafted]],
+    }
+    args.worker_cls, args.scheduler_cls = WORKER, SCHEDULER
+    if args.max_num_seqs == 1:
+        args.max_num_seqs = 2
+
+
+def drafts_of(plan: Plan) -> int:
+    """Returns how many tokens a draft has: those that gain most at the longest priced length."""
+    gains = list(exact_gains(plan))
+    return (max(gains, key=lambda gain: gain.length).drafted if gains else 0) or DRAFTED
+
+
+def dense_up_to(plan: Plan) -> int:
+    """Returns the longest context such that it and every shorter one is decoded dense, where drafts cannot pay."""
+    buckets = plan.decode.lengths if plan.decode else ()
+    sparse = next((at for at, bucket in enumerate(buckets) if bucket.segments), 0)
+    return buckets[sparse - 1].up_to or 0 if sparse else 0
+
+
+def exact_obstacles(facts: EngineFacts, plan: Plan) -> Iterator[str]:
+    """Returns everything that stands in the way of exact output by a plan."""
+    if not facts.self_drafting:
+        yield (
+            "exact output in an engine whose configuration was not made by `vllm serve`, `vllm.LLM` or `EngineArgs` "
+            "with sparsekv installed: nothing drafts there"
+        )
+    if not segments_of(plan):
+        yield "exact output by a plan whose decode is dense: it drafts nothing"
+    if plan.retained:
+        yield f"exact output where layers {format_ids(plan.retained)} evict tokens: plan without `kv_cache`"
+    if any(group.kind == "linear" for group in plan.model.attention):
+        yield "exact output by layers with a recurrent state, which drafts cannot be taken back from"
+    if facts.stages:
+        yield "exact output over pipeline stages: use --pipeline-parallel-size 1"
+    if facts.beside:
+        yield f"exact output beside {', '.join(facts.beside)}: turn that off"
+    if facts.undrafted:
+        yield f"exact output on vLLM {facts.release}, which lacks {', '.join(facts.undrafted)}"

@@ -1,0 +1,150 @@
+"""What an engine's arguments become where they ask for exact output, and what is refused."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from plans_samples import small_plan
+
+from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.exact_gain import DRAFTS
+from sparsekv.plans.files import write_plan
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
+from sparsekv.plans.schema import Agreement, Cost, Measurement, Plan, Prediction, Quality, WholeStep
+from sparsekv.runtime.vllm.engine_facts import EngineFacts
+from sparsekv.runtime.vllm.engine_options import read_options
+from sparsekv.runtime.vllm.engine_settings import check_engine
+from sparsekv.runtime.vllm.exact_engine import DRAFTED, SCHEDULER, WORKER, ask_for_drafts, dense_up_to, drafts_of
+
+
+def drafting_plan() -> Plan:
+    segments = (Segment(filter=0, layers=(1,), budget=DecodeBudget(tokens=8), sink=1, recent=4),)
+    lengths = (DecodeBucket(up_to=4096, dense=True), DecodeBucket(up_to=None, segments=segments))
+    return small_plan().model_copy(update={"decode": DecodePlan(lengths=lengths), "kv_cache": None})
+
+
+def arguments(folder: Path, **given: Any) -> Any:
+    own = {"additional_config": {"sparsekv": {"exact": True}}, "model": str(folder), "revision": "main"}
+    defaults = {"speculative_config": None, "worker_cls": "auto", "scheduler_cls": None, "max_num_seqs": None}
+    return SimpleNamespace(**(own | defaults | given))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_plan(drafting_plan(), tmp_path / "sparsekv.yaml")
+    return tmp_path
+
+
+def test_the_target_is_its_own_draft_model(folder: Path) -> None:
+    args = arguments(folder)
+    ask_for_drafts(args)
+    asked = args.speculative_config
+    assert (asked["method"], asked["model"], asked["revision"]) == ("draft_model", str(folder), "main")
+    assert asked["num_speculative_tokens"] == DRAFTED
+    assert (args.worker_cls, args.scheduler_cls) == (WORKER, SCHEDULER)
+    before = vars(args).copy()
+    ask_for_drafts(args)  # a configuration may be made twice
+    assert vars(args) == before
+
+
+def test_steps_with_and_without_drafts_are_captured_however_few_rows_there_are(folder: Path) -> None:
+    args = arguments(folder, max_num_seqs=1, additional_config={"sparsekv": {"exact": "decode", "draft": 6}})
+    ask_for_drafts(args)
+    schedule = args.speculative_config["num_speculative_tokens_per_batch_size"]
+    assert {drafted for first, _, drafted in schedule if first <= args.max_num_seqs} == {0, 6}
+
+
+@pytest.mark.parametrize("own", [{}, {"exact": False}, {"exact": True, "dense": True}], ids=str)
+def test_engines_that_do_not_ask_for_it_are_left_as_they_are(folder: Path, own: dict[str, Any]) -> None:
+    args = arguments(folder, additional_config={"sparsekv": own}, max_num_seqs=1)
+    before = vars(args).copy()
+    ask_for_drafts(args)
+    assert vars(args) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"speculative_config": {"method": "ngram"}}, "--speculative-config"),
+        ({"worker_cls": "mine.Worker", "scheduler_cls": "mine.Scheduler"}, "--worker-cls, --scheduler-cls"),
+    ],
+    ids=str,
+)
+def test_another_drafter_worker_or_scheduler_is_refused_by_name(
+    folder: Path, given: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        ask_for_drafts(arguments(folder, **given))
+
+
+def test_without_a_plan_there_is_nothing_to_draft_by(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a plan that drafts exact output, found none"):
+        ask_for_drafts(arguments(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ({"exact": True, "decode": False}, "which drafts"),
+        ({"draft": 3}, "found it alone"),
+        ({"exact": True, "draft": 0}, "greater than or equal to 1"),
+        ({"exact": "prefill"}, "exact"),
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_each_other_are_refused(own: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        read_options({"sparsekv": own})
+
+
+def test_the_longest_priced_length_says_how_long_drafts_are() -> None:
+    assert drafts_of(drafting_plan()) == DRAFTED, "nothing is priced"
+    agreed = Quality(
+        decode=Measurement(lengths=(8192,), density=0.1, agreement=Agreement(samples=100, kl=0.01, top1=0.975))
+    )
+    step = {"dense_us": 23_000.0, "token_us": 0.0}
+    priced = tuple(
+        Prediction(length=length, step=WholeStep(sparse_us=sparse, **step))
+        for length, sparse in ((8192, 23_000.0), (131_072, 4_000.0))
+    )
+    cost = Cost(device="made up", backend="flash", lengths=priced)
+    assert drafts_of(drafting_plan().model_copy(update={"cost": cost, "quality": agreed})) == DRAFTS[-1]
+
+
+def test_drafts_begin_where_the_plan_is_sparse() -> None:
+    assert dense_up_to(drafting_plan()) == 4096
+    assert dense_up_to(small_plan().model_copy(update={"decode": None})) == 0
+
+
+def refusal(plan: Plan, allow_untested: bool = True, **facts: Any) -> str:
+    given: dict[str, Any] = {"release": "0.33.0", "device": "cuda", "self_drafting": True}
+    with pytest.raises(UnsupportedError) as caught:
+        check_engine(EngineFacts(**(given | facts)), plan, allow_untested, exact=True)
+    return str(caught.value)
+
+
+def test_exact_output_starts_where_nothing_stands_in_the_way() -> None:
+    check_engine(EngineFacts(release="0.33.0", device="cuda", self_drafting=True), drafting_plan(), True, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"self_drafting": False}, "nothing drafts there"),
+        ({"beside": ("--enable-lora", "--enable-eplb")}, "beside --enable-lora, --enable-eplb"),
+        ({"undrafted": ("BlockTables.compute_slot_mappings",)}, "which lacks BlockTables.compute_slot_mappings"),
+        ({"stages": (range(1), range(1, 2))}, "over pipeline stages"),
+    ],
+    ids=str,
+)
+def test_what_exact_output_cannot_run_with_is_named(facts: dict[str, Any], named: str) -> None:
+    assert named in refusal(drafting_plan(), **facts)
+
+
+def test_a_plan_that_drafts_nothing_is_refused() -> None:
+    assert "whose decode is dense" in refusal(small_plan().model_copy(update={"decode": None}))
+
+
+def test_devices_on_which_it_was_not_run_have_to_be_allowed() -> None:
+    assert '"allow_untested": true' in refusal(drafting_plan(), allow_untested=False)

@@ -1,0 +1,223 @@
+"""Exact output inside vLLM: what drafts cannot change, by the model runner that GPUs have, whose kernels Triton's
+interpreter runs here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exact_engines import DRAFT, ask, at_random, counted, drafting_as, drafting_plan, exactly, scheduler_of, texts
+from vllm_engine import make_engine, preemptions, tokens_of
+
+from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.files import write_plan
+from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.vllm.counters import serving_stats
+
+V2 = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+on_v2 = pytest.mark.skipif(any(os.environ.get(name) != one for name, one in V2.items()), reason="see the last test")
+SMALL = {"max_model_len": 384, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 12}
+
+
+@pytest.fixture(scope="module")
+def path(reference: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.yaml"
+    write_plan(drafting_plan(reference.info, 6), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def exact(reference: LoadedModel, path: Path, kept_engines: list[Any]) -> Any:
+    llm = make_engine(str(reference.model.name_or_path), additional_config=exactly(path), **SMALL)
+    drafting_as(llm, at_random())
+    kept_engines.append(llm)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def dense(reference: LoadedModel, kept_engines: list[Any]) -> Any:
+    config = {"sparsekv": {"dense": True}}
+    llm = make_engine(str(reference.model.name_or_path), additional_config=config, disable_log_stats=True, **SMALL)
+    kept_engines.append(llm)
+    return llm
+
+
+def same(exact: Any, dense: Any, prompts: list[list[int]], **sampling: Any) -> list[Any]:
+    """Outputs that are dense attention's, log-probabilities included."""
+    found, expected = (ask(llm, prompts, logprobs=1, **sampling) for llm in (exact, dense))
+    for one, other in zip(found, expected, strict=True):
+        assert tokens_of(one) == tokens_of(other)
+        mine, its = ([at[token].logprob for at, token in zip(each.outputs[0].logprobs, tokens_of(each), strict=True)]
+                     for each in (one, other))  # fmt: skip
+        assert mine == pytest.approx(its, abs=1e-3)
+        assert one.outputs[0].finish_reason == other.outputs[0].finish_reason
+    return found
+
+
+@on_v2
+def test_greedy_answers_are_dense_attentions(exact: Any, dense: Any) -> None:
+    """Prompts of mixed lengths, some cut, one below the length from which decode is sparse."""
+    before = counted(exact)
+    same(exact, dense, texts(1, (150, 90, 230, 300, 20)), max_tokens=20)
+    drafted, accepted = (now - then for now, then in zip(counted(exact), before, strict=True))
+    assert 0 < accepted < drafted, "a plan of few tokens drafts some that count, and some that do not"
+    assert serving_stats(exact).decode_sparse > drafted / 2
+
+
+@on_v2
+def test_answers_are_dense_attentions_after_preemptions(exact: Any, dense: Any) -> None:
+    same(exact, dense, texts(2, (121, 122, 123, 124, 125, 126, 127, 120)), max_tokens=24)
+    assert preemptions(exact) > 0
+
+
+@on_v2
+def test_what_drafts_wrote_is_not_in_the_prefix_cache(exact: Any, dense: Any) -> None:
+    """A block that an answer has filled holds what a pass that attends to everything has written."""
+    (prompt,) = texts(3, (110,))
+    (first,) = same(exact, dense, [prompt], max_tokens=40)
+    longer = [*prompt, *tokens_of(first), 7]
+    (again,) = same(exact, dense, [longer], max_tokens=16)
+    assert again.num_cached_tokens == 128
+
+
+@on_v2
+def test_answers_end_where_dense_ones_do(exact: Any, dense: Any) -> None:
+    prompts = texts(4, (100, 130, 75))
+    (found,) = same(exact, dense, prompts[:1], max_tokens=12)
+    stop = tokens_of(found)[5]
+    same(exact, dense, prompts, max_tokens=12, stop_token_ids=[stop])
+    same(exact, dense, prompts, max_tokens=1)
+    same(exact, dense, prompts, max_tokens=2)
+    text = exact.get_tokenizer().decode(tokens_of(found)[3:5])
+    same(exact, dense, prompts, max_tokens=12, stop=[text])
+
+
+@on_v2
+def test_requests_run_up_to_the_longest_length(exact: Any, dense: Any) -> None:
+    longest = SMALL["max_model_len"]
+    outputs = same(exact, dense, texts(5, (longest - 9, longest - 2)), max_tokens=50)
+    assert [len(tokens_of(one)) for one in outputs] == [9, 2]
+
+
+@on_v2
+def test_penalties_count_drafted_tokens_as_generated(exact: Any, dense: Any) -> None:
+    prompts = texts(6, (100, 140))
+    same(exact, dense, prompts, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2)
+    same(exact, dense, prompts, bad_words=["a"], min_tokens=3)
+
+
+@on_v2
+def test_aborted_requests_leave_the_others_as_they_are(exact: Any, dense: Any) -> None:
+    from vllm import SamplingParams
+
+    prompts = texts(7, (140, 90, 200))
+    expected = [tokens_of(one) for one in ask(dense, prompts, max_tokens=16)]
+    engine, answers = exact.llm_engine, {}
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    ids = [engine.add_request(f"r{number}", {"prompt_token_ids": one}, params) for number, one in enumerate(prompts)]
+    for step in range(200):
+        if step == 4:
+            engine.abort_request([ids[1]], internal=True)
+        answers |= {one.request_id: tokens_of(one) for one in engine.step()}
+        if not engine.has_unfinished_requests():
+            break
+    assert (answers["r0"], answers["r2"]) == (expected[0], expected[2])
+
+
+@on_v2
+def test_sampled_answers_are_distributed_as_dense_attentions(
+    exact: Any, dense: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two tokens of an answer, of which the second may be drafted: the chi-square of two samples."""
+    from triton.language.semantic import TritonSemantic
+
+    monkeypatch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *args: None)  # vLLM's hashes wrap
+    counts: dict[str, dict[tuple[int, ...], int]] = {}
+    (prompt,) = texts(8, (100,))
+    for name, llm in (("exact", exact), ("dense", dense)):
+        found = counts.setdefault(name, {})
+        for one in ask(llm, [prompt] * 240, temperature=0.3, max_tokens=3):
+            key = tuple(tokens_of(one)[:2])
+            found[key] = found.get(key, 0) + 1
+    keys = {*counts["exact"], *counts["dense"]}
+    pairs = [(counts["exact"].get(key, 0), counts["dense"].get(key, 0)) for key in keys]
+    square = sum((one - other) ** 2 / (one + other) for one, other in pairs)
+    free = len(keys) - 1
+    assert free >= 3
+    assert square < free + 4 * (2 * free) ** 0.5
+
+
+@on_v2
+def test_a_step_that_is_scheduled_before_the_last_one_is_over_changes_nothing(
+    reference: LoadedModel, path: Path, dense: Any, kept_engines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM schedules on GPUs; for CPUs it turns that off."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.sampling_params import StructuredOutputsParams
+
+    given = CpuPlatform.check_and_update_config
+
+    def ahead(cls: Any, config: Any) -> None:
+        given(config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(ahead))
+    llm = make_engine(str(reference.model.name_or_path), additional_config=exactly(path), **SMALL)
+    kept_engines.append(llm)
+    drafting_as(llm, at_random())
+    same(llm, dense, texts(2, (121, 122, 123, 124, 125, 126, 127, 120)), max_tokens=24)
+    assert preemptions(llm) > 0
+    same(llm, dense, texts(1, (150, 90, 230, 300, 20)), max_tokens=20)
+    shape = StructuredOutputsParams(regex="[0-9]{3}[a-c]{5}")
+    same(llm, dense, texts(11, (100, 140)), structured_outputs=shape, ignore_eos=False)
+    drafted, accepted = counted(llm)
+    assert 0 < accepted < drafted
+
+
+@on_v2
+def test_no_drafts_are_asked_for_where_the_plan_is_dense(exact: Any) -> None:
+    drafting = scheduler_of(exact).drafting
+    own, before = vars(drafting).pop("next"), counted(exact)
+    ask(exact, texts(9, (20, 30)))
+    drafting.next = own
+    assert counted(exact) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "says"),
+    [
+        ({"allow_untested": False}, {}, "was not run yet"),
+        ({}, {"enable_lora": True}, "beside --enable-lora"),
+        ({"draft": 3}, {"speculative_config": {"method": "ngram"}}, "found --speculative-config"),
+    ],
+)
+def test_what_stands_in_the_way_is_named(
+    reference: LoadedModel, path: Path, options: dict[str, Any], settings: dict[str, Any], says: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    with pytest.raises(UnsupportedError, match=says):
+        make_engine(str(reference.model.name_or_path), additional_config=exactly(path, **options), **SMALL, **settings)
+
+
+@pytest.mark.skipif(os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1", reason="needs model runner V1")
+def test_model_runner_v1_is_refused(reference: LoadedModel, path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="model runner V2 for exact output, found V1"):
+        make_engine(str(reference.model.name_or_path), additional_config=exactly(path), **SMALL)
+
+
+def test_a_plan_is_needed(reference: LoadedModel) -> None:
+    config = {"sparsekv": {"exact": True}}
+    with pytest.raises(UsageError, match="expected a plan that drafts exact output"):
+        make_engine(str(reference.model.name_or_path), additional_config=config)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="it is running")
+def test_the_model_runner_that_gpus_have_does_all_that() -> None:
+    subprocess.run([sys.executable, "-m", "pytest", __file__, "-q"], check=True, env=os.environ | V2)
+
+
+assert DRAFT > 1, "a draft of one token never reads what a draft has written"
