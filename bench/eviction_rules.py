@@ -5,6 +5,7 @@
 * Expected attention (arXiv 2510.00636): by the mean and covariance of a head's queries before rotation, which future
   positions rotate on average; the expected weight of a key, averaged over the query heads of its KV head, times the
   norm of its value. Heads share a layer's budget as in AdaKV (arXiv 2407.11550).
+* AdaKV: SnapKV's scores, and heads that share a layer's budget.
 * TOVA (arXiv 2401.06104): a layer keeps the keys that the last query attends to most, over all heads.
 
 All of these take one share of every layer. Queries are unrotated by halves, as Llama and Qwen rotate them.
@@ -28,6 +29,7 @@ from sparsekv.planner.evaluation.predictions import Prefilled, prefill
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import tokens
 from sparsekv.plans.phases import Retention
+from sparsekv.runtime.core.eviction_scores import SCORES
 from sparsekv.runtime.core.roles import rows_to_cache
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.hf.describe import config_of, decoder_of
@@ -39,7 +41,7 @@ _SNAP, _OBSERVED = 64, 256  # queries
 _ROWS = 4096  # whose statistics are added at once
 ROTATE_BY_HALVES = ("llama", "qwen2", "qwen3", "mistral")  # model types
 
-EvictionRule = Literal["snapkv", "expected_attention", "tova"]
+EvictionRule = Literal["snapkv", "adakv", "expected_attention", "expected_attention_evenly", "tova"]
 Masks = Mapping[int, torch.Tensor]
 """What layers keep of a prompt, bool [B, g, S]; layers that are not named keep all."""
 
@@ -79,7 +81,7 @@ class PromptObserver:
     @classmethod
     def of(cls, model: PreTrainedModel, rules: tuple[str, ...]) -> PromptObserver:
         """Raises UnsupportedError where expected attention is asked for and the model rotates otherwise."""
-        if "expected_attention" not in rules:
+        if not any(rule.startswith("expected_attention") for rule in rules):
             return cls()
         if (kind := config_of(model).model_type) not in ROTATE_BY_HALVES:
             raise UnsupportedError(
@@ -146,27 +148,32 @@ class ObservedPrompt:
         """What the evicting layers of a plan keep."""
         return {layer: self._by_rule(layer, rule) for layer, rule in rules.items() if layer in self.seen.newest}
 
-    def by_rule(self, rule: EvictionRule, share: float, *, adaptive: bool = True) -> Masks:
-        """What every layer with full attention keeps by a rule of others.
+    def by_rule(self, rule: EvictionRule, share: float) -> Masks:
+        """What every layer with full attention keeps by a rule of others; a share of the tokens, in every layer."""
+        return {layer: self.kept(layer, rule, share) for layer in self.seen.newest}
 
-        Args:
-            share: of the tokens, in every layer.
-            adaptive: heads share the budget of their layer, where the rule has budgets by head.
-        """
-        count = max(1, round(share * self.past))
-        found: dict[int, torch.Tensor] = {}
-        for layer in self.seen.newest:
-            if rule == "expected_attention":
-                scores_BGS = self._expected(layer)
-                found[layer] = top_of_layer(scores_BGS, count, _SAFE if adaptive else 1.0)
-            else:
-                window, heads = (_SNAP, "per_kv_head") if rule == "snapkv" else (1, "max")
-                own: dict[str, Any] = {"observe": window, "recent": min(window, count), "heads": heads}
-                keep = tokens(max(0, count - window))
-                found[layer] = self._by_rule(
-                    layer, Retention(layers=(layer,), keep=keep, sink=0, generated=1, score="attention_sum", **own)
-                )
-        return found
+    def kept(self, layer: int, rule: EvictionRule, share: float) -> torch.Tensor:
+        """bool [B, g, S]: what one layer keeps."""
+        count = min(self.past, max(1, round(share * self.past)))
+        if rule in ("expected_attention", "expected_attention_evenly"):
+            return top_of_layer(self._expected(layer), count, _SAFE if rule == "expected_attention" else 1.0)
+        if rule == "adakv":
+            return top_of_layer(self._observed(layer), count, _SAFE)
+        window, heads = (1, "max") if rule == "tova" else (_SNAP, "per_kv_head")
+        own: dict[str, Any] = {"observe": window, "recent": min(window, count), "heads": heads}
+        keep = tokens(max(0, count - window))
+        return self._by_rule(
+            layer, Retention(layers=(layer,), keep=keep, sink=0, generated=1, score="attention_sum", **own)
+        )
+
+    def _observed(self, layer: int) -> torch.Tensor:
+        """float32 [B, G, S]: attention of the last queries by KV head; these highest."""
+        k_BGSD, _ = self.keys_values(layer)
+        newest = self.seen.newest[layer].before(None, _SNAP)
+        backend = "triton" if k_BGSD.is_cuda else "reference"
+        scores_BGS = SCORES["attention_sum"](newest, k_BGSD, together=False, backend=backend)
+        scores_BGS[..., -_SNAP:] = torch.inf
+        return scores_BGS
 
     def _by_rule(self, layer: int, rule: Retention) -> torch.Tensor:
         """bool [B, g, S]."""

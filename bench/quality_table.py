@@ -10,7 +10,7 @@ of which a method lost 10 points, ours first.
 
 Of a batch dense prefills once; decode and eviction go on from that cache. Each method then reads the first tokens of
 dense's own text, step by step (divergence, time a step), and generates freely (RULER's score) unless it picked all of
-dense's text. What plain torch computes (Quest, eviction) has no time.
+dense's text. What plain torch computes (Quest, FlashPrefill, eviction) has no time.
 
 Shapes: B batch, S tokens of a prompt, G tokens of a text, T tokens of it that are scored, V vocabulary.
 """
@@ -25,8 +25,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ from sparsekv.bench.quality_file import (
     write_quality,
 )
 from sparsekv.bench.quality_methods import PLAN, Inputs, Method, Rule, Run, check_shares
+from sparsekv.kernels.prefill.dense import dense_attention
+from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.data_files import check_model as check_profile
 from sparsekv.planner.data_files import read_measured, versions
 from sparsekv.planner.evaluation.batches import prompts_at_once
@@ -66,6 +69,7 @@ from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.tasks import Kit, Sample, Split, make_sample, matches, prepare, ruler_suite
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.plans.files import content_digest, load_plan
+from sparsekv.plans.phases import DecodeBucket, DecodePlan
 from sparsekv.plans.schema import Plan, check_model, to_data
 from sparsekv.plans.types import format_length, parse_lengths
 from sparsekv.runtime.hf.cache import CACHE_NAME, handed_over
@@ -224,34 +228,53 @@ class Batch:
 
     @torch.no_grad()
     def cells(self, methods: Mapping[str, Method]) -> Iterator[tuple[str, QualityCell]]:
-        """Dense first; then what goes on from its prefill; then what prefills by itself."""
+        """What goes on from dense's prefill, dense itself, then what prefills by itself. Dense is timed where nothing
+        is observed beside it."""
         rules = {name: method for name, method in methods.items() if isinstance(method, Rule)}
         runs = {name: method for name, method in methods.items() if isinstance(method, Run)}
         shared = {name: run for name, run in runs.items() if _goes_on_from_dense(run)}
         model = self.loaded.model
         observes = tuple(sorted({one for rule in rules.values() for one in rule.observes}))
+        self._warm_up()
         with self._timed() as seconds, observed_prompt(model, self.ids_BS, observes, self.chunk) as (seen, steps):
             wait_for(model.device)
-            prefill_seconds = seconds()
+            prefill_seconds = None if observes else seconds()
             check_numbers(model, "logits", seen.prompts.logits_BKV)
             self.dense = followed(model, deepcopy(seen.prompts), self.tokens, SCORED)
             self.log_BTV = self.dense.logits_BTV.log_softmax(-1)
-            seconds_of_dense = None if observes else prefill_seconds
-            yield DENSE, self._cell(DENSE, self.dense, self.dense.picked_BG, Spent(), 1.0, seconds_of_dense)
             for name, rule in rules.items():
                 yield name, self._of_rule(name, rule, seen, steps)
-            layers = self._layers(seen) if shared else None
-            logits_BKV = seen.prompts.logits_BKV
+            logits_BKV, layers = seen.prompts.logits_BKV, list(handed_over(copy(seen.prompts.cache), seen.past))
+        del seen, steps
+        if not observes:
+            timed = replace(self.dense, step_seconds=self._dense_step(logits_BKV, layers))
+            yield DENSE, self._cell(DENSE, timed, self.dense.picked_BG, Spent(), 1.0, prefill_seconds)
+        else:
+            yield DENSE, self._cell(DENSE, self.dense, self.dense.picked_BG, Spent(), 1.0, None, is_timed=False)
         for name, run in shared.items():
-            assert layers is not None
             yield name, self._of_decode(name, run, logits_BKV, layers)
-        del layers, seen, steps
+        del layers
         for name, run in runs.items():
             if name not in shared:
                 yield name, self._of_run(name, run)
 
-    def _layers(self, seen: ObservedPrompt) -> list[Any]:
-        return list(handed_over(copy(seen.prompts.cache), seen.past))
+    def _warm_up(self) -> None:
+        """Lets cuDNN make its plan for this shape."""
+        if self.ids_BS.is_cuda:
+            group, (batch, length) = self.loaded.info.attention[0], self.ids_BS.shape
+            new = partial(torch.zeros, dtype=self.loaded.model.dtype, device=self.ids_BS.device)
+            q_BHSD, k_BGSD = (new(batch, heads, length, group.head_dim) for heads in (group.heads, group.kv_heads))
+            dense_attention(q_BHSD, k_BGSD, k_BGSD, Chunk.uniform(batch, 0, length), scale=1.0)
+
+    def _dense_step(self, logits_BKV: torch.Tensor, layers: list[Any]) -> float | None:
+        """Seconds of a dense step of this runtime, captured where steps of a plan are."""
+        assert self.dense is not None
+        bucket = DecodeBucket(up_to=None, dense=True)
+        plan = Plan(status="unverified", model=self.loaded.info, decode=DecodePlan(lengths=(bucket,)))
+        count = self.dense.logits_BTV.shape[1]
+        with PlanMode(plan, "decode").applied(self.loaded.model) as handle:
+            prompts = Prefilled(logits_BKV, handle.cache_of(iter(layers)))
+            return followed(self.loaded.model, prompts, count, count, self.dense.picked_BG).step_seconds
 
     def _of_rule(self, name: str, rule: Rule, seen: ObservedPrompt, steps: RuleSteps) -> QualityCell:
         steps.rule, cached = rule.made(seen)
@@ -274,8 +297,9 @@ class Batch:
             wait_for(model.device)
             prefill_seconds = seconds()
             read, picked_BG = self._read(lambda last: prompts if last else deepcopy(prompts))
-            first = 1 if run.mode.dense_prefill else 0
-            return self._cell(name, read, picked_BG, spent(), 1.0, prefill_seconds, first=first)
+            first, is_timed = 1 if run.mode.dense_prefill else 0, isinstance(run.mode, PlanMode)
+            timed = prefill_seconds if is_timed else None
+            return self._cell(name, read, picked_BG, spent(), 1.0, timed, first=first, is_timed=is_timed)
 
     @contextmanager
     def _timed(self) -> Iterator[Callable[[], float]]:
