@@ -52,7 +52,7 @@ from sparsekv.plans.patterns import Budget, Pattern, PatternRange, TileShape
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
+from sparsekv.runtime.hf.observe import AttentionCall, Observer, capture_attention
 
 
 def prefill_plan(model: ModelInfo, tile: TileShape, patterns: Mapping[int, Patterns]) -> Plan:
@@ -187,7 +187,7 @@ def _index_of(kept_BHTM: torch.Tensor, tile: TileShape) -> TileIndex:
 
 
 PAGE = 16
-_QUEST_DENSE = 2  # layers
+QUEST_DENSE = 2  # layers
 _ANCHORS_A_LAYER = 5 / 32  # Kascade's choice for 32 layers
 
 
@@ -248,7 +248,7 @@ class QuestPages:
         length, groups = call.k_BGKD.shape[2], call.k_BGKD.shape[1]
         pages = math.ceil(length / PAGE)
         count = math.ceil(self.budget.resolve(length) / PAGE)
-        if call.layer < _QUEST_DENSE or count >= pages:
+        if call.layer < QUEST_DENSE or count >= pages:
             return None
         bound_BGP = _upper_bounds(call.q_BHSD.float().unflatten(1, (groups, -1))[:, :, :, 0], call.k_BGKD.float())
         bound_BGP[..., -1] = torch.inf
@@ -269,6 +269,30 @@ def _upper_bounds(q_BGND: torch.Tensor, k_BGSD: torch.Tensor) -> torch.Tensor:
     return bound_BGNP.amax(2)
 
 
+class RuleSteps:
+    """An observer of `capture_attention` that counts what is read.
+
+    Args:
+        rule: what decode steps follow; None is dense.
+        prompts: sees what is no decode step.
+    """
+
+    def __init__(self, rule: StepRule | None = None, prompts: Observer = lambda call: None) -> None:
+        self.rule, self.prompts = rule, prompts
+        self.spent = Spent()
+
+    def __call__(self, call: AttentionCall) -> torch.Tensor | None:
+        """See `Observer`."""
+        if call.q_BHSD.shape[2] > 1 or not call.chunk.past[0]:
+            return self.prompts(call)
+        batch, length = call.q_BHSD.shape[0], call.k_BGKD.shape[2]
+        visible = length if call.window is None else min(length, call.window)
+        found = self.rule(call) if self.rule and call.window is None else None
+        read = visible if found is None else min(visible, found.read)
+        self.spent += Spent(attended=float(batch * read), cached=float(batch * visible))
+        return None if found is None else _attend(call, found.seen_BGS)
+
+
 @dataclass(frozen=True, slots=True)
 class StepwiseRule:
     """A mode of `compare` in which every decode step follows a rule."""
@@ -281,21 +305,9 @@ class StepwiseRule:
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
         """See `planner.evaluation.Mode`."""
-        read = cached = 0
-
-        def attend(call: AttentionCall) -> torch.Tensor | None:
-            nonlocal read, cached
-            if call.q_BHSD.shape[2] > 1 or not call.chunk.past[0]:
-                return None
-            batch, length = call.q_BHSD.shape[0], call.k_BGKD.shape[2]
-            visible = length if call.window is None else min(length, call.window)
-            found = self.rule(call) if call.window is None else None
-            cached += batch * visible
-            read += batch * (visible if found is None else min(visible, found.read))
-            return None if found is None else _attend(call, found.seen_BGS)
-
-        with capture_attention(model, attend):
-            yield lambda: Spent(attended=float(read), cached=float(cached))
+        steps = RuleSteps(self.rule)
+        with capture_attention(model, steps):
+            yield lambda: steps.spent
 
 
 def _attend(call: AttentionCall, seen_BGS: torch.Tensor) -> torch.Tensor:

@@ -282,16 +282,20 @@ class Subject:
             check_lengths(lengths, context)
         return replace(self, source=source)
 
-    def load(self, flags: Options, check: Callable[[ModelInfo, str], object] | None = None) -> LoadedModel:
+    def load(
+        self, flags: Options, check: Callable[[ModelInfo, str], object] | None = None, tokens: int = 0
+    ) -> LoadedModel:
         """Loads the model. Flags go over SPARSEKV_* over what fits the machine.
 
         Args:
             flags: device, dtype, and device_map, which goes over SPARSEKV_DEVICE.
             check: called with the model's description and the type of the device before weights are downloaded or
                 read, which takes minutes; raises where they are not worth it.
+            tokens: of the longest prompt, where its keys and values are on the device.
 
         Raises:
-            UsageError: there is no such model, or a setting is none of those allowed.
+            UsageError: there is no such model, or a setting is none of those allowed, or the model is too large for the
+                device.
         """
         asked, device_map = settings_of(flags), flags.typed("device_map")
         device = _device_of(flags, asked)
@@ -300,6 +304,7 @@ class Subject:
         from sparsekv.kernels.backends import choose_backend
         from sparsekv.runtime.hf.dequantise import is_dequantised
         from sparsekv.runtime.hf.load import load_config, load_model, torch_dtype
+        from sparsekv.runtime.hf.memory import Available, ModelSize
         from sparsekv.runtime.model_config import describe_config, dtype_name, torch_device
         from sparsekv.runtime.quantised_files import quantisation_of
 
@@ -313,6 +318,9 @@ class Subject:
             choose_backend(target, torch_dtype(asked.dtype, config, target), info.largest_head, asked.backend)
         if check is not None:
             check(info, target.type)
+        if device_map is None and (room := Available.here([target]).device) is not None:
+            precision = torch_dtype(asked.dtype, config, target)
+            ModelSize.from_config(config, precision, source.path_or_id).check_fits(room, tokens)
         with self._saying_whose_model():
             loaded = load_model(source, device=device, dtype=asked.dtype, device_map=device_map, config=config)
         if source.is_gguf or is_dequantised(quantisation_of(config)):

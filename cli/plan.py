@@ -140,7 +140,8 @@ def _job(flags: PlanFlags, wanted: PlanOptions, subject: Subject, measured: Meas
     profile, cost = measured
     if profile and cost and flags.no_verify:
         return job_of_files(flags.model, wanted, profile, cost)
-    loaded = subject.load(flags, lambda info, hardware: check_plannable(info, wanted, hardware, profile, cost))
+    longest = max(wanted.lengths, default=0)
+    loaded = subject.load(flags, lambda info, kind: check_plannable(info, wanted, kind, profile, cost), longest)
     return job_of(loaded, wanted, profile, cost, progress)
 
 

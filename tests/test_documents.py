@@ -44,6 +44,19 @@ def test_the_page_of_models_is_what_the_records_and_the_tests_say(monkeypatch: p
     assert PAGE.read_text() == page(PAGE.read_text()), "run python tools/build_models_page.py"
 
 
+def test_the_tables_of_quality_go_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.setattr("sparsekv.bench.quality_file.read_quality", lambda path: path.name)
+    monkeypatch.setattr("sparsekv.bench.quality_file.markdown", lambda found: [f"table of {found}"])
+    monkeypatch.delitem(sys.modules, "build_quality_page", raising=False)
+    from build_quality_page import BEGIN, END, PAGE, page
+
+    once = page(PAGE.read_text(), [Path("a.json"), Path("b.json")])
+    assert f"{BEGIN}table of a.json\n\ntable of b.json\n{END}" in once
+    assert page(once, [Path("a.json"), Path("b.json")]) == once
+    assert page(once, []) == page(PAGE.read_text(), [])
+
+
 def test_the_table_of_engine_settings_is_what_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from build_settings_table import PAGE, page

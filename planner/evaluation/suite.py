@@ -172,17 +172,22 @@ def generated(loaded: LoadedModel, ids_BS: torch.Tensor, tokens: int, chunk: int
     prompts = prefill(model, ids_BS.to(model.device), chunk)
     check_numbers(model, "logits", prompts.logits_BKV)
     picked_BG = prompts.logits_BKV[:, -1:].argmax(-1)
-    goes_on_BG = _goes_on(model, picked_BG)
+    goes_on_BG = goes_on(model, picked_BG)
     while picked_BG.shape[1] < tokens and bool(goes_on_BG.any()):
         logits_B1V = model(input_ids=picked_BG[:, -1:], use_cache=True, **{CACHE_NAME: prompts.cache}).logits
         picked_BG = torch.cat([picked_BG, logits_B1V[:, -1:].argmax(-1)], 1)
-        goes_on_BG = goes_on_BG & _goes_on(model, picked_BG[:, -1:])
-    rows = zip(picked_BG.tolist(), until_end(model, picked_BG).tolist(), strict=True)
+        goes_on_BG = goes_on_BG & goes_on(model, picked_BG[:, -1:])
+    return texts_of(loaded, picked_BG)
+
+
+def texts_of(loaded: LoadedModel, picked_BG: torch.Tensor) -> list[str]:
+    """Returns what was generated, each up to its end token."""
+    rows = zip(picked_BG.tolist(), until_end(loaded.model, picked_BG).tolist(), strict=True)
     texts = ([token for token, counts in zip(*row, strict=True) if counts] for row in rows)
     return [str(loaded.tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
 
 
-def _goes_on(model: Any, picked_B1: torch.Tensor) -> torch.Tensor:
+def goes_on(model: Any, picked_B1: torch.Tensor) -> torch.Tensor:
     """[B, 1]: which tokens are no end tokens."""
     ends = model.generation_config.eos_token_id
     return ~torch.isin(picked_B1, torch.tensor([] if ends is None else ends, device=picked_B1.device))

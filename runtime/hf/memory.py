@@ -98,6 +98,27 @@ class ModelSize:
             model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=dtype))
         return cls.of(model, info)
 
+    def check_fits(self, available: int | None, tokens: int = 0) -> None:
+        """Refuses a model that is too large for one device, before its weights are read.
+
+        Args:
+            available: bytes of the device; None where nobody tells.
+            tokens: of a prompt whose keys and values are there beside the weights.
+
+        Raises:
+            UsageError: it does not fit; the message has the estimate.
+        """
+        cached = tokens * sum(group.cached_values for group in self.info.attention) * self.dtype.itemsize
+        if available is None or self.weights + cached <= available:
+            return
+        beside = f" and {cached / 2**30:.1f} GiB for keys and values of {tokens:,} tokens" if cached else ""
+        shorter = ", or take shorter --lengths" if self.weights <= available else ""
+        raise UsageError(
+            f"expected {self.weights / 2**30:.1f} GiB of the device for the weights of {self.info.id} in "
+            f"{str(self.dtype).removeprefix('torch.')}{beside}, at least, found {available / 2**30:.1f} GiB; spread it "
+            f"over several devices with --device-map auto{shorter}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

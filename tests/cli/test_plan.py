@@ -18,6 +18,7 @@ from sparsekv.cli.arguments import Subject
 from sparsekv.planner.verify import Verification
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.schema import Measurement, Quality
+from sparsekv.runtime.hf.memory import Available
 
 TASK = ("--tasks", "kv_retrieval")
 LOOSE = ("--max-kl", 100, "--min-agreement", 0, "--min-exact", 0)  # of a random model, sparse gives anything
@@ -298,6 +299,20 @@ def test_a_second_run_into_the_files_of_one_that_profiles_is_refused_before_it_l
     assert (second.code, second.out) == (1, "")
     assert str(out.with_name("plan.yaml.profile.partial")) in second.err
     assert sorted(out.parent.iterdir()) == [unreadable, out]
+
+
+def test_a_model_that_is_too_large_for_the_device_is_refused_with_its_estimate_before_it_is_loaded(
+    sparsekv, out, tmp_path, monkeypatch
+):
+    folder = save_model(tiny_model(context=2048), tmp_path / "model")
+    (folder / "model.safetensors").unlink()  # would be missed
+    for free, named in ((1 << 10, "for the weights of"), (1 << 21, "for keys and values of 2,048 tokens")):
+        monkeypatch.setattr("sparsekv.runtime.hf.memory.Available.here", lambda devices, free=free: Available(free, 0))
+        done = sparsekv("plan", folder, "-o", out, "--lengths", "2k")
+        assert (done.code, done.out) == (2, "")
+        assert named in done.err
+        assert "--device-map auto" in done.err
+    assert not out.exists()
 
 
 def test_a_profile_of_another_model_exits_with_3(sparsekv, measured, tmp_path, out):

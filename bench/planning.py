@@ -1,0 +1,147 @@
+"""Minutes and memory of planning a model of a known shape with random weights, by stage, and what a resume loses.
+
+    python -m sparsekv.bench.planning llama3-8b --lengths 32k --out plan.yaml [--layers 8] [--no-verify] [--stop-at 60]
+
+The planner's own defaults, on the first device. Random weights attend diffusely, so nothing here says what sparsity
+keeps: it is about time and memory alone, and no gate is held. With --stop-at profiling is done once more, stopped after
+so many seconds and gone on with: what both parts take beyond the whole is what the stop has lost. The plan's speed is
+then `sparsekv bench prefill MODEL --random-weights --plan plan.yaml --allow-mismatch`, and `bench decode`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsekv.bench.random_model import random_model
+from sparsekv.planner.job import Job, job_of
+from sparsekv.planner.options import Gate, PlanOptions
+from sparsekv.planner.plan import compile_plan
+from sparsekv.planner.progress import BarProgress, StageStep
+from sparsekv.plans.files import write_plan
+from sparsekv.plans.types import parse_lengths
+from sparsekv.runtime.hf.load import LoadedModel, load_model
+from sparsekv.runtime.model_config import device_name, dtype_name, torch_device
+
+_ANSWER = 64  # tokens that fit behind the longest prompt
+_FIRST = "profile"
+
+
+class StoppedError(Exception):
+    """Profiling was stopped on purpose."""
+
+
+class Timed(BarProgress):
+    """Bars, and the seconds of each stage.
+
+    Args:
+        stop: seconds of profiling after which the run is stopped.
+    """
+
+    def __init__(self, stop: float | None = None) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = {}
+        self._stop = stop
+
+    @contextmanager
+    def stage(self, name: str, total: float | None = None) -> Iterator[StageStep]:
+        """See `Progress`."""
+        plain, started = name.partition(" (")[0], time.monotonic()
+        try:
+            with super().stage(name, total) as step:
+                yield step if plain != _FIRST or self._stop is None else _Stopping(step, started + self._stop)
+        finally:
+            self.seconds[plain] = round(self.seconds.get(plain, 0.0) + time.monotonic() - started, 1)
+        if plain == _FIRST and self._stop is not None:
+            raise StoppedError
+
+
+class _Stopping(StageStep):
+    def __init__(self, step: StageStep, until: float) -> None:
+        self._step, self._until = step, until
+
+    def advance(self, units: float = 1, note: str = "") -> None:
+        self._step.advance(units, note)
+        if time.monotonic() > self._until:
+            raise StoppedError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Plans, writes the plan, and prints a JSON object."""
+    args = _arguments(argv)
+    device = torch_device(args.device)
+    subject = random_model(
+        args.model,
+        device=device,
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        longest=max(args.lengths) + _ANSWER,
+        layers=args.layers,
+    )
+    loaded = LoadedModel(subject.model, load_model("tiny-retriever", device="cpu").tokenizer, subject.info)
+    options = PlanOptions(
+        lengths=tuple(sorted(args.lengths)),
+        samples=args.samples,
+        verify_samples=0 if args.no_verify else None,
+        gate=Gate(max_kl=1e3, min_agreement=0.0, min_exact=0.0),  # of random weights nothing is kept
+        backend=args.backend,
+    )
+    job, stages = job_of(loaded, options), Timed()
+    result = compile_plan(job, progress=stages)
+    write_plan(result.plan, args.out)
+    others = result.seconds - sum(stages.seconds.values())
+    found: dict[str, Any] = {
+        "model": args.model,
+        "layers": loaded.info.layers,
+        "lengths": list(options.lengths),
+        "dtype": dtype_name(subject.model.dtype),
+        "device": device_name(device),
+        "minutes": round(result.seconds / 60, 2),
+        "stage_seconds": stages.seconds | {"others": round(others, 1)},
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
+        "peak_host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+        "status": result.plan.status,
+        "predicted_density": result.prefill_density,
+        "predicted_speedup": result.predicted_speedup,
+    }
+    if args.stop_at is not None:
+        parts = list(_in_parts(job, args.stop_at, args.out.with_suffix(".partial")))
+        found["resume"] = {"parts": parts, "lost_seconds": round(sum(parts) - stages.seconds[_FIRST], 1)}
+    print(json.dumps(found, indent=1, default=str))
+    return 0
+
+
+def _in_parts(job: Job, seconds: float, partial: Path) -> Iterator[float]:
+    """Seconds of profiling until it is stopped, and of going on to its end."""
+    partial.unlink(missing_ok=True)
+    for stop in (seconds, float("inf")):
+        stages = Timed(stop)
+        with suppress(StoppedError):
+            compile_plan(job, resume=partial, progress=stages)
+        yield stages.seconds[_FIRST]
+    partial.unlink(missing_ok=True)
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="whose shape")
+    parser.add_argument("--out", type=Path, required=True, help="the plan")
+    parser.add_argument("--lengths", type=parse_lengths, default=parse_lengths("32k"))
+    parser.add_argument("--layers", type=int, help="only so many: time and memory grow with them")
+    parser.add_argument("--samples", type=int, help="calibration prompts a length")
+    parser.add_argument("--no-verify", action="store_true")
+    parser.add_argument("--stop-at", type=float, metavar="SECONDS", help="of profiling, which is then gone on with")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--backend", default="auto")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,354 @@
+"""The file of the table of quality, and the Markdown of its tables.
+
+Every outcome of a (method, task, length, sample) stands there once. Means are over tasks, of the first samples that all
+methods have; a task that lost much was run on more samples, and its own loss counts them all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from sparsekv.bench.quality_methods import PLAN, Group
+from sparsekv.planner.data_files import first_fault
+from sparsekv.planner.evaluation.modes import DENSE
+from sparsekv.planner.evaluation.results import Interval, score_interval
+from sparsekv.planner.evaluation.suite_file import Key, SuiteCell, SuiteResult
+from sparsekv.planner.tasks import ruler_suite
+from sparsekv.plans.errors import PlanError
+from sparsekv.plans.files import read_text, write_bytes
+from sparsekv.plans.types import Length, Natural, NonNegative, Part, Portion, Text, format_length
+
+MAX_BYTES = 64 << 20
+LOST = 0.10  # of a task's score: what is run again, on more samples
+GOAL_POINTS, GOAL_RATIO = -2.0, 0.5
+GROUPS: dict[Group, tuple[str, str]] = {
+    "plan": ("The whole plan", "tiles; tokens read"),
+    "prefill": ("Prefill at the plan's density, decode dense", "tiles computed"),
+    "decode": ("Decode at the plan's share, prefill dense", "tokens read"),
+    "eviction": ("KV cache eviction at equal bytes, prefill and decode dense", "bytes"),
+}
+
+
+class QualityCell(SuiteCell):
+    """One method on the samples of one task and length.
+
+    Attributes:
+        kl: divergence from dense on dense's own text, a mean over its first tokens, of each sample.
+        steps: decode steps, which weigh `decode_share`; there are none where dense's text is one token.
+        cached: share of the keys and values that are there once the prompt is complete.
+        prefill_seconds, step_seconds: of a prompt and of a step of the whole batch, the least of all batches; None
+            where what runs is no implementation.
+    """
+
+    kl: tuple[NonNegative, ...]
+    steps: Natural = 0
+    cached: Portion = 1.0
+    prefill_seconds: NonNegative | None = None
+    step_seconds: NonNegative | None = None
+
+    def with_more(self, new: Self) -> Self:
+        """These samples and later ones."""
+        before, count = len(self.kl), len(self.kl) + len(new.kl)
+        changes: dict[str, object] = {name: getattr(self, name) + getattr(new, name) for name in _BY_SAMPLE}
+        for name in ("prefill_density", "cached"):
+            changes[name] = (getattr(self, name) * before + getattr(new, name) * len(new.kl)) / count
+        changes |= {"steps": self.steps + new.steps, "decode_share": share_of_steps([self, new])}
+        for name in ("prefill_seconds", "step_seconds"):
+            changes[name] = min((one for one in (getattr(self, name), getattr(new, name)) if one), default=None)
+        return self.model_copy(update=changes)
+
+
+def share_of_steps(cells: Sequence[QualityCell]) -> float:
+    """The mean share of tokens that steps read; 1 without steps."""
+    steps = sum(cell.steps for cell in cells)
+    return sum(cell.decode_share * cell.steps for cell in cells) / steps if steps else 1.0
+
+
+_BY_SAMPLE = ("recall", "exact", "kl")
+
+
+class MethodNote(Part):
+    """A method at a length: where it stands in the tables, and what it was set to."""
+
+    name: Text
+    length: Length
+    group: Group
+    setting: str = ""
+
+
+class RunNote(Part):
+    """One run of the command."""
+
+    command: Text
+    commit: Text
+    device: Text
+    date: Text
+    seconds: NonNegative
+
+
+class QualityFile(Part):
+    """What has been measured so far.
+
+    Attributes:
+        head: model, settings, plans and versions, as in files of `eval --suite`; its own cells are empty.
+        knobs: by length, what prefill methods were set to, and the density that they were held to.
+    """
+
+    kind: Literal["sparsekv.quality"] = "sparsekv.quality"
+    schema_version: Literal[1] = 1
+    head: SuiteResult
+    notes: tuple[MethodNote, ...] = ()
+    knobs: dict[str, dict[str, float]] = Field(default_factory=dict)
+    runs: tuple[RunNote, ...] = ()
+    cells: tuple[QualityCell, ...] = ()
+
+    @property
+    def by_key(self) -> dict[Key, QualityCell]:
+        """The cells by what they are of."""
+        return {cell.key: cell for cell in self.cells}
+
+    def samples(self, key: Key) -> int:
+        """How many there are of a method, task and length."""
+        cell = self.by_key.get(key)
+        return len(cell.kl) if cell else 0
+
+    def with_cell(self, new: QualityCell) -> Self:
+        """These outcomes and later ones."""
+        cells = self.by_key
+        cells[new.key] = cells[new.key].with_more(new) if new.key in cells else new
+        return self.model_copy(update={"cells": tuple(cells.values())})
+
+    def with_notes(self, new: Sequence[MethodNote]) -> Self:
+        """Methods that are known, the later note of each."""
+        notes = {(note.name, note.length): note for note in (*self.notes, *new)}
+        return self.model_copy(update={"notes": tuple(notes.values())})
+
+    def loss(self, method: str, task: str, length: int) -> float:
+        """What a method loses of a task's score, over all samples that dense has too."""
+        cells = self.by_key
+        own, dense = cells[method, task, length].recall, cells[DENSE, task, length].recall
+        count = min(len(own), len(dense))
+        return float(np.mean(dense[:count]) - np.mean(own[:count]))
+
+
+def write_quality(found: QualityFile, path: Path) -> None:
+    """Writes the file, atomically, a line for each cell.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    data = found.model_dump(mode="json")
+    cells = ",\n".join(json.dumps(cell) for cell in data.pop("cells"))
+    head = json.dumps(data, indent=1).removesuffix("\n}")
+    write_bytes(path, f'{head},\n "cells": [\n{cells}\n ]\n}}\n'.encode())
+
+
+def read_quality(path: Path) -> QualityFile:
+    """Reads a file of `write_quality`.
+
+    Raises:
+        UsageError: the file cannot be read.
+        PlanError: it is no such file.
+    """
+    text = read_text(path, MAX_BYTES)
+    try:
+        return QualityFile.model_validate_json(text)
+    except ValidationError as error:
+        raise PlanError(
+            f"expected a table of quality in {path}, found at {first_fault(error)}; remove it, or name another file"
+        ) from error
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One method at some lengths; scores are shares, times are None where they were not measured.
+
+    Attributes:
+        interval: 95%, of the difference from dense over the same samples.
+        worst: the task and length that loses most, what it loses, and its samples.
+    """
+
+    method: str
+    setting: str
+    lengths: tuple[int, ...]
+    dense: float
+    own: float
+    interval: Interval
+    worst: tuple[str, int, float, int]
+    kl: float
+    density: float
+    share: float
+    cached: float
+    prefill_seconds: float | None
+    step_seconds: float | None
+
+
+def row_of(found: QualityFile, method: str, lengths: Sequence[int]) -> Row:
+    """A method over tasks and lengths that it has all run."""
+    cells, count = found.by_key, found.head.settings.samples
+    keys = [(task, length) for length in lengths for task in ruler_suite.RULER_SUITE]
+    own = [cells[method, *key] for key in keys]
+    dense = [cells[DENSE, *key] for key in keys]
+
+    def scores(some: Sequence[QualityCell]) -> list[float]:
+        return list(chain.from_iterable(cell.recall[:count] for cell in some))
+
+    def mean(name: str) -> float:
+        return float(np.mean([getattr(cell, name) for cell in own]))
+
+    def typical(name: str) -> float | None:
+        times = [getattr(cell, name) for cell in own if getattr(cell, name) is not None]
+        return float(np.median(times)) if times else None
+
+    worst = max(keys, key=lambda key: found.loss(method, *key))
+    setting = next((n.setting for n in found.notes if n.name == method and n.length == lengths[-1]), "")
+    return Row(
+        method=method,
+        setting=setting,
+        lengths=tuple(lengths),
+        dense=float(np.mean(scores(dense))),
+        own=float(np.mean(scores(own))),
+        interval=score_interval(scores(dense), scores(own)),
+        worst=(*worst, found.loss(method, *worst), len(cells[method, *worst].kl)),
+        kl=float(np.mean(list(chain.from_iterable(cell.kl[:count] for cell in own)))),
+        density=mean("prefill_density"),
+        share=share_of_steps(own),
+        cached=mean("cached"),
+        prefill_seconds=typical("prefill_seconds"),
+        step_seconds=typical("step_seconds"),
+    )
+
+
+def rows(found: QualityFile) -> Iterator[tuple[Group, Row]]:
+    """The rows of every group: of each length that is complete, and of the whole plan over all of these."""
+    count = found.head.settings.samples
+
+    def is_whole(method: str, length: int) -> bool:
+        return all(
+            found.samples((name, task, length)) >= count for name in (DENSE, method) for task in ruler_suite.RULER_SUITE
+        )
+
+    for group in GROUPS:
+        own = [note for note in found.notes if note.group == group and is_whole(note.name, note.length)]
+        for note in sorted(own, key=lambda note: note.length):
+            yield group, row_of(found, note.name, (note.length,))
+        if group == "plan" and len(lengths := sorted(note.length for note in own)) > 1:
+            yield group, row_of(found, PLAN, lengths)
+
+
+def markdown(found: QualityFile) -> Iterator[str]:
+    """Lines of the tables: what was run, a table a group, and what the goals say."""
+    dense_rows = {row.lengths: row for row in _dense(found)}
+    every = list(rows(found))
+    yield from _runs(found)
+    for group, (title, _) in GROUPS.items():
+        own = [row for of, row in every if of == group]
+        if not own:
+            continue
+        yield f"**{title}**\n"
+        yield f"| length | method | {' | '.join(_HEADS)} |"
+        yield "|---" * (len(_HEADS) + 2) + "|"
+        for lengths in dict.fromkeys(row.lengths for row in own):
+            at = ", ".join(map(format_length, lengths)) if len(lengths) == 1 else "all"
+            same = [row for row in own if row.lengths == lengths]
+            for row in (*([dense_rows[lengths]] if lengths in dense_rows else []), *same):
+                yield f"| {at} | {' | '.join(_cells(group, row))} |"
+        yield ""
+    yield from _goals(every)
+
+
+_HEADS = (
+    "RULER, mean",
+    "less dense",
+    "95%",
+    "worst task",
+    "divergence",
+    "computed or cached",
+    "prompt, s",
+    "step, ms",
+)
+
+
+def _cells(group: Group, row: Row) -> tuple[str, ...]:
+    task, length, lost, samples = row.worst
+    spent = {
+        "plan": f"{row.density:.3f}; {row.share:.3f}",
+        "prefill": f"{row.density:.3f}",
+        "decode": f"{row.share:.3f}",
+        "eviction": f"{row.cached:.3f}",
+    }
+    name = f"{row.method} ({row.setting})" if row.setting else row.method
+    low, high = (100.0 * bound for bound in row.interval)
+    times = (
+        "-" if row.prefill_seconds is None else f"{row.prefill_seconds:.3f}",
+        "-" if row.step_seconds is None else f"{1000.0 * row.step_seconds:.1f}",
+    )
+    if row.method == DENSE:
+        return (name, f"{100.0 * row.own:.1f}", "", "", "", "", "1", *times)
+    return (
+        name,
+        f"{100.0 * row.own:.1f}",
+        f"{100.0 * (row.own - row.dense):+.1f}",
+        f"{low:+.1f} to {high:+.1f}",
+        f"{task} {format_length(length)} {-100.0 * lost:+.1f} ({samples})" if lost > 0 else "none",
+        f"{row.kl:.4f}",
+        spent[group],
+        *times,
+    )
+
+
+def _dense(found: QualityFile) -> Iterator[Row]:
+    count = found.head.settings.samples
+    lengths = sorted({cell.length for cell in found.cells})
+    whole = [n for n in lengths if all(found.samples((DENSE, task, n)) >= count for task in ruler_suite.RULER_SUITE)]
+    for some in (*((length,) for length in whole), tuple(whole)):
+        if some:
+            yield row_of(found, DENSE, some)
+
+
+def _runs(found: QualityFile) -> Iterator[str]:
+    settings, model = found.head.settings, found.head.model
+    first, seconds = found.runs[0], sum(run.seconds for run in found.runs)
+    devices = ", ".join(dict.fromkeys(run.device for run in found.runs))
+    commits = ", ".join(dict.fromkeys(run.commit for run in found.runs))
+    dates = " to ".join(sorted({found.runs[0].date, found.runs[-1].date}))
+    yield (
+        f"{model.id}, {model.dtype}: `{first.command}`, commit {commits}, {devices}, {dates}; {len(found.runs)} runs, "
+        f"{seconds / 60.0:.0f} minutes; {settings.samples} samples of each of {len(ruler_suite.RULER_SUITE)} tasks.\n"
+    )
+
+
+def _goals(every: Sequence[tuple[Group, Row]]) -> Iterator[str]:
+    whole = [row for group, row in every if group == "plan"]
+    if whole:
+        low = 100.0 * whole[-1].interval[0]
+        is_met = "met" if low > GOAL_POINTS else "missed"
+        yield f"- RULER's mean by the plan less dense, lower bound: {low:+.1f} points (goal {GOAL_POINTS:g}: {is_met})."
+    for group in ("prefill", "decode", "eviction"):
+        together: dict[tuple[int, str], list[Row]] = {}
+        for row in (row for of, row in every if of == group):
+            bytes_ = row.method.rsplit(" ", 1)[1] if group == "eviction" else ""
+            together.setdefault((row.lengths[0], bytes_), []).append(row)
+        for (length, bytes_), same in together.items():
+            ours = [row for row in same if row.method.startswith(PLAN)]
+            others = [row for row in same if row not in ours and row.kl]
+            if ours and others:
+                best = min(others, key=lambda row: row.kl)
+                ratio = ours[0].kl / best.kl
+                at = format_length(length) + (f" and {bytes_} of the bytes" if bytes_ else "")
+                is_met = "met" if ratio <= GOAL_RATIO else "missed"
+                yield (
+                    f"- {group.capitalize()} at {at}: our divergence is {ratio:.2f} of {best.method}'s, the best other "
+                    f"(goal {GOAL_RATIO:g}: {is_met})."
+                )

@@ -1,0 +1,193 @@
+"""The table of quality: what methods are held to, what is recorded once, and what eviction keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from planner_profiles import made_up_profile, made_up_reuse
+from task_tokenizers import REFERENCE_MODEL
+from tiny_plans import decode_plan, drops, every_head, plan_for, segment
+
+from sparsekv.bench import quality_methods, quality_table
+from sparsekv.bench.eviction_rules import Evicted, cached_share, observed_prompt, top_of_layer
+from sparsekv.bench.quality_file import QualityFile, RunNote, markdown, read_quality
+from sparsekv.bench.quality_methods import Inputs, budget_for, check_shares, quest_budget, share_read
+from sparsekv.bench.quality_table import Table, main
+from sparsekv.planner.evaluation.suite import SuiteSamples
+from sparsekv.planner.evaluation.suite_file import SuiteModel, SuiteResult, SuiteSettings
+from sparsekv.planner.profile.profile_data import LengthProfile
+from sparsekv.planner.tasks import ruler_suite
+from sparsekv.plans.aliases import ModelSource
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.files import write_plan
+from sparsekv.plans.patterns import VerticalSlash, tokens
+from sparsekv.runtime.hf.load import LoadedModel, load_model
+
+LENGTH = 1024
+
+
+@pytest.fixture(scope="module")
+def retriever() -> LoadedModel:
+    return load_model(ModelSource(str(REFERENCE_MODEL)), device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch, short_filler: None) -> None:
+    names = ("niah_single_1", "fwe")
+    tasks = {name: replace(ruler_suite.RULER_SUITE[name], tokens=16) for name in names}
+    monkeypatch.setattr(ruler_suite, "RULER_SUITE", tasks)
+    monkeypatch.setattr("sparsekv.planner.evaluation.suite.RULER_SUITE", tasks)
+    monkeypatch.setattr(quality_methods, "TUNED_ON", names[:1])
+    monkeypatch.setattr(quality_table, "AGAIN", 3)
+
+
+@pytest.fixture(scope="module")
+def inputs(retriever: LoadedModel) -> Inputs:
+    model = retriever.model
+    lines = VerticalSlash(vertical=tokens(64), slash=tokens(96), last_q=64, max_tiles=tokens(512))
+    own = plan_for(model, every_head(model, lines), decode_plan(segment(2, tuple(range(3, 12)), 200)))
+    evicting = plan_for(model, None, None, drops(tuple(range(12)), 400, observe=64))
+    reuse = made_up_reuse(np.random.default_rng(0).uniform(0.5, 1.0, (12, 12)))
+    entry = LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=reuse)
+    return Inputs(retriever, own, {"0.4": evicting}, made_up_profile(entry, model=retriever.info))
+
+
+def empty(inputs: Inputs) -> QualityFile:
+    model = SuiteModel(id="tiny", architecture=inputs.loaded.info.fingerprint.architecture, dtype="float32")
+    settings = SuiteSettings(seed=0, samples=1, phase="each", backend="auto")
+    head = SuiteResult(model=model, settings=settings, methods=(), devices=("cpu",), versions={})
+    run = RunNote(command="python", commit="0", device="cpu", date="2026-01-01", seconds=1.0)
+    return QualityFile(head=head, runs=(run,))
+
+
+def run_on(inputs: Inputs, found: QualityFile, **options: float) -> tuple[bool, QualityFile, int]:
+    """Whether all is there, what is, and how often it was saved."""
+    saved: list[QualityFile] = []
+    table = Table(inputs, SuiteSamples((LENGTH,), samples=1), found, saved.append, lambda line: None, **options)
+    return table.run([LENGTH]), table.found, len(saved)
+
+
+def test_every_method_runs_once_at_what_it_is_held_to_and_a_stopped_run_goes_on(inputs: Inputs, few: None) -> None:
+    is_whole, _, saved = run_on(inputs, empty(inputs), until=0.0)
+    assert (is_whole, saved) == (False, 0)
+    is_whole, found, _ = run_on(inputs, empty(inputs))
+    assert is_whole
+    evicting = {"plan, evicting to 0.4", "SnapKV, 0.4", "expected attention, 0.4"}
+    methods = {"dense", *inputs.own, *quality_methods.PREFILL_PEERS, *quality_methods.DECODE_PEERS, *evicting}
+    assert {cell.method for cell in found.cells} == methods
+    for task in ruler_suite.RULER_SUITE:
+        own = {name: found.by_key[name, task, LENGTH] for name in methods}
+        for name in quality_methods.PREFILL_PEERS:
+            assert own[name].prefill_density == pytest.approx(own["plan, prefill"].prefill_density, abs=0.2), name
+            assert own[name].decode_share == 1.0
+        for name in evicting:
+            assert own[name].cached == pytest.approx(own["plan, evicting to 0.4"].cached, abs=0.02)
+            assert own[name].prefill_seconds is None, "masks have no time"
+        if own["dense"].steps:
+            assert own["Quest"].decode_share == pytest.approx(own["plan, decode"].decode_share, abs=0.05)
+    dense = found.by_key["dense", "niah_single_1", LENGTH]
+    assert dense.recall[0] == 1.0
+    assert set(dense.kl) == {0.0}
+    text = "\n".join(markdown(found))
+    assert "| 1k | FlexPrefill (gamma" in text
+    assert "our divergence is" in text
+    assert run_on(inputs, found) == (True, found, 0), "what is there is not run again"
+    lost = [key for key in found.by_key if key[0] != "dense" and found.loss(*key) >= 0.1]
+    assert lost, "some method at a share of 0.4 loses"
+    assert all(found.samples(key) == 3 for key in lost), "a task that lost has more samples"
+
+
+def test_the_command_writes_a_file_that_it_goes_on_with_and_prints(
+    inputs: Inputs, few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(inputs.plan.model_copy(update={"prefill": None}), tmp_path / "plan.yaml")
+    command = ["tiny-retriever", "--plan", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "q.json")]
+    command += ["--lengths", "1k", "--samples", "1", "--device", "cpu", "--commit", "abc"]
+    assert main([*command, "--max-seconds", "0"]) == 1
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "| 1k | plan |" in printed
+    assert "commit abc" in printed
+    assert len(read_quality(tmp_path / "q.json").runs) == 1
+    assert main(["--show", str(tmp_path / "q.json")]) == 0
+    assert capsys.readouterr().out in printed
+    with pytest.raises(UsageError, match="samples 1 there, 2 here"):
+        main([*command, "--samples", "2"])
+
+
+def test_budgets_read_the_share_that_they_are_made_for() -> None:
+    segments = (segment(2, tuple(range(3, 12)), 1),)
+    for share in (0.4, 0.6):
+        budget = budget_for(share, segments, 12, 8192)
+        assert share_read((segment(2, tuple(range(3, 12)), budget),), 12, 8192) == pytest.approx(share, abs=0.001)
+        own = (quest_budget(share, 12, 8192) / 8192 + 1 / 16) * 10 + 2
+        assert own / 12 == pytest.approx(share, abs=0.001)
+    assert budget_for(0.1, segments, 12, 8192) == 1, "filter and dense layers alone read more"
+
+
+def test_plans_that_evict_are_named_by_their_share() -> None:
+    assert check_shares(["0.5=a.yaml"]) == {"0.5": "a.yaml"}
+    for wrong in (["a.yaml"], ["0.5=a.yaml", "0.5=b.yaml"]):
+        with pytest.raises(UsageError, match="each share once"):
+            check_shares(wrong)
+
+
+# --- eviction ---------------------------------------------------------------------------------------------------------
+
+
+def test_expected_attention_unrotates_queries_and_keeps_what_future_ones_attend_to(retriever: LoadedModel) -> None:
+    """Beside the definition: means of queries as they were projected, turned by every future position, one by one."""
+    model = retriever.model
+    ids_BS = torch.randint(0, 500, (2, 192), generator=torch.Generator().manual_seed(0))
+    projected: list[torch.Tensor] = []
+    layer = model.model.layers[1].self_attn
+    hook = layer.q_proj.register_forward_hook(lambda module, given, out: projected.append(out))
+    with torch.no_grad(), observed_prompt(model, ids_BS, ("expected_attention",)) as (seen, _):
+        hook.remove()
+        q_BHSD = projected[0].unflatten(-1, (4, 64)).transpose(1, 2)
+        statistics = seen.seen.statistics[1]
+        torch.testing.assert_close(statistics.mean_BHD, q_BHSD[:, :, 4:].mean(2), atol=1e-4, rtol=1e-4)
+        k_BGSD, v_BGSD = seen.keys_values(1)
+        cos_FD, sin_FD = (part[0] for part in model.model.rotary_emb(q_BHSD, torch.arange(192, 704)[None]))
+
+        def turned(x_D: torch.Tensor) -> torch.Tensor:
+            first, second = x_D.chunk(2)
+            return (x_D * cos_FD + torch.cat((-second, first)) * sin_FD).mean(0)
+
+        centred_SD = q_BHSD[1, 2, 4:] - q_BHSD[1, 2, 4:].mean(0)
+        mean_D = turned(q_BHSD[1, 2, 4:].mean(0))
+        spread_SD = torch.stack([turned(x_D) for x_D in centred_SD])
+        k_SD = k_BGSD[1, 1, 4:]
+        logits_S = k_SD @ mean_D / 8 + ((k_SD @ spread_SD.T) ** 2).mean(1) / 128
+        other_SD = torch.stack([turned(x_D) for x_D in q_BHSD[1, 3, 4:] - q_BHSD[1, 3, 4:].mean(0)])
+        others_S = k_SD @ turned(q_BHSD[1, 3, 4:].mean(0)) / 8 + ((k_SD @ other_SD.T) ** 2).mean(1) / 128
+        weights_S = (logits_S.softmax(0) + others_S.softmax(0)) / 2
+        expected_S = (weights_S + 0.02) * v_BGSD[1, 1, 4:].norm(dim=-1)
+        torch.testing.assert_close(seen._expected(1)[1, 1, 4:], expected_S, atol=1e-4, rtol=1e-3)
+
+
+def test_heads_share_the_budget_of_a_layer_and_none_starves() -> None:
+    scores_BGS = torch.stack([torch.arange(10.0), 100 + torch.arange(10.0)])[None]
+    assert top_of_layer(scores_BGS, 4, 1.0).sum(-1).tolist() == [[4, 4]]
+    assert top_of_layer(scores_BGS, 4, 0.25).sum(-1).tolist() == [[1, 7]]
+
+
+def test_masks_are_attended_to_as_an_evicted_cache_is(retriever: LoadedModel) -> None:
+    """What is masked has no influence: its values may be anything."""
+    model = retriever.model
+    ids_BS = torch.randint(0, 500, (1, 300), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), observed_prompt(model, ids_BS, ("snapkv",)) as (seen, steps):
+        masks = seen.by_rule("snapkv", 0.5)
+        assert cached_share(masks, 12) == pytest.approx(0.5, abs=0.01)
+        assert all(mask_BGS[..., -64:].all() for mask_BGS in masks.values())
+        steps.rule, cache = Evicted(masks), seen.prompts.cache
+        one = model(input_ids=ids_BS[:, :1], past_key_values=cache).logits
+        for number, layer in enumerate(cache.layers):
+            layer.store.truncate((300,))
+            _, v_BGSD = layer.store.tensors
+            v_BGSD[:, :, :300].masked_fill_(~masks[number][..., None], 1e4)
+        torch.testing.assert_close(model(input_ids=ids_BS[:, :1], past_key_values=cache).logits, one)

@@ -1,0 +1,29 @@
+"""Writes the tables of docs/quality.md from files of `sparsekv.bench.quality_table`: `python
+tools/build_quality_page.py quality.json ...`, a model each, in that order."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from sparsekv.bench.quality_file import markdown, read_quality
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "quality.md"
+BEGIN, END = "<!-- made by tools/build_quality_page.py -->\n", "<!-- end -->\n"
+
+
+def page(text: str, files: list[Path]) -> str:
+    """Returns the page with the tables of these files in their place."""
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"expected {BEGIN.strip()} and {END.strip()} in {PAGE}, found no pair of them")
+    found = "\n".join("\n".join(markdown(read_quality(file))) + "\n" for file in files)
+    return before + BEGIN + found + END + after
+
+
+if __name__ == "__main__":
+    if not sys.argv[1:]:
+        raise SystemExit(__doc__)
+    PAGE.write_text(page(PAGE.read_text(), [*map(Path, sys.argv[1:])]))
