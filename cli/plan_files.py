@@ -170,6 +170,7 @@ _WHAT = {
     "curve": "a curve",
     "suite": "results of `eval --suite`",
     "outcomes": "outcomes of a verification",
+    "peers": "rows of `bench peers`",
 }
 
 
