@@ -116,7 +116,7 @@ def _lines(scale: float, tile: TileShape) -> Rule:
 
 def _mass(share: float) -> float:
     """From 0.05 to 0.9995, in steps of what is left out."""
-    return 1.0 - 0.95 * (0.0005 / 0.95) ** share
+    return float(1.0 - 0.95 * (0.0005 / 0.95) ** share)
 
 
 def _adaptive(score: Any) -> Callable[[float, TileShape], Rule]:
@@ -124,10 +124,10 @@ def _adaptive(score: Any) -> Callable[[float, TileShape], Rule]:
 
 
 METHODS: Mapping[str, Method] = {
-    "MInference": Method("{:g} x (1000 columns, 6096 diagonals)", 1.0, lambda t: 2.0 ** (-12 + 16 * t), _lines),
+    "MInference": Method("{:g} x (1000 columns, 6096 diagonals)", 1.0, lambda t: float(2.0 ** (-12 + 16 * t)), _lines),
     "XAttention": Method("tau {:g}", 0.9, _mass, _adaptive("antidiagonal")),
     "FlexPrefill": Method("gamma {:g}", 0.9, _mass, _adaptive("pooled")),
-    "FlashPrefill": Method("alpha {:g}", 0.18, lambda t: 0.99 * (1e-4 / 0.99) ** t, MaxThreshold),
+    "FlashPrefill": Method("alpha {:g}", 0.18, lambda t: float(0.99 * (1e-4 / 0.99) ** t), MaxThreshold),
 }
 
 
@@ -231,7 +231,8 @@ def _cases(bench: PeersBench, length: int) -> Iterator[Case]:
     """Dense and the plan first: the others are measured at its density."""
     yield Case("dense", "dense", length)
     yield Case(PLAN, "plan", length)
-    yield from (Case(name, at, length) for name, at in product(bench.methods, ("published", "equal")))
+    both: tuple[At, ...] = ("published", "equal")
+    yield from (Case(name, at, length) for name, at in product(bench.methods, both))
     if bench.originals is not None:
         yield from (Case(one.name, "original", length) for one in ORIGINALS if one.name in bench.methods)
 

@@ -160,11 +160,12 @@ def _begun(bench: PeersBench, shape: str, loaded: LoadedModel | None, plan: Plan
     quality: dict[str, Any] = {}
     if loaded is not None:
         fingerprint = loaded.info.fingerprint
-        named = {"architecture": fingerprint.architecture, "weights": fingerprint.weights}
         quality = {"model": fingerprint.architecture, "weights": fingerprint.weights, "tasks": bench.tasks}
         quality |= {"samples": bench.samples, "ruler_samples": bench.ruler_samples}
         suite = SuiteResult(
-            model=SuiteModel(id=loaded.info.id, dtype=dtype, **named),
+            model=SuiteModel(
+                id=loaded.info.id, architecture=fingerprint.architecture, weights=fingerprint.weights, dtype=dtype
+            ),
             settings=SuiteSettings(
                 seed=bench.seed, samples=max(1, bench.ruler_samples), phase="prefill", backend="auto"
             ),

@@ -134,7 +134,7 @@ def time_chart(data: str, title: str, lengths: Sequence[int], range_ms: tuple[fl
                 scale=alt.Scale(domain=modes, range=[GREY, ACCENT]),
                 legend=alt.Legend(title=None, orient="bottom"),
             ),
-            strokeWidth=alt.StrokeWidth("mode:N", scale=alt.Scale(domain=modes, range=[6, 2]), legend=None),
+            strokeWidth=alt.when("datum.mode == 'dense'").then(alt.value(6)).otherwise(alt.value(2)),
             tooltip=[
                 alt.Tooltip("length:Q", format=","),
                 alt.Tooltip("mode:N"),
@@ -145,6 +145,30 @@ def time_chart(data: str, title: str, lengths: Sequence[int], range_ms: tuple[fl
         )
     )
     return styled(chart.properties(width=300, height=220))
+
+
+def quality_chart(data: str, lengths: Sequence[int], phases: Sequence[str]) -> dict[str, Any]:
+    """Divergence from dense over length, a line a phase, with 95% intervals."""
+    y = alt.Y(
+        "kl:Q", title="divergence from dense (nats, log)", scale=alt.Scale(type="log"), axis=alt.Axis(tickCount=4)
+    )
+    base = alt.Chart(alt.NamedData(name=data)).encode(
+        x=alt.X("length:Q", title="context (tokens, log)", scale=alt.Scale(type="log", base=2), axis=_lengths(lengths)),
+        color=alt.Color(
+            "phase:N", scale=alt.Scale(domain=list(phases)), legend=alt.Legend(title=None, orient="bottom")
+        ),
+        tooltip=[
+            alt.Tooltip("phase:N"),
+            alt.Tooltip("length:Q", format=","),
+            *(alt.Tooltip(f"{name}:Q", format=".3") for name in ("kl", "low", "high")),
+        ],
+    )
+    lines, bounds = (
+        base.mark_line(point=True).encode(y=y),
+        base.mark_rule(strokeWidth=2).encode(y=alt.Y("low:Q"), y2="high:Q"),
+    )
+    title = "Divergence, with 95% intervals"
+    return styled(alt.LayerChart(layer=[lines, bounds], width=300, height=220, title=title))
 
 
 def curve_chart(data: str, value: str, title: str, methods: Sequence[str], dense: float | None) -> dict[str, Any]:
@@ -233,7 +257,7 @@ def _side(cells: int, widest: int = _CELL[1]) -> int:
 def styled(chart: alt.TopLevelMixin, background: str = "transparent") -> dict[str, Any]:
     """The specification of a chart in the colours of all."""
     text: dict[str, Any] = {"labelColor": GREY, "titleColor": GREY}
-    coloured: Any = chart.configure(  # type: ignore[attr-defined]
+    coloured: Any = chart.configure(
         background=background,
         axis=alt.AxisConfig(domainColor=GREY, tickColor=GREY, gridColor=GREY, gridOpacity=0.25, **text),
         legend=alt.LegendConfig(**text),
