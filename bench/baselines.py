@@ -38,11 +38,13 @@ from transformers import PreTrainedModel
 from sparsekv.kernels.backends import choose_backend, prefill_attention
 from sparsekv.kernels.index.adaptive import tile_scores
 from sparsekv.kernels.index.block_sparse import tile_limits
+from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.index.layout import IndexCall
 from sparsekv.kernels.scores import scaled_scores, token_scores
 from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex, computed_tiles
 from sparsekv.kernels.topk import ascending
 from sparsekv.planner.decode_candidates import anchor_layers
+from sparsekv.planner.evaluation import PlanMode
 from sparsekv.planner.evaluation.results import Spent
 from sparsekv.planner.filter_layers import FilterSegment, Floats, following, lost_mass, segment_of
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Reuse
@@ -106,6 +108,24 @@ def fitted_at_densities(
 
 
 @dataclass(frozen=True, slots=True)
+class SamePattern:
+    """One pattern in every head of the layers with full attention."""
+
+    pattern: Pattern
+    tile: TileShape
+
+    def index(self, call: AttentionCall) -> TileIndex:
+        """What one layer computes."""
+        patterns = (self.pattern,) * call.q_BHSD.shape[1]
+        return build_index(patterns, call.q_BHSD, call.k_BGKD, call.chunk, self.tile, scale=call.scale)
+
+    def mode(self, info: ModelInfo) -> PlanMode:
+        """It at work in a model; decode is dense."""
+        patterns = {layer: (self.pattern,) * info.by_layer[layer].heads for layer in info.full_layers}
+        return PlanMode(prefill_plan(info, self.tile, patterns), "prefill")
+
+
+@dataclass(frozen=True, slots=True)
 class MaxThreshold:
     """FlashPrefill's rule, in the layers with full attention; decode is dense.
 
@@ -143,8 +163,7 @@ class MaxThreshold:
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         """The output [B, H, S, D], and tiles computed."""
-        kept_BHTM = self._choose(call)
-        index, head_dim = _index_of(kept_BHTM, self.tile), call.q_BHSD.shape[3]
+        index, head_dim = self.index(call), call.q_BHSD.shape[3]
         found = prefill_attention(
             call.q_BHSD,
             call.k_BGKD,
@@ -155,6 +174,14 @@ class MaxThreshold:
             backend=choose_backend(call.q_BHSD.device, call.q_BHSD.dtype, head_dim, "auto", self.tile).name,
         )
         return found.out_BHSD, computed_tiles(index).sum()
+
+    def mode(self, info: ModelInfo) -> MaxThreshold:
+        """It at work in a model."""
+        return self
+
+    def index(self, call: AttentionCall) -> TileIndex:
+        """What one layer computes."""
+        return _index_of(self._choose(call), self.tile)
 
     def _choose(self, call: AttentionCall) -> torch.Tensor:
         """Tiles that are computed: bool [B, H, T, M]."""

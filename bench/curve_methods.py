@@ -25,6 +25,7 @@ from sparsekv.bench.baselines import (
     MaxThreshold,
     QuestPages,
     Rounded,
+    SamePattern,
     StepwiseRule,
     decode_plan,
     fitted_at_densities,
@@ -242,9 +243,7 @@ def _max_threshold(inputs: CurveInputs, length: int) -> Modes:
 
 
 def _same(inputs: CurveInputs, pattern: Pattern) -> PlanMode:
-    model = inputs.loaded.info
-    patterns = {layer: (pattern,) * model.by_layer[layer].heads for layer in model.full_layers}
-    return PlanMode(prefill_plan(model, inputs.tile, patterns), "prefill")
+    return SamePattern(pattern, inputs.tile).mode(inputs.loaded.info)
 
 
 def _density(density: float) -> str:

@@ -1,362 +1,451 @@
-"""Other people's sparse prefill beside ours in one process, on the same planted queries, keys and values.
+"""`sparsekv bench peers`: published methods of sparse prefill beside a plan, in one process and on the same prompts.
 
-    python -m sparsekv.bench.peers --list                        # who is there, and the files that each needs
-    python -m sparsekv.bench.peers --lengths 32k,128k --json peers.json
+Each method runs twice: as its authors publish it for an 8B Llama, and at the density of the plan (or one that is asked
+for), with its own knob turned there. Its published algorithm runs on our kernels, as it stands in `baselines`; the
+authors' own code runs beside it where it was fetched (originals.py).
 
-Peers are read from checkouts under .peers/ (git-ignored; nothing of them is in this repository):
-
-    git clone https://github.com/microsoft/MInference        .peers/MInference
-    git clone https://github.com/bytedance/FlexPrefill       .peers/FlexPrefill
-    git clone https://github.com/qhfan/FlashPrefill          .peers/FlashPrefill
-    git clone https://github.com/mit-han-lab/x-attention     .peers/x-attention
-
-`--list` names the few files that are read of each (some 300 KB together), and the commits that were looked at.
-FlexPrefill needs einops; MInference's index kernel is compiled on first use (nvcc). --peers is also searched for
-packages (einops, flash_attn) that lie there.
-
-Each peer runs with the settings that its authors publish for an 8B Llama, so that densities differ: they stand in the
-table, and so does the error of the output, against dense attention in float32 on sampled rows, relative to its size.
-Structure is planted for the density asked for, in vertical_slash heads unless --patterns says otherwise.
-
-An adapter imports its peer from a checkout (see `Peer.files`) and gives back one call from queries, keys and values to
-the output, index building included, and the density that the call comes to. What is missing is raised, and printed.
-Packages of a checkout are entered without running their `__init__`, which patch or import half of transformers.
+* Time is that of one layer of the shape asked for, on planted structure (planted.py): index and attention apart, and in
+  one call. A method is timed at the density that it had in the model: its knob is turned to it once more.
+* Quality is that of a model: divergence from dense on held-out samples, and the mean of RULER's tasks.
 
 Shapes: B batch (1), H query heads, G KV heads, S tokens, D head size.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import importlib.util
-import json
-import sys
-import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
+from itertools import product
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from sparsekv.bench.dense_kernels import dense_calls, time_dense
-from sparsekv.bench.harness import Call, Columns, Row, free_memory, in_short, measure, number, report
-from sparsekv.bench.kernels import families_of, planted_index
+from sparsekv.bench.baselines import MaxThreshold, SamePattern
+from sparsekv.bench.dense_kernels import time_dense
+from sparsekv.bench.harness import Call, Columns, Row, free_memory, in_short, measure, number
+from sparsekv.bench.originals import ORIGINALS, PUBLISHED_LINES, OriginalMode, Ready
+from sparsekv.bench.peers_file import At, Key, PeerRow, PeersFile
 from sparsekv.bench.planted import Planted, causal_scores, plant, sample_rows
-from sparsekv.kernels.backends import BACKENDS, choose_backend, prefill_attention
-from sparsekv.kernels.tiles import density
-from sparsekv.plans.files import write_bytes
-from sparsekv.plans.patterns import TileShape
-from sparsekv.plans.types import format_length, parse_lengths
-from sparsekv.runtime.model_config import device_name, dtype_name
-
-Attention = Callable[[], Any]  # [B, H, S, D]
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A peer that can run: its call, [B, H, S, D], and what it computes of the causal matrix.
-
-    Attributes:
-        is_attention: False where only the peer's index building runs here, and the call gives no output.
-    """
-
-    call: Attention
-    density: float
-    note: str = ""
-    is_attention: bool = True
-
-
-@dataclass(frozen=True)
-class Peer:
-    """One peer.
-
-    Attributes:
-        folder: of its checkout.
-        url, commit: where that comes from, and the version that was looked at.
-        files: all that is read of it; a whole checkout will do as well.
-        modules: Python packages that it needs beside torch and Triton.
-    """
-
-    name: str
-    folder: str
-    url: str
-    commit: str
-    files: tuple[str, ...]
-    modules: tuple[str, ...]
-    prepare: Callable[[Planted, Path], Ready]
-
-    def missing(self, root: Path) -> list[str]:
-        """Returns what is not there to run it: files, then packages."""
-        files = [str(root / self.folder / name) for name in self.files if not (root / self.folder / name).is_file()]
-        return files + [f"the package {name}" for name in self.modules if importlib.util.find_spec(name) is None]
-
-
-# --- MInference 1.0 ---------------------------------------------------------------------------------------------------
-
-_PUBLISHED = (1000, 6096)  # columns and diagonals of nearly every head of its Llama-3.1-8B configuration
-
-
-def minference(planted: Planted, root: Path, counts: tuple[int, int] | None = _PUBLISHED) -> Ready:
-    """Its vertical-slash attention head by head, as its runner does; the index kernel is compiled from its csrc.
-
-    Where neither SGLang nor vLLM is installed, whose kernel it prefers, it runs its own Triton kernel.
-
-    Args:
-        counts: columns and diagonals of every head; None for those that were planted.
-    """
-    folder = root / "MInference"
-    package = _enter("minference", folder / "minference")
-    _enter("minference.ops", folder / "minference" / "ops")
-    if "minference.cuda" not in sys.modules:
-        from torch.utils.cpp_extension import load
-
-        sources = [str(folder / "csrc" / name) for name in ("kernels.cpp", "vertical_slash_index.cu")]
-        sys.modules["minference.cuda"] = load(name="minference_cuda", sources=sources)
-    kernel: Any = importlib.import_module("minference.ops.pit_sparse_flash_attention_v2")
-    package.vertical_slash_sparse_attention = kernel.vertical_slash_sparse_attention
-    package.streaming_forward = importlib.import_module("minference.ops.streaming_kernel").streaming_forward
-    for name, below in (("flex_prefill", ""), ("flex_prefill.ops", "ops"), ("flex_prefill.ops.minfer", "ops/minfer")):
-        _enter(name, root / "FlexPrefill" / "flex_prefill" / below)
-    runner: Any = importlib.import_module("flex_prefill.ops.minfer.minfer_attention")
-    config = {
-        str(head): ["vertical_and_slash", *(counts or _planted_counts(planted, head)), 1.0]
-        for head in range(planted.q_BHSD.shape[1])
-    }
-
-    def call() -> Any:
-        return runner.minfer_attention(planted.q_BHSD, planted.k_BGSD, planted.v_BGSD, config)
-
-    fast = kernel.convert_vertical_slash_indexes_opt is not None
-    found = _watched(kernel, f"convert_vertical_slash_indexes{'_opt' if fast else ''}", call)
-    area = sum(64.0 * 64.0 * float(blocks.sum()) + 64.0 * float(singles.sum()) for blocks, _, singles, _ in found)
-    density = area / 64**2 / _causal_tiles(planted, 64)
-    said = "the kernel of SGLang or vLLM" if kernel.sparse_attn_func is not None else "its Triton kernel"
-    columns, diagonals = counts or _planted_counts(planted, 0)
-    return Ready(call, density, f"{columns} columns, {diagonals} diagonals a head; {said}")
-
-
-def minference_planted(planted: Planted, root: Path) -> Ready:
-    """The same with as many columns and diagonals as were planted."""
-    return minference(planted, root, None)
-
-
-def _planted_counts(planted: Planted, head: int) -> tuple[int, int]:
-    """And room for the 30 columns and 100 diagonals that it always takes, and the 64 on which it sees a sink."""
-    truth = planted.heads[head]
-    if not truth.bands:
-        raise ValueError("only vertical_slash heads have columns and diagonals: run with --patterns vertical_slash")
-    return len(truth.columns_C) + 30, sum(stop - first for first, stop in truth.bands) + 164
-
-
-def _watched(module: Any, name: str, call: Attention) -> list[Any]:
-    """Returns what a function of the peer returns each time while its attention runs once."""
-    original, found = getattr(module, name), []
-
-    def watch(*args: Any, **options: Any) -> Any:
-        found.append(original(*args, **options))
-        return found[-1]
-
-    with mock.patch.object(module, name, watch):
-        call()
-    return found
-
-
-def _causal_tiles(planted: Planted, side: int) -> float:
-    """Square tiles of all heads on and below the diagonal."""
-    tiles = -(-planted.chunk.longest // side)
-    return planted.q_BHSD.shape[1] * tiles * (tiles + 1) / 2
-
-
-# --- FlexPrefill ------------------------------------------------------------------------------------------------------
-
-
-def flex_prefill(planted: Planted, root: Path) -> Ready:
-    """With the settings of its README for Llama-3.1-8B."""
-    for name, below in (("flex_prefill", ""), ("flex_prefill.ops", "ops")):
-        _enter(name, root / "FlexPrefill" / "flex_prefill" / below)
-    module: Any = importlib.import_module("flex_prefill.ops.flex_prefill_attention")
-    q_BSHD, k_BSGD, v_BSGD = _by_token(planted)
-    settings = {"gamma": 0.9, "tau": 0.1, "min_budget": 1024, "max_budget": None, "block_size": 128}
-
-    def call() -> Any:
-        return module.flex_prefill_attention(q_BSHD, k_BSGD, v_BSGD, **settings).transpose(1, 2)
-
-    _, of_square = module.flex_prefill_attention(q_BSHD, k_BSGD, v_BSGD, **settings, return_computational_ratio=True)
-    tiles = -(-planted.chunk.longest // 128)
-    return Ready(call, of_square * 2 * tiles / (tiles + 1), "gamma 0.9, tau 0.1, at least 1024 tokens")
-
-
-# --- FlashPrefill -----------------------------------------------------------------------------------------------------
-
-
-def flash_prefill(planted: Planted, root: Path) -> Ready:
-    """The Triton version, with the settings of its vLLM patch for Llama."""
-    _stand_in_for_fla()
-    package = f"{__name__}_flash_prefill"
-    _enter(package, root / "FlashPrefill" / "ops")
-    module: Any = importlib.import_module(f"{package}.flashprefill_native_forward")
-    q_BSHD, k_BSGD, v_BSGD = _by_token(planted)
-    out_BSHD = torch.empty_like(q_BSHD)
-
-    def call() -> Any:
-        module.flash_prefill(q_BSHD, k_BSGD, v_BSGD, out_BSHD, 128, 2, 4, 0.18, 2, 0)
-        return out_BSHD.transpose(1, 2)
-
-    counts = _watched(module, "deal_output_score", call)[0][1]
-    return Ready(call, float(counts.sum()) / _causal_tiles(planted, 128), "alpha 0.18")
-
-
-# --- XAttention -------------------------------------------------------------------------------------------------------
-
-
-def x_attention(planted: Planted, root: Path) -> Ready:
-    """Index building alone, stride 16 and threshold 0.9: its attention kernel (block_sparse_attn) is not built here.
-
-    Keys are repeated for every query head, as its model code does; that is not counted.
-    """
-    sys.path.insert(0, str(root / "x-attention"))
-    stand_in: Any = types.ModuleType("block_sparse_attn")
-    stand_in.block_sparse_attn_func = None
-    try:
-        with mock.patch.dict(sys.modules, {"block_sparse_attn": stand_in}):
-            module: Any = importlib.import_module("xattn.src.Xattention")
-    finally:
-        sys.path.remove(str(root / "x-attention"))
-    group, length = planted.q_BHSD.shape[1] // planted.k_BGSD.shape[1], planted.chunk.longest
-    q_BHSD, k_BHSD = planted.q_BHSD.contiguous(), planted.k_BGSD.repeat_interleave(group, 1)
-    power = 1 << (length - 1).bit_length()
-    chunk = max(2048, min(max(2048, power), 128 * 1024 * 2048 // power))  # the default of its prefill function
-
-    def estimate() -> Any:
-        with _a_name_with_100():
-            _, mask = module.xattn_estimate(q_BHSD, k_BHSD, block_size=128, stride=16, threshold=0.9, chunk_size=chunk)
-        return mask
-
-    tiles = -(-length // 128)
-    density = float(estimate()[:, :, :tiles, :tiles].sum()) / _causal_tiles(planted, 128)
-    return Ready(estimate, density, "stride 16, threshold 0.9; index building alone", is_attention=False)
-
-
-def _a_name_with_100() -> AbstractContextManager[object]:
-    """It uses its Triton kernels only on GPUs with 100 in their name; they run on others as well, and far faster."""
-    real = torch.cuda.get_device_properties
-
-    class Named:
-        def __init__(self, device: Any = None) -> None:
-            self._real, self.name = real(device), "H100"
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._real, name)
-
-    return mock.patch.object(torch.cuda, "get_device_properties", Named)
-
-
-# --- how they are reached ---------------------------------------------------------------------------------------------
-
-_MINFERENCE_FILES = (
-    "minference/ops/pit_sparse_flash_attention_v2.py",
-    "minference/ops/streaming_kernel.py",
-    "csrc/kernels.cpp",
-    "csrc/vertical_slash_index.cu",
-    "../FlexPrefill/flex_prefill/ops/minfer/minfer_attention.py",  # the runner over heads, without its model code
-)
-_MINFERENCE = "https://github.com/microsoft/MInference", "fb56c917f618e8645f1cfc37535afd7424d78f0d"
-
-_GITHUB = "https://github.com/"
-_XATTN = ("__init__.py", "src/Xattention.py", "src/kernels.py", "src/utils.py")
-PEERS = (
-    Peer("MInference", "MInference", *_MINFERENCE, _MINFERENCE_FILES, (), minference),
-    Peer("MInference, planted counts", "MInference", *_MINFERENCE, _MINFERENCE_FILES, (), minference_planted),
-    Peer("FlexPrefill", "FlexPrefill", f"{_GITHUB}bytedance/FlexPrefill", "a24b27bf117fd6ad4ba34b0db82c598e7786fd59",
-         ("flex_prefill/ops/flex_prefill_attention.py",), ("einops",), flex_prefill),
-    Peer("FlashPrefill", "FlashPrefill", f"{_GITHUB}qhfan/FlashPrefill", "74e42f3d4f636b4f0744c6ffbb7768d35bb0d10e",
-         ("ops/flashprefill_native_forward.py",), (), flash_prefill),
-    Peer("XAttention", "x-attention", f"{_GITHUB}mit-han-lab/x-attention", "e37988770b9d1bebd489eba011d615f35587ba08",
-         tuple(f"xattn/{name}" for name in _XATTN), (), x_attention),
-)  # fmt: skip
-
-
-def _enter(name: str, folder: Path) -> Any:
-    """A package whose modules can be imported, without running what its `__init__` would."""
-    if name not in sys.modules:
-        package = types.ModuleType(name)
-        package.__path__ = [str(folder)]
-        sys.modules[name] = package
-    return sys.modules[name]
-
-
-def _stand_in_for_fla() -> None:
-    """The two decorators that FlashPrefill takes from flash-linear-attention, where that is not installed."""
-    if "fla" in sys.modules or importlib.util.find_spec("fla") is not None:
-        return
-
-    def contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **options: Any) -> Any:
-            return function(*(x.contiguous() if isinstance(x, torch.Tensor) else x for x in args), **options)
-
-        return wrapped
-
-    utils: Any = types.ModuleType("fla.utils")
-    utils.contiguous, utils.autocast_custom_fwd = contiguous, torch.amp.custom_fwd(device_type="cuda")
-    sys.modules["fla"], sys.modules["fla.utils"] = types.ModuleType("fla"), utils
-
-
-def _by_token(planted: Planted) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[B, S, heads, D] each; planted tensors lie so in memory, and nothing is copied."""
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (planted.q_BHSD, planted.k_BGSD, planted.v_BGSD))
-    return q, k, v
-
-
+from sparsekv.kernels.backends import choose_backend, prefill_attention
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.tiles import TileIndex, density
+from sparsekv.planner.evaluation import EvalSamples, Mode, PlanMode, evaluate
+from sparsekv.planner.evaluation.suite import SuiteSamples, run_suite
+from sparsekv.planner.evaluation.suite_file import SuiteResult
+from sparsekv.planner.evaluation.suite_table import SuiteTable
+from sparsekv.planner.profile.calibration import Calibration
+from sparsekv.planner.progress import Progress
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.patterns import Adaptive, Pattern, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import format_length
+from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
+
+PLAN = "sparsekv"
+DENSE_NAMES = {"torch flash": "FlashAttention-2 (torch's)", "torch cuDNN": "cuDNN"}  # others keep their names
 COLUMNS: Columns = {
-    "attention": ("name", str),
+    "method": ("name", str),
+    "setting": ("setting", str),
     "length": ("length", format_length),
-    "ms": ("sparse_ms", number(".3f")),
-    "index alone": ("index_ms", number(".3f")),
+    "density": ("density", number(".3f")),
+    "KL": ("kl", number(".3g")),
+    "RULER": ("recall", number(".1f")),
+    "dense RULER": ("dense_recall", number(".1f")),
+    "timed at": ("timed_density", number(".3f")),
+    "index ms": ("index_ms", number(".3f")),
+    "attention ms": ("attention_ms", number(".3f")),
+    "whole ms": ("sparse_ms", number(".3f")),
     "speedup": ("speedup", number(".2f")),
-    "density": ("density", number(".4f")),
     "error": ("error", number(".1e")),
 }
 
-
-def ours(planted: Planted, backend: str) -> Ready:
-    """Index and attention of a backend of this repository."""
-    q = planted.q_BHSD
-    choose_backend(q.device, q.dtype, q.shape[3], backend, planted.tile)
-
-    def call() -> torch.Tensor:
-        index = planted_index(planted)
-        found = prefill_attention(*planted.tensors, index, planted.chunk, scale=planted.scale, backend=backend)
-        return found.out_BHSD
-
-    return Ready(call, float(density(planted_index(planted), planted.chunk)), f"{planted.tile.key} tiles")
+# --- methods ----------------------------------------------------------------------------------------------------------
 
 
-def theirs(planted: Planted, peer: Peer, root: Path) -> Ready:
-    """A peer, where everything that it needs is there."""
-    missing = peer.missing(root)
-    if missing:
-        raise FileNotFoundError(f"missing: {', '.join(missing)}; see --list")
-    if not planted.q_BHSD.is_cuda:
-        raise RuntimeError("it needs a CUDA GPU")
-    return peer.prepare(planted, root)
+class Rule(Protocol):
+    """A method at one setting."""
+
+    def index(self, call: AttentionCall) -> TileIndex:
+        """What one layer computes."""
+
+    def mode(self, info: ModelInfo) -> Mode:
+        """It at work in a model."""
 
 
-def everyone(planted: Planted, root: Path, wanted: list[str]) -> dict[str, Callable[[], Ready]]:
-    """Names, and what prepares them; what cannot run raises there."""
-    found: dict[str, Callable[[], Ready]] = {
-        f"sparsekv {name}": partial(ours, planted, name) for name in BACKENDS if name != "reference"
-    }
-    found |= {peer.name: partial(theirs, planted, peer, root) for peer in PEERS}
-    return {name: call for name, call in found.items() if not wanted or any(w.lower() in name.lower() for w in wanted)}
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A published method with one knob.
+
+    Attributes:
+        setting: what the knob is called.
+        published: its value in what the authors publish for an 8B Llama.
+        at: its value from 0 (sparsest) to 1 (densest).
+        rule: what it computes at a value.
+    """
+
+    setting: str
+    published: float
+    at: Callable[[float], float]
+    rule: Callable[[float, TileShape], Rule]
+
+    def fitted(self, densities: Sequence[float], target: float) -> float:
+        """The value that comes to a density; `densities` are those of `rungs`."""
+        ascending = np.log(np.maximum.accumulate(np.maximum(densities, 1e-6)))
+        position = float(np.interp(math.log(target), ascending, np.linspace(0.0, 1.0, _RUNGS)))
+        return float(f"{self.at(position):.4g}")
+
+    def rungs(self, tile: TileShape) -> list[Rule]:
+        """The rule at values that are spread over the whole range."""
+        return [self.rule(self.at(float(t)), tile) for t in np.linspace(0.0, 1.0, _RUNGS)]
 
 
-def relative_error(planted: Planted, out_BHSD: torch.Tensor, rows: list[int]) -> float:
-    """|| out - dense || / || dense || on these rows, dense in float32."""
+_RUNGS = 33
+
+
+def _lines(scale: float, tile: TileShape) -> Rule:
+    columns, diagonals = (tokens(round(scale * count)) for count in PUBLISHED_LINES)
+    return SamePattern(VerticalSlash(vertical=columns, slash=diagonals, last_q=64, max_tiles=fraction(1.0)), tile)
+
+
+def _mass(share: float) -> float:
+    """From 0.05 to 0.9995, in steps of what is left out."""
+    return float(1.0 - 0.95 * (0.0005 / 0.95) ** share)
+
+
+def _adaptive(score: Any) -> Callable[[float, TileShape], Rule]:
+    return lambda mass, tile: SamePattern(Adaptive(score=score, mass=mass, max_tiles=fraction(1.0)), tile)
+
+
+METHODS: Mapping[str, Method] = {
+    "MInference": Method("{:g} x (1000 columns, 6096 diagonals)", 1.0, lambda t: float(2.0 ** (-12 + 16 * t)), _lines),
+    "XAttention": Method("tau {:g}", 0.9, _mass, _adaptive("antidiagonal")),
+    "FlexPrefill": Method("gamma {:g}", 0.9, _mass, _adaptive("pooled")),
+    "FlashPrefill": Method("alpha {:g}", 0.18, lambda t: float(0.99 * (1e-4 / 0.99) ** t), MaxThreshold),
+}
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeersBench:
+    """Says what to measure.
+
+    Attributes:
+        methods: of METHODS.
+        density: of the rows at equal density, and of what is planted; of the former the plan's own where it is None.
+        planted_density: of the structure that is timed.
+        originals: the folder of the authors' own code; None leaves it out.
+        deadline: of `time.monotonic`; what is not begun by then is left to another run.
+    """
+
+    lengths: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    device: torch.device
+    dtype: torch.dtype
+    tile: TileShape
+    planted_density: float
+    methods: tuple[str, ...] = tuple(METHODS)
+    density: float | None = None
+    tasks: tuple[str, ...] = ("quote_text",)
+    samples: int = 5
+    ruler_samples: int = 5
+    rounds: int = 3
+    seed: int = 0
+    originals: Path | None = None
+    deadline: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row to be measured."""
+
+    method: str
+    at: At
+    length: int
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the row among those of a length, and in RULER's results."""
+        more = {"equal": " at equal density", "original": ", original code"}
+        return self.method + more.get(self.at, "")
+
+
+def bench_peers(
+    bench: PeersBench,
+    begun: PeersFile,
+    loaded: LoadedModel | None,
+    plan: Plan | None,
+    save: Callable[[PeersFile], None],
+    progress: Progress | None = None,
+) -> PeersFile:
+    """Measures what a file does not hold yet, and saves each row as soon as it is known.
+
+    Args:
+        loaded: the model of quality; None measures time alone.
+        plan: ours. Without one, ours is timed with budgets for what was planted.
+    """
+    result = begun
+    cases = left(bench, begun.measured)
+    lengths: dict[int, _Length] = {}
+    with (progress or Progress()).stage("peers", total=len(cases)) as step:
+        for case in cases:
+            if time.monotonic() > bench.deadline:
+                break
+            step.advance(0, note=f"{format_length(case.length)}, {case.name}")
+            if case.length not in lengths:
+                lengths = {}  # the tensors of one length at a time
+                free_memory(bench.device)
+                lengths = {case.length: _Length(bench, case.length, loaded, plan)}
+            for row, suite in lengths[case.length].measured(case, result):
+                result = result.with_row(row).model_copy(update={"suite": suite})
+                save(result)
+            free_memory(bench.device)
+            step.advance(1)
+    return result
+
+
+def left(bench: PeersBench, known: Collection[Key]) -> list[Case]:
+    """Returns what a run still has to do."""
+    dense = {
+        length for _, at, length in known if at == "dense"
+    }  # which kernels there are is known once they were tried
+    return [
+        case
+        for length in bench.lengths
+        for case in _cases(bench, length)
+        if (length not in dense if case.at == "dense" else (case.method, case.at, length) not in known)
+    ]
+
+
+def _cases(bench: PeersBench, length: int) -> Iterator[Case]:
+    """Dense and the plan first: the others are measured at its density."""
+    yield Case("dense", "dense", length)
+    yield Case(PLAN, "plan", length)
+    both: tuple[At, ...] = ("published", "equal")
+    yield from (Case(name, at, length) for name, at in product(bench.methods, both))
+    if bench.originals is not None:
+        yield from (Case(one.name, "original", length) for one in ORIGINALS if one.name in bench.methods)
+
+
+class _Length:
+    """What rows of one length share: planted tensors, and the knobs of all methods on a prompt of the model."""
+
+    def __init__(self, bench: PeersBench, length: int, loaded: LoadedModel | None, plan: Plan | None) -> None:
+        self.bench, self.length, self.loaded, self.plan = bench, length, loaded, plan
+
+    def measured(self, case: Case, result: PeersFile) -> Iterator[tuple[PeerRow, SuiteResult | None]]:
+        """The rows of a case, and RULER's results with it."""
+        row = PeerRow(method=case.method, at=case.at, length=self.length)
+        suite = result.suite
+        try:
+            if case.at == "dense":
+                yield from ((one, suite) for one in self._dense())
+                return
+            mode, planted = self._ways(case, result)
+            own: dict[str, Any] = {"setting": planted.setting}
+            if mode is not None and self.loaded is not None:
+                found, suite = self._quality(case.name, mode, suite)
+                own |= found
+            row = row.model_copy(update=own)
+            yield row.model_copy(update=self._timed(planted, own.get("density"))), suite
+        except Exception as error:  # every library has its own; what was measured before it is not lost
+            yield row.model_copy(update={"note": in_short(error)}), suite
+
+    def _dense(self) -> Iterator[PeerRow]:
+        peers = time_dense(*self.planted.tensors, self.bench.rounds, ranked_from=self.length + 1)
+        known = {name: {"whole_ms": ms, "attention_ms": ms} for name, ms in peers.timed_ms.items()}
+        for name, found in (known | {name: {"note": why} for name, why in peers.refused.items()}).items():
+            row = PeerRow(
+                method=DENSE_NAMES.get(name, name), at="dense", length=self.length, setting="dense", density=1.0
+            )
+            yield row.model_copy(update=found)
+
+    def _ways(self, case: Case, result: PeersFile) -> tuple[Mode | None, _Planted]:
+        """A case in the model, and on planted tensors."""
+        if case.at == "original":
+            (original,) = (one for one in ORIGINALS if one.name == case.method)
+            ready = original.ready(self._folder, self.bench.device)
+            return (OriginalMode(ready) if ready.is_attention else None), _Planted(ready.setting, ready=ready)
+        if case.at == "plan":
+            return self._ours()
+        method = METHODS[case.method]
+        knob = method.published if case.at == "published" else self._knob(case.method, self._target(result))
+        rule = method.rule(knob, self.bench.tile)
+        mode = rule.mode(self.loaded.info) if self.loaded else None
+        return mode, _Planted(method.setting.format(knob), rule.index, method)
+
+    @property
+    def _folder(self) -> Path:
+        assert self.bench.originals is not None
+        return self.bench.originals
+
+    def _ours(self) -> tuple[Mode | None, _Planted]:
+        if self.plan is None:
+            patterns, setting = self.planted.patterns, "budgets for what was planted"
+        else:
+            bucket = self.plan.prefill.bucket(self.length) if self.plan.prefill else None
+            if bucket is None or bucket.dense:
+                raise UsageError(f"the plan is dense at {format_length(self.length)}")
+            patterns, setting = drawn_heads(self.plan, self.length, self.bench.heads), "the plan"
+
+        def index(call: AttentionCall) -> TileIndex:
+            return build_index(patterns, call.q_BHSD, call.k_BGKD, call.chunk, self.bench.tile, scale=call.scale)
+
+        return (PlanMode(self.plan, "prefill") if self.plan else None), _Planted(setting, index)
+
+    def _target(self, result: PeersFile) -> float:
+        """The density of rows at equal density."""
+        own = result.measured.get((PLAN, "plan", self.length))
+        found = self.bench.density or (own and (own.density if own.density is not None else own.timed_density))
+        if not found:
+            raise UsageError("expected the plan's density, found that it was not measured; name a --density")
+        return found
+
+    # --- quality ---
+
+    def _quality(self, name: str, mode: Mode, suite: SuiteResult | None) -> tuple[dict[str, Any], SuiteResult | None]:
+        bench, loaded = self.bench, self.loaded
+        assert loaded is not None
+        asked = EvalSamples(bench.tasks, (self.length,), bench.samples, 1, bench.seed)
+        result = evaluate(loaded, {name: mode}, asked)[name][0]
+        found: dict[str, Any] = {"density": min(1.0, result.prefill_density), "kl": result.agreement.kl}
+        found |= {"kl_interval": result.agreement.kl_interval, "agreement": result.agreement.top1}
+        if suite is not None and bench.ruler_samples:
+            samples = SuiteSamples((self.length,), bench.ruler_samples, 1, bench.seed)
+            suite = run_suite(loaded, {name: mode}, samples, suite)
+            table = SuiteTable(suite, (name,), (self.length,))
+            own, dense = (100.0 * table.mean(which, "recall", (self.length,)) for which in (name, "dense"))
+            found |= {"recall": own, "dense_recall": dense}
+        return found, suite
+
+    def _knob(self, method: str, target: float) -> float:
+        """The knob that comes to a density in the model, or without one on planted tensors."""
+        densities = self._rung_densities if self.loaded else self._planted_rungs
+        return METHODS[method].fitted(densities[method], target)
+
+    @cached_property
+    def _rung_densities(self) -> dict[str, list[float]]:
+        """Of every method, over all layers with full attention of one prompt."""
+        assert self.loaded is not None
+        loaded, bench = self.loaded, self.bench
+        rules = {name: METHODS[name].rungs(bench.tile) for name in bench.methods}
+        found: dict[str, list[list[float]]] = {name: [[] for _ in own] for name, own in rules.items()}
+
+        def note(call: AttentionCall) -> None:
+            for name, own in rules.items() if call.window is None else ():
+                for place, rule in zip(found[name], own, strict=True):
+                    place.append(float(density(rule.index(call), call.chunk)))
+
+        (prompt,) = Calibration(loaded.tokenizer, (), bench.tasks[:1], bench.seed).prompts(self.length, 1)
+        ids_1S = torch.from_numpy(prompt.ids[: prompt.answer_start].astype(np.int64))[None].to(loaded.model.device)
+        model: Any = loaded.model
+        with capture_attention(model, note), torch.no_grad():
+            model(input_ids=ids_1S, use_cache=False, logits_to_keep=1)
+        return {name: [float(np.mean(place)) for place in own] for name, own in found.items()}
+
+    # --- time ---
+
+    @cached_property
+    def planted(self) -> Planted:
+        """The tensors of one layer."""
+        bench = self.bench
+        return plant(
+            ("vertical_slash",) * bench.heads,
+            kv_heads=bench.kv_heads,
+            head_dim=bench.head_dim,
+            length=self.length,
+            density=bench.planted_density,
+            tile=bench.tile,
+            device=bench.device,
+            dtype=bench.dtype,
+            seed=bench.seed,
+        )
+
+    @cached_property
+    def _call(self) -> AttentionCall:
+        planted = self.planted
+        return AttentionCall(0, *planted.tensors, planted.chunk, planted.scale, None)
+
+    @cached_property
+    def _planted_rungs(self) -> dict[str, list[float]]:
+        return {
+            name: [
+                float(density(rule.index(self._call), self._call.chunk))
+                for rule in METHODS[name].rungs(self.bench.tile)
+            ]
+            for name in self.bench.methods
+        }
+
+    def _timed(self, what: _Planted, wanted: float | None) -> dict[str, Any]:
+        """Times a case, turned to the density that it had in the model where it has a knob."""
+        if what.ready is not None:
+            return self._timed_original(what.ready)
+        index_of, setting = what.index, what.setting
+        assert index_of is not None
+        if what.method is not None and wanted is not None:
+            (name,) = (name for name, one in METHODS.items() if one is what.method)
+            knob = what.method.fitted(self._planted_rungs[name], wanted)
+            index_of, setting = what.method.rule(knob, self.bench.tile).index, what.method.setting.format(knob)
+        call = self._call
+        backend = choose_backend(call.q_BHSD.device, call.q_BHSD.dtype, self.bench.head_dim, "auto", self.bench.tile)
+        index = index_of(call)
+
+        def attend(index: TileIndex) -> torch.Tensor:
+            own = self.planted.tensors
+            return prefill_attention(*own, index, call.chunk, scale=call.scale, backend=backend.name).out_BHSD
+
+        calls: dict[str, Call] = {
+            "index_ms": lambda: index_of(call),
+            "attention_ms": lambda: attend(index),
+            "whole_ms": lambda: attend(index_of(call)),
+        }
+        computed = float(density(index, call.chunk))
+        found = {"error": relative_error(self.planted, attend(index)), "timed_density": min(1.0, computed)}
+        return {**found, "timed_setting": setting, **measure(calls, self.bench.device, self.bench.rounds)}
+
+    def _timed_original(self, ready: Ready) -> dict[str, Any]:
+        tensors = self.planted.tensors
+        out_BHSD, computed = ready.measured(*tensors)
+        found: dict[str, Any] = {"timed_density": min(1.0, computed), "timed_setting": ready.setting}
+        if ready.is_attention:
+            found["error"] = relative_error(self.planted, out_BHSD)
+        del out_BHSD
+        ms = measure({"own": lambda: ready.attend(*tensors)}, self.bench.device, self.bench.rounds)["own"]
+        return found | {"whole_ms" if ready.is_attention else "index_ms": ms}
+
+
+@dataclass(frozen=True, slots=True)
+class _Planted:
+    """What is timed of a case: an index of ours with a method's knob, or an original's call."""
+
+    setting: str
+    index: Callable[[AttentionCall], TileIndex] | None = None
+    method: Method | None = None
+    ready: Ready | None = None
+
+
+def drawn_heads(plan: Plan, length: int, count: int) -> tuple[Pattern, ...]:
+    """So many heads' patterns of a plan, evenly over all heads of its layers with full attention."""
+    assert plan.prefill is not None
+    bucket = plan.prefill.bucket(length)
+    model = plan.model
+    every = [one for layer in model.full_layers for one in bucket.patterns(layer, model.by_layer[layer].heads)]
+    return tuple(every[(2 * number + 1) * len(every) // (2 * count)] for number in range(count))
+
+
+def relative_error(planted: Planted, out_BHSD: torch.Tensor) -> float:
+    """|| out - dense || / || dense || on sampled rows, dense in float32."""
+    rows = list(sample_rows(planted.chunk.longest))
     off, size = 0.0, 0.0
     group = planted.q_BHSD.shape[1] // planted.k_BGSD.shape[1]
     for head in range(planted.q_BHSD.shape[1]):
@@ -366,93 +455,31 @@ def relative_error(planted: Planted, out_BHSD: torch.Tensor, rows: list[int]) ->
     return float((off / size) ** 0.5)
 
 
-def run(options: argparse.Namespace, length: int) -> Iterator[Row]:
-    """Everyone at one length, on the same tensors, each timed in turn with the fastest dense kernel."""
-    device = torch.device(options.device)
-    planted = plant(
-        families_of(options.patterns, options.heads),
-        kv_heads=options.kv_heads,
-        head_dim=options.head_dim,
-        length=length,
-        density=options.density,
-        tile=TileShape(query=options.tile, key=options.tile),
-        device=device,
-        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        seed=options.seed,
-    )
-    calls, peers = dense_calls(*planted.tensors), time_dense(*planted.tensors, options.rounds)
-    fastest = {"dense": calls[peers.fastest]} if peers.fastest else {}
-    for name, prepare in everyone(planted, options.peers, options.only).items():
-        row = Row(
-            name=name,
+def fastest_dense(result: PeersFile, length: int) -> PeerRow | None:
+    """The dense kernel that every ratio is against."""
+    rows = [row for row in result.rows if row.at == "dense" and row.length == length and row.whole_ms]
+    return min(rows, key=lambda row: row.whole_ms or 0.0, default=None)
+
+
+def table_rows(result: PeersFile, lengths: Sequence[int]) -> list[Row]:
+    """The rows of a file as benches print them, by length."""
+    device, dtype = result.settings.device, result.settings.dtype
+    return [
+        Row(
+            name=one.method if one.at == "dense" else Case(one.method, one.at, length).name,
             length=length,
-            device=device_name(device),
-            dtype=dtype_name(planted.q_BHSD.dtype),
-            own={"error": None, "index_ms": None},
-            peers=peers,
+            device=device,
+            dtype=dtype,
+            dense_ms=dense.whole_ms if (dense := fastest_dense(result, length)) else None,
+            sparse_ms=one.whole_ms,
+            density=one.density,
+            own={name: getattr(one, name) for name in PeerRow.model_fields if name not in _SHOWN},
+            note=one.note,
         )
-        try:
-            yield _timed(row, planted, prepare(), fastest, options.rounds)
-        except Exception as error:  # every library has its own
-            yield row.plus(in_short(error))
-        free_memory(device)
+        for length in lengths
+        for one in result.rows
+        if one.length == length
+    ]
 
 
-def _timed(row: Row, planted: Planted, ready: Ready, fastest: Mapping[str, Call], rounds: int) -> Row:
-    row = row.plus(ready.note, density=ready.density)
-    if ready.is_attention:
-        row = row.plus(error=relative_error(planted, ready.call(), list(sample_rows(row.length))))
-    times = measure({**fastest, "sparse": ready.call}, planted.q_BHSD.device, rounds)
-    found = {"sparse_ms" if ready.is_attention else "index_ms": times["sparse"]}
-    return row.plus(dense_ms=times.get("dense"), **found)
-
-
-def print_peers(root: Path) -> None:
-    """Who is there, and what each needs."""
-    for peer in PEERS:
-        missing = peer.missing(root)
-        print(f"{peer.name}: {'missing ' + ', '.join(missing) if missing else 'complete'}")
-        print(f"  {peer.url} at {peer.commit}")
-        for name in peer.files:
-            print(f"  {(root / peer.folder / name).resolve()}")
-        for name in peer.modules:
-            print(f"  the package {name}")
-
-
-def main() -> int:
-    """Lists the peers, or runs them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="who is there, and what each needs")
-    parser.add_argument("--lengths", type=parse_lengths, default=(32768, 131072))
-    parser.add_argument("--density", type=float, default=0.05, help="that structure is planted at")
-    parser.add_argument("--patterns", default="vertical_slash", help="as of `sparsekv bench kernels`")
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="only those with one of these words")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--tile", type=int, choices=(64, 128), default=128, help="ours")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--peers", type=Path, default=Path(".peers"), help="folder of the checkouts")
-    parser.add_argument("--json", type=Path, help="write every number to this file")
-    options = parser.parse_args()
-    options.peers = options.peers.resolve()
-    sys.path.append(str(options.peers))
-    if options.list:
-        print_peers(options.peers)
-        return 0
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error("no CUDA GPU here; --device cpu tries this script on ours alone, at small --lengths")
-    print(f"torch {torch.__version__}; planted at a density of {options.density:g}: {options.patterns}", flush=True)
-    with torch.no_grad():
-        rows = [row for length in options.lengths for row in run(options, length)]
-    print(report(rows, rows[0].device, COLUMNS))
-    if options.json:
-        record = {"device": rows[0].device, "torch": torch.__version__, "rows": [row.data() for row in rows]}
-        write_bytes(options.json, (json.dumps(record, indent=1) + "\n").encode())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+_SHOWN = ("length", "density", "whole_ms", "note")

@@ -83,8 +83,8 @@ class Subjects(AllowMismatch):
     plan: Annotated[
         Path | None,
         Flag(
-            "The plan, or a folder of plans, of which the best one for model and device is taken; by default that in "
-            "the model's folder or repository.",
+            "The plan, or a folder or hub repository of plans, of which the best one for model and device is taken; by "
+            "default that in the model's folder or repository.",
             metavar="FILE",
         ),
     ] = None
@@ -234,7 +234,7 @@ class Subject:
             place = Path(source.place)
             path, reason = _plan_of(source)
         found = None if path is None else load_plan(path)
-        own = path if place is not None and path in (place, place / PLAN_NAME) else None
+        own = path if place is not None and path in (place, place / PLAN_NAME) and not _in_hub_cache(path) else None
         name = target if model is None else model
         if name is not None:
             reason = reason or without_plan(name, f"no {PLAN_NAME} beside {name}")
@@ -353,12 +353,22 @@ class Subject:
 
 
 def one_plan(flags: Options, place: Path | None, model: str | None, length: int | None = None) -> Path | None:
-    """The place of a plan as it is; of a folder of plans, the one that fits a model best: see `chosen_plan`."""
+    """The place of a plan as it is; of a folder of plans, or of a hub repository with several, the one that fits a
+    model best: see `chosen_plan`."""
     from sparsekv.cli.plan_choice import chosen_plan, holds_plans
 
-    if place is None or not holds_plans(place):
+    if place is None or not holds_plans(folder := plans_place(place)):
         return place
-    return chosen_plan(place, model, settings_of(flags).device, length)
+    return chosen_plan(folder, model, settings_of(flags).device, length)
+
+
+def plans_place(place: Path) -> Path:
+    """The place as it is; of a hub repository with several plans, their folder in the local cache."""
+    if not _names_repository(place) or is_alias(str(place)):
+        return place
+    from sparsekv.runtime.hub import download_plans
+
+    return download_plans(ModelSource(str(place))) or place
 
 
 def plan_file(place: Path) -> Path:
@@ -391,6 +401,11 @@ def _names_repository(place: Path) -> bool:
     """Returns whether it can only be meant as a hub id: a mistyped path of a file is not looked for on the hub."""
     is_path = os.path.exists(place) or os.path.exists(place.parent) or place.suffix in (".yaml", ".yml", ".json")
     return is_hub_id(str(place)) and not is_path
+
+
+def _in_hub_cache(path: Path) -> bool:
+    """Returns whether a file is the local cache's copy of one in a hub repository, which is not to be written to."""
+    return any(part.startswith("models--") for part in path.parts) and "snapshots" in path.parts
 
 
 def found_source(source: ModelSource) -> ModelSource:

@@ -8,6 +8,7 @@ import typer
 from pydantic import Field, model_validator
 
 from sparsekv.cli.arguments import AllowMismatch, Output, device_and_dtype, settings_of
+from sparsekv.cli.bench_peers import peers
 from sparsekv.cli.bench_serve import serve
 from sparsekv.cli.benched import (
     BUDGET,
@@ -379,6 +380,7 @@ for run, summary in (
     (prefill, "A model's prefill, by its plan and dense."),
     (decode, "A model's decode steps, by a plan and dense."),
     (serve, "Requests through vLLM, by a plan and dense."),
+    (peers, "Published methods beside a plan: time, divergence, RULER."),
     (headline, "The README's table, in one go."),
 ):
     app.command(run.__name__, short_help=summary)(command(run))

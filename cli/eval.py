@@ -107,7 +107,7 @@ def evaluate(flags: EvalFlags) -> None:
 
     Without a plan (--plan, or sparsekv.yaml in the model's folder or hub repository) dense is measured alone. With
     --curve FILE the divergence from dense is measured at many densities, of plans compiled from --profile and of other
-    methods, on the same samples; `show --html --curve FILE` draws it. With --suite ruler the tasks of RULER are run by
+    methods, on the same samples; `report --curve FILE` draws it. With --suite ruler the tasks of RULER are run by
     its names, sizes and metric: dense and plan generate freely, and what each task loses is told, worst first.
     """
     subject = flags.subject

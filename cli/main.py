@@ -39,7 +39,8 @@ _JSON, _BACKEND = "sparsekv.json", "sparsekv.backend"
 SUMMARIES = {
     "plan": "Profile a model and write its sparsity plan.",
     "run": "Answer a prompt by a model and its plan.",
-    "show": "Print a plan as tables, or as a page with charts.",
+    "show": "Print a plan as tables.",
+    "report": "Write a plan as a page with charts.",
     "diff": "Say what changed between two plans.",
     "validate": "Check plan files: schema, consistency, integrity.",
     "verify": "Compare a plan with dense on held-out prompts, by its gate.",
@@ -53,7 +54,7 @@ SUMMARIES = {
     "bench": "Time kernels, a model, or vLLM's requests against dense.",
 }
 
-_MODULES = dict.fromkeys(("show", "diff", "validate", "seal", "schema"), "plan_commands")
+_MODULES = dict.fromkeys(("show", "report", "diff", "validate", "seal", "schema"), "plan_commands")
 _MODULES |= {"import": "exchange", "export": "exchange"}
 
 

@@ -1,4 +1,4 @@
-"""Commands that read plan files and need no model: `show`, `diff`, `validate`, `seal`, `schema`."""
+"""Commands that read plan files and need no model: `show`, `report`, `diff`, `validate`, `seal`, `schema`."""
 
 from __future__ import annotations
 
@@ -35,38 +35,17 @@ def show(
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print Markdown, as for a pull request, in place of tables.")
     ] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a self-contained page with charts, in place of tables.")
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The plan's profile: damages and similarity, for --html.")
-    ] = None,
-    curve: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured curves (JSON), for --html.")] = None,
-    suite: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What `eval --suite` wrote (JSON), for --html.")
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Print a plan as tables: what each layer computes, measured quality, predicted cost. Needs no model."""
-    drawn = {"--profile": profile, "--curve": curve, "--suite": suite}
-    if idle := [flag for flag, given in drawn.items() if given is not None and html is None]:
-        raise UsageError(f"expected --html FILE beside {idle[0]}, which only the page shows; add it, or leave it out")
-    if as_markdown and (html is not None or as_json):
-        other = "--json" if html is None else "--html"
-        raise UsageError(f"expected --markdown or {other}, found both; leave one out")
-    if html is not None:
-        check_replaceable(html, "--html", "page")
+    if as_markdown and as_json:
+        raise UsageError("expected --markdown or --json, found both; leave one out")
     path = plan_file(plan)
     found = load_plan(path)
-    if html is not None:
-        _write_page(found, str(plan), html, profile, curve, suite)
     if as_json:
         from sparsekv.plans.show import summary
 
-        emit_json(summary(found) | ({} if html is None else {"html": str(html)}))
-        return
-    if html is not None:
-        emit(f"{html}: the page of {found.model.id}, {found.status}")
+        emit_json(summary(found))
         return
     ended = Ended(goes_on=may_go_on(path))
     if as_markdown:
@@ -95,21 +74,37 @@ def _print(plan: Plan, full: bool, place: str, ended: Ended) -> None:
     emit("\n".join(("", *verdict(plan, place, ended=ended))))
 
 
-def _write_page(
-    plan: Plan, place: str, html: Path, profile: Path | None, curve: Path | None, suite: Path | None
+def report(
+    plan: PlanPlace,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the page goes.")] = Path(
+        "report.html"
+    ),
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The plan's profile: damages and similarity of layers.")
+    ] = None,
+    curve: Annotated[Path | None, typer.Option(metavar="FILE", help="What `eval --curve` wrote (JSON).")] = None,
+    suite: Annotated[Path | None, typer.Option(metavar="FILE", help="What `eval --suite` wrote (JSON).")] = None,
+    as_json: Json = False,
 ) -> None:
+    """Write a plan as one self-contained page: budgets of heads, a head on the matrix, time and quality by length."""
+    check_replaceable(out, "-o", "page")
+    found = load_plan(plan_file(plan))
     try:
-        from sparsekv.bench.report.page import report
+        from sparsekv.bench.report.page import report as page_of
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"expected the packages that --html needs, found no {error.name}; install them: {install_command('report')}"
+            f"expected the packages that reports need, found no {error.name}; install them: {install_command('report')}"
         ) from error
     from sparsekv.bench.curve_file import read_curve
 
     points = read_curve(curve) if curve else ()
-    profiled = _profile_of(plan, profile) if profile else None
-    table = _suite_of(plan, suite) if suite else None
-    write_bytes(html, report(plan, verdict(plan, place), profiled, points, table).encode())
+    profiled = _profile_of(found, profile) if profile else None
+    table = _suite_of(found, suite) if suite else None
+    write_bytes(out, page_of(found, verdict(found, str(plan)), profiled, points, table).encode())
+    if as_json:
+        emit_json({"path": str(out), "model": found.model.id, "status": found.status})
+    else:
+        emit(f"{out}: the page of {found.model.id}, {found.status}")
 
 
 def _suite_of(plan: Plan, path: Path) -> SuiteTable:
@@ -246,5 +241,5 @@ def schema(as_json: Json = False) -> None:
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for run in (show, diff, validate, seal, schema):
+for run in (show, report, diff, validate, seal, schema):
     app.command()(run)

@@ -166,10 +166,11 @@ _WHAT = {
     "profile": "a profile",
     "partial": "an unfinished profile",
     "cost": "a device cost",
-    "page": "a page of `sparsekv show`",
+    "page": "a page of `sparsekv report`",
     "curve": "a curve",
     "suite": "results of `eval --suite`",
     "outcomes": "outcomes of a verification",
+    "peers": "rows of `bench peers`",
 }
 
 
@@ -214,7 +215,7 @@ def _tells(head: bytes, kind: str) -> bool:
     if kind == "curve":
         return head.startswith(b"[") and b'"method"' in head[:_MARKED]
     if kind == "page":
-        return b'<meta name="generator" content="sparsekv show">' in head[:_MARKED]
+        return b'<meta name="generator" content="sparsekv report">' in head[:_MARKED]
     # Of YAML, fields stand from the first line on that is no comment; text around an example of a plan does not.
     lines = [line for line in head.splitlines() if line.strip() and not line.startswith((b"#", b"---"))]
     at_start = rb"" if lines and lines[0].lstrip().startswith(b"{") else rb"^"

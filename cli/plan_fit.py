@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from sparsekv.cli.arguments import found_source, plan_file
+from sparsekv.cli.arguments import found_source, plan_file, plans_place
 from sparsekv.cli.output import FAILED, emit, emit_json, tell
 from sparsekv.cli.plan_choice import Candidate, best_of, candidates, described, device_called, plans_in
 from sparsekv.plans.aliases import PLAN_NAME, resolve_model
@@ -28,7 +28,8 @@ def say_fitting(model: str, place: Path | None, device: str, as_json: bool) -> N
     Raises:
         typer.Exit: none fits.
     """
-    named = [] if place is None else plans_in(place) if place.is_dir() else _one(plan_file(place))
+    folder = place and plans_place(place)
+    named = [] if folder is None else plans_in(folder) if folder.is_dir() else _one(plan_file(folder))
     plans = dict([*_own(model), *named])
     found = candidates(plans.items(), described(model), device_called(device))
     best = best_of(found)

@@ -270,14 +270,14 @@ PrefillChunk = Annotated[
 ]
 
 
+Tasks = Annotated[tuple[Task, ...], BeforeValidator(_no_task_of_suite), text(words), AfterValidator(each_once)]
+
+
 class Drawn(Options):
     """Says which samples are drawn, and how they are fed."""
 
     tasks: Annotated[
-        tuple[Task, ...],
-        BeforeValidator(_no_task_of_suite),
-        text(words),
-        AfterValidator(each_once),
+        Tasks,
         Flag(
             f"Tasks, of {', '.join(TASKS)}; by default the first {len(DEFAULT_TASKS)}, for `plan` quotations, plain "
             "text and what the model can answer of them.",

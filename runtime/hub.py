@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -87,6 +87,22 @@ def download_plan(source: ModelSource) -> Path:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             found = f"no {PLAN_NAME} in the hub repository {repository}"
         raise UsageError(without_plan(repository, found)) from error
+
+
+def download_plans(source: ModelSource) -> Path | None:
+    """The folder, in the local cache, of the plans in a hub repository that has several, called NAME.sparsekv.yaml.
+
+    The copies of an earlier call serve where the hub cannot be reached. None where the repository has a sparsekv.yaml,
+    which is its plan, or where there is nothing to choose from.
+    """
+    repository, trouble = source.path_or_id, asked(source).trouble
+    try:
+        if not trouble and PLAN_NAME in HfApi().list_repo_files(repository):
+            return None
+        pattern = f"*.{PLAN_NAME}"
+        return Path(snapshot_download(repository, allow_patterns=[pattern], local_files_only=bool(trouble)))
+    except Exception:  # whatever the HTTP library of the hub client raises; `download_plan` says what is wrong
+        return None
 
 
 def download_card(source: ModelSource) -> Path | None:

@@ -19,7 +19,14 @@ MAY_IMPORT = {
     "cli": {"plans", "kernels", "runtime", "planner", "bench"},
 }
 # The only files that import bench/, when their command runs.
-MEASURE = {"cli/bench.py", "cli/bench_serve.py", "cli/benched.py", "cli/eval.py", "cli/plan_commands.py"}
+MEASURE = {
+    "cli/bench.py",
+    "cli/bench_peers.py",
+    "cli/bench_serve.py",
+    "cli/benched.py",
+    "cli/eval.py",
+    "cli/plan_commands.py",
+}
 # plans/ starts in a fraction of a second because of what is not here.
 HEAVY = {"torch", "transformers", "triton", "numpy", "scipy", "safetensors", "tokenizers"}
 HOSTS = {"transformers", "vllm"}

@@ -65,7 +65,7 @@ def _head_map(data: str, layers: int, heads: int, colour: alt.Color, title: str)
             ],
         )
     )
-    return _spec(chart.properties(width=_side(heads, _WIDEST_HEAD), height=_side(layers)))
+    return styled(chart.properties(width=_side(heads, _WIDEST_HEAD), height=_side(layers)))
 
 
 def similarity_matrix(cells: str, marks: Sequence[Mark], layers: int) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def similarity_matrix(cells: str, marks: Sequence[Mark], layers: int) -> dict[st
     outline = alt.Chart(rows).mark_rect(filled=False, strokeWidth=2).encode(**axes, stroke=roles)
     side = _side(layers)
     sized: dict[str, Any] = {"width": side, "height": side, "title": "Whose choice serves whom"}
-    return _spec(alt.LayerChart(layer=[matrix, outline], **sized) if marks else matrix.properties(**sized))
+    return styled(alt.LayerChart(layer=[matrix, outline], **sized) if marks else matrix.properties(**sized))
 
 
 def reads_map(data: str, layers: int, titles: Sequence[str]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def reads_map(data: str, layers: int, titles: Sequence[str]) -> dict[str, Any]:
             ],
         )
     )
-    return _spec(chart.properties(width=_side(layers, _WIDEST_HEAD), height=24 * len(titles)))
+    return styled(chart.properties(width=_side(layers, _WIDEST_HEAD), height=24 * len(titles)))
 
 
 def time_chart(data: str, title: str, lengths: Sequence[int], range_ms: tuple[float, float]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def time_chart(data: str, title: str, lengths: Sequence[int], range_ms: tuple[fl
                 scale=alt.Scale(domain=modes, range=[GREY, ACCENT]),
                 legend=alt.Legend(title=None, orient="bottom"),
             ),
-            strokeWidth=alt.StrokeWidth("mode:N", scale=alt.Scale(domain=modes, range=[6, 2]), legend=None),
+            strokeWidth=alt.when("datum.mode == 'dense'").then(alt.value(6)).otherwise(alt.value(2)),
             tooltip=[
                 alt.Tooltip("length:Q", format=","),
                 alt.Tooltip("mode:N"),
@@ -144,7 +144,31 @@ def time_chart(data: str, title: str, lengths: Sequence[int], range_ms: tuple[fl
             ],
         )
     )
-    return _spec(chart.properties(width=300, height=220))
+    return styled(chart.properties(width=300, height=220))
+
+
+def quality_chart(data: str, lengths: Sequence[int], phases: Sequence[str]) -> dict[str, Any]:
+    """Divergence from dense over length, a line a phase, with 95% intervals."""
+    y = alt.Y(
+        "kl:Q", title="divergence from dense (nats, log)", scale=alt.Scale(type="log"), axis=alt.Axis(tickCount=4)
+    )
+    base = alt.Chart(alt.NamedData(name=data)).encode(
+        x=alt.X("length:Q", title="context (tokens, log)", scale=alt.Scale(type="log", base=2), axis=_lengths(lengths)),
+        color=alt.Color(
+            "phase:N", scale=alt.Scale(domain=list(phases)), legend=alt.Legend(title=None, orient="bottom")
+        ),
+        tooltip=[
+            alt.Tooltip("phase:N"),
+            alt.Tooltip("length:Q", format=","),
+            *(alt.Tooltip(f"{name}:Q", format=".3") for name in ("kl", "low", "high")),
+        ],
+    )
+    lines, bounds = (
+        base.mark_line(point=True).encode(y=y),
+        base.mark_rule(strokeWidth=2).encode(y=alt.Y("low:Q"), y2="high:Q"),
+    )
+    title = "Divergence, with 95% intervals"
+    return styled(alt.LayerChart(layer=[lines, bounds], width=300, height=220, title=title))
 
 
 def curve_chart(data: str, value: str, title: str, methods: Sequence[str], dense: float | None) -> dict[str, Any]:
@@ -172,7 +196,7 @@ def curve_chart(data: str, value: str, title: str, methods: Sequence[str], dense
         )
     )
     layers = [curves] if dense is None else [*_dense_line(y, value, dense), curves]
-    return _spec(alt.LayerChart(layer=layers, width=300, height=220))
+    return styled(alt.LayerChart(layer=layers, width=300, height=220))
 
 
 def suite_chart(data: str, methods: Sequence[str], lengths: Sequence[int]) -> dict[str, Any]:
@@ -194,7 +218,7 @@ def suite_chart(data: str, methods: Sequence[str], lengths: Sequence[int]) -> di
             ],
         )
     )
-    return _spec(chart.properties(width=300, height=220))
+    return styled(chart.properties(width=300, height=220))
 
 
 def _dense_line(y: alt.Y, value: str, dense: float) -> tuple[alt.Chart, alt.Chart]:
@@ -230,14 +254,15 @@ def _side(cells: int, widest: int = _CELL[1]) -> int:
     return cells * min(max(_SIDE // cells, _CELL[0]), widest)
 
 
-def _spec(chart: alt.Chart | alt.LayerChart) -> dict[str, Any]:
+def styled(chart: alt.TopLevelMixin, background: str = "transparent") -> dict[str, Any]:
+    """The specification of a chart in the colours of all."""
     text: dict[str, Any] = {"labelColor": GREY, "titleColor": GREY}
-    styled = chart.configure(
-        background="transparent",
+    coloured: Any = chart.configure(
+        background=background,
         axis=alt.AxisConfig(domainColor=GREY, tickColor=GREY, gridColor=GREY, gridOpacity=0.25, **text),
         legend=alt.LegendConfig(**text),
         title=alt.TitleConfig(color=GREY, anchor="start"),
         view=alt.ViewConfig(stroke=None),
     )
-    data: dict[str, Any] = styled.to_dict()
+    data: dict[str, Any] = coloured.to_dict()
     return data

@@ -8,8 +8,9 @@ from dataclasses import astuple, dataclass, fields
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from sparsekv.bench.report.sketch import Sketch, sketch_of
 from sparsekv.plans.model import AttentionGroup
-from sparsekv.plans.patterns import Dense, Pattern
+from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
 from sparsekv.plans.schema import Plan, Quality, to_data
 from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows, layer_rows, text_of, titled
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 class HeadFact:
     """One head in one range of lengths.
 
-    `density` and `damage` (nats a token of the answer) as in the profile, or None where it does not tell.
+    `density` and `damage` (nats a token of the answer) as in the profile, or None where it does not tell; `sketch` is
+    the number of its drawing in `PatternMap.sketches`.
     """
 
     layer: int
@@ -33,6 +35,7 @@ class HeadFact:
     parameters: str
     density: float | None
     damage: float | None
+    sketch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class PatternMap:
     length: int
     measured: bool
     heads: tuple[HeadFact, ...]
+    sketches: tuple[Sketch, ...]
 
     @property
     def summary(self) -> str:
@@ -82,6 +86,8 @@ def _map_of(plan: Plan, bucket: PrefillBucket, title: str, after: int, profile: 
     entry = _profiled(profile, after, bucket.up_to)
     length = entry.length if entry else _example(plan, after, bucket.up_to)
     scores = _Scores(entry, length)
+    tile = plan.prefill.tile if plan.prefill else TileShape()
+    sketches: dict[Sketch, int] = {}
     heads = []
     for layers, rows in layer_rows(bucket, plan.model, full=True):
         for layer in layers:
@@ -91,9 +97,11 @@ def _map_of(plan: Plan, bucket: PrefillBucket, title: str, after: int, profile: 
                 kind = shape.kind if row.kind == "dense" and shape.kind != "full" else row.kind
                 for head in row.heads:
                     of_head = scores.of(layer, head, patterns[head], shape)
-                    heads.append(HeadFact(layer, head, kind, row.parameters, *of_head))
+                    drawn = sketch_of(patterns[head], shape, length, tile)
+                    number = sketches.setdefault(drawn, len(sketches))
+                    heads.append(HeadFact(layer, head, kind, row.parameters, *of_head, number))
     heads.sort(key=lambda fact: (fact.layer, fact.head))
-    return PatternMap(title, length, entry is not None, tuple(heads))
+    return PatternMap(title, length, entry is not None, tuple(heads), tuple(sketches))
 
 
 def _profiled(profile: Profile | None, after: int, up_to: int | None) -> LengthProfile | None:
@@ -394,6 +402,27 @@ def quality_table(quality: Quality) -> list[list[str]]:
         for name, value in (*values.items(), *measured.get("tasks", {}).items()):
             rows.append([phase, at, *_quality_cells(name, value)])
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class LengthQuality:
+    """Divergence from dense at one length, in nats, with its 95% interval where more than one prompt has one."""
+
+    phase: str
+    length: int
+    kl: float
+    low: float
+    high: float
+
+
+def quality_by_length(quality: Quality, least: float) -> tuple[LengthQuality, ...]:
+    """Every phase at every length that was measured apart; nothing is below `least`, as on a logarithmic axis."""
+    return tuple(
+        LengthQuality(phase, part.length, *(max(least, value) for value in (part.agreement.kl, *interval)))
+        for phase, measured in quality.phases.items()
+        for part in measured.by_length
+        for interval in (part.agreement.kl_interval or (part.agreement.kl,) * 2,)
+    )
 
 
 def agreement_table(quality: Quality) -> list[list[str]]:

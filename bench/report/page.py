@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import altair as alt
@@ -22,6 +23,7 @@ from markupsafe import Markup
 
 from sparsekv.bench.curve_file import CurvePoint
 from sparsekv.bench.report import charts, facts
+from sparsekv.bench.report.sketch import Sketch
 from sparsekv.plans.schema import Plan, unsupported
 from sparsekv.plans.show import header
 from sparsekv.plans.types import format_length
@@ -32,30 +34,16 @@ if TYPE_CHECKING:
 
 LEAST_KL = 1e-6  # where the logarithmic axis of divergences ends
 
-_DRAWING = """{
-  const page = JSON.parse(document.getElementById("page-data").textContent);
-  const rowsOf = ({fields, rows}) => rows.map(row => Object.fromEntries(fields.map((field, at) => [field, row[at]])));
-  const options = {renderer: "canvas", actions: {export: true, source: false, compiled: false, editor: false}};
-  const room = document.querySelector(".blocks").clientWidth - 90; // beside an axis
-  for (const [id, chart] of Object.entries(page.charts)) {
-    chart.width = Math.min(chart.width, Math.max(room, 120));
-    const datasets = {...chart.datasets};
-    for (const {data} of [chart, ...(chart.layer || [])])
-      if (data && page.datasets[data.name]) datasets[data.name] = rowsOf(page.datasets[data.name]);
-    vegaEmbed("#" + id, {...chart, datasets}, options);
-  }
-}
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a section: a title, lines of text, charts by their id, a table (a header and rows)."""
+    """A part of a section: a title, lines of text, charts by their id, one head's drawing, a table with its header."""
 
     title: str = ""
     lines: tuple[str, ...] = ()
     charts: tuple[str, ...] = ()
     table: list[list[str]] = field(default_factory=list)
+    sketch: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +60,7 @@ class _Drawings:
     def __init__(self) -> None:
         self.charts: dict[str, dict[str, Any]] = {}
         self.datasets: dict[str, dict[str, Any]] = {}
+        self.sketches: dict[str, dict[str, Any]] = {}
 
     def data(self, name: str, kind: type[Any], rows: Sequence[Any]) -> str:
         self.datasets[name] = facts.columnar(kind, rows)
@@ -92,11 +81,12 @@ def report(
     """The page of a plan with its verdict, lines of `name: text`, and with the damages and the similarity of its
     profile, with measured curves and with the results of a suite where given."""
     drawings = _Drawings()
-    first = (_costs(plan, drawings), _quality(plan), _suite(suite, drawings) if suite else None)
+    first = (_costs(plan, drawings), _quality(plan, drawings), _suite(suite, drawings) if suite else None)
     last = _curves(curve, drawings)
     patterns = (_prefill(plan, profile, drawings), _decode(plan, profile, drawings))
     sections = [section for section in (*first, *patterns, last) if section]
-    data = {"charts": drawings.charts, "datasets": drawings.datasets}
+    own = {"charts": drawings.charts, "datasets": drawings.datasets, "sketches": drawings.sketches}
+    data = own | {"colours": charts.FAMILIES}
     script = _script()
     template = jinja2.Environment(
         loader=jinja2.PackageLoader("sparsekv.bench.report", ""), autoescape=True, undefined=jinja2.StrictUndefined
@@ -124,11 +114,19 @@ def _json(data: Any) -> Markup:
 def _script() -> str:
     """The drawing with all of Vega-Embed, of the version that the charts are written for."""
     version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-    return vl_convert.javascript_bundle(_DRAWING, vl_version=version).replace("</script", "<\\/script")
+    drawing = resources.files("sparsekv.bench.report").joinpath("drawing.js").read_text()
+    return vl_convert.javascript_bundle(drawing, vl_version=version).replace("</script", "<\\/script")
 
 
 def _hash(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+_MAPS = (
+    "Lengths are past + chunk. Point at a cell for its parameters; a click on it draws the head on the matrix.",
+    "There, sinks and the nearest keys have their place. Columns, diagonals and tiles are chosen in each prompt: drawn "
+    "is how much of them is computed at most, not which.",
+)
 
 
 def _prefill(plan: Plan, profile: Profile | None, drawings: _Drawings) -> Section:
@@ -145,8 +143,11 @@ def _prefill(plan: Plan, profile: Profile | None, drawings: _Drawings) -> Sectio
         ]
         if one.measured:
             shown.append(drawings.add(f"damage-{number}", charts.damage_map(data, layers, heads)))
-        blocks.append(Block(f"{one.title} tokens", (one.summary,), tuple(shown)))
-    notes: tuple[str, ...] = ("Lengths are past + chunk. Point at a cell for its parameters.",) if maps else ()
+        sketch = f"sketch-{number}"
+        shapes = drawings.data(f"shapes-{number}", Sketch, one.sketches)
+        drawings.sketches[sketch] = {"heads": data, "shapes": shapes, "charts": shown}
+        blocks.append(Block(f"{one.title} tokens", (one.summary,), tuple(shown), sketch=sketch))
+    notes: tuple[str, ...] = _MAPS if maps else ()
     if maps and profile is None:
         notes += ("Damages and predicted densities of heads need the profile (--profile).",)
     elif any(head.damage is None for one in maps for head in one.heads):
@@ -208,7 +209,7 @@ def _times(plan: Plan, drawings: _Drawings) -> Iterator[Block]:
             yield Block(title, table=facts.time_table(rows))
 
 
-def _quality(plan: Plan) -> Section:
+def _quality(plan: Plan, drawings: _Drawings) -> Section:
     if plan.quality is None:
         return Section("Quality", (Block(lines=("Not measured.",)),))
     note = "On held-out prompts. kl: mean divergence of next-token distributions from dense, in nats. "
@@ -217,7 +218,14 @@ def _quality(plan: Plan) -> Section:
     )
     agreement = facts.agreement_table(plan.quality)
     between = (Block("Agreement with dense, with 95% intervals", table=agreement),) if agreement else ()
-    return Section("Quality", (measured, *between))
+    points = facts.quality_by_length(plan.quality, LEAST_KL)
+    lengths = sorted({point.length for point in points})
+    if len(lengths) < 2:
+        return Section("Quality", (measured, *between))
+    data = drawings.data("quality", facts.LengthQuality, points)
+    phases = list(dict.fromkeys(point.phase for point in points))
+    chart = drawings.add("quality-by-length", charts.quality_chart(data, lengths, phases))
+    return Section("Quality", (Block(charts=(chart,)), measured, *between))
 
 
 def _suite(table: SuiteTable, drawings: _Drawings) -> Section:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from sparsekv.planner.evaluation.batches import prompts_at_once
-from sparsekv.planner.evaluation.modes import DENSE, PlanMode
+from sparsekv.planner.evaluation.modes import DENSE, Mode
 from sparsekv.planner.evaluation.predictions import prefill, until_end, without_plans
 from sparsekv.planner.evaluation.results import Spent
 from sparsekv.planner.evaluation.suite_file import SuiteCell, SuiteResult
@@ -75,7 +75,7 @@ class SuiteSamples:
 
 def run_suite(
     loaded: LoadedModel,
-    plans: Mapping[str, PlanMode],
+    plans: Mapping[str, Mode],
     asked: SuiteSamples,
     begun: SuiteResult,
     *,
@@ -126,7 +126,7 @@ class _Run:
     asked: SuiteSamples
     step: StageStep
 
-    def cell(self, method: str, plan: PlanMode | None) -> SuiteCell:
+    def cell(self, method: str, plan: Mode | None) -> SuiteCell:
         """Returns what a method, or dense, scores."""
         with plan.running(self.loaded.model) if plan else _dense() as spent:
             texts = [text for some in self._batches() for text in self._generated(method, some)]

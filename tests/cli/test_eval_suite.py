@@ -171,9 +171,9 @@ def test_a_file_of_something_else_is_neither_read_nor_replaced(sparsekv, folder,
 def test_the_page_of_a_plan_draws_its_results(sparsekv, folder, tmp_path, few):
     file, page = tmp_path / "ruler.json", tmp_path / "page.html"
     call = ("eval", folder, "--suite", "ruler", "--samples", 1, "-o", file, "--length")
-    show = ("show", folder, "--html", page, "--suite", file)
+    drawing = ("report", folder, "-o", page, "--suite", file)
     assert sparsekv(*call, "768").code == 0
-    done = sparsekv(*show)
+    done = sparsekv(*drawing)
     assert (done.code, done.err) == (0, "")
     drawn = page.read_text()
     assert '"suite-mean"' in drawn
@@ -182,8 +182,7 @@ def test_the_page_of_a_plan_draws_its_results(sparsekv, folder, tmp_path, few):
         assert word in drawn
     other = tmp_path / "other.yaml"
     write_plan(load_plan(folder / "sparsekv.yaml").model_copy(update={"decode": None}), other)
-    assert "other plans than this one" in sparsekv("show", other, *show[2:]).err
-    assert "--html FILE beside --suite" in sparsekv("show", folder, "--suite", file).err
+    assert "other plans than this one" in sparsekv("report", other, *drawing[2:]).err
 
 
 def test_results_of_another_model_or_of_no_whole_length_are_not_drawn(sparsekv, folder, tmp_path, few):
@@ -191,9 +190,9 @@ def test_results_of_another_model_or_of_no_whole_length_are_not_drawn(sparsekv, 
     assert sparsekv("eval", folder, "--suite", "ruler", "--samples", 1, "-o", file, "--length", "768").code == 0
     whole = json.loads(file.read_text())
     file.write_text(json.dumps(whole | {"cells": whole["cells"][:-2]}))
-    assert "at which all tasks were run" in sparsekv("show", folder, "--html", page, "--suite", file).err
+    assert "at which all tasks were run" in sparsekv("report", folder, "-o", page, "--suite", file).err
     model = whole["model"] | {"architecture": "sha256:" + "0" * 64}
     file.write_text(json.dumps(whole | {"model": model}))
-    done = sparsekv("show", folder, "--html", page, "--suite", file)
+    done = sparsekv("report", folder, "-o", page, "--suite", file)
     assert (done.code, page.exists()) == (3, False)
     assert "of another architecture" in done.err

@@ -15,9 +15,11 @@ from model_folders import save_model, sparse_plan
 from plans_samples import small_plan
 from tiny_models import tiny_model
 
+from sparsekv.cli.plan_choice import device_called
 from sparsekv.plans.aliases import ModelSource
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import dump_plan, write_plan
+from sparsekv.plans.schema import Target
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 PROGRAM = """
@@ -36,9 +38,10 @@ print(json.dumps("torch" in sys.modules))
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """example/planned has a plan, example/bare none, and there is no other repository."""
+    """example/planned has a plan, example/several two of other names, example/bare none, and nothing else is there."""
 
     plan = dump_plan(small_plan()).encode()
+    several = ("a.sparsekv.yaml", "b.sparsekv.yaml", "values.yaml")
 
     def do_HEAD(self) -> None:
         self._answer(body=False)
@@ -47,11 +50,15 @@ class _Hub(BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def _answer(self, body: bool) -> None:
-        known = any(name in self.path for name in ("example/planned", "example/bare"))
-        has_file = self.path == "/example/planned/resolve/main/sparsekv.yaml"
+        known = any(name in self.path for name in ("example/planned", "example/bare", "example/several"))
+        files = [f"/example/several/resolve/{COMMIT}/{name}" for name in self.several]
+        has_file = self.path in ("/example/planned/resolve/main/sparsekv.yaml", *files)
         asks = self.path.startswith("/api/models/") and known
         self.send_response(200 if has_file or asks else 404)
-        content = self.plan if has_file else b"{}"
+        listed = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in self.several]
+        facts = {"id": "example/several", "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.several]}
+        told = listed if "/tree/" in self.path else facts if "/several/revision" in self.path else {}
+        content = self.plan if has_file else json.dumps(told).encode()
         headers = {"X-Repo-Commit": COMMIT, "ETag": '"a-plan"', "Content-Length": str(len(content))}
         if not (has_file or asks):
             headers["X-Error-Code"] = "EntryNotFound" if known else "RepoNotFound"
@@ -111,15 +118,45 @@ def test_a_plan_comes_from_the_hub_and_then_from_the_cache_and_trouble_is_named(
     assert "ConnectError" in other[2]
 
 
+def test_several_plans_of_a_repository_come_from_the_hub_and_then_from_the_cache(tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    program = "from sparsekv.cli.arguments import plans_place as at; from pathlib import Path; "
+    program += "print(*(at(Path(name)) for name in ('example/several', 'example/planned', 'example/unknown')))"
+    where = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
+    own = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_XET": "1", **where}
+
+    def places() -> list[str]:
+        done = subprocess.run([sys.executable, "-c", program], env=own, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    try:
+        several, planned, unknown = places()
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert (planned, unknown) == ("example/planned", "example/unknown")
+    assert sorted(path.name for path in Path(several).iterdir()) == ["a.sparsekv.yaml", "b.sparsekv.yaml"]
+    assert places() == [several, "example/planned", "example/unknown"]  # the hub is gone, the cache is not
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The local cache of the hub, with example/tiny and its plan, and example/bare without one."""
     cache, model = tmp_path_factory.mktemp("hub"), tiny_model(context=2048)
-    for name in ("tiny", "bare"):
+    for name in ("tiny", "bare", "several"):
         repository = cache / f"models--example--{name}"
         (repository / "refs").mkdir(parents=True)
         (repository / "refs" / "main").write_text(COMMIT)
         save_model(model, repository / "snapshots" / COMMIT)
+    several = cache / "models--example--several" / "snapshots" / COMMIT
+    write_plan(small_plan(), several / "other.sparsekv.yaml")
+    plan, edited = sparse_plan(model), several / "edited.sparsekv.yaml"
+    target = Target(device=device_called("cpu"), backend="cpu", dtype="float32")
+    write_plan(plan.model_copy(update={"targets": (target,)}), several / "mine.sparsekv.yaml")
+    write_plan(plan.model_copy(update={"targets": (target,)}), edited)
+    edited.write_text(edited.read_text().replace("tokens: 64", "tokens: 128", 1))
     write_plan(sparse_plan(model), cache / "models--example--tiny" / "snapshots" / COMMIT / "sparsekv.yaml")
     return cache
 
@@ -164,6 +201,19 @@ def test_a_plan_may_be_named_by_its_repository(sparsekv, tmp_path):
     write_plan(small_plan(), tmp_path / "sparsekv.yaml")
     refused = sparsekv("run", "example/tiny", "--plan", tmp_path, "--prompt", "a")
     assert refused.code == 3  # the plan of the folder, which is of another model
+
+
+def test_of_several_plans_in_a_repository_the_one_that_fits_is_taken_and_a_changed_one_is_not(sparsekv):
+    call = ("example/tiny", "--plan", "example/several", "--device", "cpu")
+    done = sparsekv("run", *call, "--prompt", "What is it? " * 60, "--max-new-tokens", 1, "--json")
+    assert done.code == 0, done.err
+    assert "mine.sparsekv.yaml (unverified, " in done.err
+    assert "left out: " in done.err
+    assert done.data["prefill_density"] < 1
+    fits = {Path(one["path"]).name: one["fits"] for one in sparsekv("doctor", *call, "--json").data["plans"]}
+    assert fits == {"sparsekv.yaml": True, "mine.sparsekv.yaml": True, "other.sparsekv.yaml": False}
+    done = sparsekv("verify", *call, "--write")
+    assert (done.code, "repository" in done.err) == (2, True)
 
 
 @pytest.mark.parametrize("name", ["plans/new.yaml", "folder/plan"])

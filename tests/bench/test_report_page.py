@@ -1,4 +1,4 @@
-"""`sparsekv show --html`: one page that holds what it shows, runs one script and nothing that a plan says."""
+"""`sparsekv report`: one page that holds what it shows, runs one script and nothing that a plan says."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import pytest
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
 from plans_samples import full_plan, model_info, small_plan
 
+from sparsekv.bench.report.sketch import Sketch, sketch_of
 from sparsekv.planner.data_files import write_measured
 from sparsekv.plans.files import write_plan
-from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.model import AttentionGroup
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
-from sparsekv.plans.schema import Cost, Plan, Provenance
+from sparsekv.plans.schema import Agreement, Cost, LengthMeasurement, Plan, Provenance, Quality
 
 HOSTILE = "</script><img src=x onerror='alert(1)'>\"&{{7*7}}"
 
@@ -102,11 +104,11 @@ def two_lengths() -> Cost:
 
 
 def everything(files: Path) -> tuple[object, ...]:
-    return "show", files / "plan.yaml", "--profile", files / "profile.json", "--curve", files / "curve.json"
+    return "report", files / "plan.yaml", "--profile", files / "profile.json", "--curve", files / "curve.json"
 
 
 def test_the_page_runs_one_script_and_loads_nothing(sparsekv, files, tmp_path) -> None:
-    found = sparsekv(*everything(files), "--html", tmp_path / "page.html")
+    found = sparsekv(*everything(files), "-o", tmp_path / "page.html")
     assert (found.code, found.err) == (0, "")
     assert "page.html" in found.out
     page = Page((tmp_path / "page.html").read_text())
@@ -121,11 +123,11 @@ def test_the_page_runs_one_script_and_loads_nothing(sparsekv, files, tmp_path) -
 
 
 def test_every_chart_has_its_place_and_the_fields_that_it_draws(sparsekv, files, tmp_path) -> None:
-    sparsekv(*everything(files), "--html", tmp_path / "page.html")
+    sparsekv(*everything(files), "-o", tmp_path / "page.html")
     page = Page((tmp_path / "page.html").read_text())
     places = {value for name, value in page.attributes if name == "id"} - {"page-data"}
     charts, datasets = page.data["charts"], page.data["datasets"]
-    assert places == set(charts)
+    assert places == set(charts) | set(page.data["sketches"])
     assert set(charts) == {
         *("patterns-0", "density-0", "damage-0", "reads-map", "similarity-matrix", "prefill-time", "decode-time"),
         *("curve-prefill-4096-kl", "curve-prefill-4096-accuracy"),  # no agreement was measured; at 8192 one density
@@ -136,6 +138,49 @@ def test_every_chart_has_its_place_and_the_fields_that_it_draws(sparsekv, files,
             name = part["data"]["name"]
             known = datasets[name]["fields"] if name in datasets else chart["datasets"][name][0].keys()
             assert set(fields_of(part["encoding"])) <= set(known)
+
+
+def test_a_head_of_each_pattern_has_its_drawing_and_divergence_its_chart_by_length(sparsekv, tmp_path) -> None:
+    plan = full_plan()
+    measured = plan.quality.prefill
+    agreement = Agreement(samples=4, kl=0.01, kl_interval=(0.0, 0.03))
+    parts = tuple(LengthMeasurement(length=n, density=0.2, agreement=agreement) for n in (4096, 8192))
+    lengths = measured.model_copy(update={"by_length": parts})
+    write_plan(plan.model_copy(update={"quality": Quality(prefill=lengths)}), tmp_path / "plan.yaml")
+    assert sparsekv("report", tmp_path / "plan.yaml", "-o", tmp_path / "page.html").code == 0
+    data = Page((tmp_path / "page.html").read_text()).data
+    for sketch in data["sketches"].values():
+        heads, shapes = (data["datasets"][sketch[name]] for name in ("heads", "shapes"))
+        numbers = {row[heads["fields"].index("sketch")] for row in heads["rows"]}
+        assert numbers == set(range(len(shapes["rows"])))
+        assert all(0 <= share <= 1 for row in shapes["rows"] for share in row)
+        assert set(sketch["charts"]) <= data["charts"].keys()
+    assert data["datasets"]["quality"]["rows"] == [["prefill", n, 0.01, 1e-6, 0.03] for n in (4096, 8192)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (Dense(), Sketch(0.0, 1.0)),
+        (AShape(sink=tokens(64), window=tokens(256)), Sketch(0.0625, 0.25)),
+        (BlockSparse(keep=tokens(512)), Sketch(0.0625, 0.0625, tiles=0.375)),
+        (
+            VerticalSlash(vertical=tokens(128), slash=tokens(2), last_q=64, max_tiles=fraction(1.0)),
+            Sketch(0.0625, 0.0625, columns=0.125, diagonals=0.25),
+        ),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_drawing_has_the_shares_that_a_pattern_computes(pattern, expected) -> None:
+    shape = AttentionGroup(kind="full", layers=(0,), heads=1, kv_heads=1, head_dim=64)
+    assert sketch_of(pattern, shape, 1024, TileShape(query=64, key=64)) == expected
+
+
+def test_heads_with_a_window_or_without_a_matrix_are_drawn_as_they_are() -> None:
+    shape = AttentionGroup(kind="sliding", layers=(0,), heads=1, kv_heads=1, head_dim=64, window=256)
+    assert sketch_of(Dense(), shape, 1024, TileShape()) == Sketch(0.0, 0.25)
+    linear = AttentionGroup(kind="linear", layers=(0,), heads=1, kv_heads=1, head_dim=64)
+    assert sketch_of(Dense(), linear, 1024, TileShape()) == Sketch(0.0, 0.0)
 
 
 def fields_of(encoding: Any) -> Iterator[str]:
@@ -149,14 +194,14 @@ def fields_of(encoding: Any) -> Iterator[str]:
 
 
 def test_dense_has_its_line_in_every_chart_of_curves_and_times(sparsekv, files, tmp_path) -> None:
-    sparsekv(*everything(files), "--html", tmp_path / "page.html")
+    sparsekv(*everything(files), "-o", tmp_path / "page.html")
     data = Page((tmp_path / "page.html").read_text()).data
     rules = {name: chart for name, chart in data["charts"].items() if name.startswith("curve-")}
     found = {name: chart["datasets"][chart["layer"][0]["data"]["name"]] for name, chart in rules.items()}
     assert found == {"curve-prefill-4096-kl": [{"kl": 1e-6}], "curve-prefill-4096-accuracy": [{"accuracy": 0.95}]}
     for phase in ("prefill", "decode"):
-        widths = data["charts"][f"{phase}-time"]["encoding"]["strokeWidth"]["scale"]
-        assert dict(zip(widths["domain"], widths["range"], strict=True)) == {"dense": 6, "sparse": 2}
+        width = data["charts"][f"{phase}-time"]["encoding"]["strokeWidth"]
+        assert (width["condition"], width["value"]) == ([{"test": "datum.mode == 'dense'", "value": 6}], 2)
         assert data["datasets"][f"{phase}-times"]["rows"][0][1] == "dense"  # drawn first, below the narrower line
 
 
@@ -164,7 +209,7 @@ def test_what_has_one_point_is_a_table_and_no_chart(sparsekv, tmp_path) -> None:
     write_plan(full_plan(), tmp_path / "plan.yaml")
     point = {"method": "ours", "length": 4096, "phase": "prefill", "density": 0.1, "kl": 0.0456}
     (tmp_path / "curve.json").write_text(json.dumps([point]))
-    sparsekv("show", tmp_path / "plan.yaml", "--curve", tmp_path / "curve.json", "--html", tmp_path / "page.html")
+    sparsekv("report", tmp_path / "plan.yaml", "--curve", tmp_path / "curve.json", "-o", tmp_path / "page.html")
     page = Page((tmp_path / "page.html").read_text())
     assert not {name for name in page.data["charts"] if "time" in name or "curve" in name}
     assert all(cell in page.text for cell in ("0.0456", "4.00x", "4.29x"))
@@ -174,7 +219,7 @@ def test_what_has_one_point_is_a_table_and_no_chart(sparsekv, tmp_path) -> None:
 def test_the_page_opens_with_the_verdict_that_show_prints(sparsekv, tmp_path, status) -> None:
     plan = tmp_path / "plan.yaml"
     write_plan(full_plan().model_copy(update={"status": status}), plan)
-    sparsekv("show", plan, "--html", tmp_path / "page.html")
+    sparsekv("report", plan, "-o", tmp_path / "page.html")
     shown = " ".join(Page((tmp_path / "page.html").read_text()).text.split())
     for line in sparsekv("show", plan).out.rpartition("\n\n")[2].splitlines():
         assert line.partition(": ")[2] in shown.partition("Architecture")[0]
@@ -182,13 +227,13 @@ def test_the_page_opens_with_the_verdict_that_show_prints(sparsekv, tmp_path, st
 
 def test_equal_inputs_give_equal_bytes(sparsekv, files, tmp_path) -> None:
     for name in ("one.html", "two.html"):
-        sparsekv(*everything(files), "--html", tmp_path / name)
+        sparsekv(*everything(files), "-o", tmp_path / name)
     assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
 
 
 def test_nothing_in_a_plan_or_a_curve_becomes_markup(sparsekv, files, tmp_path) -> None:
     path = tmp_path / "page.html"
-    assert sparsekv("show", files / "hostile.yaml", "--curve", files / "curve.json", "--html", path).code == 0
+    assert sparsekv("report", files / "hostile.yaml", "--curve", files / "curve.json", "-o", path).code == 0
     page = Page(path.read_text())
     assert "img" not in page.tags
     assert len(page.scripts) == 2
@@ -200,18 +245,18 @@ def test_nothing_in_a_plan_or_a_curve_becomes_markup(sparsekv, files, tmp_path) 
 def test_a_page_is_replaced_and_no_other_file(sparsekv, files, tmp_path) -> None:
     other, page = tmp_path / "index.html", tmp_path / "page.html"
     other.write_text("<!DOCTYPE html><title>mine</title>")
-    found = sparsekv("show", files / "plan.yaml", "--html", other)
+    found = sparsekv("report", files / "plan.yaml", "-o", other)
     assert (found.code, other.read_text()) == (2, "<!DOCTYPE html><title>mine</title>")
     assert "found another file" in found.err
-    assert sparsekv("show", files / "plan.yaml", "--html", files / "plan.yaml").code == 2
+    assert sparsekv("report", files / "plan.yaml", "-o", files / "plan.yaml").code == 2
     for plan in ("plan.yaml", "hostile.yaml"):
-        assert sparsekv("show", files / plan, "--html", page).code == 0
+        assert sparsekv("report", files / plan, "-o", page).code == 0
 
 
 def test_a_profile_of_another_model_is_refused(sparsekv, files, tmp_path) -> None:
     write_plan(small_plan(), tmp_path / "other.yaml")
     page = tmp_path / "page.html"
-    found = sparsekv("show", tmp_path / "other.yaml", "--html", page, "--profile", files / "profile.json")
+    found = sparsekv("report", tmp_path / "other.yaml", "-o", page, "--profile", files / "profile.json")
     assert (found.code, page.exists()) == (3, False)
 
 
@@ -219,7 +264,7 @@ def test_another_profile_than_the_plans_own_is_told(sparsekv, files, tmp_path) -
     provenance = Provenance(profile="sha256:" + "1" * 64)
     write_plan(Plan(status="unverified", model=made_up_model(), provenance=provenance), tmp_path / "plan.yaml")
     page = tmp_path / "page.html"
-    found = sparsekv("show", tmp_path / "plan.yaml", "--html", page, "--profile", files / "profile.json")
+    found = sparsekv("report", tmp_path / "plan.yaml", "-o", page, "--profile", files / "profile.json")
     assert found.code == 0
     assert "another profile" in found.err
 
@@ -228,7 +273,7 @@ def test_a_missing_package_names_the_extra(sparsekv, files, tmp_path, monkeypatc
     for module in ("charts", "page"):
         monkeypatch.delitem(sys.modules, f"sparsekv.bench.report.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "altair", None)
-    found = sparsekv("show", files / "plan.yaml", "--html", tmp_path / "page.html")
+    found = sparsekv("report", files / "plan.yaml", "-o", tmp_path / "page.html")
     assert found.code == 2
     assert "altair" in found.err
     assert "[report]" in found.err

@@ -1,0 +1,202 @@
+"""`sparsekv bench peers`: published methods beside a plan, as published and at its density."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from sparsekv.cli.arguments import Output, device_and_dtype, settings_of
+from sparsekv.cli.benched import Benched, BenchLengths, BenchRun, HandTile, Timed, named_subject, print_rows
+from sparsekv.cli.eval_suite import digest_of
+from sparsekv.cli.output import tell
+from sparsekv.cli.plan_files import check_replaceable, check_writable
+from sparsekv.planner.flags import MOST, Flag, Names, OneShare
+from sparsekv.planner.options import Hardware, Tasks
+from sparsekv.planner.progress import BarProgress
+from sparsekv.plans.errors import UsageError, install_command
+from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.types import format_length
+
+if TYPE_CHECKING:
+    from sparsekv.bench.peers import PeersBench
+    from sparsekv.bench.peers_file import PeersFile
+    from sparsekv.plans.schema import Plan
+    from sparsekv.runtime.hf.load import LoadedModel
+
+_LENGTHS = {"cuda": (32768, 131072), "cpu": (4096,)}
+_OF_QUALITY = ("tasks", "samples", "ruler_samples")
+_Many = Annotated[int, Field(ge=0, le=MOST)]
+
+
+class PeersFlags(Benched, Timed, Hardware, Output):
+    """Holds what `bench peers` is asked to do."""
+
+    lengths: BenchLengths = ()
+    out: Annotated[
+        Path,
+        Flag(
+            "A JSON file of results, written after each row; what is in it is not measured again.",
+            ("--out", "-o"),
+            "FILE",
+        ),
+    ] = Path("peers.json")
+    picture: Annotated[Path | None, Flag("Draw time against divergence into this SVG.", metavar="FILE")] = None
+    methods: Annotated[
+        Names, Flag("MInference, XAttention, FlexPrefill, FlashPrefill; all by default.", metavar="LIST")
+    ] = ()
+    density: Annotated[
+        OneShare | None, Flag("Of the rows at equal density; the plan's own by default.", metavar="SHARE")
+    ] = None
+    planted: Annotated[OneShare, Flag("Density of the structure in the layer that is timed.", metavar="SHARE")] = 0.05
+    shape: Annotated[
+        str | None,
+        Flag("Time a layer of this model's shape, such as llama3-8b; by default of MODEL's.", metavar="NAME"),
+    ] = None
+    tile: HandTile = None
+    tasks: Annotated[Tasks, Flag("Tasks whose samples give the divergence.", metavar="LIST")] = ("quote_text",)
+    samples: Annotated[_Many, Flag("Samples a task for the divergence.", metavar="N")] = 5
+    ruler_samples: Annotated[_Many, Flag("Samples of each of RULER's tasks; 0 leaves RULER out.", metavar="N")] = 5
+    fetch: Annotated[bool, Flag("First fetch the authors' own code, at the commits that are known to run.")] = False
+    originals: Annotated[
+        Path | None,
+        Flag(
+            "Also run the authors' own code, from this folder (python -m sparsekv.bench.originals).", metavar="FOLDER"
+        ),
+    ] = None
+    max_seconds: Annotated[
+        float | None,
+        Field(gt=0),
+        Flag("Begin no row after so many seconds; the same command goes on from there.", metavar="S"),
+    ] = None
+
+    @model_validator(mode="after")
+    def _every_flag_is_read(self) -> Self:
+        if self.random_weights:
+            self.refuse(_OF_QUALITY, "random weights have no quality", "random_weights")
+            self.refuse(("picture",), "it shows divergence, which random weights do not have", "random_weights")
+        if self.plan is not None:
+            self.refuse(("tile",), "a plan has its own tiles", "plan")
+        return self
+
+
+def peers(flags: PeersFlags) -> None:
+    """Published methods of sparse prefill beside a plan and dense kernels, in one process.
+
+    MInference, XAttention, FlexPrefill and FlashPrefill run as published and at the plan's density, by their published
+    algorithms on our kernels; with --originals also by their authors' code. Time is that of one layer, on planted
+    structure; divergence and RULER are those of MODEL. FlashAttention-2 is the one that torch ships.
+    """
+    deadline = time.monotonic() + flags.max_seconds if flags.max_seconds else float("inf")
+    check_replaceable(flags.out, "-o", "peers")
+    if flags.picture is not None:
+        check_writable(flags.picture)
+    named, machine = (
+        named_subject(flags, flags.lengths, flags.random_weights and flags.plan is None),
+        settings_of(flags),
+    )
+    hardware, precision = device_and_dtype(machine)
+    lengths, folder = flags.lengths or _LENGTHS[hardware.type], flags.originals
+    if flags.fetch:
+        from sparsekv.bench.originals import FOLDER, fetch
+
+        folder = folder or FOLDER
+        for line in fetch(folder):
+            tell(line)
+    if folder is not None:
+        sys.path.append(str(folder.resolve()))
+    from sparsekv.bench.peers import COLUMNS, METHODS, PeersBench, bench_peers, left, table_rows
+    from sparsekv.bench.peers_file import write_peers
+    from sparsekv.bench.random_model import describe_named
+    from sparsekv.planner.settled import density_for
+
+    if unknown := [name for name in flags.methods if name not in METHODS]:
+        raise UsageError(f"--methods: expected some of {', '.join(METHODS)}, found {unknown[0]!r:.40}")
+    plan, loaded = named.plan, None if flags.random_weights else named.load(flags)
+    shape = describe_named(flags.shape or flags.model, flags.random_weights or flags.shape is not None)
+    group = shape.attention[0]
+    if plan is None:
+        tell("without a plan, ours is a layer with budgets for what was planted; it has no quality")
+    bench = PeersBench(
+        lengths=lengths,
+        heads=group.heads,
+        kv_heads=group.kv_heads,
+        head_dim=group.head_dim,
+        device=hardware,
+        dtype=loaded.model.dtype if loaded else precision,
+        tile=plan.prefill.tile if plan and plan.prefill else flags.tile or TileShape(),
+        planted_density=flags.planted,
+        methods=flags.methods or tuple(METHODS),
+        density=flags.density or (None if plan or not loaded else density_for(max(lengths))),
+        tasks=flags.tasks,
+        samples=flags.samples,
+        ruler_samples=flags.ruler_samples,
+        rounds=flags.repeats,
+        seed=flags.seed,
+        originals=folder,
+        deadline=deadline,
+    )
+    begun = _begun(bench, shape.id, loaded, plan).continued(flags.out)
+    result = bench_peers(bench, begun, loaded, plan, lambda found: write_peers(found, flags.out), BarProgress())
+    title = f"{result.settings.shape}, {result.settings.device}, {result.settings.dtype}; {flags.out}"
+    if flags.picture is not None:
+        _draw(result, flags.picture)
+    if open_ := left(bench, [row.key for row in result.rows]):
+        tell(f"{len(open_)} rows are left, from {open_[0].name} at {format_length(open_[0].length)} on: rerun to go on")
+    print_rows(BenchRun(table_rows(result, lengths), title, COLUMNS), as_json=flags.as_json)
+
+
+def _begun(bench: PeersBench, shape: str, loaded: LoadedModel | None, plan: Plan | None) -> PeersFile:
+    """A file without rows."""
+    from sparsekv.bench.peers_file import PeersFile, PeersSettings
+    from sparsekv.planner.data_files import versions
+    from sparsekv.planner.evaluation.suite_file import SuiteMethod, SuiteModel, SuiteResult, SuiteSettings
+    from sparsekv.runtime.model_config import device_name, dtype_name
+
+    device, dtype, suite = device_name(bench.device), dtype_name(bench.dtype), None
+    quality: dict[str, Any] = {}
+    if loaded is not None:
+        fingerprint = loaded.info.fingerprint
+        quality = {"model": fingerprint.architecture, "weights": fingerprint.weights, "tasks": bench.tasks}
+        quality |= {"samples": bench.samples, "ruler_samples": bench.ruler_samples}
+        suite = SuiteResult(
+            model=SuiteModel(
+                id=loaded.info.id, architecture=fingerprint.architecture, weights=fingerprint.weights, dtype=dtype
+            ),
+            settings=SuiteSettings(
+                seed=bench.seed, samples=max(1, bench.ruler_samples), phase="prefill", backend="auto"
+            ),
+            methods=(SuiteMethod(name="dense"),),
+            devices=(device,),
+            versions=versions(),
+        )
+    settings = PeersSettings(
+        shape=shape,
+        heads=bench.heads,
+        kv_heads=bench.kv_heads,
+        head_dim=bench.head_dim,
+        dtype=dtype,
+        device=device,
+        tile=str(bench.tile.key),
+        planted_density=bench.planted_density,
+        plan=digest_of(plan) if plan else None,
+        rounds=bench.rounds,
+        seed=bench.seed,
+        **quality,
+    )
+    return PeersFile(settings=settings, versions=versions(), suite=suite)
+
+
+def _draw(result: PeersFile, path: Path) -> None:
+    try:
+        from sparsekv.bench.peers_picture import write_picture
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"expected the packages that --picture needs, found no {error.name}; install them: "
+            f"{install_command('report')}; the rows are in the file"
+        ) from error
+    drawn = write_picture(result, path)
+    tell(f"{path}: {drawn} points" if drawn else "no row has both a time and a divergence at one density: no picture")

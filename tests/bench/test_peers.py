@@ -1,0 +1,147 @@
+"""`bench peers`: every method as published and at the plan's density, in a file that goes on over several runs."""
+
+import json
+import subprocess
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+from model_folders import save_model, sparse_plan
+from tiny_models import tiny_model
+
+from sparsekv.bench import originals, peers
+from sparsekv.bench.originals import Original, fetch
+from sparsekv.bench.peers_file import read_peers
+from sparsekv.planner.evaluation import suite as suites
+from sparsekv.planner.tasks import ruler_suite
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.files import load_plan, write_plan
+from sparsekv.plans.phases import PrefillBucket
+
+CASES = [(name, at) for name in peers.METHODS for at in ("published", "equal")]
+CALL = ("--lengths", "1k", "--samples", 1, "--tasks", "kv_retrieval", "--repeats", 1, "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = tiny_model(context=2048)
+    folder = save_model(model, tmp_path_factory.mktemp("models") / "tiny")
+    write_plan(sparse_plan(model), folder / "sparsekv.yaml")
+    return folder
+
+
+@pytest.fixture
+def one_task(monkeypatch):
+    some = MappingProxyType({"fwe": replace(ruler_suite.RULER_SUITE["fwe"], tokens=1)})
+    monkeypatch.setattr(ruler_suite, "RULER_SUITE", some)
+    monkeypatch.setattr(suites, "RULER_SUITE", some)
+
+
+def test_every_method_has_its_time_divergence_and_ruler_as_published_and_at_the_density_of_the_plan(
+    sparsekv, folder, tmp_path, one_task
+):
+    out, picture = tmp_path / "peers.json", tmp_path / "peers.svg"
+    done = sparsekv("bench", "peers", folder, *CALL, "--ruler-samples", 1, "-o", out, "--picture", picture, "--json")
+    assert done.code == 0, done.err
+    rows = {(row.method, row.at): row for row in read_peers(out).rows}
+    assert [key for key in rows if key[1] != "dense"] == [("sparsekv", "plan"), *CASES]
+    assert [row.whole_ms > 0 for key, row in rows.items() if key[1] == "dense"] == [True, True]
+    plan = rows["sparsekv", "plan"]
+    for key in (("sparsekv", "plan"), *CASES):
+        row = rows[key]
+        assert row.note == "", row
+        assert row.whole_ms > 0
+        assert row.index_ms > 0
+        assert row.attention_ms > 0
+        assert 0 < row.density <= 1
+        assert row.kl >= 0
+        assert 0 <= row.recall <= 100
+        assert row.dense_recall == plan.dense_recall
+        assert row.timed_density == pytest.approx(row.density, rel=0.3) or key[1] == "plan", row
+    for name in peers.METHODS:
+        steps = 0.25 if name == "MInference" else 0.15  # so short a prompt has few whole diagonals
+        assert rows[name, "equal"].density == pytest.approx(plan.density, rel=steps), rows[name, "equal"]
+    assert rows["XAttention", "published"].setting == "tau 0.9"
+    assert {row["name"] for row in done.data} >= {"MInference", "MInference at equal density", "sparsekv"}
+    assert picture.read_text().startswith("<svg")
+
+
+def test_a_run_goes_on_where_time_ran_out_and_measures_nothing_twice(sparsekv, folder, tmp_path, monkeypatch):
+    out = tmp_path / "peers.json"
+    call = ("bench", "peers", folder, *CALL, "--ruler-samples", 0, "--methods", "FlashPrefill,XAttention", "-o", out)
+    clock = iter(np.arange(0.0, 100.0, 1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(peers.time, "monotonic", lambda: next(clock))
+        done = sparsekv(*call, "--max-seconds", 2.5)
+    assert "4 rows are left, from FlashPrefill at 1k on" in done.err
+    before = read_peers(out).rows
+    assert {row.at for row in before} == {"dense", "plan"}
+    assert sparsekv(*call).code == 0
+    whole = read_peers(out).rows
+    assert whole[: len(before)] == before
+    assert len(whole) == len(before) + 4
+    monkeypatch.setattr(peers, "_Length", None)  # nothing is measured any more
+    assert sparsekv(*call).code == 0
+    assert read_peers(out).rows == whole
+    done = sparsekv(*call, "--seed", 1)
+    assert done.code == 2
+    assert "seed 0 there, 1 here" in done.err
+
+
+def test_random_weights_have_times_at_equal_density_and_no_quality(sparsekv, folder, tmp_path):
+    out = tmp_path / "peers.json"
+    call = ("bench", "peers", folder, "--random-weights", "--lengths", "2k", "--repeats", 1, "--device", "cpu")
+    own = ("--density", "40%", "--methods", "FlexPrefill", "--tile", 64, "-o", out)
+    done = sparsekv(*call, *own, "--originals", tmp_path)
+    assert done.code == 0, done.err
+    rows = {(row.method, row.at): row for row in read_peers(out).rows}
+    equal = rows["FlexPrefill", "equal"]
+    assert (equal.kl, equal.density) == (None, None)
+    assert equal.timed_density == pytest.approx(0.4, abs=0.05)
+    assert "--fetch" in rows["FlexPrefill", "original"].note
+    assert sparsekv(*call, *own, "--samples", 2).code == 2
+
+
+def test_a_plan_that_is_dense_there_is_a_row_that_says_so(sparsekv, folder, tmp_path):
+    plan = load_plan(folder / "sparsekv.yaml")
+    dense = plan.prefill.model_copy(update={"lengths": (PrefillBucket(up_to=None, dense=True),)})
+    write_plan(plan.model_copy(update={"prefill": dense}), tmp_path / "dense.yaml")
+    call = ("bench", "peers", folder, "--plan", tmp_path / "dense.yaml", *CALL, "--ruler-samples", 0)
+    done = sparsekv(*call, "--methods", "FlashPrefill", "-o", tmp_path / "peers.json", "--json")
+    notes = {row["name"]: row["note"] for row in done.data}
+    assert "dense at 1k" in notes["sparsekv"]
+    assert "--density" in notes["FlashPrefill at equal density"]
+    assert notes["FlashPrefill"] == ""
+
+
+def test_fetching_clones_a_commit_once_and_leaves_other_files_alone(tmp_path):
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "code.py").write_text("x = 1\n")
+    name = ("-c", "user.name=n", "-c", "user.email=e@x")
+    for args in (("init", "-q"), ("add", "."), (*name, "commit", "-q", "-m", "one")):
+        subprocess.run(["git", "-C", there, *args], check=True)
+    head = subprocess.run(["git", "-C", there, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    commit = head.stdout.strip()
+    one = Original("It", "it", str(there), commit, ("code.py",), (), lambda root: None)
+    assert commit in next(fetch(tmp_path / "peers", (one,)))
+    assert one.missing(tmp_path / "peers") == []
+    assert "is at" in next(fetch(tmp_path / "peers", (one,)))
+    (tmp_path / "other" / "it").mkdir(parents=True)
+    (tmp_path / "other" / "it" / "mine.txt").touch()
+    with pytest.raises(UsageError, match="other files"):
+        next(fetch(tmp_path / "other", (one,)))
+    with pytest.raises(UsageError, match="expected to fetch"):
+        next(fetch(tmp_path / "new", (replace(one, commit="0" * 40),)))
+
+
+def test_every_method_has_an_original(tmp_path):
+    assert {one.name for one in originals.ORIGINALS} == set(peers.METHODS)
+
+
+def test_a_file_of_something_else_is_not_replaced(sparsekv, folder, tmp_path):
+    (tmp_path / "peers.json").write_text(json.dumps({"kind": "mine"}))
+    done = sparsekv("bench", "peers", folder, *CALL, "-o", tmp_path / "peers.json")
+    assert done.code == 2
+    assert "bench peers" in done.err
