@@ -222,7 +222,7 @@ def bench_serve(
     from sparsekv.runtime.vllm import internals as vllm
 
     host = {"decoded": None, "failures": 0, "host": f"vLLM {vllm.release}", "model": model.name}
-    host |= {"weights": "random" if model.random else "loaded", "plan": words}
+    host |= {"kv_dtype": bench.kv_dtype, "weights": "random" if model.random else "loaded", "plan": words}
     with (progress or Progress()).stage("serve", total=(2 if bench.alone else 1) * len(bench.loads)) as step:
         for load, found in (_one_by_one if bench.alone else _in_turn)(model, plan, bench, step):
             own = {
@@ -231,7 +231,7 @@ def bench_serve(
                 "requests": load.requests,
                 "per_minute": load.per_minute,
             }
-            own |= {"cache_bytes": bench.cache_bytes, "kv_dtype": bench.kv_dtype}
+            own["cache_bytes"] = bench.cache_bytes
             row = Row(
                 name="serve",
                 length=load.prompt,

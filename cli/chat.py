@@ -295,8 +295,8 @@ class Conversation:
         if self.handle is None:
             layers = self.cache.layers if self.cache else ()
             tensors = (getattr(layer, name, None) for layer in layers for name in ("keys", "values"))
-            held = sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
-            return Answer(said, 1.0, held, 0, kv_dtype=own)
+            nbytes = sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
+            return Answer(said, 1.0, nbytes, 0, kv_dtype=own)
         stats = self.handle.stats()
         density = 1.0 if stats.prefill_density is None else stats.prefill_density
         held, drafts = (stats.kv_bytes_device, stats.kv_bytes_host), (stats.tokens_drafted, stats.drafts_accepted)

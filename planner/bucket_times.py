@@ -140,7 +140,7 @@ class _BucketTimes:
 
 def _sparse(call: AttentionCall, chunk: Chunk, build: Callable[[], TileIndex], cost: DeviceCost, host: Host) -> Launch:
     """Attention of a layer's last chunk by patterns, as the host runs it."""
-    copy = host.copy(call.k_BGKD, call.v_BGKD) if chunk.past[0] else None
+    copy = host.copy(call.k_BGKD, call.v_BGKD) if chunk.past[0] or host.float8 else None
     attend = partial(
         prefill_attention, call.q_BHSD[:, :, chunk.past[0] :], call.k_BGKD, call.v_BGKD,
         chunk=chunk, scale=call.scale, backend=cost.backend, softmax=call.softmax,

@@ -398,7 +398,9 @@ def plan_remarks(
     assert plan.cost is not None, "compiled just now"
     lines: list[str] = []
     if cost.host == "vllm":
-        lines.append(f"timed in steps of {cost.chunk} tokens: serve it with --max-num-batched-tokens {cost.chunk}")
+        stored = f" --kv-cache-dtype {cost.kv_dtype}" if cost.kv_dtype else ""
+        serve = f"--max-num-batched-tokens {cost.chunk}{stored}"
+        lines.append(f"timed in steps of {cost.chunk} tokens: serve it with {serve}")
     if plan.prefill:
         found = {entry.length: entry.prefill for entry in plan.cost.lengths if entry.prefill}
         lines += [_timing_remark(one.timing) for one in timed.values()]

@@ -323,14 +323,16 @@ class DeviceCost(Part):
     def _sparse_us(self, work: LayerWork, rows: int, chunks: Chunks) -> float:
         families = {name: count for name, count in work.families.items() if count}
         index = sum(self._index_us(name, count, chunks) for name, count in families.items())
-        copied = chunks.keys - chunks.first
-        copy = self.prefill_copy.at(chunks.with_past, copied) if self.prefill_copy else 0.0
+        copies, copied = chunks.with_past, chunks.keys - chunks.first
+        if self.kv_dtype is not None:  # the first chunk's are read back, too
+            copies, copied = chunks.count, chunks.keys
+        copy = self.prefill_copy.at(copies, copied) if self.prefill_copy else 0.0
         query_tiles = sum(families.values()) * -(-rows // self.tile.query)
         counted = (work.idle(self.processors, chunks) * x for x in (work.tiles, work.columns, work.dense_tiles))
         attend = self.prefill_sparse.at(chunks.count, query_tiles, *counted)
         launches = ("sparse prefill", *(f"index {name}" for name in families))
         issue = chunks.count * sum(self.issue_us.get(name, 0.0) for name in launches)
-        return max(issue + chunks.with_past * self.issue_us.get("copy", 0.0), index + copy + attend)
+        return max(issue + copies * self.issue_us.get("copy", 0.0), index + copy + attend)
 
     def index_us(self, name: Family, heads: int, length: int) -> float:
         """Building the index of `heads` heads of a pattern that was measured, over a whole prompt."""

@@ -30,7 +30,6 @@ from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, c
 from sparsekv.runtime.hf.cache import (
     CACHE_NAME,
     CacheProgress,
-    FixedRows,
     begin_pass,
     fixed_rows_of,
     named,
@@ -38,6 +37,7 @@ from sparsekv.runtime.hf.cache import (
     sparse_cache,
 )
 from sparsekv.runtime.hf.describe import attention_modules, config_of, decoder_of
+from sparsekv.runtime.hf.fixed_rows import FixedRows
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
 from sparsekv.runtime.hf.multimodal import TextInputs
 from sparsekv.runtime.hf.ragged_rows import Columns, rows_of_pass, run_by_rows

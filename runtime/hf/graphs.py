@@ -41,11 +41,11 @@ from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
 from sparsekv.runtime.hf.cache import (
     CACHE_NAME,
     CacheProgress,
-    FixedRows,
     SparseLayer,
     decoder_output,
     first_of,
 )
+from sparsekv.runtime.hf.fixed_rows import FixedRows
 from sparsekv.runtime.hf.graph_fetches import FetchError
 from sparsekv.runtime.hf.graph_states import StepStates
 from sparsekv.runtime.hf.graph_stores import StepStores, obstacle

@@ -394,8 +394,10 @@ class MemoryModel:
         return max((self._layout(layer, request.batch).bytes(tokens) for layer in on_host), default=0)
 
     def _multiplied(self, request: Request) -> int:
-        """Copies of the keys and values in 8 bits that a layer attends to: of its piece, and all with those before."""
+        """Copies of the keys and values in 8 bits that a layer attends to: of its piece, and all with those before; of
+        the keys that one evicts from once more."""
         tokens = request.piece if request.piece == request.prompt else request.piece + request.prompt
+        tokens += request.prompt // 2 if self.evicting else 0
         layers = [layer for layer, group in self._groups.items() if group.kind != "linear"] if self.float8 else []
         return max((self._read_layout(layer, request.batch).bytes(tokens) for layer in layers), default=0)
 
@@ -433,7 +435,8 @@ class MemoryModel:
             return 4 * (heads + segment.lists) * min(scored_tokens(heads), batch * tokens)
         widened = self.on_cpu and self.size.dtype != torch.float32  # the keys of a product
         copied = 4 if widened else self.size.dtype.itemsize if batch > 1 else 0
-        return _window_bytes(layer, segment, batch * tokens, copied * self._groups[layer.layer].head_dim)
+        multiplied = self._read_layout(layer.layer, batch).bytes(tokens) // 2 if self.float8 else 0  # all keys
+        return multiplied + _window_bytes(layer, segment, batch * tokens, copied * self._groups[layer.layer].head_dim)
 
     def _slot_tables(self, request: Request, placement: Placement, on_host: list[int]) -> int:
         """SlotTable of each choice that layers in host memory follow: where every token is, and what is in a slot."""

@@ -41,7 +41,7 @@ class Float8:
         """The bytes of new tokens, whose first ones fix the scales."""
         if self.scales is None:
             self.scales = Scales(_power_of_two(k_BGSD), _power_of_two(v_BGSD), k_BGSD.dtype)
-        return in_8_bits(k_BGSD, self.scales.k_G), in_8_bits(v_BGSD, self.scales.v_G)
+        return _in_pieces(k_BGSD, self.scales.k_G), _in_pieces(v_BGSD, self.scales.v_G)
 
     def read(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Pair:
         """What bytes stand for."""
@@ -66,6 +66,13 @@ class Float8:
 def _pieces(tokens: int) -> Iterator[slice]:
     for begin in range(0, tokens, _AT_ONCE):
         yield slice(begin, min(begin + _AT_ONCE, tokens))
+
+
+def _in_pieces(x_BGSD: torch.Tensor, scale_G: torch.Tensor) -> torch.Tensor:
+    stored_BGSD = torch.empty_like(x_BGSD, dtype=torch.uint8)
+    for piece in _pieces(x_BGSD.shape[2]):
+        stored_BGSD[:, :, piece] = in_8_bits(x_BGSD[:, :, piece], scale_G)
+    return stored_BGSD
 
 
 def _power_of_two(x_BGSD: torch.Tensor) -> torch.Tensor:

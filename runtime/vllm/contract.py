@@ -110,14 +110,15 @@ NAMES: Places = MappingProxyType(
         ),
         "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher": ("keys_initialized",),
         "vllm.model_executor.layers.attention:Attention": (
-            "get_kv_cache_spec", "impl", "layer_name", "num_heads", "num_kv_heads", "sliding_window",
+            "get_kv_cache_spec", "impl", "layer_name", "num_heads", "num_kv_heads", "query_quant", "sliding_window",
         ),
+        "vllm.model_executor.layers.attention.attention": ("set_default_quant_scales",),  # whose scales are read
     }
 )  # fmt: skip
 _BACKEND = ("forward_includes_kv_cache_update", "get_builder_cls", "get_impl_cls", "get_name")
 _IMPL = (
-    "alibi_slopes", "attn_type", "do_kv_cache_update", "forward", "kv_sharing_target_layer_name", "logits_soft_cap",
-    "scale", "sinks",
+    "alibi_slopes", "attn_type", "do_kv_cache_update", "forward", "kv_cache_dtype", "kv_sharing_target_layer_name",
+    "logits_soft_cap", "scale", "sinks",
 )  # fmt: skip
 _BUILDER = (
     "build", "build_for_drafting", "get_cudagraph_support", "reorder_batch_threshold", "supports_update_block_table",

@@ -91,6 +91,21 @@ def test_rates_count_the_keys_and_values_that_attention_reads(subject, plan, tak
     assert data["tflops"] == pytest.approx(attended * 4 * 4 * 32 / data["sparse_ms"] / 1e9)
 
 
+def test_keys_and_values_in_8_bits_are_timed_against_our_own_dense_kernel(subject, plan):
+    attention, token = (row.data() for row in rows_of(subject, plan, kv_dtype="fp8"))
+    assert (attention["kv_dtype"], token["kv_dtype"]) == ("fp8", "fp8")
+    assert attention["dense_peers_ms"].keys() == {"sparsekv dense"}
+    attended, token_bytes = LENGTH + 2 * (2 + BUDGET + 3), 2 * 2 * 32  # a byte for each number
+    assert attention["gbytes_per_second"] == pytest.approx(attended * token_bytes / attention["sparse_ms"] / 1e6)
+    assert token["sparse_ms"] > 0
+    whole, stored = (
+        StepAttention(subject.info, tuple(layouts_of(subject.model)), LENGTH, "cpu", 0, float8=float8)
+        for float8 in (False, True)
+    )
+    for one, other in zip(whole.by_plan(None)(), stored.by_plan(None)(), strict=True):
+        assert 1e-4 < (one - other).norm() / one.norm() < 0.1
+
+
 def test_the_share_of_tokens_is_what_a_run_counts(subject, plan):
     attention, token = rows_of(subject, plan)
     with sparsekv.apply(subject.model, plan) as handle:

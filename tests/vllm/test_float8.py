@@ -2,6 +2,7 @@
 host."""
 
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.stores import float8
 from sparsekv.runtime.vllm import internals
+from sparsekv.runtime.vllm.attention_backend import SparseImpl
 from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
+from sparsekv.runtime.vllm.page_contents import check_pages, scales_of
 from sparsekv.runtime.vllm.plan_host import Scratch
 
 Prompts = dict[int, list[int]]
@@ -111,6 +114,37 @@ def test_a_captured_step_gives_what_is_launched_bit_for_bit() -> None:
     assert torch.equal(captured, launched)
 
 
+def layer_with(heads: int, k_scale: Any, v_scale: Any, kv_cache_dtype: str = "fp8", rounds: bool = False) -> Any:
+    """What is read of a layer of vLLM, and of its implementation."""
+    impl = SimpleNamespace(kv_cache_dtype=kv_cache_dtype, num_kv_heads=heads)
+    scales = {"_k_scale": torch.tensor(k_scale), "_v_scale": torch.tensor(v_scale), "_q_scale": torch.tensor(0.5)}
+    return SimpleNamespace(impl=impl, query_quant=object() if rounds else None, **scales)
+
+
+CONFIG = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
+
+
+def test_scales_are_of_a_tensor_or_of_each_head_and_skipped_layers_have_none() -> None:
+    one = layer_with(3, 0.25, 2.0, rounds=True)
+    found = scales_of(CONFIG, one.impl, one)
+    assert (found.k_G.tolist(), found.v_G.tolist(), found.q_G.tolist()) == ([0.25] * 3, [2.0] * 3, [0.5] * 3)
+    assert found.dtype == torch.bfloat16
+    each = layer_with(2, [0.25, 0.5], [1.0, 3.0])
+    found = scales_of(CONFIG, each.impl, each)
+    assert (found.k_G.tolist(), found.v_G.tolist(), found.q_G) == ([0.25, 0.5], [1.0, 3.0], None)
+    assert scales_of(CONFIG, layer_with(2, 1.0, 1.0, "auto").impl, None) is None
+
+
+def test_queries_that_vllm_has_rounded_are_read_by_the_scales_of_their_heads() -> None:
+    impl = object.__new__(SparseImpl)
+    impl.num_heads, impl.num_kv_heads = 4, 2
+    impl.scales = Scales(torch.ones(2), torch.ones(2), torch.bfloat16, torch.tensor([0.5, 4.0]))
+    q_THD = torch.randn(3, 4, 8).to(FLOAT8)
+    expected = q_THD.float() * torch.tensor([0.5, 0.5, 4.0, 4.0])[:, None]
+    assert torch.equal(impl._read(q_THD), expected.bfloat16())
+    assert impl._read(expected) is expected
+
+
 def test_a_past_is_copied_multiplied_and_without_scales_byte_for_byte() -> None:
     step = Pages((300, 41), 4, 64, False)
     scratch, tokens = Scratch(300, 2 * 64, DTYPE, DEVICE), 290
@@ -171,6 +205,18 @@ def test_prompts_at_once_are_answered_as_by_the_transformers_host(
     stats = serving_stats(stored)
     assert stats.prefill_density < 0.9
     assert stats.failures == 0
+
+
+def test_pages_are_written_and_read_by_any_scale(stored: Any, scale: float) -> None:
+    def check(model: Any) -> list[bool]:
+        layer = model.model.layers[0].self_attn.attn
+        layer._k_scale.fill_(scale)
+        layer._v_scale.fill_(scale / 2)
+        spec = layer.get_kv_cache_spec(layer.impl._config())
+        k_NGSD, v_NGSD = check_pages(layer.impl._config(), layer.impl, layer, spec, DEVICE)
+        return [bool((x_NGSD[1] != 0).all() and (x_NGSD[0] == 0).all()) for x_NGSD in (k_NGSD, v_NGSD)]
+
+    assert stored.apply_model(check) == [[True, True]]
 
 
 def test_sparse_prefill_attends_to_what_the_cache_has_from_the_first_chunk_on(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
 from sparsekv.planner.cost.measure import measure_cost
@@ -43,6 +44,19 @@ def test_the_dense_kernel_attends_to_the_pages_of_a_request(rows: int, length: i
     expected_HTD = torch.nn.functional.scaled_dot_product_attention(q_HTD, k_HSD, v_HSD, causal_TS)
     near = 1e-4 if DEVICE.type == "cpu" else 2e-2
     torch.testing.assert_close(out_THD.float(), expected_HTD.transpose(0, 1), rtol=near, atol=near)
+
+
+def test_what_is_timed_over_pages_in_8_bits_runs_over_such_pages() -> None:
+    host, (k, v) = VllmHost(512, DEVICE, float8=True), torch.randn(2, 1, 2, 700, 64, dtype=DTYPE, device=DEVICE)
+    (keys,) = host.views(k, v, 2, 1)
+    assert (keys.k.dtype, keys.batch, keys.capacity >= 700) == (torch.float8_e4m3fn, 2, True)
+    q_BH1D = torch.randn(2, 4, 1, 64, dtype=DTYPE, device=DEVICE)
+    host.dense_step(q_BH1D, keys, 0.1, "cpu")()
+    host.idle_step(q_BH1D, keys, 0.1)()
+    host.copy(k, v)()
+    host.dense(torch.randn(1, 4, 188, 64, dtype=DTYPE, device=DEVICE), k, v, Chunk.uniform(1, 512, 700), 0.1, "cpu")()
+    backend = "cpu" if DEVICE.type == "cpu" else "triton"
+    assert decode_attention(q_BH1D, keys, scale=0.1, backend=backend).out_BHSD.isfinite().all()
 
 
 def test_a_cost_says_where_it_was_measured(measured: DeviceCost) -> None:

@@ -79,6 +79,10 @@ def test_every_chunk_pays_for_its_launches_and_all_but_the_first_for_the_copy_of
     assert cost.prefill_sparse_us(LayerWork(200.0, 0.0, 0.0, 20.0, {"a_shape": 2}), 2500) == pytest.approx(
         index + copy + 3 * 30 + 200
     )
+    stored, copy = cost.model_copy(update={"kv_dtype": "fp8"}), 3 * 7 + 0.5 * (1000 + 2000 + 2500)  # all are read back
+    assert stored.prefill_sparse_us(LayerWork(200.0, 0.0, 0.0, 20.0, {"a_shape": 2}), 2500) == pytest.approx(
+        index + copy + 3 * 30 + 200
+    )
 
 
 def test_what_copies_cost_moves_the_crossover() -> None:
@@ -108,6 +112,8 @@ def test_a_plan_for_vllm_names_it_and_its_chunks() -> None:
     assert plan.targets == (expected,)
     assert plan.cost == predict(profile, cost, plan.prefill, plan.decode)
     assert any("steps of 2048 tokens" in remark for remark in plan_remarks(plan, options, profile, cost))
+    stored = cost.model_copy(update={"kv_dtype": "fp8"})
+    assert any("--kv-cache-dtype fp8" in remark for remark in plan_remarks(plan, options, profile, stored))
 
 
 @pytest.mark.parametrize(("batches", "pays"), [((8,), True), ((1, 8), False)])

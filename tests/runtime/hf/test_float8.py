@@ -180,6 +180,21 @@ def test_what_was_prefilled_elsewhere_is_rounded_as_it_comes(model):
     torch.testing.assert_close(other, first)  # what is rounded already stays
 
 
+def test_drafts_are_checked_against_dense_attention_over_the_same_cache(model):
+    prompt = random_tokens(1, 200)
+    asked = {"max_new_tokens": 24, "do_sample": False}
+    with apply(model, plan_for(model), kv_dtype="fp8"):
+        dense = model.generate(prompt, **asked)
+    with apply(model, plan_for(model, None, SPARSE), kv_dtype="fp8", exact=True) as handle:
+        assert torch.equal(model.generate(prompt, **asked), dense)
+        assert handle.stats().tokens_drafted > 0
+
+
+def test_selectors_that_look_back_score_what_the_cache_has(model):
+    weighs = decode_plan(segment(0, (1, 2), 12, sink=4, recent=10, selector="uniform", window=4))
+    check(model, plan_for(model, None, weighs))
+
+
 @pytest.mark.parametrize("largest", [0.0, 1e-30, 0.02, 1.0, 300.0, 1e30, float("inf"), float("nan")])
 def test_scales_leave_room_for_what_is_larger_than_the_first_tokens(largest):
     x = torch.full((1, 2, 3, 8), 0.0)

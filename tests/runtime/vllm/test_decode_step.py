@@ -9,7 +9,7 @@ from plans_samples import model_info
 from tiny_plans import segment
 
 from sparsekv.kernels.decode.selection import ALL, Selection
-from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, in_8_bits, scaled
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan
 from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import Program
@@ -88,6 +88,34 @@ def test_only_rows_that_choose_are_written(backend: str) -> None:
     rows = Rows(len(lengths))
     rows.step(host_of(backend), as_lengths(lengths), prompts=(3,))
     rows.check(lengths, choosing=(0, 1, 6))
+
+
+@pytest.mark.parametrize("queries", [False, True], ids=["queries in float32", "queries in 8 bits"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages_in_8_bits_are_those_of_the_numbers_that_they_stand_for(backend: str, queries: bool) -> None:
+    lengths, rows = (300, 91, 90, 240, 0, 72, 131), Rows(7)
+    k_G, v_G, q_G = torch.rand(3, GROUPS) * 0.1 + 0.01
+    dtype = torch.bfloat16 if queries else torch.float32
+    scales = Scales(k_G, v_G, dtype, q_G if queries else None)
+    pages = tuple(in_8_bits(x, scale_G) for x, scale_G in zip(rows.pages, (k_G, v_G), strict=True))
+    rows.pages = tuple(scaled(x, scale_G, torch.float32) for x, scale_G in zip(pages, (k_G, v_G), strict=True))
+    out_LBHD, q_LBHD = rows.out_LBHD.to(dtype), rows.q_LBHD
+    if queries:
+        of_H = q_G.repeat_interleave(HEADS // GROUPS)[:, None]
+        q_LBHD = (rows.q_LBHD / of_H).to(FLOAT8)
+        rows.q_LBHD = q_LBHD.float() * of_H
+    host = host_of(backend)
+    host.warm_up(PROGRAM.layers, pages, LONGEST, scales=scales)
+    step = host.begin(as_lengths(lengths), (3,), rows.table_BP, None)
+    for layer, q_BHD, out_BHD in zip(PROGRAM.layers, q_LBHD, out_LBHD, strict=True):
+        step.attend(layer, q_BHD, pages, out_BHD, SIZE**-0.5, scales=scales)
+    for row in range(len(lengths)):
+        found_LHD = out_LBHD[:, row].float()
+        if row in (0, 1, 6):
+            near = 2e-2 if queries else 1e-4
+            torch.testing.assert_close(found_LHD, rows.alone(row, lengths[row]), rtol=near, atol=near)
+        else:
+            assert (found_LHD == UNTOUCHED).all(), row
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,0 +1,89 @@
+"""Engines over a cache in 8 bits on an NVIDIA GPU: a plan that leaves nothing out beside vLLM's own dense engine, and
+captured steps beside those that are launched."""
+
+from typing import Any
+
+import pytest
+from vllm_engine import NEW, make_engine, tokens_of
+
+from sparsekv.plans.files import write_plan
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
+from sparsekv.runtime.vllm.internals import asking_for_ours
+
+pytestmark = pytest.mark.gpu
+Prompts = dict[int, list[int]]
+CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without compilation, which these tests turn off
+
+
+@pytest.fixture(scope="module")
+def engines(
+    reference: LoadedModel, plan: Plan, tmp_path_factory: pytest.TempPathFactory, kept_engines: list[Any]
+) -> dict[str, Any]:
+    """By the plan, and by one whose layers leave a tenth of the tokens out, those that get least attention."""
+    most = (
+        Segment(
+            filter=1, layers=tuple(range(2, 12)), budget=DecodeBudget(fraction=0.9, at_most=4096), sink=4, recent=32
+        ),
+    )
+    nearly = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=most),))
+    plans = {"sparse": plan, "nearly all": plan.model_copy(update={"prefill": None, "decode": nearly})}
+    folder = tmp_path_factory.mktemp("plans")
+    for name, one in plans.items():
+        write_plan(one, folder / f"{name}.yaml")
+
+    def engine(own: dict[str, Any], captured: bool) -> Any:
+        graphs = {"enforce_eager": False, "compilation_config": CAPTURED} if captured else {}
+        return make_engine(
+            str(reference.model.name_or_path), dtype="bfloat16", kv_cache_dtype="fp8",
+            additional_config={"sparsekv": own}, num_gpu_blocks_override=1024, gpu_memory_utilization=0.15,
+            disable_log_stats=True, **asking_for_ours(), **graphs,
+        )  # fmt: skip
+
+    found = {"dense": engine({"dense": True}, captured=True)}
+    for name in plans:
+        for captured in (False, True):
+            own = {"plan": str(folder / f"{name}.yaml"), "require": True}
+            found[f"{name}, {'captured' if captured else 'eager'}"] = engine(own, captured)
+    kept_engines.extend(found.values())
+    return found
+
+
+def answers(engine: Any, asked: list[list[int]]) -> list[tuple[list[int], float]]:
+    """Tokens and the sum of their log-probabilities."""
+    from vllm import SamplingParams
+
+    assert engine.reset_prefix_cache()
+    greedy = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0)
+    outputs = engine.generate([{"prompt_token_ids": one} for one in asked], greedy, use_tqdm=False)
+    return [(tokens_of(output), output.outputs[0].cumulative_logprob) for output in outputs]
+
+
+@pytest.mark.parametrize("how", ["eager", "captured"])
+def test_decode_that_leaves_little_out_answers_as_vllms_own_kernel(
+    engines: dict[str, Any], prompts: Prompts, how: str
+) -> None:
+    """Where the model is sure of its answer; vLLM's kernel rounds attention weights to 8 bits, ours does not."""
+    asked = [prompts[length] for length in (700, 2000, 2700)]
+    reset_stats(engines[f"nearly all, {how}"])
+    ours, theirs = answers(engines[f"nearly all, {how}"], asked), answers(engines["dense"], asked)
+    assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]
+    assert [total for _, total in ours] == pytest.approx([total for _, total in theirs], abs=0.2)
+    assert serving_stats(engines[f"nearly all, {how}"]).decode_sparse == 3 * (NEW - 1)
+
+
+@pytest.mark.parametrize("lengths", [(2700,), (700, 2000), (200, 2000, 700, 2700)])
+def test_a_captured_step_answers_as_one_that_is_launched(
+    engines: dict[str, Any], prompts: Prompts, lengths: tuple[int, ...]
+) -> None:
+    asked = [prompts[length] for length in lengths]
+    reset_stats(engines["sparse, captured"])
+    launched, captured = answers(engines["sparse, eager"], asked), answers(engines["sparse, captured"], asked)
+    assert [tokens for tokens, _ in captured] == [tokens for tokens, _ in launched]
+    assert [total for _, total in captured] == pytest.approx([total for _, total in launched], abs=0.1)
+    stats = serving_stats(engines["sparse, captured"])
+    assert stats.failures == 0
+    assert stats.decode_sparse > 0
+    assert stats.prefill_density < 0.9
