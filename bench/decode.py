@@ -193,8 +193,9 @@ def _attention_rows(row: Row, runs: DecodeRuns) -> list[Row]:
         times = measure(turns | {name: sparse[name] for name in ran}, device, bench.repeats)
     except Exception as error:  # out of memory
         return [row.plus(f"{case_of(row)}: {in_short(error)}") for row, _ in named.values()]
-    group = subject.info.attention[0]
-    token_bytes, token_flops = 2 * layouts[0].token_bytes, 4 * group.heads * group.head_dim
+    first = next(iter(subject.info.full_layers), 0)
+    group = subject.info.group_of(first)
+    token_bytes, token_flops = 2 * layouts[first].token_bytes, 4 * group.heads * group.head_dim
     rows, dense_ms = [], times.get("dense")
     for name, (named_row, plan) in named.items():
         row = named_row.plus(dense_ms=dense_ms, peers=peers)

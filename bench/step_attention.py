@@ -116,13 +116,17 @@ class StepAttention:
         self._device = layouts[0].device
         self._lengths = (length,) * layouts[0].batch
         self._timed = info.full_layers or tuple(range(info.layers))
-        timed = [layouts[layer] for layer in self._timed]
-        self._stores = [DeviceStore() for _ in timed]
-        for store, layout in zip(self._stores, timed, strict=True):
-            store.reserve(length, layout)
-        fill(self._stores, length, timed, seed)
         groups = info.by_layer
-        queries = [replace(layouts[layer], heads=groups[layer].heads).empty(1) for layer in self._timed]
+        owners = [layer if (owner := groups[layer].keys_of) is None else owner for layer in self._timed]
+        stores = {owner: DeviceStore() for owner in owners}
+        for owner, store in stores.items():
+            store.reserve(length, layouts[owner])
+        fill([*stores.values()], length, [layouts[owner] for owner in stores], seed)
+        self._stores = [stores[owner] for owner in owners]
+        queries = [
+            replace(layouts[owner], heads=groups[layer].heads).empty(1)
+            for layer, owner in zip(self._timed, owners, strict=True)
+        ]
         generator = torch.Generator(self._device).manual_seed(seed)
         self._queries = [q_BH1D.normal_(generator=generator) for q_BH1D in queries]
 
