@@ -196,8 +196,9 @@ def _attention_rows(row: Row, runs: DecodeRuns) -> list[Row]:
         times = measure(turns | {name: sparse[name] for name in ran}, device, bench.repeats)
     except Exception as error:  # out of memory
         return [row.plus(f"{case_of(row)}: {in_short(error)}") for row, _ in named.values()]
-    group = subject.info.attention[0]
-    stored = Float8.layout(layouts[0]) if bench.kv_dtype == "fp8" else layouts[0]
+    first = next(iter(subject.info.full_layers), 0)
+    group = subject.info.group_of(first)
+    stored = Float8.layout(layouts[first]) if bench.kv_dtype == "fp8" else layouts[first]
     token_bytes, token_flops = 2 * stored.token_bytes, 4 * group.heads * group.head_dim
     rows, dense_ms = [], times.get("dense")
     for name, (named_row, plan) in named.items():

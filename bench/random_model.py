@@ -81,6 +81,8 @@ def random_model(
         if not 1 <= layers <= config.num_hidden_layers:
             raise UsageError(f"expected 1 to {config.num_hidden_layers} layers, found {layers}")
         notes.append(f"{layers} of {config.num_hidden_layers} layers")
+        if shared := getattr(config, "num_kv_shared_layers", 0):  # the last ones
+            config.num_kv_shared_layers = max(0, layers - config.num_hidden_layers + shared)
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]

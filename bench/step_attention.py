@@ -134,15 +134,20 @@ class StepAttention:
         self._device = layouts[0].device
         self._lengths = (length,) * layouts[0].batch
         self._timed = info.full_layers or tuple(range(info.layers))
-        timed = [layouts[layer] for layer in self._timed]
-        self._stores = [DeviceStore() for _ in timed]
-        self._float8 = [Float8() for _ in timed] if float8 else []
-        for store, layout in zip(self._stores, timed, strict=True):
-            store.reserve(length, Float8.layout(layout) if float8 else layout)
-        rounded = [_Rounded(*both) for both in zip(self._stores, self._float8, strict=False)]
-        fill(rounded or self._stores, length, timed, seed)
         groups = info.by_layer
-        queries = [replace(layouts[layer], heads=groups[layer].heads).empty(1) for layer in self._timed]
+        owners = [layer if (owner := groups[layer].keys_of) is None else owner for layer in self._timed]
+        stores = {owner: DeviceStore() for owner in owners}
+        for owner, store in stores.items():
+            store.reserve(length, Float8.layout(layouts[owner]) if float8 else layouts[owner])
+        scales = {owner: Float8() for owner in stores if float8}
+        rounded = [_Rounded(stores[owner], own) for owner, own in scales.items()]
+        fill(rounded or [*stores.values()], length, [layouts[owner] for owner in stores], seed)
+        self._stores = [stores[owner] for owner in owners]
+        self._float8 = [scales[owner] for owner in owners if float8]
+        queries = [
+            replace(layouts[owner], heads=groups[layer].heads).empty(1)
+            for layer, owner in zip(self._timed, owners, strict=True)
+        ]
         generator = torch.Generator(self._device).manual_seed(seed)
         self._queries = [q_BH1D.normal_(generator=generator) for q_BH1D in queries]
 

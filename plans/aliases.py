@@ -63,6 +63,8 @@ ALIASES = (
     Alias("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", "qwen3_moe", "40k"),
     Alias("gemma3-12b", "google/gemma-3-12b-it", "gemma3_text", "128k"),  # the text decoder of a model for images
     Alias("gemma3-27b", "google/gemma-3-27b-it", "gemma3_text", "128k"),
+    Alias("gemma4-31b", "google/gemma-4-31B-it", "gemma4_text", "256k"),
+    Alias("gemma4-e4b", "google/gemma-4-E4B-it", "gemma4_text", "128k"),
     Alias("olmo3-32b", "allenai/Olmo-3-32B-Think", "olmo3", "64k"),
     Alias("glm4.5-air", "zai-org/GLM-4.5-Air", "glm4_moe", "128k"),
     Alias("minimax-m2", "MiniMaxAI/MiniMax-M2", "minimax_m2", "192k"),

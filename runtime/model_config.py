@@ -94,7 +94,16 @@ def _softmax_group(config: PreTrainedConfig, layer: int) -> AttentionGroup:
 
 
 def config_of_layer(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
-    """The config of one layer, where those differ in the sizes of their heads, which the whole then does not tell."""
+    """The config of one layer, where those differ in the sizes of their heads, which the whole then does not tell.
+
+    Raises:
+        UnsupportedError: it is of a release that says such sizes elsewhere.
+    """
+    if getattr(config, "global_head_dim", None) is not None:
+        raise UnsupportedError(
+            "expected a config that says the sizes of each layer, found global_head_dim beside head_dim, as older "
+            "releases of transformers have it; install transformers 5.19 or newer"
+        )
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 

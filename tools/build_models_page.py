@@ -35,6 +35,7 @@ FAMILIES = {  # the name that people know, and what neither the record nor the t
     "gemma": ("Gemma", ""),
     "gemma2": ("Gemma-2", "soft cap of scores"),
     "gemma3_text": ("Gemma-3 (text)", "five local layers to a global one, two rotary bases"),
+    "gemma4_text": ("Gemma 4 (text)", "heads of two sizes, layers that share keys, inputs of each layer"),
     "glm": ("GLM", ""),
     "glm4": ("GLM-4", ""),
     "glm4_moe": ("GLM-4.5, -4.6, -4.7", ""),
@@ -80,6 +81,7 @@ FAMILIES = {  # the name that people know, and what neither the record nor the t
 }
 MULTIMODAL = {  # the name that people know, and the decoders inside
     "gemma3": ("Gemma 3", ("gemma3_text",)),
+    "gemma4": ("Gemma 4", ("gemma4_text",)),
     "mistral3": ("Mistral Small 3.1 and 3.2, Ministral 3", ("mistral", "ministral3")),
     "qwen3_5": ("Qwen3.5", ("qwen3_5_text",)),
     "qwen3_5_moe": ("Qwen3.5-MoE", ("qwen3_5_moe_text",)),
@@ -101,6 +103,7 @@ SERVED = {  # by vLLM, what the tests do not say
 }
 ON_GPU = {  # what the tests do not say
     "gemma2": "expected; not `flash`",
+    "gemma4_text": "expected; not `flash`",
     "gpt_oss": "tested; `flash` expected",
     "mistral": "tested",
     "qwen2": "tested",

@@ -242,22 +242,17 @@ def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, prof
     Outside vLLM, layers without keys of their own take no time: only the last row of a prompt goes through them.
     """
     times, length, tile = layer_times(cost, tables, choice, profile.tile), tables.entry.length, profile.tile
+    own = [group for group in profile.model.attention if cost.host == "vllm" or group.keys_of is None]
     windowed = [
-        (group, len(group.layers) * group.heads * causal_tiles(length, tile, group.window))
+        (len(group.layers), group.heads * causal_tiles(length, tile, group.window), group.window, group in own)
         for group in profile.model.attention
         if group.window is not None
     ]
-
-    def takes_time(group: AttentionGroup) -> bool:
-        return cost.host == "vllm" or group.keys_of is None
-
     same_us = sum(
-        len(group.layers) * cost.prefill_dense_us(tiles / len(group.layers), length, group.window)
-        for group, tiles in windowed
-        if takes_time(group)
+        layers * cost.prefill_dense_us(tiles, length, window) for layers, tiles, window, timed in windowed if timed
     )
-    same = sum(tiles for _, tiles in windowed)
-    timed_L = [takes_time(profile.model.group_of(scores.layer)) for scores in tables.entry.layers]
+    same = sum(layers * tiles for layers, tiles, *_ in windowed)
+    timed_L = [profile.model.group_of(scores.layer) in own for scores in tables.entry.layers]
     dense = int((choice != ABSENT).sum()) * causal_tiles(length, tile)
     return Estimate(
         dense_us=float(times.dense_us[timed_L].sum()) + same_us,

@@ -36,10 +36,11 @@ from sparsekv.runtime.hf.cache import (
     progress_of,
     sparse_cache,
 )
-from sparsekv.runtime.hf.describe import attention_modules, config_of, decoder_of
+from sparsekv.runtime.hf.describe import attention_modules, check_shared_keys, config_of, decoder_of
 from sparsekv.runtime.hf.fixed_rows import FixedRows
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
 from sparsekv.runtime.hf.multimodal import TextInputs
+from sparsekv.runtime.hf.prompt_ends import prompt_end
 from sparsekv.runtime.hf.ragged_rows import Columns, rows_of_pass, run_by_rows
 from sparsekv.runtime.model_config import attention_groups, decoder_config, linear_layers, rope_switch
 
@@ -72,6 +73,7 @@ def check_attachable(model: PreTrainedModel) -> None:
             f"load it without tp_plan"
         )
     attention_modules(model)
+    check_shared_keys(model)
 
 
 def attach(model: PreTrainedModel, engine: Engine, chunking: Chunking | None = None) -> Callable[[], None]:
@@ -489,16 +491,3 @@ def _setting(name: str, kwargs: dict[str, Any], config: GenerationConfig | None,
 
 def _brief(found: Any) -> str:
     return repr(found) if isinstance(found, (bool, int, float, str)) else type(found).__name__
-
-
-def prompt_end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Returns how many tokens are cached once `generate` with these arguments has run its prompt; 0 where it has no
-    ids."""
-    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        return 0
-    mask, cache, tokens = kwargs.get("attention_mask"), named(kwargs).get(CACHE_NAME), ids.shape[1]
-    # transformers takes the ids for those behind the cached ones alone where the mask has another length
-    if isinstance(mask, torch.Tensor) and mask.shape[-1] != tokens and isinstance(cache, Cache):
-        return cache.get_seq_length() + tokens
-    return tokens

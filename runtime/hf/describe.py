@@ -15,7 +15,7 @@ from sparsekv.kernels.softmax import capped_
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import ModelInfo, weights_fingerprint
 from sparsekv.runtime.architecture import architecture_of
-from sparsekv.runtime.model_config import describe_config, linear_layers
+from sparsekv.runtime.model_config import attention_groups, describe_config, linear_layers
 from sparsekv.runtime.quantised_files import files_fingerprint
 
 
@@ -62,6 +62,19 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
                 "apply the plan first, and put a module around a layer then"
             )
     return [getattr(layer, name) for number, layer in enumerate(layers) if number not in linear]
+
+
+def check_shared_keys(model: PreTrainedModel) -> None:
+    """Raises UnsupportedError where a layer and the one whose keys it attends to are on different devices."""
+    layers: Any = cast(Any, decoder_of(model)).layers
+    for group in attention_groups(config_of(model)):
+        for layer in group.layers if group.keys_of is not None else ():
+            mine, owners = (next(layers[number].parameters()).device for number in (layer, group.keys_of))
+            if mine != owners:
+                raise UnsupportedError(
+                    f"expected layers {group.keys_of} and {layer}, which share keys and values, on one device, found "
+                    f"them on {owners} and {mine}; load the model on one device"
+                )
 
 
 _SAMPLES = 16  # values of each tensor; enough to tell two trainings apart, and far from all of it

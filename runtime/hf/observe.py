@@ -118,7 +118,9 @@ def captured_inputs(model: PreTrainedModel) -> Iterator[dict[int, ObservedInput]
             seen.add(number)
             hidden_BSE, *rest = args
             later = {_SHARED: copy(kwargs[_SHARED])} if kwargs.get(_SHARED) is not None else {}
-            inputs[number] = ObservedInput(hidden_BSE, tuple(rest), kwargs | later)  # the layer writes to what is shared
+            inputs[number] = ObservedInput(
+                hidden_BSE, tuple(rest), kwargs | later
+            )  # the layer writes to what is shared
 
     hooks = [layer.register_forward_pre_hook(partial(note, i), with_kwargs=True) for i, layer in enumerate(layers)]
     try:

@@ -69,16 +69,16 @@ def place_layers(
         raise UsageError(f"expected kv_host_layers to be a number of layers, or several of them, found {asked!r:.40}")
     if isinstance(asked, int):
         if not 0 <= asked <= count - len(sharing):
-            raise UsageError(f"expected 0 to {count - len(sharing)} layers in host memory{_why(sharing)}, found {asked}")
+            raise UsageError(
+                f"expected 0 to {count - len(sharing)} layers in host memory{_why(sharing)}, found {asked}"
+            )
         first = set(offload.layers if offload else ())
         sparse = decode.sparse_layers - decode.filter_layers if decode else ()
         ranked = sorted({*range(count)} - sharing, key=lambda layer: (layer not in first, layer not in sparse, -layer))
         return Placement(frozenset(ranked[:asked]), hot)
     unknown = {layer for layer in asked if not 0 <= layer < count or layer in sharing}
     if unknown:
-        raise UsageError(
-            f"expected layers of 0-{count - 1} in host memory{_why(sharing)}, found {format_ids(unknown)}"
-        )
+        raise UsageError(f"expected layers of 0-{count - 1} in host memory{_why(sharing)}, found {format_ids(unknown)}")
     return Placement(frozenset(asked), hot)
 
 

@@ -8,7 +8,9 @@ token behind it comes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from transformers import Cache
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
@@ -16,7 +18,7 @@ from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import Attempt
 from sparsekv.runtime.core.stats import Meter
-from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.runtime.hf.cache import CACHE_NAME, SparseLayer, named
 
 
 def check_evicting(evicting: frozenset[int], in_host_memory: frozenset[int]) -> None:
@@ -63,3 +65,16 @@ def _attending(program: Program, cache: Cache) -> Iterator[tuple[LayerProgram, S
     for layer, entry in zip(program.layers, cache.layers, strict=False):
         if isinstance(entry, SparseLayer):
             yield layer, entry
+
+
+def prompt_end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Returns how many tokens are cached once `generate` with these arguments has run its prompt; 0 where it has no
+    ids."""
+    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return 0
+    mask, cache, tokens = kwargs.get("attention_mask"), named(kwargs).get(CACHE_NAME), ids.shape[1]
+    # transformers takes the ids for those behind the cached ones alone where the mask has another length
+    if isinstance(mask, torch.Tensor) and mask.shape[-1] != tokens and isinstance(cache, Cache):
+        return cache.get_seq_length() + tokens
+    return tokens

@@ -54,6 +54,27 @@ def _gemma3(head_dim: int, query_scalar: int, *sizes: int) -> dict[str, Any]:
     }
 
 
+def _gemma4(window: int, *sizes: int, **own: Any) -> dict[str, Any]:
+    return _shape("gemma4_text", 1e6, *sizes) | {
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "sliding_window": window,
+        "final_logit_softcapping": 30.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        **own,
+    }
+
+
+_GEMMA4_31B = _gemma4(
+    *(1024, 60, 5376, 21504, 32, 16, 262144, 262144),
+    **{"num_global_key_value_heads": 4, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+)
+_GEMMA4_E4B = _gemma4(*(512, 42, 2560, 10240, 8, 2, 262144, 131072), num_kv_shared_layers=18)
 _OLMO3_32B = _shape("olmo3", 5e5, 64, 5120, 27648, 40, 8, 100278, 65536) | {
     "sliding_window": 4096,
     "rope_parameters": {
@@ -117,6 +138,8 @@ PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "gemma3-12b": _gemma3(256, 256, 48, 3840, 15360, 16, 8, 262208, 131072),
     "gemma3-27b": _gemma3(128, 168, 62, 5376, 21504, 32, 16, 262208, 131072),
+    "gemma4-31b": _GEMMA4_31B,
+    "gemma4-e4b": _GEMMA4_E4B,
     "olmo3-32b": _OLMO3_32B,
     "glm4.5-air": _GLM4_5_AIR,
     "minimax-m2": _MINIMAX_M2,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import SHARED, tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
 
 import sparsekv
@@ -143,9 +143,13 @@ def test_every_length_batch_and_selector_has_its_rows(subject, taking):
     assert all(row.sparse_ms > 0 for row in rows)
 
 
-@pytest.mark.parametrize("window", [None, 100])
-def test_every_dense_kernel_computes_what_the_runtime_computes(window):
-    model = tiny_model() if window is None else tiny_model("mistral", sliding_window=window)
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [("llama", {}), ("mistral", {"sliding_window": 100}), (SHARED, {"global_head_dim": 32})],
+    ids=["plain", "windows", "shared keys"],
+)
+def test_every_dense_kernel_computes_what_the_runtime_computes(family, own):
+    model = tiny_model(family, **own)
     layouts = tuple(replace(layout, batch=2) for layout in layouts_of(model))
     calls = StepAttention(info_of(model), layouts, LENGTH, "cpu", 1).dense()
     expected, *others = (torch.stack(call()) for call in calls.values())

@@ -1,14 +1,16 @@
-"""A model with layers of a recurrent state is planned: its other layers are made sparse."""
+"""Models whose layers are of several kinds are planned: with a recurrent state, of other sizes, without keys."""
 
 import pytest
 from planner_models import loaded_hybrid, made_up_cost, quick_options
-from tiny_models import HYBRIDS, random_tokens
+from tiny_models import HYBRIDS, SHARED, random_tokens, tiny_model, tiny_tokenizer
 
 from sparsekv.planner.cost.predict import decode_share, dense_step_us
 from sparsekv.planner.job import job_of
 from sparsekv.planner.options import Gate
 from sparsekv.planner.plan import compile_plan
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.load import LoadedModel
 
 LOOSE = Gate(max_kl=50.0, min_agreement=0.0, min_exact=0.0, max_failed=1.0)
 OPTIONS = quick_options(lengths=(512,), gate=LOOSE, decode_kl=100.0, refine_rounds=1)
@@ -35,6 +37,32 @@ def test_a_plan_of_a_hybrid_makes_its_layers_with_attention_sparse(architecture:
         loaded.model.generate(random_tokens(1, 500), **ask)
         assert handle.stats().prefill_density < 1.0
         assert handle.stats().decode_share < 1.0
+
+
+KINDS = ["full_attention", "sliding_attention", *["full_attention"] * 3]
+
+
+@pytest.mark.parametrize("architecture", ["gemma4_text", SHARED])
+def test_a_plan_of_layers_of_several_sizes_some_without_keys_of_their_own(architecture: str) -> None:
+    model = tiny_model(architecture, layers=5, layer_types=KINDS, sliding_window=100)
+    loaded = LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/sizes"))
+    plan = compile_plan(job_of(loaded, OPTIONS.but(offload=True))).plan
+    assert {4} <= {group.layer for bucket in plan.prefill.lengths for group in bucket.heads} <= {0, 2, 3, 4}
+    assert plan.decode.sparse_layers <= {0, 2, 3, 4}
+    assert not plan.decode.offload or not loaded.info.sharing.intersection(plan.decode.offload.layers)
+    assert {"prefill", "decode", "both"} <= {name for name, value in plan.quality if value is not None}
+    with apply(loaded.model, plan) as handle:
+        loaded.model.generate(random_tokens(1, 500), max_new_tokens=3, do_sample=False)
+        assert handle.stats().prefill_density < 1.0
+        assert handle.stats().decode_share < 1.0
+
+
+def test_only_layers_whose_keys_no_other_layer_reads_are_made_to_evict() -> None:
+    model = tiny_model(SHARED, layers=5, layer_types=KINDS, sliding_window=100)
+    loaded = LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/sizes"))
+    plan = compile_plan(job_of(loaded, quick_options(lengths=(512,), retain=0.7, verify_samples=0))).plan
+    assert {*plan.retained} <= {0, 2}
+    assert plan.retained
 
 
 def test_layers_with_a_recurrent_state_cost_nothing_that_a_plan_could_save() -> None:

@@ -20,7 +20,17 @@ USUAL = (
 # Of one test of everything in every run, and of the whole matrix in a slow one.
 MORE = (
     *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cwm", "dots1", "ernie4_5_moe", "exaone4", "exaone_moe"),
-    *("flex_olmo", "gemma", "gemma4_text", "glm4", "glm4_moe", "granite_swa", "granitemoeshared", "helium", "hunyuan_v1_dense"),
+    *(
+        "flex_olmo",
+        "gemma",
+        "gemma4_text",
+        "glm4",
+        "glm4_moe",
+        "granite_swa",
+        "granitemoeshared",
+        "helium",
+        "hunyuan_v1_dense",
+    ),
     *("hunyuan_v1_moe", "minimax_m2", "ministral", "ministral3", "nemotron", "olmo", "olmo3", "olmoe", "phi"),
     *("solar_open", "stablelm", "starcoder2", "vaultgemma"),
 )

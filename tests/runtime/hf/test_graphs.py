@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tiny_models import HYBRIDS, MORE, TYPICAL, USUAL, random_tokens, steps, tiny_model
+from tiny_models import HYBRIDS, MORE, SHARED, TYPICAL, USUAL, random_tokens, steps, tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
 from torch import nn
 
@@ -42,6 +42,8 @@ LONG_ROPE = {  # whose angles change amid the steps
 }
 OF_THEIR_OWN = {
     "qwen3_next": ("qwen3_next", HYBRID),
+    "heads of 512": ("gemma4_text", {"global_head_dim": 512}),
+    "shared keys, heads of 512": (SHARED, {"global_head_dim": 512}),
     "a long rope": ("phi3", {"hidden": 256, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 320}),
 }
 

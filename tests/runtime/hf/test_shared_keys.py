@@ -5,15 +5,16 @@ import torch
 from brute_force import BruteForce
 from emulated_graphs import emulate
 from tiny_models import SHARED, random_tokens, steps, tiny_model
-from tiny_plans import decode_plan, drops, every_head, info_of, plan_for, segment
+from tiny_plans import EVERYTHING, decode_plan, drops, every_head, info_of, plan_for, segment
 from transformers import DynamicCache
 
-from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import AShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import CACHE_NAME
 from sparsekv.runtime.hf.memory import MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import Placement
+from sparsekv.runtime.model_config import describe_config
 
 KINDS = ["full_attention", "sliding_attention"] * 2 + ["full_attention"] * 3
 SIZES = {"layers": 7, "head_dim": 16, "hidden": 32, "ffn": 32, "layer_types": KINDS, "sliding_window": 24}
@@ -21,18 +22,27 @@ SPARSE = (
     AShape(sink=tokens(1), window=tokens(1)),
     VerticalSlash(vertical=tokens(9), slash=tokens(9), last_q=8, max_tiles=fraction(1.0)),
 )
-FORMS = {"shared": SHARED, "dense": "gemma4_text"}
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+FORMS = {  # of which the first one's layers 5 and 6 attend to keys of layer 4
+    "shared": (SHARED, {"num_kv_shared_layers": 2}),
+    "dense": ("gemma4_text", {}),
+    "experts": ("gemma4_text", EXPERTS),
+}
+
+
+def tiny(form: str, **options):
+    family, own = FORMS[form]
+    return tiny_model(family, **SIZES | own | options)
 
 
 @pytest.fixture(scope="module", params=FORMS)
 def model(request):
-    """In the shared form, layers 5 and 6 attend to keys of layer 4."""
-    return tiny_model(FORMS[request.param], **SIZES | ({"num_kv_shared_layers": 2} if request.param == "shared" else {}))
+    return tiny(request.param)
 
 
 @pytest.fixture(scope="module")
 def shared():
-    return tiny_model(SHARED, **SIZES, num_kv_shared_layers=2)
+    return tiny("shared")
 
 
 def last_rows(model, pieces):
@@ -139,3 +149,30 @@ def test_memory_counts_each_layer_by_its_own_sizes_and_shared_keys_once(model) -
         cache = handle.new_cache(300)
         assert sizes.use(Request(300), Placement()).kv_device == 300 * token == handle.stats().kv_bytes_device
         assert handle.new_cache(300) is not cache
+
+
+def test_a_layer_apart_from_the_one_whose_keys_it_reads_is_refused(shared) -> None:
+    apart = tiny("shared")
+    apart.model.layers[6].to("meta")
+    with pytest.raises(UnsupportedError, match=r"layers 4 and 6, which share keys.*on cpu and meta"):
+        apply(apart, plan_for(shared))
+
+
+def test_sizes_that_a_config_says_elsewhere_are_not_taken_for_those_of_all_layers() -> None:
+    config = tiny_model().config
+    config.global_head_dim = 512
+    with pytest.raises(UnsupportedError, match=r"install transformers 5\.19"):
+        describe_config(config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_of_512_give_the_dense_logits_at_full_density_and_are_captured(form: str) -> None:
+    model = tiny(form, global_head_dim=512, dtype=torch.bfloat16).cuda()
+    prompt, new = random_tokens(2, 700).cuda(), random_tokens(2, 5, 1).cuda()
+    dense, _ = steps(model, prompt, new)
+    full = every_head(model, AShape(sink=tokens(1), window=fraction(1.0)), BlockSparse(keep=fraction(1.0)))
+    with apply(model, plan_for(model, full, decode_plan(segment(0, (2, 4, 5, 6), EVERYTHING)))) as handle:
+        found, _ = steps(model, prompt, new)
+        assert (handle.backend.name, handle.steps.replayed, handle.steps.why_not) == ("triton", 5, "")
+    assert (found - dense).float().norm() / dense.float().norm() < 0.03
