@@ -13,6 +13,7 @@ from model_folders import save_model
 from quantised_folders import GROUP, awq, compress, fp8_by_blocks, fp8_by_tensor, gptq, quantise
 from safetensors.torch import load_file, save_file
 from tiny_models import random_tokens, tiny_model
+from tiny_multimodal import multimodal_model
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -56,6 +57,12 @@ def test_a_quantised_model_is_the_weights_that_it_stands_for(tmp_path, kind, arc
     assert loaded.model.generation_config == plain.model.generation_config
     assert loaded.model.name_or_path == str(twin)
     assert differences(plain.info, loaded.info) == ()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_the_decoder_of_a_quantised_multimodal_model_is_the_weights_that_it_stands_for(tmp_path, kind):
+    twin, exact = quantise(save_model(multimodal_model(kind), tmp_path / "tiny"), *FORMATS["fp8 blocks"])
+    assert torch.equal(logits(load_model(twin).model), logits(load_model(exact).model))
 
 
 @pytest.mark.parametrize("scale", ["float", "ue8m0"])
