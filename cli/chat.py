@@ -100,7 +100,7 @@ class Answer:
         density = "dense" if self.prefill_density == 1.0 else f"at density {self.prefill_density:.2f}"
         drafts = f", {self.accepted} of {self.drafted} drafted tokens kept" if self.drafted else ""
         return (
-            f"{said.prompt_tokens:,} tokens in {said.prefill_seconds:.2f} s, {density}; "
+            f"{said.prompt_tokens:,} prompt tokens in {said.prefill_seconds:.2f} s, {density}; "
             f"{said.new_tokens} new ({self.rate}{drafts}), KV {size(self.kv_bytes_device)}{host}"
         )
 
@@ -216,7 +216,11 @@ class Session:
         tokens = answer.generation.prompt_tokens + answer.generation.new_tokens
         if tokens > min(starts):
             is_dense = answer.prefill_density == 1.0 and answer.decode_share in (None, 1.0)
-            return f"nothing of this run was sparse: its {tokens:,} tokens are too few to skip any" if is_dense else ""
+            return (
+                f"nothing of this run was sparse: prompt and answer, {tokens:,} tokens, are too few to skip any"
+                if is_dense
+                else ""
+            )
         return f"this prompt is shorter than the plan's first sparse length ({min(starts):,} tokens): it ran dense"
 
     @property

@@ -316,16 +316,21 @@ def _verdict(plan: Plan, found: Outcomes, options: Settled, settings: OutcomesSe
         **{phase: _recorded(phase, found, options.prefill_chunk) for phase in found.phases},
         evidence=_evidence(found, options, next(iter(doubts), None), settings.skipped),
     )
-    told = tuple(f"{line}{_time_needed(found)}" if line.startswith(_UNDECIDED) else line for line in doubts)
+    told = tuple(f"{line}{_time_needed(found, options)}" if line.startswith(_UNDECIDED) else line for line in doubts)
     record = OutcomesRecord.of(found, settings) if found.is_open else None
     return Verification(quality, not missed, not doubts, told, missed, max(found.drawn.values()), record, found.seconds)
 
 
-def _time_needed(found: Outcomes) -> str:
-    """Returns what is left to be drawn, in seconds; they are of this run, so that the plan does not have them."""
-    if not found.more or found.pace is None or found.seconds is None:
-        return ""
-    return f": {found.seconds:.0f} s at {found.pace:.2g} s a prompt"
+def _time_needed(found: Outcomes, options: Settled) -> str:
+    """Returns what is left to be drawn, in seconds, and a round where the time had room for the first one alone; they
+    are of this run, so that the plan does not have them."""
+    first_alone = found.looks == len(found.timed) == 1 and found.wanted and math.isfinite(options.verify_time)
+    needed = found.more and found.pace is not None and found.seconds is not None
+    return (f": {found.seconds:.0f} s at {found.pace:.2g} s a prompt" if needed else "") + (
+        f"; no second round of prompts fits into {options.verify_time:g} s: one takes {found.timed[0].seconds:.2g} s"
+        if first_alone
+        else ""
+    )
 
 
 def _doubts(plan: Plan, found: Outcomes, options: Settled) -> Iterator[str]:

@@ -333,8 +333,8 @@ def test_at_a_terminal_turns_but_no_empty_ones_follow_each_other_over_one_cache(
     stdin(f"{first}\n\n{second}\n".encode(), terminal=True)
     done = sparsekv("run", folder, *FEW)
     assert done.code == 0
-    assert "100 tokens in" in done.err
-    assert f"{100 + 6 + 1 + 50} tokens in" in done.err
+    assert "100 prompt tokens in" in done.err
+    assert f"{100 + 6 + 1 + 50} prompt tokens in" in done.err
 
 
 def test_at_a_terminal_a_line_that_is_no_text_is_told_and_asked_for_again(sparsekv, folder, stdin):
@@ -342,7 +342,7 @@ def test_at_a_terminal_a_line_that_is_no_text_is_told_and_asked_for_again(sparse
     done = sparsekv("run", folder, *FEW)
     assert done.code == 0
     assert done.err.count("error: what was typed") == 2
-    assert "100 tokens in" in done.err
+    assert "100 prompt tokens in" in done.err
 
 
 @pytest.mark.parametrize(

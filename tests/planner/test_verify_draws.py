@@ -92,6 +92,16 @@ def test_an_undecided_verification_says_prompts_and_seconds_that_are_needed(monk
     assert fastest <= pace <= slowest  # of calls that take a second each
 
 
+@pytest.mark.parametrize(("seconds", "fits"), [(0.5, False), (40.0, True)])
+def test_a_time_that_holds_the_first_round_alone_is_said_with_how_long_one_takes(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, fits: bool
+) -> None:
+    found, calls = verified(monkeypatch, verify_time=seconds)
+    told = re.search(r"no second round of prompts fits into 0.5 s: one takes (\d+) s$", found.reasons[0])
+    assert fits == (told is None)
+    assert told is None or int(told[1]) == len(calls)  # each takes a second
+
+
 def test_outcomes_of_other_settings_are_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = verified(monkeypatch, verify_time=20.0)[0].outcomes
     stricter = Gate(max_kl=0.01)

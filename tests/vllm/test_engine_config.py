@@ -27,7 +27,7 @@ FOLDER = resolve_model("tiny-retriever").path_or_id
 
 
 def config_of(**settings: Any) -> Any:
-    return EngineArgs(model=FOLDER, dtype="float32", enforce_eager=True, **settings).create_engine_config()
+    return EngineArgs(**{"model": FOLDER, "dtype": "float32", "enforce_eager": True} | settings).create_engine_config()
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,7 @@ def config_of(**settings: Any) -> Any:
     [
         ({}, {}),
         ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}),
+        ({"quantization": "fp8", "dtype": "bfloat16"}, {"quantization": "fp8", "dtype": "bfloat16"}),
         ({"tensor_parallel_size": 2}, {"tensor_parallel": 2}),
         ({"pipeline_parallel_size": 2}, {"stages": (range(6), range(6, 12))}),
         (

@@ -71,6 +71,9 @@ def test_a_token_reads_its_experts_and_all_other_matrices(architecture: str) -> 
     assert found.share == pytest.approx(of_config[0] / of_config[1], rel=1e-5)
     assert found.of_tokens(1) == pytest.approx(others + found.share * experts, rel=0.2)
     assert found.of_tokens(2) < found.parameters + 2 * found.share * found.experts
+    packed = layers[0].self_attn.o_proj.weight
+    packed.data = packed.data.to(torch.float8_e4m3fn)
+    assert found.parameters - step_reads(model).parameters == 0.75 * packed.numel()
 
 
 def test_each_head_has_all_densities_of_its_ranges_and_the_patterns_of_their_families(whole: Profile) -> None:

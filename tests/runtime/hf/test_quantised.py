@@ -13,7 +13,9 @@ from model_folders import save_model
 from quantised_folders import GROUP, awq, compress, fp8_by_blocks, fp8_by_tensor, gptq, quantise
 from safetensors.torch import load_file, save_file
 from tiny_models import random_tokens, tiny_model
-from transformers import AutoModelForCausalLM
+from tiny_multimodal import multimodal_model
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.model import differences
@@ -55,6 +57,25 @@ def test_a_quantised_model_is_the_weights_that_it_stands_for(tmp_path, kind, arc
     assert loaded.model.generation_config == plain.model.generation_config
     assert loaded.model.name_or_path == str(twin)
     assert differences(plain.info, loaded.info) == ()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_the_decoder_of_a_quantised_multimodal_model_is_the_weights_that_it_stands_for(tmp_path, kind):
+    twin, exact = quantise(save_model(multimodal_model(kind), tmp_path / "tiny"), *FORMATS["fp8 blocks"])
+    assert torch.equal(logits(load_model(twin).model), logits(load_model(exact).model))
+
+
+@pytest.mark.parametrize("scale", ["float", "ue8m0"])
+def test_a_checkpoint_that_transformers_quantised_is_what_it_dequantises(tmp_path, monkeypatch, scale):
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, **_: None)  # it asks for a GPU
+    folder, twin = save_model(tiny_model("qwen2", layers=2), tmp_path / "tiny"), tmp_path / "fp8"
+    how = FineGrainedFP8Config(weight_block_size=(16, 16), scale_fmt=scale)
+    save_model(AutoModelForCausalLM.from_pretrained(folder, quantization_config=how), twin)
+    how.dequantize = True
+    own = AutoModelForCausalLM.from_pretrained(twin, quantization_config=how)
+    ours = load_model(twin).model
+    assert not torch.equal(logits(ours), logits(load_model(folder).model))
+    torch.testing.assert_close(dict(ours.state_dict()), dict(own.state_dict()), rtol=1e-6, atol=0)
 
 
 SCHEMES = {
