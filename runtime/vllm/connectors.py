@@ -88,7 +88,8 @@ def _unnamed(
     store: str, options: Mapping[str, Any], keyed_by: tuple[str | None, bool], model: str, name: str
 ) -> Iterator[str]:
     option, by_model = keyed_by
-    held = [str(options.get(option, "")) if option else "", model if by_model else ""]
+    folder = model.rstrip("/").rpartition("/")[2]  # all that some of them take
+    held = [str(options.get(option, "")) if option else "", folder if by_model else ""]
     if not any(name in one for one in held):
         ways = [f'"{option}": "...{name}"'] if option else []
         ways += [f"a model folder (or a link to it) whose name ends in {name}"] if by_model else []

@@ -182,13 +182,13 @@ SETTINGS = (
     Setting(
         "connectors between engines", "runs",
         f"{_code(ENGINE_TO_ENGINE)}: the plan on both or either, and the same attention backend; refused with "
-        "eviction, as all connectors", _SOURCES, _connectors,
+        "eviction, as all connectors", f"NixlConnector (1.5.1): {_CPU}; others {_SOURCES}", _connectors,
     ),
     Setting("connectors to host memory", "runs", _code(TO_HOST), _SOURCES),
     Setting(
         "connectors to shared stores", "runs, with a remark",
         f"{_code(SHARED)}, and the tiers {_code(TIERS)} of OffloadingConnector: with the plan's name in their keys",
-        _SOURCES,
+        f"ExampleConnector: {_CPU}; others {_SOURCES}",
     ),
     Setting("other connectors", "refused", "unless `allow_untested`; of MultiConnector each part is looked at", ""),
     Setting("context parallelism", "refused", "of prefill and of decode", "", _context),

@@ -84,7 +84,10 @@ def dense_cache(given: list[Any]) -> DynamicCache:
     "connector",
     [
         "ExampleConnector",
-        pytest.param("NixlConnector", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is missing")),
+        pytest.param(
+            "NixlConnector",
+            marks=pytest.mark.skipif(find_spec("nixl") is None, reason="pip install --no-deps nixl nixl-cu12"),
+        ),
     ],
 )
 def test_an_engine_goes_on_with_what_another_prefilled_as_one_host_that_is_given_its_keys(

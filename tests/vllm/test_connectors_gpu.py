@@ -107,7 +107,10 @@ def test_an_evicted_document_comes_back_from_host_memory_and_decodes_sparse(
     "connector",
     [
         "ExampleConnector",
-        pytest.param("NixlConnector", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is missing")),
+        pytest.param(
+            "NixlConnector",
+            marks=pytest.mark.skipif(find_spec("nixl") is None, reason="pip install --no-deps nixl nixl-cu12"),
+        ),
     ],
 )
 def test_a_document_that_another_engine_prefilled_decodes_sparse(

@@ -40,7 +40,8 @@ def test_a_shared_store_runs_with_the_plans_name_in_its_keys_alone(name: str) ->
         refusal(Connector(name, {option: "of-us/plan-01234567"}))
     if by_model:
         assert f"a model folder (or a link to it) whose name ends in {NAME}" in message
-        check(Connector(name), model=f"/models/some-{NAME}")
+        check(Connector(name), model=f"/models/some-{NAME}/")
+        refusal(Connector(name), model=f"/models/{NAME}/some")
     else:
         refusal(Connector(name), model=f"/models/some-{NAME}")
 
