@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def _room(args: argparse.Namespace) -> int:
-    return (args.steps + 2 * _SETTLING) * _TURNS * 3 * (args.draft + 1)
+    return int((args.steps + 2 * _SETTLING) * _TURNS * 3 * (args.draft + 1))
 
 
 @contextmanager
@@ -187,13 +187,13 @@ def _watch(worker: Any, only_check: bool) -> None:
         if only_check:
             drafts = speculator.draft_tokens[: input_batch.num_reqs]
             return drafts.fill_(1)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if torch.cuda.is_available() else (0, 0)
-        if first:
-            first.record()
+        if not torch.cuda.is_available():
+            return propose(speculator, input_batch, *args, num_speculative_tokens=num_speculative_tokens, **given)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
         found = propose(speculator, input_batch, *args, num_speculative_tokens=num_speculative_tokens, **given)
-        if last:
-            last.record()
-            events.append((first, last, num_speculative_tokens or 0))
+        last.record()
+        events.append((first, last, num_speculative_tokens or 0))
         return found
 
     speculator.propose, speculator.sparsekv_events = proposing, events

@@ -1,5 +1,5 @@
-"""Says what `internals.py`, `cache_internals.py`, `releases.py`, `step_metadata.py` and the backend use of vLLM, and
-whether a release has it.
+"""Says what the files that import vLLM (see `internals.py`), `step_metadata.py` and the backend use of it, and whether
+a release has it.
 
 A release is read as source text, its own classes followed through their bases and re-exports: nothing of it is
 imported, so that CUDA code is checked on any machine, and an unpacked wheel as well as what is installed.

@@ -95,10 +95,10 @@ class Drafting:
         Args:
             now: when its output came, in seconds of a clock that never goes back.
         """
-        for one, drafted in step.drafts.items():
+        for one, tokens in step.drafts.items():
             for counts in (self.counts, self._new):
                 count = counts[_bucket(step.lengths[one])]
-                count.drafted += drafted
+                count.drafted += tokens
                 count.accepted += step.accepted.get(one, 0)
         requests, drafted = frozenset(step.rows), step.drafted
         before, began = self._before

@@ -162,7 +162,7 @@ SETTINGS = (
     ),
     Setting(
         "--speculative-config", "runs, with a remark",
-        "prefill by the plan, whose decode is off; refused with eviction and over pipeline stages",
+        "prefill by the plan, whose decode is off; refused with eviction, over pipeline stages and with `exact`",
         f"ngram, a draft model, EAGLE: {_CPU}; others {_SOURCES}", _drafts,
     ),
     Setting(

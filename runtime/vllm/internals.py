@@ -1,6 +1,6 @@
 """Everything that is taken from inside vLLM, which promises none of it to stay: no other file imports it, but for
-cache_internals.py (eviction) and releases.py (what differs between releases). contract.py names all of it, and checks
-the installed release.
+cache_internals.py (eviction), releases.py (what differs between releases), and of exact output draft_internals.py,
+self_speculator.py and draft_scheduler.py. contract.py names all of it, and checks the installed release.
 
 What differs between the CPU and CUDA is in one small class each.
 
