@@ -47,6 +47,10 @@ def few(monkeypatch: pytest.MonkeyPatch, short_filler: None) -> None:
 
 @pytest.fixture(scope="module")
 def inputs(retriever: LoadedModel) -> Inputs:
+    return inputs_of(retriever)
+
+
+def inputs_of(retriever: LoadedModel) -> Inputs:
     model = retriever.model
     lines = VerticalSlash(vertical=tokens(64), slash=tokens(96), last_q=64, max_tiles=tokens(512))
     own = plan_for(model, every_head(model, lines), decode_plan(segment(2, tuple(range(3, 12)), 200)))
@@ -99,6 +103,19 @@ def test_every_method_runs_once_at_what_it_is_held_to_and_a_stopped_run_goes_on(
     lost = [key for key in found.by_key if key[0] != "dense" and found.loss(*key) >= 0.1]
     assert lost, "some method at a share of 0.4 loses"
     assert all(found.samples(key) == 3 for key in lost), "a task that lost has more samples"
+
+
+@pytest.mark.gpu
+def test_all_methods_run_on_a_gpu_and_what_is_shared_and_captured_loses_nothing(few: None) -> None:
+    inputs = inputs_of(load_model(ModelSource(str(REFERENCE_MODEL)), device="cuda", dtype="bfloat16"))
+    is_whole, found, _ = run_on(inputs, empty(inputs))
+    assert is_whole
+    for name in ("dense", "plan", "plan, prefill", "plan, decode"):
+        cell = found.by_key[name, "niah_single_1", LENGTH]
+        assert cell.recall[0] == 1.0, name
+        assert cell.steps > 0, name
+        assert cell.step_seconds, name
+        assert max(cell.kl) < 0.1, name
 
 
 def test_the_command_writes_a_file_that_it_goes_on_with_and_prints(
