@@ -21,7 +21,12 @@ VLLM_INSTALL := $(VLLM)/bin/python -m pip install --quiet --no-compile
 OR_SAY_WHAT_VLLM_NEEDS := || { echo "make test-vllm: $(VLLM) could not be set up; pip says above what it did not find. It \
 needs Linux and the CPU build of PyTorch: point pip at that first." >&2; exit 1; }
 
-.PHONY: help setup setup-vllm test lint unit test-slow demo real test-vllm dist clean
+# Those of the supported versions that are here, and what is run on each.
+PYTHONS := $(foreach v,3.11 3.12 3.13 3.14,$(if $(shell python$(v) -c 'print(1)' 2>/dev/null),$(v)))
+FAST := tests/plans tests/test_layers.py tests/cli/test_plan_choice.py
+EXTRAS := flash vllm report spread onnx virtual gguf test
+
+.PHONY: help setup setup-vllm test lint unit test-slow demo real test-vllm pythons extras dist clean
 
 help:
 	@echo "make test   set up, lint and run the tests (no GPU needed)"
@@ -29,6 +34,8 @@ help:
 	@echo "make real   set up, fetch SmolLM2-135M-Instruct (93 MB), plan it and talk with it with and without the plan"
 	@echo "make test-slow   run the slow tests that rarely break, such as kernels compiled for absent GPUs"
 	@echo "make test-vllm   set up vLLM for the CPU in an environment of its own and run the tests of that host"
+	@echo "make pythons   import every module and run fast tests on each Python of 3.11 to 3.14 that is here"
+	@echo "make extras   resolve what each extra would install, and install nothing"
 	@echo "make dist   build the wheel and the sdist of the commit into dist/, and check both"
 	@echo "make lint   ruff and mypy     make unit   the tests alone     make clean   remove what was built"
 
@@ -94,9 +101,24 @@ setup-vllm: $(VLLM)/.ready
 test-vllm: $(VLLM)/.ready
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VLLM)/bin/python -m pytest tests/vllm tests/runtime/vllm
 
+# An environment a version, as `setup` makes one.
+pythons: $(PYTHONS:%=.venv-%/.ready)
+	@test -n "$(PYTHONS)" || { echo "expected python3.11 to python3.14 on the path, found none" >&2; exit 1; }
+	for v in $(PYTHONS); do echo "Python $$v"; .venv-$$v/bin/python tools/import_modules.py && OMP_NUM_THREADS=1 \
+	  .venv-$$v/bin/python -m pytest $(FAST) -n $(WORKERS) --dist loadfile || exit 1; done
+
+.venv-3.%/.ready: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || python3.$* -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-compile "$(TORCH)"
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[report,test]'
+	@touch $@
+
+extras: $(READY)
+	for extra in $(EXTRAS); do echo ".[$$extra]"; $(BIN)/python -m pip install --dry-run --quiet ".[$$extra]" || exit 1; done
+
 # With FETCH=--fetch the fresh environment gets its dependencies from the package index.
 dist: $(READY)
 	$(BIN)/python tools/build_dist.py $(FETCH)
 
 clean:
-	rm -rf $(VENV) $(VLLM) .mypy_link .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo .real build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) .venv-3.* .mypy_link .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo .real build dist *.egg-info

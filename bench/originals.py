@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import math
 import subprocess
 import sys
 import types
@@ -28,6 +29,7 @@ from unittest import mock
 import torch
 from transformers import PreTrainedModel
 
+from sparsekv.kernels.softmax import PLAIN
 from sparsekv.planner.evaluation.results import Spent
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
@@ -110,7 +112,9 @@ class OriginalMode:
             if call.q_BHSD.shape[2] == 1 or call.window is not None:
                 return None
             if call.q_BHSD.shape[0] > 1 or call.chunk.past[0]:
-                raise UsageError("expected whole prompts, one at a time, found a batch or a chunk: --batch 1")
+                raise UsageError("expected whole prompts, one at a time, found a batch or a chunk")
+            if call.softmax != PLAIN or not math.isclose(call.scale, call.q_BHSD.shape[3] ** -0.5):
+                raise UsageError("expected a plain softmax of scores over the root of the head size, found another one")
             out_BHSD, density = self.ready.measured(call.q_BHSD, call.k_BGKD, call.v_BGKD)
             computed, causal = computed + density, causal + 1.0
             return out_BHSD

@@ -96,7 +96,7 @@ class Method:
     rule: Callable[[float, TileShape], Rule]
 
     def fitted(self, densities: Sequence[float], target: float) -> float:
-        """The value that comes to a density; `densities` are those of `rungs`."""
+        """The value that comes to a density, read off those of `rungs`."""
         ascending = np.log(np.maximum.accumulate(np.maximum(densities, 1e-6)))
         position = float(np.interp(math.log(target), ascending, np.linspace(0.0, 1.0, _RUNGS)))
         return float(f"{self.at(position):.4g}")
@@ -105,7 +105,18 @@ class Method:
         """The rule at values that are spread over the whole range."""
         return [self.rule(self.at(float(t)), tile) for t in np.linspace(0.0, 1.0, _RUNGS)]
 
+    def nearest(self, target: float, tile: TileShape, call: AttentionCall) -> float:
+        """The value that comes nearest to a density in one layer, by bisection."""
+        least, most, found = 0.0, 1.0, dict[float, float]()
+        for _ in range(_BISECTIONS):
+            middle = (least + most) / 2
+            value = float(f"{self.at(middle):.4g}")
+            found[value] = float(density(self.rule(value, tile).index(call), call.chunk))
+            least, most = (middle, most) if found[value] < target else (least, middle)
+        return min(found, key=lambda value: abs(found[value] - target))
 
+
+_BISECTIONS = 12
 _RUNGS = 33
 
 
@@ -330,8 +341,9 @@ class _Length:
 
     def _knob(self, method: str, target: float) -> float:
         """The knob that comes to a density in the model, or without one on planted tensors."""
-        densities = self._rung_densities if self.loaded else self._planted_rungs
-        return METHODS[method].fitted(densities[method], target)
+        if self.loaded is None:
+            return METHODS[method].nearest(target, self.bench.tile, self._call)
+        return METHODS[method].fitted(self._rung_densities[method], target)
 
     @cached_property
     def _rung_densities(self) -> dict[str, list[float]]:
@@ -376,16 +388,6 @@ class _Length:
         planted = self.planted
         return AttentionCall(0, *planted.tensors, planted.chunk, planted.scale, None)
 
-    @cached_property
-    def _planted_rungs(self) -> dict[str, list[float]]:
-        return {
-            name: [
-                float(density(rule.index(self._call), self._call.chunk))
-                for rule in METHODS[name].rungs(self.bench.tile)
-            ]
-            for name in self.bench.methods
-        }
-
     def _timed(self, what: _Planted, wanted: float | None) -> dict[str, Any]:
         """Times a case, turned to the density that it had in the model where it has a knob."""
         if what.ready is not None:
@@ -393,8 +395,7 @@ class _Length:
         index_of, setting = what.index, what.setting
         assert index_of is not None
         if what.method is not None and wanted is not None:
-            (name,) = (name for name, one in METHODS.items() if one is what.method)
-            knob = what.method.fitted(self._planted_rungs[name], wanted)
+            knob = what.method.nearest(wanted, self.bench.tile, self._call)
             index_of, setting = what.method.rule(knob, self.bench.tile).index, what.method.setting.format(knob)
         call = self._call
         backend = choose_backend(call.q_BHSD.device, call.q_BHSD.dtype, self.bench.head_dim, "auto", self.bench.tile)

@@ -15,7 +15,7 @@ from sparsekv.cli.eval_suite import digest_of
 from sparsekv.cli.output import tell
 from sparsekv.cli.plan_files import check_replaceable, check_writable
 from sparsekv.planner.flags import MOST, Flag, Names, OneShare
-from sparsekv.planner.options import Hardware, Tasks
+from sparsekv.planner.options import Device, Precision, Tasks
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.errors import UsageError, install_command
 from sparsekv.plans.patterns import TileShape
@@ -32,7 +32,7 @@ _OF_QUALITY = ("tasks", "samples", "ruler_samples")
 _Many = Annotated[int, Field(ge=0, le=MOST)]
 
 
-class PeersFlags(Benched, Timed, Hardware, Output):
+class PeersFlags(Benched, Timed, Device, Precision, Output):
     """Holds what `bench peers` is asked to do."""
 
     lengths: BenchLengths = ()
@@ -119,7 +119,7 @@ def peers(flags: PeersFlags) -> None:
     shape = describe_named(flags.shape or flags.model, flags.random_weights or flags.shape is not None)
     group = shape.attention[0]
     if plan is None:
-        tell("without a plan, ours is a layer with budgets for what was planted; it has no quality")
+        tell("without a plan, ours has budgets for what was planted: no quality, and an error that compares nothing")
     bench = PeersBench(
         lengths=lengths,
         heads=group.heads,
@@ -140,7 +140,12 @@ def peers(flags: PeersFlags) -> None:
         deadline=deadline,
     )
     begun = _begun(bench, shape.id, loaded, plan).continued(flags.out)
-    result = bench_peers(bench, begun, loaded, plan, lambda found: write_peers(found, flags.out), BarProgress())
+    try:
+        result = bench_peers(bench, begun, loaded, plan, lambda found: write_peers(found, flags.out), BarProgress())
+    except BaseException as error:
+        if flags.out.exists():
+            error.add_note(f"what was measured until then is in {flags.out}; the same command goes on from there")
+        raise
     title = f"{result.settings.shape}, {result.settings.device}, {result.settings.dtype}; {flags.out}"
     if flags.picture is not None:
         _draw(result, flags.picture)

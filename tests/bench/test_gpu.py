@@ -9,6 +9,8 @@ from sparsekv.bench.decode import bench_decode, check_decode
 from sparsekv.bench.hand_plans import HandDecode
 from sparsekv.bench.harness import try_each
 from sparsekv.bench.kernels import KernelBench, bench_kernels, families_of
+from sparsekv.bench.peers import METHODS
+from sparsekv.bench.peers_file import read_peers
 from sparsekv.bench.planted import plant
 from sparsekv.bench.random_model import random_model
 from sparsekv.bench.step_attention import StepAttention
@@ -76,3 +78,18 @@ def test_decode_steps_are_captured_unless_the_selector_looks_back():
     assert "captured" not in captured.note
     assert launched.own["replay_ms"] is None
     assert "looks at older queries" in launched.note
+
+
+def test_published_methods_and_dense_kernels_are_timed_side_by_side(sparsekv, tmp_path):
+    out = tmp_path / "peers.json"
+    call = ("bench", "peers", "llama3-8b", "--random-weights", "--lengths", "16k", "--density", "10%", "--repeats", 1)
+    done = sparsekv(*call, "--device", "cuda", "-o", out)
+    assert done.code == 0, done.err
+    rows = {(row.method, row.at): row for row in read_peers(out).rows}
+    assert rows["FlashAttention-2 (torch's)", "dense"].whole_ms > 0
+    assert rows["cuDNN", "dense"].whole_ms > 0
+    for name in METHODS:
+        row = rows[name, "equal"]
+        assert (row.note, row.timed_density) == ("", pytest.approx(0.1, rel=0.15)), row
+        assert row.index_ms < row.whole_ms
+    assert rows["sparsekv", "plan"].error < 0.1

@@ -2,22 +2,28 @@
 
 import json
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
 import pytest
+import torch
 from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model
 
 from sparsekv.bench import originals, peers
-from sparsekv.bench.originals import Original, fetch
+from sparsekv.bench.originals import Original, OriginalMode, Ready, fetch
 from sparsekv.bench.peers_file import read_peers
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.planner.evaluation import compare
 from sparsekv.planner.evaluation import suite as suites
-from sparsekv.planner.tasks import ruler_suite
+from sparsekv.planner.profile.calibration import held_out
+from sparsekv.planner.tasks import Split, prepare, ruler_suite
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.phases import PrefillBucket
+from sparsekv.runtime.hf.observe import AttentionCall
 
 CASES = [(name, at) for name in peers.METHODS for at in ("published", "equal")]
 CALL = ("--lengths", "1k", "--samples", 1, "--tasks", "kv_retrieval", "--repeats", 1, "--device", "cpu")
@@ -138,6 +144,35 @@ def test_fetching_clones_a_commit_once_and_leaves_other_files_alone(tmp_path):
 
 def test_every_method_has_an_original(tmp_path):
     assert {one.name for one in originals.ORIGINALS} == set(peers.METHODS)
+
+
+def test_an_original_takes_the_place_of_full_attention_in_prompts_alone(loaded):
+    """By a stand-in that gives no attention at all, as the originals need a GPU."""
+    seen = []
+
+    def measured(q_BHSD, k_BGSD, v_BGSD):
+        seen.append(tuple(q_BHSD.shape))
+        return torch.zeros_like(q_BHSD), 0.25
+
+    samples = [*held_out(prepare(loaded.tokenizer, Split.EVALUATION), "kv_retrieval", 512, 1, 0)]
+    mode = OriginalMode(Ready(lambda *tensors: measured(*tensors)[0], measured, "none"))
+    found = compare(loaded, {"own": mode}, samples, greedy=False)["own"]
+    assert len(seen) == loaded.info.layers
+    assert {shape[:2] for shape in seen} == {(1, 4)}
+    assert found.spent.tiles / found.spent.causal_tiles == 0.25
+    assert max(found.kl) > 0
+    scaled = AttentionCall(0, *(torch.zeros(1, 1, 2, 16) for _ in "qkv"), Chunk.uniform(1, 0, 2), 1.0, None)
+    with pytest.raises(UsageError, match="plain softmax"):
+        mode_attend(mode, scaled)
+
+
+def mode_attend(mode, call):
+    """Runs the mode's observer on a call."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(originals, "capture_attention", lambda model, observer: nullcontext(found.append(observer)))
+        with mode.running(None):
+            return found[0](call)
 
 
 def test_a_file_of_something_else_is_not_replaced(sparsekv, folder, tmp_path):

@@ -217,7 +217,7 @@ class TestFiles:
             ("nowhere.yaml", "nowhere"),
             ("", "found a folder"),
             ("file/plan.yaml", "Not a directory"),
-            ("a\0b", "null byte"),
+            ("a\0b", "null"),
             ("a" * 5000, "long"),
         ],
         ids=lambda value: ascii(value)[:20],
