@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy, deepcopy
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
