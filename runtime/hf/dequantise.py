@@ -85,16 +85,11 @@ def dense_tensors(files: Sequence[Path], config: Mapping[str, Any], dtype: torch
         for name in places:
             prefix, _, part = name.rpartition(".")
             layers.setdefault(prefix, []).append(part)
-        return {
-            f"{prefix}.{part}": data
-            for prefix, names in layers.items()
-            for part, data in _dense(
-                prefix,
-                {part: places[f"{prefix}.{part}"].get_tensor(f"{prefix}.{part}") for part in names},
-                config,
-                dtype,
-            )
-        }
+        dense: dict[str, torch.Tensor] = {}
+        for prefix, names in layers.items():
+            parts = {part: places[f"{prefix}.{part}"].get_tensor(f"{prefix}.{part}") for part in names}
+            dense |= {f"{prefix}.{part}": data for part, data in _dense(prefix, parts, config, dtype)}
+        return dense
 
 
 def _dense(
@@ -107,7 +102,7 @@ def _dense(
             raise ValueError(
                 f"{prefix} holds {', '.join(sorted(parts))}, which is no layer of {config['quant_method']} ({error!r})"
             ) from error
-        yield "weight", weight_OI.to(dtype)
+        yield "weight", weight_OI.to(dtype).contiguous()  # unpacked, inputs came first
         parts = {part: data for part, data in parts.items() if part == "bias"}
     for part, data in parts.items():
         if part in _OF_CACHE:

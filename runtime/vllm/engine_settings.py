@@ -177,7 +177,7 @@ SETTINGS = (
     Setting(
         "--quantization", "runs, with a remark",
         "quantised checkpoints too; unless the plan was made on these weights, one line says that its quality was not "
-        "measured on them", f"W8A8: {_CPU}; AWQ, GPTQ, W4A16: without a plan, {_CPU}; FP8 {_SOURCES}",
+        "measured on them", f"AWQ, GPTQ, compressed-tensors (W4A16, W8A8, FP8): {_CPU}; other FP8 {_SOURCES}",
     ),
     Setting(
         "connectors between engines", "runs",

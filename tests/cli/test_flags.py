@@ -16,7 +16,8 @@ OTHERS = {  # of the hub's own command, and of vLLM's
     *("--local-dir", "--additional-config", "--attention-backend", "--kv-cache-dtype", "--kv-transfer-config"),
     *("--pipeline-parallel-size", "--speculative-config", "--tensor-parallel-size"),
     *("--max-num-batched-tokens", "--block-size", "--enable-dbo", "--disable-hybrid-kv-cache-manager"),
-    *("--language-model-only", "--limit-mm-per-prompt", "--enable-mm-embeds"),
+    *("--language-model-only", "--limit-mm-per-prompt", "--enable-mm-embeds", "--quantization", "--calculate-kv-scales"),
+    *("--kv-sharing-fast-prefill", "--enable-eplb", "--scheduler-cls", "--worker-cls"),
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 

@@ -53,6 +53,7 @@ def test_a_quantised_model_is_the_weights_that_it_stands_for(tmp_path, kind, arc
     loaded, plain = load_model(twin), load_model(exact)
     assert loaded.model.state_dict().keys() == plain.model.state_dict().keys()
     torch.testing.assert_close(dict(loaded.model.state_dict()), dict(plain.model.state_dict()), rtol=1e-6, atol=0)
+    assert all(parameter.is_contiguous() for parameter in loaded.model.parameters())
     assert getattr(loaded.model.config, "quantization_config", None) is None
     assert loaded.model.generation_config == plain.model.generation_config
     assert loaded.model.name_or_path == str(twin)
