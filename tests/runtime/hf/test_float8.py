@@ -6,6 +6,7 @@ import pytest
 import torch
 from emulated_graphs import emulate
 from host_pages import host_pool
+from rounded_cache import expected
 from tiny_models import random_tokens, steps, tiny_model
 from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 
@@ -28,27 +29,6 @@ OFFLOADED = decode_plan(segment(0, (1, 2), 12, sink=4, recent=10), offload=(1, 2
 @pytest.fixture(scope="module")
 def model():
     return tiny_model(head_dim=16, heads=4, kv_heads=2)
-
-
-class Rounded(caches.SparseLayer):
-    """Has in float32 what a cache in 8 bits stands for."""
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        self.rounding = getattr(self, "rounding", None) or Float8()
-        both = self.rounding.rounded(key_states, value_states)
-        return super().update(*self.rounding.read(*both))
-
-    def commit(self, k_BGSD, v_BGSD):
-        self.rounding = getattr(self, "rounding", None) or Float8()
-        room = torch.empty((2, *k_BGSD.shape), dtype=torch.uint8)
-        self.rounding.fill(room, k_BGSD, v_BGSD)
-        super().commit(k_BGSD, v_BGSD)
-
-
-def expected(model, plan, prompt, new, **options):
-    with pytest.MonkeyPatch.context() as patch, apply(model, plan, **options):
-        patch.setattr(caches, "SparseLayer", Rounded)
-        return steps(model, prompt, new)[0]
 
 
 def check(model, plan, prompt=None, new=None, **options):
