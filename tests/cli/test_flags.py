@@ -16,21 +16,9 @@ OTHERS = {  # of the hub's own command, and of vLLM's
     *("--local-dir", "--additional-config", "--attention-backend", "--kv-cache-dtype", "--kv-transfer-config"),
     *("--pipeline-parallel-size", "--speculative-config", "--tensor-parallel-size"),
     *("--max-num-batched-tokens", "--block-size", "--enable-dbo", "--disable-hybrid-kv-cache-manager"),
-    *(
-        "--language-model-only",
-        "--limit-mm-per-prompt",
-        "--enable-mm-embeds",
-        "--quantization",
-        "--calculate-kv-scales",
-    ),
-    *(
-        "--kv-sharing-fast-prefill",
-        "--enable-eplb",
-        "--data-parallel-size",
-        "--enable-lora",
-        "--scheduler-cls",
-        "--worker-cls",
-    ),
+    *("--language-model-only", "--limit-mm-per-prompt", "--enable-mm-embeds", "--quantization"),
+    *("--calculate-kv-scales", "--kv-sharing-fast-prefill", "--enable-eplb", "--enable-lora"),
+    *("--data-parallel-size", "--scheduler-cls", "--worker-cls"),
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
