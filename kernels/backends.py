@@ -397,6 +397,10 @@ class Fallback:
         """
         return self._or_torch("index building", call, ("auto", "torch"), device if builds_by_triton(device) else None)
 
+    def dense(self, call: Callable[[str], Found], device: torch.device) -> Found:
+        """`call(backend)`: dense attention by our own kernel, or by torch once that has failed. Raises as `build`."""
+        return self._or_torch("dense attention", call, (self.backend, "reference"), device)
+
     def decode(self, call: Callable[[str], Found], backend: str, device: torch.device) -> Found:
         """`call(backend)`: a decode step of a layer, or by torch operations once that has failed.
 

@@ -103,7 +103,8 @@ def _attend_dense(
 ) -> torch.Tensor:  # fmt: skip
     """By the backend's dense kernel where it has one. What fails in torch is no fault of the backend."""
     attend = partial(dense_prefill, q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=layer.window)
-    backend = fallback.backend
-    if dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=backend) or dense_by_triton(q_BHSD, backend=backend):
+    if dense_by_triton(q_BHSD, backend=fallback.backend):
+        return fallback.dense(lambda backend: attend(backend=backend), q_BHSD.device).out_BHSD
+    if dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=fallback.backend):
         return fallback.run(lambda backend: attend(backend=backend), q_BHSD).out_BHSD
     return dense_attention(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=layer.window).out_BHSD

@@ -291,7 +291,8 @@ class Attached:
         inputs = inputs if self._text is None else self._text.of_decoder(inputs)
         kept = inputs.pop(_KEPT, 0)
         under_way = self._begin(inputs)
-        if kept and under_way.phase is Phase.PREFILL and under_way.rows is None and not self._engine.sees_all:
+        is_plain = under_way.phase is Phase.PREFILL and under_way.rows is None and isinstance(kept, int)
+        if is_plain and kept and not self._engine.sees_all:
             inputs[_KEPT] = kept
         found = (self.run if under_way.rows is None else partial(run_by_rows, self))(under_way, inputs)
         if under_way.cache is not None:

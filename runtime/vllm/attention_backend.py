@@ -128,7 +128,7 @@ class SparseImpl(_Impl):
         """Returns what this layer computes; checked against the layer that vLLM made."""
         if self.program is None:
             program = host.program.layers[vllm.layer_number(layer.layer_name)]
-            owner = layer.kv_sharing_target_layer_name
+            owner = self.kv_sharing_target_layer_name
             keys_of = None if owner is None else vllm.layer_number(owner)
             check_engine_layer(program, layer.num_heads, layer.num_kv_heads, layer.sliding_window, keys_of)
             self.program = program

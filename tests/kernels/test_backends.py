@@ -4,11 +4,12 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sparsekv.kernels.backends import choose_backend, is_backend_failure
+from sparsekv.kernels.backends import choose_backend, dense_by_triton, is_backend_failure
 from sparsekv.kernels.prefill.flash import limits
 from sparsekv.plans.errors import BackendError, PlanError, ShapeError
 from sparsekv.plans.patterns import TileShape
@@ -42,8 +43,18 @@ def test_a_gpu_gets_triton_and_is_told_about_flash(gpu) -> None:
     choice = choose_backend("cuda", torch.bfloat16, 128)
     assert choice.name == "triton"
     assert "[flash]'" in dict(choice.rejected)["flash"]
+    assert choose_backend("cuda", torch.bfloat16, 512).name == "triton"
     gpu(8, 6)
     assert "found 8.6" in dict(choose_backend("cuda", torch.bfloat16, 128).rejected)["flash"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "backend", "ours"),
+    [((1, 8, 64, 512), "triton", True), ((1, 8, 64, 256), "triton", False), ((1, 8, 1, 512), "triton", False),
+     ((1, 8, 64, 512), "reference", False)],
+)  # fmt: skip
+def test_dense_prompts_of_heads_that_torch_has_no_fast_kernel_for_go_to_ours(shape, backend, ours) -> None:
+    assert dense_by_triton(SimpleNamespace(is_cuda=True, shape=shape), backend=backend) is ours
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def check_hybrid(kind: str, folder: Path) -> None:
 NO_PICTURES = {
     "qwen3_vl": {"language_model_only": True},
     "gemma3": {"limit_mm_per_prompt": {"image": 0}},
+    "gemma4": {"language_model_only": True},
     "mistral3": {"language_model_only": True},
 }
 

@@ -69,6 +69,25 @@ def test_a_dense_layer_that_breaks_its_backend_is_computed_by_the_next(monkeypat
     assert torch.equal(found, expected)
 
 
+def test_our_own_dense_kernel_that_fails_leaves_its_layers_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+
+    def dense(*tensors, backend, **how):
+        names.append(backend)
+        if backend == "triton":
+            raise RuntimeError("no kernel image")
+        return dense_attention(*tensors, **how)
+
+    expected, fallback = attend(Fallback("cpu")), Fallback("triton")
+    monkeypatch.setattr(stage, "dense_by_triton", lambda q_BHSD, backend: True)
+    monkeypatch.setattr(stage, "dense_prefill", dense)
+    with pytest.warns(BackendWarning, match="dense attention"):
+        found = attend(fallback)
+    assert torch.equal(attend(fallback), found)
+    assert torch.equal(found, expected)
+    assert (names, fallback.backend) == (["triton", "reference", "reference"], "triton")
+
+
 class NoMemory(TorchDispatchMode):
     """A device on which attention does not fit."""
 

@@ -88,11 +88,13 @@ def test_rows_that_nobody_asks_for_skip_layers_without_keys_of_their_own(shared)
             whole = shared(prompt).logits[:, -1:]
             assert len(seen) == 1
             found = shared(prompt, logits_to_keep=1).logits
+            torch.testing.assert_close(shared(prompt, logits_to_keep=1, use_cache=False).logits, found)
+            torch.testing.assert_close(shared(prompt, logits_to_keep=torch.tensor([299])).logits, whole)
             pieces, cache = prompt.split([200, 99, 1], 1), None
             for piece in pieces:
                 out = shared(piece, logits_to_keep=1, use_cache=True, **{CACHE_NAME: cache})
                 cache = out[CACHE_NAME]
-        assert seen == [300, 1, 1, 1, 1]
+        assert seen == [300, 1, 1, 300, 1, 1, 1]
         seen.clear()
         if prefill is everywhere:
             first = found
