@@ -14,6 +14,7 @@ from vllm_engine import make_engine, preemptions, tokens_of
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import write_plan
+from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.vllm.counters import serving_stats
 
@@ -175,6 +176,26 @@ def test_a_step_that_is_scheduled_before_the_last_one_is_over_changes_nothing(
     same(llm, dense, texts(11, (100, 140)), structured_outputs=shape, ignore_eos=False)
     drafted, accepted = counted(llm)
     assert 0 < accepted < drafted
+
+
+@on_v2
+def test_behind_a_prompt_by_the_plan_the_answer_is_that_of_dense_decode(
+    reference: LoadedModel, plan: Plan, tmp_path: Path, prompts: dict[int, list[int]], kept_engines: list[Any]
+) -> None:
+    whole = drafting_plan(reference.info, 6).model_copy(update={"prefill": plan.prefill})
+    write_plan(whole, tmp_path / "plan.yaml")
+    model, settings = str(reference.model.name_or_path), SMALL | {"max_model_len": 1024, "num_gpu_blocks_override": 24}
+    sparse = {"sparsekv": {"plan": str(tmp_path / "plan.yaml"), "decode": False}}
+    behind = make_engine(model, additional_config=exactly(tmp_path / "plan.yaml", exact="decode"), **settings)
+    settings["max_num_batched_tokens"] -= (
+        1  # of a step vLLM leaves a draft model one of each request, which cuts prompts
+    )
+    alone = make_engine(model, additional_config=sparse, **settings)
+    kept_engines.extend((behind, alone))
+    drafting_as(behind, at_random())
+    same(behind, alone, [prompts[700]], max_tokens=24)
+    assert serving_stats(behind).sparse_tokens == serving_stats(alone).sparse_tokens > 300
+    assert counted(behind)[0] > 0
 
 
 @on_v2
