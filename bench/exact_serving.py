@@ -92,6 +92,7 @@ def _engine(model: ServedModel, args: argparse.Namespace) -> Iterator[Any]:
         "enforce_eager": args.eager,
         "tensor_parallel_size": args.tensor_parallel,
         "gpu_memory_utilization": args.memory,
+        "kernel_config": {"enable_jit_warmup": False},  # of samplers, which takes minutes
     } | ({"load_format": "dummy"} if model.random else {})
     own: dict[str, Any] = {"dense": True}
     with tempfile.TemporaryDirectory() as folder:
@@ -110,14 +111,16 @@ def drafting(model: str, own: dict[str, Any], acceptance: float) -> dict[str, An
 
     args = SimpleNamespace(
         additional_config={"sparsekv": own}, model=model, revision=None, speculative_config=None, worker_cls="auto",
-        scheduler_cls=None, max_num_seqs=None,
+        scheduler_cls=None, max_num_seqs=None, cudagraph_capture_sizes=[],
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=None, max_cudagraph_capture_size=None),
     )  # fmt: skip
     ask_for_drafts(args)
     speculative: dict[str, Any] = dict(args.speculative_config)
     if acceptance:
         rates = [acceptance ** (number + 1) for number in range(own["draft"])]
         speculative |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
-    return {"speculative_config": speculative, "worker_cls": args.worker_cls, "scheduler_cls": args.scheduler_cls}
+    names = ("worker_cls", "scheduler_cls", "cudagraph_capture_sizes")
+    return {"speculative_config": speculative, **{name: getattr(args, name) for name in names}}
 
 
 def _run(llm: Any, model: ServedModel, args: argparse.Namespace) -> dict[str, Timed]:

@@ -178,10 +178,11 @@ DRAFTS: Places = MappingProxyType(
         "vllm.config:SpeculativeConfig": ("method", "model", "num_speculative_tokens", "revision",
             "num_speculative_tokens_per_batch_size", "uses_draft_model", "uses_dynamic_speculative_decoding",
         ),
+        "vllm.config:CompilationConfig": ("cudagraph_capture_sizes", "max_cudagraph_capture_size"),
         "vllm.config.compilation:CUDAGraphMode": ("FULL", "FULL_DECODE_ONLY", "NONE", "decode_mode"),
         "vllm.engine.arg_utils:EngineArgs": (
-            "additional_config", "create_engine_config", "max_num_seqs", "model", "revision", "scheduler_cls",
-            "speculative_config", "worker_cls",
+            "additional_config", "compilation_config", "create_engine_config", "cudagraph_capture_sizes",
+            "max_num_seqs", "model", "revision", "scheduler_cls", "speculative_config", "worker_cls",
         ),
         "vllm.forward_context": ("BatchDescriptor", "set_forward_context"),
         "vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration": ("compute_logits",),

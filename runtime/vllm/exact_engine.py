@@ -17,11 +17,13 @@ from sparsekv.runtime.vllm.engine_options import plan_path, read_options
 WORKER = f"{__package__}.self_speculator.ExactWorker"
 SCHEDULER = f"{__package__}.draft_scheduler.exact_scheduler"
 DRAFTED = 4  # tokens, where no prices say otherwise
+_CAPTURED = 512  # tokens of a captured step at most, as vLLM has it
 
 
 def ask_for_drafts(args: Any) -> None:
     """Writes into the arguments of an engine (`EngineArgs`) what exact output takes, where they ask for it: a draft
-    model, which is the target itself and reserves a slot for each drafted token, and our worker and scheduler.
+    model, which is the target itself and reserves a slot for each drafted token, our worker and scheduler, and sizes of
+    graphs.
 
     Raises:
         UsageError: there is no plan to draft by.
@@ -54,6 +56,17 @@ def ask_for_drafts(args: Any) -> None:
     args.worker_cls, args.scheduler_cls = WORKER, SCHEDULER
     if args.max_num_seqs == 1:
         args.max_num_seqs = 2
+    asked = args.compilation_config
+    if not any((args.cudagraph_capture_sizes, asked.cudagraph_capture_sizes, asked.max_cudagraph_capture_size)):
+        args.cudagraph_capture_sizes = capture_sizes(drafted)
+
+
+def capture_sizes(drafted: int) -> list[int]:
+    """Returns the tokens of captured steps: of one number vLLM looks for a graph among those of the next size alone,
+    and so each holds as many rows that verify a draft as rows without."""
+    counts = sorted({max(1, (1 << power) * part // 4) for power in range(10) for part in (4, 5, 6, 7)})
+    wide = [count * (drafted + 1) for count in counts if count * (drafted + 1) <= _CAPTURED]
+    return sorted({*wide, *(count for count in counts if count <= drafted)})
 
 
 def drafts_of(plan: Plan) -> int:

@@ -63,10 +63,15 @@ class SelfSpeculator(DraftModelSpeculator):
         """Makes metadata builders of its own for all layers of the target, for steps that draft."""
         self.model_state, self.kv_cache_config, self.block_tables = model_state, kv_cache_config, block_tables
         self.attn_groups, *_ = init_attn_backend(kv_cache_config, self.vllm_config, self.device)
-        for group in (group for groups in self.attn_groups for group in groups):
-            for builder in group.metadata_builders:
-                if isinstance(builder, SparseBuilder):
-                    builder.drafts = True
+        builders = [one for groups in self.attn_groups for group in groups for one in group.metadata_builders]
+        ours = [one for one in builders if isinstance(one, SparseBuilder)]
+        if not ours:
+            raise UnsupportedError(
+                "expected attention by our backend for exact output, found another, which drafts nothing sparse; add "
+                "--attention-backend FLASH_ATTN"
+            )
+        for builder in ours:
+            builder.drafts = True
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Makes what captures a step of a row each."""

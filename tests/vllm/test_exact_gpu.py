@@ -25,7 +25,13 @@ from sparsekv.runtime.vllm.internals import asking_for_ours
 pytestmark = pytest.mark.gpu
 STRICT = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
 CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without compilation, which these tests turn off
-SMALL = {"max_model_len": 1024, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.2, "dtype": "bfloat16"}
+SMALL = {
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 512,
+    "gpu_memory_utilization": 0.2,
+    "dtype": "bfloat16",
+    "kernel_config": {"enable_jit_warmup": False},  # of samplers, which takes minutes
+}
 FEW = 44  # blocks of 16 tokens
 
 

@@ -15,7 +15,15 @@ from sparsekv.plans.schema import Agreement, Cost, Measurement, Plan, Prediction
 from sparsekv.runtime.vllm.engine_facts import EngineFacts
 from sparsekv.runtime.vllm.engine_options import read_options
 from sparsekv.runtime.vllm.engine_settings import check_engine
-from sparsekv.runtime.vllm.exact_engine import DRAFTED, SCHEDULER, WORKER, ask_for_drafts, dense_up_to, drafts_of
+from sparsekv.runtime.vllm.exact_engine import (
+    DRAFTED,
+    SCHEDULER,
+    WORKER,
+    ask_for_drafts,
+    capture_sizes,
+    dense_up_to,
+    drafts_of,
+)
 
 
 def drafting_plan() -> Plan:
@@ -27,7 +35,9 @@ def drafting_plan() -> Plan:
 def arguments(folder: Path, **given: Any) -> Any:
     own = {"additional_config": {"sparsekv": {"exact": True}}, "model": str(folder), "revision": "main"}
     defaults = {"speculative_config": None, "worker_cls": "auto", "scheduler_cls": None, "max_num_seqs": None}
-    return SimpleNamespace(**(own | defaults | given))
+    sizes = SimpleNamespace(cudagraph_capture_sizes=None, max_cudagraph_capture_size=None)
+    graphs = {"compilation_config": sizes, "cudagraph_capture_sizes": None}
+    return SimpleNamespace(**(own | defaults | graphs | given))
 
 
 @pytest.fixture
@@ -53,6 +63,25 @@ def test_steps_with_and_without_drafts_are_captured_however_few_rows_there_are(f
     ask_for_drafts(args)
     schedule = args.speculative_config["num_speculative_tokens_per_batch_size"]
     assert {drafted for first, _, drafted in schedule if first <= args.max_num_seqs} == {0, 6}
+
+
+@pytest.mark.parametrize("drafted", [1, 3, 4, 6])
+def test_the_next_captured_size_serves_rows_with_drafts_and_rows_without(drafted: int) -> None:
+    """vLLM's choice of a graph: of the captured sizes the smallest that holds the tokens, rounded up to whole rows."""
+    sizes = capture_sizes(drafted)
+    made = sorted({(-(-size // new) * new, new) for size in sizes for new in (1, drafted + 1)})
+    for new in (1, drafted + 1):
+        for rows in range(1, 512 // (drafted + 1) + 1):
+            at_least = [size for size, _ in made if size >= rows * new]
+            if at_least:
+                assert (min(at_least), new) in made
+    assert max(sizes) > 400
+
+
+def test_sizes_of_graphs_that_were_asked_for_stay(folder: Path) -> None:
+    args = arguments(folder, cudagraph_capture_sizes=[1, 5])
+    ask_for_drafts(args)
+    assert args.cudagraph_capture_sizes == [1, 5]
 
 
 @pytest.mark.parametrize("own", [{}, {"exact": False}, {"exact": True, "dense": True}], ids=str)
