@@ -195,13 +195,14 @@ def _known(
     made = Calibration(loaded.tokenizer, (), ("quote_text", "kv_retrieval", "niah_multikey"), 0)
     trials.seen = None
     prompts = made.prompts(args.length, args.search * 3)
-    return np.mean([trials.damages(prompt, layouts, options) for prompt in prompts], 0)
+    found: np.ndarray = np.mean([trials.damages(prompt, layouts, options) for prompt in prompts], 0)
+    return found
 
 
 def _unknown(
     trials: QuestionTrials, loaded: LoadedModel, args: argparse.Namespace, layouts: Sequence[Layout]
 ) -> np.ndarray:
-    kit, found = prepare(loaded.tokenizer, Split.CALIBRATION), []
+    kit, each = prepare(loaded.tokenizer, Split.CALIBRATION), []
     for task in _TASKS.values():
         for seed in range(args.search):
             asked = Asked.of(kit, task, args.length, args.questions, seed, loaded.model.device)
@@ -216,8 +217,9 @@ def _unknown(
                     mine = {layer: masks[layer, share] for layer, share in layout.items()}
                     log_1RV = trials.log_probabilities(prefix, mine)
                     own.append(float(divergence(prefix.dense_1RV[:, rows], log_1RV[:, rows])))
-                found.append(own)
-    return np.mean(found, 0)
+                each.append(own)
+    found: np.ndarray = np.mean(each, 0)
+    return found
 
 
 @contextmanager
