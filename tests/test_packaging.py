@@ -24,6 +24,7 @@ EXTRA = {
     "cutlass": "flash",
     "vllm": "vllm",
     "prometheus_client": "vllm",
+    "openai": "vllm",  # which brings it
     "accelerate": "spread",
     "compressed_tensors": "compressed",
     "gguf": "gguf",
