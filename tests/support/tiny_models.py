@@ -111,6 +111,11 @@ END = len(CHARACTERS)
 VOCABULARY = 128
 
 
+def heads_of(architecture: str) -> tuple[int, int, int]:
+    """Query heads, KV heads and head size of a tiny model whose layers are all full."""
+    return (4, 1, 64) if architecture == "gemma4_text" else (4, 2, 32)
+
+
 def tiny_model(
     architecture: str = "llama",
     *,

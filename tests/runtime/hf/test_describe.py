@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, tiny_model, tiny_tokenizer
+from tiny_models import ARCHITECTURES, heads_of, tiny_model, tiny_tokenizer
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import Fingerprint
@@ -18,10 +18,10 @@ def test_shapes_come_from_the_config(architecture: str):
     (group,) = info.attention
     assert (info.id, info.revision, info.model_type) == ("org/name", "main", architecture)
     assert (group.layers, group.kind, group.window) == ((0, 1, 2), "full", None)
-    assert (group.heads, group.kv_heads, group.head_dim) == (4, 2, 32)
+    assert (group.heads, group.kv_heads, group.head_dim) == heads_of(architecture)
     assert info.context_length == 4096
     rope = info.rope.get("full_attention", info.rope)
-    assert rope["rope_type"] in ("default", "llama3")
+    assert rope["rope_type"] in ("default", "llama3", "proportional")
     assert rope["rope_theta"] >= 10000
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, random_tokens, tiny_model
+from tiny_models import ARCHITECTURES, heads_of, random_tokens, tiny_model
 from tiny_plans import plan_for
 
 from sparsekv.plans.errors import UsageError
@@ -20,9 +20,10 @@ def test_every_layer_is_seen_in_order_and_the_output_stays_dense(architecture: s
             watched = model(prompt, use_cache=False).logits
     torch.testing.assert_close(watched, dense, atol=2e-4, rtol=2e-4)
     assert [call.layer for call in calls] == [0, 1, 2]
+    heads, kv_heads, size = heads_of(architecture)
     for call in calls:
-        assert call.q_BHSD.shape == (2, 4, 70, 32)
-        assert call.k_BGKD.shape == call.v_BGKD.shape == (2, 2, 70, 32)
+        assert call.q_BHSD.shape == (2, heads, 70, size)
+        assert call.k_BGKD.shape == call.v_BGKD.shape == (2, kv_heads, 70, size)
         assert call.chunk.past == (0, 0)
         assert call.chunk.lengths == (70, 70)
         assert call.scale == pytest.approx(model.model.layers[call.layer].self_attn.scaling)
