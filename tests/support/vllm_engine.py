@@ -42,7 +42,9 @@ def make_engine(model: str, **settings: Any) -> Any:
         "disable_log_stats": False,
     }
     register()  # where sparsekv is not installed, but found otherwise
-    return LLM(model, **(given | settings))
+    llm = LLM(model, **(given | settings))
+    _count_preemptions(llm)
+    return llm
 
 
 def generate(llm: Any, prompts: Sequence[Sequence[int]], new: int = NEW) -> list[Any]:
@@ -54,8 +56,22 @@ def generate(llm: Any, prompts: Sequence[Sequence[int]], new: int = NEW) -> list
 
 
 def preemptions(engine: Any) -> int:
-    """How often a request lost its pages so far."""
-    return next(metric.value for metric in engine.get_metrics() if metric.name == "vllm:num_preemptions")
+    """How often a request lost its pages so far. vLLM's own metric counts for the engine that was made last."""
+    return engine.llm_engine.engine_core.engine_core.scheduler.preempted
+
+
+def _count_preemptions(llm: Any) -> None:
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is None:  # in a process of its own
+        return
+    scheduler, preempt = core.scheduler, core.scheduler._preempt_request
+    scheduler.preempted = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        scheduler.preempted += 1
+        return preempt(*args, **kwargs)
+
+    scheduler._preempt_request = counted
 
 
 def tokens_of(output: Any) -> list[int]:

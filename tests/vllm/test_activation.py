@@ -153,7 +153,7 @@ def test_what_the_step_finds_that_measures_memory_leaves_all_layers_dense(
     monkeypatch.setattr(PlanHost, "warm_up", lambda *args: check_engine_layer(args[1], 7, 7, None))
     q_THD, k_TGD = torch.zeros(8, 4, 64), torch.zeros(8, 2, 64)
     layers[2].impl.forward(layers[2], q_THD, k_TGD, k_TGD, layers[2].kv_cache, None, torch.zeros_like(q_THD))
-    assert "found that vLLM runs it with (7, 7, None)" in warned[0]
+    assert "found that vLLM runs it with (7, 7, None, None)" in warned[0]
     assert all(layer.impl.plan_host is None for layer in layers)
     assert same(generate(engine, [prompts[2000]])[0], dense(prompts[2000], ()))
 
