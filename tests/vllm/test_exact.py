@@ -1,7 +1,6 @@
 """Exact output inside vLLM: what drafts cannot change, by the model runner that GPUs have, whose kernels Triton's
 interpreter runs here."""
 
-import json
 import os
 import subprocess
 import sys
@@ -235,43 +234,8 @@ def test_a_plan_is_needed(reference: LoadedModel) -> None:
         make_engine(str(reference.model.name_or_path), additional_config=config)
 
 
-RANKS = """
-import json, os, sys
-from types import SimpleNamespace
-from triton.backends import backends
-backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True)))
-if __name__ == "__main__":
-    sys.path.insert(0, {support!r})
-    from exact_engines import ask, exactly
-    from vllm_engine import make_engine, tokens_of
-    engine = make_engine({model!r}, additional_config=exactly({path!r}), tensor_parallel_size=2, **{small!r})
-    print(json.dumps([tokens_of(one) for one in ask(engine, {prompts!r}, max_tokens=40)]))
-    print(json.dumps([[one.value for one in engine.get_metrics() if one.name == "vllm:spec_decode_num_drafts"]]))
-"""
-
-
-@on_v2
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_two_ranks_in_processes_of_their_own_answer_as_one_dense_rank(
-    reference: LoadedModel, path: Path, dense: Any
-) -> None:
-    """Drafts are asked for as cycles take their time."""
-    prompts = texts(1, (150, 90, 230, 300, 20))
-    script = RANKS.format(
-        support=str(Path(__file__).parents[1] / "support"), model=str(reference.model.name_or_path), path=str(path),
-        small=SMALL, prompts=prompts,
-    )  # fmt: skip
-    given = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | given)
-    found, ((drafts,),) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("[["))
-    assert found == [tokens_of(one) for one in ask(dense, prompts, max_tokens=40)]
-    assert drafts > 10
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="it is running")
 def test_the_model_runner_that_gpus_have_does_all_that() -> None:
     subprocess.run([sys.executable, "-m", "pytest", __file__, "-q", "-m", "not gpu"], check=True, env=os.environ | V2)
