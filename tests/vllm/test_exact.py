@@ -208,11 +208,28 @@ def test_no_drafts_are_asked_for_where_the_plan_is_dense(exact: Any) -> None:
 
 
 @on_v2
+def test_connectors_see_the_steps_of_the_target_alone(exact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.kv_connector import KVConnector
+
+    (runner,) = exact.collective_rpc(lambda worker: worker.model_runner)
+    connector, given, seen = KVConnector(), runner.speculator._step, []
+    connector.disabled = False
+    connector.set_disabled = lambda disabled: setattr(connector, "disabled", disabled)
+    monkeypatch.setattr(runner, "kv_connector", connector)
+    monkeypatch.setattr(runner.speculator, "_step", lambda *args: [seen.append(connector.disabled), given(*args)])
+    ask(exact, texts(12, (100, 140)))
+    assert len(seen) > DRAFT
+    assert all(seen)
+    assert not connector.disabled
+
+
+@on_v2
 @pytest.mark.parametrize(
     ("options", "settings", "says"),
     [
         ({"allow_untested": False}, {}, "was not run yet"),
         ({}, {"enable_lora": True}, "beside --enable-lora"),
+        ({}, {"hf_overrides": {"max_position_embeddings": 65_536}}, "beside --hf-overrides"),
         ({"draft": 3}, {"speculative_config": {"method": "ngram"}}, "found --speculative-config"),
     ],
 )
