@@ -174,7 +174,8 @@ DRAFTS: Places = MappingProxyType(
             "use_v2_model_runner",
         ),
         "vllm.config:ModelConfig": (
-            "hf_overrides", "max_model_len", "model", "original_max_model_len", "revision", "uses_mrope",
+            "enable_prompt_embeds", "hf_overrides", "max_model_len", "model", "original_max_model_len", "revision",
+            "supports_multimodal_inputs", "uses_mrope",
         ),
         "vllm.config:ParallelConfig": ("data_parallel_size", "enable_eplb", "worker_cls"),
         "vllm.config:SchedulerConfig": ("async_scheduling", "scheduler_cls"),

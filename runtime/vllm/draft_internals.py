@@ -50,6 +50,8 @@ def beside_drafts(config: VllmConfig) -> tuple[str, ...]:
         "--enable-eplb": parallel.enable_eplb,
         "--enable-lora": config.lora_config is not None,
         "positions of several axes (M-RoPE)": model.uses_mrope,
+        # Drafts begin with tokens, and a compiled model takes only one of the two.
+        "prompts as embeddings": model.enable_prompt_embeds or model.supports_multimodal_inputs,
         # The target stands for its own draft model, whose configuration vLLM reads from its files alone.
         "--hf-overrides": isinstance(model.hf_overrides, dict) and bool(model.hf_overrides),
         "--max-model-len beyond what the model's files say": model.max_model_len < (model.original_max_model_len or 0),
