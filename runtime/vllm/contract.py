@@ -166,13 +166,17 @@ CALLS: Places = MappingProxyType(
         "vllm.v1.engine.core:EngineCore.preprocess_add_request": ("request",),
     }
 )  # fmt: skip
+_GRAPHS = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager"
 DRAFTS: Places = MappingProxyType(
     {
         "vllm.config:VllmConfig": (
             "additional_config", "lora_config", "model_config", "parallel_config", "scheduler_config",
             "use_v2_model_runner",
         ),
-        "vllm.config:ModelConfig": ("model", "revision", "uses_mrope"),
+        "vllm.config:ModelConfig": (
+            "enable_prompt_embeds", "hf_overrides", "max_model_len", "model", "original_max_model_len", "revision",
+            "supports_multimodal_inputs", "uses_mrope",
+        ),
         "vllm.config:ParallelConfig": ("data_parallel_size", "enable_eplb", "worker_cls"),
         "vllm.config:SchedulerConfig": ("async_scheduling", "scheduler_cls"),
         "vllm.config:SpeculativeConfig": ("method", "model", "num_speculative_tokens", "revision",
@@ -201,14 +205,13 @@ DRAFTS: Places = MappingProxyType(
             "idx_mapping", "num_reqs", "seq_lens", "seq_lens_cpu_upper_bound",
         ),
         "vllm.v1.worker.gpu.input_batch:InputBuffers": ("input_ids", "positions", "query_start_loc", "seq_lens"),
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner": ("speculator",),
+        "vllm.v1.worker.gpu.kv_connector:KVConnector": ("set_disabled",),
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner": ("kv_connector", "speculator"),
         "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator": (
             "_build_uniform_attn_metadata", "capture", "draft_max_seq_len", "draft_tokens", "idx_mapping",
             "init_cudagraph_manager", "input_buffers", "max_model_len", "max_num_reqs", "num_speculative_steps",
         ),
-        "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager": (
-            "capture", "dispatch", "run_fullgraph",
-        ),
+        _GRAPHS: ("capture", "dispatch", "run_fullgraph"),
         "vllm.v1.worker.utils:AttentionGroup": ("metadata_builders",),
     }
 )  # fmt: skip
@@ -228,6 +231,21 @@ DRAFT_CALLS: Places = MappingProxyType(
         ),
         "vllm.v1.worker.gpu.block_table:BlockTables.compute_slot_mappings": (
             "idx_mapping", "query_start_loc", "positions", "num_tokens_padded", "out",
+        ),
+        f"{_SPECULATOR}._build_uniform_attn_metadata": (
+            "batch_desc", "num_reqs", "num_query_per_req", "seq_lens_cpu_upper_bound", "step", "causal",
+            "dcp_local_seq_lens",
+        ),
+        f"{_GRAPHS}.__init__": (
+            "vllm_config", "device", "cudagraph_mode", "decode_query_len", "lora_capture_cases", "varlen_decode",
+            "ubatch_runner",
+        ),
+        f"{_GRAPHS}.capture": (
+            "forward_fn", "model_state", "input_buffers", "block_tables", "attn_groups", "kv_cache_config",
+            "progress_bar_desc", "specialize_spec_tokens",
+        ),
+        f"{_GRAPHS}.dispatch": (
+            "num_reqs", "num_tokens", "uniform_token_count", "num_active_loras", "max_query_len", "num_ubatches",
         ),
         "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": ("scheduler_output", "model_runner_output"),
         "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": (

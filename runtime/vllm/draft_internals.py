@@ -44,11 +44,16 @@ def worker_class() -> Any:
 
 def beside_drafts(config: VllmConfig) -> tuple[str, ...]:
     """Returns the settings of an engine that exact output does not run with."""
-    parallel = config.parallel_config
+    parallel, model = config.parallel_config, config.model_config
     there = {
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--enable-eplb": parallel.enable_eplb,
         "--enable-lora": config.lora_config is not None,
-        "positions of several axes (M-RoPE)": config.model_config.uses_mrope,
+        "positions of several axes (M-RoPE)": model.uses_mrope,
+        # Drafts begin with tokens, and a compiled model takes only one of the two.
+        "prompts as embeddings": model.enable_prompt_embeds or model.supports_multimodal_inputs,
+        # The target stands for its own draft model, whose configuration vLLM reads from its files alone.
+        "--hf-overrides": isinstance(model.hf_overrides, dict) and bool(model.hf_overrides),
+        "--max-model-len beyond what the model's files say": model.max_model_len < (model.original_max_model_len or 0),
     }
     return tuple(name for name, is_there in there.items() if is_there)

@@ -103,7 +103,8 @@ def _connectors(facts: EngineFacts, plan: Plan) -> str | None:
     names = ", ".join(one.name for one in facts.connectors)
     if facts.connectors and plan.retained:
         return f"KV connectors ({names}), where {_evicting(plan)}: remove --kv-transfer-config"
-    return "\n  ".join(unnamed_stores(facts.connectors, facts.model, store_name(plan))) or None
+    executed = plan.model_copy(update={"decode": None}) if facts.self_drafting else plan  # by what writes pages
+    return "\n  ".join(unnamed_stores(facts.connectors, facts.model, store_name(executed))) or None
 
 
 def _context(facts: EngineFacts, plan: Plan) -> str | None:

@@ -34,6 +34,7 @@ def ask_for_drafts(args: Any) -> None:
         return
     given = {
         "--speculative-config": args.speculative_config is not None,
+        **{f"--spec-{name}": getattr(args, f"spec_{name}", None) is not None for name in ("method", "model", "tokens")},
         "--worker-cls": args.worker_cls != "auto",
         "--scheduler-cls": args.scheduler_cls is not None,
     }

@@ -37,7 +37,7 @@ class ExactWorker(_Worker):
                 "expected model runner V2 for exact output, found V1; unset VLLM_USE_V2_MODEL_RUNNER, and see the line "
                 "of vLLM's log that says why it was chosen"
             )
-        self.model_runner.speculator = SelfSpeculator(self.vllm_config, self.device)
+        self.model_runner.speculator = SelfSpeculator(self.vllm_config, self.device, self.model_runner)
 
 
 class SelfSpeculator(DraftModelSpeculator):
@@ -47,8 +47,9 @@ class SelfSpeculator(DraftModelSpeculator):
     likeliest tokens: to vLLM's rejection sampler a distribution of one point, which keeps that of the target.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         super().__init__(vllm_config, device)
+        self._runner = runner
         self._graphs: Any = None
         self._starts = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
 
@@ -117,6 +118,8 @@ class SelfSpeculator(DraftModelSpeculator):
         lengths = input_batch.seq_lens_cpu_upper_bound
         self.draft_max_seq_len = min(int(lengths[:rows].max()) + drafted, self.max_model_len)
         shape = self._graphs.dispatch(rows, rows, 1, 0)
+        connector = self._runner.kv_connector
+        connector.set_disabled(True)  # whose hooks in layers would load and save once more for each step of a draft
         for number in range(drafted):
             slots_by_layer, attention = self._prepare(rows, shape, lengths, number)
             if shape.cg_mode == CUDAGraphMode.FULL:
@@ -124,6 +127,7 @@ class SelfSpeculator(DraftModelSpeculator):
             else:
                 self._step(rows, shape.num_tokens, attention, slots_by_layer)
             drafts_BK[:, number] = self.input_buffers.input_ids[:rows]
+        connector.set_disabled(False)
         return drafts_BK
 
     def _begin(

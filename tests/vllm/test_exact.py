@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,11 +208,29 @@ def test_no_drafts_are_asked_for_where_the_plan_is_dense(exact: Any) -> None:
 
 
 @on_v2
+def test_connectors_see_the_steps_of_the_target_alone(exact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.kv_connector import KVConnector
+
+    (runner,) = exact.collective_rpc(lambda worker: worker.model_runner)
+    connector, given, seen = KVConnector(), runner.speculator._step, []
+    connector.disabled = False
+    connector.set_disabled = lambda disabled: setattr(connector, "disabled", disabled)
+    monkeypatch.setattr(runner, "kv_connector", connector)
+    monkeypatch.setattr(runner.speculator, "_step", lambda *args: [seen.append(connector.disabled), given(*args)])
+    ask(exact, texts(12, (100, 140)))
+    assert len(seen) > DRAFT
+    assert all(seen)
+    assert not connector.disabled
+
+
+@on_v2
 @pytest.mark.parametrize(
     ("options", "settings", "says"),
     [
         ({"allow_untested": False}, {}, "was not run yet"),
         ({}, {"enable_lora": True}, "beside --enable-lora"),
+        ({}, {"hf_overrides": {"max_position_embeddings": 65_536}}, "beside --hf-overrides"),
+        ({}, {"enable_prompt_embeds": True}, "beside prompts as embeddings"),
         ({"draft": 3}, {"speculative_config": {"method": "ngram"}}, "found --speculative-config"),
     ],
 )
@@ -226,6 +245,22 @@ def test_what_stands_in_the_way_is_named(
 def test_model_runner_v1_is_refused(reference: LoadedModel, path: Path) -> None:
     with pytest.raises(UnsupportedError, match="model runner V2 for exact output, found V1"):
         make_engine(str(reference.model.name_or_path), additional_config=exactly(path), **SMALL)
+
+
+def test_what_vllm_would_cut_a_context_to_is_refused() -> None:
+    from sparsekv.runtime.vllm.draft_internals import beside_drafts
+
+    parallel = SimpleNamespace(data_parallel_size=1, enable_eplb=False)
+    model = SimpleNamespace(
+        uses_mrope=False, enable_prompt_embeds=False, supports_multimodal_inputs=False, hf_overrides={},
+        max_model_len=4096, original_max_model_len=None,
+    )  # fmt: skip
+    config = SimpleNamespace(parallel_config=parallel, model_config=model, lora_config=None)
+    assert beside_drafts(config) == ()
+    model.original_max_model_len = -1  # what fits
+    assert beside_drafts(config) == ()
+    model.original_max_model_len = 8192
+    assert beside_drafts(config) == ("--max-model-len beyond what the model's files say",)
 
 
 def test_a_plan_is_needed(reference: LoadedModel) -> None:

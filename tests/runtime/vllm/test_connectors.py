@@ -51,6 +51,18 @@ def test_a_store_is_named_by_what_an_engine_executes_of_a_plan() -> None:
     assert store_name(PLAN.model_copy(update={"status": "imported"})) == NAME
 
 
+def test_exact_output_shares_a_store_with_no_engine_whose_decode_is_the_plans() -> None:
+    """Whose answers are in pages that it would take for those of dense decode."""
+    exact = {"release": "0.32.0", "device": "cpu", "self_drafting": True, "model": "some/model"}
+
+    def named(name: str) -> EngineFacts:
+        return EngineFacts(**exact, connectors=(Connector("ExampleConnector", {"shared_storage_path": name}),))
+
+    with pytest.raises(UnsupportedError, match="without the plan's name"):
+        check_engine(named(NAME), PLAN, True)
+    check_engine(named(store_name(PLAN.model_copy(update={"decode": None}))), PLAN, True)
+
+
 @pytest.mark.parametrize(("tier", "option"), [("fs", "root_dir"), ("obj", "prefix"), ("p2p", None)])
 def test_tiers_behind_host_memory_are_shared_stores(tier: str, option: str | None) -> None:
     def offloading(**settings: Any) -> Connector:

@@ -96,6 +96,7 @@ def test_engines_that_do_not_ask_for_it_are_left_as_they_are(folder: Path, own: 
     ("given", "named"),
     [
         ({"speculative_config": {"method": "ngram"}}, "--speculative-config"),
+        ({"spec_method": "ngram", "spec_tokens": 3}, "--spec-method, --spec-tokens"),
         ({"worker_cls": "mine.Worker", "scheduler_cls": "mine.Scheduler"}, "--worker-cls, --scheduler-cls"),
     ],
     ids=str,
