@@ -318,12 +318,14 @@ class Subject:
             choose_backend(target, torch_dtype(asked.dtype, config, target), info.largest_head, asked.backend)
         if check is not None:
             check(info, target.type)
-        if device_map is None and (room := Available.here([target]).device) is not None:
+        quantisation = quantisation_of(config)
+        stays_packed = quantisation is not None and not is_dequantised(quantisation)  # in how many bytes, nobody tells
+        if device_map is None and not stays_packed and (room := Available.here([target]).device) is not None:
             precision = torch_dtype(asked.dtype, config, target)
             ModelSize.from_config(config, precision, source.path_or_id).check_fits(room, tokens)
         with self._saying_whose_model():
             loaded = load_model(source, device=device, dtype=asked.dtype, device_map=device_map, config=config)
-        if source.is_gguf or is_dequantised(quantisation_of(config)):
+        if source.is_gguf or is_dequantised(quantisation):
             tell(f"{source.path_or_id}: its quantised weights run as {dtype_name(loaded.model.dtype)}")
         return loaded
 

@@ -235,6 +235,7 @@ class _Applied:
         handle.suspend()
         self.prefilled_by, self.dense_prefill = mode.prefilled_by, mode.dense_prefill
         self.dense_decode = mode.phase == "prefill"
+        self.unmodified_decode = self.dense_decode and mode.stored == "auto"
         self.handle, self._keeps_steps = handle, keeps_steps
 
     @contextmanager
@@ -264,14 +265,14 @@ def _prefilled_alike(modes: Mapping[str, Mode], dense_serves: bool, each: bool) 
     """Groups that share a prefill; each its own on request. Modes whose decode is dense come last: they can go on from
     any cache."""
     found: dict[Hashable, dict[str, Mode]] = defaultdict(dict)
-    for name, mode in sorted(modes.items(), key=lambda item: _decodes_densely(item[1])):
+    for name, mode in sorted(modes.items(), key=lambda item: isinstance(item[1], _Applied) and item[1].dense_decode):
         key: Hashable = mode.prefilled_by if isinstance(mode, _Applied) and not each else name
         found[key if key != DENSE or dense_serves else name][name] = mode
     return found
 
 
-def _decodes_densely(mode: Mode) -> bool:
-    return isinstance(mode, _Applied) and mode.dense_decode
+def _decodes_unmodified(mode: Mode) -> bool:
+    return isinstance(mode, _Applied) and mode.unmodified_decode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -350,9 +351,9 @@ class _Run:
                 read = [prefill(model, ids_BS, self.chunk, keep).logits_BKV.float() for ids_BS, keep in wholes]
                 return read, spent(), None
             source = source or _Source(prefill_turns(model, batch, self.chunk), mode, spent())
-            read = [] if _decodes_densely(mode) else self._read(mode, source, last)
+            read = [] if _decodes_unmodified(mode) else self._read(mode, source, last)
             computed = replace(spent(), tiles=source.spent.tiles, causal_tiles=source.spent.causal_tiles)
-        if _decodes_densely(mode):
+        if _decodes_unmodified(mode):
             with without_plans():
                 read = self._read(mode, source, last)
         return read, computed, source
@@ -368,7 +369,7 @@ class _Run:
         return [max(answer_BA, fed_BG, key=_width)] if same_BG.all() else [answer_BA, fed_BG]
 
     def _read(self, mode: Mode, source: _Source, last: bool) -> list[torch.Tensor]:
-        stepwise, texts = not _decodes_densely(mode), self._texts
+        stepwise, texts = not _decodes_unmodified(mode), self._texts
         return [
             after_prompt(
                 self.loaded.model,
@@ -382,11 +383,11 @@ class _Run:
     def _cache(self, mode: Mode, source: _Source, *, final: bool) -> Cache:
         """One to feed a text to; the last one is that of the source itself, or takes it over layer by layer."""
         given: Cache = source.prompts.cache
-        if source.owner is mode and not _decodes_densely(mode):
+        if source.owner is mode and not _decodes_unmodified(mode):
             return given if final else deepcopy(given)
         layers = handed_over(given if final else copy(given), self.batch.past)
         assert isinstance(mode, _Applied)
-        if not mode.dense_decode:
+        if not mode.unmodified_decode:
             return mode.handle.cache_of(layers)
         config: Any = config_of(self.loaded.model)
         cache = DynamicCache(config=config)

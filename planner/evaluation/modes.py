@@ -58,15 +58,16 @@ class PlanMode:
         evicts tokens.
         """
         if self.phase != "decode":
-            return id(self.plan), self.backend, self.allow_mismatch, self._stored
+            return id(self.plan), self.backend, self.allow_mismatch, self.stored
         buckets = self.plan.decode.lengths if self.plan.decode else ()
         newest_alone = all(segment.selector == "last" for bucket in buckets for segment in bucket.segments)
         if not newest_alone or self.plan.retained:
             return id(self)
-        return DENSE if self._stored == "auto" else (DENSE, self._stored)
+        return DENSE if self.stored == "auto" else (DENSE, self.stored)
 
     @property
-    def _stored(self) -> KVDtype:
+    def stored(self) -> KVDtype:
+        """Returns in what cached keys and values are."""
         return self.kv_dtype or self.plan.kv_dtype
 
     @contextmanager
@@ -85,7 +86,7 @@ class PlanMode:
             backend=self.backend,
             allow_mismatch=self.allow_mismatch,
             memory=memory,
-            kv_dtype=self._stored,
+            kv_dtype=self.stored,
         )
 
 

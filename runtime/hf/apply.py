@@ -1,190 +1,43 @@
-"""`sparsekv.apply`: a plan put to work on a model that stays what it was; the engine that computes its layers."""
+"""`sparsekv.apply`: a plan put to work on a model that stays what it was."""
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
-from sparsekv.kernels.tiles import Chunk
+from sparsekv.kernels.backends import BackendChoice, choose_backend
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import KVDtype
-from sparsekv.runtime.core.decode import Seen, count_step, decode
-from sparsekv.runtime.core.prefill import prefill
-from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.core.roles import Evicting
-from sparsekv.runtime.core.state import DecodeState, Observed
+from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.apply_checks import check_exact, check_kv_dtype, check_offload, check_sizes, check_type
 from sparsekv.runtime.hf.attach import attach, check_attachable
-from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
-from sparsekv.runtime.hf.cache import Given, SparseLayer, check_owner_open, first_of, sparse_cache
+from sparsekv.runtime.hf.cache import Given, SparseLayer, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.exact import ExactLoop
-from sparsekv.runtime.hf.fixed_rows import FixedRows
-from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
+from sparsekv.runtime.hf.graphs import StepGraphs
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.paging import Paging
-from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of, reads_of
-from sparsekv.runtime.hf.prompt_ends import begin_prompt, begin_step, check_evicting, check_handed_over
+from sparsekv.runtime.hf.placement import OffloadMode, layouts_of
+from sparsekv.runtime.hf.plan_engine import PlanEngine
+from sparsekv.runtime.hf.prompt_ends import check_evicting, check_handed_over
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
 from sparsekv.runtime.plan_checks import check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
-from sparsekv.runtime.stores.evicting import EvictingStore
 from sparsekv.runtime.stores.page_pool import page_bytes
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.store import Bytes, HostReads, WholeStore
-
-
-class PlanEngine:
-    """Attention of a model as a program has it.
-
-    Args:
-        program: what every layer computes.
-        model: that it is for.
-        backend: the kernel backend's name; prefill goes on with another one should it fail.
-        placement: the layers whose keys and values live in host memory; of caches to come, so that it may change.
-        chunking: how long inputs are cut.
-        paging: the layers in virtual memory.
-        memory: where blocks of host memory come from; its own when None.
-        exact: the program's steps are drafts, and what they draft is checked.
-    """
-
-    differentiable = False
-
-    def __init__(
-        self,
-        program: Program,
-        model: PreTrainedModel,
-        backend: str,
-        placement: Placement,
-        chunking: Chunking,
-        paging: Paging,
-        memory: HostMemory | None = None,
-        exact: bool = False,
-    ) -> None:
-        self.open = True
-        self.float8 = paging.sizes.float8
-        self.loop = ExactLoop(lambda: self.meter, lambda: self.fixed_rows) if exact else None
-        self.bytes: list[Bytes] = []
-        self.host_reads = HostReads()
-        self.meter = Meter()
-        self.fallback = Fallback(backend, paging.relieve)
-        self._backend = backend  # of decode: there is one for each kind of device
-        self._device = model.device
-        self._model_type: str = config_of(model).model_type
-        self.graphs: StepGraphs | None = None
-        self._told = False
-        self.program = program
-        self.sees_all = bool(program.remembers)
-        self._programs = {Phase.DECODE: program} | ({Phase.CHECK: program.dense_in_decode} if exact else {})
-        self.placement = placement
-        self._chunking = chunking
-        self.memory = HostMemory() if memory is None else memory
-        self._owns_memory = memory is None
-        self.paging = paging
-
-    def new_store(self, layer: int) -> WholeStore:
-        """Host memory for the layers that are placed there, else the device."""
-        role = self.program.layers[layer].role
-        if isinstance(role, Evicting):
-            return EvictingStore(role.rule.generated or 1)
-        if layer not in self.placement.layers:
-            return self.paging.new_store(layer)
-        return HostStore(self.placement.hot, self.memory, reads_of(role), self.host_reads)
-
-    @property
-    def fixed_rows(self) -> FixedRows:
-        """The layers that evict tokens, and those that are placed in host memory."""
-        return FixedRows(frozenset(self.program.evicting), self.placement.layers)
-
-    def new_state(self) -> DecodeState:
-        """Returns what the layers of one cache share."""
-        return DecodeState(self.program.segments)
-
-    def executors(self) -> Sequence[Executor]:
-        """Captured decode steps, where the device has them."""
-        if not can_capture(self._device, self._backend):
-            return ()
-        if self.graphs is None:  # else it was suspended
-            self.graphs = StepGraphs(self._model_type, self._programs, self.host_reads)
-        return (self.graphs,)
-
-    @property
-    def step_phase(self) -> Phase:
-        """Dense under `exact`, but for drafts."""
-        return Phase.DECODE if self.loop is None else Phase.CHECK
-
-    def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
-        """Starts a pass at which the rows have these lengths, the new tokens included, and counts a step."""
-        if phase is Phase.PREFILL:
-            self.paging.expect(cache, lengths, self.placement)
-            return begin_prompt(self.program, cache)
-        begin_step(self.program, cache, self._attempt, self.meter)
-        first_of(cache).state.begin(lengths, device)
-        count_step(self._programs[phase], lengths, self.meter)
-        if self.graphs is None and not self._told and can_capture(self._device, self._backend):
-            self._told = True
-            warnings.warn("decode steps are not captured: the decoder has a forward of its own", GraphWarning, 2)
-
-    def _attempt(self, call: Callable[[str], Any], device: torch.device) -> Any:
-        return self.fallback.decode(call, self._backend, device)
-
-    def release(self) -> None:
-        """Gives host memory back to the system as soon as no cache uses it, and pages of devices that none uses now;
-        frees captured steps."""
-        if self._owns_memory:
-            self.memory.close()
-        if self.graphs is not None:
-            self.graphs.release()
-        self.paging.relieve()
-
-    def attend(self, call: LayerCall) -> torch.Tensor:
-        """The call's phase of its layer."""
-        layer, entry = self.program.layers[call.layer], call.entry
-        if call.phase is not Phase.PREFILL:
-            assert entry is not None, "a step without a cache"
-            step = partial(
-                decode, layer, call.q_BHSD, Seen(entry.store, call.seen), entry.state, scale=call.scale,
-                verifies=call.phase is Phase.CHECK, new_B=call.new_B,
-            )  # fmt: skip
-            return self.fallback.decode(lambda backend: step(backend=backend), self._backend, call.q_BHSD.device)
-        chunk = call.chunk
-        layer = layer.without_patterns if call.is_cut else layer  # an index of so few rows costs more than it saves
-        if entry is None:
-            return self._prefill(layer, call, chunk)
-        layer.role.observe(layer.layer, Observed(call.q_BHSD, call.scale, call.softmax), entry.state)
-        is_whole = chunk.lengths == entry.store.lengths
-        out_BHSD = self._prefill(layer if is_whole else layer.without_patterns, call, chunk)
-        if call.ends_prompt:
-            layer.role.end_prompt(layer.layer, entry.store, entry.state, self._attempt, entry.scales)
-        return out_BHSD
-
-    def _prefill(self, layer: LayerProgram, call: LayerCall, chunk: Chunk) -> torch.Tensor:
-        return prefill(
-            layer,
-            call.q_BHSD,
-            call.keys(chunk),
-            chunk,
-            scale=call.scale,
-            fallback=self.fallback,
-            meter=self.meter,
-            overwrite_above=self._chunking.output_bytes if call.q_is_spare else None,
-        )
 
 
 class Handle:

@@ -1,5 +1,6 @@
 """Quantised checkpoints on the command line: planned by their own weights, and run by the plan of the base model."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.model import differences
 from sparsekv.runtime.hf.load import load_model
+from sparsekv.runtime.hf.memory import Available
 from sparsekv.runtime.hub import model_folder
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
@@ -55,6 +57,23 @@ def test_a_quantised_model_is_planned_verified_and_run_as_itself(sparsekv, base,
     done = sparsekv("verify", twin, "--plan", out, "--verify-samples", 1, "--write", *FAST[:2])
     assert "other weights" not in done.err
     assert done.code in (0, 1), done.err
+
+
+def test_weights_that_stay_packed_are_not_refused_for_the_bytes_that_they_would_have(
+    sparsekv, base, tmp_path, monkeypatch
+):
+    def load(*args, **options):
+        raise UsageError("its weights are read")
+
+    folder = shutil.copytree(base, tmp_path / "packed")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("sparsekv.runtime.hf.memory.Available.here", lambda devices: Available(1 << 10, 0))
+    monkeypatch.setattr("sparsekv.runtime.hf.load.load_model", load)
+    out = tmp_path / "plan.yaml"
+    assert "its weights are read" in sparsekv("plan", folder, "-o", out, *FAST).err
+    assert "for the weights of" in sparsekv("plan", base, "-o", out, *FAST).err
 
 
 def test_a_model_that_was_loaded_quantised_is_refused_before_it_is_profiled(base):

@@ -29,6 +29,7 @@ from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, TileShape, tokens
 from sparsekv.plans.phases import DecodePlan, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import KVDtype
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.generate import piece_sizes
@@ -56,8 +57,8 @@ def sparse_plan(loaded: LoadedModel, decode: DecodePlan = CHOICE) -> Plan:
     return plan_for(loaded.model, every_head(loaded.model, NARROW), decode)
 
 
-def modes_of(plan: Plan, phases: tuple[str, ...] = PHASES) -> dict[str, Mode]:
-    return {phase: PlanMode(plan, phase) for phase in phases}
+def modes_of(plan: Plan, phases: tuple[str, ...] = PHASES, kv_dtype: KVDtype = "auto") -> dict[str, Mode]:
+    return {phase: PlanMode(plan, phase, kv_dtype=kv_dtype) for phase in phases}
 
 
 def scored(
@@ -92,7 +93,7 @@ def passes(loaded: LoadedModel) -> Iterator[Counter[int]]:
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
-def by_hand(loaded: LoadedModel, sample: Sample, chunk: int | None, plan: Plan | None, **phases: bool) -> torch.Tensor:
+def by_hand(loaded: LoadedModel, sample: Sample, chunk: int | None, plan: Plan | None, **phases: Any) -> torch.Tensor:
     """[A + 1, V]: the prompt in pieces, then the answer token by token."""
     model: Any = loaded.model
     with nullcontext() if plan is None else apply(model, plan, **phases), torch.no_grad():
@@ -106,14 +107,18 @@ def by_hand(loaded: LoadedModel, sample: Sample, chunk: int | None, plan: Plan |
     return torch.cat(rows, 1)[0].float().log_softmax(-1)
 
 
-def check_by_hand(loaded: LoadedModel, plan: Plan, chunk: int | None, kl: float, phases: tuple[str, ...] = PHASES):
+def check_by_hand(
+    loaded: LoadedModel, plan: Plan, chunk: int | None, kl: float, phases: tuple[str, ...] = PHASES,
+    kv_dtype: KVDtype = "auto",
+) -> None:  # fmt: skip
     samples = drawn(answer=4)
-    found = compare(loaded, modes_of(plan, phases), samples, batch=2, chunk=chunk)
+    found = compare(loaded, modes_of(plan, phases, kv_dtype), samples, batch=2, chunk=chunk)
     for place, sample in enumerate(samples):
         p = by_hand(loaded, sample, chunk, None)
         for phase in phases:
             first = int(phase == "decode")  # whose row before is dense's own
-            q = by_hand(loaded, sample, chunk, plan, prefill=phase != "decode", decode=phase != "prefill")
+            own = {"prefill": phase != "decode", "decode": phase != "prefill", "kv_dtype": kv_dtype}
+            q = by_hand(loaded, sample, chunk, plan, **own)
             outcome = found[phase].outcomes[place]
             kl_by_hand = float((p.exp() * (p - q))[first:].sum(-1).mean())
             assert outcome.kl == pytest.approx(kl_by_hand, rel=kl, abs=kl * 1e-4)
@@ -138,6 +143,13 @@ def test_what_is_measured_is_what_a_user_gets(loaded: LoadedModel, case: str) ->
     """A prefill, then decode steps, each sparse or not."""
     decode, chunk = CASES[case]
     check_by_hand(loaded, sparse_plan(loaded, decode), chunk, 1e-3)
+
+
+@pytest.mark.parametrize("selector", ["last", "uniform"])
+def test_keys_and_values_in_8_bits_are_measured_as_a_user_gets_them(loaded: LoadedModel, selector: str) -> None:
+    """In every phase: dense steps behind a sparse prefill read and write the same cache."""
+    decode = decode_plan(segment(0, (1, 2), 8, selector=selector, window=1 if selector == "last" else 4))
+    check_by_hand(loaded, sparse_plan(loaded, decode), None, 2e-3, kv_dtype="fp8")
 
 
 @pytest.mark.parametrize("chunk", [None, 128])

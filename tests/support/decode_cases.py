@@ -85,6 +85,10 @@ CASES = [
         "8 bits, queries too, a window, head size 256", (300, 41), None, float8="qkv", dtype=torch.bfloat16, page=32,
         window=100, heads=6, dim=256,
     ),
+    DecodeCase(
+        "8 bits, queries too, pages, head size 512", (300, 41), (70, ALL), float8="qkv", dtype=torch.bfloat16, page=16,
+        interleaved=True, heads=8, dim=512,
+    ),
 ]  # fmt: skip
 GPU_CASES = [
     *CASES,
@@ -104,8 +108,8 @@ GPU_CASES = [
             recent=128,
         )
         for (heads, kv_heads, dim), (float8, page) in zip(
-            ((32, 8, 128), (16, 1, 64), (8, 8, 256), (32, 2, 96)),
-            (("qkv", 16), ("kv", 0), ("kv", 32), ("qkv", 16)),
+            ((32, 8, 128), (16, 1, 64), (8, 8, 256), (32, 2, 96), (32, 4, 512), (8, 2, 512)),
+            (("qkv", 16), ("kv", 0), ("kv", 32), ("qkv", 16), ("kv", 0), ("qkv", 16)),
             strict=True,
         )
     ),

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from sparsekv.kernels import backends
-from sparsekv.runtime.hf import apply as plan_engine
-from sparsekv.runtime.hf import graphs
+from sparsekv.runtime.hf import graphs, plan_engine
 from sparsekv.runtime.hf.attention import NAME
 from sparsekv.runtime.hf.describe import attention_modules
 

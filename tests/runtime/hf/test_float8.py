@@ -13,7 +13,6 @@ from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 from sparsekv.kernels import backends
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.patterns import AShape, tokens
-from sparsekv.runtime.hf import apply as plan_engine
 from sparsekv.runtime.hf import cache as caches
 from sparsekv.runtime.hf import memory, paging
 from sparsekv.runtime.hf.apply import apply
@@ -70,7 +69,7 @@ def test_virtual_memory_holds_a_quarter_of_float32(model, monkeypatch):
     pool = host_pool()
     monkeypatch.setattr(paging, "pool_of", lambda device: pool)
     monkeypatch.setattr(memory, "pool_of", lambda device: pool)
-    monkeypatch.setattr(plan_engine, "page_bytes", lambda device: pool.driver.granularity)
+    monkeypatch.setattr("sparsekv.runtime.hf.apply.page_bytes", lambda device: pool.driver.granularity)
     cache, stats = check(model, plan_for(model, None, SPARSE))
     assert {type(layer.store) for layer in cache.layers} == {VirtualStore}
     assert stats.kv_bytes_device == sum(layer.store.bytes.device for layer in cache.layers)

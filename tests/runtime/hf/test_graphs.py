@@ -66,7 +66,7 @@ def uncaptured(monkeypatch):
     """Steps run one launch at a time inside."""
 
     def off():
-        monkeypatch.setattr("sparsekv.runtime.hf.apply.can_capture", lambda *_: False)
+        monkeypatch.setattr("sparsekv.runtime.hf.plan_engine.can_capture", lambda *_: False)
 
     yield off
     monkeypatch.undo()

@@ -11,7 +11,6 @@ from tiny_plans import decode_plan, plan_for, segment
 from transformers import DynamicCache
 
 from sparsekv.plans.errors import ShapeError, UsageError
-from sparsekv.runtime.hf import apply as plan_engine
 from sparsekv.runtime.hf import memory, paging
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import first_of, take_back
@@ -30,7 +29,7 @@ def pool(monkeypatch):
     pool = host_pool()
     monkeypatch.setattr(paging, "pool_of", lambda device: pool)
     monkeypatch.setattr(memory, "pool_of", lambda device: pool)
-    monkeypatch.setattr(plan_engine, "page_bytes", lambda device: pool.driver.granularity)
+    monkeypatch.setattr("sparsekv.runtime.hf.apply.page_bytes", lambda device: pool.driver.granularity)
     return pool
 
 
