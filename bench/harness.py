@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from sparsekv.plans.errors import SparseKVError
 from sparsekv.plans.types import format_length
 
 Call = Callable[[], object]
@@ -128,7 +129,7 @@ def in_short(error: BaseException) -> str:
     if is_out_of_memory(error):
         return "out of memory"
     first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first:.160}"
+    return f"{first:.160}" if isinstance(error, SparseKVError) else f"{type(error).__name__}: {first:.160}"
 
 
 def try_each(names: Iterable[str], run: Callable[[str], Found]) -> tuple[dict[str, Found], dict[str, str]]:

@@ -119,7 +119,7 @@ def peers(flags: PeersFlags) -> None:
     shape = describe_named(flags.shape or flags.model, flags.random_weights or flags.shape is not None)
     group = shape.attention[0]
     if plan is None:
-        tell("without a plan, ours has budgets for what was planted: no quality, and an error that compares nothing")
+        tell("without --plan sparsekv is timed alone, with budgets for the planted structure: no divergence")
     bench = PeersBench(
         lengths=lengths,
         heads=group.heads,

@@ -60,6 +60,7 @@ class Answer:
             "prefill_seconds": round(said.prefill_seconds, 4),
             "decode_seconds": round(said.decode_seconds, 4),
             "prefill_density": round(self.prefill_density, 4),
+            "decode_share": None if self.decode_share is None else round(self.decode_share, 4),
             "kv_dtype": self.kv_dtype,
             "kv_bytes_device": self.kv_bytes_device,
             "kv_bytes_host": self.kv_bytes_host,
@@ -72,6 +73,11 @@ class Answer:
         """Tokens a second of decode; the first token belongs to the prefill."""
         said = self.generation
         return f"{(said.new_tokens - 1) / said.decode_seconds:.1f}/s" if said.decode_seconds > 0 else "-"
+
+    @property
+    def is_dense(self) -> bool:
+        """Returns whether nothing was sparse."""
+        return self.prefill_density == 1.0 and self.decode_share in (None, 1.0)
 
     @property
     def is_stuck(self) -> bool:
@@ -89,6 +95,8 @@ class Answer:
             "prefill density": f"{self.prefill_density:.3f}",
             "new tokens": f"{said.new_tokens}",
             "decode": self.rate,
+            "decode reads": "-" if self.decode_share is None else f"{self.decode_share:.0%} of the tokens",
+            "KV precision": self.kv_dtype,
             "KV on the device": size(self.kv_bytes_device),
             "KV on the host": size(self.kv_bytes_host),
         }
@@ -98,10 +106,11 @@ class Answer:
         said = self.generation
         host = f" + {size(self.kv_bytes_host)} on the host" if self.kv_bytes_host else ""
         density = "dense" if self.prefill_density == 1.0 else f"at density {self.prefill_density:.2f}"
+        read = "" if self.decode_share in (None, 1.0) else f", reading {self.decode_share:.0%} of the tokens"
         drafts = f", {self.accepted} of {self.drafted} drafted tokens kept" if self.drafted else ""
         return (
             f"{said.prompt_tokens:,} prompt tokens in {said.prefill_seconds:.2f} s, {density}; "
-            f"{said.new_tokens} new ({self.rate}{drafts}), KV {size(self.kv_bytes_device)}{host}"
+            f"{said.new_tokens} new ({self.rate}{read}{drafts}), KV {size(self.kv_bytes_device)}{host}"
         )
 
 
@@ -215,10 +224,9 @@ class Session:
             return "the plan is dense at every length: this ran dense"
         tokens = answer.generation.prompt_tokens + answer.generation.new_tokens
         if tokens > min(starts):
-            is_dense = answer.prefill_density == 1.0 and answer.decode_share in (None, 1.0)
             return (
                 f"nothing of this run was sparse: prompt and answer, {tokens:,} tokens, are too few to skip any"
-                if is_dense
+                if answer.is_dense
                 else ""
             )
         return f"this prompt is shorter than the plan's first sparse length ({min(starts):,} tokens): it ran dense"

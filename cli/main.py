@@ -131,6 +131,7 @@ def _check_working_folder() -> None:
 
 def _with_suggestion(message: str) -> str:
     """A message about a value that is none of the choices, with the nearest of them."""
+    message = message.replace("Value error, ", "", 1)  # pydantic's
     parts = re.fullmatch(r"(?s).*'(.*)' is not one of (.*)\.", message)
     if parts is None:
         return message

@@ -83,7 +83,7 @@ class RunFlags(Subjects, PlacementFlags, Hardware, Output):
         if self.compare:
             self.refuse(("dense",), "it runs dense as well", "compare")
         if self.dense:
-            because = "--dense-prefill and --dense-decode together run dense and place keys and values"
+            because = "a plan under --dense-prefill and --dense-decode runs dense, and takes it"
             self.refuse(("offload", "kv_host_layers", "kv_dtype"), because, "dense")
             if not (self.target or self.plan or self.model):
                 raise UsageError(
@@ -255,7 +255,7 @@ def _gain(dense: Answer, sparse: Answer) -> str:
     """Returns what the plan gained, in a line."""
     one, other = dense.generation, sparse.generation
     gained = f"{_name(sparse)}: prefill {one.prefill_seconds / other.prefill_seconds:.2f}x as fast as dense"
-    if sparse.prefill_density == 1.0 and not sparse.drafted:
+    if sparse.is_dense and not sparse.drafted:
         return "nothing was sparse: no speed is compared"
     if min(one.new_tokens, other.new_tokens) >= _TIMED and one.decode_seconds > 0 and other.decode_seconds > 0:
         ratio = (other.new_tokens - 1) / other.decode_seconds * one.decode_seconds / (one.new_tokens - 1)

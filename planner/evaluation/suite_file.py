@@ -186,9 +186,9 @@ def read_suite(path: Path) -> SuiteResult:
         return SuiteResult.model_validate(json.loads(text))
     except ValidationError as error:
         raise PlanError(
-            f"expected results of --suite in {path}, found at {first_fault(error)}; remove it, or name another file"
+            f"expected results of --suite in {path}, found at {first_fault(error)}; name what it wrote, or a new file"
         ) from error
     except (ValueError, RecursionError) as error:
         raise PlanError(
-            f"expected results of --suite in {path}, found no whole JSON: {error}; remove it, or name another file"
+            f"expected results of --suite in {path}, found no whole JSON: {error}; name what it wrote, or a new file"
         ) from error

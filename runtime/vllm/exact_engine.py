@@ -16,6 +16,7 @@ from sparsekv.runtime.vllm.engine_options import plan_path, read_options
 
 WORKER = f"{__package__}.self_speculator.ExactWorker"
 SCHEDULER = f"{__package__}.draft_scheduler.exact_scheduler"
+_SPECULATIVE = {"--spec-method": "spec_method", "--spec-model": "spec_model", "--spec-tokens": "spec_tokens"}
 DRAFTED = 4  # tokens, where no prices say otherwise
 _CAPTURED = 512  # tokens of a captured step at most, as vLLM has it
 
@@ -34,7 +35,7 @@ def ask_for_drafts(args: Any) -> None:
         return
     given = {
         "--speculative-config": args.speculative_config is not None,
-        **{f"--spec-{name}": getattr(args, f"spec_{name}", None) is not None for name in ("method", "model", "tokens")},
+        **{flag: getattr(args, name, None) is not None for flag, name in _SPECULATIVE.items()},
         "--worker-cls": args.worker_cls != "auto",
         "--scheduler-cls": args.scheduler_cls is not None,
     }

@@ -18,7 +18,8 @@ OTHERS = {  # of the hub's own command, and of vLLM's
     *("--max-num-batched-tokens", "--block-size", "--enable-dbo", "--disable-hybrid-kv-cache-manager"),
     *("--language-model-only", "--limit-mm-per-prompt", "--enable-mm-embeds", "--quantization"),
     *("--calculate-kv-scales", "--kv-sharing-fast-prefill", "--enable-eplb", "--enable-lora"),
-    *("--data-parallel-size", "--scheduler-cls", "--worker-cls"),
+    *("--data-parallel-size", "--scheduler-cls", "--worker-cls", "--spec-method", "--spec-model", "--spec-tokens"),
+    *("--hf-overrides", "--max-model-len"),
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 

@@ -21,6 +21,7 @@ KEYS = {
     "prefill_seconds",
     "decode_seconds",
     "prefill_density",
+    "decode_share",
     "kv_bytes_device",
     "kv_bytes_host",
     "kv_dtype",
@@ -466,3 +467,9 @@ def test_sliding_layers_that_the_plan_does_not_name_are_refused(sparsekv, tmp_pa
     done = sparsekv("run", sliding, "--plan", tmp_path / "plan.yaml", "--prompt", "a")
     assert done.code == 3
     assert "sliding" in done.err
+
+
+def test_a_comparison_where_decode_alone_is_sparse_compares_speeds(sparsekv, folder):
+    done = sparsekv("run", folder, "--prompt", PROMPT, "--compare", "--dense-prefill", *FEW)
+    assert "nothing was sparse" not in done.out
+    assert "of the tokens" in done.out
