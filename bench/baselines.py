@@ -115,7 +115,7 @@ class SamePattern:
     tile: TileShape
 
     def index(self, call: AttentionCall) -> TileIndex:
-        """What one layer computes."""
+        """Returns the index of one layer."""
         patterns = (self.pattern,) * call.q_BHSD.shape[1]
         return build_index(patterns, call.q_BHSD, call.k_BGKD, call.chunk, self.tile, scale=call.scale)
 
@@ -180,7 +180,7 @@ class MaxThreshold:
         return self
 
     def index(self, call: AttentionCall) -> TileIndex:
-        """What one layer computes."""
+        """Returns the index of one layer."""
         return _index_of(self._choose(call), self.tile)
 
     def _choose(self, call: AttentionCall) -> torch.Tensor:

@@ -109,7 +109,7 @@ class QuestionTrials(RetentionTrials):
 
 @dataclass(slots=True)
 class Tally:
-    """What a rule does to the answers of dense."""
+    """Holds how the answers of dense change under a rule."""
 
     kl: list[float]
     lost: int = 0

@@ -43,7 +43,7 @@ ROTATE_BY_HALVES = ("llama", "qwen2", "qwen3", "mistral")  # model types
 
 EvictionRule = Literal["snapkv", "adakv", "expected_attention", "expected_attention_evenly", "tova"]
 Masks = Mapping[int, torch.Tensor]
-"""What layers keep of a prompt, bool [B, g, S]; layers that are not named keep all."""
+"""Masks of the cached tokens of a prompt by layer, bool [B, g, S]; layers that are not named keep all."""
 
 
 @dataclass(slots=True)
@@ -145,11 +145,11 @@ class ObservedPrompt:
         return k_BGSD[:, :, : self.past], v_BGSD[:, :, : self.past]
 
     def by_plan(self, rules: Mapping[int, Retention]) -> Masks:
-        """What the evicting layers of a plan keep."""
+        """Returns the masks of the evicting layers of a plan."""
         return {layer: self._by_rule(layer, rule) for layer, rule in rules.items() if layer in self.seen.newest}
 
     def by_rule(self, rule: EvictionRule, share: float) -> Masks:
-        """What every layer with full attention keeps by a rule of others; a share of the tokens, in every layer."""
+        """Returns the masks of all layers with full attention by a rule of others: the same share of tokens in each."""
         return {layer: self.kept(layer, rule, share) for layer in self.seen.newest}
 
     def kept(self, layer: int, rule: EvictionRule, share: float) -> torch.Tensor:

@@ -73,7 +73,7 @@ class Rule(Protocol):
     """A method at one setting."""
 
     def index(self, call: AttentionCall) -> TileIndex:
-        """What one layer computes."""
+        """Returns the index of one layer."""
 
     def mode(self, info: ModelInfo) -> Mode:
         """It at work in a model."""
@@ -249,7 +249,7 @@ def _cases(bench: PeersBench, length: int) -> Iterator[Case]:
 
 
 class _Length:
-    """What rows of one length share: planted tensors, and the knobs of all methods on a prompt of the model."""
+    """Holds what rows of one length share: planted tensors, and all methods' knobs on a prompt of the model."""
 
     def __init__(self, bench: PeersBench, length: int, loaded: LoadedModel | None, plan: Plan | None) -> None:
         self.bench, self.length, self.loaded, self.plan = bench, length, loaded, plan
@@ -347,7 +347,7 @@ class _Length:
 
     @cached_property
     def _rung_densities(self) -> dict[str, list[float]]:
-        """Of every method, over all layers with full attention of one prompt."""
+        """Returns the densities of each method's knobs, over all layers with full attention of one prompt."""
         assert self.loaded is not None
         loaded, bench = self.loaded, self.bench
         rules = {name: METHODS[name].rungs(bench.tile) for name in bench.methods}
@@ -427,7 +427,7 @@ class _Length:
 
 @dataclass(frozen=True, slots=True)
 class _Planted:
-    """What is timed of a case: an index of ours with a method's knob, or an original's call."""
+    """Holds what is timed of a case: an index of ours with a method's knob, or an original's call."""
 
     setting: str
     index: Callable[[AttentionCall], TileIndex] | None = None

@@ -91,7 +91,7 @@ class PeersSettings(Part):
 
 
 class PeersFile(Part):
-    """What has been measured so far; `suite` holds RULER's scores sample by sample."""
+    """Holds what has been measured so far; `suite` holds RULER's scores sample by sample."""
 
     kind: Literal["sparsekv.peers"] = "sparsekv.peers"
     schema_version: Literal[1] = 1

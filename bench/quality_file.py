@@ -95,7 +95,7 @@ class RunNote(Part):
 
 
 class QualityFile(Part):
-    """What has been measured so far.
+    """Holds what has been measured so far.
 
     Attributes:
         head: model, settings, plans and versions, as in files of `eval --suite`; its own cells are empty.
@@ -116,7 +116,7 @@ class QualityFile(Part):
         return {cell.key: cell for cell in self.cells}
 
     def samples(self, key: Key) -> int:
-        """How many there are of a method, task and length."""
+        """Returns how many there are of a method, task and length."""
         cell = self.by_key.get(key)
         return len(cell.kl) if cell else 0
 
@@ -132,7 +132,7 @@ class QualityFile(Part):
         return self.model_copy(update={"notes": tuple(notes.values())})
 
     def loss(self, method: str, task: str, length: int) -> float:
-        """What a method loses of a task's score, over all samples that dense has too."""
+        """Returns what a method loses of a task's score, over all samples that dense has too."""
         cells = self.by_key
         own, dense = cells[method, task, length].recall, cells[DENSE, task, length].recall
         count = min(len(own), len(dense))

@@ -83,7 +83,7 @@ AGAIN = 100  # samples of a task that lost
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Text:
-    """What a method generated, or read: picks [B, G] and the logits of the first T rows [B, T, V], and times."""
+    """Holds what a method generated, or read: picks [B, G] and the logits of the first T rows [B, T, V], and times."""
 
     picked_BG: torch.Tensor
     logits_BTV: torch.Tensor
@@ -228,8 +228,8 @@ class Batch:
 
     @torch.no_grad()
     def cells(self, methods: Mapping[str, Method]) -> Iterator[tuple[str, QualityCell]]:
-        """What goes on from dense's prefill, dense itself, then what prefills by itself. Dense is timed where nothing
-        is observed beside it."""
+        """Yields methods that go on from dense's prefill, dense, then those that prefill by themselves. Dense is timed
+        where nothing is observed beside it."""
         rules = {name: method for name, method in methods.items() if isinstance(method, Rule)}
         runs = {name: method for name, method in methods.items() if isinstance(method, Run)}
         shared = {name: run for name, run in runs.items() if _goes_on_from_dense(run)}
@@ -430,7 +430,7 @@ def _inputs(args: argparse.Namespace) -> tuple[Inputs, SuiteSamples]:
 
 
 def _begun(inputs: Inputs, asked: SuiteSamples, args: argparse.Namespace) -> QualityFile:
-    """What an earlier run has left, if it was the same table; else an empty one."""
+    """Returns what an earlier run has left, if it was the same table; else an empty one."""
     info, model = inputs.loaded.info, inputs.loaded.model
     plans = {PLAN: inputs.plan} | {f"plan, evicting to {name}": plan for name, plan in inputs.evicting.items()}
     head = SuiteResult(

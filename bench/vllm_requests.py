@@ -149,7 +149,7 @@ def _speculating(method: str | None, longest: int, folder: Path) -> dict[str, An
 
 
 def _accepted(llm: Any) -> dict[str, Any]:
-    """Of the tokens that others drafted, how many, and their share with its 95% interval."""
+    """Returns how many tokens others drafted, and the accepted share with its 95% interval."""
     found = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     drafted, accepted = (int(found.get(f"vllm:spec_decode_num_{name}_tokens", 0)) for name in ("draft", "accepted"))
     if not drafted:

@@ -1,4 +1,4 @@
-"""Which plan of several fits a model here: by the model's fingerprint, the device, and the length of the prompt."""
+"""Chooses the plan that fits a model here among several: by the model's fingerprint, device and prompt length."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ COLUMNS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scales:
-    """What keys and values in e4m3 are multiplied by, and queries that are in e4m3 as well: float32 [G] on the device,
+    """Scales of keys and values in e4m3, and of queries that are in e4m3 as well: float32 [G] on the device,
     contiguous, one of each KV head."""
 
     k_G: torch.Tensor
@@ -43,7 +43,7 @@ class Scales:
 
     @property
     def scores_G(self) -> torch.Tensor:  # noqa: N802
-        """What products of queries and keys are multiplied by."""
+        """Returns the scale of products of queries and keys."""
         return self.k_G if self.q_G is None else self.k_G * self.q_G
 
 
@@ -59,7 +59,7 @@ def in_8_bits(x_BGSD: torch.Tensor, scale_G: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(x8_BGSD: torch.Tensor, scale_G: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What numbers in e4m3, or their bytes, stand for: a copy in another dtype, rounded once."""
+    """Returns numbers in e4m3, or their bytes, times their scales: a copy in another dtype, rounded once."""
     return x8_BGSD.view(FLOAT8).to(dtype).mul_(scale_G[:, None, None])
 
 

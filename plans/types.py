@@ -64,7 +64,7 @@ def format_length(length: int) -> str:
 
 
 KVDtype = Literal["auto", "fp8"]
-"""Of cached keys and values: the model's, or e4m3."""
+"""Precision of cached keys and values: the model's, or e4m3."""
 
 MAX_ID = 1023  # more than any model has; bounds what a file can make a reader allocate
 _RANGES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*", re.ASCII)

@@ -80,7 +80,7 @@ def attention_groups(config: PreTrainedConfig) -> tuple[AttentionGroup, ...]:
 
 
 def _softmax_group(config: PreTrainedConfig, layer: int) -> AttentionGroup:
-    """What a layer is; of equal layers the same."""
+    """Returns the group of a layer, its number left out: equal layers have equal groups."""
     own, window, heads = config_of_layer(config, layer), _window(config, layer), config.num_attention_heads
     return AttentionGroup(
         layers=(0,),

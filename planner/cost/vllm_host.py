@@ -126,7 +126,7 @@ class VllmHost(Host):
         return self._vllm.engine_dense_attention(q_THD, cache, table_BP, lengths, scale, out_THD, scales)
 
     def _scales(self, heads: int, like: torch.Tensor) -> Scales | None:
-        """Of a cache in 8 bits, whose price does not depend on what they are."""
+        """Returns the scales of a cache in 8 bits, whose price does not depend on what they are."""
         of_G = torch.ones(heads, device=like.device)
         return Scales(of_G, of_G, like.dtype) if self.float8 else None
 

@@ -123,7 +123,7 @@ class Program:
 
     @cached_property
     def caching(self) -> tuple[LayerProgram, ...]:
-        """Of these, the layers with keys and values of their own."""
+        """Returns, of these, the layers with keys and values of their own."""
         return tuple(layer for layer in self.attending if layer.keys_of is None)
 
     @cached_property

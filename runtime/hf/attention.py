@@ -86,7 +86,7 @@ class LayerCall:
         return self.seen(self.entry.store.view(lengths_B))
 
     def seen(self, keys: KeyView) -> KeyView:
-        """What the store has, as this layer attends to it."""
+        """Returns the keys of the store, as this layer attends to them."""
         if self.entry is not None and self.entry.float8 is not None:
             keys = self.entry.float8.view(keys)
         return replace(keys, softmax=self.softmax)

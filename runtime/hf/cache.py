@@ -193,7 +193,7 @@ class SparseLayer(CacheLayerMixin):
         return None if self.float8 is None else self.float8.scales
 
     def stored(self, layout: Layout) -> Layout:
-        """What the store has of tokens of this layout."""
+        """Returns the layout in which the store has tokens of this one."""
         return layout if self.float8 is None else self.float8.layout(layout)
 
     def dtype_for(self, new: torch.Tensor) -> torch.dtype:
@@ -303,7 +303,7 @@ def named(given: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class DecoderOutput(MoeModelOutputWithPast):
-    """What a decoder returns, as every head reads it: of mixtures too, and where layers share keys and values."""
+    """The output of a decoder, as every head reads it: of mixtures too, and where layers share keys and values."""
 
     shared_kv_states: Any = None
 

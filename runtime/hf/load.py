@@ -290,7 +290,7 @@ def _read_weights(found: ModelSource, options: dict[str, Any], quantised: Path |
 
 
 def _dequantised(folder: Path, place: str, *, config: Any, **options: Any) -> Any:
-    """What transformers makes of the weights of a quantised checkpoint, multiplied out."""
+    """Returns the model that transformers makes of a quantised checkpoint whose weights are dequantised."""
     files = weight_files(folder)
     if not files:
         raise ValueError("its safetensors files are missing")

@@ -353,7 +353,7 @@ class MemoryModel:
         return Float8.layout(layout) if self.float8 else layout
 
     def _read_layout(self, layer: int, batch: int) -> Layout:
-        """Of keys and values that prefill attends to."""
+        """Returns the layout of keys and values that prefill attends to."""
         group = self._groups[layer]
         return Layout(batch, group.kv_heads, group.head_dim, self.size.dtype, torch.device("meta"))
 

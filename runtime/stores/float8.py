@@ -33,7 +33,7 @@ class Float8:
 
     @staticmethod
     def layout(layout: Layout) -> Layout:
-        """What a store has of such tokens."""
+        """Returns the layout of such tokens in a store."""
         return replace(layout, dtype=torch.uint8)
 
     @torch.no_grad()
@@ -44,7 +44,7 @@ class Float8:
         return _in_pieces(k_BGSD, self.scales.k_G), _in_pieces(v_BGSD, self.scales.v_G)
 
     def read(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Pair:
-        """What bytes stand for."""
+        """Returns the numbers of stored bytes."""
         assert self.scales is not None, "there are tokens"
         k_G, v_G, dtype = self.scales.k_G, self.scales.v_G, self.scales.dtype
         return scaled(k_BGSD, k_G, dtype), scaled(v_BGSD, v_G, dtype)

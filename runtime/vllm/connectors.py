@@ -31,7 +31,7 @@ SHARED: Mapping[str, tuple[str | None, bool]] = MappingProxyType(
 TIERS: Mapping[str, tuple[str | None, bool]] = MappingProxyType(
     {"fs": ("root_dir", True), "obj": ("prefix", True), "p2p": (None, True)}
 )
-"""Of OffloadingConnector, behind host memory: as `SHARED`."""
+"""Tiers of OffloadingConnector behind host memory: as `SHARED`."""
 _SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")  # what OffloadingConnector stores by
 
 

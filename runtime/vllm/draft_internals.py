@@ -12,14 +12,14 @@ from vllm.platforms import current_platform
 
 from sparsekv.runtime.vllm.exact_engine import ask_for_drafts
 
-_OURS = "sparsekv_given"  # what a method that was replaced by ours was, on ours
+_REPLACED = "sparsekv_given"  # what a method that was replaced by ours was, on ours
 
 
 def draft_where_asked() -> None:
     """Has configurations of engines be made with what exact output takes, where their arguments ask for it: nothing of
     vLLM lets a plugin choose a drafter."""
     given = EngineArgs.create_engine_config
-    if hasattr(given, _OURS):  # once in a process
+    if hasattr(given, _REPLACED):  # once in a process
         return
 
     @wraps(given)
@@ -27,7 +27,7 @@ def draft_where_asked() -> None:
         ask_for_drafts(self)
         return given(self, *args, **kwargs)
 
-    setattr(create_engine_config, _OURS, given)
+    setattr(create_engine_config, _REPLACED, given)
     EngineArgs.create_engine_config = create_engine_config
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.core.draft_length import DraftLength
+from sparsekv.runtime.vllm.counters import REPORT_SECONDS
 
 Say = Callable[[str], None]
-REPORT_SECONDS = 10.0
 _SHARE = 1 << 10  # shorter contexts are counted as one
 
 

@@ -1,4 +1,4 @@
-"""How keys and values stand in a page of vLLM's cache: where `pages_of` looks for them, and by which scales.
+"""Reads keys and values in a page of vLLM's cache: where `pages_of` looks for them, and by which scales.
 
 Shapes: N pages, G KV heads, S tokens of a page, D head size.
 """
