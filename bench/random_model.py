@@ -78,20 +78,26 @@ def random_model(
     config, notes = stretched_config(name, longest)
     notes = ["weights are random, so that attention is diffuse and answers mean nothing", *notes]
     if layers is not None:
-        if not 1 <= layers <= config.num_hidden_layers:
-            raise UsageError(f"expected 1 to {config.num_hidden_layers} layers, found {layers}")
         notes.append(f"{layers} of {config.num_hidden_layers} layers")
-        if shared := getattr(config, "num_kv_shared_layers", 0):  # the last ones
-            config.num_kv_shared_layers = max(0, layers - config.num_hidden_layers + shared)
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
+        _cut(config, layers)
     _check_room(config, dtype, cached, available_on(device))
     on = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=on), torch.device(device), torch.no_grad():
         torch.manual_seed(seed)
         model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
     return BenchModel(model, describe_model(model, _short(name)), _short(name), "random", "; ".join(notes))
+
+
+def _cut(config: Any, layers: int) -> None:
+    """Leaves the first layers of a model alone."""
+    if not 1 <= layers <= config.num_hidden_layers:
+        raise UsageError(f"expected 1 to {config.num_hidden_layers} layers, found {layers}")
+    if shared := getattr(config, "num_kv_shared_layers", 0):  # the last ones
+        config.num_kv_shared_layers = max(0, layers - config.num_hidden_layers + shared)
+    config.num_hidden_layers = layers
+    for name in ("layer_types", "mlp_layer_types"):
+        if getattr(config, name, None):
+            setattr(config, name, getattr(config, name)[:layers])
 
 
 def _check_room(config: Any, dtype: torch.dtype, cached: int, available: int | None) -> None:
@@ -103,7 +109,7 @@ def _check_room(config: Any, dtype: torch.dtype, cached: int, available: int | N
         return
     ways = ["a smaller model"]
     ways += ["--dtype bfloat16"] if dtype.itemsize > 2 else []
-    ways += ["shorter --lengths"] if has_room(weights, available) else ["fewer --layers of `bench prefill`"]
+    ways += ["shorter --lengths"] if has_room(weights, available) else ["fewer --layers"]
     raise UsageError(
         f"expected {weights / 2**30:.1f} GiB of memory for {str(dtype).removeprefix('torch.')} weights"
         + (f", {kv / 2**30:.1f} GiB for keys and values" if cached else "")
@@ -111,13 +117,19 @@ def _check_room(config: Any, dtype: torch.dtype, cached: int, available: int | N
     )
 
 
-def describe_named(name: str, random_weights: bool) -> ModelInfo:
+def describe_named(name: str, random_weights: bool, layers: int | None = None) -> ModelInfo:
     """Returns what is known of a model before its weights are loaded or made.
+
+    Args:
+        layers: only so many layers, of a model with random weights.
 
     Raises:
         UsageError, UnsupportedError: as loading it, or `random_model`, would.
     """
-    return describe_config(config_of(name)[0] if random_weights else load_config(name), _short(name))
+    config = config_of(name)[0] if random_weights else load_config(name)
+    if layers is not None:
+        _cut(config, layers)
+    return describe_config(config, _short(name))
 
 
 def _short(name: str) -> str:

@@ -130,14 +130,25 @@ def _check_backends(flags: KernelFlags, device: torch.device) -> None:
             return
 
 
-class PrefillFlags(Benched, Timed, Hardware, AllowMismatch, Output):
+class CutModel(Benched):
+    """Holds how much of a model with random weights is timed."""
+
+    layers: Annotated[Narrow | None, Flag("With random weights: only so many layers.", metavar="N")] = None
+
+    @model_validator(mode="after")
+    def _layers_are_of_random_weights(self) -> Self:
+        if self.layers is not None and not self.random_weights:
+            raise UsageError("expected --layers only with --random-weights, found it alone; add --random-weights")
+        return self
+
+
+class PrefillFlags(CutModel, Timed, Hardware, AllowMismatch, Output):
     """Holds what `bench prefill` is asked to do."""
 
     lengths: BenchLengths = ()
     density: HandDensity = ()
     patterns: Annotated[Names, Flag("Of a plan made by hand, dealt out to the heads.", metavar="LIST")] = ()
     tile: HandTile = None
-    layers: Annotated[Narrow | None, Flag("With random weights: only so many layers.", metavar="N")] = None
     dense_layers: Annotated[
         Narrow | None, Flag("Measure dense on N layers and multiply; rows say so.", metavar="N")
     ] = None
@@ -148,8 +159,6 @@ class PrefillFlags(Benched, Timed, Hardware, AllowMismatch, Output):
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
-        if self.layers is not None and not self.random_weights:
-            raise UsageError("expected --layers only with --random-weights, found it alone; add --random-weights")
         self.refuse(("density", "patterns") if self.plan else (), "each says what the plan is", "plan")
         return self
 
@@ -200,7 +209,7 @@ _DECODE_LENGTHS = {"cuda": (8192, 32768, 131072, 524288), "cpu": (8192,)}
 _DECODE_BY_HAND = ("budget", "filters", "selector", "window")
 
 
-class DecodeFlags(Benched, Timed, Hardware, AllowMismatch, Output):
+class DecodeFlags(CutModel, Timed, Hardware, AllowMismatch, Output):
     """Holds what `bench decode` is asked to do."""
 
     lengths: Annotated[
@@ -279,7 +288,7 @@ def measure_decode(flags: DecodeFlags) -> BenchRun:
     from sparsekv.bench.random_model import describe_named
     from sparsekv.bench.token_runs import NEW_EXACT, NEW_TOKENS, DecodeBench
 
-    info = describe_named(flags.model, flags.random_weights)
+    info = describe_named(flags.model, flags.random_weights, flags.layers)
     wanted, info = _decode_lengths(flags, info, _DECODE_LENGTHS[hardware.type])
     bench = DecodeBench(
         wanted,
@@ -300,7 +309,8 @@ def measure_decode(flags: DecodeFlags) -> BenchRun:
         check_offload(info, plans, bench, flags.miss_rate)
     # Larger cases may not fit, or only those by a plan that offloads: their rows say so.
     offloads = any(one.decode and one.decode.offload for one in plans.values())
-    how = {"longest": max(wanted), "seed": flags.seed, "cached": 0 if offloads else min(wanted) * min(flags.batch)}
+    room = 0 if offloads else min(wanted) * min(flags.batch)
+    how = {"longest": max(wanted), "layers": flags.layers, "seed": flags.seed, "cached": room}
     subject = subject_of(flags, named, hardware, precision, **how)
     if flags.offload is not None:
         return _offloaded(flags, subject, plans, words, bench)
