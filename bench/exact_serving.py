@@ -101,17 +101,17 @@ def _engine(model: ServedModel, args: argparse.Namespace) -> Iterator[Any]:
             write_plan(plans["last"], path := Path(folder) / "sparsekv.yaml")
             _say(words)
             own = {"plan": str(path), "exact": True, "draft": args.draft, "allow_untested": True}
-            settings |= vllm.asking_for_ours() | drafting(model.folder, own, args.acceptance)
+            settings |= vllm.asking_for_ours() | drafting(model.folder, own, args.acceptance, max(2, args.at_once))
         yield vllm.make_engine(model.folder, additional_config={"sparsekv": own}, **settings)
 
 
-def drafting(model: str, own: dict[str, Any], acceptance: float) -> dict[str, Any]:
+def drafting(model: str, own: dict[str, Any], acceptance: float, rows: int) -> dict[str, Any]:
     """Returns what `exact` writes into an engine's arguments, with a rejection sampler that takes drafts at random."""
     from sparsekv.runtime.vllm.exact_engine import ask_for_drafts
 
     args = SimpleNamespace(
         additional_config={"sparsekv": own}, model=model, revision=None, speculative_config=None, worker_cls="auto",
-        scheduler_cls=None, max_num_seqs=None, cudagraph_capture_sizes=[],
+        scheduler_cls=None, max_num_seqs=rows, cudagraph_capture_sizes=[],
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=None, max_cudagraph_capture_size=None),
     )  # fmt: skip
     ask_for_drafts(args)

@@ -142,7 +142,7 @@ class PrefillRuns:
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        with torch.no_grad(), _first_layers(self.model, layers), self._prepared(way) as prepared:
+        with torch.no_grad(), self._prepared(way) as prepared, _first_layers(self.model, layers):
             handle = prepared if isinstance(prepared, Handle) else None
             # Room for layers that do not run may be more than there is.
             room = length if layers is None else 1

@@ -60,15 +60,22 @@ def ask_for_drafts(args: Any) -> None:
         args.max_num_seqs = 2
     asked = args.compilation_config
     if not any((args.cudagraph_capture_sizes, asked.cudagraph_capture_sizes, asked.max_cudagraph_capture_size)):
-        args.cudagraph_capture_sizes = capture_sizes(drafted)
+        args.cudagraph_capture_sizes = capture_sizes(drafted, args.max_num_seqs)
 
 
-def capture_sizes(drafted: int) -> list[int]:
+def capture_sizes(drafted: int, rows: int | None = None) -> list[int]:
     """Returns the tokens of captured steps: of one number vLLM looks for a graph among those of the next size alone,
-    and so each holds as many rows that verify a draft as rows without."""
+    and so each holds as many rows that verify a draft as rows without.
+
+    Args:
+        rows: most at once, where that is known: steps of a draft are captured for so many and no more, and the largest
+            size below would leave out those above it.
+    """
     counts = sorted({max(1, (1 << power) * part // 4) for power in range(10) for part in (4, 5, 6, 7)})
     wide = [count * (drafted + 1) for count in counts if count * (drafted + 1) <= _CAPTURED]
-    return sorted({*wide, *(count for count in counts if count <= drafted)})
+    most = min(rows or 0, _CAPTURED)
+    full = {size for size in (most, most - most % (drafted + 1)) if size}
+    return sorted({*wide, *full, *(count for count in counts if count <= drafted)})
 
 
 def drafts_of(plan: Plan) -> int:

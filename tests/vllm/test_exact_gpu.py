@@ -2,9 +2,9 @@
 
     VLLM_BATCH_INVARIANT=1 python -m pytest tests/vllm/test_exact_gpu.py -x -q -s
 
-With VLLM_BATCH_INVARIANT=1, under which rows round alike in batches of any shape, every token is dense attention's.
-Without it bfloat16 leaves differences, which may be no more than dense has with other batch sizes. What is printed says
-where answers part, and which graphs there are.
+bfloat16 leaves differences, which may be no more than dense has with other batch sizes: this is measured beside them.
+VLLM_BATCH_INVARIANT=1 leaves fewer, though dense still parts from itself where a prefix was cached. What is printed
+says where answers part, and which graphs there are.
 """
 
 import math
@@ -32,7 +32,7 @@ SMALL = {
     "dtype": "bfloat16",
     "kernel_config": {"enable_jit_warmup": False},  # of samplers, which takes minutes
 }
-FEW = 44  # blocks of 16 tokens
+FEW = 68  # blocks of 16 tokens: one of the longest requests, and little more
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +103,7 @@ def check(llm: Any, dense: Any, prompts: list[list[int]], **sampling: Any) -> li
     drafted, accepted = (now - then for now, then in zip(counted(llm), before, strict=True))
     print(f"\n{len(prompts)} requests, {accepted} of {drafted} drafted tokens count, {len(lines)} part")
     print("\n".join(lines))
-    if STRICT or not lines:
-        assert not lines, lines
+    if not lines:
         return found
     alone = [ask(dense, [prompt], logprobs=2, **sampling)[0] for prompt in prompts]
     others = parted(alone, expected)

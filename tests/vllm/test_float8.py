@@ -41,6 +41,7 @@ class Pages:
         heads, page, draw = 2, internals.platform.page, torch.Generator().manual_seed(len(lengths) + size)
         rows = max(-(-length // page) for length in lengths)
         self.lengths, self.scale = lengths, size**-0.5
+        self.lengths_B = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         self.table_BP = torch.randperm(len(lengths) * rows, generator=draw).int().view(len(lengths), rows).to(DEVICE)
         self.cache = internals.empty_cache(len(lengths) * rows, heads, size, torch.uint8, DEVICE)
         numbers = torch.randn(self.cache.shape, generator=draw).to(FLOAT8).view(torch.uint8)
@@ -69,9 +70,8 @@ class Pages:
 
     def ours(self, selection: Selection | None = None) -> torch.Tensor:
         """[B, H, D]."""
-        lengths_B = torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE)
         k_NGSD, v_NGSD = (x.view(FLOAT8) for x in self.pages)
-        keys = KeyView(k_NGSD, v_NGSD, lengths_B, self.table_BP, scales=self.scales)
+        keys = KeyView(k_NGSD, v_NGSD, self.lengths_B, self.table_BP, scales=self.scales)
         out_BHD = torch.full(self.q_BHD.shape, torch.nan, dtype=DTYPE, device=DEVICE)
         q_BHQD, out_BHQD = self.q_BHD[:, :, None], out_BHD[:, :, None]
         decode_attention(q_BHQD, keys, selection, scale=self.scale, out=out_BHQD, backend=BACKEND)

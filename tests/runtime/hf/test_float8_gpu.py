@@ -16,7 +16,8 @@ SPARSE = segment(0, (1, 2), 64, sink=4, recent=10)
 @pytest.fixture(scope="module", params=[(4, 1, 64), (8, 2, 128), (16, 1, 128), (4, 4, 256)], ids=str)
 def model(request):
     heads, kv_heads, size = request.param
-    return tiny_model(heads=heads, kv_heads=kv_heads, head_dim=size, context=16384, dtype=torch.bfloat16).to("cuda")
+    """In float32: random models turn the rounding of bfloat16 into another key of 8 bits here and there."""
+    return tiny_model(heads=heads, kv_heads=kv_heads, head_dim=size, context=16384, dtype=torch.float32).to("cuda")
 
 
 @pytest.mark.parametrize("length", [200, 5000])
@@ -38,7 +39,7 @@ def test_captured_steps_give_the_logits_of_rounded_keys_and_values(model, decode
         found, cache = steps(model, prompt, new)
         assert (handle.steps.replayed, handle.steps.why_not) == (40, "")
     wanted = expected(model, plan, prompt, new)
-    assert (found.float() - wanted.float()).norm() < 2e-2 * wanted.float().norm()
+    assert (found.float() - wanted.float()).norm() < 1e-2 * wanted.float().norm()
     assert {layer.store.keys.dtype for layer in cache.layers} == {torch.uint8}
 
 

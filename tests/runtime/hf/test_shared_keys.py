@@ -170,11 +170,11 @@ def test_sizes_that_a_config_says_elsewhere_are_not_taken_for_those_of_all_layer
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_heads_of_512_give_the_dense_logits_at_full_density_and_are_captured(form: str) -> None:
-    model = tiny(form, global_head_dim=512, dtype=torch.bfloat16).cuda()
+    model = tiny(form, global_head_dim=512, dtype=torch.float32).cuda()  # its bfloat16 is far from it, by any kernel
     prompt, new = random_tokens(2, 700).cuda(), random_tokens(2, 5, 1).cuda()
     dense, _ = steps(model, prompt, new)
     full = every_head(model, AShape(sink=tokens(1), window=fraction(1.0)), BlockSparse(keep=fraction(1.0)))
     with apply(model, plan_for(model, full, decode_plan(segment(0, (2, 4, 5, 6), EVERYTHING)))) as handle:
         found, _ = steps(model, prompt, new)
         assert (handle.backend.name, handle.steps.replayed, handle.steps.why_not) == ("triton", 5, "")
-    assert (found - dense).float().norm() / dense.float().norm() < 0.03
+    assert (found - dense).float().norm() / dense.float().norm() < 0.01
