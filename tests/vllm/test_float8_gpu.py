@@ -22,8 +22,8 @@ CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without compilat
 def engines(
     reference: LoadedModel, plan: Plan, tmp_path_factory: pytest.TempPathFactory, kept_engines: list[Any]
 ) -> dict[str, Any]:
-    """By the plan, and by one whose layers leave one token of 50 out, those that get least attention. (A tenth would take
-    the longest prompt its answer, in float32 as well.)"""
+    """By the plan, and by one whose layers leave one token of 50 out, those that get least attention: a tenth
+    would take the longest prompt its answer, in float32 as well."""
     budget = DecodeBudget(fraction=0.98, at_most=4096)
     most = (Segment(filter=1, layers=tuple(range(2, 12)), budget=budget, sink=2, recent=4),)
     nearly = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=most),))
