@@ -101,7 +101,7 @@ setup-vllm: $(VLLM)/.ready
 test-vllm: $(VLLM)/.ready
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VLLM)/bin/python -m pytest tests/vllm tests/runtime/vllm
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 \
-		$(VLLM)/bin/python -m pytest tests/vllm/test_exact.py    # by the model runner that GPUs have
+		$(VLLM)/bin/python -m pytest tests/vllm/test_exact.py tests/vllm/test_mixed_steps.py    # by the runner that GPUs have
 
 # An environment a version, as `setup` makes one.
 pythons: $(PYTHONS:%=.venv-%/.ready)

@@ -38,7 +38,15 @@ from sparsekv.runtime.vllm.metrics import publish
 from sparsekv.runtime.vllm.page_contents import check_pages, scales_of
 from sparsekv.runtime.vllm.plan_host import PlanHost, start_host
 from sparsekv.runtime.vllm.request_lengths import Requests
-from sparsekv.runtime.vllm.step_rows import PrefillRows, Rest, StepRows, decode_rows, prefill_rows, split_rows
+from sparsekv.runtime.vllm.step_rows import (
+    PrefillRows,
+    Rest,
+    StepRows,
+    behind_decode,
+    decode_rows,
+    prefill_rows,
+    split_rows,
+)
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
 _Backend: Any
@@ -318,7 +326,8 @@ class SparseBuilder(_Builder):
         """Returns what the layers ask of a step; None where all of it is vLLM's."""
         starts, lengths, unfinished = step_metadata.requests_of(common)
         # Captured graphs do not tell a prompt's row from a decoded one or drafts: it goes with those, and is dense.
-        alone = [False] * len(lengths) if vllm.platform.captures else unfinished
+        decoded = 0 if host.decode is None else host.decoded
+        alone = [False] * len(lengths) if vllm.platform.captures else behind_decode(starts, unfinished, decoded)
         prefill = prefill_rows(starts, lengths, alone, host.decoded)
         prompts = () if evicted is None else evicted.prompts
         decoding = decode_rows(starts, prefill)

@@ -202,7 +202,7 @@ DRAFTS: Places = MappingProxyType(
         "vllm.v1.worker.gpu.block_table:BlockTables": ("compute_slot_mappings",),
         "vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor": ("cg_mode", "num_reqs", "num_tokens"),
         "vllm.v1.worker.gpu.input_batch:InputBatch": (
-            "idx_mapping", "num_reqs", "seq_lens", "seq_lens_cpu_upper_bound",
+            "idx_mapping", "num_reqs", "prefill_len_np", "seq_lens", "seq_lens_cpu_upper_bound",
         ),
         "vllm.v1.worker.gpu.input_batch:InputBuffers": ("input_ids", "positions", "query_start_loc", "seq_lens"),
         "vllm.v1.worker.gpu.kv_connector:KVConnector": ("set_disabled",),

@@ -115,8 +115,9 @@ class SelfSpeculator(DraftModelSpeculator):
         if dummy_run or not drafted:
             return drafts_BK.fill_(-1)
         self._begin(input_batch, num_sampled, num_rejected, last_sampled)
-        lengths = input_batch.seq_lens_cpu_upper_bound
-        self.draft_max_seq_len = min(int(lengths[:rows].max()) + drafted, self.max_model_len)
+        lengths = _lengths(input_batch, drafted)
+        longest = int(input_batch.seq_lens_cpu_upper_bound[:rows].max())
+        self.draft_max_seq_len = min(longest + drafted, self.max_model_len)
         shape = self._graphs.dispatch(rows, rows, 1, 0)
         connector = self._runner.kv_connector
         connector.set_disabled(True)  # whose hooks in layers would load and save once more for each step of a draft
@@ -174,3 +175,11 @@ class SelfSpeculator(DraftModelSpeculator):
         buffers.positions[:num_reqs].add_(1).clamp_(max=self.max_model_len - 1)
         lengths_B = buffers.seq_lens[:num_reqs]
         lengths_B.add_(lengths_B > 0).clamp_(max=self.max_model_len)
+
+
+def _lengths(input_batch: Any, drafted: int) -> torch.Tensor:
+    """Returns the most tokens that each request has, as far as the host knows, and none in all steps of the draft for
+    prompts that are not complete: these draft nothing, so that they neither choose nor count."""
+    lengths_B = input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs]
+    complete_B = lengths_B >= torch.from_numpy(input_batch.prefill_len_np)
+    return torch.where(complete_B, lengths_B, -drafted)

@@ -104,9 +104,24 @@ def prefill_rows(
     return tuple(found)
 
 
+def behind_decode(starts: Sequence[int], prefilling: Sequence[bool], decoded: int = 1) -> list[bool]:
+    """Returns which requests are prompts behind the last one that decodes. Runner V2 sorts by the number of rows alone,
+    so that a single row of a prompt may lie before others that decode; it is computed with those.
+
+    Args:
+        starts: the first row of each request, then the end of the last one.
+        prefilling: whether a request's prompt is still being computed.
+        decoded: rows that a request decodes in a step at most.
+    """
+    decoding = (0 < end - first <= decoded for first, end in pairwise(starts))
+    both = enumerate(zip(decoding, prefilling, strict=True))
+    last = max((request for request, (few, prompt) in both if few and not prompt), default=-1)
+    return [prompt and request > last for request, prompt in enumerate(prefilling)]
+
+
 def decode_rows(starts: Sequence[int], prefill: Sequence[PrefillRows]) -> int:
     """Returns how many requests decode: the first of the step, a row each, with the padding behind them where nothing
-    else is. vLLM sorts them so."""
+    else is. vLLM sorts them so, but for single rows of prompts: see `behind_decode`."""
     return min((rows.request for rows in prefill), default=len(starts) - 1)
 
 

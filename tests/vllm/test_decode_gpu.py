@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from vllm_engine import DECODE_BOUND, NEW, make_engine, tokens_of
+from vllm_steps import SPARSE_FROM_DENSE, apart, recorded_choices
 
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
@@ -62,6 +63,28 @@ def test_a_captured_step_answers_as_one_that_is_launched(
     assert [total for _, total in captured] == pytest.approx([total for _, total in launched], abs=0.1)
     chosen = sum(length > DECODE_BOUND for length in lengths) * (NEW - 1)
     assert serving_stats(engines["captured"]).decode_sparse == chosen
+
+
+def test_rows_choose_beside_chunks_of_prompts_however_steps_are_run(engines: dict[str, Any], prompts: Prompts) -> None:
+    """Nearly all steps that decode for the prompt of 2,000 tokens hold chunks of others."""
+    from vllm import SamplingParams
+
+    lengths = (200, 2000, 700, 2700)
+    greedy = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=5)
+    expected = [length + new for length in lengths if length > DECODE_BOUND for new in range(1, NEW)]
+    found, launched = {}, {}
+    for name, engine in engines.items():
+        assert engine.reset_prefix_cache()
+        with recorded_choices() as steps:
+            asked = [{"prompt_token_ids": prompts[length]} for length in lengths]
+            found[name] = engine.generate(asked, greedy, use_tqdm=False)[1]
+        chose = [] if name == "dense" else expected
+        assert sorted(steps.chosen) == [(layer, length) for layer in (1, 6) for length in chose], name
+        launched[name] = steps.mixed
+    assert launched["eager"] == launched["captured"] > launched["dense"] == 0
+    from_dense = {name: apart(found[name], found["dense"]) for name in ("eager", "captured")}
+    assert min(from_dense.values()) > SPARSE_FROM_DENSE, from_dense
+    assert apart(found["eager"], found["captured"]) < SPARSE_FROM_DENSE
 
 
 def test_rows_below_the_threshold_are_dense_beside_long_ones(engines: dict[str, Any], prompts: Prompts) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from exact_engines import DRAFT, ask, at_random, counted, drafting_as, drafting_plan, exactly, scheduler_of, texts
 from vllm_engine import make_engine, preemptions, tokens_of
+from vllm_steps import recorded_choices
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.vllm.counters import serving_stats
+from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
 
 V2 = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 on_v2 = pytest.mark.skipif(any(os.environ.get(name) != one for name, one in V2.items()), reason="see the last test")
@@ -66,6 +67,19 @@ def test_greedy_answers_are_dense_attentions(exact: Any, dense: Any) -> None:
     drafted, accepted = (now - then for now, then in zip(counted(exact), before, strict=True))
     assert 0 < accepted < drafted, "a plan of few tokens drafts some that count, and some that do not"
     assert serving_stats(exact).decode_sparse > drafted / 2
+
+
+@on_v2
+def test_tokens_that_draft_are_counted_and_prompts_that_are_not_complete_are_not(exact: Any) -> None:
+    """Such a prompt is in each step of the draft that others draft in, without tokens."""
+    prompts = texts(12, (250, 340, 330))
+    reset_stats(exact)
+    with recorded_choices() as steps:
+        ask(exact, prompts, max_tokens=8)
+    chosen = sum(layer == 1 for layer, _ in steps.chosen)
+    stats = serving_stats(exact)
+    assert (stats.decode_sparse, stats.decode_dense) == (chosen, 0)
+    assert chosen > 0
 
 
 @on_v2

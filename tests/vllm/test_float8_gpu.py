@@ -4,7 +4,8 @@ captured steps beside those that are launched."""
 from typing import Any
 
 import pytest
-from vllm_engine import NEW, make_engine, tokens_of
+from vllm_engine import DECODE_BOUND, NEW, make_engine, tokens_of
+from vllm_steps import SPARSE_FROM_DENSE, apart, recorded_choices
 
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
@@ -99,3 +100,25 @@ def test_a_captured_step_answers_as_one_that_is_launched(
     check_alike(found, expected, unsure)
     if kind == "sparse":
         assert captured.prefill_density < 0.9
+
+
+def test_rows_choose_beside_chunks_of_prompts_however_steps_are_run(engines: dict[str, Any], prompts: Prompts) -> None:
+    """Nearly all steps that decode for the prompt of 2,000 tokens hold chunks of others. Which tokens an answer ends in
+    is decided by rounding, so what is compared comes before: the rows that choose on the device, and how sure the model
+    is of the tokens that all engines give."""
+    lengths = (200, 2000, 700, 2700)
+    asked = [prompts[length] for length in lengths]
+    expected = [length + new for length in lengths if length > DECODE_BOUND for new in range(1, NEW)]
+    dense = answers(engines["dense"], asked)[1]
+    found, launched = {}, {}
+    for how in ("eager", "captured"):
+        reset_stats(engines[f"sparse, {how}"])
+        with recorded_choices() as steps:
+            found[how] = answers(engines[f"sparse, {how}"], asked)[1]
+        assert sorted(steps.chosen) == [(layer, length) for layer in (1, 6) for length in expected], how
+        assert serving_stats(engines[f"sparse, {how}"]).failures == 0, how
+        launched[how] = steps.mixed
+    assert launched["eager"] == launched["captured"] > 0
+    from_dense = {how: apart(one, dense) for how, one in found.items()}
+    assert min(from_dense.values()) > SPARSE_FROM_DENSE, from_dense
+    assert apart(found["eager"], found["captured"]) < SPARSE_FROM_DENSE

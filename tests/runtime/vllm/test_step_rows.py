@@ -9,6 +9,7 @@ from sparsekv.runtime.vllm.step_rows import (
     PrefillRows,
     Rest,
     StepRows,
+    behind_decode,
     contiguous_ranges,
     decode_rows,
     prefill_rows,
@@ -57,6 +58,18 @@ def test_requests_before_the_first_chunk_decode_with_the_padding_of_a_captured_s
     assert decode_rows((0, 1, 2, 40), chunk) == 2
     assert decode_rows((0, 1, 2, 2, 2), ()) == 4
     assert decode_rows((0, 40), prefill_rows([0, 40], [40], [True])) == 0
+
+
+def test_a_single_row_of_a_prompt_before_others_that_decode_is_computed_with_those() -> None:
+    """Runner V2 sorts by rows alone; what lies behind the first chunk would be decoded dense, and by nobody counted."""
+    starts, lengths, unfinished = [0, 1, 2, 3, 40], [513, 2001, 300, 400], [True, False, True, True]
+    alone = behind_decode(starts, unfinished)
+    assert alone == [False, False, True, True]
+    chunks = prefill_rows(starts, lengths, alone)
+    assert [rows.request for rows in chunks] == [2, 3]
+    assert decode_rows(starts, chunks) == 2
+    assert behind_decode(starts, unfinished, 0) == unfinished  # nothing decodes by the plan
+    assert behind_decode([0, 1, 1], [True, False]) == [True, False]  # padding decodes nothing
 
 
 def test_a_chunk_is_sparse_by_the_length_at_its_end() -> None:
