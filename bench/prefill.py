@@ -224,11 +224,11 @@ def _first_layers(model: PreTrainedModel, count: int | None) -> Iterator[None]:
 
 def _leave(cache: Any, count: int, length: int) -> None:
     """Leaves the first layers of a cache alone, with memory for so many tokens: the others would be given some, too."""
-    ours = [number for number, layer in enumerate(cache.layers) if isinstance(layer, SparseLayer)]
+    ours = [at for at, layer in enumerate(cache.layers) if isinstance(layer, SparseLayer)]
     del cache.layers[max(count, ours[0] + 1) :]  # lengths are those of one of ours
-    for number in ours:
-        if number < count:
-            cache.layers[number].reserve(length)
+    for at in ours:
+        if at < count:
+            cache.layers[at].reserve(length)
 
 
 def _by_flash_attn(call: AttentionCall) -> torch.Tensor | None:

@@ -179,10 +179,12 @@ def as_on_cuda(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"chunk": 200}, {"dense_layers": 1}, {"dense_layers": 1, "chunk": 200}, {"ranked_from": 256}]
-    + [{"kv_host_layers": 1}, {"kv_host_layers": 2, "dense_layers": 1}],
+    [
+        {}, {"chunk": 200}, {"dense_layers": 1}, {"dense_layers": 1, "chunk": 200}, {"ranked_from": 256},
+        {"kv_host_layers": 1}, {"kv_host_layers": 2, "dense_layers": 1},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_every_way_runs_in_virtual_memory_whatever_part_of_the_model_runs(as_on_cuda, subject, plan, changed, options):
     changed(lambda way, ids, layers, run: replace(run, milliseconds=10.0 * layers) if layers else run)
     (row,) = rows_of(subject, plan, **options)
