@@ -45,8 +45,9 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
+from sparsekv.runtime.hf.attention import NAME
 from sparsekv.runtime.hf.cache import CACHE_NAME, SparseLayer
-from sparsekv.runtime.hf.describe import decoder_of
+from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 from sparsekv.runtime.model_config import attention_groups, device_name, dtype_name, rope_switch
@@ -128,6 +129,11 @@ class PrefillRuns:
         """The unmodified model, this runtime, and the model with flash-attn-4, wherever that is installed."""
         return (_SDPA, _OURS, _FLASH_ATTN) if self.model.device.type == "cuda" else (_SDPA, _OURS)
 
+    @property
+    def compiles(self) -> bool:
+        """Returns whether kernels are compiled when they are first launched."""
+        return self.model.device.type == "cuda"
+
     def run(self, way: str, ids_1S: torch.Tensor, layers: int | None = None) -> Run:
         """Prefills once.
 
@@ -142,14 +148,14 @@ class PrefillRuns:
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
+        # A plan is applied to the whole model, which it is for.
         with torch.no_grad(), self._prepared(way) as prepared, _first_layers(self.model, layers):
             handle = prepared if isinstance(prepared, Handle) else None
             # Room for layers that do not run may be more than there is.
             room = length if layers is None else 1
             cache: Any = handle.new_cache(room) if handle else DynamicCache(config=self.model.config)
-            for layer in cache.layers[: layers or 0]:
-                if isinstance(layer, SparseLayer):
-                    layer.reserve(length)
+            if handle and layers is not None:
+                _leave(cache, layers, length)
             wait_for(device)
             start = time.perf_counter()
             at = 0
@@ -168,7 +174,7 @@ class PrefillRuns:
 
         A run that is short is repeated, so that nothing is new to it.
         """
-        if self.model.device.type == "cuda":
+        if self.compiles:
             self.run(way, ids_1S[:, :_WARM_UP_TOKENS], layers)
             self.run(way, ids_1S, 1)
         run = self.run(way, ids_1S, layers)
@@ -202,13 +208,27 @@ class PrefillRuns:
 def _first_layers(model: PreTrainedModel, count: int | None) -> Iterator[None]:
     """The model without its layers from `count` on, for what one layer costs."""
     decoder: Any = decoder_of(model)
-    whole = decoder.layers
+    whole, attached = decoder.layers, vars(attention_modules(model)[0]).get(NAME)
+    shapes = getattr(attached, "shapes", {})
     if count is not None:
         decoder.layers = whole[:count]
+        if attached is not None:  # which sees to it that all layers attend
+            attached.shapes = {layer: shape for layer, shape in shapes.items() if layer < count}
     try:
         yield
     finally:
         decoder.layers = whole
+        if attached is not None:
+            attached.shapes = shapes
+
+
+def _leave(cache: Any, count: int, length: int) -> None:
+    """Leaves the first layers of a cache alone, with memory for so many tokens: the others would be given some, too."""
+    ours = [at for at, layer in enumerate(cache.layers) if isinstance(layer, SparseLayer)]
+    del cache.layers[max(count, ours[0] + 1) :]  # lengths are those of one of ours
+    for at in ours:
+        if at < count:
+            cache.layers[at].reserve(length)
 
 
 def _by_flash_attn(call: AttentionCall) -> torch.Tensor | None:

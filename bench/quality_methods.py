@@ -177,6 +177,7 @@ class Inputs:
         found["MInference"] = Run("prefill", PlanMode(fixed, "prefill", self.backend), f"density {target:.3f}")
         for name, (knob, made) in self._knobs(tile).items():
             if name not in knobs:
+                tell(f"{name} at {length} tokens: searching its setting at a density of {target:.3f}")
                 low, high = _ALPHAS if name == "FlashPrefill" else _MASSES
                 knobs[name] = self._tuned(made, low, high, target, prompts)
             setting = math.exp(-knobs[name])

@@ -148,6 +148,8 @@ class Table:
             methods, knobs = self.inputs.prefill_peers(length, known, self.tell)
             self.found = self.found.model_copy(update={"knobs": self.found.knobs | {str(length): knobs}})
             self._know(length, methods)
+            if knobs != known:  # which may have taken longer than a batch
+                self.save(self.found)
             yield self._of([length], [*self.methods[length]])
         yield self._again(lambda name: name in own)
         yield self._again(lambda name: name not in own)
@@ -388,6 +390,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_whole = table.run([n for n in asked.lengths if n in args.peer_lengths])
     if args.out.exists():
         print(*markdown(read_quality(args.out)), sep="\n")
+    if not is_whole:
+        print(f"time is over: the same command goes on from {args.out}", file=sys.stderr)
     return 0 if is_whole else 1
 
 

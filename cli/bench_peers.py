@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from sparsekv.cli.arguments import Output, device_and_dtype, settings_of
-from sparsekv.cli.benched import Benched, BenchLengths, BenchRun, HandTile, Timed, named_subject, print_rows
+from sparsekv.cli.benched import (
+    Benched,
+    BenchLengths,
+    BenchRun,
+    HandTile,
+    Timed,
+    named_subject,
+    print_rows,
+    show_rows,
+)
 from sparsekv.cli.eval_suite import digest_of
 from sparsekv.cli.output import tell
 from sparsekv.cli.plan_files import check_replaceable, check_writable
@@ -139,19 +148,30 @@ def peers(flags: PeersFlags) -> None:
         originals=folder,
         deadline=deadline,
     )
-    begun = _begun(bench, shape.id, loaded, plan).continued(flags.out)
+    known = _begun(bench, shape.id, loaded, plan).continued(flags.out)
+
+    def save(found: PeersFile) -> None:
+        nonlocal known
+        write_peers(found, flags.out)
+        known = found
+
+    def rows_of(found: PeersFile) -> BenchRun:
+        title = f"{found.settings.shape}, {found.settings.device}, {found.settings.dtype}; {flags.out}"
+        return BenchRun(table_rows(found, lengths), title, COLUMNS)
+
     try:
-        result = bench_peers(bench, begun, loaded, plan, lambda found: write_peers(found, flags.out), BarProgress())
+        result = bench_peers(bench, known, loaded, plan, save, BarProgress())
     except BaseException as error:
-        if flags.out.exists():
+        if known.rows:
             error.add_note(f"what was measured until then is in {flags.out}; the same command goes on from there")
+            if not flags.as_json:  # standard output is then the error
+                show_rows(rows_of(known), as_json=False)
         raise
-    title = f"{result.settings.shape}, {result.settings.device}, {result.settings.dtype}; {flags.out}"
     if flags.picture is not None:
         _draw(result, flags.picture)
     if open_ := left(bench, [row.key for row in result.rows]):
         tell(f"{len(open_)} rows are left, from {open_[0].name} at {format_length(open_[0].length)} on: rerun to go on")
-    print_rows(BenchRun(table_rows(result, lengths), title, COLUMNS), as_json=flags.as_json)
+    print_rows(rows_of(result), as_json=flags.as_json)
 
 
 def _begun(bench: PeersBench, shape: str, loaded: LoadedModel | None, plan: Plan | None) -> PeersFile:

@@ -104,6 +104,14 @@ def print_rows(*parts: BenchRun, as_json: bool) -> None:
     Raises:
         typer.Exit: no row of a part has the number that is to be measured, which is a failure.
     """
+    show_rows(*parts, as_json=as_json)
+    if any(all(row.data()[part.number] is None for row in part.rows) for part in parts):
+        tell("nothing could be measured; the notes say why")
+        raise typer.Exit(1)
+
+
+def show_rows(*parts: BenchRun, as_json: bool) -> None:
+    """The rows of a run, whatever has become of it."""
     from sparsekv.bench.harness import report
 
     if as_json:
@@ -112,6 +120,3 @@ def print_rows(*parts: BenchRun, as_json: bool) -> None:
         emit_json([row.data() for part in parts for row in part.rows])
     else:
         emit("\n".join(report(part.rows, part.title, part.columns) for part in parts))
-    if any(all(row.data()[part.number] is None for row in part.rows) for part in parts):
-        tell("nothing could be measured; the notes say why")
-        raise typer.Exit(1)

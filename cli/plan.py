@@ -67,7 +67,7 @@ class PlanFlags(PlanFiles, PlanOptions, Output):
             chunk = () if self.host == "vllm" and not self.cost else ("prefill_chunk",)
             unread = (*Gate.model_fields, "verify_samples", "require_verified", "batch", *chunk)
             self.refuse(unread, "nothing is verified", "no_verify")
-        if self.no_verify and self.profile:
+        if self.no_verify and self.profile and self.retain is None:
             self.refuse(("tasks", "seed"), "no prompts are drawn", "profile", "no_verify")
         if self.no_verify and self.prompts_file:
             self.refuse(("tasks", "seed"), "no tasks are drawn from", "prompts_file", "no_verify")
@@ -138,7 +138,7 @@ def _job(flags: PlanFlags, wanted: PlanOptions, subject: Subject, measured: Meas
     from sparsekv.planner.job import check_plannable, job_of, job_of_files
 
     profile, cost = measured
-    if profile and cost and flags.no_verify:
+    if profile and cost and not flags.needs_model:
         return job_of_files(flags.model, wanted, profile, cost)
     longest = max(wanted.lengths, default=0)
     loaded = subject.load(flags, lambda info, kind: check_plannable(info, wanted, kind, profile, cost), longest)

@@ -130,7 +130,8 @@ def job_of(
     settled = settle(asked, loaded.info.context_length, device.type)
     _check(loaded.info, settled, own, cost)
     held_out = HeldOut.of(loaded.tokenizer, calibrated, aside, settled) if aside else None
-    if verifies or not (own or settled.prompts):
+    # Retention is tried out on prompts of its own, also behind a profile.
+    if verifies or (settled.retain is not None and not settled.prompts) or not (own or settled.prompts):
         settled = with_tasks(loaded, settled, own.tasks if own else (), progress)
     kit = prepare(loaded.tokenizer, Split.EVALUATION) if verifies else None
     if kit is not None:

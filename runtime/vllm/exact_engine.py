@@ -3,7 +3,7 @@ that, and what stands in the way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
@@ -19,6 +19,7 @@ SCHEDULER = f"{__package__}.draft_scheduler.exact_scheduler"
 _SPECULATIVE = {"--spec-method": "spec_method", "--spec-model": "spec_model", "--spec-tokens": "spec_tokens"}
 DRAFTED = 4  # tokens, where no prices say otherwise
 _CAPTURED = 512  # tokens of a captured step at most, as vLLM has it
+_USUAL_ROWS = (128, 256, 384, 512)  # --max-num-seqs where it is not given, by device: more than 512 are not captured
 
 
 def ask_for_drafts(args: Any) -> None:
@@ -60,22 +61,32 @@ def ask_for_drafts(args: Any) -> None:
         args.max_num_seqs = 2
     asked = args.compilation_config
     if not any((args.cudagraph_capture_sizes, asked.cudagraph_capture_sizes, asked.max_cudagraph_capture_size)):
-        args.cudagraph_capture_sizes = capture_sizes(drafted, args.max_num_seqs)
+        args.cudagraph_capture_sizes = capture_sizes(drafted, _most_rows(args))
 
 
-def capture_sizes(drafted: int, rows: int | None = None) -> list[int]:
+def _most_rows(args: Any) -> Sequence[int]:
+    """Returns the most rows at once, or every number that this may be: vLLM chooses after us."""
+    if args.max_num_seqs:
+        return (args.max_num_seqs,)
+    return (*_USUAL_ROWS, args.max_num_batched_tokens or _CAPTURED)  # a step has no more rows than tokens
+
+
+def capture_sizes(drafted: int, rows: Sequence[int]) -> list[int]:
     """Returns the tokens of captured steps: of one number vLLM looks for a graph among those of the next size alone,
     and so each holds as many rows that verify a draft as rows without.
 
     Args:
-        rows: most at once, where that is known: steps of a draft are captured for so many and no more, and the largest
-            size below would leave out those above it.
+        rows: most at once, or every number that this may be. No more are captured, with drafts or without, and the
+            largest sizes below would leave out those above them.
     """
+    new = drafted + 1
     counts = sorted({max(1, (1 << power) * part // 4) for power in range(10) for part in (4, 5, 6, 7)})
-    wide = [count * (drafted + 1) for count in counts if count * (drafted + 1) <= _CAPTURED]
-    most = min(rows or 0, _CAPTURED)
-    full = {size for size in (most, most - most % (drafted + 1)) if size}
-    return sorted({*wide, *full, *(count for count in counts if count <= drafted)})
+    full = {min(one, _CAPTURED) for one in (*rows, _CAPTURED - _CAPTURED % new)}
+    # vLLM rounds a size up to whole drafts: rows without drafts need a graph there, too.
+    ends = {size + rounded for size in full for rounded in (-size % new, -(size % new))}
+    wide = {count * new for count in (*counts, *full)}
+    few = {count for count in counts if count < new}
+    return sorted(size for size in wide | full | ends | few if 0 < size <= _CAPTURED)
 
 
 def drafts_of(plan: Plan) -> int:

@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from emulated_graphs import emulate
+from host_pages import page_on_the_host
 from tiny_models import SHARED, tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
 
 import sparsekv
+from sparsekv.bench import token_runs
 from sparsekv.bench.decode import ATTENTION, TOKEN, bench_decode, check_decode, softmax_of
 from sparsekv.bench.hand_plans import HandDecode
 from sparsekv.bench.random_model import BenchModel
@@ -242,6 +245,31 @@ def test_a_case_that_cannot_be_timed_is_refused(subject, plan):
             BenchModel(windowed, info_of(windowed), "tiny", "random"),
             plan_for(windowed, decode=decode_plan(segment(0, (1, 2), BUDGET))),
         )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the steps are captured there")
+@pytest.mark.parametrize(
+    ("options", "offload"),
+    [({}, ()), ({"kv_dtype": "fp8"}, ()), ({"batches": (2,)}, (1,)), ({"exact": True, "acceptance": 0.9}, ())],
+    ids=["", "fp8", "rows, offloaded", "exact"],
+)
+def test_steps_that_are_captured_over_pages_have_their_times(monkeypatch, options, offload):
+    """As on CUDA, where caches are in virtual memory."""
+    emulate(monkeypatch)
+    pool = page_on_the_host(monkeypatch)
+    for name in ("WARM_UP_TOKENS", "WARM_UP_EXACT"):
+        monkeypatch.setattr(token_runs, name, 6)
+    model = tiny_model(layers=2, head_dim=16, heads=2, kv_heads=1, context=2048)
+    plan = plan_for(model, decode=decode_plan(segment(0, (1,), 12, sink=4, recent=10), offload=offload))
+    subject = BenchModel(model, info_of(model), "tiny", "random")
+    rows = rows_of(subject, {"plan": plan}, lengths=(150,), new_tokens=4, backend="triton", **options)
+    for row in rows:
+        assert not any(word in row.note for word in ("captured", "out of", "Error", "ended")), row.note
+        assert row.peers.refused == {}
+        assert min(row.sparse_ms, row.dense_ms) > 0
+    token = rows[1].own
+    assert (token["replay_ms"] > 0, token["dense_replay_ms"] > 0) == (True, True)
+    assert ("map" in pool.driver.calls, pool.used) == (True, 0)
 
 
 def test_exact_tokens_are_a_row_of_their_own_over_our_dense_steps(subject, plan):

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from host_pages import page_on_the_host
+from tiny_models import SHARED, tiny_model
 from tiny_plans import every_head, info_of, plan_for
 
 from sparsekv.bench.prefill import SPARSE, PrefillBench, PrefillRuns, bench_prefill, layer_flops
@@ -166,6 +167,52 @@ def test_what_cannot_be_timed_is_refused_before_anything_runs(subject, plan):
             rows_of(subject, plan, **options)
     with pytest.raises(PlanMismatchError):
         rows_of(subject, plan_for(other, every_head(other, STATIC)))
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """Keys and values are in virtual memory, and kernels are compiled by parts of prompts and models."""
+    monkeypatch.setattr(PrefillRuns, "compiles", True)
+    monkeypatch.setattr("sparsekv.bench.prefill._WARM_UP_TOKENS", 64)
+    return page_on_the_host(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"chunk": 200}, {"dense_layers": 1}, {"dense_layers": 1, "chunk": 200}, {"ranked_from": 256},
+        {"kv_host_layers": 1}, {"kv_host_layers": 2, "dense_layers": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_way_runs_in_virtual_memory_whatever_part_of_the_model_runs(as_on_cuda, subject, plan, changed, options):
+    changed(lambda way, ids, layers, run: replace(run, milliseconds=10.0 * layers) if layers else run)
+    (row,) = rows_of(subject, plan, **options)
+    assert all("times the time of" in why for why in row.peers.refused.values()), row.peers.refused
+    assert min(row.sparse_ms, row.dense_ms) > 0, row.note
+    assert as_on_cuda.used == 0
+    assert ("map" in as_on_cuda.driver.calls) == (options.get("kv_host_layers") != 2)
+
+
+@pytest.mark.parametrize("chunk", [None, 200])
+@pytest.mark.parametrize("family", [SHARED, "bamba"])  # the last layer has no keys of its own; the first no attention
+def test_parts_of_models_of_several_kinds_of_layers_run(as_on_cuda, family, chunk):
+    model = tiny_model(family, layers=3, context=1024)
+    runs = PrefillRuns(model, plan_for(model, every_head(model, STATIC)), PrefillBench((1,), chunk=chunk))
+    for way in (SPARSE, *runs.dense):
+        for layers in (1, 2, 3, None):
+            runs.run(way, torch.ones(1, 300, dtype=torch.long), layers)
+    assert "map" in as_on_cuda.driver.calls
+
+
+@pytest.mark.parametrize("way", [SPARSE, OURS])
+def test_layers_that_do_not_run_take_no_memory(as_on_cuda, subject, plan, way):
+    used = []
+    hook = subject.model.register_forward_hook(lambda *call: used.append(as_on_cuda.used))
+    for layers in (1, None):
+        PrefillRuns(subject.model, plan, PrefillBench((1,))).run(way, torch.ones(1, 1024, dtype=torch.long), layers)
+    hook.remove()
+    assert used[1] == 2 * used[0] > 0
 
 
 @pytest.mark.parametrize("way", [THEIRS, OURS])

@@ -15,7 +15,7 @@ from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 from sparsekv.bench import quality_methods, quality_table
 from sparsekv.bench.eviction_rules import Evicted, cached_share, observed_prompt, top_of_layer
 from sparsekv.bench.quality_file import QualityFile, RunNote, markdown, read_quality
-from sparsekv.bench.quality_methods import Inputs, budget_for, check_shares, quest_budget, share_read
+from sparsekv.bench.quality_methods import Inputs, Method, budget_for, check_shares, quest_budget, share_read
 from sparsekv.bench.quality_table import Table, main
 from sparsekv.planner.evaluation.suite import SuiteSamples
 from sparsekv.planner.evaluation.suite_file import SuiteModel, SuiteResult, SuiteSettings
@@ -105,6 +105,21 @@ def test_every_method_runs_once_at_what_it_is_held_to_and_a_stopped_run_goes_on(
     assert all(found.samples(key) == 3 for key in lost), "a task that lost has more samples"
 
 
+def test_settings_that_were_searched_are_saved_also_where_that_took_all_the_time(
+    inputs: Inputs, few: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[QualityFile] = []
+    table = Table(inputs, SuiteSamples((LENGTH,), samples=1), empty(inputs), saved.append, lambda line: None)
+
+    def searched(*given: object) -> tuple[dict[str, Method], dict[str, float]]:
+        table.until = 0.0
+        return {}, {"density": 0.4}
+
+    monkeypatch.setattr(Inputs, "prefill_peers", searched)
+    assert not table.run([LENGTH])
+    assert saved[-1].knobs == {str(LENGTH): {"density": 0.4}}
+
+
 @pytest.mark.gpu
 def test_all_methods_run_on_a_gpu_and_what_is_shared_and_captured_loses_nothing(few: None) -> None:
     inputs = inputs_of(load_model(ModelSource(str(REFERENCE_MODEL)), device="cuda", dtype="bfloat16"))
@@ -126,7 +141,8 @@ def test_the_command_writes_a_file_that_it_goes_on_with_and_prints(
     command += ["--lengths", "1k", "--samples", "1", "--device", "cpu", "--commit", "abc"]
     assert main([*command, "--max-seconds", "0"]) == 1
     assert main(command) == 0
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
+    assert told.count("the same command goes on from") == 1
     assert "| 1k | plan |" in printed
     assert "commit abc" in printed
     assert len(read_quality(tmp_path / "q.json").runs) == 1

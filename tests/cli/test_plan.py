@@ -93,6 +93,16 @@ def test_one_phase_alone_leaves_the_other_dense(sparsekv, model, measured, out, 
     assert getattr(load_plan(out), absent) is None
 
 
+@pytest.mark.parametrize("drawn", [(), (*TASK, "--seed", 3)], ids=["prompts of the profile's tasks", "others"])
+def test_files_spare_profiling_also_where_layers_evict_which_the_model_is_loaded_for(
+    sparsekv, model, measured, out, monkeypatch, drawn
+):
+    monkeypatch.setattr("sparsekv.planner.plan.profile", None)
+    done = sparsekv("plan", model, "-o", out, *measured, "--retain", 0.5, *drawn, "--no-verify")
+    assert done.code == 0, done.err
+    assert load_plan(out).retained
+
+
 def test_fixed_filter_layers_and_the_budget_reach_the_plan(sparsekv, model, measured, out):
     fixed = ("--filter-layers", "0", "--decode-budget", "25%")
     done = sparsekv("plan", model, "-o", out, *measured, "--no-verify", "--json", *fixed)

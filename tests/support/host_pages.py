@@ -5,6 +5,7 @@ import mmap
 import os
 from contextlib import suppress
 
+import pytest
 import torch
 
 from sparsekv.plans.errors import SparseKVError
@@ -175,4 +176,13 @@ def watched_pool(driver, limit: int = 1 << 40, at_once: bool = True) -> PagePool
     pool = PagePool(Watched(driver, limit))
     if at_once:
         pool.ahead = AtOnce()
+    return pool
+
+
+def page_on_the_host(patch: pytest.MonkeyPatch) -> PagePool:
+    """Gives models on the CPU virtual memory, as those on CUDA have it; returns where pages come from."""
+    pool = host_pool()
+    for user in ("paging", "memory"):
+        patch.setattr(f"sparsekv.runtime.hf.{user}.pool_of", lambda device: pool)
+    patch.setattr("sparsekv.runtime.hf.apply.page_bytes", lambda device: pool.driver.granularity)
     return pool

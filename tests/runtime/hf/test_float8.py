@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 from emulated_graphs import emulate
-from host_pages import host_pool
+from host_pages import page_on_the_host
 from rounded_cache import expected
 from tiny_models import random_tokens, steps, tiny_model
 from tiny_plans import decode_plan, drops, every_head, plan_for, segment
@@ -14,7 +14,6 @@ from sparsekv.kernels import backends
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.hf import cache as caches
-from sparsekv.runtime.hf import memory, paging
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Request
@@ -66,10 +65,7 @@ def test_long_inputs_attend_to_what_the_cache_has(model):
 
 
 def test_virtual_memory_holds_a_quarter_of_float32(model, monkeypatch):
-    pool = host_pool()
-    monkeypatch.setattr(paging, "pool_of", lambda device: pool)
-    monkeypatch.setattr(memory, "pool_of", lambda device: pool)
-    monkeypatch.setattr("sparsekv.runtime.hf.apply.page_bytes", lambda device: pool.driver.granularity)
+    page_on_the_host(monkeypatch)
     cache, stats = check(model, plan_for(model, None, SPARSE))
     assert {type(layer.store) for layer in cache.layers} == {VirtualStore}
     assert stats.kv_bytes_device == sum(layer.store.bytes.device for layer in cache.layers)

@@ -5,13 +5,12 @@ from copy import deepcopy
 import pytest
 import torch
 from emulated_graphs import emulate
-from host_pages import host_pool
+from host_pages import page_on_the_host
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 from transformers import DynamicCache
 
 from sparsekv.plans.errors import ShapeError, UsageError
-from sparsekv.runtime.hf import memory, paging
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import first_of, take_back
 from sparsekv.runtime.hf.memory import Request
@@ -26,11 +25,7 @@ DECODE = decode_plan(segment(0, (1, 2), 12, sink=4, recent=10))
 @pytest.fixture
 def pool(monkeypatch):
     """Virtual memory for models on the CPU."""
-    pool = host_pool()
-    monkeypatch.setattr(paging, "pool_of", lambda device: pool)
-    monkeypatch.setattr(memory, "pool_of", lambda device: pool)
-    monkeypatch.setattr("sparsekv.runtime.hf.apply.page_bytes", lambda device: pool.driver.granularity)
-    return pool
+    return page_on_the_host(monkeypatch)
 
 
 def logits(model, cache, ids):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from captured_steps import launched
 from plans_samples import small_plan
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
@@ -20,7 +21,6 @@ from sparsekv.runtime.vllm.exact_engine import (
     SCHEDULER,
     WORKER,
     ask_for_drafts,
-    capture_sizes,
     dense_up_to,
     drafts_of,
 )
@@ -35,6 +35,7 @@ def drafting_plan() -> Plan:
 def arguments(folder: Path, **given: Any) -> Any:
     own = {"additional_config": {"sparsekv": {"exact": True}}, "model": str(folder), "revision": "main"}
     defaults = {"speculative_config": None, "worker_cls": "auto", "scheduler_cls": None, "max_num_seqs": None}
+    defaults["max_num_batched_tokens"] = None
     sizes = SimpleNamespace(cudagraph_capture_sizes=None, max_cudagraph_capture_size=None)
     graphs = {"compilation_config": sizes, "cudagraph_capture_sizes": None}
     return SimpleNamespace(**(own | defaults | graphs | given))
@@ -65,17 +66,30 @@ def test_steps_with_and_without_drafts_are_captured_however_few_rows_there_are(f
     assert {drafted for first, _, drafted in schedule if first <= args.max_num_seqs} == {0, 6}
 
 
-@pytest.mark.parametrize("drafted", [1, 3, 4, 6])
-def test_the_next_captured_size_serves_rows_with_drafts_and_rows_without(drafted: int) -> None:
-    """vLLM's choice of a graph: of the captured sizes the smallest that holds the tokens, rounded up to whole rows."""
-    sizes = capture_sizes(drafted)
-    made = sorted({(-(-size // new) * new, new) for size in sizes for new in (1, drafted + 1)})
-    for new in (1, drafted + 1):
-        for rows in range(1, 512 // (drafted + 1) + 1):
-            at_least = [size for size, _ in made if size >= rows * new]
-            if at_least:
-                assert (min(at_least), new) in made
-    assert max(sizes) > 400
+def sizes_of(folder: Path, drafted: int, **given: Any) -> list[int]:
+    args = arguments(folder, additional_config={"sparsekv": {"exact": True, "draft": drafted}}, **given)
+    ask_for_drafts(args)
+    return list(args.cudagraph_capture_sizes)
+
+
+@pytest.mark.parametrize("drafted", range(1, 9))
+def test_no_step_lacks_a_graph_however_many_rows_a_server_has(folder: Path, drafted: int) -> None:
+    for rows in (*range(1, 65), 96, 100, 127, 128, 200, 255, 256, 257, 300, 450, 500, *range(505, 513), 513, 1024):
+        sizes = sizes_of(folder, drafted, max_num_seqs=rows)
+        assert (launched(sizes, max(2, rows), drafted), len(sizes) < 52) == ([], True), rows
+
+
+@pytest.mark.parametrize("drafted", range(1, 9))
+def test_no_step_lacks_a_graph_where_the_server_chooses_how_many_rows_it_has(folder: Path, drafted: int) -> None:
+    """vLLM: 128 or 256 a device on CPUs, 256 on GPUs, 1,024 on large ones, twice that for throughput, and no more than
+    a step has tokens."""
+    for usual in (128, 256, 384, 512, 1024, 2048):
+        for tokens in (None, 100, 250, 500, 600, 8192):
+            sizes = sizes_of(folder, drafted, max_num_batched_tokens=tokens)
+            fit = [size for size in sizes if size <= (tokens or 8192)]
+            rows = min(usual, tokens or usual)
+            assert launched(fit, rows, drafted, max(fit)) == [], (usual, tokens)
+            assert max(fit) >= min(rows, 512), (usual, tokens)
 
 
 def test_sizes_of_graphs_that_were_asked_for_stay(folder: Path) -> None:
