@@ -2,7 +2,8 @@
 the same requests one at a time.
 
     VLLM_CPU_KVCACHE_SPACE=4 python -m sparsekv.bench.vllm_requests [--requests 2000] [--at-once 64] [--lengths 256,8k]
-        [--step 4k] [--plan plan.yaml] [--dense] [--tensor-parallel N] [--speculative ngram|draft_model|eagle]
+        [--step 4k] [--plan plan.yaml] [--dense] [--exact] [--tensor-parallel N] [--speculative ngram|draft_model|eagle]
+        [--model MODEL] [--answers FILE] [--beside FILE]
 
 In an environment with vLLM; on a GPU, VLLM_USE_FLASHINFER_SAMPLER=0 saves minutes of compiling. The prompts are
 retrieval tasks of the reference model; each answer goes on to 48 tokens, and is judged by what stands before its end.
@@ -75,6 +76,7 @@ class Served:
     """Holds what became of requests that were served together."""
 
     answers: dict[str, str] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)  # of the same answers, and what follows their end
     cancelled: Counter[str] = field(default_factory=Counter)
     memory: dict[str, int] = field(default_factory=dict)  # bytes at the end
 
@@ -102,8 +104,11 @@ def main() -> None:
         "free_pages": _scheduler(llm).kv_cache_manager.block_pool.get_num_free_blocks(),
         "memory_by_round": [one.memory for one in rounds],
         "seconds": round(together, 1),
+        **({} if args.beside is None else _beside(served.tokens, json.loads(args.beside.read_text()))),
     }
     print(json.dumps(told), flush=True)
+    if args.answers is not None:
+        args.answers.write_text(json.dumps(served.tokens))
     print(json.dumps(_alone(llm, requests, served, args)), flush=True)
 
 
@@ -111,14 +116,16 @@ def _engine(args: argparse.Namespace) -> Any:
     preset_vllm()
     from sparsekv.runtime.vllm.internals import asking_for_ours, make_engine, platform
 
-    high, source = args.lengths[1], resolve_model(MODEL).path_or_id
-    longest = max(load_config(MODEL).max_position_embeddings, high + 64)
+    high, source = args.lengths[1], resolve_model(args.model).path_or_id
+    longest = max(load_config(args.model).max_position_embeddings, high + 64)
     with tempfile.TemporaryDirectory() as folder:
         ours: dict[str, Any] = {"dense": True}
         if not args.dense:
             plan = str(args.plan or _write_hand_plan(Path(folder), high))
             ours = {"plan": plan, "compare_ranks": args.tensor_parallel > 1}
-        return make_engine(
+        if args.exact:
+            ours |= {"exact": True, "draft": DRAFTED, "allow_untested": True}
+        llm = make_engine(
             source,
             dtype=args.dtype,
             enforce_eager=not ON_GPU,
@@ -132,8 +139,12 @@ def _engine(args: argparse.Namespace) -> Any:
             **({"gpu_memory_utilization": 0.1} if ON_GPU else {}),
             **({} if args.dense else asking_for_ours()),
             **_speculating(args.speculative, longest, Path(folder)),
-            hf_overrides={"max_position_embeddings": longest},
+            # Exact output takes the model's files as they are.
+            **({} if args.exact else {"hf_overrides": {"max_position_embeddings": longest}}),
         )
+    if args.exact:  # whether it pays or not
+        _scheduler(llm).drafting.next = lambda lengths: DRAFTED
+    return llm
 
 
 def _speculating(method: str | None, longest: int, folder: Path) -> dict[str, Any]:
@@ -146,6 +157,17 @@ def _speculating(method: str | None, longest: int, folder: Path) -> dict[str, An
     config.max_position_embeddings = longest
     source = str(write_eagle(config, folder)) if method == "eagle" else resolve_model(MODEL).path_or_id
     return {"speculative_config": {"method": method, "num_speculative_tokens": DRAFTED, "model": source}}
+
+
+def _beside(found: dict[str, list[int]], dense: dict[str, list[int]]) -> dict[str, Any]:
+    """Returns how many answers are another run's, and how many part in 1,000 tokens up to there."""
+    both = [(found[name], dense[name]) for name in found.keys() & dense.keys()]
+    parting = [
+        next((at for at, pair in enumerate(zip(*two, strict=False)) if pair[0] != pair[1]), None) for two in both
+    ]
+    alike = sum(len(one) if at is None else at for (one, _), at in zip(both, parting, strict=True))
+    parted = sum(at is not None for at in parting)
+    return {"beside": len(both), "same": len(both) - parted, "parting_per_1000": round(1e3 * parted / max(1, alike), 3)}
 
 
 def _accepted(llm: Any) -> dict[str, Any]:
@@ -218,6 +240,7 @@ def _serve(llm: Any, requests: Sequence[Request]) -> Served:
         for output in engine.step():
             if output.finished:
                 served.answers[output.request_id] = _answer(llm, output)
+                served.tokens[output.request_id] = list(output.outputs[0].token_ids)
                 del inside[output.request_id]
         for name, state in _states(llm).items():
             if name in inside and inside[name].cancel == state:
@@ -295,14 +318,23 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--alone", type=int, default=500, help="requests that are asked again, one at a time")
     parser.add_argument("--lengths", type=parse_lengths, default="256,8k", help="shortest and longest prompt")
     parser.add_argument("--step", type=parse_length, default="4k", help="tokens that the engine computes in a step")
-    parser.add_argument("--plan", type=Path, help="a plan of tiny-retriever; one made by hand without it")
+    parser.add_argument("--model", default=MODEL, help="alias, hub id or folder; any other than this one needs --plan")
+    parser.add_argument("--plan", type=Path, help="one made by hand without it")
     parser.add_argument("--dense", action="store_true", help="without a plan")
+    parser.add_argument("--exact", action="store_true", help="the plan drafts, dense attention verifies")
+    parser.add_argument("--answers", type=Path, help="where the tokens of the answers go")
+    parser.add_argument("--beside", type=Path, help="such a file, of the same requests, to compare with")
     parser.add_argument("--speculative", choices=("ngram", "draft_model", "eagle"), help="who drafts tokens")
     parser.add_argument("--rounds", type=int, default=1, help="how often all are served together")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks, whose choices are compared")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16" if ON_GPU else "float32")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.model != MODEL and not (args.plan or args.dense):
+        parser.error(f"expected --plan with a --model that is not {MODEL}, found none: the one made by hand is of that")
+    if args.exact and (args.dense or args.speculative):
+        parser.error("expected --exact alone, found who drafts tokens beside it; leave --dense and --speculative out")
+    return args
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from sparsekv.runtime.vllm.engine_facts import EngineFacts, kinds_of_model, segm
 from sparsekv.runtime.vllm.exact_engine import exact_obstacles
 
 Verdict = Literal["runs", "runs, with a remark", "refused"]
-_CPU, _GPU = "CPU, 0.32, 2026-11-27", "H100, 0.33, 2026-11-27"
+_CPU, _GPU, _LATER = "CPU, 0.32, 2026-11-27", "H100, 0.33, 2026-11-27", "H100, 0.33, 2026-11-28"
 _SOURCES = "by its sources"
 
 
@@ -164,7 +164,7 @@ SETTINGS = (
     Setting(
         "--speculative-config", "runs, with a remark",
         "prefill by the plan, whose decode is off; refused with eviction, over pipeline stages and with `exact`",
-        f"ngram, a draft model, EAGLE: {_CPU}; others {_SOURCES}", _drafts,
+        f"ngram, a draft model, EAGLE: {_CPU}; ngram: {_LATER}; others {_SOURCES}", _drafts,
     ),
     Setting(
         "--pipeline-parallel-size", "refused", "unless `allow_untested`, with the layers of a segment in one stage", "",
@@ -173,7 +173,7 @@ SETTINGS = (
     Setting(
         "--kv-cache-dtype", "runs, with a remark",
         "the model's, or fp8 (e4m3), by scales of tensors or heads; a plan made without it says so; else refused",
-        f"fp8: {_CPU}; by its sources on a GPU", _cache_dtype,
+        f"fp8: {_CPU}; {_LATER}", _cache_dtype,
     ),
     Setting(
         "--quantization", "runs, with a remark",
@@ -185,11 +185,11 @@ SETTINGS = (
         f"{_code(ENGINE_TO_ENGINE)}: the plan on both or either, and the same attention backend; refused with "
         "eviction, as all connectors", f"NixlConnector (1.5.1): {_CPU}; others {_SOURCES}", _connectors,
     ),
-    Setting("connectors to host memory", "runs", _code(TO_HOST), _SOURCES),
+    Setting("connectors to host memory", "runs", _code(TO_HOST), f"OffloadingConnector: {_LATER}; others {_SOURCES}"),
     Setting(
         "connectors to shared stores", "runs, with a remark",
         f"{_code(SHARED)}, and the tiers {_code(TIERS)} of OffloadingConnector: with the plan's name in their keys",
-        f"ExampleConnector: {_CPU}; others {_SOURCES}",
+        f"ExampleConnector: {_CPU}; two {_LATER}; others {_SOURCES}",
     ),
     Setting("other connectors", "refused", "unless `allow_untested`; of MultiConnector each part is looked at", ""),
     Setting("context parallelism", "refused", "of prefill and of decode", "", _context),

@@ -52,7 +52,7 @@ __all__ = ["AttentionType", "get_current_vllm_config", "release", "set_current_v
 
 logger = init_logger("vllm.sparsekv")  # below "vllm", whose handler prints it
 # The flash-attn-4 that releases of vLLM bring along, and those whose copy was run over block lists.
-_FLASH = FlashPackage("vllm.vllm_flash_attn.cute", "vllm", ("0.26.0",), asks_lists=False)
+_FLASH = FlashPackage("vllm.vllm_flash_attn.cute", "vllm", ("0.26.0", "0.33.0"), asks_lists=False)
 
 _OURS = f"{__package__}.attention_backend"
 _PREFERS_OTHERS = 10  # major compute capability of which vLLM prefers another backend where none is asked for
