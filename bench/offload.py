@@ -44,7 +44,7 @@ from sparsekv.runtime.core.roles import Follower
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import SparseLayer
-from sparsekv.runtime.hf.placement import OffloadMode, reads_of
+from sparsekv.runtime.hf.placement import OffloadMode, reads_of, warn_of_host_layers
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.stores.bank import in_host_memory
 from sparsekv.runtime.stores.pinned import HostMemory
@@ -293,6 +293,7 @@ def bench_offload(
         miss_rate: share of new tokens in each choice, which `check_miss_rate` has seen; None leaves the choices.
     """
     model, cases = subject.model, list(product(bench.lengths, bench.batches, plans.items()))
+    warn_of_host_layers(model.device, mode, None)
     with (
         closing(HostMemory()) as memory,
         (progress or Progress()).stage("decode", total=len(cases)) as step,

@@ -50,6 +50,7 @@ from sparsekv.runtime.hf.cache import CACHE_NAME, SparseLayer
 from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
+from sparsekv.runtime.hf.placement import warn_of_host_layers
 from sparsekv.runtime.model_config import attention_groups, device_name, dtype_name, rope_switch
 from sparsekv.runtime.plan_checks import check_plan
 
@@ -261,6 +262,7 @@ def bench_prefill(
         raise UsageError(f"expected --dense-layers below the model's {info.layers} layers, found {bench.dense_layers}")
     if bench.kv_host_layers is not None and bench.kv_host_layers > info.layers:
         raise UsageError(f"expected --kv-host-layers up to {info.layers}, found {bench.kv_host_layers}")
+    warn_of_host_layers(model.device, None, bench.kv_host_layers)
     check_plan(plan, info, bench.allow_mismatch)
     tile = plan.prefill.tile if plan.prefill else None
     backend = choose_backend(model.device, model.dtype, info.largest_head, bench.backend, tile).name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from sparsekv.planner.flags import Flag, Options, text
 from sparsekv.planner.options import Hardware, KVPrecision, check_lengths
 from sparsekv.plans.aliases import PLAN_NAME, ModelSource, is_alias, is_hub_id, names_gguf, resolve_model, without_plan
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.files import load_plan
+from sparsekv.plans.files import NAME_A_PLAN, is_url, load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_ID, MAX_LENGTH, KVDtype, parse_ids
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from sparsekv.runtime.hf.load import LoadedModel
 
+_HUB_PAGE = re.compile(r"https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", re.ASCII)
 PLACE = "A plan file, or a folder or hub repository with a sparsekv.yaml."
 # Of commands with few options, which are parameters of theirs.
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
@@ -121,7 +123,7 @@ class PlacementFlags(Options):
         text(_count_or_layers),
         Flag(
             "In place of --offload: N layers, or layers such as 4-7,9, whatever the plan permits. Dense decode reads "
-            "them back at every step.",
+            "them back at every step. On a CPU it saves nothing.",
             metavar="N|LAYERS",
         ),
     ] = None
@@ -377,7 +379,7 @@ def plan_file(place: Path) -> Path:
     """The plan file at `place`: itself, or sparsekv.yaml in the folder or hub repository (ORGANISATION/NAME) it names.
 
     Raises:
-        UsageError: it names a folder without a plan, or a hub repository whose plan cannot be had.
+        UsageError: it names nothing, a URL, a folder without a plan, or a hub repository whose plan cannot be had.
     """
     beside = place / PLAN_NAME
     if os.path.isfile(beside):
@@ -392,11 +394,29 @@ def plan_file(place: Path) -> Path:
             f"expected a plan file, or a folder or hub repository with {PLAN_NAME} in it, found {place}, the alias of "
             f"a model; make its plan, and name that: sparsekv plan {place} -o {PLAN_NAME}"
         )
+    if not os.path.exists(place) and is_url(place):
+        named = _HUB_PAGE.match(str(place))
+        meant = f": {named[1]}" if named else ""
+        raise UsageError(
+            f"expected a plan file, or a folder or hub repository (ORG/NAME) with {PLAN_NAME} in it, found the URL "
+            f"{place}; name the hub repository{meant}, or download the plan and name its file"
+        )
     if not _names_repository(place):
+        if _is_missing(place):
+            raise UsageError(f"{place}: expected a plan, found no file and no folder; {NAME_A_PLAN}")
         return place  # the reader of the file says what is wrong with it
     from sparsekv.runtime.hub import download_plan
 
     return download_plan(ModelSource(str(place)))
+
+
+def _is_missing(place: Path) -> bool:
+    """Returns whether nothing is there; False of what cannot be looked for, of which a reader says why."""
+    try:
+        os.lstat(place)
+    except (OSError, ValueError) as error:
+        return isinstance(error, FileNotFoundError)
+    return False
 
 
 def _names_repository(place: Path) -> bool:

@@ -153,7 +153,9 @@ class PrefillFlags(CutModel, Timed, Hardware, AllowMismatch, Output):
         Narrow | None, Flag("Measure dense on N layers and multiply; rows say so.", metavar="N")
     ] = None
     kv_host_layers: Annotated[
-        int | None, Field(ge=0, le=1024), Flag("Layers whose keys and values go to host memory.", metavar="N")
+        int | None,
+        Field(ge=0, le=1024),
+        Flag("Layers whose keys and values go to host memory; on a CPU it saves nothing.", metavar="N"),
     ] = None
     prefill_chunk: PrefillChunk = None
 

@@ -270,6 +270,7 @@ class MemoryEstimate:
         from sparsekv.runtime.hf.dequantise import is_dequantised
         from sparsekv.runtime.hf.load import torch_dtype
         from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize
+        from sparsekv.runtime.hf.placement import warn_of_host_layers
         from sparsekv.runtime.model_config import torch_device
         from sparsekv.runtime.quantised_files import quantisation_of
         from sparsekv.runtime.stores.page_pool import page_bytes
@@ -277,6 +278,7 @@ class MemoryEstimate:
         if device_bytes is not None and machine.device == "cpu":
             raise UsageError("expected a GPU beside --device-memory, found cpu; give --host-memory alone")
         device = torch_device(machine.device) if device_bytes is None else torch.device("cuda")
+        warn_of_host_layers(device, placing.mode, placing.host_layers)
         dtype = torch_dtype(machine.dtype, config, device)
         loaded = ModelSize.from_config(config, dtype, resolve_model(name).path_or_id)
         if plan is not None:

@@ -146,13 +146,14 @@ def _job(flags: PlanFlags, wanted: PlanOptions, subject: Subject, measured: Meas
 
 
 def _tell(result: PlanResult, flags: PlanFlags, seconds: float, verify_time: float) -> None:
-    from sparsekv.cli.verdict import Ended, next_command, repeated, verdict
+    from sparsekv.cli.verdict import GATED_BY, RUN_BY, Ended, next_command, repeated, verdict
 
     plan, out, remarks = result.plan, flags.out, list(result.remarks)
     is_unproven = not flags.no_verify and plan.status != "verified"  # the first remark says why
     reason = remarks.pop(0) if is_unproven else ""
     found, spent = result.verification, 0.0 if flags.verify_samples else verify_time
-    ended = Ended(spent, found.may_verify, found.seconds, repeated(flags, flags.prompts_file)) if found else None
+    asked = repeated(flags, RUN_BY), repeated(flags, GATED_BY)
+    ended = Ended(spent, found.may_verify, found.seconds, *asked) if found else None
     if not flags.as_json:
         if plan.quality is not None:
             emit(quality_table(plan.quality) + "\n")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from sparsekv.planner.flags import Options
+from sparsekv.planner.options import Gate
 from sparsekv.plans.aliases import PLAN_NAME
 from sparsekv.plans.exact_gain import exact_line
 from sparsekv.plans.phases import DecodePlan, PrefillPlan
@@ -20,6 +21,9 @@ _LONGER = 1800  # seconds of verification to go on with, or more
 _LEAST = 60  # seconds
 _LONGEST = 1_000_000  # that the option takes
 _SURE = 1.5  # times what is estimated
+RUN_BY = ("device", "dtype", "backend", "batch", "prefill_chunk", "prompts_file", "allow_mismatch")
+GATED_BY = tuple(name for name in Gate.model_fields if name != "solved")  # which has no flag
+DRAWN_BY = ("lengths", "tasks", "seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +35,43 @@ class Ended:
         goes_on: whether its outcomes are beside the plan, to go on from.
         needed: seconds that it would about take to go on; None where that is not known.
         asked: the options that the next run has to repeat.
+        measured: those that say what was measured, and by which gates. The next run repeats them while that is
+            undecided; where all of it is met, it is what keeps the plan from being verified.
+        writes: whether the plan's file is there to be written, and was measured on its own model.
     """
 
     spent: float = 0.0
     goes_on: bool = False
     needed: float | None = None
     asked: tuple[str, ...] = ()
+    measured: tuple[str, ...] = ()
+    writes: bool = True
 
     @property
     def flags(self) -> str:
         """Returns what to verify with next. From the start, the same time would show the same."""
         seconds, more = max(_LONGER, 4 * self.spent), ("--more",) if self.goes_on else ()
+        write = ("--write",) if self.writes else ()
         if self.goes_on:
             seconds = max(_LONGER, self.spent) if self.needed is None else max(_LEAST, _SURE * self.needed)
-        return " ".join((*self.asked, "--write", *more, f"--verify-time {math.ceil(min(seconds, _LONGEST))}"))
+        spends = f"--verify-time {math.ceil(min(seconds, _LONGEST))}"
+        return " ".join((*self.asked, *self.measured, *write, *more, spends))
 
 
-def repeated(flags: Options, prompts: Path | None) -> tuple[str, ...]:
-    """Returns the options of a run that one which goes on from it has to repeat."""
-    given = tuple(f"--{name} {getattr(flags, name)}" for name in ("device", "dtype", "backend") if flags.is_given(name))
-    return given if prompts is None else (*given, f"--prompts {shlex.quote(str(prompts))}")
+def repeated(flags: Options, names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the options among `names` that were asked for, as they are typed."""
+    values = {name: getattr(flags, parent) for parent, model in flags.nested() for name in model.model_fields}
+    return tuple(
+        _typed(flags.flag_of(name), getattr(values.get(name, flags), name)) for name in names if flags.is_given(name)
+    )
+
+
+def _typed(flag: str, value: Any) -> str:
+    if value is True:
+        return flag
+    several = value if isinstance(value, tuple) else (value,)
+    words = (format_length(one) if flag == "--lengths" else str(one).removesuffix(".0") for one in several)
+    return f"{flag} {shlex.quote(','.join(words))}"
 
 
 def verdict(plan: Plan, file: str, reason: str = "", *, model: str = "", ended: Ended | None = None) -> tuple[str, ...]:
@@ -91,13 +112,16 @@ def next_command(plan: Plan, file: str, model: str = "", ended: Ended | None = N
         model: where it is, if the plan's own name of it is not enough.
         ended: how verification ended undecided; None where that is not known.
     """
-    place = f"--plan {file}" + (f" --model {model}" if model not in ("", plan.model.id) else "")
+    place = f"--plan {shlex.quote(file)}"
+    place += f" --model {shlex.quote(model)}" if model not in ("", plan.model.id) else ""
     if plan.status == "verified" or plan.is_dense:
         return f"sparsekv run {place}"
     outcomes = {claim.outcome for _, _, _, claim in claims(plan.quality)} if plan.quality else set()
     if "missed" in outcomes or (outcomes == {"met"} and _lost_answers(plan)):
         return denser_command(plan, file, model)
-    return f"sparsekv verify {place} {(ended or Ended()).flags}"
+    ended = ended or Ended()
+    ended = replace(ended, measured=()) if outcomes == {"met"} else ended
+    return f"sparsekv verify {place} {ended.flags}"
 
 
 def denser_command(plan: Plan, file: str, model: str = "") -> str:
@@ -105,7 +129,8 @@ def denser_command(plan: Plan, file: str, model: str = "") -> str:
     them."""
     retain = plan.provenance.settings.get("retain")
     more = f" --retain {retain + 0.1:.2g}" if isinstance(retain, float) and retain < 0.9 else ""
-    return f"sparsekv plan {model or plan.model.id} -o {file if file.endswith('.yaml') else PLAN_NAME}{more}"
+    out = file if file.endswith(".yaml") else PLAN_NAME
+    return f"sparsekv plan {shlex.quote(model or plan.model.id)} -o {shlex.quote(out)}{more}"
 
 
 def _lost_answers(plan: Plan) -> bool:

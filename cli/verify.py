@@ -14,7 +14,7 @@ from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.cli.plan_files import check_replaceable, check_writable, outcomes_beside
 from sparsekv.cli.prompts import answered_prompts, own_prompts
-from sparsekv.cli.verdict import Ended, denser_command, hurt_lines, repeated, verdict
+from sparsekv.cli.verdict import DRAWN_BY, GATED_BY, RUN_BY, Ended, denser_command, hurt_lines, repeated, verdict
 from sparsekv.planner.flags import MOST, Flag, Lengths
 from sparsekv.planner.options import (
     DEFAULT_TASKS,
@@ -169,7 +169,14 @@ def verify(flags: VerifyFlags) -> None:
     recorded, say = result.recorded(found), tell if flags.as_json else emit
     if result.passed:
         spent = 0.0 if flags.verify_samples else settled.verify_time
-        ended = Ended(spent, writes and result.may_verify, result.seconds, repeated(flags, flags.prompts_file))
+        ended = Ended(
+            spent,
+            writes and result.may_verify,
+            result.seconds,
+            repeated(flags, RUN_BY),
+            repeated(flags, (*DRAWN_BY, *GATED_BY)),
+            writes=subject.path is not None and not (differs or _other_weights(found, loaded.info)),
+        )
         say(_verdict(recorded, subject, result.reasons, ended))
     elif told := hurt_lines(recorded):
         say("\n".join(told))
@@ -324,7 +331,7 @@ def _own_file(subject: Subject) -> Path:
 def _check_same_model(plan: Plan, model: ModelInfo, differs: list[str]) -> None:
     """A plan's quality is of its own model and weights, whatever it was allowed to be run on."""
     known, found = plan.model.fingerprint, model.fingerprint
-    if differs or known.weights is None or known.weights != found.weights:
+    if differs or _other_weights(plan, model):
         part = OTHER_WEIGHTS if known.architecture == found.architecture else "other architecture"
         if part == OTHER_WEIGHTS and known.weights_difference(found) == "older kind":
             part = "a newer weights fingerprint, which says nothing about the older one of the plan"
@@ -332,6 +339,11 @@ def _check_same_model(plan: Plan, model: ModelInfo, differs: list[str]) -> None:
             f"expected the model that the plan was made for beside --write, found another one ({model.id}, with "
             f"{part}); leave --write out, or plan this model"
         )
+
+
+def _other_weights(plan: Plan, model: ModelInfo) -> bool:
+    known = plan.model.fingerprint.weights
+    return known is None or known != model.fingerprint.weights
 
 
 app = commands.app(commands.command(verify))

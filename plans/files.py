@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import select
 import stat
 from collections.abc import Callable, Mapping
@@ -27,6 +28,9 @@ from sparsekv.plans.yaml_io import Tree, plan_error, printable, read_tree, to_ya
 
 MAX_BYTES = 8 << 20
 _PIPE_SECONDS = 2.0  # until something is written to a pipe that is read
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.ASCII | re.IGNORECASE)  # one slash: a path joins several
+_SAYS_PLAN = re.compile(rf"^[{{ \t]*[\"']?kind[\"']?[ \t]*:[ \t]*[\"']?{re.escape(KIND)}\b".encode(), re.MULTILINE)
+NAME_A_PLAN = "name a plan file, or a folder or hub repository (ORG/NAME) with a sparsekv.yaml in it"
 
 
 def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES, wrong: type[SparseKVError] = PlanError) -> str:
@@ -51,9 +55,15 @@ def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
     except IsADirectoryError:
         raise UsageError(f"{path}: expected a file, found a folder; name the file in it") from None
     except FileNotFoundError:
-        raise UsageError(f"{path}: expected a file, found none; check the path") from None
+        found = "a URL, of which nothing is read; download it" if is_url(path) else "none; check the path"
+        raise UsageError(f"{path}: expected a file, found {found}") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {_reason(error)}") from None
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a path reads as an address of the network."""
+    return bool(_URL.match(os.fspath(path)))
 
 
 def open_input(path: str | os.PathLike[str]) -> BinaryIO:
@@ -213,7 +223,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         UsageError: there is no such file, or it cannot be read.
         PlanError: it is no plan, contradicts itself, or was changed since it was signed.
     """
-    return parse_plan(read_text(path), os.fspath(path))
+    return parse_plan(read_bytes(path, MAX_BYTES), os.fspath(path))
 
 
 def parse_plan(text: str | bytes, source: str = "plan", *, signed: bool = True) -> Plan:
@@ -223,7 +233,16 @@ def parse_plan(text: str | bytes, source: str = "plan", *, signed: bool = True) 
         PlanError: it is no plan, contradicts itself, or (when `signed`) was changed since it was signed.
     """
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
-    return plan_of(read_tree(as_text(data, source), source), signed=signed)
+    try:
+        tree = read_tree(as_text(data, source), source)
+    except PlanError as error:
+        if _SAYS_PLAN.search(data):
+            raise
+        found = f"a file without one ({str(error).removeprefix(source).lstrip(',: ')})"
+        raise PlanError(
+            f"{source}: expected a plan, with a line `kind: {KIND}`, found {found}; {NAME_A_PLAN}"
+        ) from None
+    return plan_of(tree, signed=signed)
 
 
 def plan_of(tree: Tree, *, signed: bool = True) -> Plan:
@@ -231,7 +250,7 @@ def plan_of(tree: Tree, *, signed: bool = True) -> Plan:
     source = tree.source
     if not isinstance(tree.data, dict):
         found = "a list" if isinstance(tree.data, list) else "a single value"
-        raise PlanError(f"{source}: expected a plan, a mapping with `kind: {KIND}`, found {found}")
+        raise PlanError(f"{source}: expected a plan, a mapping with `kind: {KIND}`, found {found}; {NAME_A_PLAN}")
     if tree.data.get("kind") != KIND:
         raise PlanError(f"{source}: expected `kind: {KIND}`, found {_what(tree.data)}")
     try:
@@ -248,10 +267,10 @@ def _what(data: dict[str, Any]) -> str:
     if kind is None and ("model_type" in data or "architectures" in data):
         return "a model's config.json; the plan beside it is called sparsekv.yaml"
     if kind is None:
-        return "a mapping without `kind`; this is not a file of sparsekv"
+        return f"a mapping without `kind`, which is no file of sparsekv; {NAME_A_PLAN}"
     if isinstance(kind, str) and kind.startswith("sparsekv."):
         return f"another file of sparsekv (kind: {printable(kind[:50])}); name the plan instead"
-    return "another `kind`; this is not a file of sparsekv"
+    return f"another `kind`, which is no file of sparsekv; {NAME_A_PLAN}"
 
 
 def dump_plan(plan: Plan) -> str:

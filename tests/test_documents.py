@@ -4,11 +4,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from sparsekv.planner.options import Backend
+from sparsekv.plans.patterns import PATTERNS
+from sparsekv.plans.schema import Status
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MADE = ("commands.md", "api.md")  # by tools, a paragraph a line
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
@@ -77,3 +83,69 @@ def test_the_page_of_the_api_is_what_signatures_and_docstrings_say(monkeypatch: 
     from build_api_page import PAGE, page
 
     assert PAGE.read_text() == page(), "run python tools/build_api_page.py"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in MADE], ids=lambda page: page.name)
+def test_paragraphs_are_wrapped(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from wrap_pages import blocks
+
+    found = [block for is_prose, block in blocks(page.read_text()) if is_prose]
+    wide = [line for block in found for line in block if len(line) > 130 and len(line.split()) > 2]
+    alone = [line for block in found for line in block[1:-1] if len(line.split()) == 1 and len(line) < 60]
+    assert not wide + alone, f"run python tools/wrap_pages.py {page.relative_to(ROOT)}"
+
+
+PAGE_OF_ALL = """# A heading, {words}
+
+A paragraph with a word
+alone
+on a line, and `code - with a dash`, which must not begin a line {words} - nor may this dash.
+
+1. An item, {words}
+   which goes on.
+   - One within it, {words}
+
+    sparsekv run --plan plan.yaml {words}
+
+```sh
+sparsekv run --plan plan.yaml {words}
+```
+
+| a | table |
+|---|---|
+| {words} | |
+""".replace("{words}", "and so on " * 14)
+
+
+def test_wrapping_a_page_changes_line_ends_of_its_prose_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from wrap_pages import blocks, wrapped
+
+    once = wrapped(PAGE_OF_ALL)
+    assert once.split() == PAGE_OF_ALL.split()
+    assert wrapped(once) == once
+    prose = [line for is_prose, block in blocks(once) if is_prose for line in block]
+    assert max(map(len, prose)) <= 120
+    assert not [line for line in prose if line.lstrip().startswith("- ") and not line.startswith("   - One")]
+    whole = [line for line in PAGE_OF_ALL.splitlines() if line.startswith(("#", "    ", "```", "sparsekv", "|"))]
+    assert [line for line in once.splitlines() if line in whole] == whole
+
+
+# Of the field, as pages, `--help` and the verdict of a plan use them.
+FIELD_TERMS = """nats, divergence, sinks, captured step, A-shape, vertical-slash, antidiagonal, filter layer
+follower, segment, crossover, draft, verify, accept, drafter, budget, share, density, floor, gate
+held-out, top-1, calibration, damage, profile, bucket, tile, column, hot set, offload
+KV cache eviction, block table, prefix caching, preemption, RULER, planted, fingerprint, seal
+backend, selector, miss rate, virtual memory, chunk, preset, recurrent""".replace("\n", ", ").split(", ")
+
+
+def test_the_glossary_explains_the_terms_of_the_field_and_the_values_of_a_plan() -> None:
+    rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")]
+    cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in rows]
+    assert {len(row) for row in cells} == {2}
+    terms = " ".join(term for term, _ in cells).lower()
+    values = (*PATTERNS, *get_args(Status), *get_args(Backend))
+    named = " ".join(" ".join(row) for row in cells)
+    assert not [term for term in FIELD_TERMS if term.lower() not in terms]
+    assert not [value for value in values if value != "auto" and value not in named]

@@ -30,7 +30,7 @@ from sparsekv.runtime.hf.graphs import StepGraphs
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.paging import Paging
-from sparsekv.runtime.hf.placement import OffloadMode, layouts_of
+from sparsekv.runtime.hf.placement import OffloadMode, layouts_of, warn_of_host_layers
 from sparsekv.runtime.hf.plan_engine import PlanEngine
 from sparsekv.runtime.hf.prompt_ends import check_evicting, check_handed_over
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
@@ -303,7 +303,8 @@ def apply(
         offload: which layers of the plan's `decode.offload` have their keys and values in host memory: "always" (and
             None) all, "never" none, "auto" as few as `Handle.new_cache` finds the device to need; on a CPU none.
         kv_host_layers: in place of `offload`: the layers that go there, whatever the plan permits, or how many (those
-            that decode reads least of come first). A layer in no segment is copied back as a whole at every step.
+            that decode reads least of come first). A layer in no segment is copied back as a whole at every step. On a
+            CPU nothing is won by it, and a warning says so.
         chunking: from which length on layers work in pieces, and of which size; rarely of interest.
         memory: blocks of host memory to share with other handles, which the caller closes; its own when None.
         exact: the output is that of dense attention: the plan's decode drafts, dense attention checks; prefill is
@@ -328,6 +329,7 @@ def apply(
     check_type(ModelInfo | None, "a ModelInfo", info=info)
     check_type(Chunking | None, "a Chunking", chunking=chunking)
     check_offload(offload, kv_host_layers)
+    warn_of_host_layers(model.device, offload, kv_host_layers)
     info = info or describe_model(model)
     check_plan(plan, info, allow_mismatch)
     phases = plan.prefill if prefill and exact is not True else None, plan.decode if decode else None

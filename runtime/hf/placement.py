@@ -8,13 +8,15 @@ model are 137 GB.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedModel
 
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import PlanWarning, UsageError
 from sparsekv.plans.patterns import Budget, tokens
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.types import format_ids
@@ -36,6 +38,18 @@ class Placement:
 
     layers: frozenset[int] = frozenset()
     hot: Budget = _HOT
+
+
+def warn_of_host_layers(device: torch.device, mode: OffloadMode | None, layers: int | Sequence[int] | None) -> None:
+    """Warns (`PlanWarning`) where a caller asks for layers in host memory, and the device is the host."""
+    if device.type == "cpu" and (layers or mode == "always"):
+        asked = "kv_host_layers (--kv-host-layers)" if layers else "offload always (--offload always)"
+        warnings.warn(
+            f"{asked} saves nothing on a CPU, where the device's memory is the host's; it takes a copy of recent "
+            "tokens beside. Leave it out, unless it is to be tried without a GPU",
+            PlanWarning,
+            stacklevel=3,
+        )
 
 
 def place_layers(

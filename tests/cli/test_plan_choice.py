@@ -90,3 +90,21 @@ def test_a_length_takes_the_plan_that_reaches_it_by_the_least(plans):
     assert chosen == {100: 256, 256: 256, 300: 512, 1024: 1024, 2048: 1024}
     assert best_of(beside).path == Path("1024")
     assert best_of([]) is None
+
+
+@pytest.mark.parametrize(
+    "call", [("show", "{}"), ("validate", "{}"), ("run", "--plan", "{}", "-p", "a"), ("eval", "--plan", "{}")], ids=str
+)
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("https://huggingface.co/org/name/blob/main/sparsekv.yaml", "name the hub repository: org/name, or download"),
+        ("http://example.com/sparsekv.yaml", "name the hub repository, or download"),
+        ("nothing-here", "found no file and no folder; name a plan file, or a folder or hub repository (ORG/NAME)"),
+        (__file__, "name a plan file, or a folder or hub repository (ORG/NAME)"),
+    ],
+)
+def test_a_place_without_a_plan_is_told_what_may_be_named(sparsekv, call, place, said):
+    done = sparsekv(*(word.format(place) for word in call))
+    assert done.code in (1, 2)
+    assert said in done.err

@@ -86,6 +86,39 @@ def test_an_offload_that_moves_nothing_is_said_to(sparsekv, folder, tmp_path):
     assert "moves nothing" not in sparsekv("run", folder, *always).err + sparsekv("run", other, "--dry-run", *FEW).err
 
 
+IDLE = "saves nothing on a CPU"
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=str)
+@pytest.mark.parametrize(
+    ("how", "times"),
+    [
+        (("--kv-host-layers", "2"), 1),
+        (("--kv-host-layers", "0-1"), 1),
+        (("--offload", "always"), 1),
+        (("--kv-host-layers", "0"), 0),
+        (("--offload", "auto"), 0),
+        ((), 0),
+    ],
+    ids=str,
+)
+def test_layers_in_host_memory_that_a_cpu_does_not_need_are_said_once_to_save_nothing(
+    sparsekv, folder, how, times, more
+):
+    done = sparsekv("run", folder, *how, *more, *FEW)
+    assert done.code == 0, done.err
+    assert done.err.count(IDLE) == times
+
+
+def test_bench_prefill_and_doctor_say_it_too(sparsekv, folder):
+    hosted = ("--kv-host-layers", 2)
+    timed = sparsekv("bench", "prefill", folder, "--lengths", "1k", "--repeats", 1, *hosted)
+    assert timed.code == 0, timed.err
+    estimated = sparsekv("doctor", "--memory", folder, "1k", "--device", "cpu", *hosted)
+    assert (timed.err.count(IDLE), estimated.err.count(IDLE)) == (1, 1)
+    assert IDLE not in sparsekv("doctor", "--memory", folder, "1k", "--device-memory", "1GiB", *hosted).err
+
+
 def test_large_amounts_of_host_memory_are_told_of_as_they_are_had(sparsekv, folder, monkeypatch):
     assert "host memory, GB" not in sparsekv("run", folder, "--offload", "always", *FEW).err
     monkeypatch.setattr("sparsekv.cli.chat._SHOWN_FROM", 1)

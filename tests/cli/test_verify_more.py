@@ -1,16 +1,19 @@
 """verify --write --more: goes on from what an undecided verification left beside the plan, or says why it can't."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
-from model_folders import sparse_plan
+from model_folders import save_model, sparse_plan
 from plans_samples import full_plan
 from tiny_models import tiny_model
 
+from sparsekv.cli import commands
 from sparsekv.cli.main import main
-from sparsekv.cli.verdict import Ended
+from sparsekv.cli.verdict import DRAWN_BY, GATED_BY, RUN_BY, Ended, repeated
+from sparsekv.cli.verify import VerifyFlags
 from sparsekv.planner.outcomes import Outcomes
 from sparsekv.plans.files import load_plan, seal, write_plan
 from sparsekv.plans.schema import Claim, Measurement, Plan, Quality
@@ -170,6 +173,64 @@ def test_the_next_command_repeats_what_outcomes_were_made_with():
     ended = Ended(goes_on=True, needed=1e9, asked=("--dtype float32", "--prompts 'my prompts.jsonl'"))
     assert ended.flags == "--dtype float32 --prompts 'my prompts.jsonl' --write --more --verify-time 1000000"
     assert Ended(spent=400).flags == "--write --verify-time 1800"
+    assert Ended(writes=False, measured=("--lengths 4k",)).flags == "--lengths 4k --verify-time 1800"
+
+
+ASKED = {
+    "device": "cpu",
+    "dtype": "float32",
+    "backend": "reference",
+    "batch": 2,
+    "prefill_chunk": 512,
+    "prompts_file": Path("my prompts.jsonl"),
+    "allow_mismatch": True,
+    "lengths": (1000, 4096),
+    "tasks": ("kv_retrieval", "vt"),
+    "seed": 3,
+    "max_accuracy_drop": 1.0,
+    "max_kl": 0.0123456789,
+    "max_decode_kl": 0.0,
+    "min_agreement": 0.9,
+    "min_exact": 0.5,
+    "max_failed": 0.1,
+}
+# The next command names the plan and its model, writes, and has a time of its own.
+NOT_REPEATED = {"target", "plan", "model", "as_json", "write", "more", "verify_samples", "verify_time"}
+
+
+def test_every_option_of_a_verification_is_repeated_or_named_by_the_next_command():
+    assert {one.name for one in VerifyFlags.spelled()} == NOT_REPEATED | {*RUN_BY, *DRAWN_BY, *GATED_BY}
+    assert ASKED.keys() == {*RUN_BY, *DRAWN_BY, *GATED_BY}
+
+
+@pytest.mark.parametrize("leave_out", [("prompts_file",), DRAWN_BY], ids=str)  # prompts are drawn from one or the other
+def test_repeated_options_are_read_back_as_they_were_given(leave_out):
+    given = VerifyFlags(**{name: value for name, value in ASKED.items() if name not in leave_out})
+    found = []
+
+    def note(flags: VerifyFlags) -> None:
+        found.append(flags)
+
+    words = shlex.split(" ".join(repeated(given, (*RUN_BY, *DRAWN_BY, *GATED_BY))))
+    commands.app(commands.command(note))(words, standalone_mode=False)
+    assert found == [given]
+
+
+@pytest.mark.parametrize("asked", [(), ("--max-kl", "0.01"), ("--prefill-chunk", "512")], ids=str)
+def test_the_printed_next_command_measures_the_same(sparsekv, copy, asked):
+    done = sparsekv("verify", copy, *SMALL, "--samples", 1, *asked)
+    assert done.code == 0, done.err
+    command = done.out[done.out.index("next: sparsekv verify") :].splitlines()[0]
+    assert "--lengths 1k --tasks kv_retrieval" in command
+    assert " ".join(asked) in command
+
+
+def test_a_plan_of_other_weights_is_not_written_by_the_next_command(sparsekv, copy, tmp_path):
+    other = save_model(tiny_model(context=2048, seed=1), tmp_path / "other")
+    done = sparsekv("verify", "--plan", plan_in(copy), "--model", other, *SMALL, "--samples", 1)
+    assert done.code == 0, done.err
+    assert "next: sparsekv verify" in done.out
+    assert "--write" not in done.out
 
 
 def test_a_plan_leaves_outcomes_that_verify_goes_on_from(sparsekv, model, tmp_path):
@@ -177,7 +238,8 @@ def test_a_plan_leaves_outcomes_that_verify_goes_on_from(sparsekv, model, tmp_pa
     fast = ("--lengths", "1k", "--tasks", "kv_retrieval", "--only", "decode", "--filter-layers", 0, "--no-crossover")
     planned = sparsekv("plan", model, "-o", out, *fast, *LOOSE, "--samples", 1, "--verify-samples", 1)
     assert planned.code == 0, planned.err
-    assert f"sparsekv verify --plan {out} --model {model} --write --verify-time" in planned.out
+    gates = " ".join(map(str, LOOSE))
+    assert f"sparsekv verify --plan {out} --model {model} {gates} --write --verify-time" in planned.out
     done = sparsekv("verify", "--plan", out, "--model", model, "--write", "--more", "--samples", 2)
     assert done.code == 0, done.err
     assert load_plan(out).quality.evidence.prompts == 2

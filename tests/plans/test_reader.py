@@ -11,8 +11,9 @@ from plans_samples import full_plan, large_plan
 
 from sparsekv.plans import yaml_io
 from sparsekv.plans.errors import PlanError, UsageError
-from sparsekv.plans.files import MAX_BYTES, dump_plan, load_plan, parse_plan, sign
+from sparsekv.plans.files import MAX_BYTES, NAME_A_PLAN, dump_plan, load_plan, parse_plan, sign
 from sparsekv.plans.phases import PrefillPlan
+from sparsekv.plans.schema import KIND
 
 TEXT = dump_plan(full_plan())
 
@@ -100,7 +101,7 @@ def test_many_faults_are_counted_not_listed() -> None:
         ('[{"0": ["vertical_and_slash", 1000, 6096, 1]}]', "found a list"),
         ("just text", "single"),
         ("kind: sparsekv.profile\n", "sparsekv"),
-        ("kind: Deployment\n", "not a file"),
+        ("kind: Deployment\n", "no file of sparsekv"),
         ('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}', "config.json"),
         ("a: 1\nb: 2\n", "without `kind`"),
         ("{}", "without `kind`"),
@@ -117,6 +118,26 @@ def test_many_faults_are_counted_not_listed() -> None:
 )
 def test_no_plan_at_all(text: str | bytes, said: str) -> None:
     assert said in refusal(text)
+
+
+OTHER_FILES = ["README.md", "LICENSE", "pyproject.toml", "Makefile", "docs/pictures/plan.svg", "plans/files.py"]
+
+
+@pytest.mark.parametrize("name", [*OTHER_FILES, "tests/data/tiny_host.json"])
+def test_another_file_is_told_what_a_plan_is_and_what_to_name(name: str) -> None:
+    message = refusal((Path(__file__).resolve().parents[2] / name).read_bytes())
+    assert KIND in message
+    assert NAME_A_PLAN in message
+
+
+@pytest.mark.parametrize("text", [b"\x00\x01", b"# words\n* a\n: b\n", b"", b"a: 1", b"- a", b"kind: Deployment\n"])
+def test_whatever_is_no_plan_says_what_to_name(text: bytes) -> None:
+    assert NAME_A_PLAN in refusal(text)
+
+
+def test_a_fault_of_a_plan_is_named_by_itself() -> None:
+    for text in (TEXT + "[", TEXT.replace("kind:", '"kind" :') + "[", '{"kind": "sparsekv.plan", '):
+        assert NAME_A_PLAN not in refusal(text)
 
 
 @pytest.mark.parametrize("opening", ["[", "{", "{a: ", "- ", "? ", "{? ", "[{a: "])
