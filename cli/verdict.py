@@ -70,8 +70,12 @@ def _typed(flag: str, value: Any) -> str:
     if value is True:
         return flag
     several = value if isinstance(value, tuple) else (value,)
-    words = (format_length(one) if flag == "--lengths" else str(one).removesuffix(".0") for one in several)
+    words = (format_length(one) if flag == "--lengths" else _word(one) for one in several)
     return f"{flag} {shlex.quote(','.join(words))}"
+
+
+def _word(value: Any) -> str:
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def verdict(plan: Plan, file: str, reason: str = "", *, model: str = "", ended: Ended | None = None) -> tuple[str, ...]:

@@ -182,7 +182,7 @@ ASKED = {
     "backend": "reference",
     "batch": 2,
     "prefill_chunk": 512,
-    "prompts_file": Path("my prompts.jsonl"),
+    "prompts_file": Path("my prompts/v1.0"),
     "allow_mismatch": True,
     "lengths": (1000, 4096),
     "tasks": ("kv_retrieval", "vt"),
