@@ -1,4 +1,4 @@
-"""How many of the tokens that a plan drafts inside vLLM dense attention accepts, by kind of text, length and draft.
+"""Measures which share of the tokens that a plan drafts inside vLLM is accepted, by kind of text, length and draft.
 
     python -m sparsekv.bench.exact_acceptance MODEL --plan plan.yaml [--lengths 8k,32k] [--samples 4] [--new 128]
         [--draft 6]
@@ -6,7 +6,8 @@
 Quotations of a text and of code, a question about one of many keys, and plain text that goes on: greedy answers of
 `--new` tokens, a request at a time, with a draft of the same size in every step, whether it pays or not. A line of JSON
 for each kind and length: the share of drafts of which the first, the first two, ... count, and the tokens a cycle that
-drafts of 1, 2, ... tokens would have had by it (a shorter draft is the beginning of a longer one).
+drafts of 1, 2, ... tokens would have had by it (a shorter draft is the beginning of a longer one). Needs vLLM with
+model runner V2, as exact output does.
 """
 
 from __future__ import annotations
@@ -103,6 +104,10 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if unknown := set(args.kinds) - TASKS.keys():
         parser.error(f"expected --kinds among {', '.join(TASKS)}, found {', '.join(sorted(unknown))}")
+    if min(args.samples, args.draft, args.new) < 1:
+        parser.error("expected --samples, --draft and --new of 1 at least, found less")
+    if min(args.lengths) <= args.new:
+        parser.error(f"expected --lengths above --new, {args.new}, found {min(args.lengths)}")
     return args
 
 

@@ -1,4 +1,4 @@
-"""What keys and values in fp8 add to a plan's divergence from dense, beside what they add to dense itself.
+"""Measures what keys and values in fp8 add to a plan's divergence from dense, beside what they add to dense itself.
 
     python -m sparsekv.bench.float8_quality MODEL --plan plan.yaml --lengths 8k,32k [--samples 10]
 

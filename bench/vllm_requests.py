@@ -27,6 +27,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def main() -> None:
         "free_pages": _scheduler(llm).kv_cache_manager.block_pool.get_num_free_blocks(),
         "memory_by_round": [one.memory for one in rounds],
         "seconds": round(together, 1),
-        **({} if args.beside is None else _beside(served.tokens, json.loads(args.beside.read_text()))),
+        **({} if args.beside is None else _beside(served.tokens, args.beside)),
     }
     print(json.dumps(told), flush=True)
     if args.answers is not None:
@@ -162,9 +163,7 @@ def _speculating(method: str | None, longest: int, folder: Path) -> dict[str, An
 def _beside(found: dict[str, list[int]], dense: dict[str, list[int]]) -> dict[str, Any]:
     """Returns how many answers are another run's, and how many part in 1,000 tokens up to there."""
     both = [(found[name], dense[name]) for name in found.keys() & dense.keys()]
-    parting = [
-        next((at for at, pair in enumerate(zip(*two, strict=False)) if pair[0] != pair[1]), None) for two in both
-    ]
+    parting = [next((at for at, (x, y) in enumerate(zip_longest(*two)) if x != y), None) for two in both]
     alike = sum(len(one) if at is None else at for (one, _), at in zip(both, parting, strict=True))
     parted = sum(at is not None for at in parting)
     return {"beside": len(both), "same": len(both) - parted, "parting_per_1000": round(1e3 * parted / max(1, alike), 3)}
@@ -311,6 +310,15 @@ def _memory() -> dict[str, int]:
     return {"resident": resident, "reserved": torch.cuda.memory_reserved(), "device": total - free}
 
 
+def _answers(name: str) -> dict[str, list[int]]:
+    """Returns the answers of a file that `--answers` wrote."""
+    try:
+        found: dict[str, list[int]] = json.loads(Path(name).read_text())
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"expected a file that --answers wrote, found none: {error}") from None
+    return found
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)
@@ -323,7 +331,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dense", action="store_true", help="without a plan")
     parser.add_argument("--exact", action="store_true", help="the plan drafts, dense attention verifies")
     parser.add_argument("--answers", type=Path, help="where the tokens of the answers go")
-    parser.add_argument("--beside", type=Path, help="such a file, of the same requests, to compare with")
+    parser.add_argument("--beside", type=_answers, help="such a file, of the same requests, to compare with")
     parser.add_argument("--speculative", choices=("ngram", "draft_model", "eagle"), help="who drafts tokens")
     parser.add_argument("--rounds", type=int, default=1, help="how often all are served together")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks, whose choices are compared")
@@ -332,8 +340,12 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.model != MODEL and not (args.plan or args.dense):
         parser.error(f"expected --plan with a --model that is not {MODEL}, found none: the one made by hand is of that")
-    if args.exact and (args.dense or args.speculative):
-        parser.error("expected --exact alone, found who drafts tokens beside it; leave --dense and --speculative out")
+    if args.exact and args.dense:
+        parser.error("expected --exact or --dense, found both: it is the plan that drafts; leave one out")
+    if args.exact and args.speculative:
+        parser.error("expected --exact or --speculative, found both: each says who drafts tokens; leave one out")
+    if args.answers is not None and not args.answers.parent.is_dir():
+        parser.error(f"expected a folder for --answers, found none at {args.answers.parent}; make it")
     return args
 
 

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
     from sparsekv.runtime.hf.load import LoadedModel
 
-_HUB_PAGE = re.compile(r"https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", re.ASCII)
+_HUB_PAGE = re.compile(
+    r"https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/(?!(?:datasets|spaces|docs)/)([\w.-]+/[\w.-]+)", re.ASCII
+)
 PLACE = "A plan file, or a folder or hub repository with a sparsekv.yaml."
 # Of commands with few options, which are parameters of theirs.
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]

@@ -111,7 +111,7 @@ def print_rows(*parts: BenchRun, as_json: bool) -> None:
 
 
 def show_rows(*parts: BenchRun, as_json: bool) -> None:
-    """The rows of a run, whatever has become of it."""
+    """Prints the rows of a run, whatever has become of it."""
     from sparsekv.bench.harness import report
 
     if as_json:

@@ -29,7 +29,9 @@ from sparsekv.plans.yaml_io import Tree, plan_error, printable, read_tree, to_ya
 MAX_BYTES = 8 << 20
 _PIPE_SECONDS = 2.0  # until something is written to a pipe that is read
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.ASCII | re.IGNORECASE)  # one slash: a path joins several
-_SAYS_PLAN = re.compile(rf"^[{{ \t]*[\"']?kind[\"']?[ \t]*:[ \t]*[\"']?{re.escape(KIND)}\b".encode(), re.MULTILINE)
+_SAYS_PLAN = re.compile(
+    rf"(?:^|[{{,])[ \t]*[\"']?kind[\"']?[ \t]*:[ \t]*[\"']?{re.escape(KIND)}\b".encode(), re.MULTILINE
+)
 NAME_A_PLAN = "name a plan file, or a folder or hub repository (ORG/NAME) with a sparsekv.yaml in it"
 
 
@@ -236,7 +238,7 @@ def parse_plan(text: str | bytes, source: str = "plan", *, signed: bool = True) 
     try:
         tree = read_tree(as_text(data, source), source)
     except PlanError as error:
-        if _SAYS_PLAN.search(data):
+        if _SAYS_PLAN.search(data) or KIND.encode("utf-16-le") in data:
             raise
         found = f"a file without one ({str(error).removeprefix(source).lstrip(',: ')})"
         raise PlanError(

@@ -92,7 +92,7 @@ REAL = {  # real weights, and where that is written
     "qwen2": "[Qwen2.5-Coder-0.5B](results/planning.md)",
 }
 SPEED = {  # of the public shape with random weights
-    "gemma3_text": "[12B](results/prompts.md), [27B](results/decode.md#shapes-of-other-families)",
+    "gemma3_text": "[12B](results/prompts.md), [27B, decode](results/decode.md#shapes-of-other-families)",
     "gemma4_text": "[31B, decode](results/decode.md#shapes-of-other-families)",
     "glm4_moe": "[4.5-Air, decode](results/decode.md#shapes-of-other-families)",
     "gpt_oss": "[20b](results/decode.md)",

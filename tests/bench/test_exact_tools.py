@@ -24,6 +24,7 @@ def test_answers_part_where_the_first_token_is_another() -> None:
     dense = {"a": [1, 2, 3, 4], "b": [5, 6, 7, 8], "c": [9]}
     found = {"a": [1, 2, 3, 4], "b": [5, 0, 7, 8], "d": [1]}
     assert _beside(found, dense) == {"beside": 2, "same": 1, "parting_per_1000": 200.0}
+    assert _beside({"a": [1, 2]}, dense) == {"beside": 1, "same": 0, "parting_per_1000": 500.0}  # ends before
     assert _beside({}, dense) == {"beside": 0, "same": 0, "parting_per_1000": 0.0}
 
 
@@ -32,7 +33,12 @@ def test_answers_part_where_the_first_token_is_another() -> None:
     [
         (exact_acceptance, ["m", "--plan", "p", "--kinds", "quote_text,other"], "expected --kinds among .*found other"),
         (vllm_requests, ["--model", "m"], "expected --plan with a --model"),
-        (vllm_requests, ["--exact", "--dense"], "expected --exact alone"),
+        (vllm_requests, ["--exact", "--dense"], "expected --exact or --dense"),
+        (vllm_requests, ["--exact", "--speculative", "ngram"], "expected --exact or --speculative"),
+        (vllm_requests, ["--beside", "no file"], "expected a file that --answers wrote"),
+        (vllm_requests, ["--answers", "no folder/a"], "expected a folder for --answers"),
+        (exact_acceptance, ["m", "--plan", "p", "--draft", "0"], "expected --samples, --draft and --new"),
+        (exact_acceptance, ["m", "--plan", "p", "--lengths", "100"], "expected --lengths above --new, 128, found 100"),
     ],
 )
 def test_what_is_asked_for_wrongly_is_said(module, given, said, monkeypatch, capsys) -> None:

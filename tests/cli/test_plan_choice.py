@@ -99,6 +99,7 @@ def test_a_length_takes_the_plan_that_reaches_it_by_the_least(plans):
     ("place", "said"),
     [
         ("https://huggingface.co/org/name/blob/main/sparsekv.yaml", "name the hub repository: org/name, or download"),
+        ("https://huggingface.co/datasets/org/name", "name the hub repository, or download"),
         ("http://example.com/sparsekv.yaml", "name the hub repository, or download"),
         ("nothing-here", "found no file and no folder; name a plan file, or a folder or hub repository (ORG/NAME)"),
         (__file__, "name a plan file, or a folder or hub repository (ORG/NAME)"),

@@ -136,8 +136,10 @@ def test_whatever_is_no_plan_says_what_to_name(text: bytes) -> None:
 
 
 def test_a_fault_of_a_plan_is_named_by_itself() -> None:
-    for text in (TEXT + "[", TEXT.replace("kind:", '"kind" :') + "[", '{"kind": "sparsekv.plan", '):
+    spoiled = (TEXT + "[", TEXT.replace("kind:", '"kind" :') + "[")
+    for text in (*spoiled, '{"kind": "sparsekv.plan", ', '{"a": 1, "kind": "sparsekv.plan", '):
         assert NAME_A_PLAN not in refusal(text)
+    assert NAME_A_PLAN not in refusal(TEXT.encode("utf-16"))
 
 
 @pytest.mark.parametrize("opening", ["[", "{", "{a: ", "- ", "? ", "{? ", "[{a: "])

@@ -15,8 +15,8 @@ SPARSE = segment(0, (1, 2), 64, sink=4, recent=10)
 
 @pytest.fixture(scope="module", params=[(4, 1, 64), (8, 2, 128), (16, 1, 128), (4, 4, 256)], ids=str)
 def model(request):
-    heads, kv_heads, size = request.param
     """In float32: random models turn the rounding of bfloat16 into another key of 8 bits here and there."""
+    heads, kv_heads, size = request.param
     return tiny_model(heads=heads, kv_heads=kv_heads, head_dim=size, context=16384, dtype=torch.float32).to("cuda")
 
 
