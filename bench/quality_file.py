@@ -20,9 +20,9 @@ from sparsekv.bench.quality_methods import PLAN, Group
 from sparsekv.planner.data_files import first_fault
 from sparsekv.planner.evaluation.modes import DENSE
 from sparsekv.planner.evaluation.results import Interval, score_interval
-from sparsekv.planner.evaluation.suite_file import Key, SuiteCell, SuiteResult
+from sparsekv.planner.evaluation.suite_file import Key, SuiteCell, SuiteResult, continued_from
 from sparsekv.planner.tasks import ruler_suite
-from sparsekv.plans.errors import PlanError
+from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.files import read_text, write_bytes
 from sparsekv.plans.types import Length, Natural, NonNegative, Part, Portion, Text, format_length
 
@@ -165,6 +165,39 @@ def read_quality(path: Path) -> QualityFile:
         raise PlanError(
             f"expected a table of quality in {path}, found at {first_fault(error)}; remove it, or name another file"
         ) from error
+
+
+def merged(parts: Sequence[tuple[Path, QualityFile]]) -> QualityFile:
+    """Puts the parts of one table together, which ran other tasks or lengths beside each other.
+
+    Raises:
+        UsageError: they are of other tables, or two have run the same task at the same length.
+    """
+    path, whole = parts[0]
+    for other, part in parts[1:]:
+        head = continued_from(whole.head, part.head, path)
+        both = {(cell.task, cell.length) for cell in whole.cells} & {(cell.task, cell.length) for cell in part.cells}
+        if both:
+            task, length = min(both)
+            raise UsageError(
+                f"expected parts of a table that ran other tasks or lengths, found {task} at {format_length(length)} "
+                f"in {other} and in another part; leave one of them out"
+            )
+        settings: dict[tuple[str, int], list[str]] = {}
+        for note in (*whole.notes, *part.notes):
+            settings.setdefault((note.name, note.length), []).append(note.setting)
+        notes = [
+            note.model_copy(update={"setting": " or ".join(dict.fromkeys(settings[note.name, note.length]))})
+            for note in part.with_notes(whole.notes).notes
+        ]
+        whole = QualityFile(
+            head=head,
+            notes=tuple(notes),
+            knobs=whole.knobs | part.knobs,
+            runs=(*whole.runs, *part.runs),
+            cells=(*whole.cells, *part.cells),
+        )
+    return whole
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -323,9 +356,10 @@ def _runs(found: QualityFile) -> Iterator[str]:
     devices = ", ".join(dict.fromkeys(run.device for run in found.runs))
     commits = ", ".join(dict.fromkeys(run.commit for run in found.runs))
     dates = " to ".join(sorted({found.runs[0].date, found.runs[-1].date}))
+    parts = ", other tasks and lengths beside it" if len({run.command for run in found.runs}) > 1 else ""
     yield (
-        f"{model.id}, {model.dtype}: `{first.command}`, commit {commits}, {devices}, {dates}; {len(found.runs)} runs, "
-        f"{seconds / 60.0:.0f} minutes; {settings.samples} samples of each of {len(ruler_suite.RULER_SUITE)} tasks.\n"
+        f"{model.id}, {model.dtype}: `{first.command}`{parts}, commit {commits}, {devices}, {dates}; {len(found.runs)} "
+        f"runs, {seconds / 60.0:.0f} minutes; {settings.samples} samples of each of {len(ruler_suite.RULER_SUITE)} tasks.\n"
     )
 
 

@@ -3,10 +3,13 @@
     python -m sparsekv.bench.quality_table MODEL --plan plan.yaml --evict 0.5=half.yaml --evict 0.25=quarter.yaml \\
         --profile own.profile --lengths 4k,8k,16k,32k --samples 20 --out quality.json --max-seconds 500
     python -m sparsekv.bench.quality_table --show quality.json
+    python -m sparsekv.bench.quality_table --merge short.json long.json --out quality.json
 
 All methods run the same prompts in one process. The file is written after every batch, and the same command goes on
 where it ended. First come dense and the plan at all lengths, then the peers at theirs, then, on 100 samples, the tasks
 of which a method lost 10 points, ours first.
+
+Parts of a table (other --lengths, or other --tasks) may run beside each other, into files that --merge puts together.
 
 Of a batch dense prefills once; decode and eviction go on from that cache. Each method then reads the first tokens of
 dense's own text, step by step (divergence, time a step), and generates freely (RULER's score) unless it picked all of
@@ -45,6 +48,7 @@ from sparsekv.bench.quality_file import (
     QualityFile,
     RunNote,
     markdown,
+    merged,
     read_quality,
     write_quality,
 )
@@ -116,6 +120,7 @@ class Table:
 
     Attributes:
         until: when to stop, by the monotonic clock.
+        tasks: those of RULER's that are run; None for all.
         save: is given the file after each batch.
     """
 
@@ -125,6 +130,7 @@ class Table:
     save: Callable[[QualityFile], None]
     tell: Callable[[str], None]
     until: float = float("inf")
+    tasks: tuple[str, ...] | None = None
     kit: Kit | None = None
     methods: dict[int, dict[str, Method]] = field(default_factory=dict)
 
@@ -158,7 +164,7 @@ class Table:
         unique = list(dict.fromkeys(names))
         return [
             (length, task, [name for name in unique if name in self.methods[length]], self.asked.samples)
-            for length, task in product(lengths, ruler_suite.RULER_SUITE)
+            for length, task in product(lengths, self.tasks or ruler_suite.RULER_SUITE)
         ]
 
     def _again(self, chosen: Callable[[str], bool]) -> list[tuple[int, str, list[str], int]]:
@@ -370,6 +376,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.show is not None:
         print(*markdown(read_quality(args.show)), sep="\n")
         return 0
+    if args.merge:
+        write_quality(merged([(path, read_quality(path)) for path in args.merge]), args.out)
+        return 0
     began = time.monotonic()
     inputs, asked = _inputs(args)
     found, earlier = _begun(inputs, asked, args), time.monotonic()
@@ -386,7 +395,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_quality(table.model_copy(update={"runs": (*runs, note)}), args.out)
 
     table = Table(inputs, asked, found, save, lambda line: print(line, file=sys.stderr, flush=True))
-    table.until = earlier + args.max_seconds
+    table.until, table.tasks = earlier + args.max_seconds, args.tasks
     is_whole = table.run([n for n in asked.lengths if n in args.peer_lengths])
     if args.out.exists():
         print(*markdown(read_quality(args.out)), sep="\n")
@@ -399,11 +408,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of a file; nothing is run")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="put parts of a table into --out")
     parser.add_argument("--plan", type=Path, help="ours; others are held to its density and share")
     parser.add_argument("--evict", action="append", default=[], metavar="SHARE=FILE", help="a plan of `plan --retain`")
     parser.add_argument("--profile", type=Path, help="of `plan --profile-out`, for OmniKV and Kascade")
     parser.add_argument("--lengths", type=parse_lengths, default=parse_lengths("4k,8k,16k,32k"))
     parser.add_argument("--peer-lengths", type=parse_lengths, default=parse_lengths("16k,32k"), metavar="LENGTHS")
+    parser.add_argument("--tasks", type=lambda text: tuple(text.split(",")), help="some of RULER's; all by default")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--chunk", type=int, help="most tokens of a prompt at once")
@@ -415,8 +426,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--commit", help="where the folder is no checkout")
     args = parser.parse_args(argv)
-    if args.show is None and not (args.model and args.plan and args.out):
-        parser.error("expected MODEL, --plan FILE and --out FILE, or --show FILE alone")
+    if args.show is None and not (args.out and (args.merge or (args.model and args.plan))):
+        parser.error("expected MODEL, --plan FILE and --out FILE, or --merge FILES --out FILE, or --show FILE alone")
+    if unknown := set(args.tasks or ()) - ruler_suite.RULER_SUITE.keys():
+        parser.error(f"expected --tasks among {', '.join(ruler_suite.RULER_SUITE)}, found {', '.join(sorted(unknown))}")
     return args
 
 

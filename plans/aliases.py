@@ -61,7 +61,8 @@ ALIASES = (
     Alias("qwen3-8b", "Qwen/Qwen3-8B", "qwen3", "40k"),
     Alias("qwen3-14b", "Qwen/Qwen3-14B", "qwen3", "40k"),
     Alias("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", "qwen3_moe", "40k"),
-    Alias("gemma3-12b", "google/gemma-3-12b-it", "gemma3_text", "128k"),  # the text decoder of a model for images
+    Alias("qwen3.5-27b", "Qwen/Qwen3.5-27B", "qwen3_5_text", "256k"),  # the text decoder, as Gemma's below
+    Alias("gemma3-12b", "google/gemma-3-12b-it", "gemma3_text", "128k"),
     Alias("gemma3-27b", "google/gemma-3-27b-it", "gemma3_text", "128k"),
     Alias("gemma4-31b", "google/gemma-4-31B-it", "gemma4_text", "256k"),
     Alias("gemma4-e4b", "google/gemma-4-E4B-it", "gemma4_text", "128k"),

@@ -104,6 +104,11 @@ _QWEN3_30B_A3B = _shape("qwen3_moe", 1e6, 48, 2048, 6144, 32, 4, 151936, 40960) 
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
 }
+_QWEN3_5_27B = _shape("qwen3_5_text", 1e7, 64, 5120, 17408, 24, 4, 248320, 262144) | {
+    "head_dim": 256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "linear_num_value_heads": 48,
+}
 _GPT_OSS_20B = _shape("gpt_oss", 150000.0, 24, 2880, 2880, 64, 8, 201088, 131072) | {
     "head_dim": 64,
     "sliding_window": 128,
@@ -136,6 +141,7 @@ PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _shape("qwen3", 1e6, 36, 4096, 12288, 32, 8, 151936, 40960),
     "qwen3-14b": _shape("qwen3", 1e6, 40, 5120, 17408, 40, 8, 151936, 40960),
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
+    "qwen3.5-27b": _QWEN3_5_27B,
     "gemma3-12b": _gemma3(256, 256, 48, 3840, 15360, 16, 8, 262208, 131072),
     "gemma3-27b": _gemma3(128, 168, 62, 5376, 21504, 32, 16, 262208, 131072),
     "gemma4-31b": _GEMMA4_31B,

@@ -152,6 +152,27 @@ def test_the_command_writes_a_file_that_it_goes_on_with_and_prints(
         main([*command, "--samples", "2"])
 
 
+def test_parts_that_ran_other_tasks_beside_each_other_make_the_whole_table(
+    inputs: Inputs, few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(inputs.plan.model_copy(update={"prefill": None}), tmp_path / "plan.yaml")
+    command = ["tiny-retriever", "--plan", str(tmp_path / "plan.yaml"), "--lengths", "1k", "--samples", "1"]
+    command += ["--device", "cpu", "--commit", "abc"]
+    files = {name: str(tmp_path / f"{name}.json") for name in ("whole", "fwe", "niah_single_1", "merged")}
+    assert main([*command, "--out", files["whole"]]) == 0
+    for name in ("fwe", "niah_single_1"):
+        assert main([*command, "--out", files[name], "--tasks", name]) == 0
+    assert main(["--merge", files["fwe"], files["niah_single_1"], "--out", files["merged"]]) == 0
+    whole, found = read_quality(Path(files["whole"])), read_quality(Path(files["merged"]))
+    assert {k: v.recall for k, v in found.by_key.items()} == {k: v.recall for k, v in whole.by_key.items()}
+    assert (found.head, found.notes, len(found.runs)) == (whole.head, whole.notes, 2)
+    with pytest.raises(UsageError, match="found fwe at 1k in"):
+        main(["--merge", files["merged"], files["fwe"], "--out", files["merged"]])
+    with pytest.raises(SystemExit):
+        main([*command, "--out", files["whole"], "--tasks", "fw"])
+    assert "expected --tasks among niah_single_1, fwe, found fw" in capsys.readouterr().err
+
+
 def test_budgets_read_the_share_that_they_are_made_for() -> None:
     segments = (segment(2, tuple(range(3, 12)), 1),)
     for share in (0.4, 0.6):

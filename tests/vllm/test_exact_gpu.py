@@ -28,7 +28,7 @@ CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without compilat
 SMALL = {
     "max_model_len": 1024,
     "max_num_batched_tokens": 512,
-    "gpu_memory_utilization": 0.2,
+    "gpu_memory_utilization": 0.1,
     "dtype": "bfloat16",
     "kernel_config": {"enable_jit_warmup": False},  # of samplers, which takes minutes
 }

@@ -37,7 +37,7 @@ def engines(
         graphs = {"enforce_eager": False, "compilation_config": CAPTURED} if captured else {}
         return make_engine(
             str(reference.model.name_or_path), dtype="bfloat16", kv_cache_dtype="fp8",
-            additional_config={"sparsekv": own}, num_gpu_blocks_override=1024, gpu_memory_utilization=0.15,
+            additional_config={"sparsekv": own}, num_gpu_blocks_override=1024, gpu_memory_utilization=0.1,
             disable_log_stats=True, **asking_for_ours(), **graphs,
         )  # fmt: skip
 
