@@ -357,9 +357,10 @@ def _runs(found: QualityFile) -> Iterator[str]:
     commits = ", ".join(dict.fromkeys(run.commit for run in found.runs))
     dates = " to ".join(sorted({found.runs[0].date, found.runs[-1].date}))
     parts = ", other tasks and lengths beside it" if len({run.command for run in found.runs}) > 1 else ""
+    tasks = f"{settings.samples} samples of each of {len(ruler_suite.RULER_SUITE)} tasks"
     yield (
         f"{model.id}, {model.dtype}: `{first.command}`{parts}, commit {commits}, {devices}, {dates}; {len(found.runs)} "
-        f"runs, {seconds / 60.0:.0f} minutes; {settings.samples} samples of each of {len(ruler_suite.RULER_SUITE)} tasks.\n"
+        f"runs, {seconds / 60.0:.0f} minutes; {tasks}.\n"
     )
 
 
