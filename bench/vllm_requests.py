@@ -137,7 +137,7 @@ def _engine(args: argparse.Namespace) -> Any:
             disable_log_stats=False,
             tensor_parallel_size=args.tensor_parallel,
             additional_config={"sparsekv": ours},
-            **({"gpu_memory_utilization": 0.1} if ON_GPU else {}),
+            **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 4 << 30} if ON_GPU else {}),
             **({} if args.dense else asking_for_ours()),
             **_speculating(args.speculative, longest, Path(folder)),
             # Exact output takes the model's files as they are.

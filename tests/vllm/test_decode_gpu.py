@@ -29,7 +29,8 @@ def engines(
         config = {"sparsekv": {"plan": str(path), "decode": decode}}
         return make_engine(
             str(reference.model.name_or_path), dtype="bfloat16", additional_config=config,
-            num_gpu_blocks_override=1024, gpu_memory_utilization=0.1, disable_log_stats=True,
+            num_gpu_blocks_override=1024, gpu_memory_utilization=0.1,
+            kv_cache_memory_bytes=2 << 30, disable_log_stats=True,
             **asking_for_ours(), **settings,
         )  # fmt: skip
 

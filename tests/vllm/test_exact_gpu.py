@@ -29,6 +29,7 @@ SMALL = {
     "max_model_len": 1024,
     "max_num_batched_tokens": 512,
     "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 2 << 30,
     "dtype": "bfloat16",
     "kernel_config": {"enable_jit_warmup": False},  # of samplers, which takes minutes
 }

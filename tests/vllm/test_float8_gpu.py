@@ -38,6 +38,7 @@ def engines(
         return make_engine(
             str(reference.model.name_or_path), dtype="bfloat16", kv_cache_dtype="fp8",
             additional_config={"sparsekv": own}, num_gpu_blocks_override=1024, gpu_memory_utilization=0.1,
+            kv_cache_memory_bytes=2 << 30,
             disable_log_stats=True, **asking_for_ours(), **graphs,
         )  # fmt: skip
 
