@@ -20,7 +20,7 @@ from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import load_config
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.hf.public_shapes import config_of
-from sparsekv.runtime.model_config import describe_config
+from sparsekv.runtime.model_config import describe_config, linear_layers
 from sparsekv.runtime.stores.pinned import available_bytes, has_room
 
 
@@ -104,7 +104,8 @@ def _check_room(config: Any, dtype: torch.dtype, cached: int, available: int | N
     with torch.device("meta"):
         model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=dtype))
     weights = sum(weight.nbytes for weight in model.parameters())
-    kv = cached * kv_bytes(layouts_of(model))
+    states = linear_layers(config)
+    kv = cached * kv_bytes(layout for layer, layout in enumerate(layouts_of(model)) if layer not in states)
     if available is None or has_room(weights + kv, available):
         return
     ways = ["a smaller model"]

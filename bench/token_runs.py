@@ -29,7 +29,9 @@ from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.attention import Phase
 from sparsekv.runtime.hf.cache import CACHE_NAME, SparseLayer
 from sparsekv.runtime.hf.drafts import Verdict
+from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.placement import layouts_of
+from sparsekv.runtime.model_config import linear_layers
 from sparsekv.runtime.stores.store import Layout
 
 UNMODIFIED, OURS = "transformers", "sparsekv dense"  # ways to run dense
@@ -188,16 +190,21 @@ class DecodeRuns:
     def filled(self, handle: Handle | None, length: int, batch: int) -> Cache:
         """A cache with so many tokens that `length` are reached at the end; it leaves no room for what a prompt would
         make on its way, as none runs."""
-        tokens = length - self.bench.fewest_tokens + 1
-        layouts = [replace(layout, batch=batch) for layout in layouts_of(self.model)]
+        tokens, states = length - self.bench.fewest_tokens + 1, linear_layers(config_of(self.model))
+        own = {n: replace(one, batch=batch) for n, one in enumerate(layouts_of(self.model)) if n not in states}
         if handle is None:
             cache: Cache = DynamicCache(config=self.model.config)
-            layers: Iterable[Fillable] = (_Appended(cache, layer) for layer in range(len(layouts)))
+            layers: Iterable[Fillable] = (_Appended(cache, layer) for layer in own)
         else:
             room = length + DRAFTS[-1] if handle.loop else length
             cache = handle.new_cache(room, batch, answer=room - 1)
             layers = (layer for layer in cache.layers if isinstance(layer, SparseLayer))
-        fill(layers, tokens, layouts, self.bench.seed)
+        if states:  # which a first token makes
+            tokens -= 1
+            ids_B1 = torch.ones(batch, 1, dtype=torch.long, device=self.model.device)
+            with torch.no_grad():
+                self.model(input_ids=ids_B1, use_cache=True, **{CACHE_NAME: cache})
+        fill(layers, tokens, list(own.values()), self.bench.seed)
         return cache
 
     def applied(self, way: str, length: int) -> AbstractContextManager[Handle | None]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from emulated_graphs import emulate
 from host_pages import page_on_the_host
-from tiny_models import SHARED, tiny_model
+from tiny_models import HYBRIDS, SHARED, tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
 
 import sparsekv
@@ -270,6 +270,19 @@ def test_steps_that_are_captured_over_pages_have_their_times(monkeypatch, option
     token = rows[1].own
     assert (token["replay_ms"] > 0, token["dense_replay_ms"] > 0) == (True, True)
     assert ("map" in pool.driver.calls, pool.used) == (True, 0)
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_layers_with_a_recurrent_state_get_it_from_a_first_token(monkeypatch, architecture):
+    emulate(monkeypatch)
+    model = tiny_model(architecture, layers=4 if architecture == "jamba" else 3, context=1024)
+    subject = BenchModel(model, info_of(model), architecture, "random")
+    first, *others = subject.info.full_layers
+    plan = plan_for(model, decode=decode_plan(segment(first, tuple(others), BUDGET)))
+    attention, token = rows_of(subject, plan, backend="triton", new_tokens=4)
+    assert (attention.note, token.note, token.peers.refused) == ("", "", {})
+    assert {UNMODIFIED, OURS} == set(token.peers.timed_ms)
+    assert min(token.sparse_ms, token.own["replay_ms"]) > 0
 
 
 def test_exact_tokens_are_a_row_of_their_own_over_our_dense_steps(subject, plan):
