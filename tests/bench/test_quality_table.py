@@ -50,10 +50,10 @@ def inputs(retriever: LoadedModel) -> Inputs:
     return inputs_of(retriever)
 
 
-def inputs_of(retriever: LoadedModel) -> Inputs:
+def inputs_of(retriever: LoadedModel, columns: int = 64, chosen: int = 200) -> Inputs:
     model = retriever.model
-    lines = VerticalSlash(vertical=tokens(64), slash=tokens(96), last_q=64, max_tiles=tokens(512))
-    own = plan_for(model, every_head(model, lines), decode_plan(segment(2, tuple(range(3, 12)), 200)))
+    lines = VerticalSlash(vertical=tokens(columns), slash=tokens(96), last_q=64, max_tiles=tokens(8 * columns))
+    own = plan_for(model, every_head(model, lines), decode_plan(segment(2, tuple(range(3, 12)), chosen)))
     evicting = plan_for(model, None, None, drops(tuple(range(12)), 400, observe=64))
     reuse = made_up_reuse(np.random.default_rng(0).uniform(0.5, 1.0, (12, 12)))
     entry = LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=reuse)
@@ -122,7 +122,8 @@ def test_settings_that_were_searched_are_saved_also_where_that_took_all_the_time
 
 @pytest.mark.gpu
 def test_all_methods_run_on_a_gpu_and_what_is_shared_and_captured_loses_nothing(few: None) -> None:
-    inputs = inputs_of(load_model(ModelSource(str(REFERENCE_MODEL)), device="cuda", dtype="bfloat16"))
+    loaded = load_model(ModelSource(str(REFERENCE_MODEL)), device="cuda", dtype="bfloat16")
+    inputs = inputs_of(loaded, columns=900, chosen=900)
     is_whole, found, _ = run_on(inputs, empty(inputs))
     assert is_whole
     for name in ("dense", "plan", "plan, prefill", "plan, decode"):

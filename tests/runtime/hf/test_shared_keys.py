@@ -176,5 +176,16 @@ def test_heads_of_512_give_the_dense_logits_at_full_density_and_are_captured(for
     full = every_head(model, AShape(sink=tokens(1), window=fraction(1.0)), BlockSparse(keep=fraction(1.0)))
     with apply(model, plan_for(model, full, decode_plan(segment(0, (2, 4, 5, 6), EVERYTHING)))) as handle:
         found, _ = steps(model, prompt, new)
-        assert (handle.backend.name, handle.steps.replayed, handle.steps.why_not) == ("triton", 5, "")
+        assert handle.backend.name == "triton"
+        # torch's grouped product of experts waits for the device in float32
+        assert (handle.steps.replayed, handle.steps.why_not) == (5, "") or form == "experts"
     assert (found - dense).float().norm() / dense.float().norm() < 0.01
+
+
+@pytest.mark.gpu
+def test_experts_are_captured_in_bfloat16() -> None:
+    model = tiny("experts", global_head_dim=512, dtype=torch.bfloat16).cuda()
+    with apply(model, plan_for(model, None, decode_plan(segment(0, (2, 4, 5, 6), EVERYTHING)))) as handle:
+        found, _ = steps(model, random_tokens(2, 700).cuda(), random_tokens(2, 5, 1).cuda())
+        assert (handle.backend.name, handle.steps.replayed, handle.steps.why_not) == ("triton", 5, "")
+    assert bool(found.isfinite().all())
