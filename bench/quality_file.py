@@ -28,6 +28,7 @@ from sparsekv.plans.types import Length, Natural, NonNegative, Part, Portion, Te
 
 MAX_BYTES = 64 << 20
 LOST = 0.10  # of a task's score: what is run again, on more samples
+FEWEST = 3  # tasks that a mean is of
 GOAL_POINTS, GOAL_RATIO = -2.0, 0.5
 GROUPS: dict[Group, tuple[str, str]] = {
     "plan": ("The whole plan", "tiles; tokens read"),
@@ -131,6 +132,20 @@ class QualityFile(Part):
         notes = {(note.name, note.length): note for note in (*self.notes, *new)}
         return self.model_copy(update={"notes": tuple(notes.values())})
 
+    def tasks_of(self, methods: Sequence[str], length: int) -> tuple[str, ...]:
+        """Returns the tasks of which dense and all of these methods have the samples that were asked for."""
+        names, count = (DENSE, *methods), self.head.settings.samples
+        return tuple(
+            task
+            for task in ruler_suite.RULER_SUITE
+            if all(self.samples((name, task, length)) >= count for name in names)
+        )
+
+    def untimed(self) -> Self:
+        """The same without times, which say nothing where something else ran on the device."""
+        none = {"prefill_seconds": None, "step_seconds": None}
+        return self.model_copy(update={"cells": tuple(cell.model_copy(update=none) for cell in self.cells)})
+
     def loss(self, method: str, task: str, length: int) -> float:
         """Returns what a method loses of a task's score, over all samples that dense has too."""
         cells = self.by_key
@@ -208,6 +223,7 @@ class Row:
     """One method at some lengths; scores are shares, times are None where they were not measured.
 
     Attributes:
+        tasks: that it is of.
         interval: 95%, of the difference from dense over the same samples.
         worst: the task and length that loses most, what it loses, and its samples.
     """
@@ -215,6 +231,7 @@ class Row:
     method: str
     setting: str
     lengths: tuple[int, ...]
+    tasks: tuple[str, ...]
     dense: float
     own: float
     interval: Interval
@@ -227,10 +244,10 @@ class Row:
     step_seconds: float | None
 
 
-def row_of(found: QualityFile, method: str, lengths: Sequence[int]) -> Row:
+def row_of(found: QualityFile, method: str, lengths: Sequence[int], tasks: Sequence[str]) -> Row:
     """A method over tasks and lengths that it has all run."""
     cells, count = found.by_key, found.head.settings.samples
-    keys = [(task, length) for length in lengths for task in ruler_suite.RULER_SUITE]
+    keys = [(task, length) for length in lengths for task in tasks]
     own = [cells[method, *key] for key in keys]
     dense = [cells[DENSE, *key] for key in keys]
 
@@ -250,6 +267,7 @@ def row_of(found: QualityFile, method: str, lengths: Sequence[int]) -> Row:
         method=method,
         setting=setting,
         lengths=tuple(lengths),
+        tasks=tuple(tasks),
         dense=float(np.mean(scores(dense))),
         own=float(np.mean(scores(own))),
         interval=score_interval(scores(dense), scores(own)),
@@ -264,25 +282,25 @@ def row_of(found: QualityFile, method: str, lengths: Sequence[int]) -> Row:
 
 
 def rows(found: QualityFile) -> Iterator[tuple[Group, Row]]:
-    """The rows of every group: of each length that is complete, and of the whole plan over all of these."""
-    count = found.head.settings.samples
-
-    def is_whole(method: str, length: int) -> bool:
-        return all(
-            found.samples((name, task, length)) >= count for name in (DENSE, method) for task in ruler_suite.RULER_SUITE
-        )
-
+    """The rows of every group: of each length over the tasks that all of its methods have run, and of the whole plan
+    over all lengths that are complete."""
     for group in GROUPS:
-        own = [note for note in found.notes if note.group == group and is_whole(note.name, note.length)]
-        for note in sorted(own, key=lambda note: note.length):
-            yield group, row_of(found, note.name, (note.length,))
-        if group == "plan" and len(lengths := sorted(note.length for note in own)) > 1:
-            yield group, row_of(found, PLAN, lengths)
+        notes = [note for note in found.notes if note.group == group]
+        whole: list[int] = []
+        for length in sorted({note.length for note in notes}):
+            names = [note.name for note in notes if note.length == length]
+            tasks, everything = found.tasks_of(names, length), tuple(ruler_suite.RULER_SUITE)
+            if len(tasks) < min(FEWEST, len(everything)):
+                names, tasks = [name for name in names if found.tasks_of([name], length) == everything], everything
+            for name in names:
+                yield group, row_of(found, name, (length,), tasks)
+                whole += [length] if tasks == everything else []
+        if group == "plan" and len(whole) > 1:
+            yield group, row_of(found, PLAN, whole, tuple(ruler_suite.RULER_SUITE))
 
 
 def markdown(found: QualityFile) -> Iterator[str]:
     """Lines of the tables: what was run, a table a group, and what the goals say."""
-    dense_rows = {row.lengths: row for row in _dense(found)}
     every = list(rows(found))
     yield from _runs(found)
     for group, (title, _) in GROUPS.items():
@@ -290,14 +308,18 @@ def markdown(found: QualityFile) -> Iterator[str]:
         if not own:
             continue
         yield f"**{title}**\n"
-        yield f"| length | method | {' | '.join(_HEADS)} |"
-        yield "|---" * (len(_HEADS) + 2) + "|"
-        for lengths in dict.fromkeys(row.lengths for row in own):
+        heads = _HEADS if any(row.prefill_seconds or row.step_seconds for row in own) else _HEADS[:-2]
+        yield f"| length | method | {' | '.join(heads)} |"
+        yield "|---" * (len(heads) + 2) + "|"
+        for lengths, tasks in dict.fromkeys((row.lengths, row.tasks) for row in own):
             at = ", ".join(map(format_length, lengths)) if len(lengths) == 1 else "all"
-            same = [row for row in own if row.lengths == lengths]
-            for row in (*([dense_rows[lengths]] if lengths in dense_rows else []), *same):
-                yield f"| {at} | {' | '.join(_cells(group, row))} |"
+            at += f", {len(tasks)} tasks" if len(tasks) < len(ruler_suite.RULER_SUITE) else ""
+            same = [row for row in own if (row.lengths, row.tasks) == (lengths, tasks)]
+            for row in (row_of(found, DENSE, lengths, tasks), *same):
+                yield f"| {at} | {' | '.join(_cells(group, row)[: len(heads)])} |"
         yield ""
+        for tasks in dict.fromkeys(row.tasks for row in own if len(row.tasks) < len(ruler_suite.RULER_SUITE)):
+            yield f"{len(tasks)} tasks: {', '.join(tasks)}, what all of these methods have run.\n"
     yield from _goals(every)
 
 
@@ -339,15 +361,6 @@ def _cells(group: Group, row: Row) -> tuple[str, ...]:
         spent[group],
         *times,
     )
-
-
-def _dense(found: QualityFile) -> Iterator[Row]:
-    count = found.head.settings.samples
-    lengths = sorted({cell.length for cell in found.cells})
-    whole = [n for n in lengths if all(found.samples((DENSE, task, n)) >= count for task in ruler_suite.RULER_SUITE)]
-    for some in (*((length,) for length in whole), tuple(whole)):
-        if some:
-            yield row_of(found, DENSE, some)
 
 
 def _runs(found: QualityFile) -> Iterator[str]:

@@ -377,7 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*markdown(read_quality(args.show)), sep="\n")
         return 0
     if args.merge:
-        write_quality(merged([(path, read_quality(path)) for path in args.merge]), args.out)
+        whole = merged([(path, read_quality(path)) for path in args.merge])
+        write_quality(whole.untimed() if args.untimed else whole, args.out)
         return 0
     began = time.monotonic()
     inputs, asked = _inputs(args)
@@ -392,7 +393,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             date=date.today().isoformat(),
             seconds=round(time.monotonic() - began, 1),
         )
-        write_quality(table.model_copy(update={"runs": (*runs, note)}), args.out)
+        table = table.model_copy(update={"runs": (*runs, note)})
+        write_quality(table.untimed() if args.untimed else table, args.out)
 
     table = Table(inputs, asked, found, save, lambda line: print(line, file=sys.stderr, flush=True))
     table.until, table.tasks = earlier + args.max_seconds, args.tasks
@@ -415,6 +417,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=parse_lengths, default=parse_lengths("4k,8k,16k,32k"))
     parser.add_argument("--peer-lengths", type=parse_lengths, default=parse_lengths("16k,32k"), metavar="LENGTHS")
     parser.add_argument("--tasks", type=lambda text: tuple(text.split(",")), help="some of RULER's; all by default")
+    parser.add_argument("--untimed", action="store_true", help="without times: something else runs on the device")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--chunk", type=int, help="most tokens of a prompt at once")

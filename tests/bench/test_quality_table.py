@@ -167,11 +167,28 @@ def test_parts_that_ran_other_tasks_beside_each_other_make_the_whole_table(
     whole, found = read_quality(Path(files["whole"])), read_quality(Path(files["merged"]))
     assert {k: v.recall for k, v in found.by_key.items()} == {k: v.recall for k, v in whole.by_key.items()}
     assert (found.head, found.notes, len(found.runs)) == (whole.head, whole.notes, 2)
+    assert "step, ms" in "\n".join(markdown(found))
+    assert "step, ms" not in "\n".join(markdown(found.untimed()))
     with pytest.raises(UsageError, match="found fwe at 1k in"):
         main(["--merge", files["merged"], files["fwe"], "--out", files["merged"]])
     with pytest.raises(SystemExit):
         main([*command, "--out", files["whole"], "--tasks", "fw"])
     assert "expected --tasks among niah_single_1, fwe, found fw" in capsys.readouterr().err
+
+
+def test_methods_stand_beside_each_other_on_the_tasks_that_all_have_run(
+    inputs: Inputs, few: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, found, _ = run_on(inputs, empty(inputs))
+    monkeypatch.setattr("sparsekv.bench.quality_file.FEWEST", 1)
+    cells = tuple(cell for cell in found.cells if (cell.method, cell.task) != ("Quest", "fwe"))
+    lines = list(markdown(found.model_copy(update={"cells": cells})))
+    decode = [line for line in lines[lines.index("**Decode at the plan's share, prefill dense**\n") :] if "1k" in line]
+    assert all(line.startswith("| 1k, 1 tasks |") for line in decode[:4]), decode
+    assert "1 tasks: niah_single_1, what all of these methods have run.\n" in lines
+    assert any(line.startswith("| 1k | plan |") for line in lines), "other groups have them all"
+    monkeypatch.setattr("sparsekv.bench.quality_file.FEWEST", 2)
+    assert not any("1k, 1 tasks" in line for line in markdown(found.model_copy(update={"cells": cells})))
 
 
 def test_budgets_read_the_share_that_they_are_made_for() -> None:
