@@ -316,7 +316,7 @@ def markdown(found: QualityFile) -> Iterator[str]:
             at += f", {len(tasks)} tasks" if len(tasks) < len(ruler_suite.RULER_SUITE) else ""
             same = [row for row in own if (row.lengths, row.tasks) == (lengths, tasks)]
             for row in (row_of(found, DENSE, lengths, tasks), *same):
-                yield f"| {at} | {' | '.join(_cells(group, row)[: len(heads)])} |"
+                yield f"| {at} | {' | '.join(_cells(group, row)[: len(heads) + 1])} |"
         yield ""
         for tasks in dict.fromkeys(row.tasks for row in own if len(row.tasks) < len(ruler_suite.RULER_SUITE)):
             yield f"{len(tasks)} tasks: {', '.join(tasks)}, what all of these methods have run.\n"

@@ -92,13 +92,14 @@ REAL = {  # real weights, and where that is written
     "qwen2": "[Qwen2.5-Coder-0.5B](results/planning.md)",
 }
 SPEED = {  # of the public shape with random weights
-    "gemma3_text": "[12B](results/prompts.md), [27B, decode](results/decode.md#shapes-of-other-families)",
-    "gemma4_text": "[31B, decode](results/decode.md#shapes-of-other-families)",
-    "glm4_moe": "[4.5-Air, decode](results/decode.md#shapes-of-other-families)",
+    "gemma3_text": "[12B](results/prompts.md), [27B](results/decode.md#shapes-of-other-families)",
+    "gemma4_text": "[31B, E4B](results/decode.md#shapes-of-other-families)",
+    "glm4_moe": "[4.5-Air](results/decode.md#shapes-of-other-families)",
     "gpt_oss": "[20b](results/decode.md)",
     "llama": "[8B](results/prompts.md)",
-    "minimax_m2": "[M2, decode](results/decode.md#shapes-of-other-families)",
-    "olmo3": "[32B, decode](results/decode.md#shapes-of-other-families)",
+    "minimax_m2": "[M2](results/decode.md#shapes-of-other-families)",
+    "olmo3": "[32B](results/decode.md#shapes-of-other-families)",
+    "qwen3_5_text": "[27B, part](results/decode.md#shapes-of-other-families)",
     "qwen3_moe": "[30B-A3B](results/prompts.md)",
 }
 SERVED = {  # by vLLM, what the tests do not say

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sparsekv.plans.schema import Plan as Plan
     from sparsekv.runtime.hf.apply import apply as apply
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Plan", "SparseKVError", "__version__", "apply", "load_plan", "plan_model", "verify_plan", "write_plan"]
 
 _HOMES = {
