@@ -58,7 +58,7 @@ def _engine(args: argparse.Namespace) -> Any:
         max_model_len=max(args.lengths),
         max_num_batched_tokens=args.step,
         max_num_seqs=2,
-        **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 4 << 30} if torch.cuda.is_available() else {}),
+        **({"kv_cache_memory_bytes": args.cache << 30, "gpu_memory_utilization": 0.1} if args.cache else {}),
         enable_prefix_caching=False,
         enforce_eager=not torch.cuda.is_available(),
         disable_log_stats=False,
@@ -101,6 +101,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--draft", type=int, default=6)
     parser.add_argument("--step", type=int, default=8192, help="tokens that the engine computes in a step")
+    parser.add_argument("--cache", type=int, help="GiB of keys and values, beside other work on a GPU; all by default")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if unknown := set(args.kinds) - TASKS.keys():

@@ -53,8 +53,11 @@ def hand_plan(
         densities: one for all lengths, or one for each.
 
     Raises:
-        UsageError: lengths and densities do not pair up, or a family is unknown or has no fixed density.
+        UsageError: lengths and densities do not pair up, a family is unknown or has no fixed density, or no layer has
+            full attention.
     """
+    if not info.full_layers:
+        raise UsageError(f"expected layers with full attention, found none in {info.layers}; raise --layers")
     if len(densities) not in (1, len(lengths)):
         raise UsageError(f"expected one --density, or one for each of {len(lengths)} lengths, found {len(densities)}")
     paired = sorted(zip(lengths, tuple(densities) * len(lengths) if len(densities) == 1 else densities, strict=True))

@@ -351,7 +351,7 @@ def _with_sparse(row: Row, runs: PrefillRuns, found: list[Run]) -> Row:
         return row
     # Without a plan, tiles are what the runtime counts in.
     tile = runs.plan.prefill.tile if runs.plan.prefill else TileShape()
-    head_dim = max(group.head_dim for group in attention_groups(runs.model.config))
+    head_dim = max(group.head_dim for group in attention_groups(runs.model.config) if group.kind != "linear")
     attention = 4.0 * head_dim * tile.query * tile.key * last.stats.prefill_tiles_computed
     return row.plus(
         density=last.stats.prefill_density,

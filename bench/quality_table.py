@@ -171,7 +171,8 @@ class Table:
         found: dict[tuple[int, str], list[str]] = {}
         for name, task, length in self.found.by_key:
             known = name in self.methods.get(length, {})
-            if known and chosen(name) and self.found.loss(name, task, length) >= LOST:
+            asked = task in (self.tasks or ruler_suite.RULER_SUITE)
+            if known and asked and chosen(name) and self.found.loss(name, task, length) >= LOST:
                 found.setdefault((length, task), []).append(name)
         return [(length, task, names, max(AGAIN, self.asked.samples)) for (length, task), names in found.items()]
 
@@ -416,8 +417,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="of `plan --profile-out`, for OmniKV and Kascade")
     parser.add_argument("--lengths", type=parse_lengths, default=parse_lengths("4k,8k,16k,32k"))
     parser.add_argument("--peer-lengths", type=parse_lengths, default=parse_lengths("16k,32k"), metavar="LENGTHS")
-    parser.add_argument("--tasks", type=lambda text: tuple(text.split(",")), help="some of RULER's; all by default")
-    parser.add_argument("--untimed", action="store_true", help="without times: something else runs on the device")
+    parser.add_argument("--tasks", type=lambda text: tuple(filter(None, text.split(","))), help="some of RULER's")
+    parser.add_argument(
+        "--untimed", action="store_true", help="leave all times out of --out: something else ran on the device"
+    )
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--chunk", type=int, help="most tokens of a prompt at once")

@@ -188,8 +188,8 @@ class DecodeRuns:
         return handle.steps.why_not
 
     def filled(self, handle: Handle | None, length: int, batch: int) -> Cache:
-        """A cache with so many tokens that `length` are reached at the end; it leaves no room for what a prompt would
-        make on its way, as none runs."""
+        """A cache with so many tokens that `length` are reached at the end: keys and values are random, recurrent
+        states those of a first token, which alone is run. It leaves no room for what a prompt would make on its way."""
         tokens, states = length - self.bench.fewest_tokens + 1, linear_layers(config_of(self.model))
         own = {n: replace(one, batch=batch) for n, one in enumerate(layouts_of(self.model)) if n not in states}
         if handle is None:
@@ -199,7 +199,7 @@ class DecodeRuns:
             room = length + DRAFTS[-1] if handle.loop else length
             cache = handle.new_cache(room, batch, answer=room - 1)
             layers = (layer for layer in cache.layers if isinstance(layer, SparseLayer))
-        if states:  # which a first token makes
+        if states:
             tokens -= 1
             ids_B1 = torch.ones(batch, 1, dtype=torch.long, device=self.model.device)
             with torch.no_grad():

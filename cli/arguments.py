@@ -219,7 +219,8 @@ class Subject:
         Args:
             target: a model: a folder or hub repository (whose sparsekv.yaml is the plan), or an alias of one.
             plan: where the plan is, instead; see `plan_file`.
-            model: the model, instead of the target or the plan's own.
+            model: the model, instead of the target or the plan's own: that in whose folder the plan lies, or the one
+                that it was made for.
 
         Raises:
             UsageError: nothing was named, or a file in place of a model, or the plan cannot be read.
@@ -248,7 +249,8 @@ class Subject:
                 "expected a MODEL (a folder, GGUF file, hub id or alias), or --plan FILE, which names its own; found "
                 "neither"
             )
-        return cls(found.model.id, found, own, from_plan=True)
+        beside = own is not None and (own.parent / "config.json").is_file()
+        return cls(str(own.parent) if own and beside else found.model.id, found, own, from_plan=True)
 
     def need_plan(self, otherwise: str = "") -> Plan:
         """The plan.

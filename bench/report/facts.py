@@ -236,7 +236,7 @@ def _reads(plan: Plan, title: str, length: int, bucket: DecodeBucket) -> Iterato
     for layer in range(plan.model.layers):
         shape, segment = plan.model.group_of(layer), segments.get(layer)
         role: str = "dense" if shape.kind == "full" else shape.kind
-        tokens = min(shape.window or length, length)
+        tokens = 0 if shape.kind == "linear" else min(shape.window or length, length)
         if segment is not None:
             role = f"reads the choice of layer {segment.filter}"
             tokens = segment.read_tokens(layer, length)

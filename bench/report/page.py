@@ -132,7 +132,7 @@ _MAPS = (
 def _prefill(plan: Plan, profile: Profile | None, drawings: _Drawings) -> Section:
     maps, lines = facts.pattern_maps(plan, profile)
     layers = plan.model.layers
-    heads = max(group.heads for group in plan.model.attention)
+    heads = max(group.heads for group in plan.model.attention if group.kind != "linear")
     families = sorted({head.pattern for one in maps for head in one.heads})
     blocks = []
     for number, one in enumerate(maps):

@@ -139,7 +139,7 @@ class _Run:
             recall=tuple(recall(text, sample.answer) for text, sample in both),
             exact=tuple(float(matches(text, sample.answer)) for text, sample in both),
             prefill_density=computed.tiles / computed.causal_tiles if computed.causal_tiles else 1.0,
-            decode_share=computed.attended / computed.cached if computed.cached else 1.0,
+            decode_share=computed.attended / computed.cached if computed.cached else None,
         )
 
     def _batches(self) -> Iterator[Sequence[Sample]]:

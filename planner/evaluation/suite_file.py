@@ -64,7 +64,7 @@ class SuiteCell(Part):
     recall: tuple[Portion, ...]
     exact: tuple[Portion, ...]
     prefill_density: Portion
-    decode_share: Portion
+    decode_share: Portion | None = None  # of the tokens; None where no text went beyond its first token
 
     @property
     def key(self) -> Key:

@@ -80,10 +80,11 @@ class SuiteTable:
         return self._share(method, "prefill_density", length)
 
     def decode_share(self, method: str, length: int) -> float:
-        """The mean over tasks."""
+        """The mean over the tasks that had steps; 1 where decode ran dense or not at all."""
         return self._share(method, "decode_share", length)
 
     def _share(self, method: str, name: Literal["prefill_density", "decode_share"], length: int) -> float:
         cells = self.result.by_key
-        each: list[float] = [getattr(cells[method, task, length], name) for task in self.tasks]
-        return sum(each) / len(each)
+        each: list[float | None] = [getattr(cells[method, task, length], name) for task in self.tasks]
+        known = [share for share in each if share is not None]
+        return sum(known) / len(known) if known else 1.0

@@ -26,7 +26,7 @@ TESTED: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "cuda": MappingProxyType(
             {
                 "0.26.0": "all tests of the host and `bench serve` on one H200",
-                "0.33.0": "GPU tests, `vllm serve` and `bench serve` on one H100, tensor parallel 2 on two",
+                "0.33.0": "GPU tests, `vllm serve` and `bench serve` on an H100 and an H200, tensor parallel 2",
             }
         ),
     }
@@ -112,7 +112,7 @@ def check_engine_layer(
         )
 
 
-EXACT_TESTED = frozenset({"cuda"})  # devices on which all tests of exact output were run
+EXACT_TESTED = frozenset({"cpu", "cuda"})  # devices on which the tests of exact output were run
 
 
 def untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:

@@ -14,7 +14,16 @@ from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 
 from sparsekv.bench import quality_methods, quality_table
 from sparsekv.bench.eviction_rules import Evicted, cached_share, observed_prompt, top_of_layer
-from sparsekv.bench.quality_file import QualityFile, RunNote, markdown, read_quality
+from sparsekv.bench.quality_file import (
+    LOST,
+    MethodNote,
+    QualityCell,
+    QualityFile,
+    RunNote,
+    markdown,
+    merged,
+    read_quality,
+)
 from sparsekv.bench.quality_methods import Inputs, Method, budget_for, check_shares, quest_budget, share_read
 from sparsekv.bench.quality_table import Table, main
 from sparsekv.planner.evaluation.suite import SuiteSamples
@@ -28,6 +37,11 @@ from sparsekv.plans.patterns import VerticalSlash, tokens
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 
 LENGTH = 1024
+SPENT = {"prefill_density": 1.0, "decode_share": 1.0}
+
+
+def other_seed(found: QualityFile) -> SuiteSettings:
+    return found.head.settings.model_copy(update={"seed": 1})
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +137,7 @@ def test_settings_that_were_searched_are_saved_also_where_that_took_all_the_time
 @pytest.mark.gpu
 def test_all_methods_run_on_a_gpu_and_what_is_shared_and_captured_loses_nothing(few: None) -> None:
     loaded = load_model(ModelSource(str(REFERENCE_MODEL)), device="cuda", dtype="bfloat16")
-    inputs = inputs_of(loaded, columns=900, chosen=900)
+    inputs = inputs_of(loaded, columns=450, chosen=700)
     is_whole, found, _ = run_on(inputs, empty(inputs))
     assert is_whole
     for name in ("dense", "plan", "plan, prefill", "plan, decode"):
@@ -132,6 +146,9 @@ def test_all_methods_run_on_a_gpu_and_what_is_shared_and_captured_loses_nothing(
         assert cell.steps > 0, name
         assert cell.step_seconds, name
         assert max(cell.kl) < 0.1, name
+    cell = found.by_key["plan", "niah_single_1", LENGTH]
+    assert cell.prefill_density < 0.95
+    assert cell.decode_share < 0.9
 
 
 def test_the_command_writes_a_file_that_it_goes_on_with_and_prints(
@@ -178,6 +195,31 @@ def test_parts_that_ran_other_tasks_beside_each_other_make_the_whole_table(
     assert "expected --tasks among niah_single_1, fwe, found fw" in capsys.readouterr().err
 
 
+def test_merging_keeps_each_setting_once_and_every_knob(inputs: Inputs) -> None:
+    def part(length: int, setting: str, **knobs: float) -> QualityFile:
+        cell = {"task": "fwe", "length": length, "recall": [1.0], "exact": [1.0], "kl": [0.0], "method": "Quest"}
+        note = MethodNote(name="Quest", length=LENGTH, group="decode", setting=setting)
+        made = empty(inputs).with_cell(QualityCell.model_validate(cell | SPENT)).with_notes([note])
+        return made.model_copy(update={"knobs": {"1024": knobs}})
+
+    parts = [part(1024, "a", tau=0.5), part(2048, "b"), part(4096, "a", alpha=0.1)]
+    found = merged([(Path(f"{number}.json"), one) for number, one in enumerate(parts)])
+    assert [note.setting for note in found.notes] == ["a or b"]
+    assert found.knobs == {"1024": {"tau": 0.5, "alpha": 0.1}}
+    other = parts[1].model_copy(update={"head": parts[1].head.model_copy(update={"settings": other_seed(parts[1])})})
+    with pytest.raises(UsageError, match=r"another one in 1\.json: .*seed"):
+        merged([(Path("0.json"), parts[0]), (Path("1.json"), other)])
+
+
+def test_a_loss_of_ten_points_is_one_whatever_floating_point_makes_of_it(inputs: Inputs) -> None:
+    found = empty(inputs)
+    for method, right in (("dense", 17), ("plan", 15)):
+        recall = [1.0] * right + [0.0] * (20 - right)
+        cell = {"method": method, "task": "fwe", "length": LENGTH, "recall": recall, "exact": recall, "kl": [0.0] * 20}
+        found = found.with_cell(QualityCell.model_validate(cell | SPENT))
+    assert found.loss("plan", "fwe", LENGTH) >= LOST
+
+
 def test_methods_stand_beside_each_other_on_the_tasks_that_all_have_run(
     inputs: Inputs, few: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +229,7 @@ def test_methods_stand_beside_each_other_on_the_tasks_that_all_have_run(
     lines = list(markdown(found.model_copy(update={"cells": cells})))
     decode = [line for line in lines[lines.index("**Decode at the plan's share, prefill dense**\n") :] if "1k" in line]
     assert all(line.startswith("| 1k, 1 tasks |") for line in decode[:4]), decode
-    assert "1 tasks: niah_single_1, what all of these methods have run.\n" in lines
+    assert "All of these methods have run 1 tasks at 1k: niah_single_1.\n" in lines
     assert any(line.startswith("| 1k | plan |") for line in lines), "other groups have them all"
     monkeypatch.setattr("sparsekv.bench.quality_file.FEWEST", 2)
     assert not any("1k, 1 tasks" in line for line in markdown(found.model_copy(update={"cells": cells})))

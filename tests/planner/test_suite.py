@@ -24,6 +24,7 @@ from sparsekv.planner.evaluation.suite_file import (
     read_suite,
     write_suite,
 )
+from sparsekv.planner.evaluation.suite_table import SuiteTable
 from sparsekv.planner.tasks.ruler_suite import RULER_SUITE
 from sparsekv.plans.aliases import ModelSource
 from sparsekv.plans.errors import PlanError, PromptError, UsageError
@@ -60,6 +61,20 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ASKED = SuiteSamples((768,), samples=2)
+
+
+def test_tasks_whose_texts_end_at_once_say_nothing_of_the_tokens_that_decode_reads() -> None:
+    tasks = list(RULER_SUITE)
+    dense = [cell("dense", task) for task in tasks]
+    shares = [0.4, 0.4] + [None] * (len(tasks) - 2)
+    own = [
+        cell("plan", task).model_copy(update={"decode_share": share}) for task, share in zip(tasks, shares, strict=True)
+    ]
+    methods = (SuiteMethod(name="dense"), SuiteMethod(name="plan", plan=DIGEST))
+    table = SuiteTable.of(result_of(*dense, *own, methods=methods))
+    assert (table.decode_share("plan", 1024), table.decode_share("dense", 1024)) == (0.4, 1.0)
+    ended = [one.model_copy(update={"decode_share": None}) for one in own]
+    assert SuiteTable.of(result_of(*dense, *ended, methods=methods)).decode_share("plan", 1024) == 1.0
 
 
 def test_a_plan_that_is_dense_scores_what_dense_does_and_the_model_solves_some(retriever, few) -> None:

@@ -241,7 +241,6 @@ def test_connectors_see_the_steps_of_the_target_alone(exact: Any, monkeypatch: p
 @pytest.mark.parametrize(
     ("options", "settings", "says"),
     [
-        ({"allow_untested": False}, {}, "was not run yet"),
         ({}, {"enable_lora": True}, "beside --enable-lora"),
         ({}, {"hf_overrides": {"max_position_embeddings": 65_536}}, "beside --hf-overrides"),
         ({}, {"enable_prompt_embeds": True}, "beside prompts as embeddings"),

@@ -98,8 +98,8 @@ def test_decode_that_leaves_little_out_answers_as_vllms_own_kernel(
 def test_a_captured_step_answers_as_one_that_is_launched(
     engines: dict[str, Any], prompts: Prompts, lengths: tuple[int, ...], kind: str, unsure: float
 ) -> None:
-    """The sparse plan loses one of these answers, and with it what the model is sure of; of four at once rounding
-    decides whether it does, so that those are compared by what they choose (the next test)."""
+    """The sparse plan loses one of these answers, and with it what the model is sure of; of four at once one engine may
+    lose what the other keeps: those are compared by which rows choose, and by what is likely before (next test)."""
     asked, pair = [prompts[length] for length in lengths], [engines[f"{kind}, {how}"] for how in ("captured", "eager")]
     for engine in pair:
         reset_stats(engine)

@@ -177,8 +177,10 @@ def test_heads_of_512_give_the_dense_logits_at_full_density_and_are_captured(for
     with apply(model, plan_for(model, full, decode_plan(segment(0, (2, 4, 5, 6), EVERYTHING)))) as handle:
         found, _ = steps(model, prompt, new)
         assert handle.backend.name == "triton"
-        # torch's grouped product of experts waits for the device in float32
-        assert (handle.steps.replayed, handle.steps.why_not) == (5, "") or form == "experts"
+        if form == "experts":  # torch's grouped product of experts waits for the device in float32
+            assert (handle.steps.replayed > 0) == (handle.steps.why_not == "")
+        else:
+            assert (handle.steps.replayed, handle.steps.why_not) == (5, "")
     assert (found - dense).float().norm() / dense.float().norm() < 0.01
 
 
@@ -186,6 +188,9 @@ def test_heads_of_512_give_the_dense_logits_at_full_density_and_are_captured(for
 def test_experts_are_captured_in_bfloat16() -> None:
     model = tiny("experts", global_head_dim=512, dtype=torch.bfloat16).cuda()
     with apply(model, plan_for(model, None, decode_plan(segment(0, (2, 4, 5, 6), EVERYTHING)))) as handle:
-        found, _ = steps(model, random_tokens(2, 700).cuda(), random_tokens(2, 5, 1).cuda())
+        asked = random_tokens(2, 700).cuda(), random_tokens(2, 5, 1).cuda()
+        found, _ = steps(model, *asked)
         assert (handle.backend.name, handle.steps.replayed, handle.steps.why_not) == ("triton", 5, "")
-    assert bool(found.isfinite().all())
+        handle.steps._never = "asked not to"
+        launched, _ = steps(model, *asked)
+    assert (found - launched).float().norm() / launched.float().norm() < 0.01

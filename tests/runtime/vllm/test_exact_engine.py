@@ -191,4 +191,5 @@ def test_a_plan_that_drafts_nothing_is_refused() -> None:
 
 
 def test_devices_on_which_it_was_not_run_have_to_be_allowed() -> None:
-    assert '"allow_untested": true' in refusal(drafting_plan(), allow_untested=False, release="0.32.0", device="cpu")
+    assert "exact output on xpu" in refusal(drafting_plan(), allow_untested=False, device="xpu")
+    check_engine(EngineFacts(release="0.32.0", device="cpu", self_drafting=True), drafting_plan(), False, exact=True)
