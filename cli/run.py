@@ -254,13 +254,20 @@ _TIMED = 32  # tokens of an answer, from which on the speed of decode means some
 def _gain(dense: Answer, sparse: Answer) -> str:
     """Returns what the plan gained, in a line."""
     one, other = dense.generation, sparse.generation
-    gained = f"{_name(sparse)}: prefill {one.prefill_seconds / other.prefill_seconds:.2f}x as fast as dense"
     if sparse.is_dense and not sparse.drafted:
         return "nothing was sparse: no speed is compared"
-    if min(one.new_tokens, other.new_tokens) >= _TIMED and one.decode_seconds > 0 and other.decode_seconds > 0:
+    gained = []
+    if sparse.prefill_density < 1.0:
+        ratio = one.prefill_seconds / other.prefill_seconds
+        gained.append(f"prefill {ratio:.2f}x as fast as dense, at a density of {sparse.prefill_density:.2f}")
+    if min(one.new_tokens, other.new_tokens) < _TIMED:
+        gained.append(f"decode is compared from {_TIMED} new tokens on")
+    elif one.decode_seconds > 0 and other.decode_seconds > 0:
         ratio = (other.new_tokens - 1) / other.decode_seconds * one.decode_seconds / (one.new_tokens - 1)
-        gained += f", decode {ratio:.2f}x"
-    return f"{gained}, at a prefill density of {sparse.prefill_density:.2f}"
+        gained.append(f"decode {ratio:.2f}x as fast as dense")
+    if sparse.drafted:
+        gained.append(f"{sparse.accepted} of {sparse.drafted} drafted tokens kept")
+    return f"{_name(sparse)}: {'; '.join(gained)}"
 
 
 app = commands.app(commands.command(run))

@@ -104,6 +104,7 @@ SPEED = {  # of the public shape with random weights
 }
 SERVED = {  # by vLLM, what the tests do not say
     "llama": "tested",
+    "qwen2": "ran on a GPU",
     "cohere2": "refused: vLLM 0.32 gives its local layers a window of one token more",
 }
 ON_GPU = {  # what the tests do not say

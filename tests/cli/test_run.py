@@ -183,6 +183,25 @@ def test_compare_shows_both_and_where_they_part(sparsekv, folder):
     assert "x as fast as dense" in text.splitlines()[-1]
 
 
+def test_a_comparison_tells_what_was_sparse_and_what_became_of_drafts():
+    from sparsekv.cli.chat import Answer
+    from sparsekv.cli.run import _gain
+    from sparsekv.runtime.hf.generate import Generation
+
+    def answer(tokens: int, prefill: float, decode: float, density: float = 1.0, **others: int) -> Answer:
+        return Answer(Generation("", tuple(range(tokens)), 900, prefill, decode), density, 0, 0, **others)
+
+    dense = answer(64, 2.0, 6.3)
+    assert _gain(dense, answer(64, 1.0, 3.15, 0.25)) == (
+        "sparse: prefill 2.00x as fast as dense, at a density of 0.25; decode 2.00x as fast as dense"
+    )
+    assert _gain(dense, answer(64, 1.9, 9.0, drafted=40, accepted=30)) == (
+        "exact: decode 0.70x as fast as dense; 30 of 40 drafted tokens kept"
+    )
+    assert _gain(dense, answer(8, 1.0, 0.1, 0.5)).endswith("; decode is compared from 32 new tokens on")
+    assert _gain(dense, answer(64, 1.0, 3.0)) == "nothing was sparse: no speed is compared"
+
+
 def test_compare_says_which_side_runs_and_how_many_tokens_it_has(folder):
     from progress import Counting
 
