@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsekv
 
-folder, task = sys.argv[1:3]  # a model with a sparsekv.yaml beside its config.json, and a task of the harness
+folder, task = sys.argv[1:3]  # a model with a sparsekv.yaml beside its config.json; a task, or the YAML file of one
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
 harness = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=1)
