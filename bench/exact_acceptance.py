@@ -106,8 +106,8 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if unknown := set(args.kinds) - TASKS.keys():
         parser.error(f"expected --kinds among {', '.join(TASKS)}, found {', '.join(sorted(unknown))}")
-    if min(args.samples, args.draft, args.new) < 1:
-        parser.error("expected --samples, --draft and --new of 1 at least, found less")
+    if min(args.samples, args.draft, args.new, 1 if args.cache is None else args.cache) < 1:
+        parser.error("expected --samples, --draft, --new and --cache of 1 at least, found less")
     if min(args.lengths) <= args.new:
         parser.error(f"expected --lengths above --new, {args.new}, found {min(args.lengths)}")
     return args

@@ -57,7 +57,7 @@ def hand_plan(
             full attention.
     """
     if not info.full_layers:
-        raise UsageError(f"expected layers with full attention, found none in {info.layers}; raise --layers")
+        raise UsageError(f"expected layers with full attention, found none among {info.layers}; take more by --layers")
     if len(densities) not in (1, len(lengths)):
         raise UsageError(f"expected one --density, or one for each of {len(lengths)} lengths, found {len(densities)}")
     paired = sorted(zip(lengths, tuple(densities) * len(lengths) if len(densities) == 1 else densities, strict=True))

@@ -51,7 +51,7 @@ from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 from sparsekv.runtime.hf.placement import warn_of_host_layers
-from sparsekv.runtime.model_config import attention_groups, device_name, dtype_name, rope_switch
+from sparsekv.runtime.model_config import device_name, dtype_name, rope_switch
 from sparsekv.runtime.plan_checks import check_plan
 
 COLUMNS: Columns = {
@@ -351,8 +351,7 @@ def _with_sparse(row: Row, runs: PrefillRuns, found: list[Run]) -> Row:
         return row
     # Without a plan, tiles are what the runtime counts in.
     tile = runs.plan.prefill.tile if runs.plan.prefill else TileShape()
-    head_dim = max(group.head_dim for group in attention_groups(runs.model.config) if group.kind != "linear")
-    attention = 4.0 * head_dim * tile.query * tile.key * last.stats.prefill_tiles_computed
+    attention = 4.0 * runs.plan.model.largest_head * tile.query * tile.key * last.stats.prefill_tiles_computed
     return row.plus(
         density=last.stats.prefill_density,
         tflops=(layer_flops(runs.model, row.length) + attention) / milliseconds / 1e9,

@@ -405,7 +405,9 @@ def _goals(every: Sequence[tuple[Group, Row]]) -> Iterator[str]:
             if ours and others:
                 best = min(others, key=lambda row: row.kl)
                 ratio = ours[0].kl / best.kl
-                at = format_length(length) + (f" and {bytes_} of the bytes" if bytes_ else "")
+                few = len(ours[0].tasks) < len(ruler_suite.RULER_SUITE)
+                at = format_length(length) + (f", {len(ours[0].tasks)} tasks" if few else "")
+                at += f" and {bytes_} of the bytes" if bytes_ else ""
                 is_met = "met" if ratio <= GOAL_RATIO else "missed"
                 yield (
                     f"- {group.capitalize()} at {at}: our divergence is {ratio:.2f} of {best.method}'s, the best other "

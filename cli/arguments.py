@@ -18,7 +18,16 @@ from pydantic import Field, model_validator
 from sparsekv.cli.output import tell
 from sparsekv.planner.flags import Flag, Options, text
 from sparsekv.planner.options import Hardware, KVPrecision, check_lengths
-from sparsekv.plans.aliases import PLAN_NAME, ModelSource, is_alias, is_hub_id, names_gguf, resolve_model, without_plan
+from sparsekv.plans.aliases import (
+    PLAN_NAME,
+    ModelSource,
+    holds_model,
+    is_alias,
+    is_hub_id,
+    names_gguf,
+    resolve_model,
+    without_plan,
+)
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import NAME_A_PLAN, is_url, load_plan
 from sparsekv.plans.model import ModelInfo
@@ -249,8 +258,8 @@ class Subject:
                 "expected a MODEL (a folder, GGUF file, hub id or alias), or --plan FILE, which names its own; found "
                 "neither"
             )
-        beside = own is not None and (own.parent / "config.json").is_file()
-        return cls(str(own.parent) if own and beside else found.model.id, found, own, from_plan=True)
+        beside = own.parent if own is not None and holds_model(own.parent) else None
+        return cls(str(beside or found.model.id), found, own, from_plan=True)
 
     def need_plan(self, otherwise: str = "") -> Plan:
         """The plan.

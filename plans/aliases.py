@@ -121,6 +121,11 @@ def without_plan(model: str, found: str) -> str:
     )
 
 
+def holds_model(folder: Path) -> bool:
+    """Returns whether a model lies in a folder, as `resolve_model` finds it: its config.json, or a single GGUF file."""
+    return _is_model(folder) or len(list(folder.glob("*.gguf"))) == 1
+
+
 def _is_model(path: Path) -> bool:
     return os.path.isfile(path / "config.json")  # False of what no file can be called
 

@@ -37,7 +37,7 @@ def test_answers_part_where_the_first_token_is_another() -> None:
         (vllm_requests, ["--exact", "--speculative", "ngram"], "expected --exact or --speculative"),
         (vllm_requests, ["--beside", "no file"], "expected a file that --answers wrote"),
         (vllm_requests, ["--answers", "no folder/a"], "expected a folder for --answers"),
-        (exact_acceptance, ["m", "--plan", "p", "--draft", "0"], "expected --samples, --draft and --new"),
+        (exact_acceptance, ["m", "--plan", "p", "--draft", "0"], "expected --samples, --draft, --new and --cache"),
         (exact_acceptance, ["m", "--plan", "p", "--lengths", "100"], "expected --lengths above --new, 128, found 100"),
     ],
 )

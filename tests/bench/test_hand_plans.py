@@ -87,6 +87,9 @@ def test_a_plan_by_hand_has_a_bucket_a_length_and_a_pattern_for_every_head(info)
     assert "0.5, 0.3" in words
     with pytest.raises(UsageError):
         hand_plan(info, (512, 1024), (0.5, 0.3, 0.1), TileShape())
+    recurrent = info_of(tiny_model("qwen3_5_text", layers=1, layer_types=["linear_attention"]))
+    with pytest.raises(UsageError, match="full attention, found none among 1; take more by --layers"):
+        hand_plan(recurrent, (512,), (0.5,), TileShape())
 
 
 def test_a_plan_that_is_dense_up_to_a_crossover_is_as_it_was_behind_it():

@@ -40,10 +40,6 @@ LENGTH = 1024
 SPENT = {"prefill_density": 1.0, "decode_share": 1.0}
 
 
-def other_seed(found: QualityFile) -> SuiteSettings:
-    return found.head.settings.model_copy(update={"seed": 1})
-
-
 @pytest.fixture(scope="module")
 def retriever() -> LoadedModel:
     return load_model(ModelSource(str(REFERENCE_MODEL)), device="cpu", dtype="float32")
@@ -206,7 +202,9 @@ def test_merging_keeps_each_setting_once_and_every_knob(inputs: Inputs) -> None:
     found = merged([(Path(f"{number}.json"), one) for number, one in enumerate(parts)])
     assert [note.setting for note in found.notes] == ["a or b"]
     assert found.knobs == {"1024": {"tau": 0.5, "alpha": 0.1}}
-    other = parts[1].model_copy(update={"head": parts[1].head.model_copy(update={"settings": other_seed(parts[1])})})
+    head = parts[1].head
+    settings = head.settings.model_copy(update={"seed": 1})
+    other = parts[1].model_copy(update={"head": head.model_copy(update={"settings": settings})})
     with pytest.raises(UsageError, match=r"another one in 1\.json: .*seed"):
         merged([(Path("0.json"), parts[0]), (Path("1.json"), other)])
 

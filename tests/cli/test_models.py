@@ -71,11 +71,12 @@ def test_the_plan_beside_a_gguf_file_is_its_plan(tmp_path, name):
     assert Subject.named(str(tmp_path / name), None, None).path == tmp_path / "sparsekv.yaml"
 
 
-def test_a_plan_inside_a_models_folder_is_run_on_that_model(tmp_path):
+@pytest.mark.parametrize("name", ["config.json", "model.gguf"])
+def test_a_plan_inside_a_models_folder_is_run_on_that_model(tmp_path, name):
     write_plan(small_plan(), tmp_path / "sparsekv.yaml")
     alone = Subject.named(None, tmp_path / "sparsekv.yaml", None)
     assert alone.model == small_plan().model.id
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text("{}")
     for place in (tmp_path, tmp_path / "sparsekv.yaml"):
         beside = Subject.named(None, place, None)
         assert (beside.model, beside.from_plan) == (str(tmp_path), True)
