@@ -62,7 +62,7 @@ def on_device(values: object, device: torch.device, dtype: torch.dtype = torch.i
 
 @cached_on_device(most=512)
 def _send(device: torch.device, values: object, dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def _frozen(values: object) -> object:
@@ -76,6 +76,6 @@ _ALIGNED = 4  # int32 numbers of 16 bytes: every field begins where Triton's usu
 def fields_on_device(device: torch.device, fields: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, ...]:
     """Each field as an int32 tensor on the device, all in one copy, cached: not to be written to."""
     padded = [field + (0,) * (-len(field) % _ALIGNED) for field in fields]
-    packed = torch.tensor([number for field in padded for number in field], dtype=torch.int32)
+    packed = torch.tensor([number for field in padded for number in field], dtype=torch.int32, device="cpu")
     pieces = packed.to(device, non_blocking=True).split([len(field) for field in padded])
     return tuple(piece[: len(field)] for piece, field in zip(pieces, fields, strict=True))

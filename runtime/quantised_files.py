@@ -54,6 +54,6 @@ def _sampled(data: torch.Tensor) -> bytes:
     if not data.numel():
         return b""
     read = data.contiguous().flatten().view(torch.uint8)
-    # multiplicative hashing spreads the positions without a random generator
-    position = (torch.arange(1, _SAMPLES + 1) * 2_654_435_761 >> 7) % len(read)
+    # Multiplicative hashing spreads the positions without a random generator. vLLM calls where new tensors are a GPU's.
+    position = (torch.arange(1, _SAMPLES + 1, device="cpu") * 2_654_435_761 >> 7) % len(read)
     return bytes(read[position].tolist())

@@ -91,6 +91,34 @@ def environment_reads(path: Path) -> list[int]:
     ]
 
 
+MAKERS = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"}
+MAKERS |= {"tensor", "zeros"}
+
+
+def made_anywhere(tree: ast.AST) -> list[int]:
+    """Lines that make a tensor without saying where."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and node.func.attr in MAKERS
+        and not {"device", None} & {keyword.arg for keyword in node.keywords}
+    ]
+
+
+def test_no_tensor_lies_on_whatever_device_the_program_has_made_its_default() -> None:
+    packages = {"kernels", "runtime", "planner"}
+    found = {path: made_anywhere(tree_of(path)) for path in SOURCES if path.relative_to(ROOT).parts[0] in packages}
+    assert {str(path.relative_to(ROOT)): lines for path, lines in found.items() if lines} == {}
+
+
+def test_a_tensor_without_a_device_is_found() -> None:
+    text = "torch.zeros(3)\ntorch.ones(2, device=here)\ntorch.full((2,), 1.0, **like)\nx = torch.tensor([1]).to(here)"
+    assert made_anywhere(ast.parse(text)) == [1, 4]
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_imports_a_layer_above_its_own(path: Path) -> None:
     package = path.relative_to(ROOT).parts[0]

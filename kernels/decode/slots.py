@@ -236,7 +236,7 @@ class SlotStep:
     def present(self) -> Fetch:
         """All tokens that have a slot. Waits for the device, once a step."""
         present_BgH = self._table.present_BgH.cpu()
-        slot_BgH = torch.arange(present_BgH.shape[2]).expand_as(present_BgH)
+        slot_BgH = torch.arange(present_BgH.shape[2], device="cpu").expand_as(present_BgH)
         return Fetch.of(present_BgH, slot_BgH, self.tokens_BgM.device)
 
 

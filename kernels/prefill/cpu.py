@@ -43,7 +43,7 @@ def prefill(
 ) -> AttentionOutput:
     """Attention over the index's tiles and columns, in float32; arguments as in `prefill_attention`."""
     out_BHSD = torch.zeros_like(q_BHSD)
-    lse_BHS = torch.full(q_BHSD.shape[:3], -math.inf)
+    lse_BHS = torch.full(q_BHSD.shape[:3], -math.inf, device=q_BHSD.device)
     for b, (past, length) in enumerate(zip(chunk.past, chunk.lengths, strict=True)):
         if length > past:
             rows, known = slice(0, length - past), slice(0, length)
@@ -235,14 +235,15 @@ class HeadRows:
     def edge(self, part: slice) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys that only some rows of their query tile see, [X, E], and which rows see them, [X, M, E]; padding is seen
         by none. None where a block of query tiles has none."""
-        offset = torch.arange(self.key, dtype=torch.int32)
+        offset = torch.arange(self.key, dtype=torch.int32, device=self.first_T.device)
         tiles_XE1 = _compact(self.tiles_TW[part], self.edge_TW[part]).unsqueeze(-1)
         of_tiles_XE = torch.where(tiles_XE1 < 0, _HIDDEN, tiles_XE1 * self.key + offset).flatten(1)
         of_columns_XE = _compact(self.columns_C.expand_as(self.edge_TC[part]), self.edge_TC[part])
         tokens_XE = torch.cat((of_tiles_XE, torch.where(of_columns_XE < 0, _HIDDEN, of_columns_XE)), 1)
         if not tokens_XE.shape[1]:
             return None
-        i_XM1 = (self.first_T[part, None] + torch.arange(self.query, dtype=torch.int32)).unsqueeze(-1)
+        row_M = torch.arange(self.query, dtype=torch.int32, device=self.first_T.device)
+        i_XM1 = (self.first_T[part, None] + row_M).unsqueeze(-1)
         seen_XME = tokens_XE[:, None] <= i_XM1
         if self.window is not None:
             seen_XME &= tokens_XE[:, None] > i_XM1 - self.window
@@ -252,10 +253,10 @@ class HeadRows:
 def head_rows(index: TileIndex, b: int, h: int, past: int, length: int, window: int | None) -> HeadRows:
     """The rows of query head h in batch row b, whose queries are the tokens past to length."""
     query, key = index.tile.query, index.tile.key
-    first_T = torch.arange(past, length, query, dtype=torch.int32)
+    first_T = torch.arange(past, length, query, dtype=torch.int32, device=index.tiles_BHTW.device)
     last_T = (first_T + query).clamp(max=length) - 1
     tiles_TW, counts_T = _lists(index, b, h, last_T)
-    listed_TW = torch.arange(tiles_TW.shape[1]) < counts_T[:, None]
+    listed_TW = torch.arange(tiles_TW.shape[1], device=tiles_TW.device) < counts_T[:, None]
     start_TW = tiles_TW * key
     inner_TW = start_TW + key - 1 <= first_T[:, None]
     live_TC, columns_C = _columns(index, b, h, len(first_T))
@@ -282,7 +283,7 @@ def _lists(index: TileIndex, b: int, h: int, last_T: torch.Tensor) -> tuple[torc
     if not index.dense_H[h]:
         return index.tiles_BHTW[b, h, : len(last_T)], index.counts_BHT[b, h, : len(last_T)]
     counts_T = last_T // index.tile.key + 1
-    return torch.arange(int(counts_T[-1]), dtype=torch.int32).expand(len(last_T), -1), counts_T
+    return torch.arange(int(counts_T[-1]), dtype=torch.int32, device=last_T.device).expand(len(last_T), -1), counts_T
 
 
 def _columns(index: TileIndex, b: int, h: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -137,5 +137,5 @@ class VllmHost(Host):
         dtype = torch.uint8 if self.float8 else k_BGSD.dtype
         cache = self._vllm.empty_cache(pages, heads, size, dtype, k_BGSD.device)
         cache.random_(0, _FINITE) if self.float8 else cache.normal_()
-        order_P = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).int()
+        order_P = torch.randperm(pages, generator=torch.Generator().manual_seed(0), device="cpu").int()
         return cache, order_P.to(k_BGSD.device)

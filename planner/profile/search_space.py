@@ -102,7 +102,7 @@ def _published_density(length: int, tile: TileShape) -> float:
     """Returns what every candidate of MInference's search is brought to: the cost of 1024 sink and 4096 local
     tokens."""
     pattern, chunk = AShape(sink=tokens(1024), window=tokens(4096)), Chunk.uniform(1, 0, length)
-    nothing_11LD = torch.empty(1, 1, length, 1)  # a static pattern reads neither queries nor keys
+    nothing_11LD = torch.empty(1, 1, length, 1, device="cpu")  # a static pattern reads neither queries nor keys
     index = build_index((pattern,), nothing_11LD, nothing_11LD, chunk, tile, scale=1.0)
     return float(density(index, chunk))
 

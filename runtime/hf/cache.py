@@ -267,7 +267,7 @@ class SparseLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes so many rows, one behind the other. Raises as `reorder_cache`."""
-        self._select(torch.arange(len(self.store.lengths)).repeat_interleave(repeats))
+        self._select(torch.arange(len(self.store.lengths), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only these rows are left, or those that a mask marks. Raises as `reorder_cache`."""
@@ -278,7 +278,7 @@ class SparseLayer(CacheLayerMixin):
         self.progress.undo([self])
         if not self.store.lengths:
             return
-        columns, rows_B = self.get_seq_length(), torch.arange(len(self.store.lengths))[indices.cpu()]
+        columns, rows_B = self.get_seq_length(), torch.arange(len(self.store.lengths), device="cpu")[indices.cpu()]
         if not len(rows_B):
             raise UsageError(
                 "expected one row of the cache or more, found none selected; reset() a cache to start anew"

@@ -156,12 +156,12 @@ def _scaled(q_IO: torch.Tensor, zero_QO: torch.Tensor, scale_QO: torch.Tensor, g
 
 def _groups(inputs: int, size: int) -> torch.Tensor:
     """Returns the group of each input; a size of -1 is one group."""
-    return torch.arange(inputs) // (inputs if size == -1 else size)
+    return torch.arange(inputs, device="cpu") // (inputs if size == -1 else size)
 
 
 def _unpacked(words_XN: torch.Tensor, bits: int) -> torch.Tensor:
     """The unsigned integers in each word, lowest bits first, side by side."""
-    shift = torch.arange(0, 32, bits, dtype=torch.int32)
+    shift = torch.arange(0, 32, bits, dtype=torch.int32, device=words_XN.device)
     parts_XNP: torch.Tensor = (words_XN[..., None] >> shift) & (2**bits - 1)
     return parts_XNP.flatten(1)
 

@@ -262,7 +262,7 @@ class HostMemory:
         if device.type == "cuda":
             return _pinned(nbytes, device, self._tell)
         self._tell(nbytes)
-        return Block(torch.empty(nbytes, dtype=torch.uint8))
+        return Block(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
     def _tell(self, nbytes: int) -> None:
         if self._on_bytes is not None:

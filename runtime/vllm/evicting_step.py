@@ -141,7 +141,7 @@ def move(keys: Pages, rows_gK: torch.Tensor, pages: Pages, table_P: torch.Tensor
 
         return move_rows(keys, rows_gK, pages, table_P, shared)
     (_, length, size), count, page = keys[0].shape, rows_gK.shape[1], pages[0].shape[2]
-    place_K = torch.arange(count)
+    place_K = torch.arange(count, device=table_P.device)
     place_K[count - shared :] += length - count
     pages_K = table_P.long()[place_K // page]
     for x_GSD, into_NGSD in zip(keys, pages, strict=True):

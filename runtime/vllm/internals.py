@@ -81,7 +81,8 @@ class OnCpu:
     @staticmethod
     def empty_cache(pages: int, spec: Any, device: torch.device) -> torch.Tensor:
         """A layer's cache as vLLM allocates it."""
-        return torch.zeros(pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_size, dtype=spec.dtype)
+        sizes = (pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+        return torch.zeros(sizes, dtype=spec.dtype, device=device)
 
     @staticmethod
     def pages_of(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
