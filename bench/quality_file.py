@@ -31,6 +31,7 @@ MAX_BYTES = 64 << 20
 LOST = 0.10  # of a task's score: what is run again, on more samples
 FEWEST = 3  # tasks in a mean, at least
 GOAL_POINTS, GOAL_RATIO = -2.0, 0.5
+GOAL_KEPT, GOAL_LOSS = 0.5, 0.6  # of the bytes; of the points that the best other loses
 GROUPS: dict[Group, tuple[str, str]] = {
     "plan": ("The whole plan", "tiles; tokens read"),
     "prefill": ("Prefill at the plan's density, decode dense", "tiles computed"),
@@ -248,6 +249,11 @@ class Row:
     prefill_seconds: float | None
     step_seconds: float | None
 
+    @property
+    def points(self) -> float:
+        """Its mean less dense's, in percent."""
+        return 100.0 * (self.own - self.dense)
+
 
 def row_of(found: QualityFile, method: str, lengths: Sequence[int], tasks: Sequence[str]) -> Row:
     """A method over tasks and lengths that it has all run."""
@@ -286,6 +292,17 @@ def row_of(found: QualityFile, method: str, lengths: Sequence[int], tasks: Seque
     )
 
 
+def _bytes(method: str) -> str:
+    """The share that the name of a method that evicts ends with."""
+    return method.rsplit(" ", 1)[-1]
+
+
+def _place(method: str) -> tuple[float, bool]:
+    """Methods that keep most come first, and ours before others."""
+    kept = _bytes(method)
+    return -float(kept) if kept[0].isdigit() else 0.0, not method.startswith(PLAN)
+
+
 def rows(found: QualityFile) -> Iterator[tuple[Group, Row]]:
     """The rows of every group: of each length over the tasks that all of its methods have run, and of the whole plan
     over all lengths that are complete."""
@@ -293,7 +310,7 @@ def rows(found: QualityFile) -> Iterator[tuple[Group, Row]]:
         notes = [note for note in found.notes if note.group == group]
         whole: list[int] = []
         for length in sorted({note.length for note in notes}):
-            names = [note.name for note in notes if note.length == length]
+            names = sorted((note.name for note in notes if note.length == length), key=_place)
             tasks, everything = found.tasks_of(names, length), tuple(ruler_suite.RULER_SUITE)
             if len(tasks) < min(FEWEST, len(everything)):
                 names, tasks = [name for name in names if found.tasks_of([name], length) == everything], everything
@@ -360,7 +377,7 @@ def _cells(group: Group, row: Row) -> tuple[str, ...]:
     return (
         name,
         f"{100.0 * row.own:.1f}",
-        f"{100.0 * (row.own - row.dense):+.1f}",
+        f"{row.points:+.1f}",
         f"{low:+.1f} to {high:+.1f}",
         f"{task} {format_length(length)} {-100.0 * lost:+.1f} ({samples})" if lost > 0 else "none",
         f"{row.kl:.4f}",
@@ -397,7 +414,7 @@ def _goals(every: Sequence[tuple[Group, Row]]) -> Iterator[str]:
     for group in ("prefill", "decode", "eviction"):
         together: dict[tuple[int, str], list[Row]] = {}
         for row in (row for of, row in every if of == group):
-            bytes_ = row.method.rsplit(" ", 1)[1] if group == "eviction" else ""
+            bytes_ = _bytes(row.method) if group == "eviction" else ""
             together.setdefault((row.lengths[0], bytes_), []).append(row)
         for (length, bytes_), same in together.items():
             ours = [row for row in same if row.method.startswith(PLAN)]
@@ -413,3 +430,10 @@ def _goals(every: Sequence[tuple[Group, Row]]) -> Iterator[str]:
                     f"- {group.capitalize()} at {at}: our divergence is {ratio:.2f} of {best.method}'s, the best other "
                     f"(goal {GOAL_RATIO:g}: {is_met})."
                 )
+                if bytes_ and float(bytes_) >= GOAL_KEPT:
+                    own, other = ours[0].points, max(row.points for row in others)
+                    is_met = "met" if own >= GOAL_POINTS and own >= GOAL_LOSS * min(0.0, other) else "missed"
+                    yield (
+                        f"- The same in RULER's mean less dense: ours {own:+.1f} points, the best other {other:+.1f} "
+                        f"(goal: {GOAL_POINTS:g}, and {GOAL_LOSS:g} of what the other loses: {is_met})."
+                    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from sparsekv.bench.quality_file import (
     merged,
     read_quality,
 )
-from sparsekv.bench.quality_methods import Inputs, Method, budget_for, check_shares, quest_budget, share_read
+from sparsekv.bench.quality_methods import Group, Inputs, Method, budget_for, check_shares, quest_budget, share_read
 from sparsekv.bench.quality_table import Table, main
 from sparsekv.planner.evaluation.suite import SuiteSamples
 from sparsekv.planner.evaluation.suite_file import SuiteModel, SuiteResult, SuiteSettings
@@ -209,28 +211,54 @@ def test_merging_keeps_each_setting_once_and_every_knob(inputs: Inputs) -> None:
         merged([(Path("0.json"), parts[0]), (Path("1.json"), other)])
 
 
-def test_a_loss_of_ten_points_is_one_whatever_floating_point_makes_of_it(inputs: Inputs) -> None:
-    found = empty(inputs)
-    for method, right in (("dense", 17), ("plan", 15)):
-        recall = [1.0] * right + [0.0] * (20 - right)
-        cell = {"method": method, "task": "fwe", "length": LENGTH, "recall": recall, "exact": recall, "kl": [0.0] * 20}
+def made_up(inputs: Inputs, group: Group, right: dict[str, int], tasks: Sequence[str], kl: float = 0.0) -> QualityFile:
+    """Of 20 samples of each task a method has so many right; each method diverges twice as much as the one before."""
+    settings = {"settings": empty(inputs).head.settings.model_copy(update={"samples": 20})}
+    found = empty(inputs).model_copy(update={"head": empty(inputs).head.model_copy(update=settings)})
+    found = found.model_copy(update={"runs": (RunNote(command="x", commit="x", device="x", date="x", seconds=1.0),)})
+    for method, task in product(right, tasks):
+        recall, kl = [1.0] * right[method] + [0.0] * (20 - right[method]), kl if method == "dense" else 2 * kl
+        cell = {"method": method, "task": task, "length": LENGTH, "recall": recall, "exact": recall, "kl": [kl] * 20}
         found = found.with_cell(QualityCell.model_validate(cell | SPENT))
-    assert found.loss("plan", "fwe", LENGTH) >= LOST
+    return found.with_notes([MethodNote(name=name, length=LENGTH, group=group) for name in right if name != "dense"])
+
+
+def test_a_loss_of_ten_points_is_one_whatever_floating_point_makes_of_it(inputs: Inputs) -> None:
+    assert made_up(inputs, "plan", {"dense": 17, "plan": 15}, ["fwe"]).loss("plan", "fwe", LENGTH) >= LOST
 
 
 def test_methods_stand_beside_each_other_on_the_tasks_that_all_have_run(
-    inputs: Inputs, few: None, monkeypatch: pytest.MonkeyPatch
+    inputs: Inputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, found, _ = run_on(inputs, empty(inputs))
-    monkeypatch.setattr("sparsekv.bench.quality_file.FEWEST", 1)
-    cells = tuple(cell for cell in found.cells if (cell.method, cell.task) != ("Quest", "fwe"))
-    lines = list(markdown(found.model_copy(update={"cells": cells})))
-    decode = [line for line in lines[lines.index("**Decode at the plan's share, prefill dense**\n") :] if "1k" in line]
-    assert all(line.startswith("| 1k, 1 tasks |") for line in decode[:4]), decode
-    assert "All of these methods have run 1 tasks at 1k: niah_single_1.\n" in lines
-    assert any(line.startswith("| 1k | plan |") for line in lines), "other groups have them all"
+    tasks = tuple(ruler_suite.RULER_SUITE)[:3]
+    monkeypatch.setattr(ruler_suite, "RULER_SUITE", {task: ruler_suite.RULER_SUITE[task] for task in tasks})
+    found = made_up(inputs, "decode", {"dense": 17, "plan, decode": 17, "Quest": 15}, tasks, kl=0.01)
+    whole = made_up(inputs, "plan", {"dense": 17, "plan": 16}, tasks)
+    cells = tuple(cell for cell in found.cells if (cell.method, cell.task) != ("Quest", tasks[2]))
+    found = found.model_copy(update={"cells": (*cells, *(cell for cell in whole.cells if cell.method == "plan"))})
+    found = found.with_notes(whole.notes)
     monkeypatch.setattr("sparsekv.bench.quality_file.FEWEST", 2)
-    assert not any("1k, 1 tasks" in line for line in markdown(found.model_copy(update={"cells": cells})))
+    lines = list(markdown(found))
+    decode = [line for line in lines[lines.index("**Decode at the plan's share, prefill dense**\n") :] if "1k" in line]
+    assert all(line.startswith("| 1k, 2 tasks |") for line in decode[:3]), decode
+    assert f"All of these methods have run 2 tasks at 1k: {', '.join(tasks[:2])}.\n" in lines
+    assert any(line.startswith("| 1k | plan |") for line in lines), "other groups have them all"
+    monkeypatch.setattr("sparsekv.bench.quality_file.FEWEST", 3)
+    assert not any("1k, 2 tasks" in line for line in markdown(found))
+
+
+@pytest.mark.parametrize(("kept", "told"), [(17, "+0.0 points, the best other -25.0"), (13, "-20.0 points")])
+def test_methods_that_evict_are_told_by_bytes_ours_first_with_what_they_lose(
+    inputs: Inputs, kept: int, told: str
+) -> None:
+    right = {"dense": 17, "SnapKV, 0.25": 5, "SnapKV, 0.5": 12, "plan, evicting to 0.25": 14}
+    right["plan, evicting to 0.5"] = kept
+    lines = list(markdown(made_up(inputs, "eviction", right, tuple(ruler_suite.RULER_SUITE), kl=0.01)))
+    order = [line.split(" | ")[1] for line in lines if line.startswith("| 1k |")]
+    assert order == ["dense", "plan, evicting to 0.5", "SnapKV, 0.5", "plan, evicting to 0.25", "SnapKV, 0.25"]
+    (goal,) = [line for line in lines if line.startswith("- The same in RULER's mean")]
+    assert told in goal
+    assert ("missed" in goal) == (kept < 17)
 
 
 def test_budgets_read_the_share_that_they_are_made_for() -> None:
