@@ -178,7 +178,9 @@ SETTINGS = (
     Setting(
         "--quantization", "runs, with a remark",
         "quantised checkpoints too; unless the plan was made on these weights, one line says that its quality was not "
-        "measured on them", f"AWQ, GPTQ, compressed-tensors (W4A16, W8A8, FP8): {_CPU}; other FP8 {_SOURCES}",
+        "measured on them",
+        f"AWQ, GPTQ, compressed-tensors (W4A16, W8A8, FP8): {_CPU}; FP8 in blocks: H200, 0.33, 2026-11-28; other FP8 "
+        f"{_SOURCES}",
     ),
     Setting(
         "connectors between engines", "runs",
