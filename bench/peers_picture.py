@@ -15,6 +15,7 @@ from sparsekv.plans.files import write_bytes
 from sparsekv.plans.types import format_length
 
 _LEAST_KL = 1e-6
+_ALIKE = 0.05  # of a density: within it the label tells one
 _SAME = 1.25  # a row timed at a density further from the model's than this is no point
 _SETTINGS = {
     "plan": "the plan",
@@ -42,9 +43,11 @@ def _point(row: Any) -> dict[str, Any] | None:
         return None
     if not 1 / _SAME <= row.timed_density / row.density <= _SAME:
         return None
-    name = Case(row.method, row.at, row.length).name
+    name, label = Case(row.method, row.at, row.length).name, f"{row.density:.0%}"
+    if abs(row.timed_density / row.density - 1.0) > _ALIKE:
+        label += f", timed at {row.timed_density:.0%}"
     return {"method": row.method, "at": _SETTINGS[row.at], "name": name, "length": row.length,
-            "ms": row.whole_ms, "kl": max(row.kl, _LEAST_KL), "label": f"{row.density:.0%}"}  # fmt: skip
+            "ms": row.whole_ms, "kl": max(row.kl, _LEAST_KL), "label": label}  # fmt: skip
 
 
 def _panel(points: list[dict[str, Any]], result: PeersFile, length: int) -> alt.LayerChart:
@@ -59,9 +62,10 @@ def _panel(points: list[dict[str, Any]], result: PeersFile, length: int) -> alt.
     )
     labels = base.mark_text(dx=8, align="left", color=GREY).encode(text="label:N")
     layers: list[Any] = [marks, labels]
-    title = f"{format_length(length)} tokens; labels: density"
+    shape = f"{result.settings.heads} heads of {result.settings.head_dim}, {result.settings.device}"
+    title = [f"{format_length(length)} tokens; time of a planted layer: {shape}", "labels: density in the model"]
     if (dense := fastest_dense(result, length)) is not None:
         rule = alt.Chart(alt.InlineData(values=[{"ms": dense.whole_ms}]))
         layers.append(rule.mark_rule(strokeDash=[5, 4], color=GREY).encode(x="ms:Q"))
-        title += f"; dashed: dense, {dense.method}"
-    return alt.LayerChart(layer=layers, width=380, height=300, title=title)
+        title[-1] += f"; dashed: dense, {dense.method}"
+    return alt.LayerChart(layer=layers, width=380, height=300, title=alt.TitleParams(title))

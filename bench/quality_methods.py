@@ -1,15 +1,16 @@
 """The methods of the table of quality: a plan, and others held to its density, its share of tokens read, or its bytes.
 
 Prefill, all through our kernels: `MInference` has vertical_slash at a published ratio, 1000 columns to 6096 diagonals,
-scaled in each head to the density; XAttention, FlexPrefill and FlashPrefill are the rules of baselines.py, whose one
-knob (tau, gamma, alpha) is searched for until prompts of the calibration split come to the density. Decode: Quest's
-pages in plain torch; OmniKV's and Kascade's filter layers, from the similarities of a profile, run as plans. Budgets
-are those that read the plan's share. Eviction: see eviction_rules.py.
+scaled in each head to one density; XAttention, FlexPrefill and FlashPrefill are the rules of baselines.py. The one knob
+of each (density, tau, gamma, alpha) is searched for until prompts of all tasks, of the calibration split, come to the
+plan's density on them. Decode: Quest's pages in plain torch; OmniKV's and Kascade's filter layers, from the
+similarities of a profile, run as plans. Budgets are those that read the plan's share. Eviction: see eviction_rules.py.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -44,11 +45,10 @@ PLAN, PLAN_PREFILL, PLAN_DECODE = "plan", "plan, prefill", "plan, decode"
 PREFILL_PEERS = ("MInference", "XAttention", "FlexPrefill", "FlashPrefill")
 DECODE_PEERS = ("Quest", "OmniKV", "Kascade")
 EVICTION_PEERS: Mapping[str, EvictionRule] = {"SnapKV": "snapkv", "expected attention": "expected_attention"}
-# Of tuning: prompts, a task of each haystack; halvings of the interval of a knob's logarithm.
-TUNED_ON = ("niah_single_2", "niah_multikey_2", "vt", "cwe")
-_HALVINGS = 6
+_HALVINGS = 6  # of the interval of a knob's logarithm
 _MASSES, _ALPHAS = (0.05, 9.0), (0.1, 12.0)  # -log(1 - mass), -log(alpha)
 _SHARES = (0.5, 0.25)  # of the bytes, without plans that evict
+_SHARE = re.compile(r"0?\.[0-9]{1,6}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Inputs:
     def prefill_peers(
         self, length: int, known: Mapping[str, float], tell: Callable[[str], None]
     ) -> tuple[dict[str, Method], dict[str, float]]:
-        """Others at the plan's density, and what their knobs are set to.
+        """Others at the plan's density on prompts of all tasks, and what their knobs are set to.
 
         Args:
             known: knobs that an earlier run has found, and the density as "density".
@@ -171,11 +171,7 @@ class Inputs:
         assert isinstance(ours, Run)
         target = knobs["density"] = known.get("density") or self._density(ours.mode, prompts)
         found: dict[str, Method] = {}
-        ratio = VerticalSlash.in_ratio(1000, 6096, last_q=last_q_for(length))
-        (patterns,) = fitted_at_densities(self.loaded, prompts[0], ratio, [target], tile)
-        fixed = prefill_plan(self.loaded.info, tile, patterns)
-        found["MInference"] = Run("prefill", PlanMode(fixed, "prefill", self.backend), f"density {target:.3f}")
-        for name, (knob, made) in self._knobs(tile).items():
+        for name, (knob, made) in self._knobs(tile, prompts[0]).items():
             if name not in knobs:
                 tell(f"{name} at {length} tokens: searching its setting at a density of {target:.3f}")
                 low, high = _ALPHAS if name == "FlashPrefill" else _MASSES
@@ -185,8 +181,14 @@ class Inputs:
             found[name] = Run("prefill", made(knobs[name]), f"{knob} {shown:.4g}")
         return found, knobs
 
-    def _knobs(self, tile: TileShape) -> dict[str, tuple[str, Callable[[float], Mode]]]:
+    def _knobs(self, tile: TileShape, ids_1S: torch.Tensor) -> dict[str, tuple[str, Callable[[float], Mode]]]:
+        """By method, the name of its knob and what makes it; MInference's heads are fitted on one prompt."""
         model = self.loaded.info
+        ratio = VerticalSlash.in_ratio(1000, 6096, last_q=last_q_for(ids_1S.shape[1]))
+
+        def in_ratio(knob: float) -> Mode:
+            (patterns,) = fitted_at_densities(self.loaded, ids_1S, ratio, [1.0 - math.exp(-knob)], tile)
+            return PlanMode(prefill_plan(model, tile, patterns), "prefill", self.backend)
 
         def adaptive(score: Literal["antidiagonal", "pooled"]) -> Callable[[float], Mode]:
             def made(knob: float) -> Mode:
@@ -197,6 +199,7 @@ class Inputs:
             return made
 
         return {
+            "MInference": ("density", in_ratio),
             "XAttention": ("tau", adaptive("antidiagonal")),
             "FlexPrefill": ("gamma", adaptive("pooled")),
             "FlashPrefill": ("alpha", lambda knob: MaxThreshold(math.exp(-knob), tile)),
@@ -223,8 +226,8 @@ class Inputs:
 
     def _tuning_prompts(self, length: int) -> Iterator[torch.Tensor]:
         kit: Kit = prepare(self.loaded.tokenizer, Split.CALIBRATION)
-        for name in TUNED_ON:
-            sample = make_sample(ruler_suite.RULER_SUITE[name], kit, length, self.seed, 0)
+        for task in ruler_suite.RULER_SUITE.values():
+            sample = make_sample(task, kit, length, self.seed, 0)
             yield torch.from_numpy(sample.prompt_ids.astype(np.int64))[None].to(self.loaded.model.device)
 
     def _segments(self, length: int) -> tuple[Segment, ...]:
@@ -268,12 +271,12 @@ def check_shares(given: Sequence[str]) -> dict[str, str]:
     """SHARE=FILE of plans that evict.
 
     Raises:
-        UsageError: another form, or a share twice.
+        UsageError: another form, no share between 0 and 1, or one twice.
     """
     found: dict[str, str] = {}
     for one in given:
         name, _, place = one.partition("=")
-        if not (name and place) or name in found:
+        if not (_SHARE.fullmatch(name) and 0.0 < float(name) < 1.0 and place) or name in found:
             raise UsageError(f"expected --evict SHARE=FILE, each share once, found {one!r:.60}; write 0.5=half.yaml")
         found[name] = place
     return found

@@ -70,7 +70,7 @@ def _several(
         at = [
             length - count + number + 1 if number < count else 0 for length, count in zip(lengths, counts, strict=True)
         ]
-        seen = replace(keys, lengths_B=torch.tensor(at, dtype=torch.int32, device=q_BHQD.device))
+        seen = replace(keys, lengths_B=torch.tensor(at, dtype=torch.int32, device=keys.lengths_B.device))
         query = q_BHQD[:, :, number : number + 1]
         found = decode(query, seen, None, scale=scale, window=window, want_lse=want_lse)
         outs.append(found.out_BHSD)

@@ -43,7 +43,7 @@ def prefill(
 ) -> AttentionOutput:
     """Attention over the index's tiles and columns, in float32; arguments as in `prefill_attention`."""
     out_BHSD = torch.zeros_like(q_BHSD)
-    lse_BHS = torch.full(q_BHSD.shape[:3], -math.inf, device=q_BHSD.device)
+    lse_BHS = torch.full(q_BHSD.shape[:3], -math.inf, dtype=torch.float32, device=q_BHSD.device)
     for b, (past, length) in enumerate(zip(chunk.past, chunk.lengths, strict=True)):
         if length > past:
             rows, known = slice(0, length - past), slice(0, length)

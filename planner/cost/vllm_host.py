@@ -127,7 +127,7 @@ class VllmHost(Host):
 
     def _scales(self, heads: int, like: torch.Tensor) -> Scales | None:
         """Returns the scales of a cache in 8 bits, whose price does not depend on what they are."""
-        of_G = torch.ones(heads, device=like.device)
+        of_G = torch.ones(heads, dtype=torch.float32, device=like.device)
         return Scales(of_G, of_G, like.dtype) if self.float8 else None
 
     def _pages(self, k_BGSD: torch.Tensor, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

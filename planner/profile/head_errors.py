@@ -112,7 +112,7 @@ class SampledRows:
     def weights(self, device: torch.device) -> torch.Tensor:
         """[X, M]: how many rows of the prompt each row stands for: itself in the tail, else its stride; 0 for none."""
         if self.numbers is None:
-            return torch.ones(1, self.length, device=device)
+            return torch.ones(1, self.length, dtype=torch.float32, device=device)
         first_X = torch.tensor(self.numbers, device=device) * self._run_rows
         position_XM = first_X[:, None] + torch.arange(self._run_rows, device=device)
         in_spread_X1 = torch.arange(len(position_XM), device=device)[:, None] < self.spread

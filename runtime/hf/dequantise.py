@@ -135,7 +135,7 @@ def _gptq(prefix: str, parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
     bits = config["bits"]
     q_IO = _unpacked(parts["qweight"].T, bits).T
     zero_QO = _unpacked(parts["qzeros"], bits) + (_form(config) != "gptq_v2")
-    group_I = parts["g_idx"].long() if "g_idx" in parts else _groups(len(q_IO), config["group_size"])
+    group_I = parts["g_idx"].long() if "g_idx" in parts else _groups(q_IO, config["group_size"])
     return _scaled(q_IO, zero_QO, parts["scales"], group_I)
 
 
@@ -145,7 +145,7 @@ def _awq(prefix: str, parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
         _unpacked(parts[name], config["bits"]).unflatten(1, (-1, len(_AWQ_ORDER)))[..., _AWQ_ORDER].flatten(1)
         for name in ("qweight", "qzeros")
     )
-    group_I = _groups(len(q_IO), config["group_size"])
+    group_I = _groups(q_IO, config["group_size"])
     return _scaled(q_IO, zero_QO, parts["scales"], group_I)
 
 
@@ -154,9 +154,10 @@ def _scaled(q_IO: torch.Tensor, zero_QO: torch.Tensor, scale_QO: torch.Tensor, g
     return weight_IO.T
 
 
-def _groups(inputs: int, size: int) -> torch.Tensor:
+def _groups(q_IO: torch.Tensor, size: int) -> torch.Tensor:
     """Returns the group of each input; a size of -1 is one group."""
-    return torch.arange(inputs, device="cpu") // (inputs if size == -1 else size)
+    inputs = len(q_IO)
+    return torch.arange(inputs, device=q_IO.device) // (inputs if size == -1 else size)
 
 
 def _unpacked(words_XN: torch.Tensor, bits: int) -> torch.Tensor:

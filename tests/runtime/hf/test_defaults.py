@@ -1,4 +1,4 @@
-"""A program's own default device (`torch.set_default_device`) is not where the tensors of a plan are made."""
+"""A program's own default device and dtype are not what the tensors of a plan are made by."""
 
 from random import Random
 
@@ -23,12 +23,28 @@ def logits(model, plan, tokens) -> torch.Tensor:
     return torch.cat(seen, 1)
 
 
+def elsewhere(model, plan, tokens) -> torch.Tensor:
+    with torch.device("meta"):
+        return logits(model, plan, tokens)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_random_plan_gives_the_same_whatever_the_default_device_is(seed):
     draw = Random(seed)
     model = random_model(draw)
     plan, tokens = random_plan(draw, model, [PROMPT, PROMPT + NEW]), random_tokens(2, PROMPT + NEW, seed)
+    first, second = (logits, elsewhere) if seed % 2 else (elsewhere, logits)  # what one has made the other may find
+    assert torch.equal(first(model, plan, tokens), second(model, plan, tokens))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_plan_gives_the_same_whatever_the_default_dtype_is(seed):
+    draw = Random(seed)
+    model = random_model(draw)
+    plan, tokens = random_plan(draw, model, [PROMPT, PROMPT + NEW]), random_tokens(2, PROMPT + NEW, seed)
     usual = logits(model, plan, tokens)
-    with torch.device("meta"):
-        other = logits(model, plan, tokens)
-    assert torch.equal(usual, other)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(logits(model, plan, tokens), usual)
+    finally:
+        torch.set_default_dtype(torch.float32)
