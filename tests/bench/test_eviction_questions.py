@@ -46,7 +46,7 @@ def test_every_rule_and_layout_is_in_the_table(
 ) -> None:
     monkeypatch.setattr("sparsekv.planner.retain_search._SHARES", (0.5, 0.02))
     monkeypatch.setattr(eviction_questions, "_TASKS", {"kv_retrieval": TASKS["kv_retrieval"]})
-    command = ["", "tiny-retriever", "--length", "512", "--contexts", "1", "--questions", "1", "--device", "cpu"]
+    command = ["", "tiny-retriever", "--length", "384", "--contexts", "1", "--questions", "1", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", [*command, "--search", "1", "--retain", "0.6"])
     main()
     printed = capsys.readouterr().out
