@@ -251,7 +251,7 @@ class Row:
 
     @property
     def points(self) -> float:
-        """Its mean less dense's, in percent."""
+        """Its mean minus that of dense, in percent."""
         return 100.0 * (self.own - self.dense)
 
 
@@ -348,7 +348,7 @@ def markdown(found: QualityFile) -> Iterator[str]:
 
 _HEADS = (
     "RULER, mean",
-    "less dense",
+    "minus dense",
     "95%",
     "worst task",
     "divergence",
@@ -410,7 +410,7 @@ def _goals(every: Sequence[tuple[Group, Row]]) -> Iterator[str]:
     if whole:
         low = 100.0 * whole[-1].interval[0]
         told = f"{low:+.1f} points (goal {GOAL_POINTS:g}: {_verdict(low > GOAL_POINTS)})"
-        yield f"- RULER's mean by the plan less dense, lower bound: {told}."
+        yield f"- RULER's mean by the plan minus dense, lower bound: {told}."
     for group in ("prefill", "decode", "eviction"):
         together: dict[tuple[int, float | None], list[Row]] = {}
         for row in (row for of, row in every if of == group):
@@ -440,7 +440,7 @@ def _points_goal(own: Row, best: Row) -> str:
     low = 100.0 * own.interval[0]
     is_met = low > GOAL_POINTS and own.points >= GOAL_LOSS * min(0.0, best.points)
     return (
-        f"- RULER's mean there less dense: ours {own.points:+.1f} points (at least {low:+.1f}, goal {GOAL_POINTS:g}), "
+        f"- RULER's mean there minus dense: ours {own.points:+.1f} points (at least {low:+.1f}, goal {GOAL_POINTS:g}), "
         f"{best.method}, which loses least, {best.points:+.1f} (goal {GOAL_LOSS:g} of it: {_verdict(is_met)})."
     )
 

@@ -256,7 +256,7 @@ def _whole(table: SuiteTable, method: str) -> str:
     for metric in METRICS:
         moved, interval = _moved(table.result.paired(method, metric, table.tasks, table.lengths))
         told.append(f"{metric} {moved} points (95% {interval})")
-    return f"{method} less dense, over all tasks and lengths: {', '.join(told)}"
+    return f"{method} minus dense, over all tasks and lengths: {', '.join(told)}"
 
 
 def _shares(table: SuiteTable) -> Iterator[tuple[str, ...]]:
