@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import BaseModel
 
 from sparsekv.cli.arguments import PLACE, Json, PlanArgument, PlanPlace, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json, tell
-from sparsekv.cli.plan_files import check_replaceable, may_go_on
+from sparsekv.cli.plan_files import check_replaceable, outcomes_beside
 from sparsekv.cli.verdict import Ended, verdict
 from sparsekv.plans.diff import diff_plans
 from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UsageError, install_command
 from sparsekv.plans.files import load_plan, parse_plan, read_text, sign, write_bytes
 from sparsekv.plans.files import seal as sign_again
 from sparsekv.plans.schema import Plan, json_schema
+from sparsekv.plans.types import NonNegative
 
 if TYPE_CHECKING:
     from sparsekv.planner.evaluation.suite_table import SuiteTable
@@ -47,11 +49,32 @@ def show(
 
         emit_json(summary(found))
         return
-    ended = Ended(goes_on=may_go_on(path))
+    ended = _ended(path)
     if as_markdown:
         _print_markdown(found, full, str(plan), ended)
     else:
         _print(found, full, str(plan), ended)
+
+
+class _Chosen(BaseModel):
+    chosen: tuple[str, ...] = ()
+
+
+class _Outcomes(BaseModel):
+    """Holds what the next command needs of an undecided verification; the file is checked when it is gone on from."""
+
+    settings: _Chosen
+    seconds: NonNegative | None = None
+
+
+def _ended(plan: Path) -> Ended:
+    """Returns how a plan's verification ended, by the outcomes beside it. Chosen samples verify nothing, however many
+    are drawn."""
+    try:
+        found = _Outcomes.model_validate_json(outcomes_beside(plan).read_bytes())
+    except (OSError, ValueError):
+        return Ended()
+    return Ended() if found.settings.chosen else Ended(goes_on=True, needed=found.seconds)
 
 
 def _print_markdown(plan: Plan, full: bool, place: str, ended: Ended) -> None:

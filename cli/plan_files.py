@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -107,19 +106,6 @@ class PlanFiles(Options):
 def outcomes_beside(plan: Path) -> Path:
     """Returns where the outcomes of a plan's verification are while it is undecided."""
     return plan.with_name(f"{plan.name}.outcomes")
-
-
-def may_go_on(plan: Path) -> bool:
-    """Returns whether outcomes are beside a plan from which it may come to be verified: chosen samples verify nothing.
-
-    The file is checked when it is gone on from, not here.
-    """
-    try:
-        data = json.loads(outcomes_beside(plan).read_bytes())
-    except (OSError, ValueError):
-        return False
-    settings = data.get("settings") if isinstance(data, dict) else None
-    return isinstance(settings, dict) and not settings.get("chosen")
 
 
 def _version_of(path: Path | None) -> tuple[int, int] | None:

@@ -25,7 +25,18 @@ from sparsekv.planner.settled import Settled
 from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.files import content_digest, read_text, write_bytes
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.types import Digest, FieldError, KVDtype, Length, Natural, Part, Positive, Text, WeightsDigest
+from sparsekv.plans.types import (
+    Digest,
+    FieldError,
+    KVDtype,
+    Length,
+    Natural,
+    NonNegative,
+    Part,
+    Positive,
+    Text,
+    WeightsDigest,
+)
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
@@ -197,6 +208,8 @@ class OutcomesRecord(Part):
         drawn: samples of a task, by length.
         ended: lengths without more prompts.
         wanted: what is left of the round to be drawn.
+        seconds: about how long it takes to decide what is left, at the pace of the run that drew last; None where that
+            is not known, as in files of before this was written.
     """
 
     kind: Literal["sparsekv.outcomes"] = "sparsekv.outcomes"
@@ -207,6 +220,7 @@ class OutcomesRecord(Part):
     ended: tuple[Length, ...] = ()
     wanted: Annotated[tuple[WantedDraw, ...], Field(min_length=1)]
     results: tuple[ModeOutcomes, ...]
+    seconds: NonNegative | None = None
 
     @classmethod
     def of(cls, found: Outcomes, settings: OutcomesSettings) -> Self:
@@ -223,6 +237,7 @@ class OutcomesRecord(Part):
                 for length, phase, one in wanted
             ),
             results=tuple(ModeOutcomes.of(mode, one) for mode, one in results),
+            seconds=found.seconds,
         )
 
     @model_validator(mode="after")

@@ -60,8 +60,12 @@ def test_more_samples_are_drawn_behind_those_of_the_first_run(sparsekv, copy, be
     assert kept["settings"]["chosen"] == ["--lengths", "--tasks"]
     assert "--write --verify-time 1800" in sparsekv("show", begun).out
     unchosen = kept | {"settings": kept["settings"] | {"chosen": []}}
-    outcomes_in(copy).write_text(json.dumps(unchosen))
-    assert "--write --more --verify-time 1800" in sparsekv("show", copy).out
+    assert unchosen.pop("seconds") > 0
+    for seconds, said in (({}, "--more --verify-time 1800"), ({"seconds": 300.2}, "--more --verify-time 451")):
+        outcomes_in(copy).write_text(json.dumps(unchosen | seconds))
+        assert f"--write {said}" in sparsekv("show", copy).out
+    outcomes_in(copy).write_text(json.dumps(unchosen | {"seconds": "long"}))
+    assert "--write --verify-time 1800" in sparsekv("show", copy).out
     outcomes_in(copy).write_text("no JSON")
     assert "--more" not in sparsekv("show", copy).out
     outcomes_in(copy).unlink()

@@ -102,6 +102,17 @@ def test_a_time_that_holds_the_first_round_alone_is_said_with_how_long_one_takes
     assert told is None or int(told[1]) == len(calls)  # each takes a second
 
 
+def test_outcomes_say_the_seconds_that_are_needed_and_may_lack_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found, _ = verified(monkeypatch, verify_time=40.0)
+    kept = saved(found.outcomes, tmp_path)
+    assert kept.seconds == pytest.approx(found.seconds, rel=1e-5)
+    older = kept.model_copy(update={"seconds": None})
+    assert "seconds" not in older.model_dump()
+    assert saved(older, tmp_path) == older
+
+
 def test_outcomes_of_other_settings_are_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = verified(monkeypatch, verify_time=20.0)[0].outcomes
     stricter = Gate(max_kl=0.01)
