@@ -112,7 +112,7 @@ def check_decode(info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBench)
     for plan in plans.values():
         if plan.decode is None:
             raise UsageError("expected a plan with a decode phase, found one without; make one by hand: --budget 2k")
-        check_plan(plan, info, bench.allow_mismatch)
+        check_plan(plan, info, bench.allow_mismatch, "--allow-mismatch")
         Program.of(None, plan.decode, info)
 
 

@@ -263,7 +263,7 @@ def bench_prefill(
     if bench.kv_host_layers is not None and bench.kv_host_layers > info.layers:
         raise UsageError(f"expected --kv-host-layers up to {info.layers}, found {bench.kv_host_layers}")
     warn_of_host_layers(model.device, None, bench.kv_host_layers)
-    check_plan(plan, info, bench.allow_mismatch)
+    check_plan(plan, info, bench.allow_mismatch, "--allow-mismatch")
     tile = plan.prefill.tile if plan.prefill else None
     backend = choose_backend(model.device, model.dtype, info.largest_head, bench.backend, tile).name
     runs = PrefillRuns(model, plan, bench)

@@ -31,7 +31,7 @@ from sparsekv.plans.aliases import (
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import NAME_A_PLAN, is_url, load_plan
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.schema import Plan, check_model
 from sparsekv.plans.types import MAX_ID, MAX_LENGTH, KVDtype, parse_ids
 from sparsekv.runtime.settings import Settings, check_device, read_settings
 
@@ -84,6 +84,14 @@ class AllowMismatch(Options):
     """Says whether a plan must be of the model."""
 
     allow_mismatch: Annotated[bool, Flag("Go on although the plan was made for another architecture.")] = False
+
+    def check_model(self, plan: Plan, found: ModelInfo, beside: str = "") -> list[str]:
+        """Returns what to warn of before a plan runs on a model; see `schema.check_model`.
+
+        Args:
+            beside: what else the option asks for, in words.
+        """
+        return check_model(plan, found, self.allow_mismatch, self.flag_of("allow_mismatch") + beside)
 
 
 class Subjects(AllowMismatch):

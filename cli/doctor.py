@@ -282,7 +282,7 @@ class MemoryEstimate:
         dtype = torch_dtype(machine.dtype, config, device)
         loaded = ModelSize.from_config(config, dtype, resolve_model(name).path_or_id)
         if plan is not None:
-            check_model(plan, loaded.info, allow_mismatch)
+            check_model(plan, loaded.info, allow_mismatch, "--allow-mismatch")
         if device_bytes is None and (plan is not None or machine.backend != "auto"):
             tile = plan.prefill.tile if plan and plan.prefill else None
             choose_backend(device, dtype, loaded.info.largest_head, machine.backend, tile)

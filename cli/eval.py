@@ -136,10 +136,10 @@ def evaluate(flags: EvalFlags) -> None:
         if not prompts:
             check_lengths(flags.lengths, info.context_length)
         if plan is not None:
-            check_model(plan, info, flags.allow_mismatch)
+            flags.check_model(plan, info)
 
     loaded = subject.load(flags, check)
-    differs = check_model(plan, loaded.info, flags.allow_mismatch) if plan else []
+    differs = flags.check_model(plan, loaded.info) if plan else []
     modes: dict[str, Mode] = {}
     if plan is not None:
         modes[phase] = PlanMode(plan, phase, backend, flags.allow_mismatch)
@@ -222,7 +222,7 @@ def measure_curve(subject: Subject, flags: EvalFlags) -> None:
     def check(info: ModelInfo, _: str) -> None:
         check_lengths(drawn.lengths, info.context_length)
         if subject.plan:
-            check_model(subject.plan, info, False)
+            check_model(subject.plan, info)
         for one in profiles.values():
             check_profile(one, info, weights=False)
 

@@ -17,7 +17,7 @@ from sparsekv.planner.options import Drawn, Hardware, check_lengths
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Plan, check_model, to_data
+from sparsekv.plans.schema import Plan, to_data
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def measure_suite(subject: Subject, flags: MeasureFlags) -> None:
     def check(info: ModelInfo, _: str) -> None:
         check_lengths(flags.lengths, info.context_length)
         for plan in plans.values():
-            check_model(plan, info, flags.allow_mismatch)
+            flags.check_model(plan, info)
 
     if not plans:
         tell(f"dense is measured alone: {subject.no_plan}")

@@ -18,7 +18,7 @@ from sparsekv.planner.flags import Flag
 from sparsekv.planner.options import Hardware, PrefillChunk, Seed
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Plan, check_model
+from sparsekv.plans.schema import Plan
 
 if TYPE_CHECKING:
     from sparsekv.cli.chat import Answer, Session
@@ -160,7 +160,7 @@ def _session(flags: RunFlags, subject: Subject, used: Plan | None, backend: str)
 
     def check(info: ModelInfo, _: str) -> None:
         if used is not None:
-            check_model(used, info, flags.allow_mismatch)
+            flags.check_model(used, info)
 
     return Session(
         loaded=subject.load(flags, check),

@@ -31,7 +31,7 @@ from sparsekv.planner.own_prompts import GivenPrompt, digest_of_prompts, set_asi
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import executed_digest, parse_plan, read_text, rewrite_plan
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
-from sparsekv.plans.schema import NOTHING_SPARSE, Plan, check_model, to_data
+from sparsekv.plans.schema import NOTHING_SPARSE, Plan, to_data
 from sparsekv.plans.show import claims
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def verify(flags: VerifyFlags) -> None:
     from sparsekv.planner.verify import verify as measure
 
     def check(info: ModelInfo, hardware: str) -> None:
-        check_model(found, info, flags.allow_mismatch)
+        flags.check_model(found, info, " and without --write" if flags.write else "")
         settle(asked, info.context_length, hardware)
 
     if earlier:  # precision and kernels as before, unless this call says otherwise, which is refused then
@@ -141,7 +141,7 @@ def verify(flags: VerifyFlags) -> None:
         flags = flags.model_copy(update={n: v for n, v in before_this.items() if not flags.is_given(n)})
     loaded = subject.load(flags, check)
     found = _of_these_weights(found, loaded.info)
-    differs = check_model(found, loaded.info, flags.allow_mismatch)
+    differs = flags.check_model(found, loaded.info)
     if flags.write:
         _check_same_model(found, loaded.info, differs)
     settled = settle(asked, loaded.info.context_length, loaded.model.device.type)

@@ -348,32 +348,39 @@ def _unsupported(plan: Plan) -> Iterator[str]:
             yield f"targets[{number}].tensor_parallel: {target.tensor_parallel} ranks; only 1 is executed"
 
 
-def check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> list[str]:
+def check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool = False, option: str = "") -> list[str]:
     """Warnings before `plan` runs on `found`; empty when it is the model that was planned.
+
+    Args:
+        option: what turns `allow_mismatch` on where this is called, as a user gives it; empty where nothing does.
 
     Raises:
         PlanMismatchError: the architecture differs and `allow_mismatch` is off, or the plan names layers or heads
             that the model does not have.
     """
     different = differences(plan.model, found)
-    if different and not allow_mismatch:
+    if not different:
+        return _weight_warnings(plan, found)
+    unfit = _why_unfit(plan, found)
+    if not allow_mismatch:
         listed = "\n".join(f"  {line}" for line in different)
+        anyway = f", plan this one, or go on anyway with {option}" if option and not unfit else ", or plan this one"
         raise PlanMismatchError(
             f"expected {plan.model.id}, the model of this plan, found {found.id}, which differs:\n{listed}\n"
-            "Run the plan on its own model, plan this one, or go on anyway with --allow-mismatch."
+            f"Run the plan on its own model{anyway}."
         )
-    if different:
-        _check_fits(plan, found)
-        return [f"this plan is for another architecture ({line})" for line in different]
-    return _weight_warnings(plan, found)
+    if unfit:
+        raise PlanMismatchError(f"{found.id} cannot run this plan at all: {unfit}; plan this model instead")
+    return [f"this plan is for another architecture ({line})" for line in different]
 
 
-def _check_fits(plan: Plan, found: ModelInfo) -> None:
+def _why_unfit(plan: Plan, found: ModelInfo) -> str:
+    """Returns which layers or heads of a plan another model lacks; empty where it has them all."""
     try:
         Plan.model_validate(dict(plan) | {"model": found})
     except ValidationError as error:
-        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise PlanMismatchError(f"{found.id} cannot run this plan at all: {reason}; plan this model instead") from None
+        return error.errors()[0]["msg"].removeprefix("Value error, ")
+    return ""
 
 
 def _weight_warnings(plan: Plan, found: ModelInfo) -> list[str]:

@@ -16,14 +16,17 @@ from sparsekv.plans.schema import HostName, Plan, check_model, unsupported
 from sparsekv.runtime.settings import threads_spin
 
 
-def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> None:
+def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False, option: str = "") -> None:
     """Refuses a plan that would run wrongly, and warns (`PlanWarning`) of one whose quality was measured elsewhere.
+
+    Args:
+        option: see `check_model`.
 
     Raises:
         PlanMismatchError: `found` is of another architecture and `allow_mismatch` is off, or lacks layers or heads.
         UnsupportedError: the plan has a field that this version does not execute.
     """
-    for line in check_model(plan, found, allow_mismatch):
+    for line in check_model(plan, found, allow_mismatch, option):
         warnings.warn(line, PlanWarning, stacklevel=3)
     refused = unsupported(plan)
     if refused:

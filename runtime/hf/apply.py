@@ -331,7 +331,7 @@ def apply(
     check_offload(offload, kv_host_layers)
     warn_of_host_layers(model.device, offload, kv_host_layers)
     info = info or describe_model(model)
-    check_plan(plan, info, allow_mismatch)
+    check_plan(plan, info, allow_mismatch, "allow_mismatch=True")
     phases = plan.prefill if prefill and exact is not True else None, plan.decode if decode else None
     tile = phases[0].tile if phases[0] else None
     capped = has_soft_cap(config_of(model))

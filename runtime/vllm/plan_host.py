@@ -19,7 +19,7 @@ from sparsekv.kernels.backends import Fallback, choose_backend
 from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, full_view
 from sparsekv.kernels.softmax import Softmax
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.errors import PlanMismatchError, PlanWarning
+from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo, weights_fingerprint
 from sparsekv.plans.schema import Plan
@@ -39,6 +39,8 @@ from sparsekv.runtime.vllm.engine_options import EngineOptions
 from sparsekv.runtime.vllm.engine_settings import check_engine
 from sparsekv.runtime.vllm.evicting_step import EvictingHost
 from sparsekv.runtime.vllm.step_rows import PrefillRows
+
+_ALLOW_MISMATCH = '--additional-config \'{"sparsekv": {"allow_mismatch": true}}\''
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +268,7 @@ def start_host(
         plan = plan.model_copy(update={"decode": None})  # what was drafted is verified by vLLM's own kernel
     check_engine(facts, plan, options.allow_untested, bool(options.exact))
     found = _described(plan, model, facts)
-    _check_model(plan, found, options.allow_mismatch)
+    check_plan(plan, found, options.allow_mismatch, _ALLOW_MISMATCH)
     check_layers(plan, found)
     attending = (group for group in found.attention if group.kind != "linear")
     group = max(attending, key=lambda group: group.kv_heads * group.head_dim)
@@ -303,15 +305,6 @@ def _described(plan: Plan, model: EngineModel, facts: EngineFacts) -> ModelInfo:
         return found  # they are not downloaded yet
     weights = weights or weights_fingerprint([("quantization", facts.quantization.encode())])
     return found.model_copy(update={"fingerprint": found.fingerprint.model_copy(update={"weights": weights})})
-
-
-def _check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool) -> None:
-    try:
-        check_plan(plan, found, allow_mismatch)
-    except PlanMismatchError as error:  # its way out is a flag of the command line, which is not at work here
-        raise PlanMismatchError(
-            str(error).replace("--allow-mismatch", '--additional-config \'{"sparsekv": {"allow_mismatch": true}}\'')
-        ) from None
 
 
 def _announce(plan: Plan, path: Path) -> None:

@@ -264,8 +264,9 @@ def test_allow_mismatch_measures_and_says_on_which_model(sparsekv, folder, other
 
 def test_a_plan_of_another_model_is_never_written_as_verified(sparsekv, folder, copy, other):
     before = (copy / "sparsekv.yaml").read_bytes()
-    call = (*call_on("verify", other, copy / "sparsekv.yaml"), *LOOSE, "--write", "--allow-mismatch")
-    done = sparsekv(*call)
+    call = (*call_on("verify", other, copy / "sparsekv.yaml"), *LOOSE, "--write")
+    assert "--allow-mismatch and without --write" in sparsekv(*call).err
+    done = sparsekv(*call, "--allow-mismatch")
     assert (done.code, done.out) == (2, "")
     assert "--write" in done.err
     assert "other architecture" in done.err

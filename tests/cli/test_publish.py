@@ -43,6 +43,15 @@ def test_a_published_plan_is_found_beside_its_model_and_again_changes_nothing(sp
     assert {path: path.read_bytes() for path in copy.iterdir()} == written
 
 
+def test_a_plan_of_another_model_is_not_published_and_no_option_is_offered(sparsekv, copy, tmp_path):
+    other = tmp_path / "other.yaml"
+    write_plan(sparse_plan(tiny_model(layers=4, context=2048)), other)
+    done = sparsekv("publish", other, copy)
+    assert done.code == 3, done.err
+    assert "layers: plan 4, model 3" in done.err
+    assert "--allow-mismatch" not in done.err
+
+
 def test_a_dry_run_prints_the_change_and_writes_nothing(sparsekv, plan, copy):
     (copy / "README.md").write_text("# Mine\n")
     (copy / "sparsekv.yaml").unlink()

@@ -452,6 +452,7 @@ def test_a_plan_of_another_architecture_exits_with_3_unless_allowed_where_its_la
     done = sparsekv(*call)
     assert (done.code, done.out) == (3, "")
     assert "layers" in done.err
+    assert "with --allow-mismatch." in done.err
     assert sparsekv(*call, "--allow-mismatch").code == 0
 
 

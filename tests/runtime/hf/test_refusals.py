@@ -143,6 +143,8 @@ def test_a_plan_of_another_model(model, change: dict):
 def test_a_plan_of_another_model_on_request(model):
     other = tiny_model(layers=5)
     fits = plan_for(other, None, decode_plan(segment(0, (1, 2), 8)))
+    with pytest.raises(PlanMismatchError, match="with allow_mismatch=True"):
+        apply(model, fits)
     with pytest.warns(PlanWarning, match="another architecture"):
         apply(model, fits, allow_mismatch=True).close()
     with pytest.raises(PlanMismatchError, match="cannot run"):
