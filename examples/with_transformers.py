@@ -6,23 +6,16 @@ MODEL is an alias or a folder; without a plan.yaml, one with a sparsekv.yaml bes
 import sys
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 import sparsekv
-from sparsekv.plans.aliases import resolve_model
-from sparsekv.plans.errors import SparseKVError
 
 
 def main(name: str, document: str, plan: str | None = None) -> None:
     """Goes on with a document for 64 tokens."""
-    source = resolve_model(name).path_or_id
-    loaded_plan = sparsekv.load_plan(plan or f"{source}/sparsekv.yaml")  # first: loading a model takes longer
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
-    prompt = tokenizer(Path(document).read_text().removesuffix("\n"), return_tensors="pt").to(device)
-    with sparsekv.apply(model, loaded_plan) as handle:
+    loaded_plan = sparsekv.load_plan(plan or f"{name}/sparsekv.yaml")  # first: loading a model takes longer
+    loaded = sparsekv.load_model(name)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    prompt = tokenizer(Path(document).read_text().removesuffix("\n"), return_tensors="pt").to(model.device)
+    with sparsekv.apply(model, loaded_plan, info=loaded.info) as handle:
         out = model.generate(**prompt, max_new_tokens=64, do_sample=False)
         print(tokenizer.decode(out[0, prompt.input_ids.shape[1] :], skip_special_tokens=True))
         print(handle.stats(), file=sys.stderr)
@@ -31,5 +24,5 @@ def main(name: str, document: str, plan: str | None = None) -> None:
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
-    except SparseKVError as error:
+    except sparsekv.SparseKVError as error:
         sys.exit(f"error: {error}")

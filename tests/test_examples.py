@@ -7,18 +7,29 @@ from pathlib import Path
 
 import pytest
 
+import sparsekv
 from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan, Target
-from sparsekv.runtime.hf.load import load_model
 from sparsekv.runtime.model_config import device_name
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+def test_examples_import_public_names_alone():
+    for name in ("with_transformers.py", "with_lm_eval.py"):
+        assert "import sparsekv" in (text := (EXAMPLES / name).read_text())
+        assert "from sparsekv" not in text
+    loaded = sparsekv.load_model("tiny-retriever", device="cpu")
+    plan = Plan(status="unverified", model=loaded.info)
+    with sparsekv.apply(loaded.model, plan, info=loaded.info) as handle:
+        loaded.model(**loaded.tokenizer("lemon", return_tensors="pt"))
+    assert handle.stats().prefill_density == 1
+
+
 def test_the_one_for_transformers_takes_an_alias_and_a_plan(tmp_path, monkeypatch, capsys):
     plan, document = tmp_path / "plan.yaml", tmp_path / "document.txt"
-    loaded = load_model("tiny-retriever", device="cpu")
+    loaded = sparsekv.load_model("tiny-retriever", device="cpu")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     target = Target(device=device_name(loaded.model.device), backend="cpu", dtype="float32")
     write_plan(Plan(status="unverified", model=loaded.info, targets=(target,)), plan)

@@ -18,6 +18,7 @@ def use(model: PreTrainedModel, path: Path) -> float | None:
     sparsekv.write_plan(plan, path)
     result = sparsekv.verify_plan("./my-model", path)
     assert_type(result.recorded(plan), Plan)
+    assert_type(sparsekv.load_model("tiny-retriever").model, PreTrainedModel)
     with sparsekv.apply(model, sparsekv.load_plan(path), exact="decode") as handle:
         return handle.stats().prefill_density
 

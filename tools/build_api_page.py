@@ -19,8 +19,9 @@ Made by `python tools/build_api_page.py` from signatures and docstrings.
 
     plan = sparsekv.plan_model("./my-model", lengths="32k,128k")        # or the command: sparsekv plan
     sparsekv.write_plan(plan, "./my-model/sparsekv.yaml")
-    with sparsekv.apply(model, plan) as handle:                         # a transformers model; then it is what it was
-        model.generate(**prompt, max_new_tokens=64)
+    loaded = sparsekv.load_model("./my-model")                          # or by an alias: "tiny-retriever"
+    with sparsekv.apply(loaded.model, plan) as handle:                  # a transformers model; then it is what it was
+        loaded.model.generate(**prompt, max_new_tokens=64)
         print(handle.stats())
 
 `import sparsekv` imports nothing else; each name does when it is used. The package is typed. The
@@ -38,6 +39,7 @@ ERRORS = (
 )
 # Classes that calls return or take, by where they are, and the members that are part of the API; None is all.
 CLASSES: dict[str, tuple[str, ...] | None] = {
+    "sparsekv.runtime.hf.load:LoadedModel": None,
     "sparsekv.runtime.hf.apply:Handle": (
         "backend", "host_layers", "closed", "close", "suspend", "resume", "new_cache", "stats", "reset_stats",
     ),

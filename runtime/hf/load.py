@@ -76,11 +76,14 @@ def load_model(
             device; the first layer has to fit on one of them.
         revision: of a hub model.
         local_files_only: do not ask the hub.
-        config: what `load_config` read of this model, where it did.
+        config: its config, where that was read before.
+
+    Returns:
+        The model, its tokenizer, and what a plan says of it.
 
     Raises:
         UsageError: there is no such model, or no access to it, or no such device or dtype, or both a device and a
-            device map; its config or tokenizer cannot be, or its tensors are not those of its config, or not finite.
+            device map; its config or tokenizer cannot be read, its tensors are not those of its config, or not finite.
         UnsupportedError: its architecture is not supported.
     """
     found = source if isinstance(source, ModelSource) else resolve_model(source)

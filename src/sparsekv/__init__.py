@@ -16,14 +16,26 @@ if TYPE_CHECKING:
     from sparsekv.plans.files import write_plan as write_plan
     from sparsekv.plans.schema import Plan as Plan
     from sparsekv.runtime.hf.apply import apply as apply
+    from sparsekv.runtime.hf.load import load_model as load_model
 
 __version__ = "0.2.0"
-__all__ = ["Plan", "SparseKVError", "__version__", "apply", "load_plan", "plan_model", "verify_plan", "write_plan"]
+__all__ = [
+    "Plan",
+    "SparseKVError",
+    "__version__",
+    "apply",
+    "load_model",
+    "load_plan",
+    "plan_model",
+    "verify_plan",
+    "write_plan",
+]
 
 _HOMES = {
     "Plan": "sparsekv.plans.schema",
     "SparseKVError": "sparsekv.plans.errors",
     "apply": "sparsekv.runtime.hf.apply",
+    "load_model": "sparsekv.runtime.hf.load",
     "load_plan": "sparsekv.plans.files",
     "plan_model": "sparsekv.planner.plan",
     "verify_plan": "sparsekv.planner.verify_plan",
