@@ -108,18 +108,18 @@ def placed(host_layers: Collection[int], layers: int) -> str:
     return f"keys and values of {moved} in host memory, of the others on the device"
 
 
-_DENSITIES = "density: share of the tiles, in decode of the tokens, measured on held-out prompts of all lengths"
+_COMPUTED = "density of tiles in prefill, share of tokens in decode: measured on held-out prompts of all lengths"
 
 
 def quality_table(quality: Quality) -> str:
     """Returns what was measured of a plan, phase by phase."""
-    from sparsekv.plans.show import SCORE_HEADER, score_row  # brings rich
+    from sparsekv.plans.show import SCORE_HEADER, density_and_share, score_row  # brings rich
 
-    rows = [("phase", "density", *map(str.lower, SCORE_HEADER), "samples")]
+    rows = [("phase", "density", "share", *map(str.lower, SCORE_HEADER), "samples")]
     for phase, measured in quality.phases.items():
-        named = (phase, f"{measured.density:.3f}")
+        named = (phase, *density_and_share(phase, f"{measured.density:.3f}"))
         rows += [(*named, *score_row(task, score), str(score.samples)) for task, score in measured.tasks.items()]
-    return f"{columns(rows, right=(1, 3, 4, 6))}\n{_DENSITIES}\n\n{_gates_table(quality) or agreement_table(quality)}"
+    return f"{columns(rows, right=(1, 2, 4, 5, 7))}\n{_COMPUTED}\n\n{_gates_table(quality) or agreement_table(quality)}"
 
 
 def _gates_table(quality: Quality) -> str:

@@ -212,6 +212,8 @@ def _retention(plan: Plan) -> Grid:
 # --- the rest of a plan -----------------------------------------------------------------------------------------------
 
 _FIGURES = frozenset({"density", "kl", "top1", "exact", "dense", "sparse", "dense_us", "sparse_us"})
+# What `share_or_density` has another word for than the file.
+_IS_SHARE = re.compile(r"(quality|cost\.lengths\[\d+\])\.decode(\.by_length\[\d+\])?\.density")
 _MISSING = object()
 
 
@@ -234,7 +236,8 @@ def _leaf_changes(section: str, path: str, old: Any, new: Any) -> Iterator[Chang
         pair = before.get(place, _MISSING), after.get(place, _MISSING)
         if _MISSING in pair or canonical_json(pair[0]) != canonical_json(pair[1]):
             data = [None if side is _MISSING else side for side in pair]
-            yield Change(section, place, f"{_printable(place)}: {_told(pair[0])} -> {_told(pair[1])}", *data)
+            named = _printable(place) + (" (share)" if _IS_SHARE.fullmatch(place) else "")
+            yield Change(section, place, f"{named}: {_told(pair[0])} -> {_told(pair[1])}", *data)
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

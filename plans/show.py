@@ -264,10 +264,22 @@ def score_row(task: str, score: Score) -> tuple[str, str, str, str]:
     return task, f"{score.dense:.4g}", f"{score.sparse:.4g}", interval
 
 
+def share_or_density(phase: str) -> str:
+    """Returns what tables call the `density` of a phase in the file: of decode it is a share of tokens, of others a
+    density of tiles."""
+    return "share" if phase == "decode" else "density"
+
+
+def density_and_share(phase: str, computed: str) -> tuple[str, str]:
+    """Returns the `density` of a phase in a row with a column for either."""
+    return ("", computed) if phase == "decode" else (computed, "")
+
+
 def _quality(quality: Quality) -> Iterator[RenderableType]:
     rows: list[Sequence[str]] = []
     for phase, measured in quality.phases.items():
-        facts = ", ".join(_named(measured, "density", "output_error", "kl", "chunk"))
+        computed = f"{share_or_density(phase)} {text_of(measured.density)}"
+        facts = ", ".join((computed, *_named(measured, "output_error", "kl", "chunk")))
         rows.append((phase, facts, "", "", "", "", ", ".join(map(format_length, measured.lengths))))
         rows += [("", *score_row(*task), str(task[1].samples)) for task in measured.tasks.items()]
     names = "  ".join(("Phase", *SCORE_HEADER, "Samples", "Measured at"))
@@ -351,16 +363,16 @@ def _cost(cost: Cost) -> Table:
     rows = [
         (
             format_length(entry.length),
-            phase,
+            "decode step" if phase == "decode" else phase,
             f"{found.dense_us / 1000:,.3f} ms",
             f"{found.sparse_us / 1000:,.3f} ms",
             f"{found.dense_us / found.sparse_us:.2f}x" if found.sparse_us else "",
-            f"{found.density:.3g}",
+            *density_and_share(phase, f"{found.density:.3g}"),
         )
         for entry in cost.lengths
-        for phase, found in (("prefill", entry.prefill), ("decode step", entry.decode))
+        for phase, found in (("prefill", entry.prefill), ("decode", entry.decode))
         if found is not None
     ]
     title = f"\nPredicted time of attention alone on {cost.device}, {cost.backend}"
-    numbers = "Length  Dense  Sparse  Speedup  Density"
-    return _table(title, "Length  Phase  Dense  Sparse  Speedup  Density", rows, numbers)
+    numbers = "Length  Dense  Sparse  Speedup  Density  Share"
+    return _table(title, "Length  Phase  Dense  Sparse  Speedup  Density  Share", rows, numbers)

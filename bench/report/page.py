@@ -25,7 +25,7 @@ from sparsekv.bench.curve_file import CurvePoint
 from sparsekv.bench.report import charts, facts
 from sparsekv.bench.report.sketch import Sketch
 from sparsekv.plans.schema import Plan, unsupported
-from sparsekv.plans.show import header
+from sparsekv.plans.show import header, share_or_density
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def _decode(plan: Plan, profile: Profile | None, drawings: _Drawings) -> Section
 
 
 _DENSITIES = (
-    "Density: the share of causal tiles (prefill) or of cached tokens (decode) that attention computes.",
+    "Density: of causal tiles, those that prefill computes. Share: of cached tokens, those that decode reads.",
     "Asked: the target of the plan. Decode has a bound on its divergence in place of one.",
     "Predicted: what its patterns computed on the calibration prompts; more where heads are faster dense.",
     "Measured: what they computed on held-out prompts. Patterns choose their tiles in each prompt anew.",
@@ -191,7 +191,7 @@ def _costs(plan: Plan, drawings: _Drawings) -> Section | None:
         )
         blocks.insert(0, Block(lines=(made,)))
     if densities := facts.density_table(plan):
-        blocks.append(Block("Density asked, predicted and measured", _DENSITIES, table=densities))
+        blocks.append(Block("Density and share: asked, predicted and measured", _DENSITIES, table=densities))
     return Section("Time and density", tuple(blocks)) if blocks else None
 
 
@@ -203,7 +203,7 @@ def _times(plan: Plan, drawings: _Drawings) -> Iterator[Block]:
         if len(lengths) > 1:
             times = [row.ms for row in rows if row.ms > 0] or [1.0]
             data = drawings.data(f"{phase}-times", facts.PhaseTime, rows)
-            chart = charts.time_chart(data, title, lengths, (min(times), max(times)))
+            chart = charts.time_chart(data, title, lengths, (min(times), max(times)), share_or_density(phase))
             yield Block(charts=(drawings.add(f"{phase}-time", chart),))
         elif rows:
             yield Block(title, table=facts.time_table(rows))

@@ -109,6 +109,8 @@ def test_the_quality_table_has_every_measured_number() -> None:
     assert prefill["kl"] == ["", "1.5e-05", "", ""]
     assert prefill["niah_single"] == ["0.99", "0.985", "-0.01235 to 0.0025", "200"]
     assert {row[0] for row in rows} == {"prefill", "decode", "both"}
+    computed = [(row[0], row[2]) for row in rows if row[2] in ("density", "share")]
+    assert computed == [("prefill", "density"), ("decode", "share"), ("both", "density")]
     assert not any("{" in cell or "interval" in cell for row in rows for cell in row)
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 from model_folders import save_model
+from plans_samples import full_plan
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from tiny_plans import drops, every_head, plan_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sparsekv.cli.output import quality_table
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.patterns import Dense
 from sparsekv.plans.phases import DecodeBucket, PrefillBucket
@@ -260,6 +262,14 @@ def test_allow_mismatch_measures_and_says_on_which_model(sparsekv, folder, other
     if command == "verify":
         assert (done.data["model"], done.data["plan_model"]) == ("other", "tests/tiny")
         assert "says nothing about" in done.err
+
+
+def test_the_table_of_a_verification_has_densities_of_prefill_and_shares_of_decode():
+    header, *rows = quality_table(full_plan().quality).splitlines()
+    ends = {word: header.index(word) + len(word) for word in ("density", "share")}
+    for phase, word in (("prefill", "density"), ("decode", "share"), ("both", "density")):
+        row = next(row for row in rows if row.startswith(phase))
+        assert row[: ends[word]].split()[1:] == [f"{getattr(full_plan().quality, phase).density:.3f}"]
 
 
 def test_a_plan_of_another_model_is_never_written_as_verified(sparsekv, folder, copy, other):

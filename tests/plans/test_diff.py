@@ -179,6 +179,25 @@ def test_of_quality_and_cost_the_main_figures_are_listed_and_all_with_full() -> 
     assert list(found(changed(old, quality=None, cost=None), old)) == ["quality", "cost"]
 
 
+def test_decodes_density_is_called_a_share_and_its_field_as_in_the_file() -> None:
+    old = full_plan()
+    assert old.quality
+    phases = {phase: changed(one, density=0.05, by_length=()) for phase, one in old.quality.phases.items()}
+    assert old.cost
+    lengths = tuple(
+        changed(one, **{phase: changed(getattr(one, phase), density=0.05) for phase in ("prefill", "decode")})
+        for one in old.cost.lengths
+        if one.prefill and one.decode
+    )
+    changes = diff_plans(
+        old, changed(old, quality=changed(old.quality, **phases), cost=changed(old.cost, lengths=lengths))
+    )
+    told = {one.path: one.text.partition(": ")[0] for one in changes if one.path.endswith(".density") and one.new}
+    assert {"quality.prefill.density", "quality.decode.density"} <= told.keys()
+    assert all(text == path + (" (share)" if ".decode." in path else "") for path, text in told.items())
+    assert sum(path.startswith("cost.") for path in told) > 1
+
+
 def test_provenance_and_extensions_of_any_shape() -> None:
     old = full_plan()
     provenance = changed(old.provenance, settings=dict(old.provenance.settings) | {"target_density": 0.2}, seed=1)

@@ -40,6 +40,18 @@ def test_the_tables_leave_nothing_of_a_plan_out() -> None:
     assert [said for said in (*model, *prefill, *rest) if said not in text] == []
 
 
+def test_decode_has_a_share_and_prefill_a_density() -> None:
+    lines = [line.rstrip() for line in shown(full_plan())]
+    measured = {line.split()[0]: line for line in lines if re.search(r"\b(density|share) [\d.]+", line)}
+    words = {phase: "share" if "share" in line else "density" for phase, line in measured.items()}
+    assert words == {"prefill": "density", "decode": "share", "both": "density"}
+    (header,) = (line for line in lines if re.search(r"Density +Share$", line))
+    ends = {"prefill": header.index("Density") + len("Density"), "decode step": len(header)}
+    for phase, end in ends.items():
+        row = next(line for line in lines[lines.index(header) :] if f"  {phase} " in line)
+        assert len(row) == end
+
+
 def test_what_a_sparse_step_attends_to_is_drawn_where_the_plan_has_one() -> None:
     axis, legend = (next(line for line in shown(full_plan()) if word in line) for word in ("oldest  SSSS", "S sinks"))
     drawn = axis.split()[1]
