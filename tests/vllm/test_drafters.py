@@ -1,10 +1,13 @@
 """Speculation by others beside a plan: prefill by the plan, and vLLM's own kernel verifies what was drafted."""
 
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from vllm_engine import BUDGET, generate, make_engine, preemptions, tokens_of
 
 from sparsekv.bench.hand_plans import kept_by_hand
@@ -20,11 +23,11 @@ from sparsekv.runtime.vllm.internals import layers_so_far
 
 Prompts = dict[int, list[int]]
 NGRAM = by_look_up(3)
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
 NEW = 24  # tokens of an answer
 
 
-def engine(reference: LoadedModel, options: dict[str, Any], **settings: Any) -> Any:
-    folder = str(reference.model.name_or_path)
+def engine(folder: str, options: dict[str, Any], **settings: Any) -> Any:
     hidden = sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM 0.32 looks through all modules, and fails at this one
     try:
         return make_engine(folder, additional_config={"sparsekv": options}, enable_prefix_caching=False, **settings)
@@ -46,9 +49,15 @@ def repeated(prompts: Prompts) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone(reference: LoadedModel, plan_file: Path, kept_engines: list[Any]) -> Any:
+def retriever(reference: LoadedModel) -> str:
+    """The model of the plan."""
+    return str(reference.model.name_or_path)
+
+
+@pytest.fixture(scope="module")
+def alone(retriever: str, plan_file: Path, kept_engines: list[Any]) -> Any:
     """The plan without a drafter, and without its decode."""
-    kept_engines.append(engine(reference, {"plan": str(plan_file), "decode": False}))
+    kept_engines.append(engine(retriever, {"plan": str(plan_file), "decode": False}))
     return kept_engines[-1]
 
 
@@ -58,18 +67,49 @@ def eagle(reference: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> s
     return str(write_eagle(reference.model.config, tmp_path_factory.mktemp("eagle")))
 
 
+@pytest.fixture(scope="module")
+def mimo(reference: LoadedModel, prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model as MiMo, with biases of 0 and a layer of multi-token prediction (MTP), which vLLM numbers behind the
+    model's own. The layer drafts what follows the last token in a prompt: its attention and MLP add nothing to that."""
+    config, weights = deepcopy(reference.model.config), reference.model.state_dict()
+    config.architectures, config.num_nextn_predict_layers = ["MiMoForCausalLM"], 1
+    embedded_TD = weights["model.embed_tokens.weight"][prompts[200]]
+    last_TD = torch.nn.functional.rms_norm(embedded_TD[:-1], embedded_TD.shape[1:], eps=config.rms_norm_eps)
+    next_DD = torch.linalg.lstsq(last_TD, embedded_TD[1:], driver="gelsd").solution.T
+    for name, x in tuple(weights.items()):
+        if ".layers.0." in name:
+            adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+            weights[name.replace("layers.0.", "mtp_layers.0.")] = torch.zeros_like(x) if adds else x
+    for name, x in tuple(weights.items()):
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            weights[name.replace("weight", "bias")] = torch.zeros(len(x))
+    for norm in ("token", "hidden", "final"):
+        weights[f"model.mtp_layers.0.{norm}_layernorm.weight"] = torch.ones(len(next_DD))
+    weights["model.mtp_layers.0.input_proj.weight"] = torch.cat((torch.zeros_like(next_DD), next_DD), 1)
+    folder = tmp_path_factory.mktemp("mimo")
+    config.save_pretrained(folder)
+    reference.tokenizer.save_pretrained(folder)
+    save_file({name: x.clone() for name, x in weights.items()}, folder / "model.safetensors")
+    return str(folder)
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("method", "layers"), [("ngram", 0), ("draft_model", 12), ("eagle", 1)])
+@pytest.mark.parametrize(("method", "layers"), [("ngram", 0), ("draft_model", 12), ("eagle", 1), ("mtp", 1)])
 def test_answers_are_those_without_a_drafter_at_the_same_cuts(
-    method: str, layers: int, reference: LoadedModel, plan_file: Path, alone: Any, eagle: str,
+    method: str, layers: int, retriever: str, plan_file: Path, alone: Any, eagle: str, mimo: str,
     repeated: list[list[int]], kept_engines: list[Any],
 ) -> None:  # fmt: skip
     """One at a time: drafts take rows of a step, so that prompts together would be cut elsewhere. The draft model is
     the model itself, each of whose layers has the name and the shape of one of the plan's."""
-    models = {"draft_model": str(reference.model.name_or_path), "eagle": eagle}
-    drafter = NGRAM if method == "ngram" else {"method": method, "model": models[method], "num_speculative_tokens": 3}
+    drafters: dict[str, Any] = {
+        "ngram": NGRAM,
+        "draft_model": {"method": "draft_model", "model": retriever, "num_speculative_tokens": 3},
+        "eagle": {"method": "eagle", "model": eagle, "num_speculative_tokens": 3},
+        "mtp": MTP,
+    }
+    model = mimo if method == "mtp" else retriever
     step = BUDGET + (method == "draft_model")  # of which vLLM leaves one to each request's drafts
-    beside = engine(reference, {"plan": str(plan_file)}, speculative_config=drafter, max_num_batched_tokens=step)
+    beside = engine(model, {"plan": str(plan_file)}, speculative_config=drafters[method], max_num_batched_tokens=step)
     kept_engines.append(beside)
     attending = [layer.impl for layer in layers_so_far(beside.llm_engine.vllm_config).values()]
     assert [getattr(impl, "plan_host", None) is None for impl in attending] == [False] * 12 + [True] * layers
@@ -77,24 +117,26 @@ def test_answers_are_those_without_a_drafter_at_the_same_cuts(
     for prompt in repeated:
         (expected,), (found,) = generate(alone, [prompt], NEW), generate(beside, [prompt], NEW)
         assert tokens_of(found) == tokens_of(expected)
-    least = {"ngram": len(repeated), "draft_model": len(repeated) * NEW // 2, "eagle": -1}  # which is random
-    assert accepted(beside) > least[method]
+    least = {"draft_model": len(repeated) * NEW // 2, "eagle": -1}  # which is random
+    assert accepted(beside) > least.get(method, len(repeated))
     stats, plain = serving_stats(beside), serving_stats(alone)
     assert stats.sparse_tokens == plain.sparse_tokens > 3000
     assert stats.tiles_computed == plain.tiles_computed
     assert (stats.decode_sparse, stats.failures) == (0, 0)
 
 
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
 def test_requests_together_that_are_preempted_answer_as_dense(
-    reference: LoadedModel, plan: Plan, tmp_path: Path, prompts: Prompts, kept_engines: list[Any]
+    method: str, retriever: str, mimo: str, plan: Plan, tmp_path: Path, prompts: Prompts, kept_engines: list[Any]
 ) -> None:
     """A plan whose patterns cover everything computes what dense does, whatever is cut, drafted or computed again.
     Answers grow into a further page, of which there are too few."""
     write_plan(whole(plan), tmp_path / "plan.yaml")
     asked = [(prompts[200] * 4)[:length] for length in range(630, 638)]
+    model, drafter = (retriever, NGRAM) if method == "ngram" else (mimo, MTP)
     found = {}
     for name, options in (("plan", {"plan": str(tmp_path / "plan.yaml")}), ("dense", {"dense": True})):
-        llm = engine(reference, options, speculative_config=NGRAM, num_gpu_blocks_override=26)
+        llm = engine(model, options, speculative_config=drafter, num_gpu_blocks_override=26)
         kept_engines.append(llm)
         found[name] = [tokens_of(output) for output in generate(llm, asked, NEW)]
         assert preemptions(llm) > 0
@@ -117,10 +159,8 @@ def whole(plan: Plan) -> Plan:
     return plan.model_copy(update={"prefill": plan.prefill.model_copy(update={"lengths": buckets}), "decode": None})
 
 
-def test_a_plan_that_evicts_tokens_is_refused_beside_a_drafter(
-    reference: LoadedModel, plan: Plan, tmp_path: Path
-) -> None:
+def test_a_plan_that_evicts_tokens_is_refused_beside_a_drafter(retriever: str, plan: Plan, tmp_path: Path) -> None:
     rules, _ = kept_by_hand(plan.model, 256, 64)
     write_plan(plan.model_copy(update={"decode": None, "kv_cache": rules}), tmp_path / "plan.yaml")
     with pytest.raises(UnsupportedError, match=r"speculative decoding \(ngram\), where layers 3-11"):
-        engine(reference, {"plan": str(tmp_path / "plan.yaml")}, speculative_config=NGRAM)
+        engine(retriever, {"plan": str(tmp_path / "plan.yaml")}, speculative_config=NGRAM)
