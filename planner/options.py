@@ -370,6 +370,11 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
         """`decode_kl`, or its default."""
         return min(_DECODE_KL, self.gate.kl_bound("decode")) if self.decode_kl is None else self.decode_kl
 
+    @property
+    def profiled_phases(self) -> tuple[Phase, ...]:
+        """Returns the phases whose profile is needed: what layers keep is searched on the model itself."""
+        return self.phases if self.retain is None else ("prefill",)
+
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:
         if self.preset is not None:

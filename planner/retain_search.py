@@ -3,10 +3,11 @@ all.
 
 Every layer alone keeps smaller and smaller shares of calibration prompts, at the longest planned length, and reads the
 answer and the text that dense itself goes on with. The least total damage at a share of the cache's bytes is an
-allocation like that of prefill (allocate.py). Damages of single layers do not add up: what each share of a layer adds
-is measured again beside what the others keep by then, and allocated again. Layouts that people settle by hand are run
-at the same bytes, and of all, what diverges least is taken: every layer alike; the first three whole and the others
-alike (as in forks of vLLM, 2024); PyramidKV's pyramid (2024). For vLLM, layouts of few groups of layers.
+allocation like that of prefill (allocate.py); bytes that it leaves are spent in proportion. Damages of single layers do
+not add up: what each share of a layer adds is measured again beside what the others keep by then, and allocated again.
+Layouts that people settle by hand are run at the same bytes, and of all, what diverges least is taken: every layer
+alike; the first three whole and the others alike (as in forks of vLLM, 2024); PyramidKV's pyramid (2024). For vLLM,
+layouts of few groups of layers.
 
 Shapes: B batch, H query heads, G KV heads, S tokens of a prompt, W observed queries, R rows of a text, K = S + R; g is
 1 (one choice for all heads) or G; L layers, C shares.
@@ -44,6 +45,7 @@ _WHOLE_FIRST = 3  # layers
 _MOST_GROUPS = 12  # of layers in vLLM: each costs a step its block table
 _FEW_LAYOUTS = 3  # that are tried out
 _STEEPNESS = 20  # of the pyramid: the mean over the least
+_HALVINGS = 16  # of the factor by which a layout grows
 _STEPS = {"cuda": 64}  # rows of a text
 _FEW_STEPS = 24
 
@@ -102,7 +104,7 @@ def damage_beside(layout: Layout, layers: Sequence[int], mean: Callable[[Sequenc
 
 
 def allocated(layers: Sequence[int], damage_LC: np.ndarray, options: Settled, length: int) -> Layout:
-    """The least damage at `options.retain` of the bytes of these layers."""
+    """The least damage at `options.retain` of the bytes of these layers, all of which are spent."""
     cost_C = np.array([rule_of((0,), share).kept_tokens(length) / length for share in _SHARES])
     shape_LC1 = (*damage_LC.shape, 1)
     cost_LC1, damage_LC1 = np.broadcast_to(cost_C[:, None], shape_LC1), damage_LC[..., None]
@@ -115,7 +117,26 @@ def allocated(layers: Sequence[int], damage_LC: np.ndarray, options: Settled, le
             "longer --lengths"
         )
     slots = {layer: int(slot) for layer, slot in zip(layers, found.choice[:, 0], strict=True) if slot >= 0}
-    return {layer: _SHARES[slot] for layer, slot in slots.items()}
+    return filled(layers, {layer: _SHARES[slot] for layer, slot in slots.items()}, _retain(options), length)
+
+
+def filled(layers: Sequence[int], layout: Layout, retain: float, length: int) -> Layout:
+    """The layout with the bytes that it leaves of a budget: every layer keeps more, in proportion.
+
+    Damages within noise count as none, so that the least total can be had for less than what may be kept; on other
+    prompts it is not none. (SmolLM2-135M at 2K, 0.3 of the bytes: 0.026 nats; filled to half 0.003, by raising the
+    least shares 0.017; allocated at half 0.001.)"""
+
+    def grown(factor: float) -> Layout:
+        more = {layer: factor * share for layer, share in layout.items()}
+        return {layer: share for layer, share in more.items() if share < 1.0}
+
+    least, most = 1.0, 1.0 / min(layout.values(), default=1.0)
+    for _ in range(_HALVINGS):
+        middle = (least + most) / 2
+        fits = _spent(layers, grown(middle), length) <= retain
+        least, most = (middle, most) if fits else (least, middle)
+    return grown(least)
 
 
 def in_few_groups(layers: Sequence[int], damage_LC: np.ndarray, options: Settled, length: int) -> dict[str, Layout]:

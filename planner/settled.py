@@ -140,7 +140,7 @@ def settle(options: PlanOptions, context_length: int, device_type: str) -> Settl
     every = len(tasks) or _SAMPLES["cuda"]
     samples = 1 if preset else every if on_gpu else min(_SAMPLES["cpu"], every)
     filled: dict[str, Any] = {
-        "phases": options.phases if options.retain is None else ("prefill",),
+        "phases": options.profiled_phases,
         "lengths": lengths,
         "target_density": () if preset else _densities(options, lengths, tile, families),
         "families": families,

@@ -204,7 +204,7 @@ def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Pr
     """
     reuse = next((entry.reuse for entry in profile.lengths if entry.reuse), None)
     fixed: dict[str, Any] = {"tile": profile.tile, "preset": profile.preset}
-    if reuse and "decode" in options.phases:
+    if reuse and "decode" in options.profiled_phases:
         fixed |= {"decode_sink": reuse.sink, "decode_recent": reuse.recent}
     searched = {candidate.family for entry in profile.lengths for candidate in entry.candidates}
     _check_agrees(options, profile, fixed)
@@ -236,13 +236,13 @@ def _check_holds(options: PlanOptions, profile: Profile, searched: Collection[Fa
         "prefill": any(entry.layers for entry in profile.lengths),
         "decode": any(entry.reuse for entry in profile.lengths),
     }
-    missing = [phase for phase in options.phases if not held[phase]]
+    phases = options.profiled_phases
+    missing = [phase for phase in phases if not held[phase]]
     if missing:
-        usable = [phase for phase in options.phases if held[phase]]
+        usable = [phase for phase in phases if held[phase]]
         advice = f"add --only {usable[0]}, or profile again" if usable else "profile again"
         raise UsageError(
-            f"expected a profile of {' and '.join(options.phases)}, found none of {missing[0]}; {advice} "
-            "(leave --profile out)"
+            f"expected a profile of {' and '.join(phases)}, found none of {missing[0]}; {advice} (leave --profile out)"
         )
     unknown = [family for family in options.families if family not in searched]
     if options.families and "prefill" in options.phases and unknown:

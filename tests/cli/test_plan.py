@@ -103,6 +103,18 @@ def test_files_spare_profiling_also_where_layers_evict_which_the_model_is_loaded
     assert load_plan(out).retained
 
 
+def test_a_profile_that_a_plan_with_evicting_layers_left_serves_another(sparsekv, model, out, monkeypatch):
+    profile = out.with_name("own.profile")
+    begun = ("plan", model, "-o", out, "--retain", 0.5, "--no-verify")
+    done = sparsekv(*begun, *FAST, "--profile-out", profile)
+    assert done.code == 0, done.err
+    first = load_plan(out).retained
+    monkeypatch.setattr("sparsekv.planner.plan.profile", None)
+    done = sparsekv("plan", model, "-o", out, "--retain", 0.8, "--no-verify", "--profile", profile)
+    assert done.code == 0, done.err
+    assert load_plan(out).retained != first
+
+
 def test_fixed_filter_layers_and_the_budget_reach_the_plan(sparsekv, model, measured, out):
     fixed = ("--filter-layers", "0", "--decode-budget", "25%")
     done = sparsekv("plan", model, "-o", out, *measured, "--no-verify", "--json", *fixed)

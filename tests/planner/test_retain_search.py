@@ -13,6 +13,7 @@ from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.retain_search import (
     allocated,
     by_hand,
+    filled,
     in_few_groups,
     retention_trials,
     rule_of,
@@ -66,6 +67,24 @@ def test_layers_that_lose_most_keep_most_and_bytes_are_what_was_asked_for():
         assert 0.3 < retain_search._spent(layers, found, 8192) <= 0.4 + 1e-3
     with pytest.raises(UsageError, match="--retain of at least"):
         allocated(layers, damage, options.but(retain=0.02), LENGTH)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_bytes_are_spent_where_most_damages_are_none(seed):
+    generator = np.random.default_rng(seed)
+    shape = (int(generator.integers(2, 33)), len(retain_search._SHARES))
+    damage = np.sort(generator.random(shape), 1) * (generator.random(shape) < generator.uniform(0.0, 0.6))
+    layers, retain, length = range(shape[0]), float(generator.uniform(0.1, 0.95)), int(generator.integers(2048, 131072))
+    layout = allocated(layers, damage, settled().but(retain=retain), length)
+    assert retain - 0.01 < retain_search._spent(layers, layout, length) <= retain
+    least = {layer: float(generator.choice(retain_search._SHARES)) for layer in layers}
+    more = filled(layers, least, retain, length)
+    if retain_search._spent(layers, least, length) <= retain:
+        assert all(more.get(layer, 1.0) >= share for layer, share in least.items())
+        kept = [more[layer] / least[layer] for layer in more]
+        assert kept == pytest.approx([kept[0]] * len(kept))
+    else:
+        assert more == least
 
 
 @pytest.mark.parametrize("retain", [0.3, 0.5, 0.7])

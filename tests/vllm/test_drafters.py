@@ -94,7 +94,9 @@ def mimo(reference: LoadedModel, prompts: Prompts, tmp_path_factory: pytest.Temp
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("method", "layers"), [("ngram", 0), ("draft_model", 12), ("eagle", 1), ("mtp", 1)])
+@pytest.mark.parametrize(
+    ("method", "layers"), [("ngram", 0), ("suffix", 0), ("draft_model", 12), ("eagle", 1), ("mtp", 1)]
+)
 def test_answers_are_those_without_a_drafter_at_the_same_cuts(
     method: str, layers: int, retriever: str, plan_file: Path, alone: Any, eagle: str, mimo: str,
     repeated: list[list[int]], kept_engines: list[Any],
@@ -103,10 +105,13 @@ def test_answers_are_those_without_a_drafter_at_the_same_cuts(
     the model itself, each of whose layers has the name and the shape of one of the plan's."""
     drafters: dict[str, Any] = {
         "ngram": NGRAM,
+        "suffix": {"method": "suffix", "num_speculative_tokens": 3},
         "draft_model": {"method": "draft_model", "model": retriever, "num_speculative_tokens": 3},
         "eagle": {"method": "eagle", "model": eagle, "num_speculative_tokens": 3},
         "mtp": MTP,
     }
+    if method == "suffix":
+        pytest.importorskip("arctic_inference", reason="suffix decoding is by arctic-inference")
     model = mimo if method == "mtp" else retriever
     step = BUDGET + (method == "draft_model")  # of which vLLM leaves one to each request's drafts
     beside = engine(model, {"plan": str(plan_file)}, speculative_config=drafters[method], max_num_batched_tokens=step)
