@@ -200,7 +200,8 @@ SETTINGS = (
         "--enable-dbo", "runs, with a remark", "refused with sparse decode and with eviction", _SOURCES, _micro_batches
     ),
     Setting(
-        "--disable-hybrid-kv-cache-manager", "runs, with a remark", "refused with eviction", _SOURCES, _one_group
+        "--disable-hybrid-kv-cache-manager", "runs, with a remark", "refused with eviction",
+        "Gemma2: CPU, 0.32, 2026-11-28", _one_group,
     ),
     Setting("--kv-sharing-fast-prefill", "refused", "its steps have rows that some layers skip", "", _fast_prefill),
     Setting("pictures, sound and video beside text", "refused", "a model that serves text alone runs", "", _modalities),
