@@ -421,13 +421,13 @@ def _goals(every: Sequence[tuple[Group, Row]]) -> Iterator[str]:
             others = [row for row in same if not _is_ours(row.method) and row.kl]
             if ours and others:
                 yield _divergence_goal(group, kept, ours[0], min(others, key=lambda row: row.kl))
-                if kept is not None and kept >= GOAL_KEPT:
+                if kept is not None and round(ours[0].cached, 2) >= GOAL_KEPT:
                     yield _points_goal(ours[0], max(others, key=lambda row: row.points))
 
 
 def _divergence_goal(group: Literal["prefill", "decode", "eviction"], kept: float | None, own: Row, best: Row) -> str:
     few = f", {len(own.tasks)} tasks" if len(own.tasks) < len(ruler_suite.RULER_SUITE) else ""
-    at = f"{format_length(own.lengths[0])}{few}" + (f" and {kept:g} of the bytes" if kept is not None else "")
+    at = f"{format_length(own.lengths[0])}{few}" + (f" and {own.cached:.2g} of the bytes" if kept is not None else "")
     spent = {"prefill": "density", "decode": "share", "eviction": "cached"}[group]
     ratio, both = own.kl / best.kl, f"{getattr(own, spent):.3f} and {getattr(best, spent):.3f}"
     return (
@@ -438,10 +438,11 @@ def _divergence_goal(group: Literal["prefill", "decode", "eviction"], kept: floa
 
 def _points_goal(own: Row, best: Row) -> str:
     low = 100.0 * own.interval[0]
-    is_met = low > GOAL_POINTS and own.points >= GOAL_LOSS * min(0.0, best.points)
+    within, less = low > GOAL_POINTS, own.points >= GOAL_LOSS * min(0.0, best.points)
     return (
-        f"- RULER's mean there minus dense: ours {own.points:+.1f} points (at least {low:+.1f}, goal {GOAL_POINTS:g}), "
-        f"{best.method}, which loses least, {best.points:+.1f} (goal {GOAL_LOSS:g} of it: {_verdict(is_met)})."
+        f"- RULER's mean there minus dense: ours {own.points:+.1f} points (at least {low:+.1f}, goal {GOAL_POINTS:g}: "
+        f"{_verdict(within)}), {best.method}, which loses least, {best.points:+.1f} (goal {GOAL_LOSS:g} of it: "
+        f"{_verdict(less)})."
     )
 
 

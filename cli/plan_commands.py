@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import BaseModel
@@ -63,6 +63,7 @@ class _Chosen(BaseModel):
 class _Outcomes(BaseModel):
     """Holds what the next command needs of an undecided verification; the file is checked when it is gone on from."""
 
+    kind: Literal["sparsekv.outcomes"]
     settings: _Chosen
     seconds: NonNegative | None = None
 

@@ -1,6 +1,6 @@
 """A model under its plan, in transformers: `python examples/with_transformers.py MODEL document.txt [plan.yaml]`.
 
-MODEL is an alias or a folder; without a plan.yaml, one with a sparsekv.yaml beside its config.json.
+MODEL is a folder with a sparsekv.yaml beside its config.json, or, with a plan.yaml, an alias or a hub id, too.
 """
 
 import sys

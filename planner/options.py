@@ -390,8 +390,8 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
         if self.host == "vllm":
             self.refuse(("offload",), "vLLM keeps all pages on the device", "host")
         if self.retain is not None:
-            segments = ("filter_layers", "decode_budget", "decode_loss", "decode_kl", "offload")
-            self.refuse(segments, "an evicting layer is in no segment", "retain")
+            reads = ("decode_budget", "decode_loss", "decode_kl", "decode_sink", "decode_recent")
+            self.refuse(("filter_layers", *reads, "offload"), "an evicting layer is in no segment", "retain")
         if self.retain is not None and self.phases == ("decode",):
             self.refuse(("phases",), "the decode that is planned alone is that of filter layers", "retain")
         return self

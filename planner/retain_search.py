@@ -121,11 +121,11 @@ def allocated(layers: Sequence[int], damage_LC: np.ndarray, options: Settled, le
 
 
 def filled(layers: Sequence[int], layout: Layout, retain: float, length: int) -> Layout:
-    """The layout with the bytes that it leaves of a budget: every layer keeps more, in proportion.
+    """Returns the layout with the bytes that it leaves of a budget: every layer keeps more, in proportion.
 
-    Damages within noise count as none, so that the least total can be had for less than what may be kept; on other
-    prompts it is not none. (SmolLM2-135M at 2K, 0.3 of the bytes: 0.026 nats; filled to half 0.003, by raising the
-    least shares 0.017; allocated at half 0.001.)"""
+    Damages within noise count as none, so that the least total may cost less than the budget; on other prompts they are
+    not none.
+    """
 
     def grown(factor: float) -> Layout:
         more = {layer: factor * share for layer, share in layout.items()}
@@ -190,11 +190,14 @@ def rule_of(layers: tuple[int, ...], share: float) -> Retention:
 
 
 def rules_of(model: ModelInfo, layout: Layout) -> tuple[Retention, ...]:
-    """Layers of equal shares together, ascending; what keeps all first."""
+    """Layers of equal shares together, ascending; first those that keep all, up to the context."""
     together: dict[float, list[int]] = {}
+    context = model.context_length
     for layer, share in layout.items():
-        together.setdefault(round(share, 4), []).append(layer)
-    whole = tuple(layer for layer in model.full_layers if layer not in layout)
+        if rule_of((layer,), share).kept_tokens(context) < context:
+            together.setdefault(round(share, 4), []).append(layer)
+    dropping = {layer for layers in together.values() for layer in layers}
+    whole = tuple(layer for layer in model.full_layers if layer not in dropping)
     every = [rule_of(tuple(layers), share) for share, layers in sorted(together.items(), key=lambda one: one[1])]
     return (*((Retention(layers=whole, keep="all"),) if whole else ()), *every)
 

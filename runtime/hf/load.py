@@ -76,10 +76,10 @@ def load_model(
             device; the first layer has to fit on one of them.
         revision: of a hub model.
         local_files_only: do not ask the hub.
-        config: its config, where that was read before.
+        config: its transformers config; None reads it from `source`.
 
     Returns:
-        The model, its tokenizer, and what a plan says of it.
+        The model, its tokenizer, and its description, which `apply` takes as `info`.
 
     Raises:
         UsageError: there is no such model, or no access to it, or no such device or dtype, or both a device and a

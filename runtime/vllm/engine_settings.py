@@ -164,8 +164,8 @@ SETTINGS = (
     Setting(
         "--speculative-config", "runs, with a remark",
         "prefill by the plan, whose decode is off; refused with eviction, over pipeline stages and with `exact`",
-        f"ngram, a draft model, EAGLE: {_CPU}; the same: H100 or H200, 0.33, 2026-11-28; MTP and suffix: "
-        f"CPU, 0.32, 2026-11-28; others {_SOURCES}", _drafts,
+        f"ngram, a draft model, EAGLE: {_CPU}; the same: H100 or H200, 0.33, 2026-11-28; MTP (a layer made for the "
+        f"test) and suffix: CPU, 0.32, 2026-11-28; others {_SOURCES}", _drafts,
     ),
     Setting(
         "--pipeline-parallel-size", "refused", "unless `allow_untested`, with the layers of a segment in one stage", "",

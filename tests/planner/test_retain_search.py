@@ -1,5 +1,7 @@
 """Layers that keep less: the damage of each, budgets in bytes, and the plan that comes of it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,7 @@ from sparsekv.planner.retain_search import (
 from sparsekv.planner.settled import settle
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.phases import Retention
+from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import apply
 
 LENGTH = 1024
@@ -77,6 +80,9 @@ def test_all_bytes_are_spent_where_most_damages_are_none(seed):
     layers, retain, length = range(shape[0]), float(generator.uniform(0.1, 0.95)), int(generator.integers(2048, 131072))
     layout = allocated(layers, damage, settled().but(retain=retain), length)
     assert retain - 0.01 < retain_search._spent(layers, layout, length) <= retain
+    rules = rules_of(SimpleNamespace(full_layers=tuple(layers), context_length=length), layout)
+    assert all(rule.keep == "all" or rule.kept_tokens(length) < length for rule in rules)
+    assert sorted(layer for rule in rules for layer in rule.layers) == list(layers)
     least = {layer: float(generator.choice(retain_search._SHARES)) for layer in layers}
     more = filled(layers, least, retain, length)
     if retain_search._spent(layers, least, length) <= retain:
@@ -85,6 +91,18 @@ def test_all_bytes_are_spent_where_most_damages_are_none(seed):
         assert kept == pytest.approx([kept[0]] * len(kept))
     else:
         assert more == least
+
+
+def test_a_share_that_keeps_all_up_to_the_context_is_no_rule():
+    info = loaded_tiny().info
+    layouts = (
+        dict.fromkeys(info.full_layers, 0.99996),
+        by_hand(info.full_layers, 0.8, info.context_length)["as a pyramid"],
+    )
+    for layout in layouts:
+        rules = rules_of(info, layout)
+        assert rules[0].keep == "all"
+        Plan(status="unverified", model=info, kv_cache=rules)
 
 
 @pytest.mark.parametrize("retain", [0.3, 0.5, 0.7])
@@ -135,7 +153,9 @@ def test_a_plan_keeps_its_share_of_bytes_is_verified_as_decode_and_says_what_els
     assert all(f"{name} " in others or f'"{name}"' in taken for name in ("by damage", "by damage alone", "evenly"))
 
 
-@pytest.mark.parametrize("other", [{"filter_layers": (0,)}, {"offload": True}, {"phases": ("decode",)}], ids=str)
+@pytest.mark.parametrize(
+    "other", [{"filter_layers": (0,)}, {"offload": True}, {"phases": ("decode",)}, {"decode_sink": 8}], ids=str
+)
 def test_what_needs_segments_is_refused_beside_it(other):
     with pytest.raises(UsageError, match="--retain"):
         PlanOptions(retain=0.3, **other)
