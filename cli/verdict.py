@@ -155,7 +155,7 @@ def _kept(plan: Plan) -> str:
 
 def _kept_share(plan: Plan) -> str:
     model, rules = plan.model, plan.retained
-    length, layers = model.context_length, model.full_layers
+    length, layers = max(plan.planned_lengths, default=model.context_length), model.full_layers
     kept = sum(rules[layer].kept_tokens(length) if layer in rules else length for layer in layers)
     return f"{kept / (len(layers) * length):.0%} of the cache at {format_length(length)}"
 

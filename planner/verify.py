@@ -326,11 +326,11 @@ def _time_needed(found: Outcomes, options: Settled) -> str:
     are of this run, so that the plan does not have them."""
     first_alone = found.looks == len(found.timed) == 1 and found.wanted and math.isfinite(options.verify_time)
     needed = found.more and found.pace is not None and found.seconds is not None
-    return (f": {found.seconds:.0f} s at {found.pace:.2g} s a prompt" if needed else "") + (
-        f"; no second round of prompts fits into {options.verify_time:g} s: one takes {found.timed[0].seconds:.2g} s"
-        if first_alone
-        else ""
-    )
+    left = f": {found.seconds:.0f} s at {found.pace:.2g} s a prompt" if needed else ""
+    if not first_alone:
+        return left
+    one = max(1.0, found.timed[0].seconds)
+    return f"{left}; no second round of prompts fits into {options.verify_time:g} s: one takes {one:.0f} s"
 
 
 def _doubts(plan: Plan, found: Outcomes, options: Settled) -> Iterator[str]:

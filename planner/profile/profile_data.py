@@ -241,8 +241,10 @@ def _check_holds(options: PlanOptions, profile: Profile, searched: Collection[Fa
     if missing:
         usable = [phase for phase in phases if held[phase]]
         advice = f"add --only {usable[0]}, or profile again" if usable else "profile again"
+        by_retain = " (a plan with --retain leaves such a one)" if usable == ["prefill"] else ""
         raise UsageError(
-            f"expected a profile of {' and '.join(phases)}, found none of {missing[0]}; {advice} (leave --profile out)"
+            f"expected a profile of {' and '.join(phases)}, found none of {missing[0]}{by_retain}; {advice} "
+            "(leave --profile out)"
         )
     unknown = [family for family in options.families if family not in searched]
     if options.families and "prefill" in options.phases and unknown:
