@@ -85,13 +85,14 @@ class AllowMismatch(Options):
 
     allow_mismatch: Annotated[bool, Flag("Go on although the plan was made for another architecture.")] = False
 
-    def check_model(self, plan: Plan, found: ModelInfo, beside: str = "") -> list[str]:
+    def check_model(self, plan: Plan, found: ModelInfo, also: str = "") -> list[str]:
         """Returns what to warn of before a plan runs on a model; see `schema.check_model`.
 
         Args:
-            beside: what else the option asks for, in words.
+            also: what has to be changed in the call beside giving the option, in words.
         """
-        return check_model(plan, found, self.allow_mismatch, self.flag_of("allow_mismatch") + beside)
+        option = self.flag_of("allow_mismatch")
+        return check_model(plan, found, self.allow_mismatch, f"{option} and {also}" if also else option)
 
 
 class Subjects(AllowMismatch):

@@ -133,7 +133,7 @@ def verify(flags: VerifyFlags) -> None:
     from sparsekv.planner.verify import verify as measure
 
     def check(info: ModelInfo, hardware: str) -> None:
-        flags.check_model(found, info, " and without --write" if flags.write else "")
+        flags.check_model(found, info, "without --write" if flags.write else "")
         settle(asked, info.context_length, hardware)
 
     if earlier:  # precision and kernels as before, unless this call says otherwise, which is refused then

@@ -212,8 +212,6 @@ def _retention(plan: Plan) -> Grid:
 # --- the rest of a plan -----------------------------------------------------------------------------------------------
 
 _FIGURES = frozenset({"density", "kl", "top1", "exact", "dense", "sparse", "dense_us", "sparse_us"})
-# What `share_or_density` has another word for than the file.
-_IS_SHARE = re.compile(r"(quality|cost\.lengths\[\d+\])\.decode(\.by_length\[\d+\])?\.density")
 _MISSING = object()
 
 
@@ -236,7 +234,8 @@ def _leaf_changes(section: str, path: str, old: Any, new: Any) -> Iterator[Chang
         pair = before.get(place, _MISSING), after.get(place, _MISSING)
         if _MISSING in pair or canonical_json(pair[0]) != canonical_json(pair[1]):
             data = [None if side is _MISSING else side for side in pair]
-            named = _printable(place) + (" (share)" if _IS_SHARE.fullmatch(place) else "")
+            is_share = ".decode." in place and place.endswith(".density")  # as tables call it
+            named = _printable(place) + (" (share)" if is_share else "")
             yield Change(section, place, f"{named}: {_told(pair[0])} -> {_told(pair[1])}", *data)
 
 

@@ -20,6 +20,9 @@ def test_examples_import_public_names_alone():
     for name in ("with_transformers.py", "with_lm_eval.py"):
         assert "import sparsekv" in (text := (EXAMPLES / name).read_text())
         assert "from sparsekv" not in text
+
+
+def test_public_names_run_the_bundled_model_by_its_alias():
     loaded = sparsekv.load_model("tiny-retriever", device="cpu")
     plan = Plan(status="unverified", model=loaded.info)
     with sparsekv.apply(loaded.model, plan, info=loaded.info) as handle:

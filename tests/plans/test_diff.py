@@ -182,7 +182,7 @@ def test_of_quality_and_cost_the_main_figures_are_listed_and_all_with_full() -> 
 def test_decodes_density_is_called_a_share_and_its_field_as_in_the_file() -> None:
     old = full_plan()
     assert old.quality
-    phases = {phase: changed(one, density=0.05, by_length=()) for phase, one in old.quality.phases.items()}
+    phases = {phase: changed(one, density=0.05) for phase, one in old.quality.phases.items()}
     assert old.cost
     lengths = tuple(
         changed(one, **{phase: changed(getattr(one, phase), density=0.05) for phase in ("prefill", "decode")})
