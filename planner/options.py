@@ -19,6 +19,7 @@ from sparsekv.planner.flags import (
     Flag,
     Layers,
     Lengths,
+    OneShare,
     Options,
     Shares,
     Tile,
@@ -239,8 +240,8 @@ class DecodeSearch(Options):
     ] = None
     offload: Annotated[bool, Flag("Store the rows of sparse layers in host memory.")] = False
     retain: Annotated[
-        float | None,
-        Field(gt=0.0, lt=1.0),
+        OneShare | None,
+        Field(lt=1.0),
         Flag(
             "In place of filter layers: layers keep this share of a prompt's keys and values, by attention. Lossy.",
             metavar="SHARE",

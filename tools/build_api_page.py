@@ -20,6 +20,7 @@ Made by `python tools/build_api_page.py` from signatures and docstrings.
     plan = sparsekv.plan_model("./my-model", lengths="32k,128k")        # or the command: sparsekv plan
     sparsekv.write_plan(plan, "./my-model/sparsekv.yaml")
     loaded = sparsekv.load_model("./my-model")                          # or by an alias: "tiny-retriever"
+    prompt = loaded.tokenizer(open("book.txt").read(), return_tensors="pt").to(loaded.model.device)
     with sparsekv.apply(loaded.model, plan) as handle:                  # a transformers model; then it is what it was
         loaded.model.generate(**prompt, max_new_tokens=64)
         print(handle.stats())

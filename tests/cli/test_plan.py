@@ -105,7 +105,7 @@ def test_files_spare_profiling_also_where_layers_evict_which_the_model_is_loaded
 
 def test_a_profile_that_a_plan_with_evicting_layers_left_serves_another(sparsekv, model, out, monkeypatch):
     profile = out.with_name("own.profile")
-    begun = ("plan", model, "-o", out, "--retain", 0.5, "--no-verify")
+    begun = ("plan", model, "-o", out, "--retain", "50%", "--no-verify")
     done = sparsekv(*begun, *FAST, "--profile-out", profile)
     assert done.code == 0, done.err
     first = load_plan(out).retained
