@@ -58,7 +58,7 @@ def check_attachable(model: PreTrainedModel) -> None:
     """
     if not isinstance(model, PreTrainedModel):
         raise UsageError(
-            f"expected a Hugging Face PreTrainedModel, found {type(model).__name__}; load_model(...).model is one"
+            f"expected a Hugging Face PreTrainedModel, found {type(model).__name__}; give load_model(...).model"
         )
     architecture_of(decoder_config(model.config).model_type)
     if config_of(model)._attn_implementation == NAME:

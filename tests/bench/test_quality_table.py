@@ -227,7 +227,9 @@ def made_up(
         recall = [1.0] * right[method] + [0.0] * (samples - right[method])
         kl = [0.01 * 2.0 ** (number // len(tasks))] * samples
         cell = {"method": method, "task": task, "length": LENGTH, "recall": recall, "exact": recall, "kl": kl}
-        found = found.with_cell(QualityCell.model_validate(cell | SPENT))
+        share = re.search(r"0\.[0-9]+$", method)  # of a method that evicts
+        cached = {"cached": float(share[0])} if share else {}
+        found = found.with_cell(QualityCell.model_validate(cell | SPENT | cached))
     return found.with_notes([MethodNote(name=name, length=LENGTH, group=group) for name in right if name != "dense"])
 
 
@@ -267,6 +269,7 @@ def test_methods_that_evict_are_told_by_bytes_ours_first(inputs: Inputs) -> None
     order = [line.split(" | ")[1] for line in lines if line.startswith("| 1k |")]
     assert order == ["dense", "plan, evicting to 0.5", "SnapKV, 0.5", "plan, evicting to 0.25", "SnapKV, 0.25"]
     assert sum("our divergence is 4.00 of that of SnapKV, 0." in line for line in lines) == 2
+    assert sum("RULER's mean there" in line for line in lines) == 1, "at half of the bytes alone"
 
 
 @pytest.mark.parametrize(

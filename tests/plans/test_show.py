@@ -150,6 +150,8 @@ def test_what_dropping_does_to_answers_has_a_line_of_its_own_in_the_verdict() ->
     measured = Measurement(lengths=(4096,), density=0.5, tasks=scores)
     lossy = full_plan().model_copy(update={"quality": Quality(decode=measured)})
     assert "kv_cache: lossy, 86% of the cache at 128k; of a prompt: layer 0 1024" in verdict(lossy, "a.yaml")
+    shorter = lossy.model_copy(update={"prefill": None, "decode": None})  # whose longest planned length is the cost's
+    assert any("of the cache at 32k;" in line for line in verdict(shorter, "a.yaml"))
     (line,) = (line for line in verdict(lossy, "a.yaml") if "hurts" in line)
     assert line.endswith("dense -> plan: second_question 100% -> 25% (of 8)")
     assert not any("hurts" in line for line in verdict(lossy.model_copy(update={"kv_cache": None}), "a.yaml"))
