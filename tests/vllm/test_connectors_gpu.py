@@ -15,7 +15,7 @@ import torch
 
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.vllm.connectors import store_name
+from sparsekv.runtime.vllm.connectors import TO_HOST, store_name
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 PAGE, LENGTH, NEW = 16, 100_000, 32
@@ -90,11 +90,12 @@ def documents(count: int) -> list[list[int]]:
     return [Random(seed).choices(range(8, 4096), k=LENGTH // PAGE * PAGE - PAGE + count) for seed in range(2)]
 
 
+@pytest.mark.parametrize("connector", TO_HOST)
 def test_an_evicted_document_comes_back_from_host_memory_and_decodes_sparse(
-    reference: LoadedModel, plan_file: Path, tmp_path: Path
+    connector: str, reference: LoadedModel, plan_file: Path, tmp_path: Path
 ) -> None:
     options = {"cpu_bytes_to_use": 4 << 30}
-    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
+    transfer = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": options}
     model = str(reference.model.name_or_path)
     expected, found, hits, decoded = run(BACK, tmp_path, model, plan_file, transfer, documents(1))
     assert hits > LENGTH - (ROOM + 1) * PAGE
