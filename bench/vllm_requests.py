@@ -139,7 +139,7 @@ def _engine(args: argparse.Namespace) -> Any:
             additional_config={"sparsekv": ours},
             **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 4 << 30} if ON_GPU else {}),
             **({} if args.dense else asking_for_ours()),
-            **_speculating(args.speculative, longest, Path(folder)),
+            **_speculating(args.speculative, source, longest, Path(folder)),
             # Exact output takes the model's files as they are.
             **({} if args.exact else {"hf_overrides": {"max_position_embeddings": longest}}),
         )
@@ -148,16 +148,16 @@ def _engine(args: argparse.Namespace) -> Any:
     return llm
 
 
-def _speculating(method: str | None, longest: int, folder: Path) -> dict[str, Any]:
+def _speculating(method: str | None, model: str, longest: int, folder: Path) -> dict[str, Any]:
     """Returns the settings of an engine for which others draft tokens."""
     if method is None:
         return {}
     if method == "ngram":
         return {"speculative_config": by_look_up(DRAFTED)}
-    config = load_config(MODEL)
+    config = load_config(model)
     config.max_position_embeddings = longest
-    source = str(write_eagle(config, folder)) if method == "eagle" else resolve_model(MODEL).path_or_id
-    return {"speculative_config": {"method": method, "num_speculative_tokens": DRAFTED, "model": source}}
+    drafter = str(write_eagle(config, folder)) if method == "eagle" else model
+    return {"speculative_config": {"method": method, "num_speculative_tokens": DRAFTED, "model": drafter}}
 
 
 def _beside(found: dict[str, list[int]], dense: dict[str, list[int]]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ import numpy as np
 _MOST_BET = 0.9  # of the bet that one value at the far end of the range would ruin
 _BETS = np.linspace(0.0, 1.0, 25)  # of that
 _SOON_GIVEN_UP = 3.0  # values that the guess of a broken plan counts as
-_GRID = 121  # means that a bound is searched among
+_GRID = 61  # means that a bound is searched among
+_HALVED = 6  # times what lies between two of them, next to the bound
 
 Rounds = Sequence[Sequence[float]]
 
@@ -105,10 +106,16 @@ def upper_confidence_bound(rounds: Rounds, span: Range, level: float) -> float:
     if not len(values):
         return span.high
     mean = float(values.mean())  # nothing below it is ever shown; the gates are closest together next to it
-    gates = mean + (span.high - mean) * np.linspace(0.0, 1.0, _GRID)[1:] ** 2
+    gates = mean + (span.high - mean) * np.linspace(0.0, 1.0, _GRID) ** 2
     shown = log_wealth(rounds, gates, span) >= math.log(1.0 / level)
-    above = np.flatnonzero(~shown)  # the bound is the least gate above which every one is shown
-    return float(span.high if len(above) and above[-1] == len(gates) - 1 else gates[above[-1] + 1 if len(above) else 0])
+    last = int(np.flatnonzero(~shown).max(initial=0))  # above it every gate is shown
+    if last == len(gates) - 1:
+        return span.high
+    low, high = gates[last : last + 2]
+    for _ in range(_HALVED):
+        middle = (low + high) / 2.0
+        low, high = (low, middle) if is_below(rounds, middle, span, level) else (middle, high)
+    return float(high)
 
 
 def more_needed(rounds: Rounds, gate: float, span: Range, level: float) -> int | None:

@@ -59,8 +59,17 @@ def test_the_upper_bound_narrows_and_is_the_gate_that_is_just_shown() -> None:
     bounds = [upper_confidence_bound(rounds[:count], NATS, LEVEL) for count in (0, 2, 10, 60)]
     assert bounds[0] == NATS.high
     assert bounds == sorted(bounds, reverse=True)
-    assert is_below(rounds, bounds[-1] + 0.05, NATS, LEVEL)
-    assert not is_below(rounds, bounds[-1] - 0.05, NATS, LEVEL)
+    assert is_below(rounds, bounds[-1] + 0.005, NATS, LEVEL)
+    assert not is_below(rounds, bounds[-1] - 0.005, NATS, LEVEL)
+
+
+def test_a_bound_grows_with_more_samples_by_no_more_than_how_finely_it_is_searched() -> None:
+    rng = np.random.default_rng(3)
+    rounds = rng.choice([0.0, 1.0, -1.0], p=[0.96, 0.03, 0.01], size=(300, 12))
+    answers = Range(-1.0, 1.0, 0.0, 0.14, weight=100.0)
+    bounds = [upper_confidence_bound(rounds[:count], answers, LEVEL) for count in range(100, 300, 10)]
+    assert max(np.diff(bounds)) < 5e-4
+    assert bounds[-1] < bounds[0] - 2e-3
 
 
 def test_about_as_many_more_samples_are_told_as_it_takes() -> None:
