@@ -206,8 +206,9 @@ class Session:
         dense, sparse = (session.once(text, watch=_watch(progress, name, most)) for name, session in sides.items())
         return dense, sparse
 
-    def why_dense(self, answer: Answer) -> str:
-        """Returns why nothing of an answer by the plan was sparse, or that layers dropped tokens; else empty."""
+    def remark(self, answer: Answer) -> str:
+        """Returns why nothing of an answer by the plan was sparse, that layers dropped tokens, or that the prompt is
+        longer than the plan was made for; else empty."""
         if self.plan is None or self.exact or not (self.prefill or self.decode):
             return ""
         if self.decode and self.plan.retained:
@@ -227,9 +228,18 @@ class Session:
             return (
                 f"nothing of this run was sparse: prompt and answer, {tokens:,} tokens, are too few to skip any"
                 if answer.is_dense
-                else ""
+                else self._beyond_reach(answer.generation.prompt_tokens)
             )
         return f"this prompt is shorter than the plan's first sparse length ({min(starts):,} tokens): it ran dense"
+
+    def _beyond_reach(self, prompt_tokens: int) -> str:
+        reach = max(self.plan.planned_lengths, default=prompt_tokens) if self.plan else prompt_tokens
+        if prompt_tokens <= reach:
+            return ""
+        return (
+            f"this prompt, {prompt_tokens:,} tokens, is longer than the plan was made for ({reach:,}): what it loses "
+            "there was not measured"
+        )
 
     @property
     def has_turns(self) -> bool:

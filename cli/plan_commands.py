@@ -112,7 +112,8 @@ def report(
 ) -> None:
     """Write a plan as one self-contained page: budgets of heads, a head on the matrix, time and quality by length."""
     check_replaceable(out, "-o", "page")
-    found = load_plan(plan_file(plan))
+    path = plan_file(plan)
+    found = load_plan(path)
     try:
         from sparsekv.bench.report.page import report as page_of
     except ModuleNotFoundError as error:
@@ -124,7 +125,7 @@ def report(
     points = read_curve(curve) if curve else ()
     profiled = _profile_of(found, profile) if profile else None
     table = _suite_of(found, suite) if suite else None
-    write_bytes(out, page_of(found, verdict(found, str(plan)), profiled, points, table).encode())
+    write_bytes(out, page_of(found, verdict(found, str(plan), ended=_ended(path)), profiled, points, table).encode())
     if as_json:
         emit_json({"path": str(out), "model": found.model.id, "status": found.status})
     else:

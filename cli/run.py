@@ -135,8 +135,8 @@ def run(flags: RunFlags) -> None:
     else:
         answer = session.once(text, _stream)
         _tell(answer)
-    if why := session.why_dense(answer):
-        tell(why)
+    if remark := session.remark(answer):
+        tell(remark)
 
 
 def _estimate(flags: RunFlags, subject: Subject, used: Plan, text: str) -> None:
@@ -197,8 +197,8 @@ def _talk(session: Session) -> None:
                 if text.strip():
                     is_first = not conversation.messages
                     _tell(answer := conversation.ask(text.rstrip("\n"), _stream))
-                    if is_first and (why := session.why_dense(answer)):
-                        tell(why)
+                    if is_first and (remark := session.remark(answer)):
+                        tell(remark)
             except (PromptError, UsageError) as error:
                 tell(f"error: {error}")
 

@@ -444,7 +444,7 @@ def _prefill_remarks(
     for length in (length for length in lost if length in timed):
         yield (
             f"prefill at {format_length(length)} runs dense: by what was timed, all layers gain "
-            f"{timed[length].gain:.2f}x, and only from {SURE_GAIN:.2f}x on would each run come to that; plan longer "
+            f"{timed[length].gain:.3f}x, and only from {SURE_GAIN:.3f}x on would each run come to that; plan longer "
             "--lengths or --no-crossover"
         )
     speedup = options.target_speedup

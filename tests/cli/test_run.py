@@ -302,6 +302,19 @@ def test_a_run_by_a_plan_of_which_nothing_was_sparse_says_so(sparsekv, folder, t
     assert said in "".join(told)
 
 
+@pytest.mark.parametrize("flags", [(), ("--compare",), ("--json",)])
+@pytest.mark.parametrize(("length", "said"), [(128, 1), (1024, 0)])
+def test_a_prompt_longer_than_the_plan_was_made_for_is_told(sparsekv, folder, tmp_path, length, said, flags):
+    plan = load_plan(folder / "sparsekv.yaml")
+    (last,) = plan.prefill.lengths
+    ends = (last.model_copy(update={"up_to": length}), last.model_copy(update={"extrapolated": True}))
+    prefill = plan.prefill.model_copy(update={"lengths": ends})
+    write_plan(plan.model_copy(update={"prefill": prefill, "decode": None}), tmp_path / "plan.yaml")
+    done = sparsekv("run", folder, "--plan", tmp_path / "plan.yaml", "--prompt", PROMPT, *FEW, *flags)
+    assert done.code == 0, done.err
+    assert done.err.count(f"longer than the plan was made for ({length:,})") == said
+
+
 def test_dense_needs_no_plan_and_each_phase_can_be_switched_off(sparsekv, copy):
     moved = ("--prompt", PROMPT, "--offload", "always", "--json", *FEW)
     sparse, prefill_off, decode_off = (

@@ -64,6 +64,8 @@ def test_more_samples_are_drawn_behind_those_of_the_first_run(sparsekv, copy, be
     for seconds, said in (({}, "--more --verify-time 1800"), ({"seconds": 300.2}, "--more --verify-time 451")):
         outcomes_in(copy).write_text(json.dumps(unchosen | seconds))
         assert f"--write {said}" in sparsekv("show", copy).out
+    sparsekv("report", copy, "-o", copy / "page.html")
+    assert f"--write {said}" in (copy / "page.html").read_text()
     outcomes_in(copy).write_text(json.dumps(unchosen | {"seconds": "long"}))
     assert "--write --verify-time 1800" in sparsekv("show", copy).out
     outcomes_in(copy).write_text("no JSON")
