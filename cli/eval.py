@@ -199,7 +199,9 @@ def _text(results: Sequence[EvalResult], count: str, measured: Measurement | Non
     return "\n\n".join((*parts, facts))
 
 
-_HEADER = ("length", "phase", "method", "setting", "density", "KL", "95%", "top-1", "exact", "accuracy", "of dense")
+_HEADER = (
+    "length", "phase", "method", "setting", "density", "share", "KL", "95%", "top-1", "exact", "accuracy", "of dense",
+)  # fmt: skip
 
 
 def measure_curve(subject: Subject, flags: EvalFlags) -> None:
@@ -264,6 +266,8 @@ def _profiles(paths: Sequence[Path]) -> tuple[Profile | None, Profile | None]:
 
 
 def _cells(row: CurveRow) -> tuple[str, ...]:
+    from sparsekv.plans.show import density_and_share  # brings rich
+
     interval = "" if row.kl_interval is None else "{:.2g} to {:.2g}".format(*row.kl_interval)
     shares = (row.agreement, row.exact, row.accuracy, row.dense_accuracy)
     return (
@@ -271,7 +275,7 @@ def _cells(row: CurveRow) -> tuple[str, ...]:
         row.phase,
         row.method,
         row.setting,
-        f"{row.density:.3f}",
+        *density_and_share(row.phase, f"{row.density:.3f}"),
         "" if row.kl is None else f"{row.kl:.3g}",
         interval,
         *("" if share is None else f"{share:.3f}" for share in shares),
