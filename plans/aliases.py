@@ -52,6 +52,7 @@ ALIASES = (
     Alias("llama3-8b-1m", "gradientai/Llama-3-8B-Instruct-Gradient-1048k", "llama", "1m"),
     Alias("llama3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "llama", "128k"),
     Alias("llama3.1-70b", "meta-llama/Llama-3.1-70B-Instruct", "llama", "128k"),
+    Alias("llama3.3-70b", "meta-llama/Llama-3.3-70B-Instruct", "llama", "128k"),
     Alias("yi-9b-200k", "01-ai/Yi-9B-200K", "llama", "200k"),  # a base model without a chat template
     Alias("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", "mistral", "32k"),
     Alias("qwen2-7b", "Qwen/Qwen2-7B-Instruct", "qwen2", "32k"),
@@ -61,6 +62,7 @@ ALIASES = (
     Alias("qwen3-8b", "Qwen/Qwen3-8B", "qwen3", "40k"),
     Alias("qwen3-14b", "Qwen/Qwen3-14B", "qwen3", "40k"),
     Alias("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", "qwen3_moe", "40k"),
+    Alias("qwen3-235b-a22b-2507", "Qwen/Qwen3-235B-A22B-Instruct-2507", "qwen3_moe", "256k"),
     Alias("qwen3.5-27b", "Qwen/Qwen3.5-27B", "qwen3_5_text", "256k"),  # the text decoder, as Gemma's below
     Alias("gemma3-12b", "google/gemma-3-12b-it", "gemma3_text", "128k"),
     Alias("gemma3-27b", "google/gemma-3-27b-it", "gemma3_text", "128k"),

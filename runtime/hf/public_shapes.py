@@ -75,6 +75,7 @@ _GEMMA4_31B = _gemma4(
     **{"num_global_key_value_heads": 4, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
 )
 _GEMMA4_E4B = _gemma4(*(512, 42, 2560, 10240, 8, 2, 262144, 131072), num_kv_shared_layers=18)
+_LLAMA_70B = _shape("llama", 5e5, 80, 8192, 28672, 64, 8, 128256, 131072)
 _OLMO3_32B = _shape("olmo3", 5e5, 64, 5120, 27648, 40, 8, 100278, 65536) | {
     "sliding_window": 4096,
     "rope_parameters": {
@@ -98,12 +99,18 @@ _MINIMAX_M2 = _shape("minimax_m2", 5e6, 62, 3072, 1536, 48, 8, 200064, 196608) |
     "num_local_experts": 256,
     "num_experts_per_tok": 8,
 }
-_QWEN3_30B_A3B = _shape("qwen3_moe", 1e6, 48, 2048, 6144, 32, 4, 151936, 40960) | {
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-}
+
+
+def _qwen3_moe(rope_theta: float, expert: int, *sizes: int) -> dict[str, Any]:
+    """A Qwen3 with 128 experts of this size."""
+    return _shape("qwen3_moe", rope_theta, *sizes) | {
+        "moe_intermediate_size": expert,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    }
+
+
 _QWEN3_5_27B = _shape("qwen3_5_text", 1e7, 64, 5120, 17408, 24, 4, 248320, 262144) | {
     "head_dim": 256,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
@@ -131,7 +138,8 @@ PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b-262k": _llama(262144, 283461213.0),
     "llama3-8b-1m": _llama(1048576, 3580165449.0),
     "llama3.1-8b": _llama(131072, 5e5),
-    "llama3.1-70b": _shape("llama", 5e5, 80, 8192, 28672, 64, 8, 128256, 131072),
+    "llama3.1-70b": _LLAMA_70B,
+    "llama3.3-70b": _LLAMA_70B,
     "yi-9b-200k": _shape("llama", 1e7, 48, 4096, 11008, 32, 4, 64000, 262144),
     "mistral-7b": _shape("mistral", 1e6, 32, 4096, 14336, 32, 8, 32768, 32768),
     "qwen2-7b": _qwen2(32768, 1e6),
@@ -140,7 +148,8 @@ PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-14b-1m": _shape("qwen2", 1e7, 48, 5120, 13824, 40, 8, 152064, 1010000),
     "qwen3-8b": _shape("qwen3", 1e6, 36, 4096, 12288, 32, 8, 151936, 40960),
     "qwen3-14b": _shape("qwen3", 1e6, 40, 5120, 17408, 40, 8, 151936, 40960),
-    "qwen3-30b-a3b": _QWEN3_30B_A3B,
+    "qwen3-30b-a3b": _qwen3_moe(1e6, 768, 48, 2048, 6144, 32, 4, 151936, 40960),
+    "qwen3-235b-a22b-2507": _qwen3_moe(5e6, 1536, 94, 4096, 12288, 64, 4, 151936, 262144),
     "qwen3.5-27b": _QWEN3_5_27B,
     "gemma3-12b": _gemma3(256, 256, 48, 3840, 15360, 16, 8, 262208, 131072),
     "gemma3-27b": _gemma3(128, 168, 62, 5376, 21504, 32, 16, 262208, 131072),
