@@ -149,7 +149,7 @@ def _engine(args: argparse.Namespace) -> Any:
 
 
 def _speculating(method: str | None, model: str, longest: int, folder: Path) -> dict[str, Any]:
-    """Returns the settings of an engine for which others draft tokens."""
+    """Returns the settings of an engine of a model for which others draft tokens."""
     if method is None:
         return {}
     if method == "ngram":
@@ -344,6 +344,8 @@ def _arguments() -> argparse.Namespace:
         parser.error("expected --exact or --dense, found both: it is the plan that drafts; leave one out")
     if args.exact and args.speculative:
         parser.error("expected --exact or --speculative, found both: each says who drafts tokens; leave one out")
+    if args.speculative == "eagle" and args.model != MODEL:
+        parser.error(f"expected --speculative ngram or draft_model, found eagle: its random layer is of {MODEL}")
     if args.answers is not None and not args.answers.parent.is_dir():
         parser.error(f"expected a folder for --answers, found none at {args.answers.parent}; make it")
     return args

@@ -11,9 +11,9 @@ from transformers import Cache, DynamicCache
 
 from sparsekv.cli.output import placed, size, tell
 from sparsekv.planner.progress import BarProgress, Progress, StageStep
-from sparsekv.plans.phases import first_sparse
+from sparsekv.plans.phases import bucket_of, first_sparse
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.types import KVDtype
+from sparsekv.plans.types import MAX_LENGTH, KVDtype
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.generate import (
     Generation,
@@ -206,9 +206,8 @@ class Session:
         dense, sparse = (session.once(text, watch=_watch(progress, name, most)) for name, session in sides.items())
         return dense, sparse
 
-    def remark(self, answer: Answer) -> str:
-        """Returns why nothing of an answer by the plan was sparse, that layers dropped tokens, or that the prompt is
-        longer than the plan was made for; else empty."""
+    def why_dense(self, answer: Answer) -> str:
+        """Returns why nothing of an answer by the plan was sparse, or that layers dropped tokens; else empty."""
         if self.plan is None or self.exact or not (self.prefill or self.decode):
             return ""
         if self.decode and self.plan.retained:
@@ -226,20 +225,27 @@ class Session:
         tokens = answer.generation.prompt_tokens + answer.generation.new_tokens
         if tokens > min(starts):
             return (
-                f"nothing of this run was sparse: prompt and answer, {tokens:,} tokens, are too few to skip any"
+                f"nothing of this run was sparse: of prompt and answer, {tokens:,} tokens, the plan skips none"
                 if answer.is_dense
-                else self._beyond_reach(answer.generation.prompt_tokens)
+                else ""
             )
         return f"this prompt is shorter than the plan's first sparse length ({min(starts):,} tokens): it ran dense"
 
-    def _beyond_reach(self, prompt_tokens: int) -> str:
-        reach = max(self.plan.planned_lengths, default=prompt_tokens) if self.plan else prompt_tokens
-        if prompt_tokens <= reach:
+    def beyond_reach(self, answer: Answer) -> str:
+        """Returns that an answer by the plan is longer than the plan was made for, by the phases that follow it; else
+        empty."""
+        if self.plan is None or self.exact is True:
             return ""
-        return (
-            f"this prompt, {prompt_tokens:,} tokens, is longer than the plan was made for ({reach:,}): what it loses "
-            "there was not measured"
-        )
+        plan, prompt = self.plan, answer.generation.prompt_tokens
+        tokens, reach = prompt + answer.generation.new_tokens, max(plan.planned_lengths, default=MAX_LENGTH)
+        reads_less = plan.retained or (answer.decode_share or 1.0) < 1.0
+        if self.prefill and plan.prefill and bucket_of(plan.prefill.lengths, prompt).extrapolated:
+            what, reach = f"this prompt, {prompt:,} tokens, is", max(one.up_to or 0 for one in plan.prefill.lengths)
+        elif self.decode and not self.exact and tokens > reach and reads_less:
+            what = f"prompt and answer, {tokens:,} tokens, are"
+        else:
+            return ""
+        return f"{what} longer than the plan was made for ({reach:,}); plan longer --lengths to cover it"
 
     @property
     def has_turns(self) -> bool:

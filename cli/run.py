@@ -135,7 +135,7 @@ def run(flags: RunFlags) -> None:
     else:
         answer = session.once(text, _stream)
         _tell(answer)
-    if remark := session.remark(answer):
+    for remark in filter(None, (session.why_dense(answer), session.beyond_reach(answer))):
         tell(remark)
 
 
@@ -187,7 +187,7 @@ def _talk(session: Session) -> None:
     one_text = "" if session.has_turns else "; without a chat template each turn goes on from the text before it"
     tell(f"type a prompt; Ctrl-D ends{one_text}")
     with session.applied() as handle:
-        conversation = Conversation(session, handle, turns=True)
+        conversation, told = Conversation(session, handle, turns=True), ""
         while True:
             print("> ", end="", file=sys.stderr, flush=True)
             try:
@@ -197,8 +197,10 @@ def _talk(session: Session) -> None:
                 if text.strip():
                     is_first = not conversation.messages
                     _tell(answer := conversation.ask(text.rstrip("\n"), _stream))
-                    if is_first and (remark := session.remark(answer)):
-                        tell(remark)
+                    if is_first and (why := session.why_dense(answer)):
+                        tell(why)
+                    if not told and (told := session.beyond_reach(answer)):
+                        tell(told)
             except (PromptError, UsageError) as error:
                 tell(f"error: {error}")
 

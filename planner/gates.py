@@ -141,7 +141,7 @@ class _Figure:
         return Claim(
             gate=self.gate,
             mean=sum(values) / len(values),
-            bound=min(bound, self.gate) if outcome == "met" else bound,  # searched on a grid, which may skip the gate
+            bound=(min if outcome == "met" else max)(bound, self.gate),  # searched on a grid, which may skip the gate
             prompts=len(values),
             outcome=outcome,
             more=more,

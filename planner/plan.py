@@ -444,8 +444,8 @@ def _prefill_remarks(
     for length in (length for length in lost if length in timed):
         yield (
             f"prefill at {format_length(length)} runs dense: by what was timed, all layers gain "
-            f"{timed[length].gain:.3f}x, and only from {SURE_GAIN:.3f}x on would each run come to that; plan longer "
-            "--lengths or --no-crossover"
+            f"{math.floor(1e3 * timed[length].gain) / 1e3}x, less than {SURE_GAIN:.4g}x, where each run comes to that; "
+            "plan longer --lengths or --no-crossover"
         )
     speedup = options.target_speedup
     targets: Sequence[float] = options.target_density or [entry.densities[-1] for entry in entries]

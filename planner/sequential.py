@@ -24,8 +24,7 @@ import numpy as np
 _MOST_BET = 0.9  # of the bet that one value at the far end of the range would ruin
 _BETS = np.linspace(0.0, 1.0, 25)  # of that
 _SOON_GIVEN_UP = 3.0  # values that the guess of a broken plan counts as
-_GRID = 61  # means that a bound is searched among
-_HALVED = 6  # times what lies between two of them, next to the bound
+_COARSE, _FINE = 61, 129  # gates that a bound is searched among: over the range, and over two steps of those
 
 Rounds = Sequence[Sequence[float]]
 
@@ -101,21 +100,28 @@ def is_above(rounds: Rounds, gate: float, span: Range, level: float) -> bool:
 
 def upper_confidence_bound(rounds: Rounds, span: Range, level: float) -> float:
     """Below what the mean lies, by mistake with probability `level` at most; the end of the range where nothing is
-    shown."""
+    shown.
+
+    It is the least gate searched among above which every one is shown (wealth is not monotone in the gate), but no less
+    than the mean of the values. Gates are the same whatever the values are, so that more of them never raise it beyond
+    their mean.
+    """
     values = np.clip(np.asarray([value for some in rounds for value in some], float), span.low, span.high)
     if not len(values):
         return span.high
-    mean = float(values.mean())  # nothing below it is ever shown; the gates are closest together next to it
-    gates = mean + (span.high - mean) * np.linspace(0.0, 1.0, _GRID) ** 2
-    shown = log_wealth(rounds, gates, span) >= math.log(1.0 / level)
-    last = int(np.flatnonzero(~shown).max(initial=0))  # above it every gate is shown
+    gates = np.linspace(span.low, span.high, _COARSE)
+    last = _last_hidden(rounds, gates, span, level)
     if last == len(gates) - 1:
         return span.high
-    low, high = gates[last : last + 2]
-    for _ in range(_HALVED):
-        middle = (low + high) / 2.0
-        low, high = (low, middle) if is_below(rounds, middle, span, level) else (middle, high)
-    return float(high)
+    low, high = gates[last], gates[min(last + 2, len(gates) - 1)]
+    near = np.linspace(low, high, _FINE)
+    return max(float(values.mean()), float(near[min(_last_hidden(rounds, near, span, level) + 1, _FINE - 1)]))
+
+
+def _last_hidden(rounds: Rounds, gates: np.ndarray, span: Range, level: float) -> int:
+    """The last of these gates that is not shown; the first where all are."""
+    shown = log_wealth(rounds, gates, span) >= math.log(1.0 / level)
+    return int(np.flatnonzero(~shown).max(initial=0))
 
 
 def more_needed(rounds: Rounds, gate: float, span: Range, level: float) -> int | None:

@@ -312,8 +312,8 @@ CLAIM_CAPTION = """\
 mean over prompts of what the plan loses beyond rounding: divergence in nats; else shares: disagreement
 (dense's likeliest tokens not picked), texts left (dense's own), prompts failed, answers lost (right
 ones). "in text": in 128 tokens that dense goes on with. A gate is met where the mean is shown to be
-below it; of what is shown, one prompt's divergence is at most 5 gates, or 10 over all lengths, which
-a mean that counts it in full may exceed."""
+below it; for that, one prompt counts for at most 5 gates of divergence or disagreement (10 over all
+lengths). The mean counts it in full, and may be above what is shown."""
 CLAIM_HEADER = ("Phase", "Figure", "Over", "Prompts", "Mean", "Shown below", "Gate", "Outcome")
 
 

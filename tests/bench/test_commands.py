@@ -203,8 +203,11 @@ def test_a_curve_is_written_and_printed(sparsekv, folder, tmp_path):
     assert all(0 < point.density < 1 and point.kl > 0 and point.length == 1024 for point in points)
     again = sparsekv("eval", folder, "--curve", path, *CURVE, "--methods", "quest", "--phases", "decode")
     assert again.code == 0, again.err
-    assert "quest" in again.out
-    assert len(read_curve(path)) == 1
+    header, row = (line for line in again.out.splitlines() if "length" in line or "quest" in line)
+    (point,) = read_curve(path)
+    column = header.index("share") + len("share")  # of numbers, at the right
+    assert row[:column].endswith(f" {point.density:.3f}")
+    assert not row[header.index("density") : header.index("density") + len("density")].strip()
 
 
 @pytest.mark.parametrize(

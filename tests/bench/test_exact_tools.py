@@ -35,6 +35,7 @@ def test_answers_part_where_the_first_token_is_another() -> None:
         (vllm_requests, ["--model", "m"], "expected --plan with a --model"),
         (vllm_requests, ["--exact", "--dense"], "expected --exact or --dense"),
         (vllm_requests, ["--exact", "--speculative", "ngram"], "expected --exact or --speculative"),
+        (vllm_requests, ["--dense", "--model", "m", "--speculative", "eagle"], "of tiny-retriever"),
         (vllm_requests, ["--beside", "no file"], "expected a file that --answers wrote"),
         (vllm_requests, ["--answers", "no folder/a"], "expected a folder for --answers"),
         (exact_acceptance, ["m", "--plan", "p", "--draft", "0"], "expected --samples, --draft, --new and --cache"),

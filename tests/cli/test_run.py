@@ -302,17 +302,44 @@ def test_a_run_by_a_plan_of_which_nothing_was_sparse_says_so(sparsekv, folder, t
     assert said in "".join(told)
 
 
+@pytest.mark.parametrize(
+    ("changes", "prompt", "new", "said"),
+    [
+        ({}, 1024, 0, ""),
+        ({}, 1025, 0, "this prompt, 1,025 tokens, is longer than the plan was made for (1,024)"),
+        ({}, 1000, 30, "prompt and answer, 1,030 tokens, are longer than the plan was made for (1,024)"),
+        ({"decode": False}, 1000, 30, ""),
+        ({"prefill": False}, 1025, 0, "prompt and answer, 1,025 tokens"),
+        ({"exact": True}, 1025, 0, ""),
+        ({"exact": "decode"}, 1025, 0, "this prompt, 1,025 tokens"),
+        ({"exact": "decode"}, 1000, 30, ""),
+        ({"plan": None}, 1025, 0, ""),
+    ],
+)
+def test_what_is_longer_than_the_plan_was_made_for_is_told_by_the_phases_that_follow_it(changes, prompt, new, said):
+    from sparsekv.cli.chat import Answer, Session
+    from sparsekv.runtime.hf.generate import Generation
+
+    plan = sparse_plan(tiny_model(context=2048))
+    (last,) = plan.prefill.lengths
+    ends = (last.model_copy(update={"up_to": 1024}), last.model_copy(update={"extrapolated": True}))
+    plan = plan.model_copy(update={"prefill": plan.prefill.model_copy(update={"lengths": ends})})
+    answer = Answer(Generation("", (0,) * new, prompt, 1.0, 1.0), 0.5, 0, 0, decode_share=0.5)
+    told = Session(None, **{"plan": plan, **changes}).beyond_reach(answer)
+    assert told.startswith(said)
+    assert bool(told) == bool(said)
+
+
 @pytest.mark.parametrize("flags", [(), ("--compare",), ("--json",)])
-@pytest.mark.parametrize(("length", "said"), [(128, 1), (1024, 0)])
-def test_a_prompt_longer_than_the_plan_was_made_for_is_told(sparsekv, folder, tmp_path, length, said, flags):
+def test_a_prompt_longer_than_the_plan_was_made_for_is_told_once(sparsekv, folder, tmp_path, flags):
     plan = load_plan(folder / "sparsekv.yaml")
     (last,) = plan.prefill.lengths
-    ends = (last.model_copy(update={"up_to": length}), last.model_copy(update={"extrapolated": True}))
+    ends = (last.model_copy(update={"up_to": 128}), last.model_copy(update={"extrapolated": True}))
     prefill = plan.prefill.model_copy(update={"lengths": ends})
     write_plan(plan.model_copy(update={"prefill": prefill, "decode": None}), tmp_path / "plan.yaml")
     done = sparsekv("run", folder, "--plan", tmp_path / "plan.yaml", "--prompt", PROMPT, *FEW, *flags)
     assert done.code == 0, done.err
-    assert done.err.count(f"longer than the plan was made for ({length:,})") == said
+    assert done.err.count("longer than the plan was made for (128)") == 1
 
 
 def test_dense_needs_no_plan_and_each_phase_can_be_switched_off(sparsekv, copy):
@@ -368,6 +395,19 @@ def test_at_a_terminal_turns_but_no_empty_ones_follow_each_other_over_one_cache(
     assert done.code == 0
     assert "100 prompt tokens in" in done.err
     assert f"{100 + 6 + 1 + 50} prompt tokens in" in done.err
+
+
+def test_the_first_turn_that_is_longer_than_the_plan_was_made_for_is_told(sparsekv, folder, tmp_path, stdin):
+    plan = load_plan(folder / "sparsekv.yaml")
+    (last,) = plan.prefill.lengths
+    ends = (last.model_copy(update={"up_to": 128}), last.model_copy(update={"extrapolated": True}))
+    prefill = plan.prefill.model_copy(update={"lengths": ends})
+    write_plan(plan.model_copy(update={"prefill": prefill, "decode": None}), tmp_path / "plan.yaml")
+    stdin("\n".join(("a" * 100, "b" * 50, "c" * 50, "")).encode(), terminal=True)
+    done = sparsekv("run", folder, "--plan", tmp_path / "plan.yaml", *FEW)
+    assert done.code == 0, done.err
+    assert done.err.count("longer than the plan was made for (128)") == 1
+    assert "this prompt, 157 tokens, is longer" in done.err
 
 
 def test_at_a_terminal_a_line_that_is_no_text_is_told_and_asked_for_again(sparsekv, folder, stdin):

@@ -163,6 +163,17 @@ def test_the_bound_of_a_figure_that_met_its_gate_is_within_it(lost: int) -> None
     met = [claim for claim in claims if claim.outcome == "met"]
     assert met
     assert all(claim.mean <= claim.bound <= claim.gate for claim in met)
+    assert all(claim.bound >= claim.gate for claim in claims if claim.outcome != "met")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_bound_of_a_figure_that_is_undecided_is_no_less_than_its_gate(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    prompts = [prompt(right=lost >= 0.02, before=lost >= 0.005) for lost in rng.random(1500)]
+    claims = [found(prompts[:count]).overall["accuracy"] for count in range(300, 1501, 60)]
+    undecided = [claim for claim in claims if claim.outcome != "met"]
+    assert all(claim.bound >= claim.gate for claim in undecided)
+    assert undecided
 
 
 def test_a_task_that_is_not_solved_leaves_and_the_others_go_on() -> None:

@@ -6,6 +6,7 @@ import pytest
 from sparsekv.planner.sequential import Range, is_above, is_below, more_needed, upper_confidence_bound
 
 NATS, SHARE = Range(-1.0, 5.0, 0.5, 0.5), Range(0.0, 1.0, 0.01, 0.1)
+ANSWERS = Range(-1.0, 1.0, 0.0, 0.14, weight=100.0)  # lost and found
 LEVEL = 0.05
 RUNS, ROUNDS = 150, 40
 
@@ -63,13 +64,22 @@ def test_the_upper_bound_narrows_and_is_the_gate_that_is_just_shown() -> None:
     assert not is_below(rounds, bounds[-1] - 0.005, NATS, LEVEL)
 
 
-def test_a_bound_grows_with_more_samples_by_no_more_than_how_finely_it_is_searched() -> None:
-    rng = np.random.default_rng(3)
+@pytest.mark.parametrize("seed", [3, 17, 18, 24])
+def test_more_samples_never_raise_a_bound_beyond_their_mean(seed: int) -> None:
+    rng = np.random.default_rng(seed)
     rounds = rng.choice([0.0, 1.0, -1.0], p=[0.96, 0.03, 0.01], size=(300, 12))
-    answers = Range(-1.0, 1.0, 0.0, 0.14, weight=100.0)
-    bounds = [upper_confidence_bound(rounds[:count], answers, LEVEL) for count in range(100, 300, 10)]
-    assert max(np.diff(bounds)) < 5e-4
-    assert bounds[-1] < bounds[0] - 2e-3
+    bounds = {count: upper_confidence_bound(rounds[:count], ANSWERS, LEVEL) for count in range(100, 301, 10)}
+    assert all(bounds[at + 10] <= max(bounds[at], rounds[: at + 10].mean()) for at in range(100, 300, 10))
+    assert bounds[300] < 0.04
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_gate_above_a_bound_is_shown_and_none_much_below_it(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rounds = rng.choice([0.0, 1.0, -1.0], p=[0.95, 0.035, 0.015], size=(200, 12))
+    bound = upper_confidence_bound(rounds, ANSWERS, LEVEL)
+    assert all(is_below(rounds, gate, ANSWERS, LEVEL) for gate in bound + np.linspace(0.0, 0.02, 41))
+    assert not is_below(rounds, bound - 1e-3, ANSWERS, LEVEL)
 
 
 def test_about_as_many_more_samples_are_told_as_it_takes() -> None:
