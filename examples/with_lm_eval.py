@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsekv
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 folder, task = sys.argv[1:3]  # a model with a sparsekv.yaml beside its config.json; a task, or the YAML file of one
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()

@@ -22,7 +22,9 @@ def main(name: str, document: str, plan: str | None = None) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (3, 4):
+        sys.exit(__doc__)
     try:
         main(*sys.argv[1:])
-    except sparsekv.SparseKVError as error:
+    except (sparsekv.SparseKVError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -360,13 +360,19 @@ def _share(share: float | None, interval: tuple[float, float] | None) -> str:
     return "-" if share is None else f"{share:.1%}{bounds}"
 
 
+def _milliseconds(microseconds: float) -> str:
+    """Returns a predicted time to about three digits."""
+    found = microseconds / 1000
+    return f"{found:,.0f} ms" if found >= 100 else f"{found:.3g} ms"
+
+
 def _cost(cost: Cost) -> Table:
     rows = [
         (
             format_length(entry.length),
             "decode step" if phase == "decode" else phase,
-            f"{found.dense_us / 1000:,.3f} ms",
-            f"{found.sparse_us / 1000:,.3f} ms",
+            _milliseconds(found.dense_us),
+            _milliseconds(found.sparse_us),
             f"{found.dense_us / found.sparse_us:.2f}x" if found.sparse_us else "",
             *density_and_share(phase, f"{found.density:.3g}"),
         )

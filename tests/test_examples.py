@@ -47,3 +47,6 @@ def test_the_one_for_transformers_takes_an_alias_and_a_plan(tmp_path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["with_transformers.py", "tiny-retriever", str(document)])
     with pytest.raises(SystemExit, match=r"^error: .*sparsekv\.yaml"):
         runpy.run_path(str(EXAMPLES / "with_transformers.py"), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["with_transformers.py"])
+    with pytest.raises(SystemExit, match=r"MODEL document\.txt"):
+        runpy.run_path(str(EXAMPLES / "with_transformers.py"), run_name="__main__")

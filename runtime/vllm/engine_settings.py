@@ -188,7 +188,10 @@ SETTINGS = (
         f"{_code(ENGINE_TO_ENGINE)}: the plan on both or either, and the same attention backend; refused with "
         "eviction, as all connectors", f"NixlConnector (1.5.1): {_CPU}; others {_SOURCES}", _connectors,
     ),
-    Setting("connectors to host memory", "runs", _code(TO_HOST), "both: H200, 0.33, 2026-11-28"),
+    Setting(
+        "connectors to host memory", "runs", _code(TO_HOST),
+        "OffloadingConnector: H100 and H200, SimpleCPUOffloadConnector: H200, 0.33, 2026-11-28",
+    ),
     Setting(
         "connectors to shared stores", "runs, with a remark",
         f"{_code(SHARED)}, and the tiers {_code(TIERS)} of OffloadingConnector: with the plan's name in their keys",

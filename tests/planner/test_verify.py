@@ -93,7 +93,7 @@ def test_too_few_samples_leave_a_plan_undecided_and_say_how_many_more(loaded: Lo
     assert found.passed
     assert not found.conclusive
     assert "undecided" in found.reasons[0]
-    assert "more prompts would decide" in found.reasons[0]
+    assert "more prompts like these" in found.reasons[0]
     assert "s a prompt" in found.reasons[0]
     assert "s a prompt" not in found.quality.evidence.reason  # a plan says the same each time it is made
     assert found.outcomes is not None

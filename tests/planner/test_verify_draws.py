@@ -83,7 +83,9 @@ def test_a_verification_in_parts_comes_to_what_one_comes_to(
 
 def test_an_undecided_verification_says_prompts_and_seconds_that_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     found, calls = verified(monkeypatch, verify_time=40.0)
-    told = re.search(r"about (\d+) more prompts would decide: (\d+) s at ([\d.]+) s a prompt$", found.reasons[0])
+    told = re.search(
+        r"about (\d+) more prompts like these \d+ would decide: (\d+) s at ([\d.]+) s a prompt$", found.reasons[0]
+    )
     assert told, found.reasons
     more, seconds, pace = map(float, told.groups())
     assert found.seconds == pytest.approx(seconds, abs=0.5)
