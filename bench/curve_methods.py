@@ -43,7 +43,7 @@ from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family, Phase, Pl
 from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, for_profile
 from sparsekv.planner.settled import density_for, mandatory_density, settle
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import UsageError, did_you_mean
 from sparsekv.plans.patterns import Adaptive, AShape, Budget, Pattern, TileShape, VerticalSlash, fraction, last_q_for
 from sparsekv.plans.phases import DecodeBudget, PrefillPlan, Segment
 from sparsekv.plans.schema import Plan
@@ -352,7 +352,8 @@ def chosen_methods(phases: Sequence[Phase], names: Sequence[str], given: Collect
     known = {name: method for phase in phases for name, method in METHODS[phase].items()}
     for name in names:
         if name not in known:
-            raise UsageError(f"--methods: expected some of {', '.join(known)}, found {name!r:.40}")
+            meant = did_you_mean(name, known)
+            raise UsageError(f"--methods: expected some of {', '.join(known)}, found {name!r:.40}{meant}")
         if (needed := known[name].needs) and needed not in given:
             raise UsageError(f"expected {_FLAGS[needed]} for the method {name}, found none; give it, or leave it out")
 

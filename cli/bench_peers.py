@@ -26,7 +26,7 @@ from sparsekv.cli.plan_files import check_replaceable, check_writable
 from sparsekv.planner.flags import MOST, Flag, Names, OneShare
 from sparsekv.planner.options import Device, Precision, Tasks
 from sparsekv.planner.progress import BarProgress
-from sparsekv.plans.errors import UsageError, install_command
+from sparsekv.plans.errors import UsageError, did_you_mean, install_command
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.types import format_length
 
@@ -123,7 +123,8 @@ def peers(flags: PeersFlags) -> None:
     from sparsekv.planner.settled import density_for
 
     if unknown := [name for name in flags.methods if name not in METHODS]:
-        raise UsageError(f"--methods: expected some of {', '.join(METHODS)}, found {unknown[0]!r:.40}")
+        found = f"{unknown[0]!r:.40}{did_you_mean(unknown[0], METHODS)}"
+        raise UsageError(f"--methods: expected some of {', '.join(METHODS)}, found {found}")
     plan, loaded = named.plan, None if flags.random_weights else named.load(flags)
     shape = describe_named(flags.shape or flags.model, flags.random_weights or flags.shape is not None)
     group = shape.attention[0]

@@ -214,6 +214,7 @@ def test_a_curve_is_written_and_printed(sparsekv, folder, tmp_path):
     ("arguments", "word"),
     [
         (("--methods", "juggling"), "juggling"),
+        (("--methods", "streamingllmm"), "did you mean streamingllm?"),
         (("--methods", "kascade"), "--profile"),
         (("--phases", "both"), "--phases"),
         (("--phases", "prefill", "--methods", "quest"), "quest"),
