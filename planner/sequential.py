@@ -126,9 +126,9 @@ def _last_hidden(rounds: Rounds, gates: np.ndarray, span: Range, level: float) -
 
 def more_needed(rounds: Rounds, gate: float, span: Range, level: float) -> int | None:
     """About how many more values would show that the mean lies below the gate, if they are like those seen; None where
-    they would not, or nothing was seen."""
+    they would not, where the mean is within its standard error of the gate, or nothing was seen."""
     values = np.clip(np.asarray([value for some in rounds for value in some], float), span.low, span.high)
-    if not len(values) or values.mean() >= gate:
+    if not len(values) or values.mean() + values.std() / math.sqrt(len(values)) >= gate:
         return None
     bets = np.linspace(0.0, _MOST_BET / (span.high - gate), 41)[1:]
     rate = float(np.log1p(bets[:, None] * (gate - values)).mean(1).max())

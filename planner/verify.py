@@ -339,8 +339,12 @@ def _doubts(plan: Plan, found: Outcomes, options: Settled) -> Iterator[str]:
     if open_:
         hardest = max(open_, key=lambda one: one[2].more or math.inf)
         others = f" ({len(open_) - 1} more figures are undecided)" if len(open_) > 1 else ""
-        more = f"; about {found.more} more prompts like these {found.prompts} would decide" if found.more else ""
-        yield f"{_UNDECIDED}{line_of(*hardest)}{others}{more}"
+        more = (
+            f"about {found.more} more prompts like these {found.prompts} would decide"
+            if found.more
+            else f"too near to its gate on {found.prompts} prompts to tell how many more would decide"
+        )
+        yield f"{_UNDECIDED}{line_of(*hardest)}{others}; {more}"
     for phase in found.phases:
         for floor in found.of(floor_of(phase)):
             broken = sum(one.flipped for one in floor.outcomes) > options.gate.max_failed * len(floor.outcomes)

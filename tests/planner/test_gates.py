@@ -158,7 +158,7 @@ def test_samples_of_answers_alone_decide_accuracy_and_leave_every_other_figure_a
 def test_the_bound_of_a_figure_that_met_its_gate_is_within_it(lost: int) -> None:
     """From the first prompt on that it takes, where the gate is only just shown."""
     prompts = [prompt(right=False)] * lost + [prompt()] * 400
-    decided = range(120, len(prompts), 5)
+    decided = range(120, len(prompts), 10)
     claims = [found(prompts[:count]).overall["accuracy"] for count in decided]
     met = [claim for claim in claims if claim.outcome == "met"]
     assert met
@@ -166,11 +166,11 @@ def test_the_bound_of_a_figure_that_met_its_gate_is_within_it(lost: int) -> None
     assert all(claim.bound >= claim.gate for claim in claims if claim.outcome != "met")
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_bound_of_a_figure_that_is_undecided_is_no_less_than_its_gate(seed: int) -> None:
     rng = np.random.default_rng(seed)
     prompts = [prompt(right=lost >= 0.02, before=lost >= 0.005) for lost in rng.random(1500)]
-    claims = [found(prompts[:count]).overall["accuracy"] for count in range(300, 1501, 60)]
+    claims = [found(prompts[:count]).overall["accuracy"] for count in range(300, 1501, 200)]
     undecided = [claim for claim in claims if claim.outcome != "met"]
     assert all(claim.bound >= claim.gate for claim in undecided)
     assert undecided

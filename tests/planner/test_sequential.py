@@ -89,4 +89,6 @@ def test_about_as_many_more_samples_are_told_as_it_takes() -> None:
     told = more_needed(values[: taken // 2], 1.0, NATS, LEVEL)
     assert told == pytest.approx(taken - taken // 2, rel=0.6)
     assert more_needed([[1.5]] * 9, 1.0, NATS, LEVEL) is None
+    assert more_needed([[0.5], [1.4], [0.9]], 1.0, NATS, LEVEL) is None
+    assert more_needed([[0.5], [1.4], [0.9]] * 40, 1.0, NATS, LEVEL) is not None
     assert more_needed([], 1.0, NATS, LEVEL) is None
