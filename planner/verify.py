@@ -342,7 +342,7 @@ def _doubts(plan: Plan, found: Outcomes, options: Settled) -> Iterator[str]:
         more = (
             f"about {found.more} more prompts like these {found.prompts} would decide"
             if found.more
-            else f"too near to its gate on {found.prompts} prompts to tell how many more would decide"
+            else "how many more prompts would decide cannot be told from these"
         )
         yield f"{_UNDECIDED}{line_of(*hardest)}{others}; {more}"
     for phase in found.phases:

@@ -10,9 +10,8 @@ from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model
 from tiny_plans import every_head, plan_for
 
-from sparsekv.plans.files import load_plan, write_plan
+from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import Dense
-from sparsekv.plans.phases import PrefillBucket
 
 KEYS = {
     "text",
@@ -274,74 +273,6 @@ def test_the_beginning_that_compare_runs_first_does_what_the_whole_prompt_does(d
     assert session.warm_up_length(tokens) == length
 
 
-@pytest.mark.parametrize(
-    ("first", "flags", "said"),
-    [
-        (64, ("--prompt", "a"), "first sparse length (65 tokens)"),
-        (1, ("--prompt", "a few"), "nothing of this run was sparse"),
-        (1024, (), "first sparse length (1,025 tokens)"),
-        (1024, ("--json",), "first sparse length (1,025 tokens)"),
-        (1024, ("--compare",), "first sparse length (1,025 tokens)"),
-        (1024, ("--dense-prefill", "--dense-decode"), ""),
-        (64, (), ""),
-        (None, (), "at every length"),
-    ],
-)
-def test_a_run_by_a_plan_of_which_nothing_was_sparse_says_so(sparsekv, folder, tmp_path, first, flags, said):
-    sparse = sparse_plan(tiny_model(context=2048)).prefill.lengths[-1]
-    dense = PrefillBucket(up_to=first, dense=True)
-    lengths = (dense, sparse) if first else (dense,)
-    plan = load_plan(folder / "sparsekv.yaml")
-    prefill = plan.prefill.model_copy(update={"lengths": lengths})
-    write_plan(plan.model_copy(update={"prefill": prefill, "decode": None}), tmp_path / "plan.yaml")
-    done = sparsekv("run", folder, "--plan", tmp_path / "plan.yaml", "--prompt", PROMPT, *FEW, *flags)
-    assert done.code == 0, done.err
-    notes = ("first sparse length", "nothing of this run was sparse", "dense at every length")
-    told = [line for line in done.err.splitlines() if any(note in line for note in notes)]
-    assert len(told) == bool(said)
-    assert said in "".join(told)
-
-
-@pytest.mark.parametrize(
-    ("changes", "prompt", "new", "said"),
-    [
-        ({}, 1024, 0, ""),
-        ({}, 1025, 0, "this prompt, 1,025 tokens, is longer than the plan was made for (1,024)"),
-        ({}, 1000, 30, "prompt and answer, 1,030 tokens, are longer than the plan was made for (1,024)"),
-        ({"decode": False}, 1000, 30, ""),
-        ({"prefill": False}, 1025, 0, "prompt and answer, 1,025 tokens"),
-        ({"exact": True}, 1025, 0, ""),
-        ({"exact": "decode"}, 1025, 0, "this prompt, 1,025 tokens"),
-        ({"exact": "decode"}, 1000, 30, ""),
-        ({"plan": None}, 1025, 0, ""),
-    ],
-)
-def test_what_is_longer_than_the_plan_was_made_for_is_told_by_the_phases_that_follow_it(changes, prompt, new, said):
-    from sparsekv.cli.chat import Answer, Session
-    from sparsekv.runtime.hf.generate import Generation
-
-    plan = sparse_plan(tiny_model(context=2048))
-    (last,) = plan.prefill.lengths
-    ends = (last.model_copy(update={"up_to": 1024}), last.model_copy(update={"extrapolated": True}))
-    plan = plan.model_copy(update={"prefill": plan.prefill.model_copy(update={"lengths": ends})})
-    answer = Answer(Generation("", (0,) * new, prompt, 1.0, 1.0), 0.5, 0, 0, decode_share=0.5)
-    told = Session(None, **{"plan": plan, **changes}).beyond_reach(answer)
-    assert told.startswith(said)
-    assert bool(told) == bool(said)
-
-
-@pytest.mark.parametrize("flags", [(), ("--compare",), ("--json",)])
-def test_a_prompt_longer_than_the_plan_was_made_for_is_told_once(sparsekv, folder, tmp_path, flags):
-    plan = load_plan(folder / "sparsekv.yaml")
-    (last,) = plan.prefill.lengths
-    ends = (last.model_copy(update={"up_to": 128}), last.model_copy(update={"extrapolated": True}))
-    prefill = plan.prefill.model_copy(update={"lengths": ends})
-    write_plan(plan.model_copy(update={"prefill": prefill, "decode": None}), tmp_path / "plan.yaml")
-    done = sparsekv("run", folder, "--plan", tmp_path / "plan.yaml", "--prompt", PROMPT, *FEW, *flags)
-    assert done.code == 0, done.err
-    assert done.err.count("longer than the plan was made for (128)") == 1
-
-
 def test_dense_needs_no_plan_and_each_phase_can_be_switched_off(sparsekv, copy):
     moved = ("--prompt", PROMPT, "--offload", "always", "--json", *FEW)
     sparse, prefill_off, decode_off = (
@@ -395,19 +326,6 @@ def test_at_a_terminal_turns_but_no_empty_ones_follow_each_other_over_one_cache(
     assert done.code == 0
     assert "100 prompt tokens in" in done.err
     assert f"{100 + 6 + 1 + 50} prompt tokens in" in done.err
-
-
-def test_the_first_turn_that_is_longer_than_the_plan_was_made_for_is_told(sparsekv, folder, tmp_path, stdin):
-    plan = load_plan(folder / "sparsekv.yaml")
-    (last,) = plan.prefill.lengths
-    ends = (last.model_copy(update={"up_to": 128}), last.model_copy(update={"extrapolated": True}))
-    prefill = plan.prefill.model_copy(update={"lengths": ends})
-    write_plan(plan.model_copy(update={"prefill": prefill, "decode": None}), tmp_path / "plan.yaml")
-    stdin("\n".join(("a" * 100, "b" * 50, "c" * 50, "")).encode(), terminal=True)
-    done = sparsekv("run", folder, "--plan", tmp_path / "plan.yaml", *FEW)
-    assert done.code == 0, done.err
-    assert done.err.count("longer than the plan was made for (128)") == 1
-    assert "this prompt, 157 tokens, is longer" in done.err
 
 
 def test_at_a_terminal_a_line_that_is_no_text_is_told_and_asked_for_again(sparsekv, folder, stdin):

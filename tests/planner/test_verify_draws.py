@@ -151,3 +151,11 @@ def test_a_changed_file_of_outcomes_is_refused(monkeypatch: pytest.MonkeyPatch, 
             read_outcomes(path)
     keep_outcomes(None, path)
     assert not path.exists()
+
+
+def test_a_figure_near_its_gate_does_not_say_how_many_prompts_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = verified(monkeypatch, lambda rng, name, task: outcome(rng, name, task, 0.03), verify_time=20.0)
+    assert found.passed
+    assert found.reasons[0].startswith("undecided")
+    assert "cannot be told from these" in found.reasons[0]
+    assert found.seconds is None

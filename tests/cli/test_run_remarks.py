@@ -1,0 +1,98 @@
+"""run: what is said of prompts and answers that are shorter or longer than what the plan was made for."""
+
+from pathlib import Path
+
+import pytest
+from model_folders import sparse_plan
+from tiny_models import tiny_model
+
+from sparsekv.plans.files import load_plan, write_plan
+from sparsekv.plans.phases import PrefillBucket
+from sparsekv.plans.schema import Plan
+
+PROMPT = "What is the number? " * 40
+FEW = ("--max-new-tokens", 6)
+
+
+def made_for(length: int, plan: Plan) -> Plan:
+    """The plan, whose prefill goes on beyond this length as up to it."""
+    assert plan.prefill is not None
+    (last,) = plan.prefill.lengths
+    ends = (last.model_copy(update={"up_to": length}), last.model_copy(update={"extrapolated": True}))
+    return plan.model_copy(update={"prefill": plan.prefill.model_copy(update={"lengths": ends})})
+
+
+@pytest.fixture
+def short(folder: Path, tmp_path: Path) -> Path:
+    """A plan of the folder's model for 128 tokens, of prefill alone."""
+    plan = made_for(128, load_plan(folder / "sparsekv.yaml")).model_copy(update={"decode": None})
+    write_plan(plan, tmp_path / "plan.yaml")
+    return tmp_path / "plan.yaml"
+
+
+@pytest.mark.parametrize(
+    ("first", "flags", "said"),
+    [
+        (64, ("--prompt", "a"), "first sparse length (65 tokens)"),
+        (1, ("--prompt", "a few"), "nothing of this run was sparse"),
+        (1024, (), "first sparse length (1,025 tokens)"),
+        (1024, ("--json",), "first sparse length (1,025 tokens)"),
+        (1024, ("--compare",), "first sparse length (1,025 tokens)"),
+        (1024, ("--dense-prefill", "--dense-decode"), ""),
+        (64, (), ""),
+        (None, (), "at every length"),
+    ],
+)
+def test_a_run_by_a_plan_of_which_nothing_was_sparse_says_so(sparsekv, folder, tmp_path, first, flags, said):
+    sparse = sparse_plan(tiny_model(context=2048)).prefill.lengths[-1]
+    dense = PrefillBucket(up_to=first, dense=True)
+    lengths = (dense, sparse) if first else (dense,)
+    plan = load_plan(folder / "sparsekv.yaml")
+    prefill = plan.prefill.model_copy(update={"lengths": lengths})
+    write_plan(plan.model_copy(update={"prefill": prefill, "decode": None}), tmp_path / "plan.yaml")
+    done = sparsekv("run", folder, "--plan", tmp_path / "plan.yaml", "--prompt", PROMPT, *FEW, *flags)
+    assert done.code == 0, done.err
+    notes = ("first sparse length", "nothing of this run was sparse", "dense at every length")
+    told = [line for line in done.err.splitlines() if any(note in line for note in notes)]
+    assert len(told) == bool(said)
+    assert said in "".join(told)
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompt", "new", "said"),
+    [
+        ({}, 1024, 0, ""),
+        ({}, 1025, 0, "this prompt, 1,025 tokens, is longer than the plan was made for (1,024)"),
+        ({}, 1000, 30, "prompt and answer, 1,030 tokens, are longer than the plan was made for (1,024)"),
+        ({"decode": False}, 1000, 30, ""),
+        ({"prefill": False}, 1025, 0, "prompt and answer, 1,025 tokens"),
+        ({"exact": True}, 1025, 0, ""),
+        ({"exact": "decode"}, 1025, 0, "this prompt, 1,025 tokens"),
+        ({"exact": "decode"}, 1000, 30, ""),
+        ({"plan": None}, 1025, 0, ""),
+    ],
+)
+def test_what_is_longer_than_the_plan_was_made_for_is_told_by_the_phases_that_follow_it(changes, prompt, new, said):
+    from sparsekv.cli.chat import Answer, Session
+    from sparsekv.runtime.hf.generate import Generation
+
+    plan = made_for(1024, sparse_plan(tiny_model(context=2048)))
+    answer = Answer(Generation("", (0,) * new, prompt, 1.0, 1.0), 0.5, 0, 0, decode_share=0.5)
+    told = Session(None, **{"plan": plan, **changes}).beyond_reach(answer)
+    assert told.startswith(said)
+    assert bool(told) == bool(said)
+
+
+@pytest.mark.parametrize("flags", [(), ("--compare",), ("--json",)])
+def test_a_prompt_longer_than_the_plan_was_made_for_is_told_once(sparsekv, folder, short, flags):
+    done = sparsekv("run", folder, "--plan", short, "--prompt", PROMPT, *FEW, *flags)
+    assert done.code == 0, done.err
+    assert done.err.count("longer than the plan was made for (128)") == 1
+
+
+def test_the_first_turn_that_is_longer_than_the_plan_was_made_for_is_told(sparsekv, folder, short, stdin):
+    stdin("\n".join(("a" * 100, "b" * 50, "c" * 50, "")).encode(), terminal=True)
+    done = sparsekv("run", folder, "--plan", short, *FEW)
+    assert done.code == 0, done.err
+    assert done.err.count("longer than the plan was made for (128)") == 1
+    assert "this prompt, 157 tokens, is longer" in done.err
