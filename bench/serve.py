@@ -70,7 +70,7 @@ class Load:
         at_once: requests that the engine has at a time.
         requests: in all.
         per_minute: how many come at random (Poisson); None gives a new one as soon as one is answered. An engine whose
-            median first token took more than a second is not asked more often for prompts of that length.
+            median first token took more than a second is not asked more often for as many such prompts.
     """
 
     prompt: int
@@ -258,17 +258,15 @@ def _in_turn(model: ServedModel, plan: Plan, bench: ServeBench, step: StageStep)
 def _each(
     engines: Mapping[str, Any], model: ServedModel, bench: ServeBench, step: StageStep | None = None
 ) -> Iterator[tuple[Load, Measured]]:
-    late: dict[tuple[str, int], int] = {}  # by prompt, the requests a minute at which an engine was late
+    late: dict[tuple[str, int, int], int] = {}  # the requests a minute at which an engine was late
     for load in bench.loads:
         (step or StageStep()).advance(0, note=_words(load))
-        often, found = load.per_minute or 0, Measured()
-        asked = {way: one for way, one in engines.items() if often <= late.get((way, load.prompt), often)}
+        often, found, like = load.per_minute or 0, Measured(), (load.prompt, load.at_once)
+        asked = {way: one for way, one in engines.items() if often <= late.get((way, *like), often)}
         with _noting(found):
             _measure(asked, load, model, bench, found)
         found.note = "; ".join(filter(None, (found.note, *map(_not_asked, sorted(engines.keys() - asked.keys())))))
-        late |= {
-            (way, load.prompt): often for way, runs in found.turns.items() if often and _medians(runs)[0] > _LATE_MS
-        }
+        late |= {(way, *like): often for way, runs in found.turns.items() if often and _medians(runs)[0] > _LATE_MS}
         yield load, found
         (step or StageStep()).advance()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from collections.abc import Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 from pydantic import model_validator
@@ -26,6 +28,9 @@ from sparsekv.planner.options import Kernels, KVPrecision, Precision
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.patterns import TileShape
 
+if TYPE_CHECKING:
+    from sparsekv.bench.serve import Load
+
 _SERVE_LENGTHS = {"cuda": (32768, 131072), "cpu": (4096,)}
 _SERVE_BY_HAND = ("density", "crossover", "tile", "budget", "filters", "keep", "generated")
 
@@ -38,7 +43,9 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
         Flag("Tokens of a prompt, such as 4k,32k; by default as fits the device.", *LENGTHS),
     ] = ()
     answer: Annotated[Count, Flag("Tokens of an answer.", metavar="N")] = 64
-    at_once: Annotated[Count, Flag("Requests that the engine has at a time.", metavar="N")] = 1
+    at_once: Annotated[
+        Counts, Flag("Requests that the engine has at a time, each a row; 1 by default.", metavar="LIST")
+    ] = (1,)
     requests: Annotated[Count | None, Flag("In all; as many as at once by default.", metavar="N")] = None
     step_tokens: Annotated[OneLength, Flag("Of a step at most: vLLM's max_num_batched_tokens.", metavar="N")] = 8192
     density: HandDensity = ()
@@ -82,6 +89,16 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
         return self
 
 
+def loads_of(flags: ServeFlags, lengths: Sequence[int]) -> tuple[Load, ...]:
+    """Returns every length, with every number of requests at once, at every rate."""
+    from sparsekv.bench.serve import Load
+
+    return tuple(
+        Load(length, flags.answer, at_once, flags.requests or at_once, rate)
+        for length, at_once, rate in product(lengths, flags.at_once, flags.per_minute or (None,))
+    )
+
+
 def serve(flags: ServeFlags) -> None:
     """Requests through two engines of vLLM in this process, by a plan and dense, in turn."""
     machine = settings_of(flags)
@@ -90,13 +107,12 @@ def serve(flags: ServeFlags) -> None:
     check_installed()
     used = named_subject(flags, flags.lengths, any(map(flags.is_given, _SERVE_BY_HAND))).plan
     from sparsekv.bench.hand_plans import HandDecode, dense_up_to, dummy_plan, hand_plan, kept_by_hand
-    from sparsekv.bench.serve import COLUMNS, Load, ServeBench, bench_serve, served_model
+    from sparsekv.bench.serve import COLUMNS, ServeBench, bench_serve, served_model
     from sparsekv.planner.settled import density_for
 
     hardware, precision = device_and_dtype(machine)
     wanted = flags.lengths or _SERVE_LENGTHS[hardware.type]
-    asked = (flags.answer, flags.at_once, flags.requests or flags.at_once)
-    loads = tuple(Load(length, *asked, rate) for length in wanted for rate in flags.per_minute or (None,))
+    loads = loads_of(flags, wanted)
     drawn = (flags.repeats, flags.step_tokens, machine.backend, flags.seed)
     alone = flags.alone or flags.tensor_parallel > 1  # ranks are processes, and so is each of two engines then
     engines = (flags.cache_memory, flags.tensor_parallel, flags.kv_dtype, flags.drafted or 0)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from sparsekv.bench.serve import Load, ServeBench, Served, ServedModel, Timing, _arrivals, _each, serve, served_model
+from sparsekv.cli.bench_serve import ServeFlags, loads_of
 
 
 def test_random_weights_are_served_from_a_config_that_vllm_can_load_and_that_fits_the_prompts() -> None:
@@ -70,6 +71,14 @@ def test_prompts_are_given_when_their_time_has_come_or_as_many_at_a_time_as_aske
     engine = OneAStep()
     serve(SimpleNamespace(llm_engine=engine), prompts, 1, 2)
     assert engine.most == 2
+
+
+def test_each_length_number_at_once_and_rate_is_a_load() -> None:
+    asked = {"model": "tiny-retriever", "answer": 8, "at_once": "1,4", "per_minute": "30,60"}
+    assert loads_of(ServeFlags.model_validate(asked), (100, 200)) == tuple(
+        Load(length, 8, at_once, at_once, rate) for length in (100, 200) for at_once in (1, 4) for rate in (30, 60)
+    )
+    assert loads_of(ServeFlags(model="tiny-retriever", requests=9), (100,)) == (Load(100, 64, 1, 9),)
 
 
 def test_an_engine_that_is_late_is_not_asked_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
