@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -283,7 +284,13 @@ def _one_by_one(model: ServedModel, plan: Plan, bench: ServeBench, step: StageSt
 def _elsewhere(run: Callable[..., Found], *args: Any) -> Found:
     """A call in a process of its own, whose device memory is free behind it: vLLM keeps some of an engine's."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return process.submit(run, *args).result()
+        try:
+            return process.submit(run, *args).result()
+        except BrokenProcessPool as error:
+            raise BackendError(
+                "the process of an engine was killed, probably because the host's memory was full; its log is above: "
+                "use a smaller model or --dtype bfloat16"
+            ) from error
 
 
 def _alone(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> list[Measured]:

@@ -1,5 +1,6 @@
 """bench serve, as far as it needs no vLLM: which model is served, how engines are set, and when requests come."""
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -7,8 +8,20 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from sparsekv.bench.serve import Load, ServeBench, Served, ServedModel, Timing, _arrivals, _each, serve, served_model
+from sparsekv.bench.serve import (
+    Load,
+    ServeBench,
+    Served,
+    ServedModel,
+    Timing,
+    _arrivals,
+    _each,
+    _elsewhere,
+    serve,
+    served_model,
+)
 from sparsekv.cli.bench_serve import ServeFlags, loads_of
+from sparsekv.plans.errors import BackendError
 
 
 def test_random_weights_are_served_from_a_config_that_vllm_can_load_and_that_fits_the_prompts() -> None:
@@ -71,6 +84,11 @@ def test_prompts_are_given_when_their_time_has_come_or_as_many_at_a_time_as_aske
     engine = OneAStep()
     serve(SimpleNamespace(llm_engine=engine), prompts, 1, 2)
     assert engine.most == 2
+
+
+def test_an_engine_whose_process_is_killed_is_an_error_that_says_so() -> None:
+    with pytest.raises(BackendError, match="process of an engine was killed"):
+        _elsewhere(os._exit, 9)
 
 
 def test_each_length_number_at_once_and_rate_is_a_load() -> None:
