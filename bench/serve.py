@@ -58,6 +58,7 @@ DENSE, SPARSE = "dense", "sparse"
 Found = TypeVar("Found")
 BESIDE, ALONE = 0.45, 0.9  # shares of the device: of each of two engines, of the only one
 _TIMES = ("token_ms", "dense_token_ms", "tokens_per_second", "dense_tokens_per_second")
+_NEVER_ALL = "no token timed: never did all {} decode; a longer --answer, or fewer at once that fit together, is timed"
 _WARM_UP = (2, 4)  # requests, and tokens of an answer
 _LATE_MS = 1000.0  # a first token: who is late on average is not asked more often
 
@@ -208,8 +209,9 @@ def bench_serve(
     """Times every load, and gives its row as soon as it is known. A load that fails is a row with a note.
 
     `decoded` are tokens of answers that attended to a choice. `dense_ms` and `sparse_ms` are up to the first token,
-    `token_ms` between steps in which every request decodes; all times are medians over the repeats of medians, all
-    rates (of all answers together) medians over the repeats. `failures` are chunks and steps of a layer that were to be
+    `token_ms` between steps in which all that are there at once decode, of requests that come at random, as many as
+    there are; all times are medians over the repeats of medians, all rates (of all answers together) medians over the
+    repeats. `failures` are chunks and steps of a layer that were to be
     sparse and that vLLM's own kernel computed after an error.
 
     Args:
@@ -350,6 +352,12 @@ def _measure(engines: Mapping[str, Any], load: Load, model: ServedModel, bench: 
         reset_stats(engines[SPARSE])
     turns = {way: [run(way)] for way in engines}
     found.turns |= turns
+    if (
+        load.per_minute is None
+        and load.answer > 1
+        and any(not one.token_seconds for runs in turns.values() for one in runs)
+    ):
+        found.note = _NEVER_ALL.format(load.at_once)
     found.note = "; ".join(filter(None, (found.note, repeat_in_turn(turns, run, bench.repeats))))
     if SPARSE in engines:
         found.counted, found.backend = serving_stats(engines[SPARSE]), serving_backend(engines[SPARSE])
@@ -404,7 +412,7 @@ class Served:
 
     timings: tuple[Timing, ...]
     answer: int  # tokens
-    token_seconds: tuple[float, ...] = ()  # between steps in which every request decodes
+    token_seconds: tuple[float, ...] = ()  # between steps in which as many requests as are to be at once all decode
 
     @property
     def first_seconds(self) -> tuple[float, ...]:
@@ -459,7 +467,8 @@ def serve(
             if not engine.has_unfinished_requests():
                 time.sleep(1e-3)
                 continue
-            decodes = given.keys() == first.keys()
+            whole = arrivals is not None or len(given) - len(last) == min(at_once, len(prompts))
+            decodes = whole and given.keys() == first.keys()
             outputs, now = engine.step(), time.perf_counter()
             if decodes and outputs:
                 between.append(now - before)

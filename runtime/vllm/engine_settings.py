@@ -159,7 +159,7 @@ SETTINGS = (
     Setting(
         "--tensor-parallel-size", "runs",
         "filter layers exchange their choices; a plan that evicts tokens takes no more ranks than KV heads",
-        f"2 ranks: {_CPU}; two {_GPU}", _ranks,
+        f"2 ranks: {_CPU}; two {_GPU}; 4 ranks: H200, 0.33, 2026-11-28", _ranks,
     ),
     Setting(
         "--speculative-config", "runs, with a remark",

@@ -86,6 +86,37 @@ def test_prompts_are_given_when_their_time_has_come_or_as_many_at_a_time_as_aske
     assert engine.most == 2
 
 
+class OnePromptAStep:
+    """An engine that computes one prompt a step, beside a token of each answer that has begun."""
+
+    def __init__(self, answer: int) -> None:
+        self.answer = answer
+        self.waiting: list[str] = []
+        self.left: dict[str, int] = {}
+
+    def add_request(self, name: str, prompt: object, asked: object) -> None:
+        self.waiting.append(name)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting or self.left)
+
+    def step(self) -> list[SimpleNamespace]:
+        if self.waiting:
+            self.left[self.waiting.pop(0)] = self.answer
+        told = [SimpleNamespace(request_id=name, finished=left == 1) for name, left in self.left.items()]
+        self.left = {name: left - 1 for name, left in self.left.items() if left > 1}
+        return told
+
+
+@pytest.mark.parametrize(("prompts", "answer", "timed"), [(3, 6, 3), (6, 6, 6), (3, 3, 0), (1, 6, 5)])
+def test_a_token_is_timed_while_as_many_decode_as_are_to_be_at_once(
+    prompts: int, answer: int, timed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sparsekv.runtime.vllm.internals", SimpleNamespace(greedy=lambda tokens: tokens))
+    found = serve(SimpleNamespace(llm_engine=OnePromptAStep(answer)), [[1, 2]] * prompts, answer, 3)
+    assert len(found.token_seconds) == timed
+
+
 def test_an_engine_whose_process_is_killed_is_an_error_that_says_so() -> None:
     with pytest.raises(BackendError, match="process of an engine was killed"):
         _elsewhere(os._exit, 9)
