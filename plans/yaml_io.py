@@ -68,9 +68,16 @@ def read_tree(text: str, source: str) -> Tree:
         return Tree(builder.document(), builder.lines, source)
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
-        _refuse(source, mark.line if mark else 0, f"expected YAML, found a fault: {error.problem or error.context}")
+        line = mark.line if mark else 0
+        cut = "; the file ends there: it may be cut off, fetch or write it again" if line >= _last_line(text) else ""
+        _refuse(source, line, f"expected YAML, found a fault: {error.problem or error.context}{cut}")
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two: odd escapes, without libyaml
         raise PlanError(f"{source}: expected YAML in UTF-8, found {str(error).splitlines()[0]}") from None
+
+
+def _last_line(text: str) -> int:
+    """Of those that are not empty, counted from 0."""
+    return text.rstrip().count("\n")
 
 
 class _Builder:

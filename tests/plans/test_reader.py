@@ -285,6 +285,15 @@ def test_plans_are_read_alike_without_libyaml(monkeypatch: pytest.MonkeyPatch) -
     assert "levels of nesting" in refusal("[" * 100_000)
 
 
+def test_a_plan_that_is_cut_off_is_refused_and_a_fault_at_its_end_says_so() -> None:
+    signed = TEXT.rstrip()
+    said = [refusal(signed[:length]) for length in range(1, len(signed) - 1, 7)]
+    faults = [one for one in said if "found a fault" in one]
+    assert len(faults) > 20
+    assert all("may be cut off" in one for one in faults)
+    assert "may be cut off" not in refusal(signed.replace("{tokens: 600}", "{tokens: 600", 1))
+
+
 @pytest.mark.parametrize(
     "text", ['"\\e[31m": 1\n', 'kind: "sparsekv.\\e[31m"\n', TEXT.replace("last_q:", '"\\e[31m":', 1)]
 )
