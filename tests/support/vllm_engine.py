@@ -79,6 +79,12 @@ def tokens_of(output: Any) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
+def tokens_and_logprobs(output: Any) -> tuple[list[int], list[float]]:
+    """The answer, and the log-probability of each of its tokens."""
+    (chosen,) = output.outputs
+    return tokens_of(output), [at[t].logprob for at, t in zip(chosen.logprobs, chosen.token_ids, strict=True)]
+
+
 def chunks_of(lengths: Sequence[int], new: int = NEW) -> list[list[int]]:
     """Where the engine cuts prompts that it gets at once: a step spends BUDGET tokens, requests that run come first."""
     done, made, cuts = [0] * len(lengths), [0] * len(lengths), [[] for _ in lengths]
@@ -166,6 +172,5 @@ class Oracle:
 
 def same(output: Any, answer: Answer) -> bool:
     """Whether the engine gave the same tokens, with the same probabilities within float32's reach."""
-    chosen = output.outputs[0]
-    logprobs = [at[token].logprob for at, token in zip(chosen.logprobs, chosen.token_ids, strict=True)]
-    return tokens_of(output) == answer.tokens and logprobs == pytest.approx(answer.logprobs, abs=1e-3)
+    tokens, logprobs = tokens_and_logprobs(output)
+    return tokens == answer.tokens and logprobs == pytest.approx(answer.logprobs, abs=1e-3)

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from vllm_engine import tokens_and_logprobs
 
 from sparsekv.plans.phases import Retention
 from sparsekv.runtime.vllm.evicted_tables import PromptRows
@@ -250,9 +251,8 @@ def drive(watch: Watch, engine: Any, draw: Random, count: int) -> list[Finished]
             inside.abort_request([draw.choice([*asked, "nobody"])])
         for output in inside.step():
             if output.finished:
-                (answer,), name = output.outputs, output.request_id
-                found = [at[token].logprob for at, token in zip(answer.logprobs, answer.token_ids, strict=True)]
-                done.append(Finished(asked[name], list(answer.token_ids), found, name in preempted))
+                name = output.request_id
+                done.append(Finished(asked[name], *tokens_and_logprobs(output), name in preempted))
         running = scheduler_of(engine).requests.values()
         preempted |= {request.request_id.rpartition("-")[0] for request in running if request.num_preemptions}
         watch.poison()

@@ -73,15 +73,14 @@ def test_two_engines_that_take_turns_run_each_its_own_plan_and_count_each_their_
 STARTED_AGAIN = """
 import gc, json, sys
 sys.path.insert(0, {support!r})
-from vllm_engine import generate, make_engine, tokens_of
+from vllm_engine import generate, make_engine, tokens_and_logprobs
 from sparsekv.runtime.vllm.counters import serving_stats
 found = []
 for plan in {plans}:
     engine = make_engine({model!r}, additional_config={{"sparsekv": {{"plan": plan}}}})
     (output,) = generate(engine, [{prompt}])
-    chosen, stats = output.outputs[0], serving_stats(engine)
-    found.append([tokens_of(output), [at[t].logprob for at, t in zip(chosen.logprobs, chosen.token_ids)],
-                  stats.prefill_density, stats.sparse_tokens])
+    stats = serving_stats(engine)
+    found.append([*tokens_and_logprobs(output), stats.prefill_density, stats.sparse_tokens])
     engine.llm_engine.engine_core.shutdown()
     del engine, output
     gc.collect()

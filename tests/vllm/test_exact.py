@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from exact_engines import DRAFT, ask, at_random, counted, drafting_as, drafting_plan, exactly, scheduler_of, texts
-from vllm_engine import make_engine, preemptions, tokens_of
+from vllm_engine import make_engine, preemptions, tokens_and_logprobs, tokens_of
 from vllm_steps import recorded_choices
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
@@ -51,10 +51,9 @@ def same(exact: Any, dense: Any, prompts: list[list[int]], **sampling: Any) -> l
     """Outputs that are dense attention's, log-probabilities included."""
     found, expected = (ask(llm, prompts, logprobs=1, **sampling) for llm in (exact, dense))
     for one, other in zip(found, expected, strict=True):
-        assert tokens_of(one) == tokens_of(other)
-        mine, its = ([at[token].logprob for at, token in zip(each.outputs[0].logprobs, tokens_of(each), strict=True)]
-                     for each in (one, other))  # fmt: skip
-        assert mine == pytest.approx(its, abs=1e-3)
+        (mine, mine_logprobs), (its, its_logprobs) = tokens_and_logprobs(one), tokens_and_logprobs(other)
+        assert mine == its
+        assert mine_logprobs == pytest.approx(its_logprobs, abs=1e-3)
         assert one.outputs[0].finish_reason == other.outputs[0].finish_reason
     return found
 

@@ -22,15 +22,13 @@ import json, os, sys
 if __name__ == "__main__":
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     sys.path.insert(0, {support!r})
-    from vllm_engine import generate, make_engine, tokens_of
+    from vllm_engine import generate, make_engine, tokens_and_logprobs
     from sparsekv.runtime.vllm.counters import serving_stats
     config = {{"sparsekv": {{"plan": {plan!r}, "compare_ranks": True}}}}
     engine = make_engine({model!r}, additional_config=config, tensor_parallel_size={ranks})
     found = []
     for prompt in {prompts}:
-        (output,) = generate(engine, [prompt])
-        chosen = output.outputs[0]
-        found.append([tokens_of(output), [at[t].logprob for at, t in zip(chosen.logprobs, chosen.token_ids)]])
+        found += map(tokens_and_logprobs, generate(engine, [prompt]))
     stats = serving_stats(engine)
     with open({out!r}, "w") as file:  # the ranks print as well
         json.dump([found, stats.decode_sparse, stats.sparse_tokens, stats.rank_differences], file)

@@ -20,7 +20,7 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 from transformers import PreTrainedModel
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm_engine import Oracle, generate, make_engine, tokens_of
+from vllm_engine import Oracle, generate, make_engine, tokens_and_logprobs, tokens_of
 from vllm_retained import Watch, drive, free_blocks, held_blocks, scheduler_of
 
 from sparsekv.plans.errors import UnsupportedError
@@ -122,9 +122,8 @@ def test_answers_are_those_of_the_transformers_host_at_every_remainder_of_block_
         alone = [generate(engine, [prompt], 6)[0] for prompt in prompts[:4]]
         outputs = generate(engine, prompts, 6)
     for prompt, output in [*zip(prompts, outputs, strict=True), *zip(prompts, alone, strict=False)]:
-        answer = tokens_of(output)
+        answer, found = tokens_and_logprobs(output)
         expected = Oracle(model, rounded(plan, len(prompt))).of(prompt, [], answer)
-        found = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, answer, strict=True)]
         assert found == pytest.approx(expected.tolist(), abs=1e-3), len(prompt)
     assert watch.counts["prompts"] >= 4 * len(lengths)
 
@@ -195,9 +194,8 @@ def test_sparse_prefill_and_decode_segments_run_beside_layers_that_drop_tokens(
     kept_engines.append(engine)
     prompts = [random_tokens(1, length, length)[0].tolist() for length in (300, 417, 161)]
     for prompt, output in zip(prompts, generate(engine, prompts, 6), strict=True):
-        answer = tokens_of(output)
+        answer, found = tokens_and_logprobs(output)
         expected = Oracle(model, rounded(plan, len(prompt))).of(prompt, [], answer)
-        found = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, answer, strict=True)]
         assert found == pytest.approx(expected.tolist(), abs=1e-3), len(prompt)
 
 
@@ -215,13 +213,10 @@ import json, os, sys
 if __name__ == "__main__":
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     sys.path.insert(0, {support!r})
-    from vllm_engine import generate, make_engine, tokens_of
+    from vllm_engine import generate, make_engine, tokens_and_logprobs
     engine = make_engine({model!r}, additional_config={{"sparsekv": {{"plan": {plan!r}}}}}, tensor_parallel_size=2,
         block_size={block}, max_model_len=512, max_num_batched_tokens={chunk}, num_gpu_blocks_override=300)
-    print(json.dumps([
-        [tokens_of(one), [at[token].logprob for at, token in zip(one.outputs[0].logprobs, tokens_of(one))]]
-        for one in generate(engine, {prompts}, 6)
-    ]))
+    print(json.dumps([tokens_and_logprobs(one) for one in generate(engine, {prompts}, 6)]))
 """
 
 
