@@ -58,7 +58,8 @@ DENSE, SPARSE = "dense", "sparse"
 Found = TypeVar("Found")
 BESIDE, ALONE = 0.45, 0.9  # shares of the device: of each of two engines, of the only one
 _TIMES = ("token_ms", "dense_token_ms", "tokens_per_second", "dense_tokens_per_second")
-_NEVER_ALL = "no token timed: never did all {} decode; a longer --answer, or fewer at once that fit together, is timed"
+_UNTIMED = "{}: no token timed, since {} never decoded together; a longer answer or fewer at once help"
+_ENDED = "{}: its process ended without a result; its log says why, unless the system ended it for want of memory"
 _WARM_UP = (2, 4)  # requests, and tokens of an answer
 _LATE_MS = 1000.0  # a first token: who is late on average is not asked more often
 
@@ -72,7 +73,7 @@ class Load:
         at_once: requests that the engine has at a time.
         requests: in all.
         per_minute: how many come at random (Poisson); None gives a new one as soon as one is answered. An engine whose
-            median first token took more than a second is not asked more often for as many such prompts.
+            median first token took more than a second is not asked more often for prompts of that length.
     """
 
     prompt: int
@@ -209,10 +210,10 @@ def bench_serve(
     """Times every load, and gives its row as soon as it is known. A load that fails is a row with a note.
 
     `decoded` are tokens of answers that attended to a choice. `dense_ms` and `sparse_ms` are up to the first token,
-    `token_ms` between steps in which all that are there at once decode, of requests that come at random, as many as
-    there are; all times are medians over the repeats of medians, all rates (of all answers together) medians over the
-    repeats. `failures` are chunks and steps of a layer that were to be
-    sparse and that vLLM's own kernel computed after an error.
+    `token_ms` between steps in which every request at hand has its first token and, unless they come at random, as many
+    are at hand as are to be at once (requests that are preempted count as well); all times are medians over the repeats
+    of medians, all rates (of all answers together) medians over the repeats. `failures` are chunks and steps of a layer
+    that were to be sparse and that vLLM's own kernel computed after an error.
 
     Args:
         words: what the plan is, for the rows.
@@ -261,15 +262,17 @@ def _in_turn(model: ServedModel, plan: Plan, bench: ServeBench, step: StageStep)
 def _each(
     engines: Mapping[str, Any], model: ServedModel, bench: ServeBench, step: StageStep | None = None
 ) -> Iterator[tuple[Load, Measured]]:
-    late: dict[tuple[str, int, int], int] = {}  # the requests a minute at which an engine was late
+    late: dict[tuple[str, int], int] = {}  # by prompt, the requests a minute at which an engine was late
     for load in bench.loads:
         (step or StageStep()).advance(0, note=_words(load))
-        often, found, like = load.per_minute or 0, Measured(), (load.prompt, load.at_once)
-        asked = {way: one for way, one in engines.items() if often <= late.get((way, *like), often)}
+        often, found = load.per_minute or 0, Measured()
+        asked = {way: one for way, one in engines.items() if often <= late.get((way, load.prompt), often)}
         with _noting(found):
             _measure(asked, load, model, bench, found)
         found.note = "; ".join(filter(None, (found.note, *map(_not_asked, sorted(engines.keys() - asked.keys())))))
-        late |= {(way, *like): often for way, runs in found.turns.items() if often and _medians(runs)[0] > _LATE_MS}
+        late |= {
+            (way, load.prompt): often for way, runs in found.turns.items() if often and _medians(runs)[0] > _LATE_MS
+        }
         yield load, found
         (step or StageStep()).advance()
 
@@ -278,7 +281,10 @@ def _one_by_one(model: ServedModel, plan: Plan, bench: ServeBench, step: StageSt
     both = []
     for way in (SPARSE, DENSE):
         step.advance(0, note=way)
-        both.append(_elsewhere(_alone, way, model, plan, bench))
+        try:
+            both.append(_elsewhere(_alone, way, model, plan, bench))
+        except BrokenProcessPool:
+            both.append([Measured(note=_ENDED.format(way)) for _ in bench.loads])
         step.advance(len(bench.loads))
     yield from ((load, sparse.with_dense(dense)) for load, sparse, dense in zip(bench.loads, *both, strict=True))
 
@@ -286,13 +292,7 @@ def _one_by_one(model: ServedModel, plan: Plan, bench: ServeBench, step: StageSt
 def _elsewhere(run: Callable[..., Found], *args: Any) -> Found:
     """A call in a process of its own, whose device memory is free behind it: vLLM keeps some of an engine's."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        try:
-            return process.submit(run, *args).result()
-        except BrokenProcessPool as error:
-            raise BackendError(
-                "the process of an engine was killed, probably because the host's memory was full; its log is above: "
-                "use a smaller model or --dtype bfloat16"
-            ) from error
+        return process.submit(run, *args).result()
 
 
 def _alone(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> list[Measured]:
@@ -306,7 +306,8 @@ def _not_asked(way: str) -> str:
 
 def _words(load: Load) -> str:
     often = "" if load.per_minute is None else f", {load.per_minute} a minute"
-    return f"{load.requests} of {format_length(load.prompt)} + {load.answer} tokens{often}"
+    at_once = f", {load.at_once} at once" if load.at_once > 1 and not often else ""
+    return f"{load.requests} of {format_length(load.prompt)} + {load.answer} tokens{at_once}{often}"
 
 
 def _told(runs: Sequence[Served]) -> str:
@@ -352,13 +353,10 @@ def _measure(engines: Mapping[str, Any], load: Load, model: ServedModel, bench: 
         reset_stats(engines[SPARSE])
     turns = {way: [run(way)] for way in engines}
     found.turns |= turns
-    if (
-        load.per_minute is None
-        and load.answer > 1
-        and any(not one.token_seconds for runs in turns.values() for one in runs)
-    ):
-        found.note = _NEVER_ALL.format(load.at_once)
-    found.note = "; ".join(filter(None, (found.note, repeat_in_turn(turns, run, bench.repeats))))
+    untimed = [way for way, (one,) in turns.items() if load.answer > 1 and not one.token_seconds]
+    together = "they" if load.per_minute else f"{min(load.at_once, load.requests)} requests"
+    notes = [_UNTIMED.format(way, together) for way in untimed]
+    found.note = "; ".join(filter(None, (found.note, *notes, repeat_in_turn(turns, run, bench.repeats))))
     if SPARSE in engines:
         found.counted, found.backend = serving_stats(engines[SPARSE]), serving_backend(engines[SPARSE])
 
@@ -412,7 +410,7 @@ class Served:
 
     timings: tuple[Timing, ...]
     answer: int  # tokens
-    token_seconds: tuple[float, ...] = ()  # between steps in which as many requests as are to be at once all decode
+    token_seconds: tuple[float, ...] = ()  # between steps in which all that are to be at once decode
 
     @property
     def first_seconds(self) -> tuple[float, ...]:

@@ -26,6 +26,7 @@ from sparsekv.cli.output import tell
 from sparsekv.planner.flags import Count, Counts, Flag, Layers, Lengths, OneLength, Size, TokenBudget
 from sparsekv.planner.options import Kernels, KVPrecision, Precision
 from sparsekv.planner.progress import BarProgress
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 
 if TYPE_CHECKING:
@@ -85,6 +86,11 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
         else:
             self.refuse(("budget",), "an evicting layer is in no segment", "keep")
             self.refuse(("dense_decode",), "decode without the plan reads all tokens", "keep")
+        if self.per_minute and len(self.at_once) > 1:
+            raise UsageError(
+                f"expected one number in --at-once beside --per-minute, found {len(self.at_once)}: requests come when "
+                "they come, and it is only the engine's limit"
+            )
         self.refuse(_SERVE_BY_HAND if self.plan else (), "each says what the plan is", "plan")
         return self
 

@@ -211,9 +211,11 @@ def check_signature(data: Mapping[str, Any], source: str) -> None:
     signed = data.get(_INTEGRITY)
     if signed == content_digest(data):
         return
-    found = "none" if signed is None else "that of another content: the file was changed after it was written"
+    found = "that of another content: the file was changed after it was written. If the change is meant"
+    if signed is None:
+        found = "none: its line is the last one, so that the file may be cut off. If it is whole"
     raise PlanError(
-        f"{source}: expected an integrity digest that fits the content, found {found}. If the change is meant, "
+        f"{source}: expected an integrity digest that fits the content, found {found}, "
         f"`sparsekv seal {source}` signs the file again, as unverified; otherwise restore it or plan again."
     )
 

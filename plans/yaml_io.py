@@ -68,16 +68,17 @@ def read_tree(text: str, source: str) -> Tree:
         return Tree(builder.document(), builder.lines, source)
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
-        line = mark.line if mark else 0
-        cut = "; the file ends there: it may be cut off, fetch or write it again" if line >= _last_line(text) else ""
-        _refuse(source, line, f"expected YAML, found a fault: {error.problem or error.context}{cut}")
+        at = (mark.line, mark.column) if mark else (0, 0)
+        cut = "; the file ends there: it may be cut off, fetch or write it again" if at >= _end(text) else ""
+        _refuse(source, at[0], f"expected YAML, found a fault: {error.problem or error.context}{cut}")
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two: odd escapes, without libyaml
         raise PlanError(f"{source}: expected YAML in UTF-8, found {str(error).splitlines()[0]}") from None
 
 
-def _last_line(text: str) -> int:
-    """Of those that are not empty, counted from 0."""
-    return text.rstrip().count("\n")
+def _end(text: str) -> tuple[int, int]:
+    """Returns the line and column, counted from 0, behind the last character that is no space."""
+    lines = text.rstrip().splitlines() or [""]
+    return len(lines) - 1, len(lines[-1])
 
 
 class _Builder:

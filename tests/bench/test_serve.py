@@ -1,7 +1,7 @@
 """bench serve, as far as it needs no vLLM: which model is served, how engines are set, and when requests come."""
 
-import os
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
 import pytest
@@ -10,18 +10,20 @@ from transformers import AutoConfig
 
 from sparsekv.bench.serve import (
     Load,
+    Measured,
     ServeBench,
     Served,
     ServedModel,
     Timing,
     _arrivals,
     _each,
-    _elsewhere,
+    _one_by_one,
     serve,
     served_model,
 )
 from sparsekv.cli.bench_serve import ServeFlags, loads_of
-from sparsekv.plans.errors import BackendError
+from sparsekv.planner.progress import StageStep
+from sparsekv.plans.errors import UsageError
 
 
 def test_random_weights_are_served_from_a_config_that_vllm_can_load_and_that_fits_the_prompts() -> None:
@@ -117,17 +119,26 @@ def test_a_token_is_timed_while_as_many_decode_as_are_to_be_at_once(
     assert len(found.token_seconds) == timed
 
 
-def test_an_engine_whose_process_is_killed_is_an_error_that_says_so() -> None:
-    with pytest.raises(BackendError, match="process of an engine was killed"):
-        _elsewhere(os._exit, 9)
+def test_an_engine_whose_process_ends_is_a_note_beside_what_the_other_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    def elsewhere(run: object, way: str, *args: object) -> list[Measured]:
+        if way == "dense":
+            raise BrokenProcessPool
+        return [Measured({"sparse": [Served((Timing(0.0, 1.0, 2.0),), 2)]})]
+
+    monkeypatch.setattr("sparsekv.bench.serve._elsewhere", elsewhere)
+    bench = ServeBench((Load(4, 2),), torch.device("cpu"), torch.float32)
+    ((_, found),) = _one_by_one(None, None, bench, StageStep())  # type: ignore[arg-type]
+    assert (list(found.turns), found.note.startswith("dense: its process ended")) == (["sparse"], True)
 
 
 def test_each_length_number_at_once_and_rate_is_a_load() -> None:
-    asked = {"model": "tiny-retriever", "answer": 8, "at_once": "1,4", "per_minute": "30,60"}
-    assert loads_of(ServeFlags.model_validate(asked), (100, 200)) == tuple(
-        Load(length, 8, at_once, at_once, rate) for length in (100, 200) for at_once in (1, 4) for rate in (30, 60)
-    )
-    assert loads_of(ServeFlags(model="tiny-retriever", requests=9), (100,)) == (Load(100, 64, 1, 9),)
+    def loads(**asked: object) -> tuple[Load, ...]:
+        return loads_of(ServeFlags.model_validate({"model": "tiny-retriever", **asked}), (100, 200))
+
+    each = [(length, at_once) for length in (100, 200) for at_once in (1, 4)]
+    assert loads(answer=8, at_once="1,4") == tuple(Load(length, 8, at_once, at_once) for length, at_once in each)
+    rates = [(length, rate) for length in (100, 200) for rate in (30, 60)]
+    assert loads(requests=9, per_minute="30,60") == tuple(Load(length, 64, 1, 9, rate) for length, rate in rates)
 
 
 def test_an_engine_that_is_late_is_not_asked_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,3 +164,15 @@ def test_an_engine_that_is_late_is_not_asked_more_often(monkeypatch: pytest.Monk
     assert all("sparse" in one.turns for one in found.values())
     assert [load for load in bench.loads if "dense not asked" in found[load].note] == [loads[2]]
     assert asked.count("slow") == 4
+    assert found[others[2]].note.count("no token timed, since 1 requests never decoded together") == 2
+
+
+def test_tokens_of_requests_that_come_at_random_are_timed_while_fewer_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sparsekv.runtime.vllm.internals", SimpleNamespace(greedy=lambda tokens: tokens))
+    found = serve(SimpleNamespace(llm_engine=OnePromptAStep(6)), [[1, 2]] * 2, 6, 8, [0.0, 0.0])
+    assert len(found.token_seconds) == 5
+
+
+def test_requests_that_come_at_random_are_asked_of_one_engine() -> None:
+    with pytest.raises(UsageError, match="one number in --at-once beside --per-minute, found 2"):
+        ServeFlags.model_validate({"model": "tiny-retriever", "at_once": "1,4", "per_minute": "30"})
