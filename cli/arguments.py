@@ -241,7 +241,7 @@ class Subject:
                 that it was made for.
 
         Raises:
-            UsageError: nothing was named, or a file in place of a model, or the plan cannot be read.
+            UsageError: nothing was named, or a model twice, or a file in place of one, or the plan cannot be read.
             PlanError: it is no plan.
         """
         if target is not None and os.path.isfile(target) and not names_gguf(target):
@@ -249,6 +249,8 @@ class Subject:
                 f"expected a model (a folder, GGUF file, hub id or alias), found the file {target}; if it is a plan, "
                 f"write --plan {target}"
             )
+        if None not in (target, plan, model):
+            raise UsageError("expected MODEL or --model beside --plan, found both; leave one out")
         place, path, reason, source = plan, None, "", None
         if plan is not None:
             path = plan_file(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +56,7 @@ def import_settings(
         return
     emit(f"{out}: imported from {found} for {plan.model.id}")
     loaded = plan.model.id if _is_plan(model) else model
-    emit(f"next: sparsekv verify --plan {out} --model {loaded} --write")
+    emit(f"next: sparsekv verify --plan {shlex.quote(str(out))} --model {shlex.quote(loaded)} --write")
     for note in notes:
         tell(note)
 

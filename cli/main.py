@@ -189,6 +189,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         app(args=None if arguments is None else list(arguments), prog_name="sparsekv")
     except (KeyboardInterrupt, OSError) as error:  # outside a command, which reports its own
         sys.exit(report(error, ""))
+    except SystemExit as left:
+        if isinstance(left.__context__, BrokenPipeError):  # so rich leaves
+            sys.exit(report(left.__context__, ""))
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

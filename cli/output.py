@@ -2,8 +2,9 @@
 included.
 
 Exit codes: 0 done, 1 a check or gate failed (or something broke), 2 usage, 3 plan and model do not match, 128 + n
-ended by signal n (130 for Ctrl-C). With --json a failure is one JSON object on standard output too. Notes added to an
-exception (`error.add_note(...)`) are printed below its message: what was saved, what to try.
+ended by signal n (130 for Ctrl-C, 141 where the reader of a pipe has left). With --json a failure is one JSON object on
+standard output too. Notes added to an exception (`error.add_note(...)`) are printed below its message: what was saved,
+what to try.
 """
 
 from __future__ import annotations
@@ -212,11 +213,14 @@ def _is_unwinding(handled: BaseException | None) -> bool:
     return handled is not None
 
 
+_READER_LEFT = 141  # as of other programs that write to `| head`, which SIGPIPE ends
+
+
 def report(error: BaseException, command: str, as_json: bool = False) -> int:
     """Tells what went wrong in `command`, with `as_json` on standard output too, and returns the exit code."""
     if isinstance(error, BrokenPipeError):
         _stop_writing(sys.stdout)
-        return FAILED
+        return _READER_LEFT
     notes = list(getattr(error, "__notes__", ()))
     kind, message, exit_code = _meaning(error, command, notes)
     said_as = "" if isinstance(error, KeyboardInterrupt) else "error: "

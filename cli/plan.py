@@ -146,13 +146,13 @@ def _job(flags: PlanFlags, wanted: PlanOptions, subject: Subject, measured: Meas
 
 
 def _tell(result: PlanResult, flags: PlanFlags, seconds: float, verify_time: float) -> None:
-    from sparsekv.cli.verdict import GATED_BY, RUN_BY, Ended, next_command, repeated, verdict
+    from sparsekv.cli.verdict import GATED_BY, Ended, next_command, repeated, run_by, verdict
 
     plan, out, remarks = result.plan, flags.out, list(result.remarks)
     is_unproven = not flags.no_verify and plan.status != "verified"  # the first remark says why
     reason = remarks.pop(0) if is_unproven else ""
     found, spent = result.verification, 0.0 if flags.verify_samples else verify_time
-    asked = repeated(flags, RUN_BY), repeated(flags, GATED_BY)
+    asked = run_by(flags, bool(found and found.used_up)), repeated(flags, GATED_BY)
     ended = Ended(spent, found.may_verify, found.seconds, *asked) if found else None
     if not flags.as_json:
         if plan.quality is not None:

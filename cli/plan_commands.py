@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -201,7 +202,8 @@ def _unsigned(place: Path) -> Plan:
     path = plan_file(place)
     plan = parse_plan(read_text(path), str(path), signed=False)
     if plan != sign(plan):
-        tell(f"{path}: its integrity does not fit its content; `sparsekv seal {path}` signs it, as unverified")
+        seal = f"sparsekv seal {shlex.quote(str(path))}"
+        tell(f"{path}: its integrity does not fit its content; `{seal}` signs it, as unverified")
     return plan
 
 

@@ -104,8 +104,10 @@ class PlanFiles(Options):
 
 
 def outcomes_beside(plan: Path) -> Path:
-    """Returns where the outcomes of a plan's verification are while it is undecided."""
-    return plan.with_name(f"{plan.name}.outcomes")
+    """Returns where the outcomes of a plan's verification are while it is undecided: beside the file itself, not
+    beside a link to it, as the plan is written."""
+    file = Path(os.path.realpath(plan))
+    return file.with_name(f"{file.name}.outcomes")
 
 
 def _version_of(path: Path | None) -> tuple[int, int] | None:

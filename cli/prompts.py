@@ -93,6 +93,8 @@ def _fields(file: Path, number: int, line: str) -> dict[str, str]:
         raise PromptError(f"{expected}, found also {', '.join(sorted(unknown))}")
     if not all(isinstance(text, str) for text in found.values()) or not found.get("prompt", "").strip():
         raise PromptError(f"{expected}, found {line.strip()[:60]}")
+    if any("\ud800" <= character <= "\udfff" for text in found.values() for character in text):
+        raise PromptError(f"{expected}, found half a surrogate pair (\\ud800 to \\udfff), which no tokenizer takes")
     return found
 
 

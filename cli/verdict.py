@@ -66,6 +66,11 @@ def repeated(flags: Options, names: Iterable[str]) -> tuple[str, ...]:
     )
 
 
+def run_by(flags: Options, used_up: bool) -> tuple[str, ...]:
+    """Returns the options by which a verification ran, to be repeated; but for prompts that are all run."""
+    return repeated(flags, (name for name in RUN_BY if not (used_up and name == "prompts_file")))
+
+
 def _typed(flag: str, value: Any) -> str:
     if value is True:
         return flag

@@ -14,7 +14,7 @@ from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.cli.plan_files import check_replaceable, check_writable, outcomes_beside
 from sparsekv.cli.prompts import answered_prompts, own_prompts
-from sparsekv.cli.verdict import DRAWN_BY, GATED_BY, RUN_BY, Ended, denser_command, hurt_lines, repeated, verdict
+from sparsekv.cli.verdict import DRAWN_BY, GATED_BY, Ended, denser_command, hurt_lines, repeated, run_by, verdict
 from sparsekv.planner.flags import MOST, Flag, Lengths
 from sparsekv.planner.options import (
     DEFAULT_TASKS,
@@ -173,7 +173,7 @@ def verify(flags: VerifyFlags) -> None:
             spent,
             writes and result.may_verify,
             result.seconds,
-            repeated(flags, RUN_BY),
+            run_by(flags, result.used_up),
             repeated(flags, (*DRAWN_BY, *GATED_BY)),
             writes=subject.path is not None and not (differs or _other_weights(found, loaded.info)),
         )

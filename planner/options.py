@@ -84,7 +84,10 @@ def _no_task_of_suite(names: Any) -> Any:
                 "of sparsekv; use lm-evaluation-harness (examples/with_lm_eval.py)"
             )
         if isinstance(name, str) and _OF_SUITE.fullmatch(name):
-            raise ValueError(f"expected one of {', '.join(TASKS)}, found {name}; it is run by `eval --suite ruler`")
+            raise ValueError(
+                f"expected one of {', '.join(TASKS)}, found {name}; `eval --suite ruler`, which runs all tasks of its "
+                "own and takes no --tasks, has it"
+            )
     return names
 
 

@@ -108,6 +108,12 @@ class Outcomes:
         return undecided and bool(self.wanted) and not self.is_missed
 
     @property
+    def is_used_up(self) -> bool:
+        """Returns whether something is undecided for want of prompts: those given were all run."""
+        undecided = any(claims.having("undecided") for claims in self.claims.values())
+        return undecided and bool(self.ended) and not self.wanted and not self.is_missed
+
+    @property
     def more(self) -> int | None:
         """About how many more prompts would show that every gate is met; None where those seen do not say."""
         needed = [more_prompts(claims) for claims in self.claims.values()]
@@ -124,8 +130,10 @@ class Outcomes:
 
     @property
     def seconds(self) -> float | None:
-        """About how many more seconds that takes; None where it is not known."""
-        return self.more * self.pace if self.more is not None and self.pace is not None else None
+        """About how many more seconds that takes; None where it is not known, or there are no more prompts."""
+        if self.more is None or self.pace is None or self.is_used_up:
+            return None
+        return self.more * self.pace
 
     def answering_tasks(self, length: int) -> tuple[str, ...]:
         """The tasks that say something of right answers in some phase."""

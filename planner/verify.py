@@ -63,6 +63,7 @@ class Verification:
         drawn: samples of a task and length, at most.
         outcomes: what a later run goes on from; None where nothing is left to be drawn.
         seconds: about how long that run takes; None where that is not known.
+        used_up: something is undecided, and the prompts that were given were all run.
     """
 
     quality: Quality
@@ -73,6 +74,7 @@ class Verification:
     drawn: int = 0
     outcomes: OutcomesRecord | None = None
     seconds: float | None = None
+    used_up: bool = False
 
     @property
     def may_verify(self) -> bool:
@@ -318,7 +320,8 @@ def _verdict(plan: Plan, found: Outcomes, options: Settled, settings: OutcomesSe
     )
     told = tuple(f"{line}{_time_needed(found, options)}" if line.startswith(_UNDECIDED) else line for line in doubts)
     record = OutcomesRecord.of(found, settings) if found.is_open else None
-    return Verification(quality, not missed, not doubts, told, missed, max(found.drawn.values()), record, found.seconds)
+    spent = (max(found.drawn.values()), record, found.seconds, found.is_used_up)
+    return Verification(quality, not missed, not doubts, told, missed, *spent)
 
 
 def _time_needed(found: Outcomes, options: Settled) -> str:
@@ -344,6 +347,7 @@ def _doubts(plan: Plan, found: Outcomes, options: Settled) -> Iterator[str]:
             if found.more
             else "how many more prompts would decide cannot be told from these"
         )
+        more += "; the prompts that were given are used up: add to them" if found.is_used_up else ""
         yield f"{_UNDECIDED}{line_of(*hardest)}{others}; {more}"
     for phase in found.phases:
         for floor in found.of(floor_of(phase)):

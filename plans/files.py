@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 import select
+import shlex
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -215,8 +216,8 @@ def check_signature(data: Mapping[str, Any], source: str) -> None:
     if signed is None:
         found = "none: its line is the last one, so that the file may be cut off. If it is whole"
     raise PlanError(
-        f"{source}: expected an integrity digest that fits the content, found {found}, "
-        f"`sparsekv seal {source}` signs the file again, as unverified; otherwise restore it or plan again."
+        f"{source}: expected an integrity digest that fits the content, found {found}, `sparsekv seal "
+        f"{shlex.quote(source)}` signs the file again, as unverified; otherwise restore it or plan again."
     )
 
 
@@ -340,7 +341,7 @@ def seal(path: str | os.PathLike[str]) -> Sealed:
     sealed = sign(plan.model_copy(update={"status": "unverified", "quality": None, "cost": None}))
     rewrite_plan(sealed, path, text)
     again = {
-        "quality": f"`sparsekv verify --plan {os.fspath(path)} --write` measures quality again",
+        "quality": f"`sparsekv verify --plan {shlex.quote(os.fspath(path))} --write` measures quality again",
         "cost": "cost comes from `sparsekv plan` alone",
     }
     dropped = [name for name in again if getattr(plan, name) is not None]

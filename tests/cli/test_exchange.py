@@ -7,11 +7,12 @@ from sparsekv.plans.files import load_plan
 
 
 def test_import_and_export_by_the_command_line(sparsekv, folder: Path, tmp_path: Path) -> None:
-    file, plan, back = tmp_path / "letters.txt", tmp_path / "plan.yaml", tmp_path / "back.txt"
+    file, plan, back = tmp_path / "letters.txt", tmp_path / "a plan.yaml", tmp_path / "back.txt"
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     file.write_text("F" + "S" * (layers - 1))
     done = sparsekv("import", file, "--model", folder, "-o", plan)
     assert (done.code, "indexcache" in done.out) == (0, True), done.err
+    assert f"next: sparsekv verify --plan '{plan}' --model" in done.out
     assert sparsekv("validate", plan).code == 0
     again = sparsekv("import", file, "--model", plan, "-o", tmp_path / "again.yaml")  # of the model of a plan
     assert (again.code, load_plan(tmp_path / "again.yaml")) == (0, load_plan(plan))

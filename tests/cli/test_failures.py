@@ -272,6 +272,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path, arguments):
     done = subprocess.run(call, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, cwd=tmp_path)
     os.close(write)
     assert done.stderr == ""
+    assert done.returncode == 141  # as what SIGPIPE ends
 
 
 @pytest.mark.parametrize("arguments", [("schema",), ("schema", "--json"), ("--help",)])

@@ -353,6 +353,7 @@ def test_a_profile_of_another_model_exits_with_3(sparsekv, measured, tmp_path, o
         ('{"prompt": 3}', "line 2"),
         ('{"answer": "x"}', "line 2"),
         ('{"prompt": "x", "label": "y"}', "label"),
+        ('{"prompt": "x \\ud800"}', "surrogate pair"),
     ],
 )
 def test_calibration_prompts_name_the_line_that_is_wrong(sparsekv, model, out, tmp_path, line, word):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from plans_samples import full_plan, small_plan
 
+from sparsekv.cli.plan_files import outcomes_beside
 from sparsekv.plans.files import load_plan, write_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,12 +104,20 @@ def test_diff_of_plans_that_differ_in_layout_alone_exits_0(sparsekv, plan, tmp_p
 
 
 def test_diff_reads_an_edited_plan_before_it_is_sealed_and_says_so(sparsekv, plan, tmp_path):
-    edited = tmp_path / "edited.yaml"
+    edited = tmp_path / "an edited.yaml"
     edited.write_text(plan.read_text().replace("tokens: 1024", "tokens: 2048"))
     done = sparsekv("diff", plan, edited)
     assert done.code == 1
     assert "1024 -> 2048" in done.out
-    assert f"sparsekv seal {edited}" in done.err
+    assert f"`sparsekv seal '{edited}'`" in done.err
+    assert f"`sparsekv seal '{edited}'`" in sparsekv("validate", edited).err
+
+
+def test_outcomes_are_beside_the_plan_that_a_link_leads_to(tmp_path):
+    (tmp_path / "store").mkdir()
+    (link := tmp_path / "link.yaml").symlink_to(tmp_path / "store/plan.yaml")
+    assert outcomes_beside(link) == outcomes_beside(tmp_path / "store/plan.yaml")
+    assert outcomes_beside(link).parent == tmp_path / "store"
 
 
 def test_diff_refuses_what_is_no_plan(sparsekv, plan, tmp_path):

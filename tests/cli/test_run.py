@@ -130,6 +130,7 @@ def test_a_prompt_that_is_no_text_is_refused_before_the_model_is_loaded(sparsekv
         (("--prompt", "a" * 2048), "2048"),
         (("--prompt", "a\udcff"), "UTF-8"),  # as an argument that is no text reaches us
         (("--prompt", "a", "--model", ""), "model folder"),
+        (("--prompt", "a", "--model", "b", "--plan", "c.yaml"), "expected MODEL or --model beside --plan, found both"),
         (("--prompt", "a", "--prefill-chunk", "1"), "--prefill-chunk"),
         (("--prompt", "a", "--max-new-tokens", "9" * 5000), "--max-new-tokens"),
         (("--prompt", "a", "--kv-host-layers", "9" * 5000), "--kv-host-layers"),

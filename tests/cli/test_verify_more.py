@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 
 from sparsekv.cli import commands
 from sparsekv.cli.main import main
-from sparsekv.cli.verdict import DRAWN_BY, GATED_BY, RUN_BY, Ended, repeated
+from sparsekv.cli.verdict import DRAWN_BY, GATED_BY, RUN_BY, Ended, repeated, run_by
 from sparsekv.cli.verify import VerifyFlags
 from sparsekv.planner.outcomes import Outcomes
 from sparsekv.plans.files import load_plan, seal, write_plan
@@ -202,6 +202,12 @@ ASKED = {
 }
 # The next command names the plan and its model, writes, and has a time of its own.
 NOT_REPEATED = {"target", "plan", "model", "as_json", "write", "more", "verify_samples", "verify_time"}
+
+
+def test_prompts_that_are_used_up_are_not_given_again() -> None:
+    flags = VerifyFlags(plan=Path("p"), prompts_file=Path("p.jsonl"), batch=2)
+    assert run_by(flags, False) == ("--batch 2", "--prompts p.jsonl")
+    assert run_by(flags, True) == ("--batch 2",)
 
 
 def test_every_option_of_a_verification_is_repeated_or_named_by_the_next_command():

@@ -149,6 +149,8 @@ def test_own_prompts_are_drawn_once_and_verify_nothing(loaded: LoadedModel) -> N
     assert found.quality.evidence.tasks == ("prompts",)
     assert found.quality.prefill.claims["failed"].prompts == 4
     assert any("--prompts" in line for line in found.reasons)
+    assert (found.used_up, found.seconds, found.outcomes) == (True, None, None)
+    assert "used up: add to them" in found.reasons[0]
     with pytest.raises(PromptError, match="512"):
         verify(loaded, narrow(loaded.model), options(None, lengths=(512, 4096)), prompts=prompts)
 
