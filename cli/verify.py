@@ -111,11 +111,20 @@ def verify(flags: VerifyFlags) -> None:
     met nor that it is missed, whatever its mean: the last lines say which, and `--write --more` goes on from there.
     """
     subject = flags.subject
-    found, file, before = subject.need_plan(), None, ""
-    if flags.write:
-        file = _own_file(subject)
+    found = subject.need_plan()
+    if not flags.write:
+        _verify(flags, subject, found)
+        return
+    from sparsekv.planner.profile.resume import only_run
+
+    file = _own_file(subject)
+    with only_run(outcomes_beside(file), "wait for its end"):
         before = read_text(file)
-        found = parse_plan(before, str(file))
+        _verify(flags, subject, parse_plan(before, str(file)), file, before)
+
+
+def _verify(flags: VerifyFlags, subject: Subject, found: Plan, file: Path | None = None, before: str = "") -> None:
+    """Runs a plan, and writes to its file, which held `before`, where one is named."""
     if found.is_dense:
         _tell_nothing_sparse(found, subject, flags.as_json)
         return

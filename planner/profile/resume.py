@@ -196,10 +196,13 @@ class Records:
 
 
 @contextmanager
-def only_run(path: Path) -> Iterator[None]:
-    """Keeps other runs from the records at `path`, by a lock on a hidden file beside it that ends with the process.
+def only_run(path: Path, otherwise: str = _ONE_RUN) -> Iterator[None]:
+    """Keeps other runs from what is written at `path`, by a lock on a hidden file beside it that ends with the process.
 
-    Folders that cannot be locked, as some on a network, are left to `Records.add`.
+    Folders that cannot be locked, as some on a network, are left to those who write.
+
+    Args:
+        otherwise: what to do where there is another run.
 
     Raises:
         ConflictError: another run has the lock.
@@ -209,7 +212,7 @@ def only_run(path: Path) -> Iterator[None]:
     try:
         held = _locked(lock)
     except BlockingIOError:
-        raise ConflictError(f"expected no other run into {path}, found one that is under way; {_ONE_RUN}") from None
+        raise ConflictError(f"expected no other run into {path}, found one that is under way; {otherwise}") from None
     except OSError:
         pass
     try:

@@ -15,6 +15,7 @@ from sparsekv.cli.main import main
 from sparsekv.cli.verdict import DRAWN_BY, GATED_BY, RUN_BY, Ended, repeated, run_by
 from sparsekv.cli.verify import VerifyFlags
 from sparsekv.planner.outcomes import Outcomes
+from sparsekv.planner.profile.resume import only_run
 from sparsekv.plans.files import load_plan, seal, write_plan
 from sparsekv.plans.schema import Claim, Measurement, Plan, Quality
 
@@ -110,6 +111,14 @@ def test_outcomes_of_a_plan_that_was_edited_are_not_gone_on_from(sparsekv, begun
     done = sparsekv("verify", begun, "--write", "--more")
     assert done.code == 2
     assert "plan: sha256:" in done.err
+
+
+def test_a_second_run_into_one_plan_is_refused_before_it_measures(sparsekv, copy):
+    with only_run(outcomes_in(copy)):
+        done = sparsekv("verify", copy, "--write", "--samples", 1, *SMALL)
+        assert (done.code, "found one that is under way; wait for its end" in done.err) == (1, True), done.err
+        assert sparsekv("verify", copy, "--samples", 1, *SMALL).code in (0, 1)
+    assert sparsekv("verify", copy, "--write", "--samples", 1, *SMALL).code in (0, 1)
 
 
 def test_more_needs_write_and_a_first_run(sparsekv, copy):
