@@ -26,7 +26,7 @@ PYTHONS := $(foreach v,3.11 3.12 3.13 3.14,$(if $(shell python$(v) -c 'print(1)'
 FAST := tests/plans tests/test_layers.py tests/cli/test_plan_choice.py
 EXTRAS := flash vllm report spread onnx virtual gguf test
 
-.PHONY: help setup setup-vllm test lint unit test-slow demo real test-vllm pythons extras dist clean
+.PHONY: help setup setup-vllm test lint unit test-slow demo real test-vllm test-vllm-v1 test-vllm-v2 pythons extras dist clean
 
 help:
 	@echo "make test   set up, lint and run the tests (no GPU needed)"
@@ -97,11 +97,16 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 
 setup-vllm: $(VLLM)/.ready
 
+test-vllm: test-vllm-v1 test-vllm-v2
+
 # One thread: vLLM's wait actively, for each other or for a core that other tests have.
-test-vllm: $(VLLM)/.ready
+test-vllm-v1: $(VLLM)/.ready
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VLLM)/bin/python -m pytest tests/vllm tests/runtime/vllm
+
+# By the model runner that GPUs have.
+test-vllm-v2: $(VLLM)/.ready
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 \
-		$(VLLM)/bin/python -m pytest tests/vllm/test_exact.py tests/vllm/test_mixed_steps.py    # by the runner that GPUs have
+		$(VLLM)/bin/python -m pytest tests/vllm/test_exact.py tests/vllm/test_mixed_steps.py
 
 # An environment a version, as `setup` makes one.
 pythons: $(PYTHONS:%=.venv-%/.ready)
