@@ -104,14 +104,16 @@ class Outcomes:
     @property
     def is_open(self) -> bool:
         """Returns whether more samples may decide what is undecided."""
-        undecided = any(claims.having("undecided") for claims in self.claims.values())
-        return undecided and bool(self.wanted) and not self.is_missed
+        return self._is_undecided and bool(self.wanted)
 
     @property
     def is_used_up(self) -> bool:
-        """Returns whether something is undecided for want of prompts: those given were all run."""
-        undecided = any(claims.having("undecided") for claims in self.claims.values())
-        return undecided and bool(self.ended) and not self.wanted and not self.is_missed
+        """Returns whether something stays undecided, since no length has more prompts."""
+        return self._is_undecided and bool(self.ended) and not self.wanted
+
+    @property
+    def _is_undecided(self) -> bool:
+        return any(claims.having("undecided") for claims in self.claims.values()) and not self.is_missed
 
     @property
     def more(self) -> int | None:

@@ -313,14 +313,15 @@ def _verdict(plan: Plan, found: Outcomes, options: Settled, settings: OutcomesSe
     )
     lost = tuple(line for phase in found.phases for line in lost_tasks(phase, found.measured(phase), found.gate))
     lost = lost if plan.retained else ()
-    doubts = (*reasons, *lost) if reasons else (*lost, *_doubts(plan, found, options))
+    used_up = found.is_used_up and settings.prompts is not None
+    doubts = (*reasons, *lost) if reasons else (*lost, *_doubts(plan, found, options, used_up))
     quality = Quality(
         **{phase: _recorded(phase, found, options.prefill_chunk) for phase in found.phases},
         evidence=_evidence(found, options, next(iter(doubts), None), settings.skipped),
     )
     told = tuple(f"{line}{_time_needed(found, options)}" if line.startswith(_UNDECIDED) else line for line in doubts)
     record = OutcomesRecord.of(found, settings) if found.is_open else None
-    spent = (max(found.drawn.values()), record, found.seconds, found.is_used_up)
+    spent = (max(found.drawn.values()), record, found.seconds, used_up)
     return Verification(quality, not missed, not doubts, told, missed, *spent)
 
 
@@ -336,8 +337,12 @@ def _time_needed(found: Outcomes, options: Settled) -> str:
     return f"{left}; no second round of prompts fits into {options.verify_time:g} s: one takes {one:.0f} s"
 
 
-def _doubts(plan: Plan, found: Outcomes, options: Settled) -> Iterator[str]:
-    """Returns what keeps a plan that misses nothing from being verified."""
+def _doubts(plan: Plan, found: Outcomes, options: Settled, used_up: bool) -> Iterator[str]:
+    """Returns what keeps a plan that misses nothing from being verified.
+
+    Args:
+        used_up: the prompts that were given were all run.
+    """
     open_ = [(p, name, claim) for p, claims in found.claims.items() for name, claim in claims.having("undecided")]
     if open_:
         hardest = max(open_, key=lambda one: one[2].more or math.inf)
@@ -347,7 +352,7 @@ def _doubts(plan: Plan, found: Outcomes, options: Settled) -> Iterator[str]:
             if found.more
             else "how many more prompts would decide cannot be told from these"
         )
-        more += "; the prompts that were given are used up: add to them" if found.is_used_up else ""
+        more += "; the prompts that were given are used up: add to them" if used_up else ""
         yield f"{_UNDECIDED}{line_of(*hardest)}{others}; {more}"
     for phase in found.phases:
         for floor in found.of(floor_of(phase)):
