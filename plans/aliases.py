@@ -62,6 +62,7 @@ ALIASES = (
     Alias("qwen3-8b", "Qwen/Qwen3-8B", "qwen3", "40k"),
     Alias("qwen3-14b", "Qwen/Qwen3-14B", "qwen3", "40k"),
     Alias("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", "qwen3_moe", "40k"),
+    Alias("qwen3-30b-a3b-2507", "Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3_moe", "256k"),
     Alias("qwen3-235b-a22b-2507", "Qwen/Qwen3-235B-A22B-Instruct-2507", "qwen3_moe", "256k"),
     Alias("qwen3.5-27b", "Qwen/Qwen3.5-27B", "qwen3_5_text", "256k"),  # the text decoder, as Gemma's below
     Alias("gemma3-12b", "google/gemma-3-12b-it", "gemma3_text", "128k"),

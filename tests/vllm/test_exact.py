@@ -4,11 +4,13 @@ interpreter runs here."""
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from exact_engines import DRAFT, ask, at_random, counted, drafting_as, drafting_plan, exactly, scheduler_of, texts
 from vllm_engine import make_engine, preemptions, tokens_and_logprobs, tokens_of
 from vllm_steps import recorded_choices
@@ -141,27 +143,41 @@ def test_aborted_requests_leave_the_others_as_they_are(exact: Any, dense: Any) -
     assert (answers["r0"], answers["r2"]) == (expected[0], expected[2])
 
 
+@torch.no_grad()
+def pair_probabilities(model: Any, prompt: list[int], temperature: float, least: float) -> dict[tuple[int, int], float]:
+    """Probabilities of the two tokens that follow by dense attention, where both are at least `least`."""
+    first_V = (model(torch.tensor([prompt])).logits[0, -1].double() / temperature).softmax(-1)
+    found: dict[tuple[int, int], float] = {}
+    for first in (first_V >= least).nonzero().flatten().tolist():
+        second_V = (model(torch.tensor([[*prompt, first]])).logits[0, -1].double() / temperature).softmax(-1)
+        both_V = first_V[first] * second_V
+        found |= {(first, second): float(both_V[second]) for second in (both_V >= least).nonzero().flatten().tolist()}
+    return found
+
+
 @on_v2
 def test_sampled_answers_are_distributed_as_dense_attentions(
-    exact: Any, dense: Any, monkeypatch: pytest.MonkeyPatch
+    exact: Any, reference: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first two tokens of an answer, of which the second may be drafted: the chi-square of two samples."""
+    """The first two tokens of an answer, of which the second may be drafted: the chi-square of a sample, with all that
+    is rare together."""
     from triton.language.semantic import TritonSemantic
 
     monkeypatch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *args: None)  # vLLM's hashes wrap
-    counts: dict[str, dict[tuple[int, ...], int]] = {}
-    (prompt,) = texts(8, (100,))
-    for name, llm in (("exact", exact), ("dense", dense)):
-        found = counts.setdefault(name, {})
-        for one in ask(llm, [prompt] * 240, temperature=0.3, max_tokens=3):
-            key = tuple(tokens_of(one)[:2])
-            found[key] = found.get(key, 0) + 1
-    keys = {*counts["exact"], *counts["dense"]}
-    pairs = [(counts["exact"].get(key, 0), counts["dense"].get(key, 0)) for key in keys]
-    square = sum((one - other) ** 2 / (one + other) for one, other in pairs)
-    free = len(keys) - 1
-    assert free >= 3
-    assert square < free + 4 * (2 * free) ** 0.5
+    (prompt,), asked, temperature = texts(11, (100,)), 160, 0.6
+    before = counted(exact)
+    counts = Counter(
+        tuple(tokens_of(one)[:2]) for one in ask(exact, [prompt] * asked, temperature=temperature, max_tokens=3)
+    )
+    assert counted(exact)[0] > before[0]
+    expected = {
+        key: asked * share for key, share in pair_probabilities(reference.model, prompt, temperature, 5 / asked).items()
+    }
+    cells = [(counts[key], mean) for key, mean in expected.items()]
+    cells.append((asked - sum(count for count, _ in cells), asked - sum(mean for _, mean in cells)))
+    free = len(cells) - 1
+    assert free >= 8
+    assert sum((count - mean) ** 2 / mean for count, mean in cells) < free + 4 * (2 * free) ** 0.5
 
 
 @on_v2
