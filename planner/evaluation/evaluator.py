@@ -68,7 +68,7 @@ from sparsekv.runtime.stores.pinned import HostMemory
 
 MOST_GREEDY = 16  # tokens of dense's own continuation that are to be picked exactly
 _SURE = math.log(0.9)  # of a token's probability
-_MOST_CAPTURED = 3  # plans, the first ones, whose captured decode steps stay from batch to batch
+_MOST_CAPTURED = 4  # modes, the first that decode by a plan, whose captured steps stay from batch to batch
 
 
 def evaluate(
@@ -256,7 +256,8 @@ def _applied(modes: Mapping[str, Mode], model: PreTrainedModel, stack: ExitStack
     stack.callback(memory.close)
 
     def applied(mode: PlanMode) -> _Applied:
-        return _Applied(mode, stack.enter_context(mode.applied(model, memory)), next(opened) < _MOST_CAPTURED)
+        keeps_steps = mode.phase != "prefill" and next(opened) < _MOST_CAPTURED
+        return _Applied(mode, stack.enter_context(mode.applied(model, memory)), keeps_steps)
 
     return {name: applied(mode) if isinstance(mode, PlanMode) else mode for name, mode in modes.items()}
 
