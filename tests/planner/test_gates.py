@@ -158,7 +158,7 @@ def test_samples_of_answers_alone_decide_accuracy_and_leave_every_other_figure_a
 def test_the_bound_of_a_figure_that_met_its_gate_is_within_it(lost: int) -> None:
     """From the first prompt on that it takes, where the gate is only just shown."""
     prompts = [prompt(right=False)] * lost + [prompt()] * 400
-    decided = range(120, len(prompts), 10)
+    decided = range(120, len(prompts), 20)
     claims = [found(prompts[:count]).overall["accuracy"] for count in decided]
     met = [claim for claim in claims if claim.outcome == "met"]
     assert met

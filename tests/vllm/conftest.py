@@ -1,5 +1,6 @@
 """vLLM's engine on the CPU, in this process. Without vLLM nothing here is collected: `make test-vllm` has it."""
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -101,9 +102,10 @@ def plain(reference: LoadedModel) -> Any:
 
 
 @pytest.fixture(scope="session")
-def kept_engines() -> list[Any]:
+def kept_engines() -> Iterator[list[Any]]:
     """Engines that tests make: when one goes, vLLM ends what the others of the process need."""
-    return []
+    yield []
+    gc.collect = lambda *generation: 0  # the process ends: each engine would look through the whole heap once more
 
 
 @pytest.fixture
