@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def own_prompts(file: Path) -> tuple[GivenPrompt, ...]:
     """
     if file.suffix.lower() != ".jsonl":
         return (GivenPrompt(_text_of(file)),)
-    return tuple(GivenPrompt(**line) for _, line in _lines(file))
+    return tuple(_given(file, number, line) for number, line in _lines(file))
 
 
 def answered_prompts(file: Path) -> tuple[GivenPrompt, ...]:
@@ -72,7 +72,11 @@ def answered_prompts(file: Path) -> tuple[GivenPrompt, ...]:
     unanswered = next((number for number, line in found if not line.get("answer", "").strip()), None)
     if unanswered is not None:
         raise PromptError(f'{file}, line {unanswered}: expected an "answer" to compare with, found none')
-    return tuple(GivenPrompt(**line) for _, line in found)
+    return tuple(_given(file, number, line) for number, line in found)
+
+
+def _given(file: Path, number: int, line: Mapping[str, str]) -> GivenPrompt:
+    return GivenPrompt(**line, source=f"{file}, line {number}")
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, str]]]:

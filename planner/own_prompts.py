@@ -5,18 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class GivenPrompt:
     """A prompt, the answer that follows it as it is (with its leading space, if any), and what it counts as. Without an
-    answer its last tokens stand in for one."""
+    answer its last tokens stand in for one.
+
+    Attributes:
+        source: where it stands, for messages, such as "prompts.jsonl, line 3"; "" where nobody said.
+    """
 
     prompt: str
     answer: str = ""
     task: str = "prompts"
+    source: str = field(default="", compare=False)
 
     @property
     def text(self) -> str:

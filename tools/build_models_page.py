@@ -100,12 +100,12 @@ SPEED = {  # of the public shape with random weights
     "minimax_m2": "[M2](results/decode.md#shapes-of-other-families)",
     "olmo3": "[32B](results/decode.md#shapes-of-other-families)",
     "qwen3_5_text": "[27B, part](results/decode.md#shapes-of-other-families)",
-    "qwen3_moe": "[30B-A3B, 235B-A22B in part](results/serving.md#vllm-033)",
+    "qwen3_moe": "[30B-A3B](results/prompts.md), [in vLLM, also 235B-A22B, part](results/serving.md#vllm-033)",
 }
 SERVED = {  # by vLLM, what the tests do not say
     "llama": "tested",
     "qwen2": "ran on a GPU",
-    "qwen3_moe": "tested on a CPU, ran on a GPU",
+    "qwen3_moe": "tested on a CPU, its shape ran on a GPU",
     "cohere2": "refused: vLLM 0.32 gives its local layers a window of one token more",
 }
 ON_GPU = {  # what the tests do not say

@@ -68,7 +68,7 @@ from sparsekv.runtime.stores.pinned import HostMemory
 
 MOST_GREEDY = 16  # tokens of dense's own continuation that are to be picked exactly
 _SURE = math.log(0.9)  # of a token's probability
-_MOST_CAPTURED = 4  # modes, the first that decode by a plan, whose captured steps stay from batch to batch
+_MOST_CAPTURED = 6  # modes, the first that decode step by step, whose captured steps stay from batch to batch
 
 
 def evaluate(
@@ -234,8 +234,7 @@ class _Applied:
     def __init__(self, mode: PlanMode, handle: Handle, keeps_steps: bool) -> None:
         handle.suspend()
         self.prefilled_by, self.dense_prefill = mode.prefilled_by, mode.dense_prefill
-        self.dense_decode = mode.phase == "prefill"
-        self.unmodified_decode = self.dense_decode and mode.stored == "auto"
+        self.dense_decode, self.unmodified_decode = mode.phase == "prefill", mode.unmodified_decode
         self.handle, self._keeps_steps = handle, keeps_steps
 
     @contextmanager
@@ -256,7 +255,7 @@ def _applied(modes: Mapping[str, Mode], model: PreTrainedModel, stack: ExitStack
     stack.callback(memory.close)
 
     def applied(mode: PlanMode) -> _Applied:
-        keeps_steps = mode.phase != "prefill" and next(opened) < _MOST_CAPTURED
+        keeps_steps = not mode.unmodified_decode and next(opened) < _MOST_CAPTURED
         return _Applied(mode, stack.enter_context(mode.applied(model, memory)), keeps_steps)
 
     return {name: applied(mode) if isinstance(mode, PlanMode) else mode for name, mode in modes.items()}

@@ -217,18 +217,20 @@ def samples_of(tokenizer: Any, prompts: Iterable[GivenPrompt], context: int) -> 
         PromptError: one is too long.
     """
     encoder = PieceEncoder.of(tokenizer)
-    samples = [_sample(tokenizer, encoder, prompt) for prompt in prompts]
-    for number, sample in enumerate(samples, start=1):
+    samples = []
+    for number, given in enumerate(prompts, start=1):
+        sample, where = _sample(tokenizer, encoder, given), given.source or f"prompt {number}"
         if sample.length > context:
             raise PromptError(
                 f"expected prompts and answers within the model's context of {context} tokens, found {sample.length} "
-                f"in prompt {number}; shorten it"
+                f"in {where}; shorten it"
             )
         if not 0 < len(sample.answer_ids) <= MOST_TEXT:
             raise PromptError(
-                f"expected answers of 1 to {MOST_TEXT} tokens, found {len(sample.answer_ids)} in prompt {number}; give "
-                "its beginning"
+                f"expected answers of 1 to {MOST_TEXT} tokens, found {len(sample.answer_ids)} in {where}; give its "
+                "beginning"
             )
+        samples.append(sample)
     return samples
 
 

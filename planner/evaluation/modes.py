@@ -66,6 +66,11 @@ class PlanMode:
         return DENSE if self.stored == "auto" else (DENSE, self.stored)
 
     @property
+    def unmodified_decode(self) -> bool:
+        """Returns whether what follows the prompts is read by the unmodified model."""
+        return self.phase == "prefill" and self.stored == "auto"
+
+    @property
     def stored(self) -> KVDtype:
         """Returns in what cached keys and values are."""
         return self.kv_dtype or self.plan.kv_dtype

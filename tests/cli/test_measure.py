@@ -79,8 +79,8 @@ def test_right_answers_to_own_prompts_count_as_such(sparsekv, folder, tmp_path):
     [
         ({"prompt": "a"}, "line 2"),
         ({"prompt": "a", "answer": "b", "task": 3}, "line 2"),
-        ({"prompt": "a " * 2000, "answer": "b"}, "2048"),
-        ({"prompt": "a", "answer": "b" * 100}, "prompt 2"),
+        ({"prompt": "a " * 2000, "answer": "b"}, "context of 2048 tokens, found 4001 in "),
+        ({"prompt": "a", "answer": "b" * 100}, "own.jsonl, line 2"),
     ],
 )
 def test_eval_refuses_own_prompts_that_cannot_be_scored(sparsekv, folder, tmp_path, line, word):

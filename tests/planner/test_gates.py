@@ -156,7 +156,7 @@ def test_samples_of_answers_alone_decide_accuracy_and_leave_every_other_figure_a
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_the_bound_of_a_figure_that_met_its_gate_is_within_it(lost: int) -> None:
-    """From the first prompt on that it takes, where the gate is only just shown."""
+    """Also where the gate is only just shown: within 20 prompts of the first that it takes."""
     prompts = [prompt(right=False)] * lost + [prompt()] * 400
     decided = range(120, len(prompts), 20)
     claims = [found(prompts[:count]).overall["accuracy"] for count in decided]

@@ -121,7 +121,6 @@ def check_all(folder: Path) -> None:
         except Exception:
             found[name] = traceback.format_exc()
         (folder / "found.json").write_text(json.dumps(found))
-    os._exit(0)  # ending the engines takes seconds
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +130,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("families")
     paths = os.pathsep.join((str(Path(__file__).parent), *sys.path))
     call = f"from pathlib import PosixPath; from test_families import check_all; check_all({folder!r})"
+    call += "; import os; os._exit(0)"  # ending the engines takes seconds
     subprocess.run([sys.executable, "-c", call], env=os.environ | {"PYTHONPATH": paths}, check=False)
     return json.loads((folder / "found.json").read_text())
 
