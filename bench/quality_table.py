@@ -76,7 +76,8 @@ from sparsekv.plans.files import content_digest, load_plan
 from sparsekv.plans.phases import DecodeBucket, DecodePlan
 from sparsekv.plans.schema import Plan, check_model, to_data
 from sparsekv.plans.types import format_length, parse_lengths
-from sparsekv.runtime.hf.cache import CACHE_NAME, handed_over
+from sparsekv.runtime.hf.behind import behind
+from sparsekv.runtime.hf.cache import handed_over
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import device_name, dtype_name
@@ -104,7 +105,7 @@ def followed(model: Any, prompts: Prefilled, tokens: int, scored: int, text_BG: 
         fed_B = picked[-1] if text_BG is None else text_BG[:, len(picked) - 1]
         began = time.perf_counter()
         with without_plans():
-            logits_BV = model(input_ids=fed_B[:, None], use_cache=True, **{CACHE_NAME: prompts.cache}).logits[:, -1]
+            logits_BV = model(input_ids=fed_B[:, None], use_cache=True, **behind(model, prompts.cache, 1)).logits[:, -1]
         wait_for(logits_BV.device)
         seconds.append(time.perf_counter() - began)
         picked.append(logits_BV.argmax(-1))

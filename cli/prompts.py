@@ -88,7 +88,7 @@ def _fields(file: Path, number: int, line: str) -> dict[str, str]:
     expected = f'{file}, line {number}: expected {{"prompt": TEXT}}, with "answer": TEXT and "task": NAME if there are'
     try:
         found: Any = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number may be too long
         raise PromptError(f"{expected}, found no JSON") from error
     if not isinstance(found, dict):
         raise PromptError(f"{expected}, found a {type(found).__name__}")

@@ -33,8 +33,9 @@ from sparsekv.planner.progress import Progress
 from sparsekv.planner.settled import Settled, settle
 from sparsekv.planner.tasks import QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
 from sparsekv.plans.aliases import resolve_model
-from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.model import ModelInfo
+from sparsekv.runtime.hf.behind import takes_one_piece
 from sparsekv.runtime.hf.dequantise import is_dequantised
 from sparsekv.runtime.hf.load import LoadedModel, load_config
 from sparsekv.runtime.model_config import describe_config
@@ -209,12 +210,20 @@ def _check(model: ModelInfo, options: Settled, profile: Profile | None, cost: De
 
     Raises:
         UsageError: the model has nothing to plan, or lacks a layer, or what is given does not go with the options.
+        UnsupportedError: what was asked for runs several tokens behind others, of a model that cannot.
     """
     if not model.full_layers:
         windows = ", ".join(sorted({str(group.window) for group in model.attention}))
         raise UsageError(
             f"expected a model with layers of full attention, found that each layer of {model.id} attends to "
             f"a window of {windows:.200} tokens: there is nothing to make sparse; run it without a plan"
+        )
+    alone = options.phases == ("prefill",) and options.retain is None and options.prefill_chunk is None
+    if takes_one_piece(model.model_type) and not alone:
+        raise UnsupportedError(
+            f"expected prefill alone, of whole prompts, for {model.model_type!r}: in transformers its layers with a "
+            "recurrent state begin every pass of several tokens without one, by which trials of decode and prompts in "
+            "chunks are measured; plan with --only prefill (phases=('prefill',)) and without --prefill-chunk"
         )
     if "decode" in options.phases:
         check_filters(model, options)

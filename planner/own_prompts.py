@@ -36,6 +36,8 @@ class GivenPrompt:
 
 def as_prompts(given: Any) -> Any:
     """Texts as prompts without answers."""
+    if not isinstance(given, Iterable):
+        return given  # which is refused by its type
     return tuple(GivenPrompt(one) if isinstance(one, str) else one for one in given)
 
 

@@ -384,8 +384,9 @@ def loaded_from(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel
         return model
     if isinstance(model, str | Path):
         return load_model(model, device=options.device, dtype=options.dtype, device_map=options.device_map)
-    if tokenizer is None:
-        raise UsageError("expected the tokenizer of a model that is loaded already, found none; pass tokenizer=")
+    if not callable(tokenizer):
+        found = "none" if tokenizer is None else f"{tokenizer!r:.80}"
+        raise UsageError(f"expected the tokenizer of a model that is loaded already, found {found}; pass tokenizer=")
     return LoadedModel(model, tokenizer, describe_model(model))
 
 

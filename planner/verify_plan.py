@@ -47,6 +47,8 @@ def verify_plan(
     if asked.prompts:
         raise UsageError("expected no prompts, found some; own prompts verify by `sparsekv verify --prompts FILE`")
     found = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    if not isinstance(found, Plan):
+        raise UsageError(f"expected a Plan, or the path of one, found {plan!r:.80}")
     loaded = loaded_from(model, tokenizer, asked)
     for line in check_model(found, loaded.info):
         warnings.warn(line, PlanWarning, stacklevel=2)

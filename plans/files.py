@@ -209,9 +209,9 @@ def check_signature(data: Mapping[str, Any], source: str) -> None:
     Raises:
         PlanError: it was changed since, or never signed.
     """
-    signed = data.get(_INTEGRITY)
-    if signed == content_digest(data):
+    if _is_signed(data):
         return
+    signed = data.get(_INTEGRITY)
     found = "that of another content: the file was changed after it was written. If the change is meant"
     if signed is None:
         found = "none: its line is the last one, so that the file may be cut off. If it is whole"
@@ -221,6 +221,10 @@ def check_signature(data: Mapping[str, Any], source: str) -> None:
     )
 
 
+def _is_signed(data: Mapping[str, Any]) -> bool:
+    return bool(data.get(_INTEGRITY) == content_digest(data))
+
+
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """The plan in a file.
 
@@ -228,6 +232,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         UsageError: there is no such file, or it cannot be read.
         PlanError: it is no plan, contradicts itself, or was changed since it was signed.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"expected the path of a plan file, found {path!r:.80}")
     return parse_plan(read_bytes(path, MAX_BYTES), os.fspath(path))
 
 
@@ -297,8 +303,10 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
     Raises:
         PlanError: the plan is too large for a file.
-        UsageError: the file cannot be written.
+        UsageError: the file cannot be written, or there is no plan to write.
     """
+    if not isinstance(plan, Plan):
+        raise UsageError(f"expected a plan to write, found {plan!r:.80}")
     write_bytes(path, dump_plan(plan).encode())
 
 
@@ -337,7 +345,10 @@ def seal(path: str | os.PathLike[str]) -> Sealed:
     text = read_text(path)
     plan = parse_plan(text, os.fspath(path), signed=False)
     if plan == sign(plan):
-        return Sealed(plan, False, (f"the signature fits the content; left as it is, {plan.status}",))
+        if _is_signed(read_tree(text, os.fspath(path)).data):
+            return Sealed(plan, False, (f"the signature fits the content; left as it is, {plan.status}",))
+        rewrite_plan(plan, path, text)
+        return Sealed(plan, True, (f"written as it was signed: what was left out has its default; {plan.status}",))
     sealed = sign(plan.model_copy(update={"status": "unverified", "quality": None, "cost": None}))
     rewrite_plan(sealed, path, text)
     again = {

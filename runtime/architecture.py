@@ -41,6 +41,10 @@ class Architecture:
             and product, and of an expert its gate once more.
         whole: whether layers are called whole, also of long inputs: the output of attention is more than a projection
             of what it attends to, or a layer returns more than hidden states.
+        counts_anew: whether a decoder numbers the tokens of every pass from 0, those behind a past too, where the call
+            does not say their positions.
+        one_piece: whether layers with a recurrent state begin every pass of several tokens without one, behind a past
+            too.
         text_as: the model type that computes the same of text: tokens of this one have a position on each of three
             axes (M-RoPE), and those of text have the same on all.
     """
@@ -61,6 +65,8 @@ class Architecture:
     shared: str = ""
     at_once: int = 0
     whole: bool = False
+    counts_anew: bool = False
+    one_piece: bool = False
     text_as: str = ""
 
     @property
@@ -124,7 +130,7 @@ ARCHITECTURES = {
         ),
         Architecture("apertus", norms=("attention_layernorm", "feedforward_layernorm"), at_once=6),
         Architecture("arcee"),
-        Architecture("bamba", mlp="feed_forward", last_norm="final_layernorm", whole=True),
+        Architecture("bamba", mlp="feed_forward", last_norm="final_layernorm", whole=True, counts_anew=True),
         Architecture("cohere", norms=_ONE, parallel=True),
         Architecture("cohere2", norms=_ONE, parallel=True),
         Architecture("cwm"),
@@ -185,6 +191,7 @@ ARCHITECTURES = {
             norms=("input_layernorm", "pre_ff_layernorm"),
             last_norm="final_layernorm",
             experts="intermediate_size",
+            one_piece=True,
         ),
         Architecture("llama"),
         Architecture("minimax_m2", experts="intermediate_size"),

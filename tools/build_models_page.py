@@ -185,6 +185,8 @@ def _special(record: Architecture, matrix: Any) -> Iterator[str]:
     """What the record says, and the tests."""
     if record.model_type in matrix.HYBRIDS:
         yield "layers with a recurrent state"
+    if record.one_piece:
+        yield "each text whole, over a new cache"
     if record.model_type in matrix.WINDOWED:
         yield "local layers"
     if record.experts:

@@ -207,7 +207,7 @@ def _at_length(ids: Ids, whole: Sample | None, length: int) -> Sample | None:
 
 
 def _tokens(tokenizer: Any, given: GivenPrompt) -> Ids:
-    return np.asarray(tokenizer(given.text)["input_ids"], np.int32)
+    return np.asarray(tokenizer(given.text, verbose=False)["input_ids"], np.int32)
 
 
 def samples_of(tokenizer: Any, prompts: Iterable[GivenPrompt], context: int) -> list[Sample]:
@@ -237,7 +237,7 @@ def samples_of(tokenizer: Any, prompts: Iterable[GivenPrompt], context: int) -> 
 def _sample(tokenizer: Any, encoder: PieceEncoder, given: GivenPrompt) -> Sample:
     text = given.prompt.rstrip(" ")  # tokenizers put a space to the word behind it
     answer = given.prompt[len(text) :] + given.answer
-    prompt, whole = (list(tokenizer(one)["input_ids"]) for one in (text, text + answer))
+    prompt, whole = (list(tokenizer(one, verbose=False)["input_ids"]) for one in (text, text + answer))
     is_prefix = whole[: len(prompt)] == prompt  # otherwise a token spans both, and the answer is tokenized by itself
     answer_ids = whole[len(prompt) :] if is_prefix else encoder.encode([answer])
     length = len(prompt) + len(answer_ids)

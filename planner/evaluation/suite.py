@@ -27,7 +27,7 @@ from sparsekv.planner.tasks.ruler_suite import RULER_SUITE, RulerTask, recall
 from sparsekv.planner.tasks.text import TaskError
 from sparsekv.plans.errors import PromptError
 from sparsekv.plans.types import format_length
-from sparsekv.runtime.hf.cache import CACHE_NAME
+from sparsekv.runtime.hf.behind import behind
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 
@@ -174,7 +174,7 @@ def generated(loaded: LoadedModel, ids_BS: torch.Tensor, tokens: int, chunk: int
     picked_BG = prompts.logits_BKV[:, -1:].argmax(-1)
     goes_on_BG = goes_on(model, picked_BG)
     while picked_BG.shape[1] < tokens and bool(goes_on_BG.any()):
-        logits_B1V = model(input_ids=picked_BG[:, -1:], use_cache=True, **{CACHE_NAME: prompts.cache}).logits
+        logits_B1V = model(input_ids=picked_BG[:, -1:], use_cache=True, **behind(model, prompts.cache, 1)).logits
         picked_BG = torch.cat([picked_BG, logits_B1V[:, -1:].argmax(-1)], 1)
         goes_on_BG = goes_on_BG & goes_on(model, picked_BG[:, -1:])
     return texts_of(loaded, picked_BG)

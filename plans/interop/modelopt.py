@@ -68,6 +68,11 @@ def write(plan: Plan) -> Exported:
     if plan.prefill is None:
         raise PlanError("expected a plan with a prefill phase, found none: this format holds nothing else")
     bucket = plan.prefill.bucket(plan.model.context_length)
+    if not bucket.heads:
+        raise PlanError(
+            "expected a plan whose prefill is sparse at its longest prompts, found it dense there: this format holds "
+            "nothing else"
+        )
     groups = {}
     for number, group in enumerate(bucket.heads):
         data = {name: value for name, value in to_data(group).items() if value is not None}

@@ -37,7 +37,7 @@ class Source:
     def json(self) -> Any:
         """Its content; None where it is no JSON."""
         try:
-            return json.loads(self.data.decode("utf-8"), parse_constant=_refused)
+            return json.loads(self.data.decode("utf-8-sig"), parse_constant=_refused)
         except (ValueError, RecursionError):
             return None
 
@@ -45,7 +45,7 @@ class Source:
     def text(self) -> str:
         """Its text without blanks around it; empty where it is none."""
         try:
-            return self.data.decode("utf-8").strip()
+            return self.data.decode("utf-8-sig").strip()
         except UnicodeDecodeError:
             return ""
 

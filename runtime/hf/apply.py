@@ -325,7 +325,10 @@ def apply(
     plan = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
     check_type(Plan, "a Plan, or the path of one", plan=plan)
     check_type(bool, "True or False", prefill=prefill, decode=decode, allow_mismatch=allow_mismatch)
+    if not isinstance(exact, bool) and exact != "decode":
+        raise UsageError(f'expected exact to be True, False or "decode", found {exact!r:.40}')
     check_type(str, "a name", backend=backend)
+    check_type(HostMemory | None, "a HostMemory", memory=memory)
     check_type(ModelInfo | None, "a ModelInfo", info=info)
     check_type(Chunking | None, "a Chunking", chunking=chunking)
     check_offload(offload, kv_host_layers)
@@ -347,7 +350,7 @@ def apply(
     check_evicting(frozenset(evicting), sizes.permitted.layers)
     program = Program.of(*phases, info, evicting=evicting)
     if exact:
-        check_exact(exact, program, model)
+        check_exact(program, model)
     paging = Paging.of(model, sizes)
     engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, paging, memory, exact=bool(exact))
     return Handle(model, engine, choice, sizes)

@@ -50,15 +50,13 @@ def check_kv_dtype(kv_dtype: object, backend: str, device: torch.device) -> bool
     return kv_dtype == "fp8"
 
 
-def check_exact(exact: object, program: Program, model: PreTrainedModel) -> None:
+def check_exact(program: Program, model: PreTrainedModel) -> None:
     """Refuses what drafts cannot be made with, or not be taken back.
 
     Raises:
-        UsageError: `exact` is another value, or decode is dense.
+        UsageError: decode is dense.
         UnsupportedError: selectors look back, layers evict tokens or have a recurrent state, angles change.
     """
-    if exact not in (True, "decode"):
-        raise UsageError(f'expected exact to be True, False or "decode", found {exact!r:.40}')
     if program.evicting:
         raise UnsupportedError(
             f"expected layers that evict nothing, as dense attention has it, found that layer {program.evicting[0]} "

@@ -27,6 +27,7 @@ from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.model import AttentionGroup
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, check_layer, register
+from sparsekv.runtime.hf.behind import check_one_piece
 from sparsekv.runtime.hf.cache import (
     CACHE_NAME,
     CacheProgress,
@@ -363,6 +364,7 @@ class Attached:
             lengths = begin_pass(cache, config.num_hidden_layers)
             past = cache.get_seq_length()
         prompt, new = self._prompt, 0 if tokens is None else tokens.shape[1]
+        check_one_piece(config.model_type, past, new)
         if prompt is not None and 0 < past <= self._switch < past + new:
             raise UnsupportedError(
                 f"expected the first {self._switch + 1} tokens in one piece, as the rotary angles of longer inputs are "

@@ -21,6 +21,7 @@ from transformers import (
 
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.types import LEAST_CHUNK
+from sparsekv.runtime.hf.behind import behind, check_one_piece
 from sparsekv.runtime.hf.cache import CACHE_NAME, reserve
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.load import LoadedModel
@@ -153,8 +154,11 @@ def _prefill_most(model: PreTrainedModel, ids_BS: torch.Tensor, cache: Cache, ch
     if cache.get_seq_length() <= switch < ids_BS.shape[1]:
         cache.reset()  # other angles
     start = cache.get_seq_length()
-    for size in piece_sizes(ids_BS.shape[1] - start, chunk, 0 if start else switch)[:-1]:
-        model(ids_BS[:, start : start + size], logits_to_keep=1, **{CACHE_NAME: cache})
+    sizes = piece_sizes(ids_BS.shape[1] - start, chunk, 0 if start else switch)
+    if len(sizes) > 1:
+        check_one_piece(config_of(model).model_type, start + sizes[0], sizes[1])
+    for size in sizes[:-1]:
+        model(ids_BS[:, start : start + size], logits_to_keep=1, **behind(model, cache, size))
         start += size
 
 

@@ -22,6 +22,11 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import Binding, Bytes, CachedRows, Layout, StepMemory, StepRows, WholeStore
 
+_FAILED = (
+    "expected a cache whose passes all ended, found one that failed {}; reset() the cache, or start a new one, and run "
+    "the whole prompt again"
+)
+
 
 class GeneratedRows(NamedTuple):
     """Says where generated tokens go: the oldest makes room for the newest."""
@@ -46,6 +51,7 @@ class EvictingStore:
         self._prompt_rows = 0  # rows before the generated ones
         self._complete = 0  # tokens so far where these began
         self._prompt_at: int | None = 0  # tokens before the prompt under way; None while tokens are generated
+        self._lost = False  # whether a step that was taken back has left its token in place of a generated one
 
     @property
     def length(self) -> int:
@@ -115,14 +121,21 @@ class EvictingStore:
     def advance(self, tokens: int) -> None:
         """Counts the token that a captured step has written."""
         self._rows.advance(self.rows_after(tokens) - self.rows)
+        self._lost = False
         self.lengths = tuple(length + tokens for length in self.lengths)
 
     # --- between passes -----------------------------------------------------------------------------------------------
 
     def begin_prompt(self) -> None:
-        """What follows is a prompt, whole or in pieces: generated tokens are put in their order."""
+        """What follows is a prompt, whole or in pieces: generated tokens are put in their order.
+
+        Raises:
+            UsageError: a step that failed has overwritten one of them, and has not run again.
+        """
         if self._prompt_at is not None:
             return
+        if self._lost:
+            raise UsageError(_FAILED.format("over a generated token that a layer was to keep"))
         self._prompt_at, turned = self.length, (self.length - self._complete) % self._generated
         if self.length - self._complete <= self._generated:
             return
@@ -169,6 +182,7 @@ class EvictingStore:
         else:
             for x_BGCD, new_BG1D in zip(self.tensors, (k_BGSD, v_BGSD), strict=True):
                 x_BGCD[:, :, self._prompt_rows + made % self._generated].copy_(new_BG1D.detach()[:, :, 0])
+            self._lost = False
         self._count(k_BGSD)
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,12 +213,11 @@ class EvictingStore:
         if length == self.length:
             return
         if length and length < (self._complete if self._prompt_at is None else self._prompt_at):
-            raise UsageError(
-                "expected a cache whose passes all ended, found one that failed behind a prompt of which tokens were "
-                "evicted already; reset() the cache, or start a new one, and run the whole prompt again"
-            )
+            raise UsageError(_FAILED.format("behind a prompt of which tokens were evicted already"))
+        self._lost = self._prompt_at is None and self.length - self._complete > self._generated
         if not length:
             self._prompt_rows = self._complete = self._prompt_at = 0
+            self._lost = False
         made = length - self._complete
         rows = self._prompt_rows + (made if self._prompt_at is not None else min(made, self._generated))
         self._rows.truncate([rows] * len(self.lengths))

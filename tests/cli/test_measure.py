@@ -47,8 +47,11 @@ def test_eval_of_one_phase_leaves_the_other_dense(sparsekv, folder, phase, tiles
 OWN = ({"prompt": "ab " * 300, "answer": "c d"}, {"prompt": "xy " * 330 + "x", "answer": "y", "task": "copies"})
 
 
+LONG = "a whole number that Python does not read"
+
+
 def own_prompts(path: Path, *lines: dict[str, str]) -> Path:
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines).replace(f'"{LONG}"', "1" * 5000))
     return path
 
 
@@ -79,6 +82,7 @@ def test_right_answers_to_own_prompts_count_as_such(sparsekv, folder, tmp_path):
     [
         ({"prompt": "a"}, "line 2"),
         ({"prompt": "a", "answer": "b", "task": 3}, "line 2"),
+        ({"prompt": "a", "answer": LONG}, "line 2"),
         ({"prompt": "a " * 2000, "answer": "b"}, "context of 2048 tokens, found 4001 in "),
         ({"prompt": "a", "answer": "b" * 100}, "own.jsonl, line 2"),
     ],

@@ -8,6 +8,7 @@ from sparsekv.planner.cost.predict import decode_share, dense_step_us
 from sparsekv.planner.job import job_of
 from sparsekv.planner.options import Gate
 from sparsekv.planner.plan import compile_plan
+from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
@@ -69,3 +70,18 @@ def test_layers_with_a_recurrent_state_cost_nothing_that_a_plan_could_save() -> 
     info = loaded_hybrid().info
     assert decode_share((), 1000, info) == 1.0
     assert dense_step_us(made_up_cost(), 1000, info) == pytest.approx(3 * 1.0)
+
+
+def test_a_model_that_loses_its_state_behind_a_past_is_planned_for_prefill_alone() -> None:
+    model = tiny_model("jamba", layers=4)
+    loaded = LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/jamba"))
+    alone = OPTIONS.but(phases=("prefill",))
+    for refused in (OPTIONS, alone.but(prefill_chunk=64)):
+        with pytest.raises(UnsupportedError, match="plan with --only prefill"):
+            job_of(loaded, refused)
+    plan = compile_plan(job_of(loaded, alone)).plan
+    assert {group.layer for bucket in plan.prefill.lengths for group in bucket.heads} == {1, 3}
+    assert plan.quality.prefill is not None
+    with apply(model, plan) as handle:
+        model.generate(random_tokens(1, 500), max_new_tokens=3, do_sample=False)
+        assert handle.stats().prefill_density < 1.0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from plans_samples import full_plan, small_plan
 
 from sparsekv.plans import files
-from sparsekv.plans.errors import ConflictError, PlanError
+from sparsekv.plans.errors import ConflictError, PlanError, UsageError
 from sparsekv.plans.files import content_digest, dump_plan, load_plan, parse_plan, seal, write_plan
 
 
@@ -70,6 +72,35 @@ def test_sealing_a_sound_plan_changes_nothing(path: Path) -> None:
     assert sealed.plan.status == "verified"
 
 
+def without_a_default(data: object) -> Iterator[tuple[object, str]]:
+    """Places of the file where a field may be left out: (mapping, key)."""
+    if isinstance(data, dict):
+        yield from ((data, key) for key in data)
+    for one in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        yield from without_a_default(one)
+
+
+def test_a_field_that_has_its_default_may_be_left_out_and_is_written_again(tmp_path: Path) -> None:
+    """Whatever the field is: what is sealed is read afterwards, and nothing that was measured is lost."""
+    path, written = tmp_path / "plan.yaml", small_plan(status="verified", quality=full_plan().quality)
+    write_plan(written, path)
+    before, text, sealed = load_plan(path), path.read_text(), 0
+    for number in range(len(list(without_a_default(yaml.safe_load(text))))):
+        data = yaml.safe_load(text)
+        holder, key = list(without_a_default(data))[number]
+        del holder[key]
+        path.write_text(yaml.safe_dump(data, sort_keys=False))
+        try:
+            same = parse_plan(path.read_text(), signed=False) == before
+        except PlanError:
+            continue
+        found = seal(path)
+        assert load_plan(path) == found.plan
+        assert (found.plan == before) == same
+        sealed += same
+    assert sealed > 3
+
+
 def test_an_edit_that_makes_no_sense_is_not_sealed(path: Path) -> None:
     edit(path, "{tokens: 600}", "{tokens: -1}")
     before = path.read_bytes()
@@ -88,3 +119,12 @@ def test_a_status_raised_by_hand_does_not_survive(tmp_path: Path) -> None:
 def test_the_digest_sees_every_value_but_itself() -> None:
     assert content_digest({"a": 1, "integrity": "x"}) == content_digest({"integrity": "y", "a": 1})
     assert len({content_digest({"a": value}) for value in (1, 1.0, "1", True, None, [1])}) == 6
+
+
+@pytest.mark.parametrize("path", [None, 5, b"plan.yaml"])
+def test_what_is_no_path_and_what_is_no_plan_are_refused_by_name(path: object, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="expected the path of a plan file"):
+        load_plan(path)
+    with pytest.raises(UsageError, match="expected a plan to write"):
+        write_plan(path, tmp_path / "plan.yaml")
+    assert not list(tmp_path.iterdir())

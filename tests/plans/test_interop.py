@@ -206,6 +206,21 @@ def test_letters_and_groups_come_back_as_they_were() -> None:
     assert imported(Source("config.json", written.data), "modelopt").prefill == plan.prefill
 
 
+def test_a_plan_whose_longest_prompts_run_dense_is_refused_where_patterns_are_all_there_is() -> None:
+    plan = imported(FILES["minference"])
+    dense = plan.prefill.model_copy(update={"lengths": (PrefillBucket(up_to=None, dense=True),)})
+    with pytest.raises(PlanError, match="found it dense there"):
+        WRITERS["modelopt"](plan.model_copy(update={"prefill": dense}))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in READERS if kind not in ("modelopt", "kascade")])
+def test_a_byte_order_mark_changes_nothing(kind: str) -> None:
+    file = FILES[kind]
+    marked = Source(file.name, b"\xef\xbb\xbf" + file.data)
+    assert recognised(marked) == kind
+    assert imported(marked).prefill == imported(file).prefill
+
+
 @pytest.mark.parametrize("to", WRITERS)
 def test_each_part_that_a_format_cannot_hold_is_told(to: str) -> None:
     plan = small_plan()

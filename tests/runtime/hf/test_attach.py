@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import weakref
 from functools import partial
 
@@ -74,6 +75,17 @@ def test_a_suspended_plan_leaves_the_model_and_goes_on_with_its_caches():
     assert traces(model) == before
     with pytest.raises(UsageError, match="closed"):
         handle.resume()
+
+
+@pytest.mark.parametrize("name", [name for name in inspect.signature(apply).parameters if name != "model"])
+def test_an_argument_of_another_type_is_refused(name):
+    model = tiny_model()
+    before = traces(model)
+    for value in (1, 2.5, object(), b"x", [object()], {}):
+        if (name, value) != ("kv_host_layers", 1):  # a number of layers
+            with pytest.raises(UsageError):
+                apply(model, **{"plan": some_plan(model), name: value})
+    assert traces(model) == before
 
 
 def of_two_layers(model):

@@ -11,10 +11,12 @@ from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 from torch.profiler import profile
 from transformers import DynamicCache
 
+from sparsekv.planner.evaluation.predictions import after_prompt, prefill
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.patterns import AShape, Dense, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import PrefillPlan
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.behind import behind, counts_anew, takes_one_piece
 from sparsekv.runtime.hf.cache import handed_over
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.generate import generate_stream
@@ -90,7 +92,42 @@ def test_pieces_and_steps_are_those_of_brute_force(model, pieces: tuple[int, ...
         with BruteForce(model, plan):
             expected = logits(DynamicCache(config=model.config))
         with apply(model, plan, kv_host_layers=attending(model)[-1:]):
+            if len(pieces) > 1 and takes_one_piece(model.config.model_type):
+                with pytest.raises(UnsupportedError, match=r"begin every pass .* found \d+ tokens behind"):
+                    logits(DynamicCache())
+                return
             torch.testing.assert_close(logits(DynamicCache()), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_pieces_and_steps_of_the_unmodified_model_are_its_whole_text(model) -> None:
+    """Without what is given beside the tokens some forget how many came before; those that can do with it have none."""
+    text, loses = random_tokens(2, 120), takes_one_piece(model.config.model_type)
+    sizes = (118, 1, 1) if loses else (70, 48, 1, 1)
+
+    def gap(inputs) -> float:
+        cache, found = DynamicCache(config=model.config), []
+        for piece in text.split([*sizes], 1):
+            found.append(model(piece, use_cache=True, **inputs(cache, piece.shape[1])).logits)
+        return float((torch.cat(found, 1) - expected).abs().max())
+
+    with torch.no_grad():
+        expected = model(text).logits
+        assert gap(lambda cache, new: behind(model, cache, new)) < 1e-3
+        plain = gap(lambda cache, new: {"past_key_values": cache})
+        assert (plain > 0.1) == counts_anew(model)
+        if loses:
+            sizes = (70, 50)
+            assert gap(lambda cache, new: {"past_key_values": cache}) > 0.1
+
+
+def test_a_text_that_is_evaluated_step_by_step_or_at_once_has_the_logits_of_the_whole(model) -> None:
+    text = random_tokens(1, 100)
+    with torch.no_grad():
+        expected = model(text).logits[:, 59:]
+        for stepwise in (False, True):
+            prompts = prefill(model, text[:, :60], None)
+            found = after_prompt(model, prompts, text[:, 60:], stepwise=stepwise)
+            torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_a_pass_takes_no_more_memory_than_was_said(model) -> None:
@@ -110,9 +147,17 @@ def test_a_prompt_is_streamed_in_pieces(model) -> None:
     loaded, prompt = LoadedModel(model, tiny_tokenizer(), describe_model(model)), random_tokens(1, 150)[0].tolist()
     with apply(model, plan_of(model)) as handle:
         cache = handle.new_cache(156, chunk=40)
+        if takes_one_piece(model.config.model_type):
+            with pytest.raises(UnsupportedError, match="without chunks"):
+                generate_stream(loaded, prompt, max_new_tokens=6, chunk=40, cache=cache)
+            assert cache.get_seq_length() == 0
+            return
         found = generate_stream(loaded, prompt, max_new_tokens=6, chunk=40, cache=cache)
         assert generate_stream(loaded, prompt, max_new_tokens=6, chunk=40).token_ids == found.token_ids
     assert cache.get_seq_length() == 155
+    with apply(model, plan_for(model)):
+        whole, pieces = (generate_stream(loaded, prompt, max_new_tokens=6, chunk=chunk) for chunk in (None, 40))
+    assert whole.token_ids == pieces.token_ids
 
 
 def test_a_copy_of_a_cache_has_a_state_of_its_own(model) -> None:
@@ -126,16 +171,16 @@ def test_a_copy_of_a_cache_has_a_state_of_its_own(model) -> None:
 
 
 def test_a_pass_that_failed_leaves_a_cache_that_is_refused_until_it_is_reset(model) -> None:
-    prompt = random_tokens(1, 90)
+    prompt, past = random_tokens(1, 90), 89 if takes_one_piece(model.config.model_type) else 50
     with torch.no_grad(), apply(model, plan_of(model)):
         expected = model(prompt).logits
-        cache = model(prompt[:, :50]).past_key_values
+        cache = model(prompt[:, :past]).past_key_values
         hook = model.model.layers[2].register_forward_pre_hook(lambda module, args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            model(prompt[:, 50:], past_key_values=cache)
+            model(prompt[:, past:], past_key_values=cache)
         hook.remove()
         with pytest.raises(UsageError):
-            model(prompt[:, 50:], past_key_values=cache)
+            model(prompt[:, past:], past_key_values=cache)
         cache.reset()
         assert torch.equal(model(prompt, past_key_values=cache).logits, expected)
 

@@ -240,6 +240,20 @@ def test_a_first_prompt_and_a_step_that_fail_are_undone(model):
     torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_step_that_fails_over_a_kept_token_runs_again_before_a_prompt_comes(model):
+    text, later = random_tokens(1, 80), random_tokens(1, 6, 1)
+    with torch.no_grad(), apply(model, plan_for(model, None, None, drops((0,), 12, generated=NEW - 2))):
+        cache = run(model, [text])[1]
+        expected, token = copy.deepcopy(cache), random_tokens(1, 1, 2)
+        failing(model, 1, lambda: model(token + 1, past_key_values=cache))
+        with pytest.raises(UsageError, match="failed over a generated token"):
+            model(later, past_key_values=cache)
+        for one in (cache, expected):
+            model(token, past_key_values=one)
+        found, expected = (model(later, past_key_values=one).logits for one in (cache, expected))
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_later_prompt_that_fails_is_undone_before_anything_is_dropped_and_refused_behind(model):
     text, later = random_tokens(1, 80), random_tokens(1, 40, 1)
     with torch.no_grad(), apply(model, plan_for(model, None, None, drops((0, 1, 2), 12))):

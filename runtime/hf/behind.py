@@ -1,0 +1,51 @@
+"""Passes behind tokens that are cached, where a model's own forward forgets that they are there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.runtime.architecture import ARCHITECTURES
+from sparsekv.runtime.hf.cache import CACHE_NAME
+from sparsekv.runtime.hf.describe import config_of
+
+
+def behind(model: Any, cache: Any, new: int) -> dict[str, Any]:
+    """The inputs of a forward of `new` tokens behind those of a cache (None: there are none), beside their ids.
+
+    Raises:
+        UnsupportedError: see `check_one_piece`.
+    """
+    past = 0 if cache is None else cache.get_seq_length()
+    check_one_piece(config_of(model).model_type, past, new)
+    inputs: dict[str, Any] = {CACHE_NAME: cache}
+    if past and counts_anew(model):
+        inputs["position_ids"] = torch.arange(past, past + new, device=model.device)[None]
+    return inputs
+
+
+def counts_anew(model: Any) -> bool:
+    """Returns whether positions have to be given."""
+    record = ARCHITECTURES.get(config_of(model).model_type)
+    return record is not None and record.counts_anew
+
+
+def takes_one_piece(model_type: str) -> bool:
+    """Returns whether a pass of several tokens has to be the first one."""
+    return model_type in ARCHITECTURES and ARCHITECTURES[model_type].one_piece
+
+
+def check_one_piece(model_type: str, past: int, new: int) -> None:
+    """Refuses several tokens behind a past where layers would lose their recurrent state.
+
+    Raises:
+        UnsupportedError: they are of such a model.
+    """
+    if past and new > 1 and takes_one_piece(model_type):
+        raise UnsupportedError(
+            f"expected a whole prompt at once, as in transformers the layers of {model_type!r} with a recurrent state "
+            f"begin every pass of several tokens without one, found {new} tokens behind {past} cached; run the whole "
+            "text over a new cache, without chunks"
+        )
