@@ -105,7 +105,9 @@ def followed(model: Any, prompts: Prefilled, tokens: int, scored: int, text_BG: 
         fed_B = picked[-1] if text_BG is None else text_BG[:, len(picked) - 1]
         began = time.perf_counter()
         with without_plans():
-            logits_BV = model(input_ids=fed_B[:, None], use_cache=True, **behind(model, prompts.cache, 1)).logits[:, -1]
+            logits_BV = model(
+                input_ids=fed_B[:, None], use_cache=True, **behind(model, prompts.cache, fed_B[:, None])
+            ).logits[:, -1]
         wait_for(logits_BV.device)
         seconds.append(time.perf_counter() - began)
         picked.append(logits_BV.argmax(-1))

@@ -15,6 +15,8 @@ from sparsekv.plans.phases import bucket_of, first_sparse
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_LENGTH, KVDtype
 from sparsekv.runtime.hf.apply import Handle, apply
+from sparsekv.runtime.hf.behind import takes_one_piece
+from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.generate import (
     Generation,
     Sampling,
@@ -172,7 +174,7 @@ class Session:
             UsageError: there is not so much memory.
         """
         if handle is None:
-            return DynamicCache()
+            return DynamicCache(config=config_of(self.loaded.model))
         with _pinning() as on_bytes:
             cache = handle.new_cache(
                 prompt + answer, answer=answer, chunk=self.chunk, at_most=at_most, on_bytes=on_bytes
@@ -291,8 +293,9 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._prompt(messages)
-        if prompt[: len(self.token_ids)] != self.token_ids:
-            self.cache = None  # the template has rewritten earlier turns
+        anew = takes_one_piece(self.session.loaded.info.model_type)
+        if anew or prompt[: len(self.token_ids)] != self.token_ids:
+            self.cache = None  # the template has rewritten earlier turns, or all of them run as one prompt
         tokens = self.session.tokens(prompt)
         if self.cache is None:
             at_most = self.session.loaded.info.context_length if self.turns else tokens

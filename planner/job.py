@@ -218,12 +218,14 @@ def _check(model: ModelInfo, options: Settled, profile: Profile | None, cost: De
             f"expected a model with layers of full attention, found that each layer of {model.id} attends to "
             f"a window of {windows:.200} tokens: there is nothing to make sparse; run it without a plan"
         )
-    alone = options.phases == ("prefill",) and options.retain is None and options.prefill_chunk is None
+    cut = options.prefill_chunk or options.host == "vllm" or (cost is not None and cost.chunk)
+    alone = options.phases == ("prefill",) and options.retain is None and not cut
     if takes_one_piece(model.model_type) and not alone:
         raise UnsupportedError(
             f"expected prefill alone, of whole prompts, for {model.model_type!r}: in transformers its layers with a "
             "recurrent state begin every pass of several tokens without one, by which trials of decode and prompts in "
-            "chunks are measured; plan with --only prefill (phases=('prefill',)) and without --prefill-chunk"
+            "chunks are measured; plan with --only prefill (phases=('prefill',)), for --host transformers, without "
+            "--prefill-chunk"
         )
     if "decode" in options.phases:
         check_filters(model, options)

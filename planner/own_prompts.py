@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ class GivenPrompt:
 
 def as_prompts(given: Any) -> Any:
     """Texts as prompts without answers."""
-    if not isinstance(given, Iterable):
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         return given  # which is refused by its type
     return tuple(GivenPrompt(one) if isinstance(one, str) else one for one in given)
 

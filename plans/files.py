@@ -344,9 +344,9 @@ def seal(path: str | os.PathLike[str]) -> Sealed:
     """
     text = read_text(path)
     plan = parse_plan(text, os.fspath(path), signed=False)
+    if _is_signed(read_tree(text, os.fspath(path)).data):
+        return Sealed(plan, False, (f"the signature fits the content; left as it is, {plan.status}",))
     if plan == sign(plan):
-        if _is_signed(read_tree(text, os.fspath(path)).data):
-            return Sealed(plan, False, (f"the signature fits the content; left as it is, {plan.status}",))
         rewrite_plan(plan, path, text)
         return Sealed(plan, True, (f"written as it was signed: what was left out has its default; {plan.status}",))
     sealed = sign(plan.model_copy(update={"status": "unverified", "quality": None, "cost": None}))

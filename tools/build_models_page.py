@@ -186,7 +186,7 @@ def _special(record: Architecture, matrix: Any) -> Iterator[str]:
     if record.model_type in matrix.HYBRIDS:
         yield "layers with a recurrent state"
     if record.one_piece:
-        yield "each text whole, over a new cache"
+        yield "no chunks and no later turns"
     if record.model_type in matrix.WINDOWED:
         yield "local layers"
     if record.experts:

@@ -174,7 +174,8 @@ def generated(loaded: LoadedModel, ids_BS: torch.Tensor, tokens: int, chunk: int
     picked_BG = prompts.logits_BKV[:, -1:].argmax(-1)
     goes_on_BG = goes_on(model, picked_BG)
     while picked_BG.shape[1] < tokens and bool(goes_on_BG.any()):
-        logits_B1V = model(input_ids=picked_BG[:, -1:], use_cache=True, **behind(model, prompts.cache, 1)).logits
+        last_B1 = picked_BG[:, -1:]
+        logits_B1V = model(input_ids=last_B1, use_cache=True, **behind(model, prompts.cache, last_B1)).logits
         picked_BG = torch.cat([picked_BG, logits_B1V[:, -1:].argmax(-1)], 1)
         goes_on_BG = goes_on_BG & goes_on(model, picked_BG[:, -1:])
     return texts_of(loaded, picked_BG)

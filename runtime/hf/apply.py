@@ -325,7 +325,7 @@ def apply(
     plan = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
     check_type(Plan, "a Plan, or the path of one", plan=plan)
     check_type(bool, "True or False", prefill=prefill, decode=decode, allow_mismatch=allow_mismatch)
-    if not isinstance(exact, bool) and exact != "decode":
+    if not isinstance(exact, bool) and not (isinstance(exact, str) and exact == "decode"):
         raise UsageError(f'expected exact to be True, False or "decode", found {exact!r:.40}')
     check_type(str, "a name", backend=backend)
     check_type(HostMemory | None, "a HostMemory", memory=memory)

@@ -27,7 +27,7 @@ from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.model import AttentionGroup
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, check_layer, register
-from sparsekv.runtime.hf.behind import check_one_piece
+from sparsekv.runtime.hf.behind import check_one_piece, counts_anew, positions_behind
 from sparsekv.runtime.hf.cache import (
     CACHE_NAME,
     CacheProgress,
@@ -353,7 +353,7 @@ class Attached:
         tokens = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
         cache, use_cache = inputs.get(CACHE_NAME), inputs.get("use_cache")
         lengths: tuple[int, ...] = ()
-        past = 0
+        past, new = 0, 0 if tokens is None else tokens.shape[1]
         config: Any = self.decoder.config
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
             cache = inputs[CACHE_NAME] = sparse_cache(cache, self._engine, self._layers, self._linear)
@@ -361,10 +361,10 @@ class Attached:
             if progress in self._ran:  # the model's forward runs the decoder once more
                 self._ran.remove(progress)
                 progress.end()
+            check_one_piece(config.model_type, cache.get_seq_length(), new)
             lengths = begin_pass(cache, config.num_hidden_layers)
             past = cache.get_seq_length()
-        prompt, new = self._prompt, 0 if tokens is None else tokens.shape[1]
-        check_one_piece(config.model_type, past, new)
+        prompt = self._prompt
         if prompt is not None and 0 < past <= self._switch < past + new:
             raise UnsupportedError(
                 f"expected the first {self._switch + 1} tokens in one piece, as the rotary angles of longer inputs are "
@@ -380,6 +380,10 @@ class Attached:
             phase = self._engine.step_phase if new == 1 and past > 0 else Phase.PREFILL
         columns = None if tokens is None else Columns(tokens, past, lengths, self._switch)
         rows = None if columns is None else rows_of_pass(inputs, columns, phase, is_checked)
+        if past and rows is None and inputs.get("position_ids") is None and counts_anew(config.model_type):
+            inputs["position_ids"] = positions_behind(
+                past, new, self.decoder.device if tokens is None else tokens.device
+            )
         if cache is not None and columns is not None:
             more = [new] * len(columns.cached) if rows is None else [row.stop - row.start for row in rows]
             self._engine.begin(cache, phase, tuple(map(int.__add__, columns.cached, more)), columns.given.device)

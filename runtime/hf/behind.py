@@ -12,24 +12,26 @@ from sparsekv.runtime.hf.cache import CACHE_NAME
 from sparsekv.runtime.hf.describe import config_of
 
 
-def behind(model: Any, cache: Any, new: int) -> dict[str, Any]:
-    """The inputs of a forward of `new` tokens behind those of a cache (None: there are none), beside their ids.
+def behind(model: Any, cache: Any, ids_BS: torch.Tensor) -> dict[str, Any]:
+    """The inputs of a forward of tokens behind those of a cache (None: there are none), beside their ids.
 
     Raises:
         UnsupportedError: see `check_one_piece`.
     """
-    past = 0 if cache is None else cache.get_seq_length()
-    check_one_piece(config_of(model).model_type, past, new)
-    inputs: dict[str, Any] = {CACHE_NAME: cache}
-    if past and counts_anew(model):
-        inputs["position_ids"] = torch.arange(past, past + new, device=model.device)[None]
-    return inputs
+    past, new, model_type = 0 if cache is None else cache.get_seq_length(), ids_BS.shape[1], config_of(model).model_type
+    check_one_piece(model_type, past, new)
+    positions = {"position_ids": positions_behind(past, new, ids_BS.device)} if past and counts_anew(model_type) else {}
+    return {CACHE_NAME: cache} | positions
 
 
-def counts_anew(model: Any) -> bool:
+def positions_behind(past: int, new: int, device: torch.device) -> torch.Tensor:
+    """[1, new]: those of tokens behind `past` others."""
+    return torch.arange(past, past + new, device=device)[None]
+
+
+def counts_anew(model_type: str) -> bool:
     """Returns whether positions have to be given."""
-    record = ARCHITECTURES.get(config_of(model).model_type)
-    return record is not None and record.counts_anew
+    return model_type in ARCHITECTURES and ARCHITECTURES[model_type].counts_anew
 
 
 def takes_one_piece(model_type: str) -> bool:

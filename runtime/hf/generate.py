@@ -111,7 +111,7 @@ def generate_stream(
         PromptError: the prompt is empty, leaves no room in the context for a new token, or has tokens that the model
             does not know.
         UsageError: the chunk is too small to be sensible.
-        UnsupportedError: the model overflows in its dtype.
+        UnsupportedError: the model overflows in its dtype, or loses its state behind a past (`check_one_piece`).
     """
     room = room_for_answer(loaded.info.context_length, len(prompt_ids))
     _check_vocabulary(loaded.model, prompt_ids)
@@ -124,6 +124,8 @@ def generate_stream(
     if chunk is not None and cache is None:
         cache = DynamicCache(config=config_of(loaded.model))
     if cache is not None:
+        past = cache.get_seq_length()
+        check_one_piece(config_of(loaded.model).model_type, past, len(prompt_ids) - past)
         reserve(cache, len(prompt_ids) + new_tokens)
     with torch.no_grad(), _seeded(chosen, ids_BS.device):
         if chunk is not None:
@@ -158,7 +160,8 @@ def _prefill_most(model: PreTrainedModel, ids_BS: torch.Tensor, cache: Cache, ch
     if len(sizes) > 1:
         check_one_piece(config_of(model).model_type, start + sizes[0], sizes[1])
     for size in sizes[:-1]:
-        model(ids_BS[:, start : start + size], logits_to_keep=1, **behind(model, cache, size))
+        piece = ids_BS[:, start : start + size]
+        model(piece, logits_to_keep=1, **behind(model, cache, piece))
         start += size
 
 

@@ -28,6 +28,7 @@ from sparsekv.runtime.core.budgets import scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import Filter, Follower
 from sparsekv.runtime.core.segments import SegmentProgram
+from sparsekv.runtime.hf.behind import takes_one_piece
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
@@ -318,7 +319,7 @@ class MemoryModel:
             + (f", layers {format_ids(placed.layers)} in host memory" if placed.layers else "")
             + f", found {found / 2**30:.1f} GiB available; "
             + (f"a prompt of {longest:,} tokens fits: shorten it" if longest else "no prompt fits")
-            + ", or run longer ones in pieces (--prefill-chunk)"
+            + ("" if takes_one_piece(self.size.info.model_type) else ", or run longer ones in pieces (--prefill-chunk)")
             + ("" if self.on_cpu else ", or move layers (--offload, --kv-host-layers)")
         )
 

@@ -51,7 +51,7 @@ class EvictingStore:
         self._prompt_rows = 0  # rows before the generated ones
         self._complete = 0  # tokens so far where these began
         self._prompt_at: int | None = 0  # tokens before the prompt under way; None while tokens are generated
-        self._lost = False  # whether a step that was taken back has left its token in place of a generated one
+        self._lost = False  # whether a step that did not end may have written over a generated token
 
     @property
     def length(self) -> int:
@@ -167,9 +167,11 @@ class EvictingStore:
         self._rows = fewer
 
     def resume(self) -> None:
-        """No prompt came after all: tokens are generated as before."""
+        """A step comes, and no prompt came before it: tokens are generated as before. Until its token is written, that
+        in whose place it goes counts as lost."""
         if self.length:
             self._prompt_at = None
+            self._lost |= self.length - self._complete >= self._generated
 
     # --- as every store -----------------------------------------------------------------------------------------------
 
@@ -214,7 +216,7 @@ class EvictingStore:
             return
         if length and length < (self._complete if self._prompt_at is None else self._prompt_at):
             raise UsageError(_FAILED.format("behind a prompt of which tokens were evicted already"))
-        self._lost = self._prompt_at is None and self.length - self._complete > self._generated
+        self._lost |= self._prompt_at is None and self.length - self._complete > self._generated
         if not length:
             self._prompt_rows = self._complete = self._prompt_at = 0
             self._lost = False

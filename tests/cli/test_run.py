@@ -7,11 +7,12 @@ from itertools import count
 
 import pytest
 from model_folders import save_model, sparse_plan
-from tiny_models import tiny_model
+from tiny_models import tiny_model, tiny_tokenizer
 from tiny_plans import every_head, plan_for
 
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import Dense
+from sparsekv.runtime.hf.describe import describe_model
 
 KEYS = {
     "text",
@@ -364,6 +365,24 @@ def test_turns_over_one_cache_say_what_one_long_prompt_says(folder):
     said = turns.ask("a" * 100).generation
     again = turns.ask("b" * 50).generation
     assert fresh.ask("a" * 100 + said.text + "\n" + "b" * 50).generation.token_ids == again.token_ids
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["dense", "planned"])
+@pytest.mark.parametrize("architecture", ["bamba", "jamba", "lfm2"])
+def test_turns_of_layers_with_a_recurrent_state_say_what_one_long_prompt_says(architecture: str, planned: bool):
+    from sparsekv.cli.chat import Conversation, Session
+    from sparsekv.runtime.hf.generate import generate_stream
+    from sparsekv.runtime.hf.load import LoadedModel
+
+    model = tiny_model(architecture, context=2048)
+    loaded = LoadedModel(model, tiny_tokenizer(), describe_model(model))
+    session = Session(loaded, plan_for(model) if planned else None, max_new_tokens=6, chat=False)
+    with session.applied() as handle:
+        turns = Conversation(session, handle, turns=True)
+        said = [turns.ask(letter * 60).generation for letter in "abc"]
+        whole = generate_stream(loaded, turns.token_ids[: said[-1].prompt_tokens], max_new_tokens=6)
+    assert said[-1].prompt_tokens > 180
+    assert whole.token_ids == said[-1].token_ids
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])

@@ -86,17 +86,30 @@ def test_pieces_and_steps_are_those_of_brute_force(model, pieces: tuple[int, ...
     parts = text.split([*pieces, 1, 1, 1, 1], 1)
 
     def logits(cache):
-        return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
+        return torch.cat([model(part, **behind(model, cache, part)).logits for part in parts], 1)
 
     with torch.no_grad():
+        if len(pieces) > 1 and takes_one_piece(model.config.model_type):
+            return
         with BruteForce(model, plan):
             expected = logits(DynamicCache(config=model.config))
         with apply(model, plan, kv_host_layers=attending(model)[-1:]):
-            if len(pieces) > 1 and takes_one_piece(model.config.model_type):
-                with pytest.raises(UnsupportedError, match=r"begin every pass .* found \d+ tokens behind"):
-                    logits(DynamicCache())
-                return
             torch.testing.assert_close(logits(DynamicCache()), expected, atol=1e-3, rtol=1e-3)
+            cache = DynamicCache()  # without positions
+            found = torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
+            torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_several_tokens_behind_a_past_are_refused_where_a_state_would_be_lost_and_one_goes_on(model) -> None:
+    if not takes_one_piece(model.config.model_type):
+        pytest.skip("has its state")
+    text = random_tokens(1, 80)
+    with torch.no_grad(), apply(model, plan_for(model)):
+        cache = model(text[:, :-1]).past_key_values
+        with pytest.raises(UnsupportedError, match=r"begin every pass .* found 2 tokens behind 79 cached"):
+            model(text[:, :2], past_key_values=cache)
+        found = model(text[:, -1:], past_key_values=cache).logits
+        torch.testing.assert_close(found, model(text).logits[:, -1:], atol=1e-3, rtol=1e-3)
 
 
 def test_pieces_and_steps_of_the_unmodified_model_are_its_whole_text(model) -> None:
@@ -107,17 +120,17 @@ def test_pieces_and_steps_of_the_unmodified_model_are_its_whole_text(model) -> N
     def gap(inputs) -> float:
         cache, found = DynamicCache(config=model.config), []
         for piece in text.split([*sizes], 1):
-            found.append(model(piece, use_cache=True, **inputs(cache, piece.shape[1])).logits)
+            found.append(model(piece, use_cache=True, **inputs(cache, piece)).logits)
         return float((torch.cat(found, 1) - expected).abs().max())
 
     with torch.no_grad():
         expected = model(text).logits
-        assert gap(lambda cache, new: behind(model, cache, new)) < 1e-3
-        plain = gap(lambda cache, new: {"past_key_values": cache})
-        assert (plain > 0.1) == counts_anew(model)
+        assert gap(lambda cache, piece: behind(model, cache, piece)) < 1e-3
+        plain = gap(lambda cache, piece: {"past_key_values": cache})
+        assert (plain > 0.1) == counts_anew(model.config.model_type)
         if loses:
             sizes = (70, 50)
-            assert gap(lambda cache, new: {"past_key_values": cache}) > 0.1
+            assert gap(lambda cache, piece: {"past_key_values": cache}) > 0.1
 
 
 def test_a_text_that_is_evaluated_step_by_step_or_at_once_has_the_logits_of_the_whole(model) -> None:
