@@ -46,8 +46,8 @@ from sparsekv.plans.types import format_length
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.attention import NAME
-from sparsekv.runtime.hf.behind import behind
 from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.runtime.hf.cache_inputs import cache_inputs
 from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
@@ -164,7 +164,7 @@ class PrefillRuns:
             switch = rope_switch(self.model.config)
             for size in [length] if self.bench.chunk is None else piece_sizes(length, self.bench.chunk, switch):
                 piece = ids_1S[:, at : at + size]
-                self.model(piece, use_cache=True, logits_to_keep=1, **behind(self.model, cache, piece))
+                self.model(piece, use_cache=True, logits_to_keep=1, **cache_inputs(self.model, cache, piece))
                 at += size
             wait_for(device)
             elapsed = (time.perf_counter() - start) * 1e3

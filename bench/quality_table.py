@@ -76,8 +76,8 @@ from sparsekv.plans.files import content_digest, load_plan
 from sparsekv.plans.phases import DecodeBucket, DecodePlan
 from sparsekv.plans.schema import Plan, check_model, to_data
 from sparsekv.plans.types import format_length, parse_lengths
-from sparsekv.runtime.hf.behind import behind
 from sparsekv.runtime.hf.cache import handed_over
+from sparsekv.runtime.hf.cache_inputs import cache_inputs
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import device_name, dtype_name
@@ -106,7 +106,7 @@ def followed(model: Any, prompts: Prefilled, tokens: int, scored: int, text_BG: 
         began = time.perf_counter()
         with without_plans():
             logits_BV = model(
-                input_ids=fed_B[:, None], use_cache=True, **behind(model, prompts.cache, fed_B[:, None])
+                input_ids=fed_B[:, None], use_cache=True, **cache_inputs(model, prompts.cache, fed_B[:, None])
             ).logits[:, -1]
         wait_for(logits_BV.device)
         seconds.append(time.perf_counter() - began)

@@ -41,8 +41,8 @@ class Architecture:
             and product, and of an expert its gate once more.
         whole: whether layers are called whole, also of long inputs: the output of attention is more than a projection
             of what it attends to, or a layer returns more than hidden states.
-        counts_anew: whether a decoder numbers the tokens of every pass from 0, those behind a past too, where the call
-            does not say their positions.
+        needs_position_ids: whether a decoder numbers the tokens of every pass from 0, those behind a past too, where
+            the call does not say their positions.
         one_piece: whether layers with a recurrent state begin every pass of several tokens without one, behind a past
             too.
         text_as: the model type that computes the same of text: tokens of this one have a position on each of three
@@ -65,7 +65,7 @@ class Architecture:
     shared: str = ""
     at_once: int = 0
     whole: bool = False
-    counts_anew: bool = False
+    needs_position_ids: bool = False
     one_piece: bool = False
     text_as: str = ""
 
@@ -130,7 +130,7 @@ ARCHITECTURES = {
         ),
         Architecture("apertus", norms=("attention_layernorm", "feedforward_layernorm"), at_once=6),
         Architecture("arcee"),
-        Architecture("bamba", mlp="feed_forward", last_norm="final_layernorm", whole=True, counts_anew=True),
+        Architecture("bamba", mlp="feed_forward", last_norm="final_layernorm", whole=True, needs_position_ids=True),
         Architecture("cohere", norms=_ONE, parallel=True),
         Architecture("cohere2", norms=_ONE, parallel=True),
         Architecture("cwm"),

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsekv.planner.evaluation.batches import Batch
 from sparsekv.planner.tasks import matches
-from sparsekv.runtime.hf.behind import behind, takes_one_piece
 from sparsekv.runtime.hf.cache import CACHE_NAME
+from sparsekv.runtime.hf.cache_inputs import cache_inputs, takes_one_piece
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
@@ -41,7 +41,7 @@ def prefill(model: Any, ids_BS: torch.Tensor, chunk: int | None, keep: int = 1, 
     for piece in torch.split(ids_BS, sizes, 1):
         after -= piece.shape[1]
         wanted = max(1, min(piece.shape[1], keep - after))  # rows of this piece among the last `keep` of all
-        out = model(input_ids=piece, use_cache=True, logits_to_keep=wanted, **behind(model, cache, piece))
+        out = model(input_ids=piece, use_cache=True, logits_to_keep=wanted, **cache_inputs(model, cache, piece))
         cache = out[CACHE_NAME]
         if keep > after:
             logits.append(out.logits)
@@ -55,7 +55,7 @@ def prefill_turns(model: Any, batch: Batch, chunk: int | None) -> Prefilled:
     for reply_BR, prompt_BS in batch.later:
         with without_plans():
             for token_B1 in reply_BR.split(1, 1):
-                model(input_ids=token_B1, use_cache=True, **behind(model, found.cache, token_B1))
+                model(input_ids=token_B1, use_cache=True, **cache_inputs(model, found.cache, token_B1))
         found = prefill(model, prompt_BS, chunk, cache=found.cache)
     return found
 
@@ -70,7 +70,7 @@ def after_prompt(model: Any, prompts: Prefilled, text_BA: torch.Tensor, *, stepw
     rows = [prompts.logits_BKV]
     stepwise = stepwise or takes_one_piece(config_of(model).model_type)
     for piece in torch.split(text_BA, 1 if stepwise else text_BA.shape[1], 1):
-        rows.append(model(input_ids=piece, use_cache=True, **behind(model, prompts.cache, piece)).logits)
+        rows.append(model(input_ids=piece, use_cache=True, **cache_inputs(model, prompts.cache, piece)).logits)
     return torch.cat(rows, 1).float()
 
 
@@ -79,7 +79,7 @@ def continued(model: Any, prompts: Prefilled, tokens: int) -> torch.Tensor:
     rows = [prompts.logits_BKV]
     while len(rows) < tokens:
         picked_B1 = rows[-1].argmax(-1)
-        rows.append(model(input_ids=picked_B1, use_cache=True, **behind(model, prompts.cache, picked_B1)).logits)
+        rows.append(model(input_ids=picked_B1, use_cache=True, **cache_inputs(model, prompts.cache, picked_B1)).logits)
     return torch.cat(rows, 1).float()
 
 

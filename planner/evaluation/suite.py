@@ -27,7 +27,7 @@ from sparsekv.planner.tasks.ruler_suite import RULER_SUITE, RulerTask, recall
 from sparsekv.planner.tasks.text import TaskError
 from sparsekv.plans.errors import PromptError
 from sparsekv.plans.types import format_length
-from sparsekv.runtime.hf.behind import behind
+from sparsekv.runtime.hf.cache_inputs import cache_inputs
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 
@@ -175,7 +175,7 @@ def generated(loaded: LoadedModel, ids_BS: torch.Tensor, tokens: int, chunk: int
     goes_on_BG = goes_on(model, picked_BG)
     while picked_BG.shape[1] < tokens and bool(goes_on_BG.any()):
         last_B1 = picked_BG[:, -1:]
-        logits_B1V = model(input_ids=last_B1, use_cache=True, **behind(model, prompts.cache, last_B1)).logits
+        logits_B1V = model(input_ids=last_B1, use_cache=True, **cache_inputs(model, prompts.cache, last_B1)).logits
         picked_BG = torch.cat([picked_BG, logits_B1V[:, -1:].argmax(-1)], 1)
         goes_on_BG = goes_on_BG & goes_on(model, picked_BG[:, -1:])
     return texts_of(loaded, picked_BG)

@@ -27,7 +27,6 @@ from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.model import AttentionGroup
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, check_layer, register
-from sparsekv.runtime.hf.behind import check_one_piece, counts_anew, positions_behind
 from sparsekv.runtime.hf.cache import (
     CACHE_NAME,
     CacheProgress,
@@ -37,6 +36,7 @@ from sparsekv.runtime.hf.cache import (
     progress_of,
     sparse_cache,
 )
+from sparsekv.runtime.hf.cache_inputs import check_one_piece, needs_position_ids, positions_after
 from sparsekv.runtime.hf.describe import attention_modules, check_shared_keys, config_of, decoder_of
 from sparsekv.runtime.hf.fixed_rows import FixedRows
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
@@ -380,10 +380,9 @@ class Attached:
             phase = self._engine.step_phase if new == 1 and past > 0 else Phase.PREFILL
         columns = None if tokens is None else Columns(tokens, past, lengths, self._switch)
         rows = None if columns is None else rows_of_pass(inputs, columns, phase, is_checked)
-        if past and rows is None and inputs.get("position_ids") is None and counts_anew(config.model_type):
-            inputs["position_ids"] = positions_behind(
-                past, new, self.decoder.device if tokens is None else tokens.device
-            )
+        numbered = rows is not None or inputs.get("position_ids") is not None
+        if past and columns is not None and not numbered and needs_position_ids(config.model_type):
+            inputs["position_ids"] = positions_after(past, new, columns.given.device)
         if cache is not None and columns is not None:
             more = [new] * len(columns.cached) if rows is None else [row.stop - row.start for row in rows]
             self._engine.begin(cache, phase, tuple(map(int.__add__, columns.cached, more)), columns.given.device)

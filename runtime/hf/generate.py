@@ -21,8 +21,8 @@ from transformers import (
 
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.types import LEAST_CHUNK
-from sparsekv.runtime.hf.behind import behind, check_one_piece
 from sparsekv.runtime.hf.cache import CACHE_NAME, reserve
+from sparsekv.runtime.hf.cache_inputs import cache_inputs, check_one_piece
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import dtype_name, rope_switch
@@ -161,7 +161,7 @@ def _prefill_most(model: PreTrainedModel, ids_BS: torch.Tensor, cache: Cache, ch
         check_one_piece(config_of(model).model_type, start + sizes[0], sizes[1])
     for size in sizes[:-1]:
         piece = ids_BS[:, start : start + size]
-        model(piece, logits_to_keep=1, **behind(model, cache, piece))
+        model(piece, logits_to_keep=1, **cache_inputs(model, cache, piece))
         start += size
 
 

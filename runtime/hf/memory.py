@@ -28,7 +28,7 @@ from sparsekv.runtime.core.budgets import scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import Filter, Follower
 from sparsekv.runtime.core.segments import SegmentProgram
-from sparsekv.runtime.hf.behind import takes_one_piece
+from sparsekv.runtime.hf.cache_inputs import takes_one_piece
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking

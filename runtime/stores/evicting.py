@@ -127,7 +127,7 @@ class EvictingStore:
     # --- between passes -----------------------------------------------------------------------------------------------
 
     def begin_prompt(self) -> None:
-        """What follows is a prompt, whole or in pieces: generated tokens are put in their order.
+        """Puts generated tokens in their order, as what follows is a prompt, whole or in pieces.
 
         Raises:
             UsageError: a step that failed has overwritten one of them, and has not run again.
@@ -167,8 +167,8 @@ class EvictingStore:
         self._rows = fewer
 
     def resume(self) -> None:
-        """A step comes, and no prompt came before it: tokens are generated as before. Until its token is written, that
-        in whose place it goes counts as lost."""
+        """Goes on generating, as no prompt came before the step. Until its token is written, the one that it replaces
+        counts as lost."""
         if self.length:
             self._prompt_at = None
             self._lost |= self.length - self._complete >= self._generated

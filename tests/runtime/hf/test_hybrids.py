@@ -16,8 +16,8 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.patterns import AShape, Dense, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import PrefillPlan
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.behind import behind, counts_anew, takes_one_piece
 from sparsekv.runtime.hf.cache import handed_over
+from sparsekv.runtime.hf.cache_inputs import cache_inputs, needs_position_ids, takes_one_piece
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.generate import generate_stream
 from sparsekv.runtime.hf.load import LoadedModel
@@ -86,7 +86,7 @@ def test_pieces_and_steps_are_those_of_brute_force(model, pieces: tuple[int, ...
     parts = text.split([*pieces, 1, 1, 1, 1], 1)
 
     def logits(cache):
-        return torch.cat([model(part, **behind(model, cache, part)).logits for part in parts], 1)
+        return torch.cat([model(part, **cache_inputs(model, cache, part)).logits for part in parts], 1)
 
     with torch.no_grad():
         if len(pieces) > 1 and takes_one_piece(model.config.model_type):
@@ -125,9 +125,9 @@ def test_pieces_and_steps_of_the_unmodified_model_are_its_whole_text(model) -> N
 
     with torch.no_grad():
         expected = model(text).logits
-        assert gap(lambda cache, piece: behind(model, cache, piece)) < 1e-3
+        assert gap(lambda cache, piece: cache_inputs(model, cache, piece)) < 1e-3
         plain = gap(lambda cache, piece: {"past_key_values": cache})
-        assert (plain > 0.1) == counts_anew(model.config.model_type)
+        assert (plain > 0.1) == needs_position_ids(model.config.model_type)
         if loses:
             sizes = (70, 50)
             assert gap(lambda cache, piece: {"past_key_values": cache}) > 0.1

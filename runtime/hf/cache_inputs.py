@@ -1,4 +1,4 @@
-"""Passes behind tokens that are cached, where a model's own forward forgets that they are there."""
+"""What a forward over a cache is given beside its tokens, where the model's own forgets that others came before."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from sparsekv.runtime.hf.cache import CACHE_NAME
 from sparsekv.runtime.hf.describe import config_of
 
 
-def behind(model: Any, cache: Any, ids_BS: torch.Tensor) -> dict[str, Any]:
-    """The inputs of a forward of tokens behind those of a cache (None: there are none), beside their ids.
+def cache_inputs(model: Any, cache: Any, ids_BS: torch.Tensor) -> dict[str, Any]:
+    """Returns what a forward is given beside the ids of tokens that follow those of a cache (None: there are none).
 
     Raises:
         UnsupportedError: see `check_one_piece`.
     """
     past, new, model_type = 0 if cache is None else cache.get_seq_length(), ids_BS.shape[1], config_of(model).model_type
     check_one_piece(model_type, past, new)
-    positions = {"position_ids": positions_behind(past, new, ids_BS.device)} if past and counts_anew(model_type) else {}
+    positions = (
+        {"position_ids": positions_after(past, new, ids_BS.device)} if past and needs_position_ids(model_type) else {}
+    )
     return {CACHE_NAME: cache} | positions
 
 
-def positions_behind(past: int, new: int, device: torch.device) -> torch.Tensor:
-    """[1, new]: those of tokens behind `past` others."""
+def positions_after(past: int, new: int, device: torch.device) -> torch.Tensor:
+    """Returns [1, new]: the positions of tokens that follow `past` others."""
     return torch.arange(past, past + new, device=device)[None]
 
 
-def counts_anew(model_type: str) -> bool:
+def needs_position_ids(model_type: str) -> bool:
     """Returns whether positions have to be given."""
-    return model_type in ARCHITECTURES and ARCHITECTURES[model_type].counts_anew
+    return model_type in ARCHITECTURES and ARCHITECTURES[model_type].needs_position_ids
 
 
 def takes_one_piece(model_type: str) -> bool:
