@@ -33,7 +33,7 @@ def main() -> None:
     sparsekv("plan", MODEL, "-o", str(plan), "--lengths", "8k", "--no-crossover", *few, *bound)
     sparsekv("show", str(plan))
     show(f"The hidden answer is {answer}. Without and with the plan the model says:")
-    answers = ("--compare", "--max-new-tokens", "16")
+    answers = ("--compare", "--max-new-tokens", "8")
     sparsekv("run", "--plan", str(plan), "--prompt-file", str(document), *answers)
 
 
