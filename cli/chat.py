@@ -11,6 +11,7 @@ from transformers import Cache, DynamicCache
 
 from sparsekv.cli.output import placed, size, tell
 from sparsekv.planner.progress import BarProgress, Progress, StageStep
+from sparsekv.plans.brief import percent
 from sparsekv.plans.phases import bucket_of, first_sparse
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_LENGTH, KVDtype
@@ -88,28 +89,14 @@ class Answer:
         last = self.generation.token_ids[-_STUCK:]
         return len(last) == _STUCK and len({*last}) <= 2
 
-    def facts(self) -> dict[str, str]:
-        """Returns what people compare, by name."""
-        said = self.generation
-        return {
-            "prompt tokens": f"{said.prompt_tokens:,}",
-            "prefill": f"{said.prefill_seconds:.2f} s",
-            "prefill density": f"{self.prefill_density:.3f}",
-            "new tokens": f"{said.new_tokens}",
-            "decode": self.rate,
-            "decode reads": "-" if self.decode_share is None else f"{self.decode_share:.0%} of the tokens",
-            "KV precision": self.kv_dtype,
-            "KV on the device": size(self.kv_bytes_device),
-            "KV on the host": size(self.kv_bytes_host),
-        }
-
     def as_line(self) -> str:
         """Returns what people are told after an answer."""
         said = self.generation
         host = f" + {size(self.kv_bytes_host)} on the host" if self.kv_bytes_host else ""
-        density = "dense" if self.prefill_density == 1.0 else f"at density {self.prefill_density:.2f}"
-        read = "" if self.decode_share in (None, 1.0) else f", reading {self.decode_share:.0%} of the tokens"
-        drafts = f", {self.accepted} of {self.drafted} drafted tokens kept" if self.drafted else ""
+        is_dense = self.prefill_density == 1.0
+        density = "dense" if is_dense else f"{percent(self.prefill_density)} of attention computed"
+        read = "" if self.decode_share in (None, 1.0) else f", {percent(self.decode_share)} of attention computed"
+        drafts = f", {self.accepted} of {self.drafted} drafted tokens accepted" if self.drafted else ""
         return (
             f"{said.prompt_tokens:,} prompt tokens in {said.prefill_seconds:.2f} s, {density}; "
             f"{said.new_tokens} new ({self.rate}{read}{drafts}), KV {size(self.kv_bytes_device)}{host}"

@@ -16,6 +16,7 @@ from sparsekv.cli.plan_files import check_replaceable
 from sparsekv.cli.prompts import answered_prompts
 from sparsekv.planner.flags import Flag, Names, Options, Shares, each_once, text, words
 from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Phase, check_lengths
+from sparsekv.plans.brief import percent
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Measurement, Quality, check_model, to_data
@@ -200,7 +201,7 @@ def _text(results: Sequence[EvalResult], count: str, measured: Measurement | Non
 
 
 _HEADER = (
-    "length", "phase", "method", "setting", "density", "share", "KL", "95%", "top-1", "exact", "accuracy", "of dense",
+    "length", "phase", "method", "setting", "computed", "KL", "95%", "top-1", "exact", "accuracy", "of dense",
 )  # fmt: skip
 
 
@@ -266,8 +267,6 @@ def _profiles(paths: Sequence[Path]) -> tuple[Profile | None, Profile | None]:
 
 
 def _cells(row: CurveRow) -> tuple[str, ...]:
-    from sparsekv.plans.show import density_and_share  # brings rich
-
     interval = "" if row.kl_interval is None else "{:.2g} to {:.2g}".format(*row.kl_interval)
     shares = (row.agreement, row.exact, row.accuracy, row.dense_accuracy)
     return (
@@ -275,7 +274,7 @@ def _cells(row: CurveRow) -> tuple[str, ...]:
         row.phase,
         row.method,
         row.setting,
-        *density_and_share(row.phase, f"{row.density:.3f}"),
+        percent(row.density),
         "" if row.kl is None else f"{row.kl:.3g}",
         interval,
         *("" if share is None else f"{share:.3f}" for share in shares),

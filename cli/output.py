@@ -23,6 +23,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
+import typer
+
 from sparsekv.plans.errors import SparseKVError
 
 if TYPE_CHECKING:
@@ -57,6 +59,16 @@ def tell(message: str) -> None:
 def emit(text: str) -> None:
     """Writes data, on standard output."""
     print(escaped(text))
+
+
+_COLOURS = {"verified": "green", "unverified": "yellow", "imported": "yellow"}
+
+
+def emit_verdict(lines: Sequence[str], status: str) -> None:
+    """Writes lines of `verdict` as data; a terminal shows the status, at the end of the first one, in its colour."""
+    first, *others = map(escaped, lines)
+    typer.echo(first.removesuffix(status) + typer.style(status, fg=_COLOURS[status], bold=True))
+    typer.echo("\n".join(others))
 
 
 def emit_json(data: Any) -> None:
@@ -109,18 +121,19 @@ def placed(host_layers: Collection[int], layers: int) -> str:
     return f"keys and values of {moved} in host memory, of the others on the device"
 
 
-_COMPUTED = "density of tiles in prefill, share of tokens in decode: measured on held-out prompts of all lengths"
+_COMPUTED = "computed: share of attention, measured on held-out prompts of all lengths"
 
 
 def quality_table(quality: Quality) -> str:
     """Returns what was measured of a plan, phase by phase."""
-    from sparsekv.plans.show import SCORE_HEADER, density_and_share, score_row  # brings rich
+    from sparsekv.plans.brief import percent
+    from sparsekv.plans.show import SCORE_HEADER, score_row  # brings rich
 
-    rows = [("phase", "density", "share", *map(str.lower, SCORE_HEADER), "samples")]
+    rows = [("phase", "computed", *map(str.lower, SCORE_HEADER), "samples")]
     for phase, measured in quality.phases.items():
-        named = (phase, *density_and_share(phase, f"{measured.density:.3f}"))
+        named = (phase, percent(measured.density))
         rows += [(*named, *score_row(task, score), str(score.samples)) for task, score in measured.tasks.items()]
-    return f"{columns(rows, right=(1, 2, 4, 5, 7))}\n{_COMPUTED}\n\n{_gates_table(quality) or agreement_table(quality)}"
+    return f"{columns(rows, right=(1, 3, 4, 6))}\n{_COMPUTED}\n\n{_gates_table(quality) or agreement_table(quality)}"
 
 
 def _gates_table(quality: Quality) -> str:

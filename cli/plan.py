@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, settings_of
-from sparsekv.cli.output import emit, emit_json, quality_table, tell
+from sparsekv.cli.output import emit_json, emit_verdict, tell
 from sparsekv.cli.plan_files import PlanFiles, outcomes_beside
 from sparsekv.cli.prompts import own_prompts
 from sparsekv.planner.flags import MOST, Flag
@@ -154,15 +154,14 @@ def _tell(result: PlanResult, flags: PlanFlags, seconds: float, verify_time: flo
     found, spent = result.verification, 0.0 if flags.verify_samples else verify_time
     asked = run_by(flags, bool(found and found.used_up)), repeated(flags, GATED_BY)
     ended = Ended(spent, found.may_verify, found.seconds, *asked) if found else None
-    if not flags.as_json:
-        if plan.quality is not None:
-            emit(quality_table(plan.quality) + "\n")
-        lines = verdict(plan, str(out), reason, model=flags.model, ended=ended)
-        emit("\n".join((f"{out}: written in {seconds:.0f} s", *lines)))
-    elif reason:
-        tell(reason)
     for remark in remarks:
         tell(remark)
+    if flags.as_json:
+        tell(reason or f"{out}: {plan.status}")
+    else:
+        place = f"{out}, written in {seconds:.0f} s"
+        lines = verdict(plan, str(out), reason, model=flags.model, ended=ended)
+        emit_verdict((f"{place}: {plan.status}", *lines[1:]), plan.status)
     facts = _facts(result, out, seconds)
     if flags.require_verified and is_unproven:
         further = f"go on with `{next_command(plan, str(out), flags.model, ended)}`"

@@ -14,9 +14,9 @@ import typer
 from pydantic import BaseModel
 
 from sparsekv.cli.arguments import PLACE, Json, PlanArgument, PlanPlace, plan_file
-from sparsekv.cli.output import FAILED, emit, emit_json, tell
+from sparsekv.cli.output import FAILED, emit, emit_json, emit_verdict, tell
 from sparsekv.cli.plan_files import check_replaceable, outcomes_beside
-from sparsekv.cli.verdict import Ended, verdict
+from sparsekv.cli.verdict import Ended, sentences, verdict
 from sparsekv.plans.diff import diff_plans
 from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UsageError, install_command
 from sparsekv.plans.files import load_plan, parse_plan, read_text, sign, write_bytes
@@ -28,13 +28,12 @@ if TYPE_CHECKING:
     from sparsekv.planner.evaluation.suite_table import SuiteTable
     from sparsekv.planner.profile.profile_data import Profile
 
-# Where there is no terminal to fit into.
-_WIDTH = 110
+_WIDTH = 100  # columns, where there is no narrower terminal
 
 
 def show(
     plan: PlanPlace,
-    full: Annotated[bool, typer.Option("--full", help="List every head of every layer.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="List every head, length and figure.")] = False,
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print Markdown, as for a pull request, in place of tables.")
     ] = False,
@@ -80,12 +79,14 @@ def _ended(plan: Path) -> Ended:
 
 
 def _print_markdown(plan: Plan, full: bool, place: str, ended: Ended) -> None:
-    from sparsekv.plans.markdown import cell, markdown
+    from sparsekv.plans.brief import LENGTH_HEADER, length_rows
+    from sparsekv.plans.markdown import cell, markdown, table
     from sparsekv.plans.show import describe
 
-    lines = [f"- {cell(line)}" for line in verdict(plan, place, ended=ended)]
-    told = "\n".join((f"### Sparsity plan of {cell(plan.model.id)}", "", *lines, ""))
-    emit(f"{told}\n{markdown(describe(plan, full)).rstrip()}")
+    numbers = [True] * len(LENGTH_HEADER)
+    told = "\n".join(f"- {cell(line)}" for line in sentences(plan, place, ended=ended))
+    emit(f"### Sparsity plan of {cell(plan.model.id)}: {plan.status}\n")
+    emit(f"{table(LENGTH_HEADER, length_rows(plan), numbers)}\n\n{told}\n\n{markdown(describe(plan, full)).rstrip()}")
 
 
 def _print(plan: Plan, full: bool, place: str, ended: Ended) -> None:
@@ -93,10 +94,12 @@ def _print(plan: Plan, full: bool, place: str, ended: Ended) -> None:
 
     from sparsekv.plans.show import describe
 
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = Console(highlight=False)
+    console.width = min(console.width, _WIDTH) if sys.stdout.isatty() else _WIDTH
     for part in describe(plan, full):
         console.print(part)
-    emit("\n".join(("", *verdict(plan, place, ended=ended))))
+    emit("")
+    emit_verdict(verdict(plan, place, ended=ended), plan.status)
 
 
 def report(
@@ -126,7 +129,7 @@ def report(
     points = read_curve(curve) if curve else ()
     profiled = _profile_of(found, profile) if profile else None
     table = _suite_of(found, suite) if suite else None
-    write_bytes(out, page_of(found, verdict(found, str(plan), ended=_ended(path)), profiled, points, table).encode())
+    write_bytes(out, page_of(found, sentences(found, str(plan), ended=_ended(path)), profiled, points, table).encode())
     if as_json:
         emit_json({"path": str(out), "model": found.model.id, "status": found.status})
     else:

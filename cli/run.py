@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -12,10 +13,11 @@ from pydantic import Field, model_validator
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import NewTokens, Output, PlacementFlags, Subject, Subjects, settings_of
 from sparsekv.cli.doctor import MemoryEstimate, say_memory, tell_if_idle
-from sparsekv.cli.output import columns, emit, emit_json, tell
+from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.cli.prompts import given_prompt, typed_prompt
 from sparsekv.planner.flags import Flag
 from sparsekv.planner.options import Hardware, PrefillChunk, Seed
+from sparsekv.plans.brief import percent
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
@@ -234,42 +236,43 @@ def _first_difference(dense: Answer, sparse: Answer) -> int | None:
     return next((index for index, (one, other) in enumerate(pairs) if one != other), None)
 
 
-def _comparison_text(dense: Answer, sparse: Answer) -> str:
-    rows = [(name, told, sparse.facts()[name]) for name, told in dense.facts().items()]
-    index, count = _first_difference(dense, sparse), dense.generation.new_tokens
-    name = _name(sparse)
-    lines = [
-        f"{title} {answer.generation.text.strip()}" for title, answer in (("dense: ", dense), (f"{name}:", sparse))
-    ]
-    lines += ["", columns([("", "dense", name), *rows], right=(1, 2)), ""]
-    told = "all new tokens are the same" if index is None else f"the answers part at new token {index + 1} of {count}"
-    return "\n".join([*lines, told, _gain(dense, sparse)])
-
-
-def _name(sparse: Answer) -> str:
-    return "exact" if sparse.drafted else "sparse"
-
-
 _TIMED = 32  # tokens of an answer, from which on the speed of decode means something
 
 
-def _gain(dense: Answer, sparse: Answer) -> str:
-    """Returns what the plan gained, in a line."""
-    one, other = dense.generation, sparse.generation
-    if sparse.is_dense and not sparse.drafted:
-        return "nothing was sparse: no speed is compared"
-    gained = []
-    if sparse.prefill_density < 1.0:
-        ratio = one.prefill_seconds / other.prefill_seconds
-        gained.append(f"prefill {ratio:.2f}x as fast as dense, at a density of {sparse.prefill_density:.2f}")
-    if min(one.new_tokens, other.new_tokens) < _TIMED:
-        gained.append(f"decode is compared from {_TIMED} new tokens on")
-    elif one.decode_seconds > 0 and other.decode_seconds > 0:
-        ratio = (other.new_tokens - 1) / other.decode_seconds * one.decode_seconds / (one.new_tokens - 1)
-        gained.append(f"decode {ratio:.2f}x as fast as dense")
+def _comparison_text(dense: Answer, sparse: Answer) -> str:
+    """Both answers, a table of what differs, and whether the tokens are the same."""
+    name, one, other = "exact" if sparse.drafted else "sparse", dense.generation, sparse.generation
+    lines = [f"dense:  {one.text.strip()}", f"{name + ':':<7} {other.text.strip()}", ""]
+    lines += [columns([("", "dense", name, "speed-up"), *_compared(dense, sparse)], right=(1, 2, 3)), ""]
+    index = _first_difference(dense, sparse)
+    same = "all new tokens are the same" if index is None else f"the answers part at new token {index + 1}"
+    lines.append(f"{same}: {one.prompt_tokens:,} prompt tokens, {one.new_tokens} new")
     if sparse.drafted:
-        gained.append(f"{sparse.accepted} of {sparse.drafted} drafted tokens kept")
-    return f"{_name(sparse)}: {'; '.join(gained)}"
+        lines.append(f"{sparse.accepted} of {sparse.drafted} drafted tokens accepted")
+    elif sparse.is_dense:
+        lines.append("nothing was sparse: no speed is compared")
+    elif min(one.new_tokens, other.new_tokens) < _TIMED:
+        lines.append(f"decode is compared from {_TIMED} new tokens on")
+    return "\n".join(lines)
+
+
+def _compared(dense: Answer, sparse: Answer) -> Iterator[tuple[str, ...]]:
+    """Rows of what the two did otherwise: name, dense, sparse, speed-up."""
+    one, other = dense.generation, sparse.generation
+    if sparse.prefill_density < 1.0 or sparse.drafted:
+        faster = one.prefill_seconds / other.prefill_seconds
+        yield "prefill", f"{one.prefill_seconds:.2f} s", f"{other.prefill_seconds:.2f} s", f"{faster:.2f}x"
+    if sparse.prefill_density < 1.0:
+        yield "attention computed in prefill", "100%", percent(sparse.prefill_density), ""
+    if min(one.new_tokens, other.new_tokens) >= _TIMED and not (sparse.is_dense and not sparse.drafted):
+        faster = (other.new_tokens - 1) / other.decode_seconds * one.decode_seconds / (one.new_tokens - 1)
+        yield "decode, tokens", dense.rate, sparse.rate, f"{faster:.2f}x"
+    if sparse.decode_share not in (None, 1.0):
+        yield "attention computed in decode", "100%", percent(sparse.decode_share), ""
+    for place in ("device", "host"):
+        before, after = (getattr(answer, f"kv_bytes_{place}") for answer in (dense, sparse))
+        if size(before) != size(after):
+            yield f"keys and values on the {place}", size(before) if before else "-", size(after) if after else "-", ""
 
 
 app = commands.app(commands.command(run))

@@ -1,4 +1,4 @@
-"""The verdict on a plan in a few lines: gains, what is lossy, its status, and the command to go on with."""
+"""The end of `plan`, `verify` and `show`: the status of a plan, each length in a row, and the next command."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import math
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from textwrap import wrap
+from typing import Any
 
+from sparsekv.cli.output import columns
 from sparsekv.planner.flags import Options
 from sparsekv.planner.options import Gate
 from sparsekv.plans.aliases import PLAN_NAME
-from sparsekv.plans.exact_gain import exact_line
-from sparsekv.plans.phases import DecodePlan, PrefillPlan
-from sparsekv.plans.schema import HURT_BY_EVICTION, NOTHING_SPARSE, Plan
-from sparsekv.plans.show import claims, over, text_of
-from sparsekv.plans.types import format_ids, format_length, share_of_points
+from sparsekv.plans.brief import LENGTH_HEADER, brief, length_rows
+from sparsekv.plans.schema import NOTHING_SPARSE, Plan
+from sparsekv.plans.show import claims
+from sparsekv.plans.types import format_length, share_of_points
 
 _LONGER = 1800  # seconds of verification to go on with, or more
+_WIDTH = 100  # columns
 _LEAST = 60  # seconds
 _LONGEST = 1_000_000  # that the option takes
 _SURE = 1.5  # times what is estimated
@@ -84,33 +86,24 @@ def _word(value: Any) -> str:
 
 
 def verdict(plan: Plan, file: str, reason: str = "", *, model: str = "", ended: Ended | None = None) -> tuple[str, ...]:
-    """A line each: what is sparse and what it is predicted to gain, where exact output pays if that is known, what is
-    dropped where something is and what that did to answers, the status with its reason, the next command.
+    """Lines of text: the status, each length, who chooses or what is evicted, right answers, what keeps the plan from
+    being verified, and the next command.
 
     Args:
         model, ended: see `next_command`.
     """
-    measured = (plan.quality.both, plan.quality.prefill, plan.quality.decode) if plan.quality else ()
-    found = next((one.agreement for one in measured if one and one.agreement), None)
+    table = columns([LENGTH_HEADER, *length_rows(plan)], right=range(len(LENGTH_HEADER))).splitlines()
+    return (f"{file}: {plan.status}", *table, *sentences(plan, file, reason, model, ended))
+
+
+def sentences(plan: Plan, file: str, reason: str = "", model: str = "", ended: Ended | None = None) -> tuple[str, ...]:
+    """The lines of `verdict` below its table."""
     evidence = plan.quality.evidence if plan.quality else None
     reason = NOTHING_SPARSE if plan.is_dense else reason or (evidence.reason or "" if evidence else "")
-    if not reason and found:
-        reason = f"{found.kl:.2g} nats from dense on {found.samples} held-out samples"
-    status = f"status: {plan.status}" + (f", {reason}" if reason else "" if plan.quality else ", never measured")
-    kept = (
-        (f"kv_cache: lossy, {_kept_share(plan)}; of a prompt: {_kept(plan)}", *hurt_lines(plan))
-        if plan.retained
-        else ()
-    )
-    exact = (line,) if (line := exact_line(plan)) else ()
-    return (
-        _gains("prefill", plan),
-        _gains("decode", plan),
-        *exact,
-        *kept,
-        status,
-        f"next: {next_command(plan, file, model, ended)}",
-    )
+    if not (reason or plan.quality):
+        reason = "its quality was not measured"
+    told = wrap(reason.split(";")[0], _WIDTH)  # all of it: `show --full`, `verify --json`
+    return (*brief(plan), *told, f"next: {next_command(plan, file, model, ended)}")
 
 
 def next_command(plan: Plan, file: str, model: str = "", ended: Ended | None = None) -> str:
@@ -149,44 +142,3 @@ def _lost_answers(plan: Plan) -> bool:
     most = share_of_points(plan.quality.evidence.gates.get("max_accuracy_drop", 0.0))
     scores = (one for measured in plan.quality.phases.values() for one in measured.tasks.items())
     return any(score.dense - score.sparse > most for task, score in scores if task != "perplexity")
-
-
-def _kept(plan: Plan) -> str:
-    """Returns what layers keep of a prompt beside its ends, rule by rule."""
-    rules = [rule for rule in plan.kv_cache or () if rule.is_lossy]
-    named = [("layer" if len(rule.layers) == 1 else "layers", rule) for rule in rules]
-    return ", ".join(f"{name} {format_ids(rule.layers)} {text_of(rule.keep)}" for name, rule in named)
-
-
-def _kept_share(plan: Plan) -> str:
-    model, rules = plan.model, plan.retained
-    length, layers = max(plan.planned_lengths, default=model.context_length), model.full_layers
-    kept = sum(rules[layer].kept_tokens(length) if layer in rules else length for layer in layers)
-    return f"{kept / (len(layers) * length):.0%} of the cache at {format_length(length)}"
-
-
-def hurt_lines(plan: Plan) -> tuple[str, ...]:
-    """Returns what evicting tokens did to answers that it hurts most, in a line; none where that was not measured."""
-    measured = plan.quality and (plan.quality.both or plan.quality.decode)
-    scores = [(task, measured.tasks.get(task)) for task in HURT_BY_EVICTION] if measured and plan.retained else []
-    told = [f"{task} {score.dense:.0%} -> {score.sparse:.0%} (of {score.samples})" for task, score in scores if score]
-    return (f"where eviction hurts: right answers, dense -> plan: {', '.join(told)}",) if told else ()
-
-
-def _gains(phase: Literal["prefill", "decode"], plan: Plan) -> str:
-    part: PrefillPlan | DecodePlan | None = getattr(plan, phase)
-    # `same_as` names another bucket of the list
-    if part is None or all(bucket.dense or getattr(bucket, "same_as", None) for bucket in part.lengths):
-        return f"{phase}: dense {over(plan) if phase == 'decode' else 'at every length'}"
-    line = f"{phase}: sparse"
-    if isinstance(part, DecodePlan):
-        chosen = f"{len(part.sparse_layers)} of {plan.model.layers} layers read what {len(part.filter_layers)} choose"
-        line = f"{phase}: {chosen}"
-    known = [(entry.length, getattr(entry, phase)) for entry in (plan.cost.lengths if plan.cost else ())]
-    sparse = [one for one in reversed(known) if one[1] is not None and not part.bucket(one[0]).dense]
-    length, found = next(iter(sparse), (0, None))
-    if found is None:
-        return line
-    gain = f"attention {found.dense_us / max(found.sparse_us, 1e-9):.2f}x as fast as dense, predicted"
-    share = f", {found.density:.3f} of the tiles" if phase == "prefill" else ""
-    return f"{line}{share}; {gain} at {format_length(length)}"

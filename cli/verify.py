@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
-from sparsekv.cli.output import emit, emit_json, quality_table, tell
+from sparsekv.cli.output import emit, emit_json, emit_verdict, quality_table, tell
 from sparsekv.cli.plan_files import check_replaceable, check_writable, outcomes_beside
 from sparsekv.cli.prompts import answered_prompts, own_prompts
-from sparsekv.cli.verdict import DRAWN_BY, GATED_BY, Ended, denser_command, hurt_lines, repeated, run_by, verdict
+from sparsekv.cli.verdict import DRAWN_BY, GATED_BY, Ended, denser_command, repeated, run_by, verdict
 from sparsekv.planner.flags import MOST, Flag, Lengths
 from sparsekv.planner.options import (
     DEFAULT_TASKS,
@@ -74,6 +74,8 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
         Flag("Beside --write: go on from what an undecided verification drew, in PLAN.outcomes; --samples counts all."),
     ] = False
 
+    full: Annotated[bool, Flag("Print tables by phase, task and gate too.")] = False
+
     def options(self, plan: Plan) -> PlanOptions:
         """Returns what to verify of a plan."""
         return PlanOptions(
@@ -126,10 +128,10 @@ def verify(flags: VerifyFlags) -> None:
 def _verify(flags: VerifyFlags, subject: Subject, found: Plan, file: Path | None = None, before: str = "") -> None:
     """Runs a plan, and writes to its file, which held `before`, where one is named."""
     if found.is_dense:
-        _tell_nothing_sparse(found, subject, flags.as_json)
+        _tell_nothing_sparse(found, subject, flags)
         return
     if flags.more and _is_decided(found):
-        _tell_decided(found, subject, flags.as_json)
+        _tell_decided(found, subject, flags)
         return
     earlier = _earlier(flags, found, file) if flags.more and file else None
     asked = flags.options(found)
@@ -173,9 +175,8 @@ def _verify(flags: VerifyFlags, subject: Subject, found: Plan, file: Path | None
     facts: dict[str, Any] = {"passed": result.passed, "verified": result.passed and result.conclusive}
     facts |= {"reasons": list(result.reasons), "quality": to_data(result.quality)}
     facts |= {"model": loaded.info.id, "plan_model": found.model.id, "differs": differs}
-    if not flags.as_json:
-        emit(quality_table(result.quality))
-    recorded, say = result.recorded(found), tell if flags.as_json else emit
+    recorded = result.recorded(found)
+    ended = None
     if result.passed:
         spent = 0.0 if flags.verify_samples else settled.verify_time
         ended = Ended(
@@ -186,9 +187,7 @@ def _verify(flags: VerifyFlags, subject: Subject, found: Plan, file: Path | None
             repeated(flags, (*DRAWN_BY, *GATED_BY)),
             writes=subject.path is not None and not (differs or _other_weights(found, loaded.info)),
         )
-        say(_verdict(recorded, subject, result.reasons, ended))
-    elif told := hurt_lines(recorded):
-        say("\n".join(told))
+    _say(recorded, subject, flags, result.reasons, ended)
     if differs:
         tell(f"measured on {loaded.info.id}; this says nothing about {found.model.id}, the model of the plan")
     if file is not None:
@@ -216,11 +215,11 @@ def _set_aside(plan: Plan, file: Path | None) -> tuple[tuple[GivenPrompt, ...], 
     return (calibrated, aside) if digest_of_prompts(aside) == plan.provenance.prompts else ((), ())
 
 
-def _tell_nothing_sparse(plan: Plan, subject: Subject, as_json: bool) -> None:
-    if as_json:
+def _tell_nothing_sparse(plan: Plan, subject: Subject, flags: VerifyFlags) -> None:
+    if flags.as_json:
         emit_json({"passed": True, "verified": False, "reasons": [NOTHING_SPARSE], "quality": None})
     else:
-        emit(_verdict(plan, subject, ()))
+        _say(plan, subject, flags)
 
 
 def _write(result: Verification, plan: Plan, file: Path, before: str, facts: dict[str, Any], writes: bool) -> None:
@@ -262,7 +261,7 @@ def _is_decided(plan: Plan) -> bool:
     return plan.status == "verified" or "missed" in outcomes or outcomes == {"met"}
 
 
-def _tell_decided(plan: Plan, subject: Subject, as_json: bool) -> None:
+def _tell_decided(plan: Plan, subject: Subject, flags: VerifyFlags) -> None:
     """Says that nothing is left to be drawn.
 
     Raises:
@@ -278,11 +277,11 @@ def _tell_decided(plan: Plan, subject: Subject, as_json: bool) -> None:
         raise GateError(f"{said}, and missed its gate in {', '.join(missed)}; go on with `{denser}`").with_facts(
             **facts
         )
-    if as_json:
+    if flags.as_json:
         emit_json(facts)
         return
     tell(said)
-    emit(_verdict(plan, subject, ()))
+    _say(plan, subject, flags)
 
 
 def _earlier(flags: VerifyFlags, plan: Plan, file: Path) -> OutcomesRecord:
@@ -316,9 +315,18 @@ def _as_before(settled: Settled, earlier: OutcomesRecord) -> Settled:
     )
 
 
-def _verdict(plan: Plan, subject: Subject, reasons: Sequence[str], ended: Ended | None = None) -> str:
-    first, *others = reasons or ("",)
-    return "\n".join((*verdict(plan, _place(plan, subject), first, model=subject.model, ended=ended), *others))
+def _say(
+    plan: Plan, subject: Subject, flags: VerifyFlags, reasons: Sequence[str] = (), ended: Ended | None = None
+) -> None:
+    """Prints the verdict, below it with --full the tables."""
+    place, reason = _place(plan, subject), "; ".join(reasons)
+    lines = verdict(plan, place, reason, model=subject.model, ended=ended)
+    if flags.as_json:
+        tell("\n".join(lines))
+        return
+    emit_verdict(lines, plan.status)
+    if flags.full and plan.quality:
+        emit(f"\n{quality_table(plan.quality)}")
 
 
 def _place(plan: Plan, subject: Subject) -> str:

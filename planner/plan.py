@@ -8,12 +8,10 @@ so that a plan always comes out.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from sparsekv.planner.allocate import TimedCandidate, allocate, timed_candidates
 from sparsekv.planner.bucket_times import time_buckets
 from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost
 from sparsekv.planner.cost.measure import measure_cost
-from sparsekv.planner.cost.predict import SURE_GAIN, predict, predicted_gain
+from sparsekv.planner.cost.predict import predict, predicted_gain
 from sparsekv.planner.cost.timed_host import Host
 from sparsekv.planner.data_files import digest_of, versions, write_measured
 from sparsekv.planner.decode_search import measure_trials, tries_decode
@@ -51,7 +49,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
 from sparsekv.plans.schema import NOTHING_SPARSE, Estimate, Plan, Prediction, Provenance, Quality, Target
-from sparsekv.plans.types import format_ids, format_length
+from sparsekv.plans.types import and_listed, format_length
 from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import has_soft_cap
@@ -126,7 +124,7 @@ def compile_plan(
         *told,
         *after_a_missed_gate(job.options, set(found.options.dense)),
         *tightened_remarks(job.options, found.options, measured),
-        *plan_remarks(found.plan, found.options, measured, found.cost, timed),
+        *plan_remarks(found.plan, found.options, measured, found.cost),
         *beside,
         *job.remarks,
     )
@@ -390,12 +388,8 @@ def loaded_from(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel
     return LoadedModel(model, tokenizer, describe_model(model))
 
 
-def plan_remarks(
-    plan: Plan, options: Settled, profile: Profile, cost: DeviceCost,
-    timed: Mapping[int, TimedCandidate] = MappingProxyType({}),
-) -> tuple[str, ...]:  # fmt: skip
-    """A line for each length whose attention was timed, and for each thing to change about a plan; `options` are those
-    it was compiled with, settled."""
+def plan_remarks(plan: Plan, options: Settled, profile: Profile, cost: DeviceCost) -> tuple[str, ...]:
+    """A line for each thing to change about a plan; `options` are those it was compiled with, settled."""
     assert plan.cost is not None, "compiled just now"
     lines: list[str] = []
     if cost.host == "vllm":
@@ -404,8 +398,7 @@ def plan_remarks(
         lines.append(f"timed in steps of {cost.chunk} tokens: serve it with {serve}")
     if plan.prefill:
         found = {entry.length: entry.prefill for entry in plan.cost.lengths if entry.prefill}
-        lines += [_timing_remark(one.timing) for one in timed.values()]
-        lines += _prefill_remarks(plan.prefill, found, options, profile, timed)
+        lines += _prefill_remarks(plan.prefill, found, options, profile)
     if plan.decode:
         steps = {entry.length: entry.decode for entry in plan.cost.lengths if entry.decode}
         lines += _decode_remarks(plan.decode, steps, options, profile)
@@ -420,47 +413,23 @@ def plan_remarks(
     return tuple(lines)
 
 
-def _timing_remark(timing: BucketTiming) -> str:
-    dense, sparse, dense_line, sparse_line = (
-        f"{us / 1e3:.3g}" for us in (timing.dense_us, timing.sparse_us, timing.dense_line_us, timing.sparse_line_us)
-    )
-    return (
-        f"prefill attention at {format_length(timing.length)}, layers {format_ids(timing.layers)}: dense {dense} ms "
-        f"({dense_line} predicted), sparse {sparse} ms ({sparse_line} predicted), {timing.gain:.2f}x"
-    )
-
-
 def _prefill_remarks(
-    prefill: PrefillPlan, found: dict[int, Estimate], options: Settled, profile: Profile,
-    timed: Mapping[int, TimedCandidate],
-) -> Iterator[str]:  # fmt: skip
+    prefill: PrefillPlan, found: dict[int, Estimate], options: Settled, profile: Profile
+) -> Iterator[str]:
     entries = [entry for entry in profile.lengths if entry.layers]
     dense = [entry.length for entry in entries if prefill.bucket(entry.length).dense]
-    lost = [length for length in dense if length not in options.dense_at("prefill")]
-    if predicted := [length for length in lost if length not in timed]:
-        yield (
-            f"prefill at {_listed(predicted)} runs dense, predicted to be faster; plan longer --lengths or "
-            "--no-crossover"
-        )
-    for length in (length for length in lost if length in timed):
-        yield (
-            f"prefill at {format_length(length)} runs dense: by what was timed, all layers gain "
-            f"{math.floor(1e3 * timed[length].gain) / 1e3}x, less than {SURE_GAIN:.4g}x, where each run comes to that; "
-            "plan longer --lengths or --no-crossover"
-        )
+    if slower := [length for length in dense if length not in options.dense_at("prefill")]:
+        yield f"prefill at {_listed(slower)}: dense is faster here"
     speedup = options.target_speedup
     targets: Sequence[float] = options.target_density or [entry.densities[-1] for entry in entries]
-    for entry, target in zip(entries, targets if speedup is None else [math.inf] * len(entries), strict=True):
-        if entry.length in dense or entry.length not in found:
-            continue
-        at, estimate = format_length(entry.length), found[entry.length]
-        if options.crossover and estimate.density > target * (1.0 + ROUNDING):
-            yield (
-                f"prefill at {at} computes {estimate.density:.3f} of the tiles, not {target:g}: some heads are "
-                "predicted to be faster dense; --no-crossover makes them sparse"
-            )
-        if speedup is not None and (gain := predicted_gain(estimate)) < speedup:
-            yield f"prefill at {at} gains {gain:.2f}x, not {speedup:g}x: the sparsest that was profiled"
+    sparse = [pair for pair in zip(entries, targets, strict=speedup is None) if pair[0].length in found]
+    sparse = [pair for pair in sparse if pair[0].length not in dense]
+    gains = {entry.length: predicted_gain(found[entry.length]) for entry, _ in sparse}
+    if speedup is not None and (less := [length for length, gain in gains.items() if gain < speedup]):
+        yield f"prefill at {_listed(less)} gains less than {speedup:g}x: the sparsest that was profiled"
+    above = [one.length for one, target in sparse if found[one.length].density > target * (1.0 + ROUNDING)]
+    if options.crossover and speedup is None and above:
+        yield f"prefill at {_listed(above)} computes more than asked: some heads are faster dense"
 
 
 def _decode_remarks(
@@ -469,11 +438,7 @@ def _decode_remarks(
     lengths = [entry.length for entry in profile.lengths if entry.reuse]
     missed = options.dense_at("decode")
     if dense := [length for length in lengths if decode.bucket(length).dense and length not in missed]:
-        bound = "--decode-loss" if options.decode_loss is not None else "--decode-kl"
-        yield (
-            f"decode at {_listed(dense)} runs dense: nothing within {bound} is predicted to be faster; raise it or "
-            "--decode-budget, or --no-crossover"
-        )
+        yield f"decode at {_listed(dense)}: no choice within the bound on its loss is faster than dense here"
     if options.offload and decode.offload is None and decode.sparse_layers:
         yield "nothing is offloaded: every sparse layer chooses for itself, and so reads all keys in each step"
     slower = [length for length, step in steps.items() if step.sparse_us > step.dense_us]
@@ -482,4 +447,4 @@ def _decode_remarks(
 
 
 def _listed(lengths: Sequence[int]) -> str:
-    return ", ".join(map(format_length, lengths))
+    return and_listed(map(format_length, lengths))

@@ -13,6 +13,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sparsekv.plans.brief import percent
+from sparsekv.plans.exact_gain import exact_line
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern
 from sparsekv.plans.phases import (
@@ -87,7 +89,7 @@ def span(values: Sequence[Any]) -> str:
         return f"{len(distinct)} different"
     ordered = sorted(distinct, key=_size)
     low, high = text_of(ordered[0]), text_of(ordered[-1])
-    return low if low == high else f"{low} to {high}"
+    return low if low == high else f"{low.removesuffix(' tokens') if high.endswith(' tokens') else low} to {high}"
 
 
 def _size(value: Any) -> tuple[int, Any]:
@@ -100,7 +102,7 @@ def text_of(value: Any) -> str:
     """A parameter as people read it: fractions in percent."""
     if isinstance(value, Budget):
         most = f", at most {value.at_most}" if isinstance(value, DecodeBudget) and value.at_most is not None else ""
-        return str(value.tokens) if value.tokens is not None else f"{100 * (value.fraction or 0):.4g}%{most}"
+        return f"{value.tokens} tokens" if value.tokens is not None else f"{100 * (value.fraction or 0):.4g}%{most}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -140,17 +142,61 @@ def _prefill_facts(bucket: PrefillBucket, model: ModelInfo) -> dict[str, Any]:
 
 
 def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
-    """Returns what `sparsekv show` prints, one thing after the other; `full` lists every head pattern of large
-    layers."""
-    parts: list[RenderableType] = [_facts(plan)]
-    parts += _prefill(plan.prefill, plan.model, full) if plan.prefill else [Text("\nPrefill: dense at every length")]
-    parts += _decode(plan.decode, plan.model) if plan.decode else [Text(f"\nDecode: dense {over(plan)}")]
-    parts += [_cache(plan.kv_cache)] if plan.kv_cache else []
-    parts += _quality(plan.quality) if plan.quality else [Text("\nQuality: not measured")]
-    parts += [_cost(plan.cost)] if plan.cost else []
+    """The model and what its layers compute, one thing after the other: at the longest planned lengths in a few lines,
+    or with `full` every head at every length, the measured quality and the predicted cost."""
+    parts: list[RenderableType] = [_facts(plan, full)]
+    if full:
+        parts += _prefill(plan.prefill, plan.model) if plan.prefill else [Text("\nPrefill: dense at every length")]
+        parts += _decode(plan.decode, plan.model) if plan.decode else [Text(f"\nDecode: dense {over(plan)}")]
+        parts += [_cache(plan.kv_cache)] if plan.kv_cache else []
+        parts += _quality(plan.quality) if plan.quality else [Text("\nQuality: not measured")]
+        parts += [_cost(plan.cost)] if plan.cost else []
+        parts += [Text(line)] if (line := exact_line(plan)) else []
+    else:
+        lines = (*_longest_prefill(plan), *_longest_decode(plan), *_rules(plan))
+        parts += [Text("\n".join(("", *lines)))] if lines else []
     if refused := unsupported(plan):
         parts.append(Text("\n  ".join(("\nThis version cannot run this plan:", *refused))))
     return parts
+
+
+def _longest_prefill(plan: Plan) -> Iterator[str]:
+    """The patterns of all heads at the longest sparse length, a line a family."""
+    sparse = [one for one in titled(plan.prefill.lengths) if one[1].heads] if plan.prefill else []
+    if not sparse:
+        return
+    reached, bucket = sparse[-1]
+    families: dict[str, list[Pattern]] = {}
+    for layer in plan.model.full_layers:
+        for pattern in bucket.patterns(layer, plan.model.group_of(layer).heads):
+            families.setdefault(pattern.pattern, []).append(pattern)
+    yield f"prefill at {reached} tokens:"
+    for name, patterns in families.items():
+        yield f"  {len(patterns)} x {name} {parameters(patterns)}".rstrip()
+
+
+def _longest_decode(plan: Plan) -> Iterator[str]:
+    """The segments at the longest sparse length: layers and tokens by filter layer."""
+    sparse = [one for one in titled(plan.decode.lengths) if one[1].segments] if plan.decode else []
+    if not sparse or plan.decode is None:
+        return
+    reached, bucket = sparse[-1]
+    segments = bucket.segments
+    filters, layers = (format_ids(ids) for ids in (plan.decode.filter_layers, plan.decode.sparse_layers))
+    budget = span([Budget(tokens=one.budget.tokens, fraction=one.budget.fraction) for one in segments])
+    ends = f"the first {span([one.sink for one in segments])} and last {span([one.recent for one in segments])}"
+    yield f"decode at {reached} tokens: layers {layers} read {budget}, chosen by {filters}, and {ends}"
+    if plan.decode.offload:
+        yield f"  layers {format_ids(plan.decode.offload.layers)} may have their keys and values in host memory"
+
+
+def _rules(plan: Plan) -> Iterator[str]:
+    """The layers that evict tokens, and how many tokens of a prompt they keep."""
+    rules = [rule for rule in plan.kv_cache or () if rule.is_lossy]
+    if rules:
+        layers = format_ids(layer for rule in rules for layer in rule.layers)
+        ends = span([(rule.sink or 0) + (rule.recent or 0) for rule in rules])
+        yield f"KV cache eviction: layers {layers} keep {span([rule.keep for rule in rules])} and {ends} at the ends"
 
 
 def over(plan: Plan) -> str:
@@ -173,23 +219,26 @@ def _named(part: Part, *names: str) -> list[str]:
     return [f"{name} {text_of(value)}" for name, value in values if value is not None]
 
 
-def _facts(plan: Plan) -> Table:
+def _facts(plan: Plan, full: bool) -> Table:
     table = Table.grid(padding=(0, 2))
-    for name, value in header(plan):
+    for name, value in header(plan, full):
         table.add_row(Text(name, style="bold"), Text(value))
     return table
 
 
-def header(plan: Plan) -> list[tuple[str, str]]:
-    """Returns which plan it is: names and values; a value without a name goes on from the one before it."""
+def header(plan: Plan, full: bool = True) -> list[tuple[str, str]]:
+    """Names and values that identify a plan; a value without a name goes on from the one before it. Without `full` two
+    kinds of layers and one target at most, and not the versions that made it."""
     model = plan.model
+    kinds, targets = (model.attention, plan.targets) if full else (model.attention[:2], plan.targets[:1])
     rows = [
         ("Model", model.id + (f" @ {model.revision}" if model.revision else "")),
-        ("Status", plan.status),
         ("Architecture", f"{model.model_type}, {model.layers} layers, context {format_length(model.context_length)}"),
-        *(("", _shape(group)) for group in model.attention),
-        *(("Target", _target(target)) for target in plan.targets),
+        *(("", _shape(group)) for group in kinds),
+        *(("Target", _target(target)) for target in targets),
     ]
+    if not full:
+        return rows
     made = [f"{name} {version}" for name, version in plan.provenance.versions.items()]
     made += _named(plan.provenance, "preset", "seed", "source")
     mix = ", ".join(f"{count} x {task}" for task, count in plan.provenance.mix.items())
@@ -209,14 +258,14 @@ def _shape(group: AttentionGroup) -> str:
     return f"layers {format_ids(group.layers)}: {group.kind}{window}, {shape}"
 
 
-def _prefill(prefill: PrefillPlan, model: ModelInfo, full: bool) -> Iterator[RenderableType]:
+def _prefill(prefill: PrefillPlan, model: ModelInfo) -> Iterator[RenderableType]:
     yield Text(f"\nPrefill, tiles of {prefill.tile.query} x {prefill.tile.key}; lengths are past + chunk", style="bold")
     for reached, bucket in titled(prefill.lengths):
         title = reached + (", extrapolated" if bucket.extrapolated else "")
         if bucket.heads:
             rows = (
                 (format_ids(layers) if row is group[0] else "", format_ids(row.heads), row.kind, row.parameters)
-                for layers, group in layer_rows(bucket, model, full)
+                for layers, group in layer_rows(bucket, model, full=True)
                 for row in group
             )
             yield _table(title, "Layers  Heads  Pattern  Parameters", rows)
@@ -234,7 +283,7 @@ def _decode(decode: DecodePlan, model: ModelInfo) -> Iterator[RenderableType]:
         yield Text(f"{title}: dense") if bucket.dense else _segments(title, bucket, model)
     if decode.offload:
         layers, hot = format_ids(decode.offload.layers), text_of(decode.offload.hot)
-        yield Text(f"offloaded to host memory: layers {layers}, {hot} rows hot on the device")
+        yield Text(f"offloaded to host memory: layers {layers}, hot set of {hot} on the device")
 
 
 def _segments(title: str, bucket: DecodeBucket, model: ModelInfo) -> Table:
@@ -264,22 +313,10 @@ def score_row(task: str, score: Score) -> tuple[str, str, str, str]:
     return task, f"{score.dense:.4g}", f"{score.sparse:.4g}", interval
 
 
-def share_or_density(phase: str) -> str:
-    """Returns what tables call the `density` of a phase in the file: of decode it is a share of tokens, of others a
-    density of tiles."""
-    return "share" if phase == "decode" else "density"
-
-
-def density_and_share(phase: str, computed: str) -> tuple[str, str]:
-    """Returns the `density` of a phase in a row with a column for either."""
-    return ("", computed) if phase == "decode" else (computed, "")
-
-
 def _quality(quality: Quality) -> Iterator[RenderableType]:
     rows: list[Sequence[str]] = []
     for phase, measured in quality.phases.items():
-        computed = f"{share_or_density(phase)} {text_of(measured.density)}"
-        facts = ", ".join((computed, *_named(measured, "output_error", "kl", "chunk")))
+        facts = ", ".join((f"computed {percent(measured.density)}", *_named(measured, "output_error", "kl", "chunk")))
         rows.append((phase, facts, "", "", "", "", ", ".join(map(format_length, measured.lengths))))
         rows += [("", *score_row(*task), str(task[1].samples)) for task in measured.tasks.items()]
     names = "  ".join(("Phase", *SCORE_HEADER, "Samples", "Measured at"))
@@ -291,6 +328,8 @@ def _quality(quality: Quality) -> Iterator[RenderableType]:
         yield Text(CLAIM_CAPTION)
     if quality.evidence and quality.evidence.excludes:
         yield Text(f"verified excludes, {quality.evidence.excludes}")
+    if quality.evidence and quality.evidence.reason:
+        yield Text(f"not verified: {quality.evidence.reason}")
 
 
 AGREEMENT_HEADER = ("Phase", "Over", "Samples", "Divergence, nats", "Top-1 token", "Exact text")
@@ -374,12 +413,12 @@ def _cost(cost: Cost) -> Table:
             _milliseconds(found.dense_us),
             _milliseconds(found.sparse_us),
             f"{found.dense_us / found.sparse_us:.2f}x" if found.sparse_us else "",
-            *density_and_share(phase, f"{found.density:.3g}"),
+            percent(found.density),
         )
         for entry in cost.lengths
         for phase, found in (("prefill", entry.prefill), ("decode", entry.decode))
         if found is not None
     ]
     title = f"\nPredicted time of attention alone on {cost.device}, {cost.backend}"
-    numbers = "Length  Dense  Sparse  Speedup  Density  Share"
-    return _table(title, "Length  Phase  Dense  Sparse  Speedup  Density  Share", rows, numbers)
+    names = "Length  Phase  Dense  Sparse  Speedup  Computed"
+    return _table(title, names, rows, names.replace("  Phase", ""))

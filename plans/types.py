@@ -98,6 +98,12 @@ def format_ids(ids: Iterable[int]) -> str:
     return ",".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
 
 
+def and_listed(values: Iterable[object]) -> str:
+    """The text of a list for people: "1, 4 and 7"."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def _check_once(ids: Sequence[int]) -> None:
     if len(set(ids)) < len(ids):
         raise ValueError(f"expected each id once, found {next(one for one in sorted(ids) if ids.count(one) > 1)} twice")

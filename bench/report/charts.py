@@ -113,14 +113,8 @@ def reads_map(data: str, layers: int, titles: Sequence[str]) -> dict[str, Any]:
     return styled(chart.properties(width=_side(layers, _WIDEST_HEAD), height=24 * len(titles)))
 
 
-def time_chart(
-    data: str, title: str, lengths: Sequence[int], range_ms: tuple[float, float], computed: str
-) -> dict[str, Any]:
-    """Predicted milliseconds over length, dense and sparse; dense is the wider line and shows where both are one.
-
-    Args:
-        computed: what the field `density` is called.
-    """
+def time_chart(data: str, title: str, lengths: Sequence[int], range_ms: tuple[float, float]) -> dict[str, Any]:
+    """Predicted milliseconds over length, dense and sparse; dense is the wider line and shows where both are one."""
     modes = ["dense", "sparse"]
     chart = (
         alt.Chart(alt.NamedData(name=data), title=title)
@@ -145,7 +139,7 @@ def time_chart(
                 alt.Tooltip("length:Q", format=","),
                 alt.Tooltip("mode:N"),
                 alt.Tooltip("ms:Q", format=",.4"),
-                alt.Tooltip("density:Q", title=computed, format=".3"),
+                alt.Tooltip("density:Q", title="computed", format=".3"),
                 alt.Tooltip("speedup:Q", format=".3"),
             ],
         )

@@ -13,7 +13,7 @@ from sparsekv.plans.model import AttentionGroup
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
 from sparsekv.plans.schema import Plan, Quality, to_data
-from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows, layer_rows, share_or_density, text_of, titled
+from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows, layer_rows, text_of, titled
 from sparsekv.plans.types import format_ids, format_length
 
 if TYPE_CHECKING:
@@ -399,7 +399,7 @@ def quality_table(quality: Quality) -> list[list[str]]:
     for phase, measured in ((phase, to_data(one)) for phase, one in quality.phases.items()):
         at = ", ".join(map(format_length, measured["lengths"]))
         values = {key: value for key, value in measured.items() if key not in _ELSEWHERE}
-        values = {share_or_density(phase) if name == "density" else name: value for name, value in values.items()}
+        values = {"computed" if name == "density" else name: value for name, value in values.items()}
         for name, value in (*values.items(), *measured.get("tasks", {}).items()):
             rows.append([phase, at, *_quality_cells(name, value)])
     return rows

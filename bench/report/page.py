@@ -25,7 +25,7 @@ from sparsekv.bench.curve_file import CurvePoint
 from sparsekv.bench.report import charts, facts
 from sparsekv.bench.report.sketch import Sketch
 from sparsekv.plans.schema import Plan, unsupported
-from sparsekv.plans.show import header, share_or_density
+from sparsekv.plans.show import header
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def report(
     curve: Sequence[CurvePoint] = (),
     suite: SuiteTable | None = None,
 ) -> str:
-    """The page of a plan with its verdict, lines of `name: text`, and with the damages and the similarity of its
+    """The page of a plan with its verdict, a line each, and with the damages and the similarity of its
     profile, with measured curves and with the results of a suite where given."""
     drawings = _Drawings()
     first = (_costs(plan, drawings), _quality(plan, drawings), _suite(suite, drawings) if suite else None)
@@ -95,7 +95,7 @@ def report(
         model=plan.model.id,
         status=plan.status,
         verdict=[line.partition(": ")[::2] for line in verdict],
-        header=[row for row in header(plan) if row[0] != "Status"],
+        header=header(plan),
         refused=unsupported(plan),
         sections=sections,
         data=_json(data),
@@ -203,7 +203,7 @@ def _times(plan: Plan, drawings: _Drawings) -> Iterator[Block]:
         if len(lengths) > 1:
             times = [row.ms for row in rows if row.ms > 0] or [1.0]
             data = drawings.data(f"{phase}-times", facts.PhaseTime, rows)
-            chart = charts.time_chart(data, title, lengths, (min(times), max(times)), share_or_density(phase))
+            chart = charts.time_chart(data, title, lengths, (min(times), max(times)))
             yield Block(charts=(drawings.add(f"{phase}-time", chart),))
         elif rows:
             yield Block(title, table=facts.time_table(rows))

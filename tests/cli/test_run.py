@@ -60,7 +60,7 @@ def test_a_plan_anywhere_runs_on_the_model_that_is_named(sparsekv, folder, tmp_p
     shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("sparsekv.yaml"))
     done = sparsekv("run", "--plan", tmp_path / "plan.yaml", "--model", bare, "--prompt", PROMPT, *FEW)
     assert done.code == 0, done.err
-    assert "density 0." in done.err
+    assert "of attention computed" in done.err
     expected = sparsekv("run", folder, "--prompt", PROMPT, "--json", *FEW).data
     assert done.out == expected["text"] + "\n"
 
@@ -180,27 +180,30 @@ def test_compare_shows_both_and_where_they_part(sparsekv, folder):
     assert data["dense"]["prefill_density"] == 1
     assert data["dense"]["kv_bytes_host"] == 0
     text = sparsekv("run", folder, "--prompt", PROMPT, "--compare", *FEW).out
-    assert "prefill density" in text
-    assert "x as fast as dense" in text.splitlines()[-1]
+    assert "speed-up" in text
+    assert " 0 B" not in text
 
 
 def test_a_comparison_tells_what_was_sparse_and_what_became_of_drafts():
     from sparsekv.cli.chat import Answer
-    from sparsekv.cli.run import _gain
+    from sparsekv.cli.run import _comparison_text
     from sparsekv.runtime.hf.generate import Generation
 
-    def answer(tokens: int, prefill: float, decode: float, density: float = 1.0, **others: int) -> Answer:
-        return Answer(Generation("", tuple(range(tokens)), 900, prefill, decode), density, 0, 0, **others)
+    def told(tokens: int, prefill: float, decode: float, density: float = 1.0, **others: int) -> list[list[str]]:
+        sparse = Answer(Generation("", tuple(range(tokens)), 900, prefill, decode), density, 7, 0, **others)
+        return [line.split("  ") for line in _comparison_text(dense, sparse).splitlines()]
 
-    dense = answer(64, 2.0, 6.3)
-    assert _gain(dense, answer(64, 1.0, 3.15, 0.25)) == (
-        "sparse: prefill 2.00x as fast as dense, at a density of 0.25; decode 2.00x as fast as dense"
-    )
-    assert _gain(dense, answer(64, 1.9, 9.0, drafted=40, accepted=30)) == (
-        "exact: decode 0.70x as fast as dense; 30 of 40 drafted tokens kept"
-    )
-    assert _gain(dense, answer(8, 1.0, 0.1, 0.5)).endswith("; decode is compared from 32 new tokens on")
-    assert _gain(dense, answer(64, 1.0, 3.0)) == "nothing was sparse: no speed is compared"
+    dense = Answer(Generation("", tuple(range(64)), 900, 2.0, 6.3), 1.0, 7, 0)
+    names = ("prefill", "attention computed in prefill", "decode, tokens", "keys and values on the device")
+    rows = {row[0]: row[-1].strip() for row in told(64, 1.0, 3.15, 0.25) if row[0] in names}
+    assert rows == {"prefill": "2.00x", "attention computed in prefill": "25%", "decode, tokens": "2.00x"}
+    drafted = told(64, 1.9, 9.0, drafted=40, accepted=30)
+    assert {row[0]: row[-1].strip() for row in drafted if row[0] in names} == {
+        "prefill": "1.05x", "decode, tokens": "0.70x",
+    }  # fmt: skip
+    assert drafted[-1] == ["30 of 40 drafted tokens accepted"]
+    assert told(8, 1.0, 0.1, 0.5)[-1] == ["decode is compared from 32 new tokens on"]
+    assert told(64, 1.0, 3.0)[-1] == ["nothing was sparse: no speed is compared"]
 
 
 def test_compare_says_which_side_runs_and_how_many_tokens_it_has(folder):

@@ -58,20 +58,18 @@ def test_a_plan_that_keeps_to_what_was_asked_for_needs_no_remark(profile: Profil
 
 
 @pytest.mark.parametrize(
-    ("profile", "cost", "options", "flags"),
+    ("profile", "cost", "options", "stays"),
     [
-        (profile_with(), SLOW_TILES, PREFILL, ("--lengths", "--no-crossover")),
-        (decode_profile(np.ones((3, 3))), SLOW_CHOICE, DECODE, ("--decode-kl", "--decode-budget", "--no-crossover")),
-        (decode_profile(np.ones((3, 3)) / 2), FREE, DECODE.but(decode_loss=0.01), ("--decode-loss",)),
+        (profile_with(), SLOW_TILES, PREFILL, False),
+        (decode_profile(np.ones((3, 3))), SLOW_CHOICE, DECODE, False),
+        (decode_profile(np.ones((3, 3)) / 2), FREE, DECODE.but(decode_loss=0.01), True),
     ],
     ids=["prefill", "decode that is slower", "decode that loses too much"],
 )
-def test_a_phase_that_runs_dense_is_told_with_the_options_that_change_it(profile, cost, options, flags) -> None:
+def test_a_length_that_is_dense_because_dense_is_faster_is_told_in_a_line(profile, cost, options, stays) -> None:
     (line,) = remarks(profile, cost, options)
     assert "8k" in line
-    assert [flag for flag in flags if flag not in line] == []
-    sparse = options.but(crossover=False)  # what loses too much stays dense all the same
-    assert len(remarks(profile, cost, sparse)) == int("--decode-loss" in flags)
+    assert len(remarks(profile, cost, options.but(crossover=False))) == stays  # what loses too much stays dense
     assert remarks(profile, cost, options.but(dense={phase: (8192,) for phase in options.phases})) == ()
 
 
@@ -81,8 +79,7 @@ def test_the_density_that_dense_layers_make_is_told_beside_the_target() -> None:
     plan = compile_once(profile.model, options, profile, cost)
     (line,) = plan_remarks(plan, options, profile, cost)
     assert plan.cost.lengths[0].prefill.density > 0.3
-    assert f"{plan.cost.lengths[0].prefill.density:.3f}" in line
-    assert "0.25" in line
+    assert "8k computes more" in line
     assert remarks(profile, cost, options.but(crossover=False)) == ()
 
 
@@ -93,8 +90,7 @@ def test_lengths_that_miss_the_target_speedup_are_told(crossover: bool) -> None:
     profile = made_up_profile(*lengths, model=made_up_model(context=8192))
     asked = options_for(target_speedup=3.0, crossover=crossover, phases=("prefill",))
     (line,) = remarks(profile, FREE, asked)
-    assert "4k" in line
-    assert "2.00x" in line
+    assert "4k gains less than 3x" in line
 
 
 OFFLOAD = DECODE.but(offload=True)
