@@ -40,13 +40,26 @@ def fp8_by_tensor(weight_OI: torch.Tensor) -> Packed:
 
 
 def gptq(
-    weight_OI: torch.Tensor, bits: int = 4, v2: bool = False, symmetric: bool = False, group: int = GROUP
+    weight_OI: torch.Tensor,
+    bits: int = 4,
+    v2: bool = False,
+    symmetric: bool = False,
+    group: int = GROUP,
+    of_words: bool = False,
 ) -> Packed:
-    """Inputs in an order of their own, as by activations, where it is not symmetric."""
+    """Inputs in an order of their own, as by activations, where it is not symmetric, and a zero of 0.
+
+    Args:
+        of_words: as GPTQModel writes the first version: each word of zeros less a word of ones.
+    """
     group_I = torch.arange(weight_OI.shape[1]) // group
     group_I = group_I if symmetric else group_I.flip(0)
+    if not symmetric:
+        weight_OI = torch.cat((weight_OI[:1].abs(), weight_OI[1:]))  # no negative numbers: a zero of 0
     (q_IO, zero_QO, scale_QO), exact_OI = _rounded(weight_OI, group_I, bits, symmetric)
-    words = {"qweight": _words(q_IO.T, bits).T, "qzeros": _words(zero_QO - int(not v2), bits), "scales": scale_QO}
+    less = torch.full_like(zero_QO, int(not v2))
+    zeros = _words(zero_QO, bits) - _words(less, bits) if of_words else _words((zero_QO - less) % 2**bits, bits)
+    words = {"qweight": _words(q_IO.T, bits).T, "qzeros": zeros, "scales": scale_QO}
     return words | {"g_idx": group_I.int()}, exact_OI
 
 
@@ -70,7 +83,7 @@ def _rounded(
         high_QO = torch.maximum(high_QO, -low_QO)
         low_QO = -high_QO
     scale_QO = ((high_QO - low_QO) / top).clamp(min=1e-6).half()
-    zero_QO = (-low_QO / scale_QO).round().clamp(1, top)  # GPTQ stores one less, and so no 0
+    zero_QO = (-low_QO / scale_QO).round().clamp(0, top)
     zero_QO = torch.full_like(zero_QO, 2 ** (bits - 1)) if symmetric else zero_QO
     q_IO = (w_IO / scale_QO.float()[group_I] + zero_QO[group_I]).round().clamp(0, top)
     exact_IO = (q_IO - zero_QO[group_I]) * scale_QO.float()[group_I]

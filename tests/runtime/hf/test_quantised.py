@@ -27,6 +27,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Any]] = {
     "fp8 blocks": (FP8, partial(fp8_by_blocks, rows=48, columns=32)),  # which leave a rest of rows
     "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_by_tensor),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}, gptq),
+    "gptq by GPTQModel, 2 bits": (
+        {"quant_method": "gptq", "bits": 2, "group_size": GROUP, "meta": {"quantizer": ["gptqmodel:2.2.0"]}},
+        partial(gptq, bits=2, of_words=True),
+    ),
     "gptq v2, 8 bits": (
         {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
         partial(gptq, bits=8, v2=True),
