@@ -114,11 +114,11 @@ class LongInputs:
         with ExitStack() as undo:
             for layer in decoder.layers[: decoder.config.num_hidden_layers]:
                 if is_cut := self._can_cut(layer):
-                    undo.enter_context(_forward_of(layer, partial(rows.layer, layer, spare)))
+                    undo.enter_context(replaced(layer, "forward", partial(rows.layer, layer, spare)))
                 spare = is_cut
             norm = getattr(decoder, self._architecture.last_norm)
             if self._is_own(norm) and not is_touched(norm):
-                undo.enter_context(_forward_of(norm, partial(rows.norm, norm, spare)))
+                undo.enter_context(replaced(norm, "forward", partial(rows.norm, norm, spare)))
             return attached.run_own(under_way, inputs)
 
     def _can_cut(self, layer: nn.Module) -> bool:
@@ -134,13 +134,15 @@ class LongInputs:
 
 
 @contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside it, the module has another forward."""
-    vars(module)["forward"] = forward
+def replaced(module: nn.Module, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Inside it, the module has another method of this name."""
+    former = {name: vars(module)[name]} if name in vars(module) else {}
+    vars(module)[name] = method
     try:
         yield
     finally:
-        del vars(module)["forward"]
+        del vars(module)[name]
+        vars(module).update(former)
 
 
 @dataclass(frozen=True, slots=True)

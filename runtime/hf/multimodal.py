@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.hf.cache import named
 from sparsekv.runtime.hf.describe import decoder_of
+from sparsekv.runtime.hf.long_inputs import replaced
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 # What a multimodal forward takes beside the inputs of its decoder, and that is no picture: the last one is a setting.
@@ -68,12 +70,21 @@ class TextInputs:
             before = self._given
             given = {name: inputs.get(name) for name in _DECODER_INPUTS}
             self._given = given | {"position_ids": _on_one_axis(given["position_ids"])}
+            embed = partial(self._embed, self.module.get_input_embeddings())
             try:
-                return forward(**{name: value for name, value in inputs.items() if name not in _TYPES})
+                with replaced(self.module, "get_input_embeddings", lambda: embed):
+                    return forward(**{name: value for name, value in inputs.items() if name not in _TYPES})
             finally:
                 self._given = before
 
         return of_text
+
+    def _embed(self, embedding: nn.Module, ids_BS: torch.Tensor) -> torch.Tensor:
+        """Embeds ids for `module`, which has others in place of those of pictures: the decoder is given them too."""
+        if self._given["input_ids"] is not None:
+            self._given["input_ids"] = ids_BS
+        embedded_BSE: torch.Tensor = embedding(ids_BS)
+        return embedded_BSE
 
     def of_decoder(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs of the decoder, called by `module` or by itself."""

@@ -21,9 +21,15 @@ KINDS: dict[
     str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
 ] = {  # of a multimodal model: the model type of the decoder inside, what is special to it, and the tower
     "gemma3": ("gemma3_text", {}, _TOWER, {"image_token_id": 120, "mm_tokens_per_image": 4}),
-    "gemma4": ("gemma4_text", _SHARED, _GEMMA4, {"image_token_id": 120}),
+    "gemma4": (
+        "gemma4_text",
+        _SHARED,
+        _GEMMA4,
+        {"image_token_id": 120, "video_token_id": 121, "audio_token_id": 122},
+    ),
     "mistral3": ("ministral3", {}, _TOWER | {"model_type": "pixtral"}, {"image_token_index": 120}),
     "qwen3_5": ("qwen3_5_text", {}, _QWEN, _IDS),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}, _QWEN, _IDS),
     "qwen3_vl": ("qwen3_vl_text", {"rope_parameters": _AXES}, _QWEN, _IDS),
 }
 

@@ -49,10 +49,11 @@ def test_logits_are_those_of_the_cpu(model, captured, plan):
     torch.testing.assert_close(found, expected(model, plan_for(model, None, plan), prompt, new), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "qwen3_vl"])
 def test_the_decoder_inside_a_multimodal_model_is_captured(captured, kind):
     whole = multimodal_model(config=multimodal_config(kind, layers=2, head_dim=16, heads=2, kv_heads=1))
     prompt, new, plan = random_tokens(1, 60), random_tokens(1, 2, 1), plan_for(whole, None, SPARSE)
+    new[0, 1] = whole.config.image_token_id  # in whose place gemma4 has another id
     with apply(whole, plan, backend="triton") as handle:
         found, _ = steps(whole, prompt, new)
         assert (handle.steps.replayed, handle.steps.why_not) == (2, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from shutil import copytree
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import AShape, Dense, VerticalSlash, fraction, tokens
+from sparsekv.runtime.architecture import MODALITIES
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_config, load_model
@@ -29,7 +31,7 @@ SPARSE = (
     VerticalSlash(vertical=tokens(9), slash=tokens(9), last_q=8, max_tiles=fraction(1.0)),
 )
 FULL = (AShape(sink=tokens(1), window=fraction(1.0)), Dense())
-QWEN = ("qwen3_5", "qwen3_vl")
+QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
 
 
 class Pair(NamedTuple):
@@ -97,7 +99,7 @@ def test_a_plan_of_the_decoder_does_the_same_on_the_whole_model(pair: Pair) -> N
 
 def test_a_plan_that_covers_everything_gives_the_tokens_of_the_unmodified_whole_model(pair: Pair) -> None:
     whole, prompt = pair.whole, random_tokens(2, 40)
-    if pair.kind != "qwen3_5":  # whose rows have to be of one length
+    if not pair.kind.startswith("qwen3_5"):  # whose rows have to be of one length
         prompt[1, :9] = 0
     ask = {"attention_mask": (prompt != 0).long(), "max_new_tokens": 4, "do_sample": False}
     dense = whole.generate(prompt, **ask)
@@ -107,6 +109,43 @@ def test_a_plan_that_covers_everything_gives_the_tokens_of_the_unmodified_whole_
         kinds = {"token_type_ids": torch.zeros_like(prompt)} if pair.kind == "gemma3" else {}
         assert torch.equal(whole.generate(prompt, **ask, **kinds), dense)
     assert torch.equal(whole.generate(prompt, **ask), dense)
+
+
+SPECIAL = [
+    (kind, name, None) for kind in MODALITIES for name in KINDS[kind][3] if re.search("_token_(id|index)$", name)
+]
+SPECIAL += [(kind, name, 128) for kind, name, _ in SPECIAL if kind.startswith("gemma")]  # beyond the vocabulary
+
+
+@pytest.mark.parametrize(("kind", "name", "number"), SPECIAL)
+def test_ids_that_stand_for_pictures_are_in_text_what_the_unmodified_model_has_in_their_place(kind, name, number):
+    config, prompt = multimodal_config(kind), random_tokens(1, 66) % 119
+    setattr(config, name, number or getattr(config, name))
+    whole, special = multimodal_model(config=config), getattr(config, name)
+    prompt[0, [20, 55, 64]] = special
+    pieces = prompt.split([50, 13, 1, 1, 1], 1)
+    given = [[{"input_ids": piece} for piece in pieces]]
+    if number is None:
+        given.append([{"inputs_embeds": whole.get_input_embeddings()(piece)} for piece in pieces])
+    dense = [outputs(whole, calls) for calls in given]
+    plans = (plan_for(whole), plan_for(whole, every_head(whole, *FULL), decode_plan(segment(1, (2,), EVERYTHING))))
+    for plan in plans:
+        with apply(whole, plan, chunking=CUT):
+            torch.testing.assert_close([outputs(whole, calls) for calls in given], dense)
+    ask = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    if number is None:
+        ask["sequence_bias"] = [[[int(dense[0][0, -1].argmax()), special], 1e4]]
+    answer = whole.generate(prompt, **ask)
+    assert number or answer[0, 67] == special
+    is_exact = not kind.startswith("qwen3_5")  # which has recurrent states
+    with apply(whole, sparse_plan(whole) if is_exact else plans[1], exact=is_exact):
+        assert torch.equal(whole.generate(prompt, **ask), answer)
+
+
+def outputs(model, given) -> torch.Tensor:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        return torch.cat([model(**inputs, past_key_values=cache).logits for inputs in given], 1)
 
 
 BESIDE = {
