@@ -131,8 +131,7 @@ def job_of(
     settled = settle(asked, loaded.info.context_length, device.type)
     _check(loaded.info, settled, own, cost)
     held_out = HeldOut.of(loaded.tokenizer, calibrated, aside, settled) if aside else None
-    # Retention is tried out on prompts of its own, also behind a profile.
-    if verifies or (settled.retain is not None and not settled.prompts) or not (own or settled.prompts):
+    if verifies or not settled.prompts:  # behind a profile, too: retention is tried out, and buckets timed, on prompts
         settled = with_tasks(loaded, settled, own.tasks if own else (), progress)
     kit = prepare(loaded.tokenizer, Split.EVALUATION) if verifies else None
     if kit is not None:
