@@ -65,9 +65,10 @@ _COLOURS = {"verified": "green", "unverified": "yellow", "imported": "yellow"}
 
 
 def emit_verdict(lines: Sequence[str], status: str) -> None:
-    """Writes lines of `verdict` as data; a terminal shows the status, at the end of the first one, in its colour."""
+    """Writes lines of `verdict` as data; a terminal shows the status in the first one in its colour."""
     first, *others = map(escaped, lines)
-    typer.echo(first.removesuffix(status) + typer.style(status, fg=_COLOURS[status], bold=True))
+    place, told, more = first.rpartition(status)
+    typer.echo(place + typer.style(told, fg=_COLOURS[status], bold=True) + more)
     typer.echo("\n".join(others))
 
 

@@ -161,7 +161,7 @@ def _tell(result: PlanResult, flags: PlanFlags, seconds: float, verify_time: flo
     else:
         place = f"{out}, written in {seconds:.0f} s"
         lines = verdict(plan, str(out), reason, model=flags.model, ended=ended)
-        emit_verdict((f"{place}: {plan.status}", *lines[1:]), plan.status)
+        emit_verdict((f"{place}: {plan.status_text}", *lines[1:]), plan.status)
     facts = _facts(result, out, seconds)
     if flags.require_verified and is_unproven:
         further = f"go on with `{next_command(plan, str(out), flags.model, ended)}`"

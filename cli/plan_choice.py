@@ -49,7 +49,7 @@ class Candidate:
     def told(self) -> str:
         """The plan in a line."""
         lengths = ", ".join(map(format_length, self.plan.planned_lengths)) or "no lengths named"
-        return f"{self.path} ({self.plan.status}, {', '.join(self.devices) or 'no device named'}, {lengths})"
+        return f"{self.path} ({self.plan.status_text}, {', '.join(self.devices) or 'no device named'}, {lengths})"
 
 
 def holds_plans(place: Path) -> bool:

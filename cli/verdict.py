@@ -93,7 +93,7 @@ def verdict(plan: Plan, file: str, reason: str = "", *, model: str = "", ended: 
         model, ended: see `next_command`.
     """
     table = columns([LENGTH_HEADER, *length_rows(plan)], right=range(len(LENGTH_HEADER))).splitlines()
-    return (f"{file}: {plan.status}", *table, *sentences(plan, file, reason, model, ended))
+    return (f"{file}: {plan.status_text}", *table, *sentences(plan, file, reason, model, ended))
 
 
 def sentences(plan: Plan, file: str, reason: str = "", model: str = "", ended: Ended | None = None) -> tuple[str, ...]:

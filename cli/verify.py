@@ -240,7 +240,7 @@ def _write(result: Verification, plan: Plan, file: Path, before: str, facts: dic
         raise
     if result.outcomes is None:
         keep_outcomes(None, beside)
-    tell(f"{file}: written as {recorded.status}")
+    tell(f"{file}: written as {recorded.status_text}")
 
 
 def _keeping(file: Path) -> Callable[[OutcomesRecord], None]:

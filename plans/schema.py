@@ -26,6 +26,7 @@ from sparsekv.plans.types import (
     Real,
     Share,
     Text,
+    format_length,
     in_order,
 )
 
@@ -206,6 +207,13 @@ class Quality(Part):
         found = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
         return {phase: one for phase, one in found.items() if one is not None}
 
+    @property
+    def chunk(self) -> int | None:
+        """Returns most tokens of a prompt that sparse prefill was measured with at once; None where prompts ran
+        whole."""
+        measured = self.both or self.prefill
+        return measured.chunk if measured else None
+
 
 class Estimate(Part):
     """Attention of the whole model: dense and sparse, in microseconds, and the share of tiles or tokens computed."""
@@ -299,6 +307,12 @@ class Plan(Part):
         return self
 
     @property
+    def status_text(self) -> str:
+        """Returns the status in words: with the cut of prompts that it is proven for, where prompts were cut."""
+        chunk = self.quality.chunk if self.quality and self.status == "verified" else None
+        return self.status if chunk is None else f"{self.status} for prompts {cut_text(chunk)}"
+
+    @property
     def retained(self) -> dict[int, Retention]:
         """The rule of each layer that evicts tokens of a prompt."""
         return {layer: rule for rule in self.kv_cache or () if rule.is_lossy for layer in rule.layers}
@@ -329,6 +343,11 @@ class Plan(Part):
 
 
 SCHEMA_VERSION: int = Plan.model_fields["schema_version"].default
+
+
+def cut_text(chunk: int | None) -> str:
+    """Returns how prompts run that are cut into chunks of so many tokens, or not."""
+    return "whole" if chunk is None else f"in chunks of {format_length(chunk)}"
 
 
 def to_data(part: BaseModel) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from sparsekv.plans.errors import PlanWarning, UnsupportedError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import HostName, Plan, check_model, unsupported
+from sparsekv.plans.schema import HostName, Plan, check_model, cut_text, unsupported
 from sparsekv.runtime.settings import threads_spin
 
 
@@ -74,6 +74,27 @@ def check_target(
             "for this, in seconds with --profile FILE where --profile-out saved one",
             PlanWarning,
             stacklevel=3,
+        )
+
+
+def check_cut(plan: Plan, chunk: int | None, tokens: int) -> None:
+    """Warns (`PlanWarning`), of each cut once, where a plan was verified on prompts that were cut in another way.
+
+    Args:
+        chunk: most tokens of a prompt that run at once here; None is all of it.
+        tokens: of the prompt, or of the longest.
+    """
+    if plan.status != "verified" or plan.quality is None or plan.prefill is None:
+        return
+    length = min(tokens, max(max(measured.lengths) for measured in plan.quality.phases.values()))
+    known, here = (cut if cut and cut < length else None for cut in (plan.quality.chunk, chunk))
+    if known != here and not plan.prefill.bucket(length).dense:
+        again = "" if here is None else f" --prefill-chunk {here}"
+        warnings.warn(
+            f"this plan was verified with prompts {cut_text(known)}, and here they run {cut_text(here)}: nothing is "
+            f"proven of that; `sparsekv verify --plan PLAN --write{again}` does",
+            PlanWarning,
+            stacklevel=1,  # one place for all callers, so that nobody is told twice
         )
 
 

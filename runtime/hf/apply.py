@@ -34,7 +34,7 @@ from sparsekv.runtime.hf.placement import OffloadMode, layouts_of, warn_of_host_
 from sparsekv.runtime.hf.plan_engine import PlanEngine
 from sparsekv.runtime.hf.prompt_ends import check_evicting, check_handed_over
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
-from sparsekv.runtime.plan_checks import check_plan, check_target, warn_of_spinning
+from sparsekv.runtime.plan_checks import check_cut, check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.page_pool import page_bytes
 from sparsekv.runtime.stores.pinned import HostMemory
@@ -159,6 +159,7 @@ class Handle:
         check_owner_open(self._engine)
         at_most = tokens if at_most is None else at_most
         check_sizes(answer, tokens=tokens, batch=batch, chunk=tokens if chunk is None else chunk, at_most=at_most)
+        self._engine.check_cut(chunk, tokens - answer)
         request, available = Request(tokens - answer, answer, batch, chunk), self._available()
         largest = replace(request, prompt=max(tokens, at_most) - answer)
         placement = self._memory.place(largest, available)
@@ -352,7 +353,8 @@ def apply(
     if exact:
         check_exact(program, model)
     paging = Paging.of(model, sizes)
-    engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, paging, memory, exact=bool(exact))
+    cut = partial(check_cut, plan.model_copy(update={"prefill": phases[0]}))
+    engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, paging, cut, memory, exact=bool(exact))
     return Handle(model, engine, choice, sizes)
 
 

@@ -38,7 +38,6 @@ from sparsekv.runtime.hf.cache import (
 )
 from sparsekv.runtime.hf.cache_inputs import check_one_piece, needs_position_ids, positions_after
 from sparsekv.runtime.hf.describe import attention_modules, check_shared_keys, config_of, decoder_of
-from sparsekv.runtime.hf.fixed_rows import FixedRows
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
 from sparsekv.runtime.hf.multimodal import TextInputs
 from sparsekv.runtime.hf.prompt_ends import prompt_end
@@ -221,7 +220,7 @@ class Attached:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if not self._is_on:
                 return generate(*args, **kwargs)
-            check_generate(self.model.generation_config, args, kwargs, self._engine.fixed_rows)
+            check_generate(self.model.generation_config, args, kwargs, self._engine)
             if self._text is not None:
                 self._text.check(kwargs)
             before, end = self._prompt, prompt_end(args, kwargs)
@@ -457,10 +456,8 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 }
 
 
-def check_generate(
-    defaults: GenerationConfig, args: tuple[Any, ...], kwargs: dict[str, Any], coming: FixedRows
-) -> None:
-    """Refuses the ways of generating that a sparse cache cannot follow, before anything runs.
+def check_generate(defaults: GenerationConfig, args: tuple[Any, ...], kwargs: dict[str, Any], engine: Engine) -> None:
+    """Refuses the ways of generating that a sparse cache cannot follow, before anything runs; see also `check_cut`.
 
     Raises:
         UnsupportedError: the arguments of `generate`, or the model's defaults, ask for drafts, for a cache of another
@@ -474,8 +471,12 @@ def check_generate(
                 f"{what} cannot be right with a sparsekv plan applied yet (found {name}={_brief(found)}); "
                 f"{instead}, or close the handle first"
             )
+    cache = named(kwargs).get(CACHE_NAME)
+    past = cache.get_seq_length() if isinstance(cache, Cache) else 0
+    if not past:  # else it may be the last piece of a prompt, or a turn
+        engine.check_cut(_setting("prefill_chunk_size", kwargs, config, defaults), prompt_end(args, kwargs))
     if (beams := _setting("num_beams", kwargs, config, defaults) or 1) > 1:
-        fixed = fixed_rows_of(named(kwargs).get(CACHE_NAME), coming)
+        fixed = fixed_rows_of(cache, engine.fixed_rows)
         fixed.refuse("num_beams=1", f"num_beams={beams}", "generate with one beam")
 
 

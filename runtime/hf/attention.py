@@ -250,6 +250,9 @@ class Engine(CacheOwner, Protocol):
     def step_phase(self) -> Phase:
         """Returns what a pass of one token behind a past is."""
 
+    def check_cut(self, chunk: int | None, tokens: int) -> None:
+        """Warns where a prompt of so many tokens is to run in chunks of another size than was verified, or whole."""
+
     def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
         """Starts a pass at which the rows have these lengths, the new tokens included."""
 
@@ -282,6 +285,9 @@ class DenseEngine:
     def executors(self) -> Sequence[Executor]:
         """None."""
         return ()
+
+    def check_cut(self, chunk: int | None, tokens: int) -> None:
+        """Any will do."""
 
     def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
         """Nothing to start."""

@@ -44,6 +44,7 @@ class PlanEngine:
         placement: the layers whose keys and values live in host memory; of caches to come, so that it may change.
         chunking: how long inputs are cut.
         paging: the layers in virtual memory.
+        check_cut: told before a prompt runs: most tokens at once, and of how many.
         memory: where blocks of host memory come from; its own when None.
         exact: the program's steps are drafts, and what they draft is checked.
     """
@@ -58,6 +59,7 @@ class PlanEngine:
         placement: Placement,
         chunking: Chunking,
         paging: Paging,
+        check_cut: Callable[[int | None, int], None],
         memory: HostMemory | None = None,
         exact: bool = False,
     ) -> None:
@@ -81,6 +83,7 @@ class PlanEngine:
         self.memory = HostMemory() if memory is None else memory
         self._owns_memory = memory is None
         self.paging = paging
+        self.check_cut = check_cut
 
     def new_store(self, layer: int) -> WholeStore:
         """Host memory for the layers that are placed there, else the device."""

@@ -30,7 +30,7 @@ from sparsekv.runtime.core.roles import Evicting, Recurrent
 from sparsekv.runtime.core.state import Gather, Observed
 from sparsekv.runtime.hub import model_folder
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name, has_soft_cap
-from sparsekv.runtime.plan_checks import check_plan, check_target
+from sparsekv.runtime.plan_checks import check_cut, check_plan, check_target
 from sparsekv.runtime.quantised_files import files_fingerprint
 from sparsekv.runtime.vllm.counters import Counters
 from sparsekv.runtime.vllm.decode_step import DecodeHost
@@ -278,6 +278,7 @@ def start_host(
     )
     here = (device_name(model.device), choice.name, dtype_name(model.dtype))
     check_target(plan, *here, "vllm", model.step, float8=facts.kv_cache_dtype.startswith("fp8"))
+    check_cut(plan, model.step, model.longest)
     _announce(plan, path)
     scratch = Scratch(model.longest, group.kv_heads * group.head_dim, model.dtype, model.device)
     program = Program.of(plan.prefill, plan.decode, found, model.rank, plan.retained)

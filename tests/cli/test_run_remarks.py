@@ -8,7 +8,7 @@ from tiny_models import tiny_model
 
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.phases import PrefillBucket
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.schema import Measurement, Plan, Quality
 
 PROMPT = "What is the number? " * 40
 FEW = ("--max-new-tokens", 6)
@@ -96,3 +96,13 @@ def test_the_first_turn_that_is_longer_than_the_plan_was_made_for_is_told(sparse
     assert done.code == 0, done.err
     assert done.err.count("longer than the plan was made for (128)") == 1
     assert "this prompt, 157 tokens, is longer" in done.err
+
+
+@pytest.mark.parametrize(("flags", "told"), [((), 1), (("--prefill-chunk", 256), 0), (("--prefill-chunk", 128), 1)])
+def test_a_run_with_another_cut_than_the_plan_was_verified_with_says_so_once(sparsekv, folder, tmp_path, flags, told):
+    quality = Quality(both=Measurement(lengths=(1024,), density=0.5, chunk=256))
+    plan = load_plan(folder / "sparsekv.yaml").model_copy(update={"status": "verified", "quality": quality})
+    write_plan(plan, tmp_path / "plan.yaml")
+    done = sparsekv("run", folder, "--plan", tmp_path / "plan.yaml", "--prompt", PROMPT, *FEW, *flags)
+    assert done.code == 0, done.err
+    assert done.err.count("chunks of 256") == told

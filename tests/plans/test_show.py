@@ -166,6 +166,16 @@ def test_more_time_is_advised_only_where_more_prompts_may_decide(
     assert next_command(plan, "a.yaml", "./m", ended) == command
 
 
+@pytest.mark.parametrize(("phase", "said"), [("prefill", " for prompts in chunks of 2k"), ("decode", "")])
+def test_a_status_says_for_which_cut_of_prompts_sparse_prefill_is_verified(phase: str, said: str) -> None:
+    quality = Quality(**{phase: Measurement(lengths=(4096,), density=0.5, chunk=2048)})
+    plan = small_plan().model_copy(update={"status": "verified", "quality": quality})
+    assert any(re.fullmatch(rf"Status +verified{said}", line.rstrip()) for line in shown(plan))
+    assert any(line.removeprefix("status: ").split(",")[0] == f"verified{said}" for line in verdict(plan, "a.yaml"))
+    unverified = plan.model_copy(update={"status": "unverified"})
+    assert "chunks" not in next(line for line in verdict(unverified, "a.yaml") if line.startswith("status: "))
+
+
 def test_what_dropping_does_to_answers_has_a_line_of_its_own_in_the_verdict() -> None:
     scores = {name: Score(dense=1.0, sparse=0.25, samples=8) for name in ("second_question", "quote_text")}
     measured = Measurement(lengths=(4096,), density=0.5, tasks=scores)

@@ -19,7 +19,7 @@ from sparsekv.plans.files import write_plan
 from sparsekv.plans.model import Fingerprint
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import Offload
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.schema import Measurement, Plan, Quality
 from sparsekv.runtime.quantised_files import files_fingerprint
 from sparsekv.runtime.vllm.engine_facts import EngineFacts
 from sparsekv.runtime.vllm.engine_options import EngineOptions
@@ -130,6 +130,19 @@ def test_of_a_quantised_hub_model_that_is_not_downloaded_yet_the_name_decides(
         warnings.simplefilter("always")
         start_host(tmp_path / "sparsekv.yaml", EngineOptions(), facts, engine)
     assert len(caught) == told
+
+
+@pytest.mark.parametrize(("step", "told"), [(512, False), (256, True), (2048, True)])
+def test_steps_of_another_size_than_the_chunks_that_were_verified_are_told(
+    model: Any, plan: Plan, tmp_path: Path, step: int, told: bool
+) -> None:
+    quality = Quality(prefill=Measurement(lengths=(1024,), density=0.5, chunk=512))
+    write_plan(plan.model_copy(update={"status": "verified", "quality": quality}), tmp_path / "sparsekv.yaml")
+    engine = EngineModel(str(tmp_path), None, model.config, torch.float32, CPU, longest=4096, step=step, rows=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start_host(tmp_path / "sparsekv.yaml", EngineOptions(), FACTS, engine)
+    assert any("chunks of 512" in str(warning.message) for warning in caught) == told
 
 
 def test_a_plan_that_is_dense_everywhere_says_that_it_changes_nothing(model: Any, plan: Plan, tmp_path: Path) -> None:
