@@ -70,6 +70,7 @@ from sparsekv.planner.evaluation.suite_file import (
     continued_from,
 )
 from sparsekv.planner.profile.profile_data import Profile
+from sparsekv.planner.profile.resume import only_run
 from sparsekv.planner.tasks import Kit, Sample, Split, make_sample, matches, prepare, ruler_suite
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.plans.files import content_digest, load_plan
@@ -384,6 +385,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         whole = merged([(path, read_quality(path)) for path in args.merge])
         write_quality(whole.untimed() if args.untimed else whole, args.out)
         return 0
+    with only_run(args.out, "wait for its end, or choose another --out"):
+        return _run(args, argv)
+
+
+def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     began = time.monotonic()
     inputs, asked = _inputs(args)
     found, earlier = _begun(inputs, asked, args), time.monotonic()

@@ -22,7 +22,7 @@ from sparsekv.cli.benched import (
 )
 from sparsekv.cli.eval_suite import digest_of
 from sparsekv.cli.output import tell
-from sparsekv.cli.plan_files import check_replaceable, check_writable
+from sparsekv.cli.plan_files import check_writable, only_writer
 from sparsekv.planner.flags import MOST, Flag, Names, OneShare
 from sparsekv.planner.options import Device, Precision, Tasks
 from sparsekv.planner.progress import BarProgress
@@ -99,8 +99,12 @@ def peers(flags: PeersFlags) -> None:
     algorithms on our kernels; with --originals also by their authors' code. Time is that of one layer, on planted
     structure; divergence and RULER are those of MODEL. FlashAttention-2 is the one that torch ships.
     """
+    with only_writer(flags.out, "-o", "peers"):
+        _peers(flags)
+
+
+def _peers(flags: PeersFlags) -> None:
     deadline = time.monotonic() + flags.max_seconds if flags.max_seconds else float("inf")
-    check_replaceable(flags.out, "-o", "peers")
     if flags.picture is not None:
         check_writable(flags.picture)
     named, machine = (

@@ -12,7 +12,7 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import Subject, settings_of
 from sparsekv.cli.eval_suite import OF_SUITE, MeasureFlags, PhaseName, all_dense, measure_suite
 from sparsekv.cli.output import agreement_table, columns, emit, emit_json, tell
-from sparsekv.cli.plan_files import check_replaceable
+from sparsekv.cli.plan_files import only_writer
 from sparsekv.cli.prompts import answered_prompts
 from sparsekv.planner.flags import Flag, Names, Options, Shares, each_once, text, words
 from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Phase, check_lengths
@@ -116,10 +116,12 @@ def evaluate(flags: EvalFlags) -> None:
         raise UsageError(f"expected a plan beside {flags.flag_of(unread)}, found none; name one with --plan FILE")
     subject = subject.checked(flags, () if flags.prompts_file else flags.lengths)
     if flags.suite is not None:
-        measure_suite(subject, flags)
+        with only_writer(flags.out, "-o", "suite"):
+            measure_suite(subject, flags)
         return
     if flags.curve is not None:
-        measure_curve(subject, flags)
+        with only_writer(flags.curve, "--curve", "curve"):
+            measure_curve(subject, flags)
         return
     backend = settings_of(flags).backend
     prompts = answered_prompts(flags.prompts_file) if flags.prompts_file else ()
@@ -209,7 +211,6 @@ def measure_curve(subject: Subject, flags: EvalFlags) -> None:
     """Measures, writes the file after each length, and prints a table."""
     assert flags.curve is not None
     out = flags.curve
-    check_replaceable(out, "--curve", "curve")
     from sparsekv.bench.curve_file import write_curve
     from sparsekv.bench.curve_methods import BUDGETS, CurveInputs, check_profiled, chosen_methods
     from sparsekv.bench.curves import measure_curves

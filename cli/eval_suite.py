@@ -11,7 +11,6 @@ from pydantic import Field
 
 from sparsekv.cli.arguments import Output, Subject, Subjects, plan_file, settings_of
 from sparsekv.cli.output import columns, emit, emit_json, tell
-from sparsekv.cli.plan_files import check_replaceable
 from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Options
 from sparsekv.planner.options import Drawn, Hardware, check_lengths
 from sparsekv.plans.errors import UsageError
@@ -89,8 +88,6 @@ def all_dense(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> str | Non
 def measure_suite(subject: Subject, flags: MeasureFlags) -> None:
     """Runs what the file does not hold yet, and prints the tables."""
     plans = _plans(subject, flags)
-    if flags.out is not None:
-        check_replaceable(flags.out, "-o", "suite")
     from sparsekv.planner.evaluation import PlanMode
     from sparsekv.planner.evaluation.suite import SuiteSamples, run_suite
     from sparsekv.planner.evaluation.suite_file import write_suite

@@ -188,6 +188,24 @@ def check_replaceable(path: Path, flag: str, kind: str) -> None:
         )
 
 
+@contextmanager
+def only_writer(path: Path | None, flag: str, kind: str) -> Iterator[None]:
+    """Keeps other runs from a file that is read, and written again and again; None is no file.
+
+    Raises:
+        UsageError: see `check_replaceable`.
+        ConflictError: another run writes to it.
+    """
+    if path is None:
+        yield
+        return
+    check_replaceable(path, flag, kind)
+    from sparsekv.planner.profile.resume import only_run
+
+    with only_run(path, f"wait for its end, or choose another {flag}"):
+        yield
+
+
 def tells_plan(path: Path) -> bool:
     """Returns whether a file says that it is a plan, sound or not; False of one that cannot be read."""
     try:

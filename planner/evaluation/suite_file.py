@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from sparsekv.planner.data_files import first_fault
 from sparsekv.planner.evaluation.results import Interval, score_interval
 from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.files import read_text, write_bytes
-from sparsekv.plans.types import Digest, Length, Natural, Part, Portion, Positive, Text, WeightsDigest
+from sparsekv.plans.types import Digest, FieldError, Length, Natural, Part, Portion, Positive, Text, WeightsDigest
 
 MAX_BYTES = 64 << 20
 Metric = Literal["recall", "exact"]
@@ -103,6 +103,14 @@ class SuiteResult(Part):
     devices: tuple[Text, ...]
     versions: dict[Text, Text]
     cells: tuple[SuiteCell, ...] = Field(default=())
+
+    @model_validator(mode="after")
+    def _cells_have_all_samples(self) -> Self:
+        samples = self.settings.samples
+        for cell in self.cells:
+            if {len(cell.recall), len(cell.exact)} != {samples}:
+                raise FieldError(f"expected {samples} scores of each kind in {'/'.join(map(str, cell.key))}", "cells")
+        return self
 
     @property
     def by_key(self) -> dict[Key, SuiteCell]:

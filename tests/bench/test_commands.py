@@ -9,6 +9,7 @@ from tiny_models import tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.bench.curve_file import read_curve
+from sparsekv.planner.profile.resume import only_run
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
@@ -237,6 +238,19 @@ def test_no_other_file_is_replaced_and_options_of_a_curve_need_one(sparsekv, fol
     done = sparsekv("eval", folder, "--methods", "quest")
     assert done.code == 2
     assert "--curve" in done.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("eval", "--suite", "ruler", "-o"), ("eval", "--curve"), ("bench", "peers", "-o")],
+    ids=["suite", "curve", "peers"],
+)
+def test_a_second_run_into_one_file_is_refused_before_it_measures(sparsekv, folder, tmp_path, command):
+    out = tmp_path / "results.json"
+    with only_run(out):
+        done = sparsekv(*command, out, folder, "--lengths", "1k")
+    assert (done.code, done.out, out.exists()) == (1, "", False)
+    assert f"{out}, found one that is under way" in done.err
 
 
 def test_the_headline_is_the_rows_of_kernels_prefill_decode_and_drafts(sparsekv, folder, monkeypatch):

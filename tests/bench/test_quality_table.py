@@ -32,9 +32,10 @@ from sparsekv.bench.quality_table import Table, main
 from sparsekv.planner.evaluation.suite import SuiteSamples
 from sparsekv.planner.evaluation.suite_file import SuiteModel, SuiteResult, SuiteSettings
 from sparsekv.planner.profile.profile_data import LengthProfile
+from sparsekv.planner.profile.resume import only_run
 from sparsekv.planner.tasks import ruler_suite
 from sparsekv.plans.aliases import ModelSource
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import ConflictError, UsageError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import VerticalSlash, tokens
 from sparsekv.runtime.hf.load import LoadedModel, load_model
@@ -169,6 +170,8 @@ def test_the_command_writes_a_file_that_it_goes_on_with_and_prints(
     assert capsys.readouterr().out in printed
     with pytest.raises(UsageError, match="samples 1 there, 2 here"):
         main([*command, "--samples", "2"])
+    with only_run(tmp_path / "q.json"), pytest.raises(ConflictError, match="under way"):
+        main(command)
 
 
 def test_parts_that_ran_other_tasks_beside_each_other_make_the_whole_table(

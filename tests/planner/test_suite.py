@@ -190,6 +190,13 @@ def test_a_file_of_something_else_is_refused(tmp_path, content) -> None:
         read_suite(tmp_path / "a.json")
 
 
+@pytest.mark.parametrize("scores", [(), (1.0,), (1.0, 1.0, 0.0)])
+def test_a_cell_with_other_than_the_samples_of_its_file_is_refused_by_name(tmp_path, scores) -> None:
+    write_suite(result_of().with_cells([cell("dense", recall=scores)]), tmp_path / "a.json")
+    with pytest.raises(PlanError, match="dense/vt/1024"):
+        read_suite(tmp_path / "a.json")
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
