@@ -45,7 +45,7 @@ SUMMARIES = {
     "validate": "Check plan files: schema, consistency, integrity.",
     "verify": "Compare a plan with dense on held-out prompts, by its gate.",
     "seal": "Sign an edited plan again.",
-    "publish": "Put a plan and a section of the card beside its model.",
+    "publish": "Put a plan beside its model; print a section for its card.",
     "eval": "Measure a model on the tasks, dense and by its plan.",
     "import": "Make a plan of another tool's settings.",
     "export": "Write a plan for another tool.",

@@ -1,12 +1,9 @@
-"""`sparsekv publish`: a plan beside its model, with a section of the model card. Uploads nothing."""
+"""`sparsekv publish`: a plan beside its model, in a folder or on the hub, and a section for the model card."""
 
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
-from difflib import unified_diff
 from pathlib import Path
 from typing import Annotated
 
@@ -15,34 +12,26 @@ import typer
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Json, PlanPlace, found_source, plan_file
 from sparsekv.cli.output import emit, emit_json, tell
-from sparsekv.cli.plan_files import check_replaceable, check_writable
+from sparsekv.cli.plan_files import check_replaceable
 from sparsekv.plans.aliases import PLAN_NAME, ModelSource, is_hub_id, resolve_model
+from sparsekv.plans.brief import eviction_losses, kept_share
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.files import as_text, load_plan, read_bytes, write_bytes
-from sparsekv.plans.schema import Plan, check_model
+from sparsekv.plans.files import MAX_BYTES, load_plan, read_bytes, write_bytes
+from sparsekv.plans.markdown import cell
+from sparsekv.plans.schema import Estimate, Plan, check_model
+from sparsekv.plans.show import target_text
+from sparsekv.plans.types import format_length
 
-CARD = "README.md"
-_MOST = 8 << 20  # bytes of a card
 _UNKNOWN = "YOUR_NAME/YOUR_MODEL"
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A file as it is and as it is to be; `before` is None where there is none."""
-
-    path: Path
-    before: bytes | None
-    after: bytes
-
-    @property
-    def changes(self) -> bool:
-        return self.before != self.after
-
-    def diff(self) -> Iterator[str]:
-        """The change, as lines that `patch` reads."""
-        old, new = ((data or b"").decode(errors="replace").splitlines() for data in (self.before, self.after))
-        source = os.devnull if self.before is None else str(self.path)
-        yield from unified_diff(old, new, source, str(self.path), lineterm="")
+_PASTE = """\
+paste the section into the model card (README.md), name in it the address that you cloned sparsekv from, and tag the \
+card `sparsekv`, by which plans are found"""
+_RUNNING = """\
+```sh
+git clone THIS_REPOSITORY sparsekv && pip install ./sparsekv    # there is no release on a package index yet
+sparsekv run {repository} --prompt-file book.txt --compare    # dense and sparse, side by side
+vllm serve {repository}    # in an environment with sparsekv and vLLM
+```"""
 
 
 def publish(
@@ -50,55 +39,57 @@ def publish(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="The model's folder, or its hub id.", show_default=False)
     ],
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FOLDER", help="Where both files go; by default the model's folder."),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing; print what would change.")] = False,
+    create_pr: Annotated[
+        bool, typer.Option("--create-pr", help="Open a pull request on the hub, where the model is not yours.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write and upload nothing; print the section.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Put a plan beside its model, and a section with its device, quality and use into the model card.
+    """Copy a plan into its model's folder, or upload it to its hub repository, as sparsekv.yaml.
 
-    Uploads nothing: the command that does is printed. Again changes nothing; of README.md only what is between the
-    section's markers, and the tags of the metadata. Of a hub id the config and the card are fetched.
+    Prints a section to paste into the model card: use, device, quality, gain. No card is read or written.
     """
     path = plan_file(plan)
     found = load_plan(path)
     source = found_source(resolve_model(model))
-    folder = _folder(model, source, out)
+    beside = _path_in(model, source)
+    if create_pr and beside is not None:
+        raise UsageError(f"expected a hub id beside --create-pr, found the folder {beside.parent}; leave one out")
     _check_fits(found, source)
-    repository = _repository(found, source)
-    files = (_plan_in(folder, path), _card_in(folder, source, found, repository))
-    changed = [file for file in files if file.changes]
-    if not dry_run:
-        for file in changed:
-            write_bytes(file.path, file.after)
-    _report(files, changed, _upload(repository, folder), dry_run, as_json)
+    data = read_bytes(path, MAX_BYTES)
+    to, is_new = source.path_or_id, not dry_run
+    if beside is not None:
+        to, is_new = str(beside), is_new and not (beside.exists() and read_bytes(beside, MAX_BYTES) == data)
+        if is_new:
+            write_bytes(beside, data)
+    elif is_new:
+        from sparsekv.runtime.hub import upload_plan
+
+        to = upload_plan(source, data, create_pr)
+    told = "\n".join(section(found, source))
+    if as_json:
+        emit_json({"to": to, "written": is_new, "section": told})
+        return
+    emit(told)
+    tell(f"{to}: {'written' if is_new else 'nothing was written' if dry_run else 'as it was'}; {_PASTE}")
 
 
-def _folder(model: str, source: ModelSource, out: Path | None) -> Path:
-    """The folder that both files go to.
+def _path_in(model: str, source: ModelSource) -> Path | None:
+    """The plan's path in a folder of the user's; None of a hub id.
 
     Raises:
-        UsageError: it is not there, or is none of the user's.
+        UsageError: the folder is not the user's, or what is there is no plan.
     """
-    is_own = source.is_local and os.path.exists(os.path.expanduser(model))
-    if out is None and not is_own:
+    if not source.is_local:
+        return None
+    path = Path(source.place) / PLAN_NAME
+    if not os.path.exists(os.path.expanduser(model)) or path.is_symlink():
         raise UsageError(
-            f"expected --out FOLDER beside {model}, which is no folder of yours, found none; name one for both files"
+            f"expected a folder of yours to copy the plan into, found {path}, which is sparsekv's own or a link, as in "
+            "the hub's cache; copy the model first, and name its copy"
         )
-    folder = Path(source.place) if out is None else out
-    if not folder.is_dir():
-        raise UsageError(f"expected a folder for {PLAN_NAME} and {CARD}, found no {folder}; make it first")
-    for path in (folder / PLAN_NAME, folder / CARD):
-        if path.is_symlink():
-            raise UsageError(
-                f"expected a file to write, found the link {path}, as in the hub's cache; name a folder of yours with "
-                "--out"
-            )
-        check_writable(path)
-    check_replaceable(folder / PLAN_NAME, "the plan", "plan")
-    return folder
+    check_replaceable(path, "the plan", "plan")
+    return path
 
 
 def _check_fits(plan: Plan, source: ModelSource) -> None:
@@ -113,57 +104,81 @@ def _check_fits(plan: Plan, source: ModelSource) -> None:
     check_model(plan, describe_config(load_config(source), source.path_or_id))
 
 
-def _repository(plan: Plan, source: ModelSource) -> str:
-    """The hub id that readers are told: the model's, or that of the plan's model, of which the folder is a copy."""
+# --- the section ------------------------------------------------------------------------------------------------------
+
+
+def section(plan: Plan, source: ModelSource) -> Iterator[str]:
+    """The section for a model card, in parts of Markdown.
+
+    Args:
+        plan: the plan.
+        source: the model; of a folder the plan's own name of it is told.
+    """
     named = plan.model.id if source.is_local else source.path_or_id
-    return named if is_hub_id(named) else _UNKNOWN
+    lengths = ", ".join(map(format_length, plan.planned_lengths))
+    devices = "; ".join(map(target_text, plan.targets))
+    yield "## Sparse attention plan\n"
+    yield (
+        f"[`{PLAN_NAME}`]({PLAN_NAME}) is a plan for sparsekv: what each attention head of {cell(named)} computes of a "
+        "long prompt, and which tokens a decode step reads."
+        + (f" Planned for prompts of {lengths}." if lengths else "")
+        + (f" Measured on {cell(devices)}." if devices else "")
+    )
+    yield "\n" + "\n".join(f"- {line}" for line in _facts(plan)) + "\n"
+    yield _RUNNING.format(repository=named if is_hub_id(named) else _UNKNOWN)
 
 
-def _plan_in(folder: Path, plan: Path) -> _File:
-    return _File(folder / PLAN_NAME, _bytes_of(folder / PLAN_NAME), read_bytes(plan, _MOST))
-
-
-def _card_in(folder: Path, source: ModelSource, plan: Plan, repository: str) -> _File:
-    """The card in the folder goes on from what is there, else from that of the model."""
-    from sparsekv.cli.model_card import with_plan
-
-    path = folder / CARD
-    before = _bytes_of(path)
-    card = _own_card(source) if before is None else before
-    return _File(path, before, with_plan(as_text(card, str(path), _MOST, UsageError), plan, repository).encode())
-
-
-def _own_card(source: ModelSource) -> bytes:
-    """The card of a model; empty where it has none."""
-    if source.is_local:
-        return _bytes_of(Path(source.place, CARD)) or b""
-    from sparsekv.runtime.hub import download_card
-
-    card = download_card(source)
-    return b"" if card is None else read_bytes(card, _MOST)
-
-
-def _bytes_of(path: Path) -> bytes | None:
-    return read_bytes(path, _MOST) if path.exists() else None
-
-
-def _upload(repository: str, folder: Path) -> str:
-    """The command with which a user puts both files on the hub."""
-    return f"hf upload {repository} {shlex.quote(str(folder))} . --include {PLAN_NAME} --include {CARD}"
-
-
-def _report(files: tuple[_File, ...], changed: list[_File], upload: str, dry_run: bool, as_json: bool) -> None:
-    diff = "\n".join(line for file in changed for line in file.diff())
-    if as_json:
-        facts = {"files": [{"path": str(file.path), "changed": file.changes} for file in files], "upload": upload}
-        emit_json({"written": bool(changed) and not dry_run, **facts} | ({"diff": diff} if dry_run else {}))
+def _facts(plan: Plan) -> Iterator[str]:
+    """A sentence each: quality, status, gain, and what evicting tokens loses."""
+    if plan.is_dense:
+        yield "**It does not pay**: nothing in it is sparse, and the model runs as without it."
         return
-    if dry_run and diff:
-        emit(diff)
-    for file in files if not dry_run or not changed else ():
-        emit(f"{file.path}: {'written' if file.changes else 'as it was'}")
-    tell("nothing was written" if dry_run else "nothing was uploaded; with --create-pr where the model is not yours:")
-    (tell if dry_run else emit)(upload)
+    yield _measured(plan)
+    evidence = plan.quality.evidence if plan.quality else None
+    if plan.status != "verified":
+        reason = f" ({cell(evidence.reason)})" if evidence and evidence.reason else ""
+        yield f"**It is {plan.status}**: nothing has shown that answers stay as good as with dense attention{reason}."
+    elif evidence and evidence.excludes:
+        yield f"It is verified, which excludes, {cell(evidence.excludes)}."
+    if plan.retained:
+        yield f"It evicts tokens from the KV cache, which is lossy: what stays is {kept_share(plan)}."
+        yield from (f"{cell(line).capitalize()}." for line in eviction_losses(plan))
+    yield from _gains(plan)
+
+
+def _measured(plan: Plan) -> str:
+    """How far next tokens are from dense attention's."""
+    for phase in ("both", "prefill", "decode"):
+        measured = plan.quality.phases.get(phase) if plan.quality else None
+        if measured and (agreed := measured.agreement):
+            lengths = ", ".join(map(format_length, sorted(measured.lengths)))
+            alone = "" if phase == "both" else f" (sparse {phase} alone)"
+            same = "" if agreed.top1 is None else f", and {agreed.top1:.2%} of likeliest tokens are the same"
+            return (
+                f"On {agreed.samples} held-out prompts of {lengths}{alone} its next tokens diverge by {agreed.kl:.2g} "
+                f"nats from dense attention's{same}."
+            )
+    return "How far its answers are from dense attention's was not measured."
+
+
+def _gains(plan: Plan) -> Iterator[str]:
+    """Each phase's predicted speed, at the longest length at which it is sparse."""
+    cost, gains = plan.cost, [(phase, gain) for phase in ("prefill", "decode") if (gain := _predicted(plan, phase))]
+    if cost is None or not gains:
+        yield "**Whether it pays is not known**: its speed was not predicted."
+        return
+    for phase, (length, found) in gains:
+        speed = found.dense_us / max(found.sparse_us, 1e-9)
+        at = f"at {format_length(length)} on {cell(cost.device)}"
+        pays = "" if speed > 1 else "; **it does not pay there**"
+        yield f"Attention in {phase} is predicted to be {speed:.2f}x as fast as dense {at}{pays}."
+
+
+def _predicted(plan: Plan, phase: str) -> tuple[int, Estimate] | None:
+    """The longest priced length at which a phase is sparse, with its cost; None where there is none."""
+    part = getattr(plan, phase)
+    priced = ((entry.length, getattr(entry, phase)) for entry in reversed(plan.cost.lengths if plan.cost else ()))
+    return next((one for one in priced if one[1] and part and not part.bucket(one[0]).dense), None)
 
 
 app = commands.app(publish)

@@ -104,12 +104,16 @@ def brief(plan: Plan) -> Iterator[str]:
         verb = "chooses" if len(filters) == 1 else "choose"
         yield f"{readers} layers read what filter {noun} {and_listed(filters)} {verb}"
     if plan.retained:
-        longest = max(plan.planned_lengths, default=plan.model.context_length)
-        share = decode_share(plan, longest).computed
-        yield f"KV cache eviction, lossy: {percent(share)} of the cache at {format_length(longest)}"
+        yield f"KV cache eviction, lossy: {kept_share(plan)}"
         yield from eviction_losses(plan)
     elif answers := right_answers(plan):
         yield answers
+
+
+def kept_share(plan: Plan) -> str:
+    """The share of the KV cache that layers keep at the longest planned length, in words."""
+    longest = max(plan.planned_lengths, default=plan.model.context_length)
+    return f"{percent(decode_share(plan, longest).computed)} of the cache at {format_length(longest)}"
 
 
 def right_answers(plan: Plan) -> str:

@@ -9,13 +9,17 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-# What would be markup, a formula, HTML or a mention: a device or a task may be called anything.
-_MARKUP = re.compile(r"[&<>`*$~|\\]|(?<=\])\(|@(?=\w)")
+# Markup, HTML, formulas, mentions and addresses anywhere; lists, headings and rules at the start of a line.
+_MARKUP = re.compile(r"[&<>`*_~$|\\[\]]|[#@](?=\w)|:(?=//)|(?<=www)\.|^[-+=#]|^\d(?=\d*[.)](?:\s|$))", re.IGNORECASE)
+_LINKED = "#@"  # issues and people, by GitHub also where they are entities: what follows is kept apart
+# Turns text around, or does not show.
+_UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def cell(text: str) -> str:
-    """A text in one line of Markdown that shows as it is."""
-    return _MARKUP.sub(lambda found: f"&#{ord(found[0])};", " ".join(text.split()))
+    """A text in one line of Markdown that shows as it is, wherever it stands."""
+    seen = _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], " ".join(text.split()))
+    return _MARKUP.sub(lambda found: f"&#{ord(found[0])};{'&#8203;' * (found[0] in _LINKED)}", seen)
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[bool] = ()) -> str:

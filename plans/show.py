@@ -235,7 +235,7 @@ def header(plan: Plan, full: bool = True) -> list[tuple[str, str]]:
         ("Model", model.id + (f" @ {model.revision}" if model.revision else "")),
         ("Architecture", f"{model.model_type}, {model.layers} layers, context {format_length(model.context_length)}"),
         *(("", _shape(group)) for group in kinds),
-        *(("Target", _target(target)) for target in targets),
+        *(("Target", target_text(target)) for target in targets),
     ]
     if not full:
         return rows
@@ -246,7 +246,8 @@ def header(plan: Plan, full: bool = True) -> list[tuple[str, str]]:
     return rows + ([("Calibration", f"at each length at most {mix}")] if mix else [])
 
 
-def _target(target: Target) -> str:
+def target_text(target: Target) -> str:
+    """A device, and the program that ran the model there, in a line."""
     chunks = "" if target.chunk is None else f", chunks of {format_length(target.chunk)}"
     stored = "" if target.kv_dtype is None else f", keys and values in {target.kv_dtype}"
     return f"{target.count} x {target.device}, {target.host}, {target.backend}, {target.dtype}{stored}{chunks}"

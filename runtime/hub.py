@@ -30,7 +30,6 @@ Found = TypeVar("Found")
 # a network says so. A name is looked up without any limit, so that threads wait.
 _SECONDS, _CONNECT_SECONDS, _AT_ONCE = 5.0, 1.75, 0.1
 _OFFLINE = "offline"
-_CARD = "README.md"
 
 
 def asked(source: ModelSource) -> ModelSource:
@@ -105,25 +104,25 @@ def download_plans(source: ModelSource) -> Path | None:
         return None
 
 
-def download_card(source: ModelSource) -> Path | None:
-    """The model card of a hub repository as the hub has it now, as a file in the local cache; None where it has none.
+def upload_plan(source: ModelSource, plan: bytes, create_pr: bool = False) -> str:
+    """Uploads the text of a plan to a hub repository as its sparsekv.yaml; returns the address of the commit, or of the
+    pull request.
 
     Raises:
-        UsageError: the hub cannot be asked: a copy of an earlier time would undo what was written since.
+        UsageError: the hub does not take it.
     """
     repository, trouble = source.path_or_id, asked(source).trouble
-    try:
-        if not trouble:
-            return Path(hf_hub_download(repository, _CARD))
-    except LocalEntryNotFoundError as error:
-        trouble = _reason(error)
-    except EntryNotFoundError:
-        return None
-    except Exception as error:  # whatever the HTTP library of the hub client raises
-        trouble = _reason(error)
+    if not trouble:
+        try:
+            done = HfApi().upload_file(
+                path_or_fileobj=plan, path_in_repo=PLAN_NAME, repo_id=repository, create_pr=create_pr
+            )
+            return done.pr_url or done.commit_url
+        except Exception as error:  # whatever the HTTP library of the hub client raises
+            trouble = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     raise UsageError(
-        f"expected the model card of {repository} from the hub, but {trouble}; where there is network: "
-        f"hf download {repository} --local-dir FOLDER, then use FOLDER in place of {repository}"
+        f"expected the hub to take {PLAN_NAME} into {repository}, but {trouble}; log in with `hf auth login`, or add "
+        "--create-pr where the model is not yours"
     )
 
 

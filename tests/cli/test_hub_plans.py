@@ -10,14 +10,11 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from model_folders import save_model, sparse_plan
 from plans_samples import small_plan
 from tiny_models import tiny_model
 
 from sparsekv.cli.plan_choice import device_called
-from sparsekv.plans.aliases import ModelSource
-from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import dump_plan, write_plan
 from sparsekv.plans.schema import Target
 
@@ -231,34 +228,14 @@ def test_verify_does_not_write_into_the_cache_of_the_hub(sparsekv):
     assert "repository" in done.err
 
 
-def test_publish_to_a_hub_model_goes_on_from_its_card_and_from_no_copy_that_may_be_old(sparsekv, tmp_path, monkeypatch):
-    plan = tmp_path / "plan.yaml"
+def test_publish_to_a_hub_model_uploads_the_file_as_it_is(sparsekv, tmp_path, monkeypatch):
+    plan, sent = tmp_path / "plan.yaml", []
     write_plan(sparse_plan(tiny_model(context=2048)), plan)
-    call = ("publish", plan, "example/tiny", "--out", tmp_path / "out")
-    (tmp_path / "out").mkdir()
-    assert "--out" in sparsekv(*call[:3]).err
-    done = sparsekv(*call)
-    assert (done.code, "model card of example/tiny" in done.err) == (2, True)
-    (tmp_path / "card").write_text("# Theirs\n")
-    monkeypatch.setattr("sparsekv.runtime.hub.download_card", lambda source: tmp_path / "card")
-    done = sparsekv(*call)
+    monkeypatch.setattr("sparsekv.runtime.hub.upload_plan", lambda *found: sent.append(found) or "https://hub/commit/1")
+    assert sparsekv("publish", plan, "example/tiny", "--dry-run", "--json").data["to"] == "example/tiny"
+    assert sent == []
+    done = sparsekv("publish", plan, "example/tiny", "--create-pr", "--json")
     assert done.code == 0, done.err
-    assert "hf upload example/tiny " in done.out
-    assert "# Theirs\n" in (tmp_path / "out" / "README.md").read_text()
-    assert (tmp_path / "out" / "sparsekv.yaml").read_bytes() == plan.read_bytes()
-
-
-def test_a_repository_without_a_card_starts_one_and_a_hub_that_fails_does_not(monkeypatch):
-    from sparsekv.runtime import hub
-
-    def ends_with(error: Exception):
-        def download(*_: object) -> str:
-            raise error
-
-        monkeypatch.setattr(hub, "hf_hub_download", download)
-        return hub.download_card(ModelSource("example/tiny", trouble=""))
-
-    assert ends_with(EntryNotFoundError("no card")) is None
-    for error in (LocalEntryNotFoundError("offline"), TimeoutError("slow")):
-        with pytest.raises(UsageError, match="hf download example/tiny"):
-            ends_with(error)
+    assert (done.data["to"], done.data["written"]) == ("https://hub/commit/1", True)
+    ((source, data, create_pr),) = sent
+    assert (source.path_or_id, data, create_pr) == ("example/tiny", plan.read_bytes(), True)
