@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from sparsekv.bench.vllm_engines import asking_for_ours, greedy, make_engine
 from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.types import format_length, parse_lengths
@@ -35,8 +36,6 @@ def main() -> None:
     args = _arguments()
     preset_vllm()
     llm = _engine(args)
-    from sparsekv.runtime.vllm.internals import greedy
-
     kit = prepare(llm.get_tokenizer(), Split.EVALUATION)
     for length in args.lengths:
         for kind in args.kinds:
@@ -49,8 +48,6 @@ def main() -> None:
 
 
 def _engine(args: argparse.Namespace) -> Any:
-    from sparsekv.runtime.vllm.internals import asking_for_ours, make_engine
-
     own = {"plan": str(args.plan), "exact": True, "draft": args.draft, "allow_untested": True}
     llm = make_engine(
         resolve_model(args.model).path_or_id,

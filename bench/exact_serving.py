@@ -34,6 +34,7 @@ import torch
 
 from sparsekv.bench.hand_plans import HandDecode
 from sparsekv.bench.serve import ServedModel, served_model
+from sparsekv.bench.vllm_engines import asking_for_ours, greedy, make_engine
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import tokens
 from sparsekv.plans.types import parse_length
@@ -80,8 +81,6 @@ def _room(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _engine(model: ServedModel, args: argparse.Namespace) -> Iterator[Any]:
-    from sparsekv.runtime.vllm import internals as vllm
-
     settings: dict[str, Any] = {
         "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
         "max_model_len": args.length + _room(args),
@@ -101,8 +100,8 @@ def _engine(model: ServedModel, args: argparse.Namespace) -> Iterator[Any]:
             write_plan(plans["last"], path := Path(folder) / "sparsekv.yaml")
             _say(words)
             own = {"plan": str(path), "exact": True, "draft": args.draft, "allow_untested": True}
-            settings |= vllm.asking_for_ours() | drafting(model.folder, own, args.acceptance, max(2, args.at_once))
-        yield vllm.make_engine(model.folder, additional_config={"sparsekv": own}, **settings)
+            settings |= asking_for_ours() | drafting(model.folder, own, args.acceptance, max(2, args.at_once))
+        yield make_engine(model.folder, additional_config={"sparsekv": own}, **settings)
 
 
 def drafting(model: str, own: dict[str, Any], acceptance: float, rows: int) -> dict[str, Any]:
@@ -124,10 +123,8 @@ def drafting(model: str, own: dict[str, Any], acceptance: float, rows: int) -> d
 
 
 def _run(llm: Any, model: ServedModel, args: argparse.Namespace) -> dict[str, Timed]:
-    from sparsekv.runtime.vllm import internals as vllm
-
     source, engine = random.Random(0), llm.llm_engine
-    params, ids = vllm.greedy(_room(args)), []
+    params, ids = greedy(_room(args)), []
     for number in range(args.at_once):
         prompt = [source.randrange(1, model.vocabulary) for _ in range(args.length)]
         ids.append(engine.add_request(f"exact-{number}", {"prompt_token_ids": prompt}, params))

@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sparsekv.bench.harness import Columns, Row, in_short, number, repeat_in_turn
 from sparsekv.bench.random_model import stretched_config
+from sparsekv.bench.vllm_engines import asking_for_ours, greedy, make_engine
 from sparsekv.planner.progress import Progress, StageStep
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import BackendError
@@ -325,16 +326,14 @@ def _noting(found: Measured) -> Iterator[None]:
 
 @contextmanager
 def _engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator[Any]:
-    from sparsekv.runtime.vllm import internals as vllm
-
     settings = bench.engine | ({"load_format": "dummy"} if model.random else {})
     own: dict[str, Any] = {"dense": True}
     with tempfile.TemporaryDirectory() as folder:
         if way == SPARSE:
             write_plan(plan, path := Path(folder) / "sparsekv.yaml")
             own = {"plan": str(path), "backend": bench.backend}
-            settings |= vllm.asking_for_ours()
-        yield vllm.make_engine(model.folder, **settings, additional_config={"sparsekv": own})
+            settings |= asking_for_ours()
+        yield make_engine(model.folder, **settings, additional_config={"sparsekv": own})
 
 
 def _measure(engines: Mapping[str, Any], load: Load, model: ServedModel, bench: ServeBench, found: Measured) -> None:
@@ -439,9 +438,7 @@ def serve(
     Raises:
         BackendError: the engine lost a request.
     """
-    from sparsekv.runtime.vllm import internals as vllm
-
-    engine, asked = llm.llm_engine, vllm.greedy(answer)
+    engine, asked = llm.llm_engine, greedy(answer)
     waiting = deque((str(number), list(prompt)) for number, prompt in enumerate(prompts))
     given: dict[str, float] = {}
     first: dict[str, float] = {}

@@ -37,6 +37,7 @@ from scipy.stats import binomtest
 from sparsekv.bench.hand_plans import HandDecode, dense_up_to
 from sparsekv.bench.random_model import write_eagle
 from sparsekv.bench.serve import by_look_up
+from sparsekv.bench.vllm_engines import COMPARING, asking_for_ours, greedy, make_engine
 from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Sample, Split, make_sample, matches, prepare
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.files import write_plan
@@ -101,6 +102,7 @@ def main() -> None:
         "preempted": _preempted(llm) - before,
         "right": _share(requests, served.answers),
         **_counted(llm, args.dense),
+        **({"rank_differences": llm.collective_rpc("rank_differences")[0]} if _compares(args) else {}),
         **_accepted(llm),
         "free_pages": _scheduler(llm).kv_cache_manager.block_pool.get_num_free_blocks(),
         "memory_by_round": [one.memory for one in rounds],
@@ -115,7 +117,7 @@ def main() -> None:
 
 def _engine(args: argparse.Namespace) -> Any:
     preset_vllm()
-    from sparsekv.runtime.vllm.internals import asking_for_ours, make_engine, platform
+    from sparsekv.runtime.vllm.internals import platform
 
     high, source = args.lengths[1], resolve_model(args.model).path_or_id
     longest = max(load_config(args.model).max_position_embeddings, high + 64)
@@ -123,7 +125,7 @@ def _engine(args: argparse.Namespace) -> Any:
         ours: dict[str, Any] = {"dense": True}
         if not args.dense:
             plan = str(args.plan or _write_hand_plan(Path(folder), high))
-            ours = {"plan": plan, "compare_ranks": args.tensor_parallel > 1}
+            ours = {"plan": plan}
         if args.exact:
             ours |= {"exact": True, "draft": DRAFTED, "allow_untested": True}
         llm = make_engine(
@@ -139,6 +141,7 @@ def _engine(args: argparse.Namespace) -> Any:
             additional_config={"sparsekv": ours},
             **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 4 << 30} if ON_GPU else {}),
             **({} if args.dense else asking_for_ours()),
+            **({"worker_cls": COMPARING} if _compares(args) else {}),
             **_speculating(args.speculative, source, longest, Path(folder)),
             # Exact output takes the model's files as they are.
             **({} if args.exact else {"hf_overrides": {"max_position_embeddings": longest}}),
@@ -146,6 +149,11 @@ def _engine(args: argparse.Namespace) -> Any:
     if args.exact:  # whether it pays or not
         _scheduler(llm).drafting.next = lambda lengths: DRAFTED
     return llm
+
+
+def _compares(args: argparse.Namespace) -> bool:
+    """Returns whether ranks are compared; exact output has a worker of its own."""
+    return args.tensor_parallel > 1 and not (args.dense or args.exact)
 
 
 def _speculating(method: str | None, model: str, longest: int, folder: Path) -> dict[str, Any]:
@@ -202,7 +210,7 @@ def _counted(llm: Any, dense: bool) -> dict[str, float]:
         return {"density": 1.0, "decoded_sparse": 0, "failures": 0}
     stats = serving_stats(llm)
     counted = {"density": round(stats.prefill_density or 0.0, 4), "decoded_sparse": stats.decode_sparse}
-    return counted | {"failures": stats.failures, "rank_differences": stats.rank_differences}
+    return counted | {"failures": stats.failures}
 
 
 def _requests(llm: Any, args: argparse.Namespace) -> list[Request]:
@@ -218,8 +226,6 @@ def _requests(llm: Any, args: argparse.Namespace) -> list[Request]:
 
 def _serve(llm: Any, requests: Sequence[Request]) -> Served:
     """Serves all with nothing cached, a new one as soon as one of `max_num_seqs` has ended."""
-    from sparsekv.runtime.vllm.internals import greedy
-
     llm.reset_prefix_cache()
     engine, at_once = llm.llm_engine, llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
     waiting, inside, served = deque(requests), dict[str, Request](), Served()
@@ -265,7 +271,6 @@ def _scheduler(llm: Any) -> Any:
 def _alone(llm: Any, requests: Sequence[Request], served: Served, args: argparse.Namespace) -> dict[str, Any]:
     """The same requests, one at a time."""
     from sparsekv.runtime.vllm.counters import reset_stats
-    from sparsekv.runtime.vllm.internals import greedy
 
     answered = [request for request in requests if request.name in served.answers]
     again = random.Random(args.seed).sample(answered, min(args.alone, len(answered)))

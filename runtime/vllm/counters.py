@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core.stats import Meter, RunStats
@@ -24,7 +24,6 @@ class ServingStats:
     decode_sparse: int = 0  # decoded tokens that attended to a choice in all layers of segments
     decode_dense: int = 0  # that attended to everything in some
     decode_left: int = 0  # of these, those that the score scratch had no room for
-    rank_differences: int = 0  # choices in which ranks differ, where these are compared
 
     @property
     def prefill_density(self) -> float | None:
@@ -33,17 +32,7 @@ class ServingStats:
 
     def since(self, before: ServingStats) -> ServingStats:
         """The counts that came after `before`."""
-        return ServingStats(
-            self.tiles_computed - before.tiles_computed,
-            self.tiles_causal - before.tiles_causal,
-            self.sparse_tokens - before.sparse_tokens,
-            self.dense_tokens - before.dense_tokens,
-            self.failures - before.failures,
-            self.decode_sparse - before.decode_sparse,
-            self.decode_dense - before.decode_dense,
-            self.decode_left - before.decode_left,
-            self.rank_differences - before.rank_differences,
-        )
+        return ServingStats(*(new - old for new, old in zip(astuple(self), astuple(before), strict=True)))
 
     def __str__(self) -> str:
         density = "none" if self.prefill_density is None else f"{self.prefill_density:.3f}"
@@ -51,7 +40,6 @@ class ServingStats:
         return (
             f"prefill density {density}, {self.sparse_tokens:,} prompt tokens sparse, "
             f"{self.dense_tokens:,} dense{failed}{self._decoded}"
-            + (f"; ranks differ in {self.rank_differences:,} choices" if self.rank_differences else "")
         )
 
     @property
@@ -69,29 +57,15 @@ class ServingStats:
 _NONE = ServingStats(0.0, 0, 0, 0, 0)
 
 
-class Differences(Protocol):
-    """Counts on the device."""
-
-    @property
-    def count(self) -> int:
-        """Waits for the device."""
-
-    def reset(self) -> None:
-        """Counts anew."""
-
-
 class Counters:
     """The running counts of one engine."""
 
     def __init__(self) -> None:
-        self.differences: Differences | None = None  # in choices, where ranks are compared
         self.reset()
 
     def reset(self) -> None:
         """Starts counting anew."""
         self.meter = Meter()
-        if self.differences is not None:
-            self.differences.reset()
         self.sparse_tokens = self.dense_tokens = self.failures = 0
         self.decode_sparse = self.decode_dense = self.decode_left = 0
         self._reported = _NONE
@@ -104,7 +78,6 @@ class Counters:
         return ServingStats(
             run.prefill_tiles_computed, run.prefill_tiles_causal, self.sparse_tokens, self.dense_tokens, self.failures,
             self.decode_sparse, self.decode_dense, self.decode_left,
-            0 if self.differences is None else self.differences.count,
         )  # fmt: skip
 
     def report(self, now: float, prefilling: bool) -> ServingStats | None:
@@ -156,19 +129,19 @@ def serving_backend(llm: Any) -> str | None:
     return found[0]
 
 
-def _host(model: Any) -> Any:
+def plan_host(model: Any) -> Any:
     """The plan that the attention layers of a model share."""
     hosts = (getattr(getattr(module, "impl", None), "plan_host", None) for module in model.modules())
     return next((host for host in hosts if host is not None), None)
 
 
 def _counters(model: Any) -> Counters | None:
-    host = _host(model)
+    host = plan_host(model)
     return None if host is None else host.counters
 
 
 def _backend(model: Any) -> str | None:
-    host = _host(model)
+    host = plan_host(model)
     return None if host is None else host.backend
 
 

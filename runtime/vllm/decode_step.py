@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.keys import FLOAT8, KeyView, Scales
 from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.runtime.core import budgets
@@ -41,18 +40,15 @@ class DecodeHost:
         device: of the engine.
         counters: of the engine.
         gather: over the ranks that choose together; see `DecodeState`. All of them make one at the same time.
-        compare: count the choices in which ranks differ that choose together.
     """
 
     def __init__(
         self, program: Program, backend: str, rows: int, longest: int, device: torch.device, counters: Counters,
-        gather: Gather | None = None, compare: bool = False,
+        gather: Gather | None = None,
     ) -> None:  # fmt: skip
         self._backend, self._counters = backend, counters
         scratch = torch.empty(_scratch(program, rows * longest, device, gather), dtype=torch.float32, device=device)
-        differences = RankDifferences(gather, device) if compare and gather is not None else None
-        counters.differences = differences
-        self._state = DecodeState(program.segments, gather, differences, scratch)
+        self._state = DecodeState(program.segments, gather, scratch=scratch)
         self._lengths_B = torch.zeros(rows, dtype=torch.int32, device=device)
         self._tally = self._state.budgets(torch.device("cpu"))
         self._whole_up_to = min(segment.whole_up_to for segment in program.segments)
@@ -167,37 +163,6 @@ class DecodeRows:
 def _segment(layer: LayerProgram) -> SegmentProgram:
     assert isinstance(layer.role, Filter | Follower)
     return layer.role.segment
-
-
-class RankDifferences:
-    """Counts the choices in which ranks differ that choose together, on the device, so in captured graphs too."""
-
-    def __init__(self, gather: Gather, device: torch.device) -> None:
-        self._gather = gather
-        self._count_1 = torch.zeros(1, dtype=torch.int64, device=device)
-
-    def __call__(self, segment: SegmentProgram, selection: Selection) -> None:
-        """Compares a choice, a digest a row."""
-        if segment.across_ranks:
-            all_RB = self._gather(_digests(selection).view(torch.float32)).view(torch.int32)
-            self._count_1 += (all_RB != all_RB[0]).any(0).sum()
-
-    @property
-    def count(self) -> int:
-        """Waits for the device."""
-        return int(self._count_1)
-
-    def reset(self) -> None:
-        """Counts anew."""
-        self._count_1.zero_()
-
-
-def _digests(selection: Selection) -> torch.Tensor:
-    """int32 [B]: of the tokens that each row has chosen, which ascend. Rows that attend to everything have 0."""
-    chosen_BgN, counts_B = selection.chosen_BgN, selection.counts_B
-    at_N = torch.arange(chosen_BgN.shape[2], device=chosen_BgN.device)
-    hashed_BgN = (chosen_BgN.long() + 1) * (2 * at_N + 1) * 2_654_435_761 % 2_147_483_629
-    return hashed_BgN.masked_fill(at_N >= counts_B[:, None, None], 0).sum((1, 2)).remainder(2_147_483_629).int()
 
 
 def _scratch(program: Program, tokens: int, device: torch.device, gather: Gather | None) -> int:

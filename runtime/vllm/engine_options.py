@@ -23,8 +23,7 @@ class EngineOptions(BaseModel):
     takes a plan of another architecture as far as its layers and heads fit. `dense` leaves everything to vLLM, whatever
     plan lies beside the model. `require` ends an engine that cannot run its plan, which else runs dense and says why;
     by default it holds where the plan or our backend was asked for by name, and true also ends one that has no plan.
-    `compare_ranks` counts the choices in which tensor-parallel ranks differ that choose together, for who looks for an
-    error: it takes time. `exact` has the plan draft what dense attention verifies (docs/exact.md): true prefills dense
+    `exact` has the plan draft what dense attention verifies (docs/exact.md): true prefills dense
     too, "decode" by the plan; `draft` is how many tokens a draft has, the plan's prices say otherwise.
     """
 
@@ -36,7 +35,6 @@ class EngineOptions(BaseModel):
     allow_mismatch: StrictBool = False
     dense: StrictBool = False
     decode: StrictBool = True
-    compare_ranks: StrictBool = False
     require: StrictBool | None = None
     exact: StrictBool | Literal["decode"] = False
     draft: Annotated[StrictInt, Field(ge=1, le=16)] | None = None

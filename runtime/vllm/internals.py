@@ -446,27 +446,6 @@ def stat_logger_base() -> Any:
     return StatLoggerBase
 
 
-def make_engine(model: str, **settings: Any) -> Any:
-    """An engine for offline use in this process, as `vllm.LLM` makes it, that knows our backend: also where sparsekv is
-    not installed, but found otherwise."""
-    from vllm import LLM
-
-    register()
-    return LLM(model, **settings)
-
-
-def asking_for_ours() -> dict[str, Any]:
-    """The settings of an engine that attends by our backend."""
-    return {"attention_config": {"backend": platform.backend.name}} if platform is OnCuda else {}
-
-
-def greedy(tokens: int) -> Any:
-    """Answers of exactly so many tokens, the most likely each, as numbers."""
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-
-
 def register() -> None:
     """Makes our backend known to vLLM, which imports it when it makes the first attention layer, and vLLM's copy of
     flash-attn-4 to our kernels. Names that another plugin has taken stay its own."""

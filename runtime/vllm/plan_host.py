@@ -290,7 +290,7 @@ def start_host(
     if program.segments:
         room = (model.rows, model.longest, model.device)
         ranks = gather if model.rank.count > 1 else None
-        host.decode = DecodeHost(program, choice.name, *room, host.counters, ranks, options.compare_ranks)
+        host.decode = DecodeHost(program, choice.name, *room, host.counters, ranks)
     return host
 
 

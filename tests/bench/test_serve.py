@@ -77,7 +77,7 @@ class OneAStep:
 def test_prompts_are_given_when_their_time_has_come_or_as_many_at_a_time_as_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "sparsekv.runtime.vllm.internals", SimpleNamespace(greedy=lambda tokens: tokens))
+    monkeypatch.setattr("sparsekv.bench.serve.greedy", lambda tokens: tokens)
     engine, prompts = OneAStep(), [[1, 2]] * 6
     found = serve(SimpleNamespace(llm_engine=engine), prompts, 1, 6, [0.0, 0.05, 0.05, 0.05, 0.1, 0.1])
     assert engine.most >= 3
@@ -114,7 +114,7 @@ class OnePromptAStep:
 def test_a_token_is_timed_while_as_many_decode_as_are_to_be_at_once(
     prompts: int, answer: int, timed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "sparsekv.runtime.vllm.internals", SimpleNamespace(greedy=lambda tokens: tokens))
+    monkeypatch.setattr("sparsekv.bench.serve.greedy", lambda tokens: tokens)
     found = serve(SimpleNamespace(llm_engine=OnePromptAStep(answer)), [[1, 2]] * prompts, answer, 3)
     assert len(found.token_seconds) == timed
 
@@ -168,7 +168,7 @@ def test_an_engine_that_is_late_is_not_asked_more_often(monkeypatch: pytest.Monk
 
 
 def test_tokens_of_requests_that_come_at_random_are_timed_while_fewer_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sparsekv.runtime.vllm.internals", SimpleNamespace(greedy=lambda tokens: tokens))
+    monkeypatch.setattr("sparsekv.bench.serve.greedy", lambda tokens: tokens)
     found = serve(SimpleNamespace(llm_engine=OnePromptAStep(6)), [[1, 2]] * 2, 6, 8, [0.0, 0.0])
     assert len(found.token_seconds) == 5
 

@@ -6,11 +6,11 @@ import pytest
 from vllm_engine import DECODE_BOUND, NEW, make_engine, tokens_of
 from vllm_steps import SPARSE_FROM_DENSE, apart, recorded_choices
 
+from sparsekv.bench.vllm_engines import asking_for_ours
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
-from sparsekv.runtime.vllm.internals import asking_for_ours
 
 pytestmark = pytest.mark.gpu
 Prompts = dict[int, list[int]]

@@ -17,10 +17,10 @@ import pytest
 from exact_engines import DRAFT, ask, at_random, counted, drafting_as, drafting_plan, exactly, scheduler_of, texts
 from vllm_engine import make_engine, preemptions, tokens_of
 
+from sparsekv.bench.vllm_engines import asking_for_ours
 from sparsekv.plans.files import write_plan
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.vllm.counters import serving_stats
-from sparsekv.runtime.vllm.internals import asking_for_ours
 
 pytestmark = pytest.mark.gpu
 STRICT = os.environ.get("VLLM_BATCH_INVARIANT") == "1"

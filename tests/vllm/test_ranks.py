@@ -4,17 +4,24 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from model_folders import save_model
+from plans_samples import model_info
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 from vllm_engine import LONGEST, NEW, Oracle, chunks_of
 
+from sparsekv.bench.comparing_worker import RankDifferences, digests
+from sparsekv.bench.vllm_engines import COMPARING
+from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash, fraction, tokens
 from sparsekv.plans.schema import Plan
+from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf.load import LoadedModel
 
 RANKS = """
@@ -24,14 +31,15 @@ if __name__ == "__main__":
     sys.path.insert(0, {support!r})
     from vllm_engine import generate, make_engine, tokens_and_logprobs
     from sparsekv.runtime.vllm.counters import serving_stats
-    config = {{"sparsekv": {{"plan": {plan!r}, "compare_ranks": True}}}}
-    engine = make_engine({model!r}, additional_config=config, tensor_parallel_size={ranks})
+    config = {{"sparsekv": {{"plan": {plan!r}}}}}
+    engine = make_engine({model!r}, additional_config=config, tensor_parallel_size={ranks},
+        worker_cls={worker!r})
     found = []
     for prompt in {prompts}:
         found += map(tokens_and_logprobs, generate(engine, [prompt]))
     stats = serving_stats(engine)
     with open({out!r}, "w") as file:  # the ranks print as well
-        json.dump([found, stats.decode_sparse, stats.sparse_tokens, stats.rank_differences], file)
+        json.dump([found, stats.decode_sparse, stats.sparse_tokens, engine.collective_rpc("rank_differences")], file)
 """
 
 
@@ -40,14 +48,38 @@ def check(model: Path, plan: Plan, asked: Sequence[list[int]], ranks: int, folde
     write_plan(plan, folder / "plan.yaml")
     names = {"support": Path(__file__).parents[1] / "support", "plan": folder / "plan.yaml", "out": folder / "out.json"}
     text = {name: str(path) for name, path in (*names.items(), ("model", model))}
-    subprocess.run([sys.executable, "-c", RANKS.format(prompts=list(asked), ranks=ranks, **text)], check=True)
+    subprocess.run(
+        [sys.executable, "-c", RANKS.format(prompts=list(asked), ranks=ranks, worker=COMPARING, **text)], check=True
+    )
     found, *counted, differences = json.loads(names["out"].read_text())
     for prompt, (answer, logprobs) in zip(asked, found, strict=True):
         expected = oracle(prompt, chunks_of([len(prompt)])[0])
         assert answer == expected.tokens
         assert logprobs == pytest.approx(expected.logprobs, abs=1e-3)
-    assert differences == 0
+    assert differences == [0] * ranks
     return counted
+
+
+@pytest.mark.parametrize("other", ["same", "another token", "one fewer"])
+def test_choices_in_which_ranks_differ_are_counted_row_by_row(other: str) -> None:
+    """The other rank is this one, but for its choice in one row."""
+    source = torch.Generator().manual_seed(0)
+    counts_B = torch.tensor([5, ALL, 7], dtype=torch.int32)
+    chosen_B1N = torch.rand(3, 1, 300, generator=source).topk(7).indices.int().sort().values
+    elsewhere_B = digests(Selection(chosen_B1N, counts_B, 4, 16)).view(torch.float32)
+    differences = RankDifferences(lambda x_B: torch.stack((elsewhere_B, x_B)), torch.device("cpu"))
+    changed_B1N, fewer_B = chosen_B1N.clone(), counts_B.clone()
+    changed_B1N[0, 0, 5:] += 1  # behind its count
+    changed_B1N[1] += 1  # attends to everything
+    if other == "another token":
+        changed_B1N[2, 0, 3] += 1
+    elif other == "one fewer":
+        fewer_B[2] -= 1
+    program = Program.of(None, decode_plan(segment(0, (1,), 40)), model_info(layers=4, heads=4, kv_heads=2))
+    together, alone = (replace(program.segments[0], across_ranks=across) for across in (True, False))
+    differences(together, Selection(changed_B1N, fewer_B, 4, 16))
+    differences(alone, Selection(chosen_B1N + 9, counts_B, 4, 16))
+    assert differences.count == (other != "same")
 
 
 def test_ranks_answer_as_one_does(

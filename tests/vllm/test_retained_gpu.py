@@ -12,10 +12,10 @@ from tiny_plans import drops, plan_for
 from vllm_engine import generate, make_engine, tokens_of
 from vllm_retained import Watch, drive, free_blocks, recorded_choices
 
+from sparsekv.bench.vllm_engines import asking_for_ours
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import fraction
 from sparsekv.runtime.settings import preset_vllm
-from sparsekv.runtime.vllm.internals import asking_for_ours
 
 pytestmark = pytest.mark.gpu
 BLOCK, CHUNK, BLOCKS = 16, 128, 165

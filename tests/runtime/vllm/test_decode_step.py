@@ -1,6 +1,5 @@
 """The decode rows of an engine's step, from pages as vLLM has them, against each row alone."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,14 +7,13 @@ import torch
 from plans_samples import model_info
 from tiny_plans import segment
 
-from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, in_8_bits, scaled
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan
 from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.vllm.counters import Counters
-from sparsekv.runtime.vllm.decode_step import DecodeHost, RankDifferences, _digests
+from sparsekv.runtime.vllm.decode_step import DecodeHost
 
 HEADS, GROUPS, SIZE, PAGE, ROWS, LONGEST = 4, 2, 64, 16, 8, 320
 BUDGET = DecodeBudget(tokens=40)
@@ -179,29 +177,6 @@ def test_one_captured_step_serves_rows_that_grow_come_and_go() -> None:
         rows.out_LBHD.fill_(UNTOUCHED)
         graph.replay()
         rows.check(lengths, choosing)
-
-
-@pytest.mark.parametrize("other", ["same", "another token", "one fewer"])
-def test_choices_in_which_ranks_differ_are_counted_row_by_row(other: str) -> None:
-    """The other rank is this one, but for its choice in one row."""
-    source = torch.Generator().manual_seed(0)
-    counts_B = torch.tensor([5, ALL, 7], dtype=torch.int32)
-    chosen_B1N = torch.rand(3, 1, 300, generator=source).topk(7).indices.int().sort().values
-    elsewhere_B = _digests(Selection(chosen_B1N, counts_B, 4, 16)).view(torch.float32)
-    differences = RankDifferences(lambda x_B: torch.stack((elsewhere_B, x_B)), torch.device("cpu"))
-    changed_B1N, fewer_B = chosen_B1N.clone(), counts_B.clone()
-    changed_B1N[0, 0, 5:] += 1  # behind its count
-    changed_B1N[1] += 1  # attends to everything
-    if other == "another token":
-        changed_B1N[2, 0, 3] += 1
-    elif other == "one fewer":
-        fewer_B[2] -= 1
-    together, alone = (replace(PROGRAM.segments[0], across_ranks=across) for across in (True, False))
-    differences(together, Selection(changed_B1N, fewer_B, 4, 16))
-    differences(alone, Selection(chosen_B1N + 9, counts_B, 4, 16))
-    assert differences.count == (other != "same")
-    differences.reset()
-    assert differences.count == 0
 
 
 def test_all_ranks_have_as_much_scratch_as_the_one_that_has_least() -> None:
