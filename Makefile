@@ -101,7 +101,7 @@ test-vllm: test-vllm-v1 test-vllm-v2
 
 # One thread: vLLM's wait actively, for each other or for a core that other tests have.
 test-vllm-v1: $(VLLM)/.ready
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VLLM)/bin/python -m pytest tests/vllm tests/runtime/vllm
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VLLM)/bin/python -m pytest tests/vllm tests/runtime/vllm tests/runtime/paged
 
 # By the model runner that GPUs have.
 test-vllm-v2: $(VLLM)/.ready

@@ -32,8 +32,9 @@ MEASURE = {
 HEAVY = {"torch", "transformers", "triton", "numpy", "scipy", "safetensors", "tokenizers"}
 HOSTS = {"transformers", "vllm"}
 # What names no host in its code, and inside runtime/ imports none.
-NAMELESS = ("kernels", "runtime/core", "runtime/stores")
+NAMELESS = ("kernels", "runtime/core", "runtime/stores", "runtime/paged")
 HOSTLESS = {"runtime/core": {"runtime/core", "runtime/stores"}, "runtime/stores": {"runtime/stores"}}
+HOSTLESS["runtime/paged"] = {"runtime/paged", "runtime/core", "runtime/stores"}  # what engines share
 # One name in two folders: a backend with two phases, a phase and its bench, a pattern with two builders, a command over
 # its module.
 SHARED_NAMES = {"__init__", "cpu", "triton", "prefill", "decode"}
@@ -179,7 +180,7 @@ def test_the_environment_is_read_in_one_settings_module() -> None:
 
 
 def hostless_breaches(path: Path) -> list[str]:
-    """What ties a file of the core or of a store to a host."""
+    """What ties a file of the core, of a store or of what engines share to a host."""
     home = path.relative_to(ROOT).parent.as_posix()
     allowed = {f"sparsekv.{folder.replace('/', '.')}" for folder in HOSTLESS[home]}
     found = []
@@ -191,7 +192,7 @@ def hostless_breaches(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", [path for home in HOSTLESS for path in (ROOT / home).glob("*.py")], ids=str)
-def test_the_core_and_the_stores_know_no_host(path: Path) -> None:
+def test_the_core_the_stores_and_what_engines_share_know_no_host(path: Path) -> None:
     assert hostless_breaches(path) == []
 
 

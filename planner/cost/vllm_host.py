@@ -20,9 +20,9 @@ from sparsekv.kernels.keys import FLOAT8, KeyView, Scales
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.cost.timed_host import Host
 from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.runtime.paged.plan_host import Scratch
 from sparsekv.runtime.settings import preset_vllm
 from sparsekv.runtime.vllm.engine_facts import TESTED, check_installed, known_releases
-from sparsekv.runtime.vllm.plan_host import Scratch
 
 _FINITE = 0x7F  # bytes below it are numbers in e4m3
 

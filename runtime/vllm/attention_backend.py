@@ -25,20 +25,9 @@ from sparsekv.plans.errors import SparseKVError, UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.roles import Evicting, Filter, Follower
 from sparsekv.runtime.core.state import Observed
-from sparsekv.runtime.vllm import internals as vllm
-from sparsekv.runtime.vllm import step_metadata
-from sparsekv.runtime.vllm.decode_step import DecodeHost, DecodeRows
-from sparsekv.runtime.vllm.engine_facts import check_engine_layer
-from sparsekv.runtime.vllm.engine_options import read_options
-from sparsekv.runtime.vllm.engine_plan import plan_of, say_dense
-from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
-from sparsekv.runtime.vllm.evicted_tables import EvictedLengths, EvictedTable, TableRows
-from sparsekv.runtime.vllm.evicting_step import move
-from sparsekv.runtime.vllm.metrics import publish
-from sparsekv.runtime.vllm.page_contents import check_pages, scales_of
-from sparsekv.runtime.vllm.plan_host import PlanHost, start_host
-from sparsekv.runtime.vllm.request_lengths import Requests
-from sparsekv.runtime.vllm.step_rows import (
+from sparsekv.runtime.paged.decode_step import DecodeHost, DecodeRows
+from sparsekv.runtime.paged.metrics import publish
+from sparsekv.runtime.paged.step_rows import (
     PrefillRows,
     Rest,
     StepRows,
@@ -47,6 +36,17 @@ from sparsekv.runtime.vllm.step_rows import (
     prefill_rows,
     split_rows,
 )
+from sparsekv.runtime.vllm import internals as vllm
+from sparsekv.runtime.vllm import step_metadata
+from sparsekv.runtime.vllm.engine_facts import check_engine_layer
+from sparsekv.runtime.vllm.engine_host import EngineHost, start_host
+from sparsekv.runtime.vllm.engine_options import read_options
+from sparsekv.runtime.vllm.engine_plan import plan_of, say_dense
+from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
+from sparsekv.runtime.vllm.evicted_tables import EvictedLengths, EvictedTable, TableRows
+from sparsekv.runtime.vllm.evicting_step import move
+from sparsekv.runtime.vllm.page_contents import check_pages, scales_of
+from sparsekv.runtime.vllm.request_lengths import Requests
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
 _Backend: Any
@@ -132,7 +132,7 @@ class SparseImpl(_Impl):
                 f"expected plain causal attention in every layer, found {', '.join(found)}; run without a plan"
             )
 
-    def program_of(self, host: PlanHost, layer: Any) -> LayerProgram:
+    def program_of(self, host: EngineHost, layer: Any) -> LayerProgram:
         """Returns what this layer computes; checked against the layer that vLLM made."""
         if self.program is None:
             program = host.program.layers[vllm.layer_number(layer.layer_name)]
@@ -179,7 +179,7 @@ class SparseImpl(_Impl):
         q_H = self.scales.q_G.repeat_interleave(self.num_heads // self.num_kv_heads)
         return query.to(self.scales.dtype).mul_(q_H[:, None])
 
-    def _warm_up(self, host: PlanHost, layer: Any, query: torch.Tensor) -> None:
+    def _warm_up(self, host: EngineHost, layer: Any, query: torch.Tensor) -> None:
         """Runs in the step by which vLLM measures memory, which on a GPU is the first that sees a layer whole."""
         try:
             host.warm_up(self.program_of(host, layer), query.to(host.scratch.kind[0]), self.softmax, self.scale)
@@ -189,7 +189,7 @@ class SparseImpl(_Impl):
             _leave_dense(self._config(), error)
 
     def _attend(
-        self, host: PlanHost, program: LayerProgram, step: StepRows, dense: Callable[..., torch.Tensor],
+        self, host: EngineHost, program: LayerProgram, step: StepRows, dense: Callable[..., torch.Tensor],
         given: tuple[Any, ...],
     ) -> None:  # fmt: skip
         layer, query, key, value, kv_cache, attn_metadata, output = given
@@ -210,7 +210,7 @@ class SparseImpl(_Impl):
             decode.attend(program, query[rows], pages, output[rows], self.scale, self.softmax, self.scales)
 
     def _sparse(
-        self, host: PlanHost, program: LayerProgram, step: StepRows, qkv: tuple[torch.Tensor, ...],
+        self, host: EngineHost, program: LayerProgram, step: StepRows, qkv: tuple[torch.Tensor, ...],
         kv_cache: torch.Tensor, output: torch.Tensor,
     ) -> frozenset[int]:  # fmt: skip
         """Computes what the plan runs sparse in this layer; which requests that were."""
@@ -267,12 +267,12 @@ class SparseBuilder(_Builder):
         self.supports_update_block_table = _Builder.supports_update_block_table
 
     @property
-    def _host(self) -> PlanHost | None:
+    def _host(self) -> EngineHost | None:
         """Returns what its layers run by; None where a later one left all of them dense."""
         return None if self._first is None else self._first.plan_host
 
     def _prepare(
-        self, host: PlanHost, own: list[Any], kv_cache_spec: Any, vllm_config: Any, device: torch.device
+        self, host: EngineHost, own: list[Any], kv_cache_spec: Any, vllm_config: Any, device: torch.device
     ) -> None:
         ours = _planned(vllm_config)
         ours.sort(key=lambda layer: isinstance(layer.impl.program_of(host, layer).role, Evicting))
@@ -322,7 +322,7 @@ class SparseBuilder(_Builder):
         """vLLM's metadata of a drafter's own layers."""
         return super().build(0, common_attn_metadata, fast_build=True)
 
-    def _step(self, host: PlanHost, common: Any, evicted: EvictedLengths | None) -> StepRows | None:
+    def _step(self, host: EngineHost, common: Any, evicted: EvictedLengths | None) -> StepRows | None:
         """Returns what the layers ask of a step; None where all of it is vLLM's."""
         starts, lengths, unfinished = step_metadata.requests_of(common)
         # Captured graphs do not tell a prompt's row from a decoded one or drafts: it goes with those, and is dense.
@@ -363,7 +363,7 @@ class SparseBuilder(_Builder):
         return decode.begin(common.seq_lens[:rows], prompts, common.block_table_tensor[:rows], part_of)
 
     @staticmethod
-    def _report(host: PlanHost, prefilling: bool) -> None:
+    def _report(host: EngineHost, prefilling: bool) -> None:
         new = host.counters.report(time.monotonic(), prefilling)
         if new is not None and host.program.rank.index == 0:  # the others count the same
             vllm.logger.info("sparsekv: %s", new)
@@ -379,7 +379,7 @@ def _rows(common: Any) -> TableRows:
     return TableRows(starts, lengths)
 
 
-_hosts: list[tuple[weakref.ref[Any], PlanHost | None]] = []  # of engines whose plan was looked for, by their key
+_hosts: list[tuple[weakref.ref[Any], EngineHost | None]] = []  # of engines whose plan was looked for, by their key
 # Of a release or a model that is unlike what was seen: the same on all ranks, as a device without memory is not.
 _UNLIKE = (AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 
@@ -390,7 +390,7 @@ def _has_plan() -> bool:
     return config is not None and _host_of(config) is not None
 
 
-def _host_of(config: Any) -> PlanHost | None:
+def _host_of(config: Any) -> EngineHost | None:
     """The plan of an engine, which is started for its first layer."""
     key = vllm.engine_key(config)
     for engine, host in tuple(_hosts):  # engines that end leave it
@@ -401,7 +401,7 @@ def _host_of(config: Any) -> PlanHost | None:
     return host
 
 
-def _set_host(key: Any, host: PlanHost | None) -> None:
+def _set_host(key: Any, host: EngineHost | None) -> None:
     _hosts[:] = [one for one in _hosts if one[0]() not in (None, key)]
     _hosts.append((weakref.ref(key, _forget), host))
 
@@ -411,7 +411,7 @@ def _forget(gone: weakref.ref[Any]) -> None:
     _hosts[:] = [one for one in _hosts if one[0] is not gone]
 
 
-def _started(config: Any) -> PlanHost | None:
+def _started(config: Any) -> EngineHost | None:
     options, model = read_options(config.additional_config), config.model_config
     path = None if model is None or options.dense else plan_of(config, options)
     if path is None:  # and nothing else of vLLM has been looked at
@@ -453,7 +453,7 @@ def _rows_of(x: Any, rows: slice) -> Any:
 
 
 def _keys(
-    host: PlanHost, rows: PrefillRows, new: tuple[torch.Tensor | None, torch.Tensor | None],
+    host: EngineHost, rows: PrefillRows, new: tuple[torch.Tensor | None, torch.Tensor | None],
     pages: tuple[torch.Tensor, torch.Tensor], table: torch.Tensor, scales: Scales | None,
 ) -> KeyView:  # fmt: skip
     """All keys of a request so far. Without a past its new rows are all there is; they are read back from a cache in

@@ -9,18 +9,10 @@ from dataclasses import dataclass
 
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.core.draft_length import DraftLength
-from sparsekv.runtime.vllm.counters import REPORT_SECONDS
+from sparsekv.runtime.paged.metrics import REPORT_SECONDS, Drafted
 
 Say = Callable[[str], None]
 _SHARE = 1 << 10  # shorter contexts are counted as one
-
-
-@dataclass(slots=True)
-class Drafted:
-    """Counts the tokens of drafts at some lengths."""
-
-    drafted: int = 0
-    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

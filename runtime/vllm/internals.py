@@ -44,8 +44,8 @@ from sparsekv.runtime.vllm.connectors import connectors_of
 from sparsekv.runtime.vllm.contract import installed, undrafted, unfulfilled, unknown_metadata
 from sparsekv.runtime.vllm.draft_internals import beside_drafts, draft_where_asked
 from sparsekv.runtime.vllm.engine_facts import TESTED, EngineFacts
+from sparsekv.runtime.vllm.engine_host import EngineModel
 from sparsekv.runtime.vllm.exact_engine import WORKER
-from sparsekv.runtime.vllm.plan_host import EngineModel
 from sparsekv.runtime.vllm.releases import empty_pages
 
 __all__ = ["AttentionType", "get_current_vllm_config", "release", "set_current_vllm_config"]

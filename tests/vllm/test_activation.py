@@ -18,9 +18,9 @@ from sparsekv.runtime.vllm import attention_backend
 from sparsekv.runtime.vllm.attention_backend import SparseBuilder, SparseImpl
 from sparsekv.runtime.vllm.counters import serving_stats
 from sparsekv.runtime.vllm.engine_facts import check_engine_layer
+from sparsekv.runtime.vllm.engine_host import EngineHost
 from sparsekv.runtime.vllm.engine_options import read_options
 from sparsekv.runtime.vllm.engine_plan import plan_of
-from sparsekv.runtime.vllm.plan_host import PlanHost
 
 Prompts = dict[int, list[int]]
 
@@ -150,7 +150,7 @@ def test_what_the_step_finds_that_measures_memory_leaves_all_layers_dense(
     (runner,) = engine.collective_rpc(lambda worker: worker.model_runner)
     layers = list(runner.vllm_config.compilation_config.static_forward_context.values())
     monkeypatch.setattr(attention_backend.vllm.platform, "profiles", True)
-    monkeypatch.setattr(PlanHost, "warm_up", lambda *args: check_engine_layer(args[1], 7, 7, None))
+    monkeypatch.setattr(EngineHost, "warm_up", lambda *args: check_engine_layer(args[1], 7, 7, None))
     q_THD, k_TGD = torch.zeros(8, 4, 64), torch.zeros(8, 2, 64)
     layers[2].impl.forward(layers[2], q_THD, k_TGD, k_TGD, layers[2].kv_cache, None, torch.zeros_like(q_THD))
     assert "found that vLLM runs it with (7, 7, None, None)" in warned[0]

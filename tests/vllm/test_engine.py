@@ -30,9 +30,9 @@ from sparsekv.plans.errors import PlanError, PlanMismatchError, ShapeError, Usag
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.paged.step_rows import PrefillRows, StepRows
 from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
 from sparsekv.runtime.vllm.internals import logger
-from sparsekv.runtime.vllm.step_rows import PrefillRows, StepRows
 
 Prompts = dict[int, list[int]]
 

@@ -16,12 +16,12 @@ from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, in_8_bits, scaled
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.paged.plan_host import Scratch
 from sparsekv.runtime.stores import float8
 from sparsekv.runtime.vllm import internals
 from sparsekv.runtime.vllm.attention_backend import SparseImpl
 from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
 from sparsekv.runtime.vllm.page_contents import check_pages, scales_of
-from sparsekv.runtime.vllm.plan_host import Scratch
 
 Prompts = dict[int, list[int]]
 CUDA = internals.device_type() == "cuda"

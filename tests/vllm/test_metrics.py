@@ -21,8 +21,7 @@ SAMPLES = {
 }
 DECODED = {kind: ("sparsekv_decode_tokens_total", {"plan": kind}) for kind in ("sparse", "dense", "no_scratch")}
 PUBLISHES = """
-from sparsekv.runtime.vllm.counters import ServingStats
-from sparsekv.runtime.vllm.metrics import publish
+from sparsekv.runtime.paged.metrics import ServingStats, publish
 
 prompts = {"tiles_computed": 25.5, "tiles_causal": 100, "sparse_tokens": 700, "dense_tokens": 30, "failures": 2}
 publish(ServingStats(**prompts, decode_sparse=9, decode_dense=5, decode_left=1))

@@ -14,9 +14,9 @@ from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.vllm.counters import serving_stats
+from sparsekv.runtime.vllm.engine_host import start_host
 from sparsekv.runtime.vllm.engine_options import EngineOptions
 from sparsekv.runtime.vllm.internals import engine_facts, engine_model
-from sparsekv.runtime.vllm.plan_host import start_host
 
 WORDS = "other weights"
 

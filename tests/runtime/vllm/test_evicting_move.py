@@ -11,10 +11,10 @@ from sparsekv.kernels.pages import move_rows
 from sparsekv.kernels.softmax import PLAIN
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import Observed
+from sparsekv.runtime.paged.plan_host import Scratch
 from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
 from sparsekv.runtime.vllm.evicted_tables import PromptRows
 from sparsekv.runtime.vllm.evicting_step import EvictingHost, move
-from sparsekv.runtime.vllm.plan_host import Scratch
 
 
 @pytest.mark.parametrize("lists", [1, 3])

@@ -2,7 +2,7 @@
 
 import torch
 
-from sparsekv.runtime.vllm.counters import REPORT_SECONDS, Counters
+from sparsekv.runtime.paged.metrics import REPORT_SECONDS, Counters
 
 
 def counted(counters: Counters, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""The decode rows of an engine's step, from pages as vLLM has them, against each row alone."""
+"""The decode rows of an engine's step, from pages, against each row alone."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan
 from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import DecodeState
-from sparsekv.runtime.vllm.counters import Counters
-from sparsekv.runtime.vllm.decode_step import DecodeHost
+from sparsekv.runtime.paged.decode_step import DecodeHost
+from sparsekv.runtime.paged.metrics import Counters
 
 HEADS, GROUPS, SIZE, PAGE, ROWS, LONGEST = 4, 2, 64, 16, 8, 320
 BUDGET = DecodeBudget(tokens=40)

@@ -5,7 +5,7 @@ import torch
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.vllm.step_rows import (
+from sparsekv.runtime.paged.step_rows import (
     PrefillRows,
     Rest,
     StepRows,

@@ -1,6 +1,6 @@
-"""Decode by the plan in an engine: what a step's decode rows share, read from vLLM's own pages.
+"""Decode by the plan in an engine: what a step's decode rows share, read from the engine's own pages.
 
-A layer of a segment is computed by two kernels, as one captured graph serves every step: vLLM's own for the rows that
+A layer of a segment is computed by two kernels, as one captured graph serves every step: the engine's for the rows that
 attend to everything (short ones, single rows of a prompt, those that the score scratch has no room for), to which the
 others have no tokens; ours for the rows that choose, which writes no others.
 
@@ -23,14 +23,14 @@ from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import Filter, Follower
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState, Gather
-from sparsekv.runtime.vllm.counters import Counters
+from sparsekv.runtime.paged.metrics import Counters
 
 _SCRATCH_SHARE = 256  # of the device's memory for scores: one part in so many
 
 
 class DecodeHost:
     """The decode phase of a plan in one worker. What captured graphs read lies at fixed addresses; nothing that belongs
-    to a row lasts from one step to the next, in which vLLM may have moved it.
+    to a row lasts from one step to the next, in which the engine may have moved it.
 
     Args:
         program: what every layer computes, with a segment at least.
@@ -58,7 +58,7 @@ class DecodeHost:
         return max(lengths, default=0) > self._whole_up_to
 
     def count(self, lengths: Sequence[int]) -> None:
-        """Counts the decode rows of a step by lengths; those below 2 are of steps that vLLM makes up."""
+        """Counts the decode rows of a step by lengths; those below 2 are of steps that an engine makes up."""
         real = [length for length in lengths if length > 1]
         chosen = left = 0
         if self.chooses(real):
@@ -76,7 +76,7 @@ class DecodeHost:
             lengths_B: int32, tokens of each request, the new one included; 0 for padding.
             prompts: rows that are the end of a prompt: they attend to everything.
             table_BP: their pages.
-            part_of: builds vLLM's metadata of these rows where the step has others.
+            part_of: builds the engine's metadata of these rows where the step has others.
         """
         own_B = self._lengths_B[: len(lengths_B)]
         own_B.copy_(lengths_B)
@@ -122,11 +122,11 @@ class DecodeRows:
         return range(len(self.lengths_B))
 
     def rest(self, layer: LayerProgram, metadata: Any, without: Callable[[Any, torch.Tensor], Any]) -> Any:
-        """Returns what vLLM's kernel takes for the rows that do not choose for this layer; built once a step and
+        """Returns what the engine's kernel takes for the rows that do not choose for this layer; built once a step and
         segment.
 
         Args:
-            metadata: vLLM's of the step.
+            metadata: the engine's of the step.
             without: gives metadata other lengths, 0 for rows that choose.
         """
         segment = _segment(layer)

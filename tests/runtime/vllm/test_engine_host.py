@@ -1,4 +1,4 @@
-"""The plan of an engine that starts, and the copy of a request's past."""
+"""The plan of an engine that starts."""
 
 import warnings
 from dataclasses import replace
@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from tiny_models import tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 
-from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.softmax import PLAIN
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import PlanMismatchError, PlanWarning, UnsupportedError
@@ -22,8 +21,8 @@ from sparsekv.plans.phases import Offload
 from sparsekv.plans.schema import Measurement, Plan, Quality
 from sparsekv.runtime.quantised_files import files_fingerprint
 from sparsekv.runtime.vllm.engine_facts import EngineFacts
+from sparsekv.runtime.vllm.engine_host import EngineHost, EngineModel, start_host
 from sparsekv.runtime.vllm.engine_options import EngineOptions
-from sparsekv.runtime.vllm.plan_host import EngineModel, PlanHost, Scratch, start_host
 
 CPU = torch.device("cpu")
 FACTS = EngineFacts(release="0.32.0", device="cpu")
@@ -40,7 +39,7 @@ def plan(model: Any) -> Plan:
     return plan_for(model, prefill, decode_plan(segment(0, (1,), 64)))
 
 
-def start(model: Any, plan: Plan, folder: Path, facts: EngineFacts = FACTS, **options: Any) -> PlanHost:
+def start(model: Any, plan: Plan, folder: Path, facts: EngineFacts = FACTS, **options: Any) -> EngineHost:
     write_plan(plan, folder / "sparsekv.yaml")
     engine = EngineModel(str(folder), None, model.config, torch.float32, CPU, longest=1024, step=2048, rows=4)
     return start_host(folder / "sparsekv.yaml", EngineOptions(**options), facts, engine)
@@ -162,17 +161,3 @@ def test_a_layer_runs_once_for_each_kind_of_patterns_before_prompts_come_and_not
         host.warm_up(layer, queries, PLAIN, 1.0)
         assert scratch.unique().tolist() == [left]
     assert host.counters.read().prefill_density is None
-
-
-@pytest.mark.parametrize("length", [1, 16, 17, 100, 128])
-def test_a_copied_past_is_the_requests_tokens_in_order_from_pages_of_any_strides(length: int) -> None:
-    k_NGDS, v_NGSD = torch.randn(2, 40, 3, 8, 16).unbind()
-    pages = k_NGDS.transpose(2, 3), v_NGSD.transpose(2, 3).contiguous()
-    table_P = torch.randperm(40)[:8].int()
-    table_P[-(-length // 16) :] = 10_000  # behind the end anything may stand
-    scratch = Scratch(128, 3 * 8, torch.float32, CPU)
-    copied = scratch.copy(pages, table_P, length).contiguous(length)
-    lengths_B = torch.tensor([length], dtype=torch.int32)
-    expected = KeyView(*pages, lengths_B, table_P[None]).contiguous(length)
-    for got, wanted in zip(copied, expected, strict=True):
-        assert torch.equal(got, wanted)

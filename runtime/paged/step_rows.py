@@ -14,8 +14,7 @@ import torch
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.vllm.decode_step import DecodeRows
-from sparsekv.runtime.vllm.evicted_tables import PromptRows
+from sparsekv.runtime.paged.decode_step import DecodeRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +28,10 @@ class PrefillRows:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Contiguous rows that are left to vLLM's own kernel in a layer where others run sparse."""
+    """Contiguous rows that are left to the engine's own kernel in a layer where others run sparse."""
 
     tokens: slice  # their rows among those of the step
-    metadata: Any  # what vLLM's kernel takes for these rows alone
+    metadata: Any  # what the engine's kernel takes for these rows alone
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,9 @@ class StepRows:
         starts: the first row of each request, then the end of the last one. Requests without rows are padding.
         prefill: a chunk of each request that prefills; none where all of them are dense.
         table: the block table, int32 [requests, pages].
-        part_of: builds what vLLM's kernel takes for the requests from the first to before the second number.
+        part_of: builds what the engine's kernel takes for the requests from the first to before the second number.
         decode: the rows that decode, where some may attend to a choice.
-        prompts: rows of prompts, of evicting layers.
+        prompts: rows of prompts, of evicting layers, as the engine's eviction has them.
     """
 
     starts: tuple[int, ...]
@@ -53,13 +52,13 @@ class StepRows:
     table: torch.Tensor
     part_of: Callable[[int, int], Any]
     decode: DecodeRows | None = None
-    prompts: tuple[PromptRows, ...] = ()
+    prompts: tuple[Any, ...] = ()
     _built: dict[frozenset[int], tuple[Rest, ...]] = field(default_factory=dict)
 
     def rest(self, done: frozenset[int]) -> tuple[Rest, ...]:
         """The requests that are not `done`, in contiguous ranges; built once a step: most layers leave the same ones.
 
-        vLLM sorts a step's requests by their rows: those that decode follow one another.
+        Requests are sorted by their rows: those that decode follow one another.
         """
         if done not in self._built:
             runs = contiguous_ranges(self.starts, done)
@@ -105,8 +104,8 @@ def prefill_rows(
 
 
 def behind_decode(starts: Sequence[int], prefilling: Sequence[bool], decoded: int = 1) -> list[bool]:
-    """Returns which requests are prompts behind the last one that decodes. Runner V2 sorts by the number of rows alone,
-    so that a single row of a prompt may lie before others that decode; it is computed with those.
+    """Returns which requests are prompts behind the last one that decodes. An engine may sort by the number of rows
+    alone, so that a single row of a prompt may lie before others that decode; it is computed with those.
 
     Args:
         starts: the first row of each request, then the end of the last one.
@@ -121,7 +120,7 @@ def behind_decode(starts: Sequence[int], prefilling: Sequence[bool], decoded: in
 
 def decode_rows(starts: Sequence[int], prefill: Sequence[PrefillRows]) -> int:
     """Returns how many requests decode: the first of the step, a row each, with the padding behind them where nothing
-    else is. vLLM sorts them so, but for single rows of prompts: see `behind_decode`."""
+    else is. They are sorted so, but for single rows of prompts: see `behind_decode`."""
     return min((rows.request for rows in prefill), default=len(starts) - 1)
 
 

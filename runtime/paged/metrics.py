@@ -1,0 +1,158 @@
+"""Counts what an engine computed by a plan, and reports it, for Prometheus too.
+
+They are made where the model runs, in another process than the one that answers /metrics. A server shows them where
+Prometheus collects from several processes: with several API servers, for which engines arrange that, and with
+PROMETHEUS_MULTIPROC_DIR, which names an empty folder, in the environment of the server.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from functools import cache
+from typing import Any
+
+from sparsekv.runtime.core.stats import Meter, RunStats
+
+REPORT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServingStats:
+    """Counts since the engine started or the last reset."""
+
+    tiles_computed: float  # of prefill, over all heads and layers
+    tiles_causal: int  # what dense prefill would have computed
+    sparse_tokens: int  # of chunks that the plan computes sparse; again after a preemption counts again
+    dense_tokens: int  # of chunks that it leaves dense
+    failures: int  # chunks of a layer that were to be sparse, and that the engine's own kernel computed after an error
+    decode_sparse: int = 0  # decoded tokens that attended to a choice in all layers of segments
+    decode_dense: int = 0  # that attended to everything in some
+    decode_left: int = 0  # of these, those that the score scratch had no room for
+
+    @property
+    def prefill_density(self) -> float | None:
+        """Computed tiles over those of dense attention in the same layers; None before the first prompt."""
+        return self.tiles_computed / self.tiles_causal if self.tiles_causal else None
+
+    def since(self, before: ServingStats) -> ServingStats:
+        """The counts that came after `before`."""
+        return ServingStats(*(new - old for new, old in zip(astuple(self), astuple(before), strict=True)))
+
+    def __str__(self) -> str:
+        density = "none" if self.prefill_density is None else f"{self.prefill_density:.3f}"
+        failed = f", {self.failures:,} chunks of a layer dense after an error" if self.failures else ""
+        return (
+            f"prefill density {density}, {self.sparse_tokens:,} prompt tokens sparse, "
+            f"{self.dense_tokens:,} dense{failed}{self._decoded}"
+        )
+
+    @property
+    def _decoded(self) -> str:
+        left = f" ({self.decode_left:,} for want of scratch)" if self.decode_left else ""
+        some = self.decode_sparse or self.decode_dense
+        return f"; {self.decode_sparse:,} decoded tokens sparse, {self.decode_dense:,} dense{left}" if some else ""
+
+    @property
+    def tokens(self) -> int:
+        """All that were counted."""
+        return self.sparse_tokens + self.dense_tokens + self.decode_sparse + self.decode_dense
+
+
+_NONE = ServingStats(0.0, 0, 0, 0, 0)
+
+
+class Counters:
+    """The running counts of one engine."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts counting anew."""
+        self.meter = Meter()
+        self.sparse_tokens = self.dense_tokens = self.failures = 0
+        self.decode_sparse = self.decode_dense = self.decode_left = 0
+        self._reported = _NONE
+        self._reported_at = -math.inf
+        self._waiting_since: float | None = None
+
+    def read(self) -> ServingStats:
+        """The counts so far; waits for the device."""
+        run: RunStats = self.meter.read()
+        return ServingStats(
+            run.prefill_tiles_computed, run.prefill_tiles_causal, self.sparse_tokens, self.dense_tokens, self.failures,
+            self.decode_sparse, self.decode_dense, self.decode_left,
+        )  # fmt: skip
+
+    def report(self, now: float, prefilling: bool) -> ServingStats | None:
+        """The counts since the last report, where it is time for one: at most once in REPORT_SECONDS, after prompts
+        and among decoded tokens, and while prompts go on without end in between. It waits for the device.
+
+        Args:
+            now: seconds of a clock that never goes back.
+            prefilling: whether the step that begins prefills as well.
+        """
+        decoded = self.decode_sparse + self.decode_dense
+        if self.sparse_tokens + self.dense_tokens + decoded == self._reported.tokens:
+            return None
+        self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        if now - (self._waiting_since if prefilling else self._reported_at) < REPORT_SECONDS:
+            return None
+        stats = self.read()
+        new = stats.since(self._reported)
+        self._reported, self._reported_at, self._waiting_since = stats, now, None
+        return new
+
+
+@dataclass(slots=True)
+class Drafted:
+    """Counts the tokens of drafts at some lengths."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@cache  # of a process, whatever engines it has: so Prometheus counts, and takes a name once
+def _counter(name: str, told: str, *labels: str) -> Any:
+    from prometheus_client import Counter  # which engines bring
+
+    return Counter(name, told, labels)
+
+
+def publish(new: ServingStats) -> None:
+    """Adds the counts that came since the last report."""
+    tokens = _counter(
+        "sparsekv_prompt_tokens", "Prompt tokens prefilled, by whether the plan is sparse at their length.", "plan"
+    )
+    tokens.labels("sparse").inc(new.sparse_tokens)
+    tokens.labels("dense").inc(new.dense_tokens)
+    tiles = _counter(
+        "sparsekv_prefill_tiles",
+        "Attention tiles of prefill over all heads and layers: computed, and causal, which dense computes.",
+        "kind",
+    )
+    tiles.labels("computed").inc(new.tiles_computed)
+    tiles.labels("causal").inc(new.tiles_causal)
+    _counter("sparsekv_prefill_failures", "Chunks of a layer that were to be sparse and ran dense after an error.").inc(
+        new.failures
+    )
+    decoded = _counter(
+        "sparsekv_decode_tokens",
+        "Decoded tokens: sparse in all layers of segments, dense in some, dense for want of score scratch (of the "
+        "dense).",
+        "plan",
+    )
+    decoded.labels("sparse").inc(new.decode_sparse)
+    decoded.labels("dense").inc(new.decode_dense)
+    decoded.labels("no_scratch").inc(new.decode_left)
+
+
+def publish_drafts(new: Mapping[str, Drafted]) -> None:
+    """Adds the drafts that came since the last report, by length."""
+    told = "Tokens that the plan drafted, and those that counted, by context length."
+    tokens = _counter("sparsekv_draft_tokens", told, "kind", "length")
+    for length, one in new.items():
+        tokens.labels("drafted", length).inc(one.drafted)
+        tokens.labels("accepted", length).inc(one.accepted)

@@ -1,0 +1,139 @@
+"""Starts the plan of an engine of vLLM: what its layers compute, by the file and the engine's model."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsekv.kernels.backends import choose_backend
+from sparsekv.kernels.softmax import Softmax
+from sparsekv.plans.errors import PlanWarning
+from sparsekv.plans.files import load_plan
+from sparsekv.plans.model import ModelInfo, weights_fingerprint
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.core.program import LayerProgram, Program, Rank
+from sparsekv.runtime.core.roles import Evicting
+from sparsekv.runtime.core.state import Gather, Observed
+from sparsekv.runtime.hub import model_folder
+from sparsekv.runtime.model_config import describe_config, device_name, dtype_name, has_soft_cap
+from sparsekv.runtime.paged.decode_step import DecodeHost
+from sparsekv.runtime.paged.plan_host import PlanHost, Scratch
+from sparsekv.runtime.plan_checks import check_cut, check_plan, check_target
+from sparsekv.runtime.quantised_files import files_fingerprint
+from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_layers
+from sparsekv.runtime.vllm.engine_options import EngineOptions
+from sparsekv.runtime.vllm.engine_settings import check_engine
+from sparsekv.runtime.vllm.evicting_step import EvictingHost
+
+_ALLOW_MISMATCH = '--additional-config \'{"sparsekv": {"allow_mismatch": true}}\''
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """The model that an engine loads, and the room it needs."""
+
+    name: str  # a folder or a hub id
+    revision: str | None
+    config: Any  # of transformers
+    dtype: torch.dtype
+    device: torch.device
+    longest: int  # tokens of the longest request
+    step: int  # most tokens that are computed at once
+    rows: int  # most requests
+    rank: Rank = field(default_factory=Rank)
+
+
+class EngineHost(PlanHost):
+    """A plan at work in one worker, of which layers may evict tokens."""
+
+    evicting: EvictingHost | None = None  # where layers do
+
+    def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor, softmax: Softmax, scale: float) -> None:
+        """See `PlanHost`. An evicting layer also chooses."""
+        if isinstance(layer.role, Evicting) and self.evicting:
+            keys = self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], self.longest)
+            q_1HWD = q_THD[-layer.role.observed :].transpose(0, 1)[None]
+            self.evicting.warm_up(layer, Observed(q_1HWD, scale, softmax), keys)
+        super().warm_up(layer, q_THD, softmax, scale)
+
+
+def start_host(
+    path: Path, options: EngineOptions, facts: EngineFacts, model: EngineModel, gather: Gather | None = None
+) -> EngineHost:
+    """The plan of an engine that starts.
+
+    Args:
+        gather: over its tensor-parallel ranks; see `DecodeState`.
+
+    Raises:
+        PlanError: the file holds no plan.
+        PlanMismatchError: it is another model's.
+        UnsupportedError: the plan or the engine has something that this host cannot run; the message names it.
+        BackendError: no kernel runs here.
+    """
+    plan = load_plan(path)
+    if not options.decode:
+        plan = plan.model_copy(update={"decode": None, "kv_cache": None})
+    if options.exact is True:
+        plan = plan.model_copy(update={"prefill": None})
+    if facts.speculative is not None:
+        plan = plan.model_copy(update={"decode": None})  # what was drafted is verified by vLLM's own kernel
+    check_engine(facts, plan, options.allow_untested, bool(options.exact))
+    found = _described(plan, model, facts)
+    check_plan(plan, found, options.allow_mismatch, _ALLOW_MISMATCH)
+    check_layers(plan, found)
+    attending = (group for group in found.attention if group.kind != "linear")
+    group = max(attending, key=lambda group: group.kv_heads * group.head_dim)
+    tile = plan.prefill.tile if plan.prefill else None
+    choice = choose_backend(
+        model.device, model.dtype, found.largest_head, options.backend, tile, has_soft_cap(model.config)
+    )
+    here = (device_name(model.device), choice.name, dtype_name(model.dtype))
+    check_target(plan, *here, "vllm", model.step, float8=facts.kv_cache_dtype.startswith("fp8"))
+    check_cut(plan, model.step, model.longest)
+    _announce(plan, path)
+    scratch = Scratch(model.longest, group.kv_heads * group.head_dim, model.dtype, model.device)
+    program = Program.of(plan.prefill, plan.decode, found, model.rank, plan.retained)
+    host = EngineHost(program, choice.name, scratch, model.longest, facts.drafted)
+    host.drafts = bool(options.exact)
+    if plan.retained:
+        ranks = gather if model.rank.count > 1 else None
+        host.evicting = EvictingHost(choice.name, host.fallback, scratch.copy, model.rows, ranks)
+    if program.segments:
+        room = (model.rows, model.longest, model.device)
+        ranks = gather if model.rank.count > 1 else None
+        host.decode = DecodeHost(program, choice.name, *room, host.counters, ranks)
+    return host
+
+
+def _described(plan: Plan, model: EngineModel, facts: EngineFacts) -> ModelInfo:
+    """The engine's model; where its weights are quantised, which ones they are. Those that vLLM quantises as it loads
+    them are no plan's: hosts that measure do not."""
+    found = describe_config(model.config, model.name, model.revision)
+    if facts.quantization is None:
+        return found
+    folder = model_folder(model.name, model.revision) if facts.packed else None
+    weights = None if folder is None else files_fingerprint(folder)
+    if weights is None and facts.packed and found.id == plan.model.id:
+        return found  # they are not downloaded yet
+    weights = weights or weights_fingerprint([("quantization", facts.quantization.encode())])
+    return found.model_copy(update={"fingerprint": found.fingerprint.model_copy(update={"weights": weights})})
+
+
+def _announce(plan: Plan, path: Path) -> None:
+    decodes = plan.decode is not None and any(bucket.segments for bucket in plan.decode.lengths)
+    if plan.decode is not None and plan.decode.offload is not None:
+        warnings.warn(
+            f"{path} allows some layers in host memory, which vLLM ignores: their pages stay on the device",
+            PlanWarning, stacklevel=2,
+        )  # fmt: skip
+    if (
+        not decodes
+        and not plan.retained
+        and (plan.prefill is None or not any(bucket.heads for bucket in plan.prefill.lengths))
+    ):
+        warnings.warn(f"{path} is dense at every length: it changes nothing here", PlanWarning, stacklevel=2)
