@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from itertools import groupby
+from difflib import unified_diff
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,9 +17,8 @@ from sparsekv.cli.arguments import PLACE, Json, PlanArgument, PlanPlace, plan_fi
 from sparsekv.cli.output import FAILED, emit, emit_json, emit_verdict, tell
 from sparsekv.cli.plan_files import check_replaceable, outcomes_beside
 from sparsekv.cli.verdict import Ended, sentences, verdict
-from sparsekv.plans.diff import diff_plans
 from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UsageError, install_command
-from sparsekv.plans.files import load_plan, parse_plan, read_text, sign, write_bytes
+from sparsekv.plans.files import dump_plan, load_plan, parse_plan, read_text, write_bytes
 from sparsekv.plans.files import seal as sign_again
 from sparsekv.plans.schema import Plan, json_schema
 from sparsekv.plans.types import NonNegative
@@ -179,34 +178,45 @@ def _profile_of(plan: Plan, path: Path) -> Profile:
 def diff(
     old: Annotated[Path, typer.Argument(metavar="OLD", help=PLACE, show_default=False)],
     new: Annotated[Path, typer.Argument(metavar="NEW", help=PLACE, show_default=False)],
-    full: Annotated[
-        bool, typer.Option("--full", help="List every head of every layer and every figure; --json always does.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what changed between two plans: model, patterns, budgets, quality, cost. Needs no model.
+    """Print what changed between two plans, as a unified diff of both as `plan` writes them. Needs no model.
 
     Exit 0: nothing did; integrity, comments and layout of a file are no change. Exit 1: something did. Exit 2: a file
     is no plan.
     """
-    changes = diff_plans(_unsigned(old), _unsigned(new), full or as_json)
+    before, after = (dump_plan(_unsigned(place)).splitlines()[:-1] for place in (old, new))  # the last is the integrity
+    lines = [_with_keys(line, before) for line in unified_diff(before, after, str(old), str(new), lineterm="")]
     if as_json:
-        emit_json({"changed": bool(changes), "changes": [asdict(change) for change in changes]})
-    elif not changes:
-        emit(f"no change: {new} says what {old} says")
-    for section, members in groupby(changes if not as_json else (), key=lambda change: change.section):
-        emit("\n".join((section, *(f"  {change.text}" for change in members))))
-    if changes:
+        emit_json({"changed": bool(lines), "diff": "\n".join(lines)})
+    else:
+        emit("\n".join(lines) or f"no change: {new} says what {old} says")
+    if lines:
         raise typer.Exit(FAILED)
+
+
+def _with_keys(line: str, before: Sequence[str]) -> str:
+    """A line of a diff; the head of a hunk with the keys around its first change, as `prefill: lengths: up_to: 8k`."""
+    head = re.match(r"@@ -(\d+)", line)
+    keys: list[str] = []
+    indent = None
+    for above in reversed(before[: int(head[1]) + 3] if head else ()):
+        own = len(above) - len(above.lstrip())
+        if indent is None or own < indent:
+            keys, indent = [above.strip(" -"), *keys], own
+    return " ".join((line, *keys[:-1]))
 
 
 def _unsigned(place: Path) -> Plan:
     """A plan, an edited one too: its changes are what is to be reviewed before it is sealed."""
     path = plan_file(place)
-    plan = parse_plan(read_text(path), str(path), signed=False)
-    if plan != sign(plan):
-        seal = f"sparsekv seal {shlex.quote(str(path))}"
-        tell(f"{path}: its integrity does not fit its content; `{seal}` signs it, as unverified")
+    text = read_text(path)
+    try:
+        return parse_plan(text, str(path))
+    except PlanError:
+        plan = parse_plan(text, str(path), signed=False)
+    seal = f"sparsekv seal {shlex.quote(str(path))}"
+    tell(f"{path}: its integrity does not fit its content; `{seal}` signs it, as unverified")
     return plan
 
 

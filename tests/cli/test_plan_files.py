@@ -11,7 +11,7 @@ import yaml
 from plans_samples import full_plan, small_plan
 
 from sparsekv.cli.plan_files import outcomes_beside
-from sparsekv.plans.files import load_plan, write_plan
+from sparsekv.plans.files import dump_plan, load_plan, write_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,16 +82,19 @@ def test_diff_says_what_changed_and_exits_1(sparsekv, plan, tmp_path):
     write_plan(small_plan(status="imported", decode=None), other)
     done = sparsekv("diff", plan, other)
     assert (done.code, done.err) == (1, "")
-    assert "unverified -> imported" in done.out
-    data = sparsekv("diff", plan, other, "--json").data
-    assert data["changed"] is True
-    assert data["changes"][0] == {
-        "section": "Status",
-        "path": "status",
-        "text": "status: unverified -> imported",
-        "old": "unverified",
-        "new": "imported",
-    }
+    assert {"-status: unverified", "+status: imported", "-decode:"} <= set(done.out.splitlines())
+    assert "integrity" not in done.out
+    assert sparsekv("diff", plan, other, "--json").data == {"changed": True, "diff": done.out.rstrip("\n")}
+
+
+def test_a_hunk_of_a_diff_says_at_which_length_it_is(sparsekv, tmp_path):
+    texts = dump_plan(full_plan()), dump_plan(full_plan()).replace("keep: {fraction: 0.06}", "keep: {fraction: 0.07}")
+    for name, text in zip(("one", "two"), texts, strict=True):
+        (tmp_path / name).write_text(text)
+    lines = sparsekv("diff", tmp_path / "one", tmp_path / "two").out.splitlines()
+    (hunk,) = (line for line in lines if line.startswith("@@"))
+    assert hunk.endswith("prefill: lengths: up_to: 131072 heads:")
+    assert [line[0] for line in lines[3:]] == [*"   -+   "]
 
 
 def test_diff_of_plans_that_differ_in_layout_alone_exits_0(sparsekv, plan, tmp_path):
@@ -100,7 +103,7 @@ def test_diff_of_plans_that_differ_in_layout_alone_exits_0(sparsekv, plan, tmp_p
     assert other.read_text() != plan.read_text()
     done = sparsekv("diff", plan, other)
     assert (done.code, done.err) == (0, "")
-    assert sparsekv("diff", plan, other, "--json").data == {"changed": False, "changes": []}
+    assert sparsekv("diff", plan, other, "--json").data == {"changed": False, "diff": ""}
 
 
 def test_diff_reads_an_edited_plan_before_it_is_sealed_and_says_so(sparsekv, plan, tmp_path):
@@ -108,7 +111,7 @@ def test_diff_reads_an_edited_plan_before_it_is_sealed_and_says_so(sparsekv, pla
     edited.write_text(plan.read_text().replace("tokens: 1024", "tokens: 2048"))
     done = sparsekv("diff", plan, edited)
     assert done.code == 1
-    assert "1024 -> 2048" in done.out
+    assert "window: {tokens: 2048}" in done.out
     assert f"`sparsekv seal '{edited}'`" in done.err
     assert f"`sparsekv seal '{edited}'`" in sparsekv("validate", edited).err
 
