@@ -162,6 +162,8 @@ Document = dict[str, Any]
 # From the data of a version n file to that of version n + 1; each comes with a golden file of version n. None yet.
 MIGRATIONS: Mapping[int, Callable[[Document], Document]] = {}
 _INTEGRITY = "integrity"
+# Fields of version 1 that nothing reads any more.
+_GONE = {("provenance", "command"), *(("quality", phase, "output_error") for phase in ("prefill", "decode", "both"))}
 
 
 def migrate(document: Document, target: int, source: str, registry: Mapping[int, Any] = MIGRATIONS) -> Document:
@@ -184,6 +186,13 @@ def migrate(document: Document, target: int, source: str, registry: Mapping[int,
             raise PlanError(f"{source}: schema_version {step} can no longer be read; plan the model again")
         document = registry[step](document) | {"schema_version": step + 1}
     return document
+
+
+def _without_gone(value: Any, path: tuple[str, ...] = ()) -> Any:
+    """A copy of `value`, which stands at `path` of a document, without fields that are gone."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_gone(item, here) for key, item in value.items() if (here := (*path, key)) not in _GONE}
 
 
 def content_digest(data: Mapping[str, Any]) -> str:
@@ -265,7 +274,7 @@ def plan_of(tree: Tree, *, signed: bool = True) -> Plan:
     if tree.data.get("kind") != KIND:
         raise PlanError(f"{source}: expected `kind: {KIND}`, found {_what(tree.data)}")
     try:
-        plan = Plan.model_validate(migrate(tree.data, SCHEMA_VERSION, source))
+        plan = Plan.model_validate(_without_gone(migrate(tree.data, SCHEMA_VERSION, source)))
     except ValidationError as error:
         raise plan_error(error, tree) from None
     if signed:

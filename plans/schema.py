@@ -150,7 +150,6 @@ class Measurement(Part):
 
     lengths: Annotated[tuple[Length, ...], Field(min_length=1)]
     density: Share
-    output_error: NonNegative | None = None
     kl: NonNegative | None = None
     floor: NonNegative | None = None
     failed: Natural | None = None
@@ -261,7 +260,6 @@ class Provenance(Part):
     """
 
     versions: Annotated[dict[Text, Text], AfterValidator(in_order)] = Field(default_factory=dict)
-    command: Text | None = None
     preset: Text | None = None
     seed: Natural | None = None
     calibration: Digest | None = None

@@ -317,7 +317,7 @@ def score_row(task: str, score: Score) -> tuple[str, str, str, str]:
 def _quality(quality: Quality) -> Iterator[RenderableType]:
     rows: list[Sequence[str]] = []
     for phase, measured in quality.phases.items():
-        facts = ", ".join((f"computed {percent(measured.density)}", *_named(measured, "output_error", "kl", "chunk")))
+        facts = ", ".join((f"computed {percent(measured.density)}", *_named(measured, "kl", "chunk")))
         rows.append((phase, facts, "", "", "", "", ", ".join(map(format_length, measured.lengths))))
         rows += [("", *score_row(*task), str(task[1].samples)) for task in measured.tasks.items()]
     names = "  ".join(("Phase", *SCORE_HEADER, "Samples", "Measured at"))

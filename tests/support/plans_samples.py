@@ -145,7 +145,6 @@ def full_plan() -> Plan:
         ),
         provenance=Provenance(
             versions={"sparsekv": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "triton": "3.7.1"},
-            command="plan",
             preset="minference",
             seed=1234,
             calibration=digest_of("c"),
@@ -238,7 +237,6 @@ def _quality() -> Quality:
     measured = Measurement(
         lengths=(8192, 32768),
         density=0.221,
-        output_error=0.0123,
         kl=1.5e-05,
         floor=1.1e-05,
         failed=1,
