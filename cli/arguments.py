@@ -231,7 +231,7 @@ class Subject:
     source: ModelSource | None = None  # of the model, where it was looked for
 
     @classmethod
-    def named(cls, target: str | None, plan: Path | None, model: str | None) -> Subject:
+    def named(cls, target: str | None, plan: Path | None = None, model: str | None = None) -> Subject:
         """Returns what a call names.
 
         Args:

@@ -54,7 +54,7 @@ class Benched(Options):
 def named_subject(flags: Benched, lengths: Sequence[int], by_hand: bool) -> Subject:
     """The model and its plan, unless one is made by hand; random weights take any length, of a model that need not be
     there."""
-    named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan, None)
+    named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan)
     if not named.plan and isinstance(flags, AllowMismatch) and flags.allow_mismatch:
         raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
     if not flags.random_weights:

@@ -116,7 +116,7 @@ def doctor(flags: DoctorFlags) -> None:
     if flags.device_memory is None:
         check_machine(flags)
     model, length = flags.memory
-    subject, placing = Subject.named(model, one_plan(flags, flags.plan, model, length), None), flags.placing
+    subject, placing = Subject.named(model, one_plan(flags, flags.plan, model, length)), flags.placing
     plan = subject.plan
     tell_if_idle(placing, plan.decode if plan else None)
     from sparsekv.runtime.hf.public_shapes import config_of

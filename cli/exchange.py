@@ -73,7 +73,7 @@ def _described(name: str) -> ModelInfo:
     from sparsekv.runtime.hf.load import load_config
     from sparsekv.runtime.model_config import describe_config
 
-    source = Subject.named(name, None, None).source
+    source = Subject.named(name).source
     return describe_config(load_config(source or name), name)
 
 
@@ -123,7 +123,7 @@ def _export_model(place: str, file: Path | None, out: Path, half: bool, as_json:
     from sparsekv.runtime.core.program import Program
     from sparsekv.runtime.hf.load import load_model
 
-    subject = Subject.named(place, file, place if file else None)
+    subject = Subject.named(place, file)
     plan = subject.need_plan()
     loaded = load_model(place, device="cpu", dtype="float16" if half else "float32")
     for line in check_model(plan, loaded.info):

@@ -1,5 +1,6 @@
-"""A model that `sparsekv export MODEL --plan plan.yaml --to onnx -o DIR` wrote, asked by onnxruntime alone.
+"""A model that `sparsekv export` wrote, asked by onnxruntime alone.
 
+    sparsekv export MODEL --plan plan.yaml --to onnx -o DIR
     python examples/onnx_chat.py DIR "The special number for river is 2206914. The special number for river is"
     python examples/onnx_chat.py DIR --file book.txt --tokens 64
 

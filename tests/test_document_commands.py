@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from shown_commands import shown
 
 from sparsekv.cli.main import app
 
@@ -14,24 +15,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SPARSEKV = typer.main.get_command(app)
 OLD_SCRIPT = re.compile(r"benchmarks/\w+\.py")
-MARK = re.compile(r"\s*\(?at\s+([0-9a-f]{7,40})\b")
 FLAG = re.compile(r"--?[a-z][a-z-]*")
 
 
 def commands(text: str) -> Iterator[tuple[str, str]]:
     """Lines of blocks of code and spans of code, each with the commit that stands behind it, if one does."""
-    prose, fenced = [], False
-    for line in text.splitlines():
-        fenced ^= line.startswith("```")
-        if fenced or re.match(r"    \S", line):
-            yield line.split(" #")[0].strip(), ""
-            prose.append("")
-        else:
-            prose.append(line)
-    text = "\n".join(prose)
-    for span in re.finditer(r"`([^`]+)`", text):
-        mark = MARK.match(text, span.end())
-        yield " ".join(span[1].split()), mark[1] if mark else ""
+    for part in shown(text):
+        yield from ((line, part.commit) for line in part.lines)
 
 
 def fault(command: str) -> str:
