@@ -1,11 +1,7 @@
 """Rules of other methods, each a mode of `evaluate`: what curves show beside our plans.
 
-Of prefill, the same in every head. Patterns that plans have anyway run as plans, through the kernels: StreamingLLM's
-mask, vertical_slash at one density, and the rules by which XAttention and FlexPrefill take tiles
-(kernels/index/adaptive.py). XAttention runs with a stride of 16; of FlexPrefill there is the query-aware block rule
-alone, without its test of which heads take vertical-slash lines instead. FlashPrefill's rule exists here only: a row
-tile computes the key tiles whose estimated share is at least alpha times that of its best one. The shares are those of
-pooled queries and keys.
+Of prefill, the same in every head, patterns that plans have anyway run as plans, through the kernels: StreamingLLM's
+mask, and vertical_slash at one density. Rules of others over tiles stand in tile_rules.py.
 
 Of decode: what every layer attends to in a step; prompts are prefilled densely. Two rules choose in each layer for
 itself and are computed here, in plain torch, as no plan expresses them:
@@ -18,8 +14,8 @@ itself and are computed here, in plain torch, as no plan expresses them:
 
 Rules that choose filter layers (OmniKV, Kascade, even distances) are segments, and run as plans.
 
-Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, S queries or keys, T row tiles, R row tiles of
-one block, M key tiles, P pages, D head size, J layers that attend, I layers that choose.
+Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, S queries or keys, P pages, D head size, J
+layers that attend, I layers that choose.
 """
 
 from __future__ import annotations
@@ -35,14 +31,9 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from sparsekv.kernels.backends import choose_backend, prefill_attention
-from sparsekv.kernels.index.adaptive import tile_scores
-from sparsekv.kernels.index.block_sparse import tile_limits
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.index.layout import IndexCall
 from sparsekv.kernels.scores import scaled_scores, token_scores
-from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex, computed_tiles
-from sparsekv.kernels.topk import ascending
+from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.planner.decode_candidates import anchor_layers
 from sparsekv.planner.evaluation import PlanMode
 from sparsekv.planner.evaluation.results import Spent
@@ -123,94 +114,6 @@ class SamePattern:
         """It at work in a model; decode is dense."""
         patterns = {layer: (self.pattern,) * info.by_layer[layer].heads for layer in info.full_layers}
         return PlanMode(prefill_plan(info, self.tile, patterns), "prefill")
-
-
-@dataclass(frozen=True, slots=True)
-class MaxThreshold:
-    """FlashPrefill's rule, in the layers with full attention; decode is dense.
-
-    Attributes:
-        alpha: least share of a key tile, relative to the best of its row; 0 computes every tile.
-    """
-
-    alpha: float
-    tile: TileShape
-
-    stepwise = True
-    dense_prefill = False
-
-    @contextmanager
-    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `planner.evaluation.Mode`."""
-        computed, causal = torch.zeros((), dtype=torch.float64, device=model.device), 0
-
-        def attend(call: AttentionCall) -> torch.Tensor | None:
-            nonlocal computed, causal
-            heads, queries = call.q_BHSD.shape[1:3]
-            if queries == 1 and call.chunk.past[0]:
-                return None
-            own = heads * call.chunk.causal_tiles(self.tile, call.window)
-            causal += own
-            if call.window is not None:
-                computed += own
-                return None
-            out_BHSD, tiles = self.attend(call)
-            computed += tiles
-            return out_BHSD
-
-        with capture_attention(model, attend):
-            yield lambda: Spent(float(computed), float(causal))
-
-    def attend(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output [B, H, S, D], and tiles computed."""
-        index, head_dim = self.index(call), call.q_BHSD.shape[3]
-        found = prefill_attention(
-            call.q_BHSD,
-            call.k_BGKD,
-            call.v_BGKD,
-            index,
-            call.chunk,
-            scale=call.scale,
-            backend=choose_backend(call.q_BHSD.device, call.q_BHSD.dtype, head_dim, "auto", self.tile).name,
-        )
-        return found.out_BHSD, computed_tiles(index).sum()
-
-    def mode(self, info: ModelInfo) -> MaxThreshold:
-        """It at work in a model."""
-        return self
-
-    def index(self, call: AttentionCall) -> TileIndex:
-        """Returns the index of one layer."""
-        return _index_of(self._choose(call), self.tile)
-
-    def _choose(self, call: AttentionCall) -> torch.Tensor:
-        """Tiles that are computed: bool [B, H, T, M]."""
-        index_call = IndexCall.of(call.q_BHSD, call.k_BGKD, call.chunk, self.tile, call.scale, call.window)
-        layout = index_call.layout
-        shape = (layout.batch, layout.heads, layout.row_tiles, layout.key_tiles)
-        kept_BHTM = torch.zeros(shape, dtype=torch.bool, device=layout.device)
-        for rows, scores_BHRM in tile_scores("pooled", range(layout.heads), index_call):
-            tiles = scores_BHRM.shape[-1]
-            limits = tile_limits(tiles, layout.locate().part(rows))
-            mandatory_B1RM, visible_B1RM = (limit_BRM[:, None] for limit_BRM in limits)
-            best_BHR1 = scores_BHRM.amax(-1, keepdim=True)
-            own_BHRM = mandatory_B1RM | (visible_B1RM & (scores_BHRM >= self.alpha * best_BHR1))
-            kept_BHTM[:, :, rows, :tiles] = own_BHRM
-        return kept_BHTM
-
-
-def _index_of(kept_BHTM: torch.Tensor, tile: TileShape) -> TileIndex:
-    counts_BHT = kept_BHTM.sum(-1, dtype=torch.int32)
-    new = counts_BHT.new_empty
-    return TileIndex(
-        tile=tile,
-        tiles_BHTW=ascending(kept_BHTM, kept_BHTM.shape[-1], NO_TILE).contiguous(),
-        counts_BHT=counts_BHT,
-        columns_BHC=new((*counts_BHT.shape[:2], 0)),
-        live_BHTN=new((*counts_BHT.shape, 0)),
-        dense_H=torch.zeros(counts_BHT.shape[1], dtype=torch.bool, device=counts_BHT.device),
-        dense_heads=(),
-    )
 
 
 PAGE = 16

@@ -3,7 +3,7 @@
 Ours: `plan` is the plan file as it is; `sparsekv` is compiled from a profile, for prefill at every density, for decode
 at every bound on the divergence, and beyond these with larger budgets in the densest and smaller ones in the sparsest.
 
-Baselines of prefill (baselines.py): `vertical_slash` has a published ratio of MInference, 1000 columns to
+Baselines of prefill (tile_rules.py and here): `vertical_slash` has a published ratio of MInference, 1000 columns to
 6096 diagonals, scaled in each head until one calibration prompt costs the density; `vertical_slash_by_head` takes the
 best ratio of each head from the profile, every head at the same density; `minference` is compiled from a profile of
 `--preset minference`. `bfloat16` is dense rounded, of a float32 model.
@@ -22,7 +22,6 @@ import torch
 from sparsekv.bench.baselines import (
     ExactTopK,
     FilterRuleName,
-    MaxThreshold,
     QuestPages,
     Rounded,
     SamePattern,
@@ -33,7 +32,7 @@ from sparsekv.bench.baselines import (
     segments_by_rule,
     static_at_density,
 )
-from sparsekv.kernels.index.adaptive import ScoreKind
+from sparsekv.bench.tile_rules import ScoreKind, cumulative_mass, max_threshold
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.cost.predict import DENSE, ScoreTables
@@ -44,7 +43,7 @@ from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, for_profile
 from sparsekv.planner.settled import density_for, mandatory_density, settle
 from sparsekv.plans.errors import UsageError, did_you_mean
-from sparsekv.plans.patterns import Adaptive, AShape, Budget, Pattern, TileShape, VerticalSlash, fraction, last_q_for
+from sparsekv.plans.patterns import AShape, Budget, Pattern, TileShape, VerticalSlash, fraction, last_q_for
 from sparsekv.plans.phases import DecodeBudget, PrefillPlan, Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
@@ -234,12 +233,12 @@ def _by_head(inputs: CurveInputs, length: int) -> Modes:
 
 def _cumulative(score: ScoreKind, knob: str, inputs: CurveInputs, length: int) -> Modes:
     for mass in _MASSES:
-        yield f"{knob} {mass:g}", _same(inputs, Adaptive(score=score, mass=mass, max_tiles=fraction(1.0)))
+        yield f"{knob} {mass:g}", cumulative_mass(score, mass, inputs.tile)
 
 
 def _max_threshold(inputs: CurveInputs, length: int) -> Modes:
     for alpha in _ALPHAS:
-        yield f"alpha {alpha:g}", MaxThreshold(alpha, inputs.tile)
+        yield f"alpha {alpha:g}", max_threshold(alpha, inputs.tile)
 
 
 def _same(inputs: CurveInputs, pattern: Pattern) -> PlanMode:

@@ -1,8 +1,8 @@
 """`sparsekv bench peers`: published methods of sparse prefill beside a plan, in one process and on the same prompts.
 
 Each method runs twice: as its authors publish it for an 8B Llama, and at the density of the plan (or one that is asked
-for), with its own knob turned there. Its published algorithm runs on our kernels, as it stands in `baselines`; the
-authors' own code runs beside it where it was fetched (originals.py).
+for), with its own knob turned there. Its published algorithm runs on our kernels, as it stands in `baselines` and
+`tile_rules`; the authors' own code runs beside it where it was fetched (originals.py).
 
 * Time is that of one layer of the shape asked for, on planted structure (planted.py): index and attention apart, and in
   one call. A method is timed at the density that it had in the model: its knob is turned to it once more.
@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,12 +25,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from sparsekv.bench.baselines import MaxThreshold, SamePattern
+from sparsekv.bench.baselines import SamePattern
 from sparsekv.bench.dense_kernels import time_dense
 from sparsekv.bench.harness import Call, Columns, Row, free_memory, in_short, measure, number
 from sparsekv.bench.originals import ORIGINALS, PUBLISHED_LINES, OriginalMode, Ready
 from sparsekv.bench.peers_file import At, Key, PeerRow, PeersFile
 from sparsekv.bench.planted import Planted, causal_scores, plant, sample_rows
+from sparsekv.bench.tile_rules import cumulative_mass, max_threshold
 from sparsekv.kernels.backends import choose_backend, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import TileIndex, density
@@ -42,7 +43,7 @@ from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.patterns import Adaptive, Pattern, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.patterns import Pattern, TileShape, VerticalSlash, fraction, tokens
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.load import LoadedModel
@@ -130,15 +131,11 @@ def _mass(share: float) -> float:
     return float(1.0 - 0.95 * (0.0005 / 0.95) ** share)
 
 
-def _adaptive(score: Any) -> Callable[[float, TileShape], Rule]:
-    return lambda mass, tile: SamePattern(Adaptive(score=score, mass=mass, max_tiles=fraction(1.0)), tile)
-
-
 METHODS: Mapping[str, Method] = {
     "MInference": Method("{:g} x (1000 columns, 6096 diagonals)", 1.0, lambda t: float(2.0 ** (-12 + 16 * t)), _lines),
-    "XAttention": Method("tau {:g}", 0.9, _mass, _adaptive("antidiagonal")),
-    "FlexPrefill": Method("gamma {:g}", 0.9, _mass, _adaptive("pooled")),
-    "FlashPrefill": Method("alpha {:g}", 0.18, lambda t: float(0.99 * (1e-4 / 0.99) ** t), MaxThreshold),
+    "XAttention": Method("tau {:g}", 0.9, _mass, partial(cumulative_mass, "antidiagonal")),
+    "FlexPrefill": Method("gamma {:g}", 0.9, _mass, partial(cumulative_mass, "pooled")),
+    "FlashPrefill": Method("alpha {:g}", 0.18, lambda t: float(0.99 * (1e-4 / 0.99) ** t), max_threshold),
 }
 
 

@@ -1,8 +1,8 @@
 """The methods of the table of quality: a plan, and others held to its density, its share of tokens read, or its bytes.
 
 Prefill, all through our kernels: `MInference` has vertical_slash at a published ratio, 1000 columns to 6096 diagonals,
-scaled in each head to one density; XAttention, FlexPrefill and FlashPrefill are the rules of baselines.py. The one knob
-of each (density, tau, gamma, alpha) is searched for until prompts of all tasks, of the calibration split, come to the
+scaled in each head to one density; XAttention, FlexPrefill and FlashPrefill are rules of tile_rules.py. The one knob of
+each (density, tau, gamma, alpha) is searched for until prompts of all tasks, of the calibration split, come to the
 plan's density on them. Decode: Quest's pages in plain torch; OmniKV's and Kascade's filter layers, from the
 similarities of a profile, run as plans. Budgets are those that read the plan's share. Eviction: see eviction_rules.py.
 """
@@ -22,7 +22,6 @@ from sparsekv.bench.baselines import (
     PAGE,
     QUEST_DENSE,
     FilterRuleName,
-    MaxThreshold,
     QuestPages,
     StepRule,
     decode_plan,
@@ -31,11 +30,12 @@ from sparsekv.bench.baselines import (
     segments_by_rule,
 )
 from sparsekv.bench.eviction_rules import Evicted, EvictionRule, ObservedPrompt, cached_share
+from sparsekv.bench.tile_rules import ScoreKind, cumulative_mass, max_threshold
 from sparsekv.planner.evaluation import Mode, PlanMode
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.tasks import Kit, Split, make_sample, prepare, ruler_suite
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import Adaptive, TileShape, VerticalSlash, fraction, last_q_for, tokens
+from sparsekv.plans.patterns import TileShape, VerticalSlash, last_q_for, tokens
 from sparsekv.plans.phases import Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
@@ -188,19 +188,14 @@ class Inputs:
             (patterns,) = fitted_at_densities(self.loaded, ids_1S, ratio, [1.0 - math.exp(-knob)], tile)
             return PlanMode(prefill_plan(model, tile, patterns), "prefill", self.backend)
 
-        def adaptive(score: Literal["antidiagonal", "pooled"]) -> Callable[[float], Mode]:
-            def made(knob: float) -> Mode:
-                pattern = Adaptive(score=score, mass=1.0 - math.exp(-knob), max_tiles=fraction(1.0))
-                patterns = {layer: (pattern,) * model.by_layer[layer].heads for layer in model.full_layers}
-                return PlanMode(prefill_plan(model, tile, patterns), "prefill", self.backend)
-
-            return made
+        def mass(score: ScoreKind) -> Callable[[float], Mode]:
+            return lambda knob: cumulative_mass(score, 1.0 - math.exp(-knob), tile)
 
         return {
             "MInference": ("density", in_ratio),
-            "XAttention": ("tau", adaptive("antidiagonal")),
-            "FlexPrefill": ("gamma", adaptive("pooled")),
-            "FlashPrefill": ("alpha", lambda knob: MaxThreshold(math.exp(-knob), tile)),
+            "XAttention": ("tau", mass("antidiagonal")),
+            "FlexPrefill": ("gamma", mass("pooled")),
+            "FlashPrefill": ("alpha", lambda knob: max_threshold(math.exp(-knob), tile)),
         }
 
     def _tuned(

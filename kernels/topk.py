@@ -30,11 +30,7 @@ def top_mask(scores_XN: torch.Tensor, count_X: torch.Tensor, most: int) -> torch
     """
     if most == 0:
         return torch.zeros_like(scores_XN, dtype=torch.bool)
-    return mark_best(scores_XN, scores_XN.topk(most, dim=-1).values, count_X)
-
-
-def mark_best(scores_XN: torch.Tensor, best_XK: torch.Tensor, count_X: torch.Tensor) -> torch.Tensor:
-    """`top_mask` where the best scores are known already: best_XK descending, count_X at most K."""
+    best_XK = scores_XN.topk(most, dim=-1).values
     least_X1 = best_XK.gather(-1, (count_X - 1).clamp(min=0).unsqueeze(-1))
     above_XN = scores_XN > least_X1
     level_XN = scores_XN == least_X1

@@ -163,7 +163,10 @@ Document = dict[str, Any]
 MIGRATIONS: Mapping[int, Callable[[Document], Document]] = {}
 _INTEGRITY = "integrity"
 # Fields of version 1 that nothing reads any more.
-_GONE = {("provenance", "command"), *(("quality", phase, "output_error") for phase in ("prefill", "decode", "both"))}
+_FIELDS_GONE = {
+    ("provenance", "command"),
+    *(("quality", phase, "output_error") for phase in ("prefill", "decode", "both")),
+}
 
 
 def migrate(document: Document, target: int, source: str, registry: Mapping[int, Any] = MIGRATIONS) -> Document:
@@ -192,7 +195,7 @@ def _without_gone(value: Any, path: tuple[str, ...] = ()) -> Any:
     """A copy of `value`, which stands at `path` of a document, without fields that are gone."""
     if not isinstance(value, dict):
         return value
-    return {key: _without_gone(item, here) for key, item in value.items() if (here := (*path, key)) not in _GONE}
+    return {key: _without_gone(item, here) for key, item in value.items() if (here := (*path, key)) not in _FIELDS_GONE}
 
 
 def content_digest(data: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ outward. Every pattern also computes the diagonal tile, the one before it, and t
 To add a pattern: its class and its name in `Pattern` here, its index builder in `kernels/index/`, the builder's row in
 `kernels/index/build.py`, and its test. Files, options, the search, cost, memory and bench ask the class.
 
-Sources: a_shape, vertical_slash, block_sparse: MInference 1.0, section 3; adaptive: XAttention and FlexPrefill.
+Source: MInference 1.0, section 3.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from sparsekv.plans.pattern_family import (
     fraction,
     tokens,
 )
-from sparsekv.plans.types import Share
 
 __all__ = [
+    "GONE",
     "MOST_SAMPLED",
     "PATTERNS",
     "AShape",
-    "Adaptive",
     "BlockSparse",
     "Budget",
     "Dense",
@@ -256,25 +255,13 @@ class BlockSparse(PatternFamily):
         return cls(keep=tokens(max(tile.mandatory + 1, tile.row_tiles(length, density)) * tile.key))
 
 
-# Executed, not searched: no model measured was better off (EXPERIMENTS.md).
-class Adaptive(PatternFamily):
-    """The smallest set of tiles a row whose estimated score reaches `mass` of the row's total."""
-
-    pattern: Literal["adaptive"] = "adaptive"
-    score: Literal["antidiagonal", "pooled"] = "antidiagonal"
-    mass: Share
-    max_tiles: Budget
-
-    def tile_tokens(self, length: int) -> int:
-        """The bound on a row."""
-        return self.max_tiles.resolve(length)
-
-
 Pattern = Annotated[
-    Dense | AShape | VerticalSlash | BlockSparse | Adaptive,
+    Dense | AShape | VerticalSlash | BlockSparse,
     Field(discriminator="pattern"),
 ]
 PATTERNS: Mapping[str, type[Pattern]] = {
     kind.model_fields["pattern"].default: kind for kind in get_args(get_args(Pattern)[0])
 }
+GONE = {"adaptive": "0.2.0"}
+"""Patterns of earlier versions, each with the last one that ran it."""
 PatternRange = SizeRange[Pattern]

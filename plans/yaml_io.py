@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sparsekv.plans.errors import PlanError
+from sparsekv.plans.patterns import GONE
 from sparsekv.plans.types import SHA256, SHA256_WEIGHTS, FieldError, Part, Where
 
 MAX_DEPTH = 24
@@ -256,6 +257,8 @@ def _message(detail: ErrorDetails) -> str:
     if kind == "extra_forbidden":
         return f"unknown field{_suggestion(str(detail['loc'][-1]))}"
     if kind == "union_tag_invalid":
+        if last := GONE.get(context["tag"]):
+            return f"pattern {context['tag']!r} is gone: sparsekv {last} was the last to run it"
         return f"expected pattern {context['expected_tags']}, found {context['tag']!r:.60}"
     if kind == "string_pattern_mismatch":
         digest = context.get("pattern") in (SHA256, SHA256_WEIGHTS)

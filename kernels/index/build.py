@@ -18,7 +18,6 @@ import torch
 
 from sparsekv.kernels.device_cache import cached_on_device, on_device
 from sparsekv.kernels.index.a_shape import index_a_shape
-from sparsekv.kernels.index.adaptive import index_adaptive
 from sparsekv.kernels.index.block_sparse import index_block_sparse
 from sparsekv.kernels.index.layout import (
     FamilyHeads,
@@ -35,7 +34,7 @@ from sparsekv.kernels.index.layout import (
 from sparsekv.kernels.index.vertical_slash import index_vertical_slash, score_lines
 from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, WORD, Chunk, TileIndex, check_chunk, check_heads
 from sparsekv.plans.errors import BackendError, ShapeError, UnsupportedError
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash
 
 BuilderName = Literal["auto", "torch", "triton"]
 
@@ -69,7 +68,6 @@ BUILDERS: Mapping[type[Pattern], IndexBuilder] = {
     AShape: IndexBuilder(index_a_shape),
     VerticalSlash: IndexBuilder(index_vertical_slash, "sparsekv.kernels.index.triton.vertical_slash"),
     BlockSparse: IndexBuilder(index_block_sparse, "sparsekv.kernels.index.triton.block_sparse"),
-    Adaptive: IndexBuilder(index_adaptive),
 }
 
 
@@ -100,7 +98,7 @@ def build_index(
         lines: `layer_lines` of this very call by `last_q`, for callers that build many indices of one layer.
         builder: "torch" anywhere; "triton" for the patterns that it builds on this GPU, torch for the others; "auto"
             chooses. All give the same index, up to the rounding of scores that are nearly equal.
-        cap: soft cap of the layer's scores, of single keys: pooled ones (block sparse, adaptive) have none. Torch
+        cap: soft cap of the layer's scores, of single keys: pooled ones (block sparse) have none. Torch
             builds under one.
 
     Returns:

@@ -163,7 +163,7 @@ class IndexCall:
     k_BGKD: torch.Tensor
     scale: float
     lines: Mapping[int, LineScores] | None  # of all heads, by last_q, where the caller has scored them already
-    cap: float  # soft cap of the scores of single keys; pooled ones (block sparse, adaptive) are estimates without it
+    cap: float  # soft cap of the scores of single keys; pooled ones (block sparse) are estimates without it
 
     @classmethod
     def of(

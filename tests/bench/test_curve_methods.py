@@ -14,7 +14,6 @@ from planner_profiles import made_up_model, made_up_profile, made_up_reuse
 from sparsekv.bench.baselines import (
     PAGE,
     ExactTopK,
-    MaxThreshold,
     QuestPages,
     StepwiseRule,
     decode_plan,
@@ -23,6 +22,7 @@ from sparsekv.bench.baselines import (
 from sparsekv.bench.curve_file import CurvePoint, read_curve, write_curve
 from sparsekv.bench.curve_methods import CurveInputs, check_profiled, chosen_methods, curve_modes
 from sparsekv.bench.curves import measure_curves
+from sparsekv.bench.tile_rules import cumulative_mass, max_threshold
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.evaluation import EvalSamples, Mode, compare
 from sparsekv.planner.profile.calibration import held_out
@@ -80,7 +80,9 @@ def test_every_method_computes_less_than_dense_in_its_own_phase_alone(
 @pytest.mark.parametrize(
     "mode",
     [
-        MaxThreshold(0.0, TILE),
+        max_threshold(0.0, TILE),
+        cumulative_mass("antidiagonal", 1.0, TILE),
+        cumulative_mass("pooled", 1.0, TILE),
         StepwiseRule(ExactTopK(fraction(1.0))),
         StepwiseRule(ExactTopK(fraction(1.0), "per_kv_head")),
         StepwiseRule(QuestPages(fraction(1.0))),

@@ -67,7 +67,7 @@ def test_every_kind_of_layer_has_its_cells_and_every_range_is_named() -> None:
     cells = {(fact.layer, fact.head): fact for fact in maps[0].heads}
     assert len(cells) == 8 * 4 + 8
     assert [cells[layer, 0].pattern for layer in range(9)] == [
-        "a_shape", "a_shape", "adaptive", "adaptive", "dense", "sliding", "dense", "dense", "linear",
+        "a_shape", "a_shape", "block_sparse", "vertical_slash", "dense", "sliding", "dense", "dense", "linear",
     ]  # fmt: skip
     assert cells[8, 0].density is None
     assert lines == ("up to 12,288: dense", "above 131,072: as up to 131,072")

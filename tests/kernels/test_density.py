@@ -7,7 +7,7 @@ from index_cases import TILES, make_layer
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, TileShape, VerticalSlash, fraction, tokens
 
 TILE = TileShape()
 
@@ -23,7 +23,6 @@ def test_a_column_computed_singly_counts_its_share_of_a_tile() -> None:
 COVERING = (
     AShape(sink=tokens(0), window=fraction(1.0)),
     BlockSparse(keep=fraction(1.0)),
-    Adaptive(mass=1.0, max_tiles=fraction(1.0)),
     VerticalSlash(vertical=tokens(0), slash=fraction(1.0), max_tiles=fraction(1.0)),
     VerticalSlash(vertical=tokens(9), slash=tokens(1000), max_tiles=tokens(1000)),
 )

@@ -13,7 +13,7 @@ from sparsekv.kernels import device_cache
 from sparsekv.kernels.device_cache import cached_on_device, on_device
 from sparsekv.kernels.index.build import build_index, group_heads
 from sparsekv.kernels.tiles import Chunk, TileIndex
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 
@@ -27,7 +27,7 @@ LAYERS = {
     "all a_shape": (A,) * 4,
     "one a_shape": (A,),
     "two a_shapes": (A, B, B, A),
-    "every kind": (B, LINES, Dense(), A, BLOCKS, Adaptive(mass=0.8, max_tiles=tokens(200))),
+    "every kind": (B, LINES, Dense(), A, BLOCKS, BLOCKS),
 }
 PLACES = (Chunk((7,), (200,)), Chunk((64, 0), (190, 150)))
 

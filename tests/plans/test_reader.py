@@ -33,6 +33,11 @@ EDITS = {
     "unknown field": ("last_q: 64", "lastq: 64", "heads[1].lastq"),
     "field of another record": ("last_q: 64", "keep: {tokens: 1}", "heads[1].keep"),
     "unknown top field": ("extensions:", "extras:", "extras: unknown field"),
+    "a pattern of earlier versions": (
+        "pattern: block_sparse",
+        "pattern: adaptive",
+        "is gone: sparsekv 0.2.0 was the last",
+    ),
     "unknown pattern": ("block_sparse", "blocks", "heads[2].pattern: expected pattern 'dense', 'a_shape'"),
     "missing pattern": ("pattern: block_sparse, ", "", "heads[2]: expected the field `pattern`, found none"),
     "missing field": ("model_type: example", "remark: example", "model.model_type"),

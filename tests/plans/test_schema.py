@@ -87,7 +87,6 @@ REJECTED = {
     "two budgets in one": ((*GROUP, "sink"), {"tokens": 5, "fraction": 0.5}, "exactly one"),
     "an empty budget": ((*GROUP, "sink"), {}, "exactly one"),
     "a bare number as budget": ((*GROUP, "sink"), 128, "Budget"),
-    "adaptive mass of zero": ((*BUCKET, "heads", 5, "mass"), 0.0, "greater than 0"),
     "vertical_slash without a bound": ((*BUCKET, "heads", 1, "max_tiles"), REMOVED, "required"),
     "overlapping heads": ((*BUCKET, "heads", 1, "heads"), "1-2", "heads 1 of layer 0 again"),
     "head out of range": ((*GROUP, "heads"), "0-1,4", "heads 0 to 3 of layer 0"),

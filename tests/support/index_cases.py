@@ -13,7 +13,6 @@ from masks import AmbiguousScoresError, Row, brute_heads
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import (
-    Adaptive,
     AShape,
     BlockSparse,
     Budget,
@@ -84,12 +83,6 @@ budgets: st.SearchStrategy[Budget] = st.one_of(
     st.integers(0, 700).map(tokens),
     st.floats(0.01, 1.0).map(lambda x: fraction(round(x, 2))),
 )
-adaptive_: st.SearchStrategy[Pattern] = st.builds(
-    Adaptive,
-    score=st.sampled_from(["antidiagonal", "pooled"]),
-    mass=st.one_of(st.just(1.0), st.floats(0.001, 0.999)),
-    max_tiles=budgets,
-)
 patterns_: st.SearchStrategy[Pattern] = st.one_of(
     st.just(Dense()),
     st.builds(AShape, sink=budgets, window=budgets),
@@ -101,7 +94,6 @@ patterns_: st.SearchStrategy[Pattern] = st.one_of(
         last_q=st.sampled_from([1, 7, 64]),
         max_tiles=budgets,
     ),
-    adaptive_,
 )
 
 

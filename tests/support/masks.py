@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tile_masses import antidiagonal_scores, fewest_tiles, pooled_scores
 
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash
 
 # A whole row tile far from both ends, to speak of the tiles that a row has counted back from its own place.
 FAR = 1 << 20
@@ -72,8 +71,6 @@ def brute_rows(pattern: Pattern, head: Head) -> list[Row]:
         return _seen(head, [_row(head, first, _a_shape(pattern, head, first)) for first in head.row_starts])
     if isinstance(pattern, BlockSparse):
         return _seen(head, [_row(head, first, _block_sparse(pattern, head, first)) for first in head.row_starts])
-    if isinstance(pattern, Adaptive):
-        return _seen(head, [_row(head, first, _adaptive(pattern, head, first)) for first in head.row_starts])
     assert isinstance(pattern, VerticalSlash)
     return _seen(head, _vertical_slash(pattern, head))
 
@@ -153,21 +150,6 @@ def _block_sparse(pattern: BlockSparse, head: Head, first: int) -> set[int]:
     score = {t: float(query @ mean) * head.scale for t, mean in zip(seen, keys, strict=True) if t not in forced}
     keep = max(math.ceil(pattern.keep.resolve(head.length) / key), _whole_row_needs(head))
     return forced | set(best(score, min(keep, len(seen)) - len(forced)))
-
-
-def _adaptive(pattern: Adaptive, head: Head, first: int) -> set[int]:
-    key, last = head.tile.key, head.last_row(first)
-    place = (head.past, first, last)
-    if pattern.score == "antidiagonal":
-        products = head.q @ head.k.T * head.scale
-        scores = antidiagonal_scores(products, *place, head.length, key, head.window)
-    else:
-        scores = pooled_scores(head.q, head.k, head.scale, *place, key, head.window)
-    bound = max(math.ceil(pattern.max_tiles.resolve(head.length) / key), _whole_row_needs(head))
-    kept, closest = fewest_tiles(scores, pattern.mass, bound, _mandatory(head, first))
-    if closest < 2e-6:
-        raise AmbiguousScoresError
-    return set(kept)
 
 
 def _vertical_slash(pattern: VerticalSlash, head: Head) -> list[Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import (
     DecodeBucket,
     DecodeBudget,
@@ -185,8 +185,8 @@ def _prefill() -> PrefillPlan:
         HeadGroup(layer=0, heads=(3,), pattern=BlockSparse(keep=fraction(0.06))),
         HeadGroup(layer=1, heads=(0, 2), pattern=static),
         HeadGroup(layer=1, heads=(1,), pattern=Dense()),
-        HeadGroup(layer=2, heads=(0, 1, 2, 3), pattern=Adaptive(mass=0.95, max_tiles=fraction(0.25))),
-        HeadGroup(layer=3, heads=(0,), pattern=Adaptive(score="pooled", mass=1 / 3, max_tiles=tokens(8192))),
+        HeadGroup(layer=2, heads=(0, 1, 2, 3), pattern=BlockSparse(keep=fraction(1 / 3))),
+        HeadGroup(layer=3, heads=(0,), pattern=lines.model_copy(update={"max_tiles": tokens(8192)})),
     )
     return PrefillPlan(
         tile=TileShape(query=128, key=64),

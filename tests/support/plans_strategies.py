@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from plans_samples import digest_of
 
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo, is_model_id
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Budget, Dense, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.patterns import AShape, BlockSparse, Budget, Dense, Pattern, TileShape, VerticalSlash
 from sparsekv.plans.phases import (
     DecodeBucket,
     DecodeBudget,
@@ -44,7 +44,6 @@ patterns: st.SearchStrategy[Pattern] = st.one_of(
     st.builds(AShape, sink=budgets, window=budgets),
     st.builds(VerticalSlash, vertical=budgets, slash=budgets, last_q=st.integers(1, 1024), max_tiles=budgets),
     st.builds(BlockSparse, keep=budgets),
-    st.builds(Adaptive, score=st.sampled_from(["antidiagonal", "pooled"]), mass=shares, max_tiles=budgets),
 )
 
 

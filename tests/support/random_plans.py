@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import (
-    Adaptive,
     AShape,
     BlockSparse,
     Budget,
@@ -83,7 +82,7 @@ def _budget(draw: Random, length: int) -> Budget:
 
 def _pattern(draw: Random, length: int) -> Pattern:
     budget = lambda: _budget(draw, length)  # noqa: E731
-    last_q, score, mass = draw.choice([1, 5, 16, 64]), draw.choice(["antidiagonal", "pooled"]), draw.uniform(0.1, 1.0)
+    last_q = draw.choice([1, 5, 16, 64])
     return draw.choice(
         [
             Dense(),
@@ -91,7 +90,6 @@ def _pattern(draw: Random, length: int) -> Pattern:
             BlockSparse(keep=budget()),
             VerticalSlash(vertical=budget(), slash=budget(), last_q=last_q, max_tiles=budget()),
             VerticalSlash(vertical=budget(), slash=fraction(1.0), last_q=last_q, max_tiles=fraction(1.0)),
-            Adaptive(score=score, mass=draw.choice([mass, 1.0]), max_tiles=budget()),
         ]
     )
 

@@ -1,4 +1,4 @@
-"""The adaptive pattern by brute force, from its definition: plain loops and numpy float64, no builder.
+"""Estimated shares of tiles by brute force, from their definitions: plain loops and numpy float64, no builder.
 
 One head, one row tile at a time. P is the whole matrix of scaled products of one head: rows are the queries of the
 chunk, columns all keys.
@@ -57,20 +57,3 @@ def pooled_scores(q, k, scale, past, first, last, key, window=None) -> dict[int,
     top = max(weights.values())
     total = sum(math.exp(weight - top) for weight in weights.values())
     return {tile: math.exp(weight - top) / total for tile, weight in weights.items()}
-
-
-def fewest_tiles(scores: dict[int, float], mass: float, bound: int, mandatory: set[int]) -> tuple[list[int], float]:
-    """The tiles kept, best first after the mandatory ones, and how close some decision was (0: a coin flip)."""
-    kept = sorted(mandatory & set(scores))
-    others = sorted(set(scores) - mandatory, key=lambda tile: (-scores[tile], tile))
-    need, closest = mass * sum(scores.values()), math.inf
-    held = sum(scores[tile] for tile in kept)
-    for place, tile in enumerate(others):
-        closest = min(closest, abs(held - need))
-        if (held >= need and mass < 1.0) or len(kept) >= bound:
-            if place and scores[others[place - 1]] > 0.0:
-                closest = min(closest, scores[others[place - 1]] - scores[tile])
-            break
-        kept.append(tile)
-        held += scores[tile]
-    return kept, closest

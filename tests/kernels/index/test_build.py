@@ -11,7 +11,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.reference import mask_of
 from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, Chunk, TileIndex, computed_tiles, density
 from sparsekv.plans.errors import ShapeError, UnsupportedError
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 
 often = settings(
     max_examples=120,
@@ -28,8 +28,6 @@ MIXED = (
     VerticalSlash(vertical=tokens(3), slash=tokens(9), max_tiles=tokens(512)),
     BlockSparse(keep=tokens(256)),
     AShape(sink=tokens(1), window=tokens(0)),
-    Adaptive(mass=0.6, max_tiles=fraction(0.7)),
-    Adaptive(score="pooled", mass=0.8, max_tiles=tokens(320)),
 )
 
 

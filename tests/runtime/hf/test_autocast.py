@@ -7,7 +7,7 @@ import torch
 from tiny_models import random_tokens, steps, tiny_model
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, VerticalSlash, tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.long_inputs import Chunking
 
@@ -16,7 +16,6 @@ EVERY_KEY = (
     VerticalSlash(vertical=ALL, slash=ALL, last_q=64, max_tiles=ALL),
     BlockSparse(keep=ALL),
     AShape(sink=tokens(64), window=ALL),
-    Adaptive(mass=1.0, max_tiles=ALL),
 )
 PROMPT, NEW = random_tokens(2, 200), random_tokens(2, 5, 1)
 
@@ -56,7 +55,6 @@ def test_index_builders_run_with_budgets_that_leave_keys_out(model, backend):
     sparse = (
         VerticalSlash(vertical=tokens(32), slash=tokens(32), last_q=64, max_tiles=tokens(128)),
         BlockSparse(keep=tokens(128)),
-        Adaptive(mass=0.5, max_tiles=tokens(128)),
     )
     plan = plan_for(model, every_head(model, *sparse), decode_plan(segment(1, (2, 3), 32)))
     with torch.autocast("cpu", torch.bfloat16), apply(model, plan, backend=backend) as handle:

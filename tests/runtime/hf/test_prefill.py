@@ -5,7 +5,7 @@ import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import every_head, plan_for
 
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, tokens
 from sparsekv.runtime.hf.apply import apply
 
 A_SHAPE = AShape(sink=tokens(10), window=tokens(30))
@@ -47,13 +47,13 @@ def test_reset_starts_counting_anew():
 
 
 @pytest.mark.parametrize("cuts", [(), (192,), (150, 400)], ids=["one piece", "on a tile", "off a tile"])
-def test_adaptive_heads_beside_others_compute_what_the_reference_does(cuts: tuple[int, ...]):
+def test_heads_of_several_patterns_compute_what_the_reference_does(cuts: tuple[int, ...]):
     model = tiny_model(layers=2)
     prompt = random_tokens(2, 600)
     patterns = [
-        Adaptive(mass=0.3, max_tiles=tokens(384)),
+        VerticalSlash(vertical=tokens(30), slash=tokens(60), max_tiles=tokens(384)),
         BlockSparse(keep=tokens(256)),
-        Adaptive(score="pooled", mass=0.6, max_tiles=tokens(512)),
+        A_SHAPE,
         Dense(),
     ]
     found = {}

@@ -1,8 +1,11 @@
-"""Adaptive: the fewest tiles of each row tile that hold a given share of its estimated attention.
+"""Rules by which the row tiles of a head take key tiles, the same in every head: published methods of prefill that no
+plan expresses, each a mode of `evaluate`.
 
-The rule is FlexPrefill's cumulative-attention index selection and XAttention's threshold block selection, row by row;
-the tiles that every pattern computes count towards the share. The share of a row tile's attention that each key tile
-gets is estimated in one of two ways.
+A rule estimates which share of a row tile's attention each key tile gets, and takes tiles by these shares, beside those
+that every pattern computes: `cumulative_mass` (FlexPrefill's cumulative-attention index selection, XAttention's
+threshold block selection) the fewest that hold a share of the whole, `max_threshold` (FlashPrefill) those with at least
+a share of the best one's. Of FlexPrefill there is the query-aware block rule alone, without its test of which heads
+take vertical-slash lines instead. Shares are estimated in one of two ways.
 
 Antidiagonal (XAttention, its importance prediction), with s = STRIDE. Strided row x of a row tile is s of its rows,
 which begin at token p = first + x s; strided key n is the keys n s .. n s + s - 1. Their score is the mean along the
@@ -31,35 +34,32 @@ weighted by the keys of it that the average row sees, so that the diagonal tile 
 
 Either way a row tile's scores are 0 or more and sum to 1, or are all 0 where it sees no strided key or is padding.
 
-Shapes as in layout.py; R row tiles of one block, X = R * tile.query / s strided rows, J strided keys, M key tiles, N
-heads of one KV head, E = s * D, K candidates of a row.
+Shapes as in kernels/index/layout.py; R row tiles of one block, X = R * tile.query / s strided rows, J strided keys, M
+key tiles, N heads of one KV head, E = s * D.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
 import torch
+from transformers import PreTrainedModel
 
+from sparsekv.kernels.backends import choose_backend, prefill_attention
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.index.block_sparse import pool_heads, tile_limits
-from sparsekv.kernels.index.layout import (
-    FamilyHeads,
-    HeadIndex,
-    IndexCall,
-    IndexLayout,
-    RowTiles,
-    ceil_div,
-    empty_tiles,
-    floor_div,
-    largest,
-    take_heads,
-)
+from sparsekv.kernels.index.layout import IndexCall, IndexLayout, RowTiles, ceil_div, floor_div, take_heads
 from sparsekv.kernels.scores import scaled_scores
-from sparsekv.kernels.tiles import NO_TILE
-from sparsekv.kernels.topk import ascending, blocks, mark_best
+from sparsekv.kernels.tiles import NO_TILE, TileIndex, computed_tiles
+from sparsekv.kernels.topk import ascending, blocks
+from sparsekv.planner.evaluation.results import Spent
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.patterns import TileShape
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 ScoreKind = Literal["antidiagonal", "pooled"]
 
@@ -203,49 +203,112 @@ def _sum_tiles(weights_BhXJ: torch.Tensor, strides: int, tiles: int) -> torch.Te
     return torch.nn.functional.pad(torch.cat((sums_BhXM, rest_BhX1), -1), (0, tiles - whole - 1))
 
 
-def index_adaptive(group: FamilyHeads, call: IndexCall) -> HeadIndex:
-    """The smallest set of tiles a row whose scores reach `mass` of the row's total, mandatory tiles included.
-
-    Best first, among equals the lower tile. Never more than `max_tiles`, or the mandatory tiles of a whole row tile
-    where these are more; a mass of 1 takes all that a row sees, as far as `max_tiles` allows.
-    """
-    layout, heads = call.layout, group.heads
-    bounds = layout.tile_bounds([pattern.max_tiles for pattern in group.patterns])
-    width = layout.most_tiles(largest(bounds))
-    bound_Bh1 = on_device(bounds, layout.device).unsqueeze(-1)
-    # Rounding must not decide whether the whole of a row has been reached.
-    shares = [pattern.mass if pattern.mass < 1.0 else float("inf") for pattern in group.patterns]
-    mass_h1 = on_device(shares, layout.device, torch.float32)[:, None]
-    tiles_BhTW, counts_BhT = empty_tiles(layout, len(heads), width)
-    for kind, own in _by_score(group).items() if width else ():
-        into = on_device(own, layout.device)
-        for rows, scores_BhRM in tile_scores(kind, [heads[number] for number in own], call):
-            chosen, counts = _choose(scores_BhRM, mass_h1[into], bound_Bh1[:, into], width, layout.locate().part(rows))
-            tiles_BhTW[:, into, rows] = ascending(chosen, width, NO_TILE)
-            counts_BhT[:, into, rows] = counts.to(torch.int32)
-    return HeadIndex.of_tiles(heads, tiles_BhTW, counts_BhT)
+Take = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Which tiles are computed, bool [B, H, R, M], of shares of that shape, tiles that must be and tiles that may be."""
 
 
-def _by_score(group: FamilyHeads) -> dict[ScoreKind, list[int]]:
-    """Positions in the group by kind of score."""
-    kinds: dict[ScoreKind, list[int]] = {}
-    for number, pattern in enumerate(group.patterns):
-        kinds.setdefault(pattern.score, []).append(number)
-    return kinds
+@dataclass(frozen=True, slots=True)
+class TileRule:
+    """A rule in the layers with full attention; decode is dense."""
+
+    score: ScoreKind
+    take: Take
+    tile: TileShape
+
+    stepwise = True
+    dense_prefill = False
+
+    @contextmanager
+    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
+        """See `planner.evaluation.Mode`."""
+        computed, causal = torch.zeros((), dtype=torch.float64, device=model.device), 0
+
+        def attend(call: AttentionCall) -> torch.Tensor | None:
+            nonlocal computed, causal
+            heads, queries = call.q_BHSD.shape[1:3]
+            if queries == 1 and call.chunk.past[0]:
+                return None
+            own = heads * call.chunk.causal_tiles(self.tile, call.window)
+            causal += own
+            if call.window is not None:
+                computed += own
+                return None
+            index = self.index(call)
+            computed += computed_tiles(index).sum()
+            return self._attend(call, index)
+
+        with capture_attention(model, attend):
+            yield lambda: Spent(float(computed), float(causal))
+
+    def mode(self, info: ModelInfo) -> TileRule:
+        """It at work in a model."""
+        return self
+
+    def index(self, call: AttentionCall) -> TileIndex:
+        """Returns the index of one layer."""
+        index_call = IndexCall.of(call.q_BHSD, call.k_BGKD, call.chunk, self.tile, call.scale, call.window)
+        layout = index_call.layout
+        shape = (layout.batch, layout.heads, layout.row_tiles, layout.key_tiles)
+        kept_BHTM = torch.zeros(shape, dtype=torch.bool, device=layout.device)
+        for rows, scores_BHRM in tile_scores(self.score, range(layout.heads), index_call):
+            tiles = scores_BHRM.shape[-1]
+            mandatory_BRM, visible_BRM = tile_limits(tiles, layout.locate().part(rows))
+            kept_BHTM[:, :, rows, :tiles] = self.take(scores_BHRM, mandatory_BRM[:, None], visible_BRM[:, None])
+        return _index_of(kept_BHTM, self.tile)
+
+    def _attend(self, call: AttentionCall, index: TileIndex) -> torch.Tensor:
+        q_BHSD, capped = call.q_BHSD, call.softmax.cap > 0.0
+        chosen = choose_backend(q_BHSD.device, q_BHSD.dtype, q_BHSD.shape[3], "auto", self.tile, capped)
+        return prefill_attention(
+            q_BHSD,
+            call.k_BGKD,
+            call.v_BGKD,
+            index,
+            call.chunk,
+            scale=call.scale,
+            softmax=call.softmax,
+            backend=chosen.name,
+        ).out_BHSD
 
 
-def _choose(
-    scores_BhRM: torch.Tensor, mass_h1: torch.Tensor, bound_Bh1: torch.Tensor, width: int, rows: RowTiles
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Marks the tiles of each row, and counts them. Scores that are not numbers choose nothing."""
-    mandatory_B1RM, visible_B1RM = (x.unsqueeze(1) for x in tile_limits(scores_BhRM.shape[-1], rows))
-    scores_BhRM = scores_BhRM.nan_to_num(0.0).masked_fill_(~visible_B1RM, 0.0)
-    needed_BhR1 = (mass_h1 * scores_BhRM.sum(-1)).nan_to_num_(0.0, posinf=torch.inf).unsqueeze(-1)
-    held_BhR1 = (scores_BhRM * mandatory_B1RM).sum(-1, keepdim=True)
-    scores_BhRM.masked_fill_(mandatory_B1RM, torch.inf).masked_fill_(~visible_B1RM, -torch.inf)
-    best_BhRK = scores_BhRM.topk(min(width, scores_BhRM.shape[-1]), dim=-1).values
-    reached_BhRK = held_BhR1 + best_BhRK.masked_fill(best_BhRK.isinf(), 0.0).cumsum(-1)
-    enough_BhR = (held_BhR1 < needed_BhR1).squeeze(-1) + (reached_BhRK[..., :-1] < needed_BhR1).sum(-1)
-    counts_BhR = torch.maximum(enough_BhR, mandatory_B1RM.sum(-1))
-    counts_BhR = torch.minimum(torch.minimum(counts_BhR, bound_Bh1), visible_B1RM.sum(-1))
-    return mark_best(scores_BhRM, best_BhRK, counts_BhR), counts_BhR
+def max_threshold(alpha: float, tile: TileShape) -> TileRule:
+    """FlashPrefill's rule: tiles of which the share is at least `alpha` times that of their row's best; 0 takes all."""
+
+    def take(scores_BHRM: torch.Tensor, mandatory_B1RM: torch.Tensor, visible_B1RM: torch.Tensor) -> torch.Tensor:
+        return mandatory_B1RM | (visible_B1RM & (scores_BHRM >= alpha * scores_BHRM.amax(-1, keepdim=True)))
+
+    return TileRule("pooled", take, tile)
+
+
+def cumulative_mass(score: ScoreKind, mass: float, tile: TileShape) -> TileRule:
+    """The rule of FlexPrefill and XAttention: the fewest tiles that hold `mass` of a row's attention, best first, among
+    equals the lower one; 1 takes all."""
+    least = mass if mass < 1.0 else torch.inf  # rounding must not decide whether the whole has been reached
+
+    def take(scores_BHRM: torch.Tensor, mandatory_B1RM: torch.Tensor, visible_B1RM: torch.Tensor) -> torch.Tensor:
+        scores_BHRM = scores_BHRM.nan_to_num(0.0).masked_fill_(~visible_B1RM, 0.0)
+        needed_BHR1 = (least * scores_BHRM.sum(-1, keepdim=True)).nan_to_num_(0.0, posinf=torch.inf)
+        ranked_BHRM = (
+            scores_BHRM.masked_fill(mandatory_B1RM, torch.inf).sort(stable=True, dim=-1, descending=True).indices
+        )
+        shares_BHRM = scores_BHRM.gather(-1, ranked_BHRM)
+        before_BHRM = shares_BHRM.cumsum(-1) - shares_BHRM
+        kept_BHRM = torch.empty_like(scores_BHRM, dtype=torch.bool)
+        kept_BHRM.scatter_(-1, ranked_BHRM, before_BHRM < needed_BHR1)
+        return mandatory_B1RM | (visible_B1RM & kept_BHRM)
+
+    return TileRule(score, take, tile)
+
+
+def _index_of(kept_BHTM: torch.Tensor, tile: TileShape) -> TileIndex:
+    counts_BHT = kept_BHTM.sum(-1, dtype=torch.int32)
+    new = counts_BHT.new_empty
+    return TileIndex(
+        tile=tile,
+        tiles_BHTW=ascending(kept_BHTM, kept_BHTM.shape[-1], NO_TILE).contiguous(),
+        counts_BHT=counts_BHT,
+        columns_BHC=new((*counts_BHT.shape[:2], 0)),
+        live_BHTN=new((*counts_BHT.shape, 0)),
+        dense_H=torch.zeros(counts_BHT.shape[1], dtype=torch.bool, device=counts_BHT.device),
+        dense_heads=(),
+    )
