@@ -133,8 +133,7 @@ def test_a_missed_gate_makes_the_plan_dense_and_says_why(sparsekv, model, priced
     assert "--filter-layers" in done.err
     assert "nothing in it is sparse" in done.out
     said = [sparsekv(*call).out for call in (("show", out), ("verify", model, "--plan", out))]
-    statuses = {line for text in (done.out, *said) for line in text.splitlines() if line.startswith("status: ")}
-    assert len(statuses) == 1
+    assert all("unverified" in text and "nothing in it is sparse" in text for text in said)
     assert load_plan(out).decode.bucket(1024).dense
     assert list(out.parent.iterdir()) == [out]
 

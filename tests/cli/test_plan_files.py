@@ -133,7 +133,7 @@ def test_diff_refuses_what_is_no_plan(sparsekv, plan, tmp_path):
 def test_show_prints_every_phase_of_a_plan_that_uses_every_field(sparsekv, tmp_path):
     path = tmp_path / "full.yaml"
     write_plan(full_plan(), path)
-    done = sparsekv("show", path)
+    done = sparsekv("show", path, "--full")
     assert done.code == 0
     for word in ("vertical_slash", "block_sparse", "Filter", "offloaded", "niah_single", "NVIDIA H200"):
         assert word in done.out
@@ -254,7 +254,7 @@ def test_seal_leaves_the_edited_plan_where_the_disk_is_full(sparsekv, plan, full
 def test_show_as_markdown_has_the_verdict_and_the_tables_and_no_second_form_beside_it(sparsekv, plan):
     done = sparsekv("show", plan, "--markdown")
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("### Sparsity plan of example/model\n\n- prefill: ")
+    assert done.out.startswith("### Sparsity plan of example/model: unverified\n\n| length | ")
     assert "\n| --- | --- |" in done.out
     done = sparsekv("show", plan, "--markdown", "--json")
     assert (done.code, "--json" in done.err) == (2, True)

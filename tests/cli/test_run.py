@@ -486,4 +486,4 @@ def test_sliding_layers_that_the_plan_does_not_name_are_refused(sparsekv, tmp_pa
 def test_a_comparison_where_decode_alone_is_sparse_compares_speeds(sparsekv, folder):
     done = sparsekv("run", folder, "--prompt", PROMPT, "--compare", "--dense-prefill", *FEW)
     assert "nothing was sparse" not in done.out
-    assert "of the tokens" in done.out
+    assert "attention computed in decode" in done.out
