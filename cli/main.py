@@ -44,7 +44,7 @@ SUMMARIES = {
     "diff": "Say what changed between two plans.",
     "validate": "Check plan files: schema, consistency, integrity.",
     "verify": "Compare a plan with dense on held-out prompts, by its gate.",
-    "seal": "Sign an edited plan again.",
+    "seal": "Renew the digest of an edited plan.",
     "publish": "Put a plan beside its model; print a section for its card.",
     "eval": "Measure a model on the tasks, dense and by its plan.",
     "import": "Make a plan of another tool's settings.",

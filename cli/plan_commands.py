@@ -19,7 +19,7 @@ from sparsekv.cli.plan_files import check_replaceable, outcomes_beside
 from sparsekv.cli.verdict import Ended, sentences, verdict
 from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UsageError, install_command
 from sparsekv.plans.files import dump_plan, load_plan, parse_plan, read_text, write_bytes
-from sparsekv.plans.files import seal as sign_again
+from sparsekv.plans.files import seal as seal_file
 from sparsekv.plans.schema import Plan, json_schema
 from sparsekv.plans.types import NonNegative
 
@@ -185,7 +185,7 @@ def diff(
     Exit 0: nothing did; integrity, comments and layout of a file are no change. Exit 1: something did. Exit 2: a file
     is no plan.
     """
-    before, after = (dump_plan(_unsigned(place)).splitlines()[:-1] for place in (old, new))  # the last is the integrity
+    before, after = (dump_plan(_edited(place)).splitlines()[:-1] for place in (old, new))  # the last is the integrity
     lines = [_with_keys(line, before) for line in unified_diff(before, after, str(old), str(new), lineterm="")]
     if as_json:
         emit_json({"changed": bool(lines), "diff": "\n".join(lines)})
@@ -207,16 +207,16 @@ def _with_keys(line: str, before: Sequence[str]) -> str:
     return " ".join((line, *keys[:-1]))
 
 
-def _unsigned(place: Path) -> Plan:
+def _edited(place: Path) -> Plan:
     """A plan, an edited one too: its changes are what is to be reviewed before it is sealed."""
     path = plan_file(place)
     text = read_text(path)
     try:
         return parse_plan(text, str(path))
     except PlanError:
-        plan = parse_plan(text, str(path), signed=False)
+        plan = parse_plan(text, str(path), sealed=False)
     seal = f"sparsekv seal {shlex.quote(str(path))}"
-    tell(f"{path}: its integrity does not fit its content; `{seal}` signs it, as unverified")
+    tell(f"{path}: its integrity does not fit its content; `{seal}` renews it; the plan is unverified then")
     return plan
 
 
@@ -262,12 +262,12 @@ def _together(errors: Sequence[PlanError | UsageError]) -> SparseKVError:
 
 
 def seal(plan: PlanArgument, as_json: Json = False) -> None:
-    """Sign an edited plan again.
+    """Renew the digest of an edited plan.
 
     It becomes `unverified`, whatever status was written into it, and loses its quality and its cost: nobody has
     measured what it says now. `verify --write` measures quality again; cost comes from `plan` alone.
     """
-    sealed = sign_again(plan)
+    sealed = seal_file(plan)
     if as_json:
         facts = {"status": sealed.plan.status, "integrity": sealed.plan.integrity, "changed": sealed.changed}
         emit_json({"path": str(plan), **facts, "notes": list(sealed.notes)})

@@ -26,7 +26,7 @@ MAX_BYTES = 512 << 20
 _COMPRESS_ABOVE = 1 << 20
 _PIECE = 1 << 20
 _GZIP = b"\x1f\x8b"
-_SIGNATURE = "integrity"
+_INTEGRITY = "integrity"
 
 Record = TypeVar("Record", Profile, DeviceCost)
 
@@ -38,7 +38,7 @@ def write_measured(record: Profile | DeviceCost, path: Path) -> None:
         UsageError: the file cannot be written.
     """
     data = record.model_dump(mode="json")
-    content = canonical_json(data | {_SIGNATURE: content_digest(data)}) + b"\n"
+    content = canonical_json(data | {_INTEGRITY: content_digest(data)}) + b"\n"
     write_bytes(path, gzip.compress(content, mtime=0) if len(content) > _COMPRESS_ABOVE else content)
 
 
@@ -54,9 +54,9 @@ def read_measured(kind: type[Record], path: Path) -> Record:
         data = json.loads(_content(path, what))
     except (ValueError, RecursionError) as error:
         raise PlanError(f"expected a {what} in {path}, found no whole JSON: {error}; make it again") from error
-    signed = data.pop(_SIGNATURE, None) if isinstance(data, dict) else None
+    digest = data.pop(_INTEGRITY, None) if isinstance(data, dict) else None
     record = record_of(kind, data, path)
-    if signed != digest_of(record):
+    if digest != digest_of(record):
         raise PlanError(
             f"expected {path} as it was written, found a changed {what}; make it again, it is measured data"
         )
@@ -64,7 +64,7 @@ def read_measured(kind: type[Record], path: Path) -> Record:
 
 
 def record_of(kind: type[Record], data: Any, path: Path) -> Record:
-    """The record that the data of a file makes, unsigned; `path` names it in messages.
+    """The record that the data of a file makes, without its digest; `path` names it in messages.
 
     Raises:
         PlanError: it is no sound record of that kind.

@@ -42,7 +42,7 @@ from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
 
 MAX_BYTES = 64 << 20
-_SIGNATURE = "integrity"
+_INTEGRITY = "integrity"
 _MODES = (*PHASES, *map(floor_of, PHASES))
 
 Exact = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # not rounded: two halves are to give one whole
@@ -287,7 +287,7 @@ def keep_outcomes(record: OutcomesRecord | None, path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     data = record.model_dump(mode="json")
-    head = {"kind": record.kind, _SIGNATURE: content_digest(data)}
+    head = {"kind": record.kind, _INTEGRITY: content_digest(data)}
     write_bytes(path, (json.dumps(head | data) + "\n").encode())
 
 
@@ -307,12 +307,12 @@ def read_outcomes(path: Path) -> OutcomesRecord:
     what, text = f"expected outcomes of a verification in {path}", read_text(path, MAX_BYTES)
     try:
         data = json.loads(text)
-        signed = data.pop(_SIGNATURE, None) if isinstance(data, dict) else None
+        digest = data.pop(_INTEGRITY, None) if isinstance(data, dict) else None
         record = OutcomesRecord.model_validate(data)
     except ValidationError as error:
         raise PlanError(f"{what}, found at {first_fault(error)}; {again}") from error
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{what}, found no whole JSON: {error}; {again}") from error
-    if signed != content_digest(data):
+    if digest != content_digest(data):
         raise PlanError(f"{what} as they were written, found them changed; {again}")
     return record

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -18,15 +19,15 @@ def did_you_mean(found: str, choices: Iterable[str]) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Returns what installs the packages of an extra here: from the folder that sparsekv was installed from, or the
-    index."""
-    from importlib.metadata import PackageNotFoundError, distribution
+    """Returns what installs the packages of an extra, by their own names: right beside a clone and a wheel."""
+    from importlib.metadata import PackageNotFoundError, requires
 
+    mark = f'; extra == "{extra}"'
     try:
-        from_folder = '"dir_info"' in (distribution("sparsekv").read_text("direct_url.json") or "")
+        packages = [need.removesuffix(mark) for need in requires("sparsekv") or () if need.endswith(mark)]
     except PackageNotFoundError:  # run from its source tree
-        from_folder = True
-    return f"pip install '{'.' if from_folder else 'sparsekv'}[{extra}]'"
+        packages = [f".[{extra}]"]
+    return shlex.join(["pip", "install", *packages])
 
 
 class SparseKVError(Exception):

@@ -1,7 +1,7 @@
-"""Files on disk: read whole up to a bound, written whole or not at all; and plan files: migrated, signed, sealed.
+"""Files on disk: read whole up to a bound, written whole or not at all; and plan files: migrated, checked, sealed.
 
-Plan files are read strictly: every field known and of its type, signed, each fault named by its line. The signature is
-the sha256 of the canonical JSON of everything else in the file. It shows that a plan was changed by hand after it was
+Plan files are read strictly: every field known and of its type, each fault named by its line. `integrity` is the
+sha256 of the canonical JSON of everything else in the file. It shows that a plan was changed by hand after it was
 measured; it does not protect against forgery.
 """
 
@@ -210,30 +210,29 @@ def executed_digest(plan: Plan) -> str:
     return content_digest({name: data for name, data in to_data(plan).items() if name in executed})
 
 
-def sign(plan: Plan) -> Plan:
+def with_digest(plan: Plan) -> Plan:
     """`plan` with the digest of its content."""
     return plan.model_copy(update={_INTEGRITY: content_digest(to_data(plan))})
 
 
-def check_signature(data: Mapping[str, Any], source: str) -> None:
-    """Passes when the data is what was signed.
+def check_integrity(data: Mapping[str, Any], source: str) -> None:
+    """Passes when the digest fits the rest of the data.
 
     Raises:
-        PlanError: it was changed since, or never signed.
+        PlanError: the data was changed since, or never had one.
     """
-    if _is_signed(data):
+    if _is_sealed(data):
         return
-    signed = data.get(_INTEGRITY)
     found = "that of another content: the file was changed after it was written. If the change is meant"
-    if signed is None:
+    if data.get(_INTEGRITY) is None:
         found = "none: its line is the last one, so that the file may be cut off. If it is whole"
     raise PlanError(
         f"{source}: expected an integrity digest that fits the content, found {found}, `sparsekv seal "
-        f"{shlex.quote(source)}` signs the file again, as unverified; otherwise restore it or plan again."
+        f"{shlex.quote(source)}` renews it, and the plan is unverified then; otherwise restore it or plan again."
     )
 
 
-def _is_signed(data: Mapping[str, Any]) -> bool:
+def _is_sealed(data: Mapping[str, Any]) -> bool:
     return bool(data.get(_INTEGRITY) == content_digest(data))
 
 
@@ -242,18 +241,18 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
     Raises:
         UsageError: there is no such file, or it cannot be read.
-        PlanError: it is no plan, contradicts itself, or was changed since it was signed.
+        PlanError: it is no plan, contradicts itself, or its integrity does not fit.
     """
     if not isinstance(path, str | os.PathLike):
         raise UsageError(f"expected the path of a plan file, found {path!r:.80}")
     return parse_plan(read_bytes(path, MAX_BYTES), os.fspath(path))
 
 
-def parse_plan(text: str | bytes, source: str = "plan", *, signed: bool = True) -> Plan:
-    """The plan in `text`; `source` names it in messages. `signed=False` reads one whose integrity does not fit.
+def parse_plan(text: str | bytes, source: str = "plan", *, sealed: bool = True) -> Plan:
+    """The plan in `text`; `source` names it in messages. `sealed=False` reads one whose integrity does not fit.
 
     Raises:
-        PlanError: it is no plan, contradicts itself, or (when `signed`) was changed since it was signed.
+        PlanError: it is no plan, contradicts itself, or (when `sealed`) its integrity does not fit.
     """
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     try:
@@ -265,10 +264,10 @@ def parse_plan(text: str | bytes, source: str = "plan", *, signed: bool = True) 
         raise PlanError(
             f"{source}: expected a plan, with a line `kind: {KIND}`, found {found}; {NAME_A_PLAN}"
         ) from None
-    return plan_of(tree, signed=signed)
+    return plan_of(tree, sealed=sealed)
 
 
-def plan_of(tree: Tree, *, signed: bool = True) -> Plan:
+def plan_of(tree: Tree, *, sealed: bool = True) -> Plan:
     """The plan that the data of a file makes; see `parse_plan`."""
     source = tree.source
     if not isinstance(tree.data, dict):
@@ -280,8 +279,8 @@ def plan_of(tree: Tree, *, signed: bool = True) -> Plan:
         plan = Plan.model_validate(_without_gone(migrate(tree.data, SCHEMA_VERSION, source)))
     except ValidationError as error:
         raise plan_error(error, tree) from None
-    if signed:
-        check_signature(tree.data, source)
+    if sealed:
+        check_integrity(tree.data, source)
     return plan
 
 
@@ -297,12 +296,12 @@ def _what(data: dict[str, Any]) -> str:
 
 
 def dump_plan(plan: Plan) -> str:
-    """The text of a plan's file, signed.
+    """The text of a plan's file, with its integrity.
 
     Raises:
         PlanError: it is longer, or holds more, than a reader accepts.
     """
-    text = f"# yaml-language-server: $schema={SCHEMA_FILE}\n{to_yaml(to_data(sign(plan)))}"
+    text = f"# yaml-language-server: $schema={SCHEMA_FILE}\n{to_yaml(to_data(with_digest(plan)))}"
     size = len(text.encode())
     if size > MAX_BYTES:
         raise PlanError(f"expected a plan of at most {MAX_BYTES:,} bytes, found {size:,}; plan fewer lengths")
@@ -311,7 +310,7 @@ def dump_plan(plan: Plan) -> str:
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Writes a plan, signed, in one step: on any failure the file there before stays as it was.
+    """Writes a plan with its integrity, in one step: on any failure the file there before stays as it was.
 
     Raises:
         PlanError: the plan is too large for a file.
@@ -347,7 +346,7 @@ class Sealed:
 
 
 def seal(path: str | os.PathLike[str]) -> Sealed:
-    """Signs the plan at `path`; one whose signature fits is left as it is.
+    """Renews the integrity of the plan at `path`; one that fits is left as it is.
 
     Raises:
         PlanError: it is no plan, or contradicts itself.
@@ -355,13 +354,17 @@ def seal(path: str | os.PathLike[str]) -> Sealed:
         ConflictError: the file was written to meanwhile.
     """
     text = read_text(path)
-    plan = parse_plan(text, os.fspath(path), signed=False)
-    if _is_signed(read_tree(text, os.fspath(path)).data):
-        return Sealed(plan, False, (f"the signature fits the content; left as it is, {plan.status}",))
-    if plan == sign(plan):
+    plan = parse_plan(text, os.fspath(path), sealed=False)
+    if _is_sealed(read_tree(text, os.fspath(path)).data):
+        return Sealed(plan, False, (f"its integrity fits its content; left as it is, {plan.status}",))
+    if plan == with_digest(plan):
         rewrite_plan(plan, path, text)
-        return Sealed(plan, True, (f"written as it was signed: what was left out has its default; {plan.status}",))
-    sealed = sign(plan.model_copy(update={"status": "unverified", "quality": None, "cost": None}))
+        return Sealed(
+            plan,
+            True,
+            (f"its integrity fits with the defaults of what was left out, which are written; {plan.status}",),
+        )
+    sealed = with_digest(plan.model_copy(update={"status": "unverified", "quality": None, "cost": None}))
     rewrite_plan(sealed, path, text)
     again = {
         "quality": f"`sparsekv verify --plan {shlex.quote(os.fspath(path))} --write` measures quality again",
@@ -369,4 +372,4 @@ def seal(path: str | os.PathLike[str]) -> Sealed:
     }
     dropped = [name for name in again if getattr(plan, name) is not None]
     notes = (f"dropped {' and '.join(dropped)}: measured on other content",) if dropped else ()
-    return Sealed(sealed, True, ("signed as unverified", *notes, *(again[name] for name in dropped)))
+    return Sealed(sealed, True, ("sealed as unverified", *notes, *(again[name] for name in dropped)))

@@ -280,7 +280,7 @@ class Provenance(Part):
 class Plan(Part):
     """One plan: a model, what each phase computes of it, what that was measured to cost and to keep.
 
-    A phase that is absent runs dense. `integrity` is set by `sign`; the writer always signs.
+    A phase that is absent runs dense. `integrity` is the digest of the rest, which the writer sets.
     """
 
     kind: Literal["sparsekv.plan"] = "sparsekv.plan"

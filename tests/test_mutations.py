@@ -31,7 +31,7 @@ from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import SCORES, Profile, TokenChoice
 from sparsekv.planner.profile.resume import LayerRecord, Records, RunShape, length_means
 from sparsekv.plans.errors import PlanError, PlanMismatchError, PlanWarning
-from sparsekv.plans.files import dump_plan, parse_plan, plan_of, sign
+from sparsekv.plans.files import dump_plan, parse_plan, plan_of, with_digest
 from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.plans.schema import check_model, to_data, unsupported
 from sparsekv.plans.show import describe, summary
@@ -51,13 +51,15 @@ def runnable_plan() -> dict[str, Any]:
     return data
 
 
-PLANS = Mutations(to_data(sign(full_plan())), to_data(sign(small_plan())), runnable_plan(), runnable_plan())
+PLANS = Mutations(
+    to_data(with_digest(full_plan())), to_data(with_digest(small_plan())), runnable_plan(), runnable_plan()
+)
 
 
 def use_plan(data: Any) -> None:
     """Everything that needs no GPU; the slower the thing is, the rarer."""
     draw = random.Random(json.dumps(data))
-    plan = plan_of(Tree(data, {}, "a.yaml"), signed=False)
+    plan = plan_of(Tree(data, {}, "a.yaml"), sealed=False)
     with contextlib.suppress(PlanMismatchError):
         check_model(plan, model_info(layers=draw.choice((6, 12)), heads=2), allow_mismatch=draw.random() < 0.8)
     if not unsupported(plan):
@@ -68,13 +70,13 @@ def use_plan(data: Any) -> None:
         for part in describe(plan, full=draw.random() < 0.5):
             console.print(part)
     if draw.random() < 0.05:
-        assert parse_plan(dump_plan(plan)) == sign(plan)
+        assert parse_plan(dump_plan(plan)) == with_digest(plan)
 
 
 def use_plan_text(data: Any) -> None:
     """The same from text: what the reader says about lines, what the data looks like as YAML."""
-    plan = parse_plan(to_yaml(data) if _is_yaml(data) else json.dumps(data), "a.yaml", signed=False)
-    assert parse_plan(dump_plan(plan)) == sign(plan)
+    plan = parse_plan(to_yaml(data) if _is_yaml(data) else json.dumps(data), "a.yaml", sealed=False)
+    assert parse_plan(dump_plan(plan)) == with_digest(plan)
 
 
 def _is_yaml(data: Any) -> bool:
@@ -128,7 +130,7 @@ WANTED = tuple(
 def recompile(profile: Profile, cost: DeviceCost, wanted: PlanOptions) -> None:
     """What `sparsekv plan --profile FILE --cost FILE --no-verify` does once both are read."""
     plan = compile_plan(job_of_files("made/up", wanted, profile, cost)).plan
-    assert parse_plan(dump_plan(plan)) == sign(plan)
+    assert parse_plan(dump_plan(plan)) == with_digest(plan)
 
 
 def _records() -> list[Any]:

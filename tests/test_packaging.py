@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sparsekv import __version__
+from sparsekv.plans.errors import install_command
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {f"sparsekv/{name}": ROOT / name for name in ("plans", "kernels", "runtime", "planner", "bench", "cli")}
@@ -98,6 +100,16 @@ def pins_of(file: str) -> dict[str, str]:
     """The version of each package."""
     lines = (line.split("#")[0].strip() for line in (ROOT / file).read_text().splitlines())
     return {name.lower(): version for name, version in (line.split("==") for line in lines if line)}
+
+
+@pytest.mark.parametrize("extra", PROJECT["optional-dependencies"])
+def test_an_error_names_the_packages_of_an_extra_which_no_index_has(extra: str) -> None:
+    _, _, *told = shlex.split(install_command(extra))
+    assert {*map(_name, told)} == {*map(_name, PROJECT["optional-dependencies"][extra])}
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w-]", requirement)[0]
 
 
 def test_every_tested_dependency_is_pinned_within_its_allowed_range() -> None:

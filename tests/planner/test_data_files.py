@@ -71,7 +71,7 @@ def test_a_profile_of_other_weights_or_another_architecture_is_refused(profile: 
         pytest.param(lambda text: text.replace('"seed":0', '"seed":0,"more":1'), id="unknown field"),
         pytest.param(lambda text: text.replace('"seed":0', '"seed":NaN'), id="not a number"),
         pytest.param(lambda text: text.replace("sparsekv.profile", "sparsekv.cost"), id="another kind"),
-        pytest.param(lambda text: text.replace('"integrity"', '"extra"'), id="no signature"),
+        pytest.param(lambda text: text.replace('"integrity"', '"extra"'), id="no digest"),
     ],
 )
 def test_a_damaged_profile_is_refused_by_name(profile: Profile, tmp_path: Path, damage) -> None:

@@ -16,7 +16,7 @@ from plans_strategies import damaged_texts, json_objects, plans, texts
 
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import PlanError, UsageError
-from sparsekv.plans.files import dump_plan, parse_plan, sign
+from sparsekv.plans.files import dump_plan, parse_plan, with_digest
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.show import describe, summary
 from sparsekv.plans.types import parse_ids
@@ -30,10 +30,10 @@ def examples(count: int) -> settings:
     return settings(max_examples=count, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def plan_or_error(text: str | bytes, signed: bool = False) -> Plan | PlanError:
+def plan_or_error(text: str | bytes, sealed: bool = False) -> Plan | PlanError:
     found: Plan | PlanError
     try:
-        found = parse_plan(text, "a.yaml", signed=signed)
+        found = parse_plan(text, "a.yaml", sealed=sealed)
     except PlanError as error:
         found = error
     if isinstance(found, PlanError):
@@ -59,21 +59,21 @@ def test_text_breaks_nothing(text: str) -> None:
 def test_damaged_files_break_nothing(text: str) -> None:
     found = plan_or_error(text)
     if isinstance(found, Plan):
-        assert parse_plan(dump_plan(found)) == sign(found)
+        assert parse_plan(dump_plan(found)) == with_digest(found)
 
 
 @examples(150)
 @given(damaged_texts(TEXT))
 def test_a_damaged_file_never_passes_for_another_plan(text: str) -> None:
-    found = plan_or_error(text, signed=True)
-    assert isinstance(found, PlanError) or found == sign(full_plan())
+    found = plan_or_error(text, sealed=True)
+    assert isinstance(found, PlanError) or found == with_digest(full_plan())
 
 
 @examples(40)
 @given(plans)
 def test_any_plan_reads_back(plan: Plan) -> None:
     text = dump_plan(plan)
-    assert parse_plan(text) == sign(plan)
+    assert parse_plan(text) == with_digest(plan)
     assert dump_plan(parse_plan(text)) == text
 
 
@@ -94,7 +94,7 @@ def test_written_data_reads_alike_everywhere(data: dict[str, Any]) -> None:
 
 def test_truncated_files_are_refused() -> None:
     data = TEXT.encode()
-    found = [plan_or_error(data[:stop], signed=True) for stop in range(0, len(data) - 1, 29)]
+    found = [plan_or_error(data[:stop], sealed=True) for stop in range(0, len(data) - 1, 29)]
     assert len(found) > 100
     assert all(isinstance(one, PlanError) for one in found)
 

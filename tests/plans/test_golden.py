@@ -11,7 +11,7 @@ import yaml
 from plans_samples import full_plan
 from pydantic import BaseModel
 
-from sparsekv.plans.files import dump_plan, load_plan, sign
+from sparsekv.plans.files import dump_plan, load_plan, with_digest
 from sparsekv.plans.schema import Plan
 
 GOLDEN = Path(__file__).parent / "golden" / "v1.yaml"
@@ -22,7 +22,7 @@ def test_the_writer_still_writes_the_golden_bytes() -> None:
 
 
 def test_the_reader_still_reads_the_golden_file() -> None:
-    assert load_plan(GOLDEN) == sign(full_plan())
+    assert load_plan(GOLDEN) == with_digest(full_plan())
 
 
 def test_other_yaml_readers_see_the_same_data() -> None:
@@ -58,7 +58,7 @@ def _parts(value: object) -> Iterator[BaseModel]:
 
 def test_the_golden_file_uses_every_field() -> None:
     used: dict[type, set[str]] = {}
-    _unused(sign(full_plan()), used)
+    _unused(with_digest(full_plan()), used)
     assert Plan in used
     assert len(used) >= 25
     for part, names in used.items():
@@ -67,7 +67,7 @@ def test_the_golden_file_uses_every_field() -> None:
 
 
 @pytest.mark.parametrize("line", range(1, len(GOLDEN.read_text().splitlines())))
-def test_no_value_of_the_golden_file_is_free_of_the_signature(line: int) -> None:
+def test_no_value_of_the_golden_file_is_free_of_the_digest(line: int) -> None:
     from sparsekv.plans.errors import PlanError
     from sparsekv.plans.files import parse_plan
 

@@ -1,4 +1,4 @@
-"""The signature over a plan's content, and what sealing an edited one does."""
+"""The digest over a plan's content, and what sealing an edited one does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_sealing_an_edited_plan_drops_what_was_measured_before(path: Path) -> No
     assert plan == sealed.plan
     assert (plan.status, plan.quality, plan.cost) == ("unverified", None, None)
     assert sealed.changed
-    assert sealed.notes[0] == "signed as unverified"
+    assert sealed.notes[0] == "sealed as unverified"
     assert sealed.notes[1].startswith("dropped")
     assert f"`sparsekv verify --plan {path} --write`" in sealed.notes[2]
     assert sealed.notes[3] == "cost comes from `sparsekv plan` alone"
@@ -53,7 +53,7 @@ def test_sealing_overwrites_no_plan_that_is_edited_at_that_moment(path: Path, mo
 
 def test_everything_else_stays_as_edited(path: Path) -> None:
     edit(path, "{tokens: 600}", "{tokens: 601}")
-    before = parse_plan(path.read_text(), signed=False)
+    before = parse_plan(path.read_text(), sealed=False)
     dropped = {"status", "quality", "cost", "integrity"}
     assert seal(path).plan.model_dump(exclude=dropped) == before.model_dump(exclude=dropped)
 
@@ -62,7 +62,7 @@ def test_a_plan_without_measurements_has_nothing_to_drop(tmp_path: Path) -> None
     path = tmp_path / "plan.yaml"
     write_plan(small_plan(), path)
     edit(path, "{tokens: 1024}", "{tokens: 1025}")
-    assert seal(path).notes == ("signed as unverified",)
+    assert seal(path).notes == ("sealed as unverified",)
 
 
 def test_sealing_a_sound_plan_changes_nothing(path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_field_that_has_its_default_may_be_left_out_and_is_written_again(tmp_p
         del holder[key]
         path.write_text(yaml.safe_dump(data, sort_keys=False))
         try:
-            same = parse_plan(path.read_text(), signed=False) == before
+            same = parse_plan(path.read_text(), sealed=False) == before
         except PlanError:
             continue
         found = seal(path)

@@ -12,7 +12,7 @@ from plans_samples import full_plan, large_plan
 
 from sparsekv.plans import yaml_io
 from sparsekv.plans.errors import PlanError, UsageError
-from sparsekv.plans.files import MAX_BYTES, NAME_A_PLAN, dump_plan, load_plan, parse_plan, sign
+from sparsekv.plans.files import MAX_BYTES, NAME_A_PLAN, dump_plan, load_plan, parse_plan, with_digest
 from sparsekv.plans.phases import PrefillPlan
 from sparsekv.plans.schema import KIND
 
@@ -174,7 +174,7 @@ def test_a_plan_of_many_head_groups_may_hold_more_values_than_other_files(monkey
     plan = large_plan(4, 32, 1)
     text = dump_plan(plan)
     monkeypatch.setattr(yaml_io, "MAX_VALUES", 100)
-    assert parse_plan(text) == sign(plan)
+    assert parse_plan(text) == with_digest(plan)
     monkeypatch.setattr(yaml_io, "MAX_GROUPS", 100)
     assert "expected at most" in refusal(text)
 
@@ -200,18 +200,18 @@ def test_odd_numbers_are_refused(number: str) -> None:
 @pytest.mark.parametrize("written", ["2e-2", "2.0e-2", ".02", "0.020", "+0.02"])
 def test_floats_may_be_written_in_any_form(written: str) -> None:
     text = TEXT.replace("{fraction: 0.02}", f"{{fraction: {written}}}", 1)
-    assert parse_plan(text) == sign(full_plan())
+    assert parse_plan(text) == with_digest(full_plan())
 
 
 def test_layout_order_and_comments_do_not_matter() -> None:
     plan = full_plan().model_copy(update={"extensions": {}})
     data = yaml.safe_load(dump_plan(plan))
     text = "# a comment\r\n" + yaml.safe_dump(data, sort_keys=True, width=40).replace("\n", "\r\n")
-    assert parse_plan(text) == sign(plan)
+    assert parse_plan(text) == with_digest(plan)
 
 
 def test_a_byte_order_mark_is_no_fault() -> None:
-    assert parse_plan(b"\xef\xbb\xbf" + TEXT.encode()) == sign(full_plan())
+    assert parse_plan(b"\xef\xbb\xbf" + TEXT.encode()) == with_digest(full_plan())
 
 
 class TestVersion:
@@ -230,12 +230,12 @@ class TestIntegrity:
     def test_an_edited_plan_points_at_seal(self) -> None:
         assert "`sparsekv seal a.yaml`" in refusal(TEXT.replace("{tokens: 600}", "{tokens: 601}"))
 
-    def test_an_unsigned_plan_points_at_seal(self) -> None:
+    def test_a_plan_without_its_digest_points_at_seal(self) -> None:
         message = refusal(TEXT[: TEXT.index("integrity:")])
         assert "found none" in message
         assert "seal" in message
 
-    def test_a_fault_is_told_before_the_signature(self) -> None:
+    def test_a_fault_is_told_before_the_digest(self) -> None:
         assert "slash.tokens" in refusal(TEXT.replace("{tokens: 600}", "{tokens: x}"))
 
 
@@ -285,19 +285,19 @@ class TestFiles:
 
 def test_plans_are_read_alike_without_libyaml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(yaml, "CSafeLoader")
-    assert parse_plan(TEXT) == sign(full_plan())
+    assert parse_plan(TEXT) == with_digest(full_plan())
     assert "expected YAML, found a fault" in refusal("a: [")
     assert "expected YAML in UTF-8" in refusal("a: \x07")
     assert "levels of nesting" in refusal("[" * 100_000)
 
 
 def test_a_plan_that_is_cut_off_is_refused_and_a_fault_at_its_end_says_so() -> None:
-    signed = TEXT.rstrip()
-    said = [refusal(signed[:length]) for length in range(1, len(signed) - 1, 7)]
+    sealed = TEXT.rstrip()
+    said = [refusal(sealed[:length]) for length in range(1, len(sealed) - 1, 7)]
     faults = [one for one in said if "found a fault" in one]
     assert len(faults) > 20
     assert sum("may be cut off" in one for one in faults) >= 0.99 * len(faults)  # a number may end behind its sign
-    assert "may be cut off" in refusal(signed[: signed.rindex("\n")])  # whole, but for the digest
+    assert "may be cut off" in refusal(sealed[: sealed.rindex("\n")])  # whole, but for the digest
 
 
 @pytest.mark.parametrize(

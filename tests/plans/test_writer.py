@@ -16,7 +16,7 @@ from plans_samples import full_plan, small_plan
 
 from sparsekv.plans import files
 from sparsekv.plans.errors import PlanError, UsageError
-from sparsekv.plans.files import dump_plan, load_plan, parse_plan, sign, write_plan
+from sparsekv.plans.files import dump_plan, load_plan, parse_plan, with_digest, write_plan
 from sparsekv.plans.patterns import VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
@@ -63,7 +63,7 @@ def test_floats_are_floats_for_every_yaml_reader(share: float) -> None:
     found = yaml.safe_load(text)["prefill"]["lengths"][0]["heads"][0]["vertical"]["fraction"]
     assert type(found) is float
     assert found == pytest.approx(share, rel=1e-5)
-    assert parse_plan(text) == sign(plan)
+    assert parse_plan(text) == with_digest(plan)
 
 
 ODD_TEXT = [
@@ -77,7 +77,7 @@ ODD_TEXT = [
 def test_text_stays_text(value: str) -> None:
     plan = small_plan(extensions={"value": value, "key": {value: 1}, "line": [value, {"x": value}]})
     text = dump_plan(plan)
-    assert parse_plan(text) == sign(plan)
+    assert parse_plan(text) == with_digest(plan)
     assert yaml.safe_load(text)["extensions"] == plan.extensions
 
 
@@ -111,7 +111,7 @@ class TestReplacing:
         link.symlink_to(path.name)
         write_plan(small_plan(), link)
         assert link.is_symlink()
-        assert load_plan(path) == sign(small_plan())
+        assert load_plan(path) == with_digest(small_plan())
 
 
 class TestFailures:
@@ -157,7 +157,7 @@ class TestFailures:
 
         monkeypatch.setattr(files.os, "fsync", only_files)
         write_plan(small_plan(), path)
-        assert load_plan(path) == sign(small_plan())
+        assert load_plan(path) == with_digest(small_plan())
 
     @pytest.mark.parametrize(
         "target", ["", "missing/plan.yaml", "/dev/null"], ids=["folder", "missing folder", "device"]
