@@ -108,7 +108,7 @@ def loads_of(flags: ServeFlags, lengths: Sequence[int]) -> tuple[Load, ...]:
 def serve(flags: ServeFlags) -> None:
     """Requests through two engines of vLLM in this process, by a plan and dense, in turn."""
     machine = settings_of(flags)
-    from sparsekv.runtime.vllm.engine_facts import check_installed
+    from sparsekv.runtime.vllm.settings import check_installed
 
     check_installed()
     used = named_subject(flags, flags.lengths, any(map(flags.is_given, _SERVE_BY_HAND))).plan

@@ -40,7 +40,7 @@ from sparsekv.runtime.hf.dequantise import is_dequantised
 from sparsekv.runtime.hf.load import LoadedModel, load_config
 from sparsekv.runtime.model_config import describe_config
 from sparsekv.runtime.quantised_files import quantisation_of
-from sparsekv.runtime.vllm.engine_facts import check_installed
+from sparsekv.runtime.vllm.settings import check_installed
 
 _NO_WEIGHTS = "the weights of {name} were not read: the plan is for those that were profiled, and warns on others"
 _NO_CONFIG = "{name} cannot be reached and was not checked: the plan is for the model of that name that was profiled"

@@ -63,13 +63,6 @@ def test_the_tables_of_quality_go_in_their_place(monkeypatch: pytest.MonkeyPatch
     assert page(once, []) == page(PAGE.read_text(), [])
 
 
-def test_the_table_of_engine_settings_is_what_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from build_settings_table import PAGE, page
-
-    assert PAGE.read_text() == page(PAGE.read_text()), "run python tools/build_settings_table.py"
-
-
 def test_the_page_of_commands_is_what_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     monkeypatch.delitem(sys.modules, "build_command_page", raising=False)

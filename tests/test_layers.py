@@ -36,8 +36,8 @@ NAMELESS = ("kernels", "runtime/core", "runtime/stores", "runtime/paged")
 HOSTLESS = {"runtime/core": {"runtime/core", "runtime/stores"}, "runtime/stores": {"runtime/stores"}}
 HOSTLESS["runtime/paged"] = {"runtime/paged", "runtime/core", "runtime/stores"}  # what engines share
 # One name in two folders: a backend with two phases, a phase and its bench, a pattern with two builders, a command over
-# its module.
-SHARED_NAMES = {"__init__", "cpu", "triton", "prefill", "decode"}
+# its module, settings of a host and those of the environment.
+SHARED_NAMES = {"__init__", "cpu", "triton", "prefill", "decode", "settings"}
 SHARED_NAMES |= {path.stem for path in (ROOT / "kernels" / "index" / "triton").glob("*.py")}
 COMMANDS = {"bench", "doctor", "eval", "main", "plan", "run", "verify"}
 

@@ -22,7 +22,7 @@ from sparsekv.planner.cost.timed_host import Host
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.paged.plan_host import Scratch
 from sparsekv.runtime.settings import preset_vllm
-from sparsekv.runtime.vllm.engine_facts import TESTED, check_installed, known_releases
+from sparsekv.runtime.vllm.settings import TESTED, check_installed, known_releases
 
 _FINITE = 0x7F  # bytes below it are numbers in e4m3
 
@@ -60,10 +60,9 @@ class VllmHost(Host):
         kind, release = internals.device_type(), internals.release.partition("+")[0]
         if kind != device.type:
             raise UsageError(f"expected a model on {kind}, which this vLLM is built for, found {device}; use --device")
-        if kind not in TESTED or (lacks := internals.missing_names()):
-            lacked = f", which lacks {', '.join(lacks)}" if kind in TESTED else ""
+        if kind not in TESTED:
             raise UnsupportedError(
-                f"expected vLLM {known_releases()}, found {release} on {kind}{lacked}; install a tested release"
+                f"expected vLLM {known_releases()}, found {release} on {kind}; install a tested release"
             )
         self._vllm = internals
         self.chunk = chunk or internals.server_step()

@@ -38,15 +38,13 @@ from sparsekv.runtime.paged.step_rows import (
 )
 from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm import step_metadata
-from sparsekv.runtime.vllm.engine_facts import check_engine_layer
 from sparsekv.runtime.vllm.engine_host import EngineHost, start_host
-from sparsekv.runtime.vllm.engine_options import read_options
-from sparsekv.runtime.vllm.engine_plan import plan_of, say_dense
 from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
 from sparsekv.runtime.vllm.evicted_tables import EvictedLengths, EvictedTable, TableRows
 from sparsekv.runtime.vllm.evicting_step import move
 from sparsekv.runtime.vllm.page_contents import check_pages, scales_of
 from sparsekv.runtime.vllm.request_lengths import Requests
+from sparsekv.runtime.vllm.settings import check_engine_layer, plan_of, read_options
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
 _Backend: Any
@@ -119,17 +117,9 @@ class SparseImpl(_Impl):
                 self.plan_host = None
 
     def _check(self) -> None:
-        found = [
-            name
-            for name, present in (
-                ("attention that is not a decoder's", self.attn_type != vllm.AttentionType.DECODER),
-                ("ALiBi", self.alibi_slopes is not None),
-            )
-            if present
-        ]
-        if found:
+        if self.attn_type != vllm.AttentionType.DECODER or self.alibi_slopes is not None:
             raise UnsupportedError(
-                f"expected plain causal attention in every layer, found {', '.join(found)}; run without a plan"
+                "expected a decoder's attention without ALiBi in every layer, found another; run without a plan"
             )
 
     def program_of(self, host: EngineHost, layer: Any) -> LayerProgram:
@@ -413,16 +403,15 @@ def _forget(gone: weakref.ref[Any]) -> None:
 
 def _started(config: Any) -> EngineHost | None:
     options, model = read_options(config.additional_config), config.model_config
-    path = None if model is None or options.dense else plan_of(config, options)
-    if path is None:  # and nothing else of vLLM has been looked at
+    if model is None or options.dense:
         return None
     try:
+        path = plan_of(options, model.model, model.revision, vllm.gather_bytes)
+        if path is None:  # and nothing else of vLLM has been looked at
+            return None
         host = start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config), vllm.gather)
-    except SparseKVError as error:
-        say_dense(config, error)
-        return None
-    except _UNLIKE as error:  # no reason to end a server
-        say_dense(config, UnsupportedError(f"the engine could not be read ({type(error).__name__}: {error})"))
+    except (SparseKVError, *_UNLIKE) as error:
+        vllm.say_dense(config, error)
         return None
     if host.evicting is not None:
         _evict_blocks(config)
@@ -441,7 +430,7 @@ def _planned(config: Any) -> list[Any]:
 
 def _leave_dense(config: Any, error: SparseKVError) -> None:
     """The layers that were made already attend by vLLM's own code, and so do those to come."""
-    say_dense(config, error)
+    vllm.say_dense(config, error)
     for layer in _planned(config):
         layer.impl.plan_host = layer.impl.program = None
     _set_host(vllm.engine_key(config), None)

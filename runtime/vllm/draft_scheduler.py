@@ -12,8 +12,8 @@ from sparsekv.plans.files import load_plan
 from sparsekv.runtime.paged.metrics import publish_drafts
 from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm.drafting import Drafting, Step
-from sparsekv.runtime.vllm.engine_options import plan_path, read_options
 from sparsekv.runtime.vllm.exact_engine import dense_up_to
+from sparsekv.runtime.vllm.settings import plan_path, read_options
 
 
 class _Asking(Scheduler):

@@ -24,10 +24,8 @@ from sparsekv.runtime.paged.decode_step import DecodeHost
 from sparsekv.runtime.paged.plan_host import PlanHost, Scratch
 from sparsekv.runtime.plan_checks import check_cut, check_plan, check_target
 from sparsekv.runtime.quantised_files import files_fingerprint
-from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_layers
-from sparsekv.runtime.vllm.engine_options import EngineOptions
-from sparsekv.runtime.vllm.engine_settings import check_engine
 from sparsekv.runtime.vllm.evicting_step import EvictingHost
+from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions, check_engine, check_layers
 
 _ALLOW_MISMATCH = '--additional-config \'{"sparsekv": {"allow_mismatch": true}}\''
 
@@ -82,7 +80,7 @@ def start_host(
         plan = plan.model_copy(update={"prefill": None})
     if facts.speculative is not None:
         plan = plan.model_copy(update={"decode": None})  # what was drafted is verified by vLLM's own kernel
-    check_engine(facts, plan, options.allow_untested, bool(options.exact))
+    check_engine(facts, plan, options)
     found = _described(plan, model, facts)
     check_plan(plan, found, options.allow_mismatch, _ALLOW_MISMATCH)
     check_layers(plan, found)

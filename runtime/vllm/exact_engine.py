@@ -1,18 +1,16 @@
 """Has an engine that is asked for exact output (docs/exact.md) draft by its own plan: what its configuration says for
-that, and what stands in the way."""
+that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.exact_gain import exact_gains
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.types import format_ids
-from sparsekv.runtime.vllm.engine_facts import EngineFacts, segments_of
-from sparsekv.runtime.vllm.engine_options import plan_path, read_options
+from sparsekv.runtime.vllm.settings import plan_path, read_options
 
 WORKER = f"{__package__}.self_speculator.ExactWorker"
 SCHEDULER = f"{__package__}.draft_scheduler.exact_scheduler"
@@ -100,24 +98,3 @@ def dense_up_to(plan: Plan) -> int:
     buckets = plan.decode.lengths if plan.decode else ()
     sparse = next((at for at, bucket in enumerate(buckets) if bucket.segments), 0)
     return buckets[sparse - 1].up_to or 0 if sparse else 0
-
-
-def exact_obstacles(facts: EngineFacts, plan: Plan) -> Iterator[str]:
-    """Returns everything that stands in the way of exact output by a plan."""
-    if not facts.self_drafting:
-        yield (
-            "exact output in an engine whose configuration was not made by `vllm serve`, `vllm.LLM` or `EngineArgs` "
-            "with sparsekv installed: nothing drafts there"
-        )
-    if not segments_of(plan):
-        yield "exact output by a plan whose decode is dense: it drafts nothing"
-    if plan.retained:
-        yield f"exact output where layers {format_ids(plan.retained)} evict tokens: plan without `kv_cache`"
-    if any(group.kind == "linear" for group in plan.model.attention):
-        yield "exact output by layers with a recurrent state, which drafts cannot be taken back from"
-    if facts.stages:
-        yield "exact output over pipeline stages: use --pipeline-parallel-size 1"
-    if facts.beside:
-        yield f"exact output beside {', '.join(facts.beside)}: turn that off"
-    if facts.undrafted:
-        yield f"exact output on vLLM {facts.release}, which lacks {', '.join(facts.undrafted)}"

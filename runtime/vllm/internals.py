@@ -37,16 +37,16 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from sparsekv.kernels.keys import FLOAT8, Scales
 from sparsekv.kernels.prefill.flash.limits import FlashPackage, offer_package
+from sparsekv.plans.errors import BackendError, SparseKVError, UnsupportedError
 from sparsekv.runtime.architecture import MODALITIES
 from sparsekv.runtime.core.program import Rank
 from sparsekv.runtime.quantised_files import quantisation_of
-from sparsekv.runtime.vllm.connectors import connectors_of
-from sparsekv.runtime.vllm.contract import installed, undrafted, unfulfilled, unknown_metadata
+from sparsekv.runtime.vllm.contract import installed, unfulfilled, unknown_metadata
 from sparsekv.runtime.vllm.draft_internals import beside_drafts, draft_where_asked
-from sparsekv.runtime.vllm.engine_facts import TESTED, EngineFacts
 from sparsekv.runtime.vllm.engine_host import EngineModel
 from sparsekv.runtime.vllm.exact_engine import WORKER
 from sparsekv.runtime.vllm.releases import empty_pages
+from sparsekv.runtime.vllm.settings import TESTED, EngineFacts, connectors_of, read_options
 
 __all__ = ["AttentionType", "get_current_vllm_config", "release", "set_current_vllm_config"]
 
@@ -260,8 +260,6 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         model=model.model,
         connectors=() if transfer is None else connectors_of(vars(transfer)),
         modalities=_modalities(model),
-        encoder_decoder=model.is_encoder_decoder,
-        latent=model.use_mla,
         micro_batches=parallel.use_ubatching,
         one_group=bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
         fast_prefill=bool(getattr(config.cache_config, "kv_sharing_fast_prefill", False)),
@@ -269,7 +267,6 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         unknown=unknown_metadata(installed()),
         self_drafting=ours,
         beside=beside_drafts(config) if ours else (),
-        undrafted=tuple(undrafted(installed(), current_platform.device_type)) if ours else (),
     )
 
 
@@ -336,10 +333,21 @@ def runs_ours(config: VllmConfig) -> bool:
     return _is_ours(platform.planned) and (capability is None or capability.major != _PREFERS_OTHERS)
 
 
-def asks_for_ours(config: VllmConfig) -> bool:
-    """Returns whether our backend was asked for by its own name."""
-    asked = config.attention_config
-    return platform is OnCuda and platform.backend in (asked.backend, *asked.backend_per_kind.values())
+def say_dense(config: VllmConfig, error: Exception) -> None:
+    """Says why an engine does not run its plan. Raises the error where that is required, or our backend was asked for
+    by name, and one of a rank's own device: the others would wait for it."""
+    if not isinstance(error, SparseKVError):
+        error = UnsupportedError(f"the engine could not be read ({type(error).__name__}: {error})")
+    asked, options = config.attention_config, read_options(config.additional_config)
+    ours = platform is OnCuda and platform.backend in (asked.backend, *asked.backend_per_kind.values())
+    is_ranks_own = isinstance(error, BackendError) and config.parallel_config.tensor_parallel_size > 1
+    if is_ranks_own or options.requires(options.plan is not None or ours):
+        raise error
+    logger.warning(
+        "sparsekv: the plan beside the model is not run, all attention is dense: %s (to end such an engine instead: "
+        '--additional-config \'{"sparsekv": {"require": true}}\')',
+        error,
+    )
 
 
 def backend_name(config: VllmConfig) -> str:

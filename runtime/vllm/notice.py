@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsekv.plans.errors import SparseKVError, UsageError
 from sparsekv.runtime.vllm import internals as vllm
-from sparsekv.runtime.vllm.engine_options import plan_path, read_options
+from sparsekv.runtime.vllm.settings import plan_path, read_options
 
 _StatLogger: Any = vllm.stat_logger_base()
 

@@ -17,10 +17,8 @@ from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.vllm import attention_backend
 from sparsekv.runtime.vllm.attention_backend import SparseBuilder, SparseImpl
 from sparsekv.runtime.vllm.counters import serving_stats
-from sparsekv.runtime.vllm.engine_facts import check_engine_layer
 from sparsekv.runtime.vllm.engine_host import EngineHost
-from sparsekv.runtime.vllm.engine_options import read_options
-from sparsekv.runtime.vllm.engine_plan import plan_of
+from sparsekv.runtime.vllm.settings import check_engine_layer
 
 Prompts = dict[int, list[int]]
 
@@ -130,15 +128,14 @@ def test_ranks_with_other_plan_files_run_dense_together_or_end_together(
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
         additional_config={"sparsekv": {"require": require}},
     )
-    options = read_options(config.additional_config)
     for has_plan in (True, False):
         if not has_plan:
             (planned / "sparsekv.yaml").unlink()
         if require:
             with pytest.raises(SparseKVError, match="one plan on all" if has_plan else "found none"):
-                plan_of(config, options)
+                attention_backend._started(config)
         else:
-            assert plan_of(config, options) is None
+            assert attention_backend._started(config) is None
             assert ("1: 31313131" if has_plan else "0: none, 1: 31313131") in warned.pop()
 
 

@@ -19,8 +19,8 @@ from vllm_engine import NEW, TILE, Answer, Oracle, generate, make_engine, tokens
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.cache import handed_over
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.vllm.connectors import store_name
 from sparsekv.runtime.vllm.counters import serving_stats
+from sparsekv.runtime.vllm.settings import store_name
 
 PAGE = 128
 # Of each request: the length of its prompt, and which engine prefills it and which goes on.

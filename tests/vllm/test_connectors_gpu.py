@@ -15,7 +15,7 @@ import torch
 
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.vllm.connectors import TO_HOST, store_name
+from sparsekv.runtime.vllm.settings import TO_HOST, store_name
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 PAGE, LENGTH, NEW = 16, 100_000, 32

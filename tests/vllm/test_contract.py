@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 import sparsekv.runtime.vllm.internals as internals
 from sparsekv.runtime.vllm import contract
-from sparsekv.runtime.vllm.engine_facts import TESTED
+from sparsekv.runtime.vllm.settings import TESTED
 
 DEVICE = "cuda" if internals.platform is internals.OnCuda else "cpu"
 Backend, Impl, Builder = internals.platform.classes()

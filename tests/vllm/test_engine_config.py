@@ -17,10 +17,9 @@ import sparsekv.runtime.vllm.internals as internals
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.vllm.attention_backend import PlannedBackend, SparseBackend
-from sparsekv.runtime.vllm.connectors import Connector
-from sparsekv.runtime.vllm.engine_facts import EngineFacts
 from sparsekv.runtime.vllm.internals import engine_facts, engine_model
 from sparsekv.runtime.vllm.notice import PlanNotice, unused_plan
+from sparsekv.runtime.vllm.settings import Connector, EngineFacts
 from sparsekv.runtime.vllm.unavailable import UnavailableBackend
 
 FOLDER = resolve_model("tiny-retriever").path_or_id

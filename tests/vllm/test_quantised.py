@@ -15,8 +15,8 @@ from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.vllm.counters import serving_stats
 from sparsekv.runtime.vllm.engine_host import start_host
-from sparsekv.runtime.vllm.engine_options import EngineOptions
 from sparsekv.runtime.vllm.internals import engine_facts, engine_model
+from sparsekv.runtime.vllm.settings import EngineOptions
 
 WORDS = "other weights"
 

