@@ -25,9 +25,9 @@ def install_command(extra: str) -> str:
     mark = f'; extra == "{extra}"'
     try:
         packages = [need.removesuffix(mark) for need in requires("sparsekv") or () if need.endswith(mark)]
+        return shlex.join(["pip", "install", *packages])
     except PackageNotFoundError:  # run from its source tree
-        packages = [f".[{extra}]"]
-    return shlex.join(["pip", "install", *packages])
+        return f"pip install '.[{extra}]'"
 
 
 class SparseKVError(Exception):

@@ -359,11 +359,7 @@ def seal(path: str | os.PathLike[str]) -> Sealed:
         return Sealed(plan, False, (f"its integrity fits its content; left as it is, {plan.status}",))
     if plan == with_digest(plan):
         rewrite_plan(plan, path, text)
-        return Sealed(
-            plan,
-            True,
-            (f"its integrity fits with the defaults of what was left out, which are written; {plan.status}",),
-        )
+        return Sealed(plan, True, (f"its integrity fits with the defaults, which were left out; {plan.status}",))
     sealed = with_digest(plan.model_copy(update={"status": "unverified", "quality": None, "cost": None}))
     rewrite_plan(sealed, path, text)
     again = {

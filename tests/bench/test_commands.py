@@ -187,7 +187,7 @@ def test_what_cannot_be_timed_is_a_usage_error(sparsekv, folder, call, word):
 def test_serve_without_vllm_says_what_to_install(sparsekv):
     done = sparsekv("bench", "serve", "tiny-retriever", "--json")
     assert done.code == 2
-    assert "[vllm]'" in done.data["error"]["message"]
+    assert "pip install 'vllm" in done.data["error"]["message"]
 
 
 # --- eval --curve -----------------------------------------------------------------------------------------------------
