@@ -1,86 +1,57 @@
-"""Curve files: what each method costs and keeps at a range of densities. A JSON list with an object a point."""
+"""Points of `eval --curve`: what each method costs and keeps at a range of densities."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from sparsekv.planner.evaluation.suite_results import ModelRun
+from sparsekv.planner.records import RunRecord
+from sparsekv.plans.types import Digest, Length, Natural, NonNegative, Share, Text
 
-from sparsekv.planner.data_files import first_fault
-from sparsekv.plans.errors import PlanError
-from sparsekv.plans.files import read_text, write_bytes
-from sparsekv.plans.types import Length, NonNegative, Part, Positive, Share, Text
-
-MAX_BYTES = 64 << 20
+Interval = tuple[NonNegative, NonNegative]
 
 
-class CurvePoint(Part):
+class CurvePoint(RunRecord):
     """One method at one density and length, in one phase; what was not measured is None.
 
-    `density` is the share of tiles (prefill) or of cached tokens read (decode); `kl` the mean divergence of next-token
-    logits from dense, in nats; `agreement` the share of equal top-1 tokens; `accuracy` the share of right answers, over
-    the tasks that dense solves, and `dense_accuracy` dense's own.
-    Other keys of a file are left to the readers that they are for.
+    Attributes:
+        setting: the value of what the method is set by, such as "tau 0.9".
+        density: share of tiles (prefill) or of cached tokens read (decode).
+        samples: of all tasks together.
+        kl: mean divergence of next-token logits from dense, in nats.
+        agreement: share of equal top-1 tokens.
+        exact: share of samples of which every token of dense's greedy text is picked.
+        accuracy, dense_accuracy: share of right answers, over the tasks that dense solves.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     method: Text
+    setting: str = ""
     length: Length
     phase: Literal["prefill", "decode"]
     density: Share
+    samples: Natural = 0
     kl: NonNegative | None = None
+    kl_interval: Interval | None = None
     agreement: NonNegative | None = None
+    agreement_interval: Interval | None = None
+    exact: NonNegative | None = None
     accuracy: NonNegative | None = None
     dense_accuracy: NonNegative | None = None
 
-
-class CurveRow(CurvePoint):
-    """A point as `eval --curve` writes it.
-
-    Attributes:
-        setting: what the method was given, such as "tau 0.9".
-        samples: of all tasks together.
-        kl_interval, agreement_interval: 95% intervals.
-        exact: share of samples of which every token of dense's greedy text is picked.
-    """
-
-    setting: Text
-    samples: Positive
-    kl_interval: tuple[NonNegative, NonNegative] | None = None
-    agreement_interval: tuple[NonNegative, NonNegative] | None = None
-    exact: NonNegative | None = None
+    @property
+    def key(self) -> tuple[int, str, str, str]:
+        """Returns the identity of the point."""
+        return self.length, self.phase, self.method, self.setting
 
 
-def write_curve(rows: Sequence[CurveRow], path: Path) -> None:
-    """Writes a curve file, atomically.
+class CurveRun(ModelRun):
+    """One run of `eval --curve`, with the digests of what its methods work from."""
 
-    Raises:
-        UsageError: it cannot be written there.
-    """
-    lines = (json.dumps(row.model_dump(mode="json")) for row in rows)
-    write_bytes(path, ("[\n" + ",\n".join(lines) + "\n]\n").encode())
-
-
-_POINTS = TypeAdapter(tuple[CurvePoint, ...])
-
-
-def read_curve(path: Path) -> tuple[CurvePoint, ...]:
-    """The points of a curve file, in its order.
-
-    Raises:
-        UsageError: the file cannot be read.
-        PlanError: it is no list of points.
-    """
-    text = read_text(path, MAX_BYTES)
-    try:
-        return _POINTS.validate_python(json.loads(text))
-    except ValidationError as error:
-        raise PlanError(
-            f"expected a list of curve points in {path}, found at {first_fault(error)}; make it again"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"expected a curve in {path}, found no whole JSON: {error}; make it again") from error
+    WHAT: ClassVar[str] = "points of `eval --curve`"
+    RECORDS: ClassVar[Any] = CurvePoint
+    kind: Literal["sparsekv.curve"] = "sparsekv.curve"
+    schema_version: Literal[1] = 1
+    tasks: tuple[Text, ...]
+    plan: Digest | None = None
+    profile: Digest | None = None
+    preset: Digest | None = None

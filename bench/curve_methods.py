@@ -338,6 +338,10 @@ class CurveMode:
         """Returns the name of the mode among all of a length."""
         return f"{self.phase}: {self.method}, {self.setting}"
 
+    def key(self, length: int) -> tuple[int, str, str, str]:
+        """Returns that of the point at a length."""
+        return length, self.phase, self.method, self.setting
+
 
 def chosen_methods(phases: Sequence[Phase], names: Sequence[str], given: Collection[str]) -> dict[Phase, list[str]]:
     """The methods to measure: those named, or all whose inputs are there.

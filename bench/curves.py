@@ -15,65 +15,64 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from sparsekv.bench.curve_file import CurvePoint, CurveRow, read_curve
+from sparsekv.bench.curve_file import CurvePoint, CurveRun
 from sparsekv.bench.curve_methods import CurveInputs, CurveMode, curve_modes
 from sparsekv.planner.evaluation import EvalSamples, evaluate
 from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.options import Gate, Phase
 from sparsekv.planner.progress import Progress
+from sparsekv.planner.records import RunFile
 from sparsekv.plans.types import format_length
 
 _LEAST = 1e-9  # nats: what is less is rounding
 Line = Sequence[tuple[float, float]]
-Rows = tuple[CurveRow, ...]
 
 
 def measure_curves(
     inputs: CurveInputs,
     methods: Mapping[Phase, Sequence[str]],
     asked: EvalSamples,
-    *,
+    file: RunFile[CurveRun],
     progress: Progress | None = None,
-    done: Callable[[Rows], None] = lambda rows: None,
-) -> Rows:
-    """Measures methods at every length.
+) -> tuple[CurvePoint, ...]:
+    """Measures methods at every length but for the points that a file holds, and adds those of each length to it.
 
     Args:
         methods: of `chosen_methods`.
         asked: tasks, lengths and samples.
-        done: called after each length with all rows so far.
 
     Returns:
-        A row a point: by length, phase and method in the given order, ascending in density.
+        The points of these methods: by length, phase and method in the given order, ascending in density.
 
     Raises:
         UsageError, PromptError: see `curve_modes` and `evaluate`; before anything is measured.
     """
-    points = {length: curve_modes(methods, inputs, length) for length in asked.lengths}
-    rows: Rows = ()
-    for length, own in points.items():
-        modes = {point.name: point.mode for point in own}
-        found = evaluate(inputs.loaded, modes, replace(asked, lengths=(length,)), progress=progress)
-        measured = [_row(point, found[point.name][0]) for point in own]
-        order = list(dict.fromkeys((row.phase, row.method) for row in measured))
-        rows += tuple(sorted(measured, key=lambda row: (order.index((row.phase, row.method)), row.density)))
-        done(rows)
-    return rows
+    modes = {length: curve_modes(methods, inputs, length) for length in asked.lengths}
+    known, points = file.all(CurvePoint), list[CurvePoint]()
+    for length, own in modes.items():
+        missing = {one.name: one.mode for one in own if one.key(length) not in known}
+        if missing:
+            found = evaluate(inputs.loaded, missing, replace(asked, lengths=(length,)), progress=progress)
+            file.add(*(_point(one, found[one.name][0]) for one in own if one.name in missing))
+        order = list(dict.fromkeys((one.phase, one.method) for one in own))
+        here = [known[one.key(length)] for one in own]
+        points += sorted(here, key=lambda point: (order.index((point.phase, point.method)), point.density))
+    return tuple(points)
 
 
-def _row(point: CurveMode, result: EvalResult) -> CurveRow:
+def _point(point: CurveMode, result: EvalResult) -> CurvePoint:
     agreement = result.agreement
     density = result.prefill_density if point.phase == "prefill" else result.decode_share
     solved = [task.answers for task in result.tasks.values() if task.is_accuracy and _is_solved(task.answers[0])]
     dense, sparse = ([right for answers in solved for right in answers[side]] for side in (0, 1))
-    return CurveRow(
+    return CurvePoint(
         method=point.method,
         setting=point.setting,
         length=result.lengths[0],
@@ -109,7 +108,8 @@ def main() -> None:
     parser.add_argument("--kl", type=numbers, default=(0.001, 0.002, 0.005))
     args = parser.parse_args()
     for path in args.files:
-        print(*tables(read_curve(path), args.density, args.kl), sep="\n")
+        points = tuple(RunFile.read(CurveRun, path).all(CurvePoint).values())
+        print(*tables(points, args.density, args.kl), sep="\n")
 
 
 def tables(points: Sequence[CurvePoint], densities: Sequence[float], kls: Sequence[float]) -> Iterator[str]:

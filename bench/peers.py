@@ -29,18 +29,18 @@ from sparsekv.bench.baselines import SamePattern
 from sparsekv.bench.dense_kernels import time_dense
 from sparsekv.bench.harness import Call, Columns, Row, free_memory, in_short, measure, number
 from sparsekv.bench.originals import ORIGINALS, PUBLISHED_LINES, OriginalMode, Ready
-from sparsekv.bench.peers_file import At, Key, PeerRow, PeersFile
+from sparsekv.bench.peers_file import At, Key, PeerRow, PeersFile, measured
 from sparsekv.bench.planted import Planted, causal_scores, plant, sample_rows
 from sparsekv.bench.tile_rules import cumulative_mass, max_threshold
 from sparsekv.kernels.backends import choose_backend, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import TileIndex, density
-from sparsekv.planner.evaluation import EvalSamples, Mode, PlanMode, evaluate
+from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode, evaluate
 from sparsekv.planner.evaluation.suite import SuiteSamples, run_suite
-from sparsekv.planner.evaluation.suite_file import SuiteResult
-from sparsekv.planner.evaluation.suite_table import SuiteTable
+from sparsekv.planner.evaluation.suite_results import SuiteCell
 from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.progress import Progress
+from sparsekv.planner.tasks import ruler_suite
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Pattern, TileShape, VerticalSlash, fraction, tokens
@@ -189,21 +189,15 @@ class Case:
 
 
 def bench_peers(
-    bench: PeersBench,
-    begun: PeersFile,
-    loaded: LoadedModel | None,
-    plan: Plan | None,
-    save: Callable[[PeersFile], None],
-    progress: Progress | None = None,
-) -> PeersFile:
-    """Measures what a file does not hold yet, and saves each row as soon as it is known.
+    bench: PeersBench, file: PeersFile, loaded: LoadedModel | None, plan: Plan | None, progress: Progress | None = None
+) -> None:
+    """Measures what a file does not hold yet, and adds each row as soon as it is known.
 
     Args:
         loaded: the model of quality; None measures time alone.
         plan: ours. Without one, ours is timed with budgets for what was planted.
     """
-    result = begun
-    cases = left(bench, begun.measured)
+    cases = left(bench, measured(file))
     lengths: dict[int, _Length] = {}
     with (progress or Progress()).stage("peers", total=len(cases)) as step:
         for case in cases:
@@ -213,13 +207,11 @@ def bench_peers(
             if case.length not in lengths:
                 lengths = {}  # the tensors of one length at a time
                 free_memory(bench.device)
-                lengths = {case.length: _Length(bench, case.length, loaded, plan)}
-            for row, suite in lengths[case.length].measured(case, result):
-                result = result.with_row(row).model_copy(update={"suite": suite})
-                save(result)
+                lengths = {case.length: _Length(bench, case.length, loaded, plan, file)}
+            for row in lengths[case.length].measured(case):
+                file.add(row)
             free_memory(bench.device)
             step.advance(1)
-    return result
 
 
 def left(bench: PeersBench, known: Collection[Key]) -> list[Case]:
@@ -248,26 +240,25 @@ def _cases(bench: PeersBench, length: int) -> Iterator[Case]:
 class _Length:
     """Holds what rows of one length share: planted tensors, and all methods' knobs on a prompt of the model."""
 
-    def __init__(self, bench: PeersBench, length: int, loaded: LoadedModel | None, plan: Plan | None) -> None:
-        self.bench, self.length, self.loaded, self.plan = bench, length, loaded, plan
+    def __init__(
+        self, bench: PeersBench, length: int, loaded: LoadedModel | None, plan: Plan | None, file: PeersFile
+    ) -> None:
+        self.bench, self.length, self.loaded, self.plan, self.file = bench, length, loaded, plan, file
 
-    def measured(self, case: Case, result: PeersFile) -> Iterator[tuple[PeerRow, SuiteResult | None]]:
-        """The rows of a case, and RULER's results with it."""
+    def measured(self, case: Case) -> Iterator[PeerRow]:
+        """The rows of a case."""
         row = PeerRow(method=case.method, at=case.at, length=self.length)
-        suite = result.suite
         try:
             if case.at == "dense":
-                yield from ((one, suite) for one in self._dense())
+                yield from self._dense()
                 return
-            mode, planted = self._ways(case, result)
-            own: dict[str, Any] = {"setting": planted.setting}
+            mode, planted = self._ways(case)
+            row = row.model_copy(update={"setting": planted.setting})
             if mode is not None and self.loaded is not None:
-                found, suite = self._quality(case.name, mode, suite)
-                own |= found
-            row = row.model_copy(update=own)
-            yield row.model_copy(update=self._timed(planted, own.get("density"))), suite
+                row = row.model_copy(update=self._quality(case.name, mode, self.loaded))
+            yield row.model_copy(update=self._timed(planted, row.density))
         except Exception as error:  # every library has its own; what was measured before it is not lost
-            yield row.model_copy(update={"note": in_short(error)}), suite
+            yield row.model_copy(update={"note": in_short(error)})
 
     def _dense(self) -> Iterator[PeerRow]:
         peers = time_dense(*self.planted.tensors, self.bench.rounds, ranked_from=self.length + 1)
@@ -278,7 +269,7 @@ class _Length:
             )
             yield row.model_copy(update=found)
 
-    def _ways(self, case: Case, result: PeersFile) -> tuple[Mode | None, _Planted]:
+    def _ways(self, case: Case) -> tuple[Mode | None, _Planted]:
         """A case in the model, and on planted tensors."""
         if case.at == "original":
             (original,) = (one for one in ORIGINALS if one.name == case.method)
@@ -287,7 +278,7 @@ class _Length:
         if case.at == "plan":
             return self._ours()
         method = METHODS[case.method]
-        knob = method.published if case.at == "published" else self._knob(case.method, self._target(result))
+        knob = method.published if case.at == "published" else self._knob(case.method, self._target())
         rule = method.rule(knob, self.bench.tile)
         mode = rule.mode(self.loaded.info) if self.loaded else None
         return mode, _Planted(method.setting.format(knob), rule.index, method)
@@ -311,9 +302,9 @@ class _Length:
 
         return (PlanMode(self.plan, "prefill") if self.plan else None), _Planted(setting, index)
 
-    def _target(self, result: PeersFile) -> float:
+    def _target(self) -> float:
         """The density of rows at equal density."""
-        own = result.measured.get((PLAN, "plan", self.length))
+        own = measured(self.file).get((PLAN, "plan", self.length))
         found = self.bench.density or (own and (own.density if own.density is not None else own.timed_density))
         if not found:
             raise UsageError("expected the plan's density, found that it was not measured; name a --density")
@@ -321,20 +312,19 @@ class _Length:
 
     # --- quality ---
 
-    def _quality(self, name: str, mode: Mode, suite: SuiteResult | None) -> tuple[dict[str, Any], SuiteResult | None]:
-        bench, loaded = self.bench, self.loaded
-        assert loaded is not None
+    def _quality(self, name: str, mode: Mode, loaded: LoadedModel) -> dict[str, Any]:
+        bench = self.bench
         asked = EvalSamples(bench.tasks, (self.length,), bench.samples, 1, bench.seed)
         result = evaluate(loaded, {name: mode}, asked)[name][0]
         found: dict[str, Any] = {"density": min(1.0, result.prefill_density), "kl": result.agreement.kl}
         found |= {"kl_interval": result.agreement.kl_interval, "agreement": result.agreement.top1}
-        if suite is not None and bench.ruler_samples:
-            samples = SuiteSamples((self.length,), bench.ruler_samples, 1, bench.seed)
-            suite = run_suite(loaded, {name: mode}, samples, suite)
-            table = SuiteTable(suite, (name,), (self.length,))
-            own, dense = (100.0 * table.mean(which, "recall", (self.length,)) for which in (name, "dense"))
-            found |= {"recall": own, "dense_recall": dense}
-        return found, suite
+        if bench.ruler_samples:
+            run_suite(loaded, {name: mode}, SuiteSamples((self.length,), bench.ruler_samples, 1, bench.seed), self.file)
+            cells = self.file.all(SuiteCell)
+            for key, which in (("recall", name), ("dense_recall", DENSE)):
+                scores = [cells[which, task, self.length].recall for task in ruler_suite.RULER_SUITE]
+                found[key] = 100.0 * float(np.mean(scores))
+        return found
 
     def _knob(self, method: str, target: float) -> float:
         """The knob that comes to a density in the model, or without one on planted tensors."""
@@ -455,7 +445,7 @@ def relative_error(planted: Planted, out_BHSD: torch.Tensor) -> float:
 
 def fastest_dense(result: PeersFile, length: int) -> PeerRow | None:
     """The dense kernel that every ratio is against."""
-    rows = [row for row in result.rows if row.at == "dense" and row.length == length and row.whole_ms]
+    rows = [row for row in result.all(PeerRow).values() if row.at == "dense" and row.length == length and row.whole_ms]
     return min(rows, key=lambda row: row.whole_ms or 0.0, default=None)
 
 
@@ -475,7 +465,7 @@ def table_rows(result: PeersFile, lengths: Sequence[int]) -> list[Row]:
             note=one.note,
         )
         for length in lengths
-        for one in result.rows
+        for one in result.all(PeerRow).values()
         if one.length == length
     ]
 

@@ -1,35 +1,18 @@
-"""Files of `bench peers`: a row for each method, setting and length; a run goes on where an earlier one ended."""
+"""Rows of `bench peers`: one for each method, setting and length."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError
+from sparsekv.planner.evaluation.suite_results import SuiteCell
+from sparsekv.planner.records import RunFile, RunRecord, RunSettings
+from sparsekv.plans.types import Digest, Length, Natural, NonNegative, Positive, Share, Text, WeightsDigest
 
-from sparsekv.planner.data_files import first_fault
-from sparsekv.planner.evaluation.suite_file import SuiteResult
-from sparsekv.plans.errors import PlanError, UsageError
-from sparsekv.plans.files import read_text, write_bytes
-from sparsekv.plans.types import (
-    Digest,
-    Length,
-    Natural,
-    NonNegative,
-    Part,
-    Positive,
-    Share,
-    Text,
-    WeightsDigest,
-)
-
-MAX_BYTES = 64 << 20
 At = Literal["dense", "plan", "published", "equal", "original"]
 Key = tuple[str, At, int]
 
 
-class PeerRow(Part):
+class PeerRow(RunRecord):
     """One method at one length; what was not measured is None, and `note` says why.
 
     Attributes:
@@ -60,7 +43,7 @@ class PeerRow(Part):
 
     @property
     def key(self) -> Key:
-        """Returns what it is of."""
+        """Returns the identity of the row."""
         return self.method, self.at, self.length
 
     @property
@@ -69,9 +52,14 @@ class PeerRow(Part):
         return any(value is not None for value in (self.whole_ms, self.index_ms, self.kl))
 
 
-class PeersSettings(Part):
-    """Says how rows of one file were measured, and of what: all of them alike."""
+class PeersRun(RunSettings):
+    """One run of `bench peers`; its file also has RULER's scores, sample by sample."""
 
+    WHAT: ClassVar[str] = "rows of `bench peers`"
+    RECORDS: ClassVar[Any] = PeerRow | SuiteCell
+    TOLD: ClassVar[frozenset[str]] = frozenset({"versions"})
+    kind: Literal["sparsekv.peers"] = "sparsekv.peers"
+    schema_version: Literal[2] = 2
     shape: Text
     heads: Positive
     kv_heads: Positive
@@ -88,68 +76,12 @@ class PeersSettings(Part):
     ruler_samples: Natural = 0
     rounds: Positive
     seed: Natural
-
-
-class PeersFile(Part):
-    """Holds what has been measured so far; `suite` holds RULER's scores sample by sample."""
-
-    kind: Literal["sparsekv.peers"] = "sparsekv.peers"
-    schema_version: Literal[1] = 1
-    settings: PeersSettings
     versions: dict[Text, Text]
-    rows: tuple[PeerRow, ...] = Field(default=())
-    suite: SuiteResult | None = None
-
-    @property
-    def measured(self) -> dict[Key, PeerRow]:
-        """The rows that need not be measured again."""
-        return {row.key: row for row in self.rows if row.is_measured}
-
-    def with_row(self, row: PeerRow) -> Self:
-        """This and a row, in place of one of the same key."""
-        return self.model_copy(update={"rows": (*(one for one in self.rows if one.key != row.key), row)})
-
-    def continued(self, path: Path) -> PeersFile:
-        """This run with the rows that a file holds.
-
-        Raises:
-            UsageError: they were measured otherwise, or the file cannot be read.
-            PlanError: it is no file of `bench peers`.
-        """
-        if not path.exists() or not path.stat().st_size:
-            return self
-        found = read_peers(path)
-        there, here = found.settings.model_dump(), self.settings.model_dump()
-        if differing := [
-            f"{name} {there[name]} there, {here[name]} here" for name in here if there[name] != here[name]
-        ]:
-            raise UsageError(
-                f"expected {path} to hold rows of this run, found others there: {'; '.join(differing):.300}. Give the "
-                "options of that run, or another file with -o"
-            )
-        return found
 
 
-def write_peers(result: PeersFile, path: Path) -> None:
-    """Writes the file, atomically.
-
-    Raises:
-        UsageError: it cannot be written there.
-    """
-    write_bytes(path, (json.dumps(result.model_dump(mode="json"), indent=1) + "\n").encode())
+PeersFile = RunFile[PeersRun]
 
 
-def read_peers(path: Path) -> PeersFile:
-    """Reads a file of `write_peers`.
-
-    Raises:
-        UsageError: the file cannot be read.
-        PlanError: it holds something else.
-    """
-    text = read_text(path, MAX_BYTES)
-    try:
-        return PeersFile.model_validate_json(text)
-    except ValidationError as error:
-        raise PlanError(
-            f"expected rows of `bench peers` in {path}, found at {first_fault(error)}; remove it, or name another file"
-        ) from error
+def measured(file: PeersFile) -> dict[Key, PeerRow]:
+    """Returns the rows that need not be measured again."""
+    return {key: row for key, row in file.all(PeerRow).items() if row.is_measured}

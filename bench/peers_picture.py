@@ -9,7 +9,7 @@ import altair as alt
 import vl_convert
 
 from sparsekv.bench.peers import Case, fastest_dense
-from sparsekv.bench.peers_file import PeersFile
+from sparsekv.bench.peers_file import PeerRow, PeersFile
 from sparsekv.bench.report.charts import GREY, styled
 from sparsekv.plans.files import write_bytes
 from sparsekv.plans.types import format_length
@@ -27,7 +27,7 @@ _SETTINGS = {
 
 def write_picture(result: PeersFile, path: Path) -> int:
     """Draws the rows that have both numbers at one density, as SVG; returns how many they are."""
-    points = [point for row in result.rows if (point := _point(row))]
+    points = [point for row in result.all(PeerRow).values() if (point := _point(row))]
     if points:
         lengths = sorted({point["length"] for point in points})
         panels = [_panel([one for one in points if one["length"] == length], result, length) for length in lengths]

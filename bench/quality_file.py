@@ -6,28 +6,24 @@ methods have; a task that lost much was run on more samples, and its own loss co
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field, ValidationError
 
 from sparsekv.bench.quality_methods import PLAN, Group
-from sparsekv.planner.data_files import first_fault
 from sparsekv.planner.evaluation.modes import DENSE
 from sparsekv.planner.evaluation.results import Interval, score_interval
-from sparsekv.planner.evaluation.suite_file import Key, SuiteCell, SuiteResult, continued_from
+from sparsekv.planner.evaluation.suite_results import Key, ModelRun, SuiteCell, check_continued
+from sparsekv.planner.records import RunFile, RunRecord
 from sparsekv.planner.tasks import ruler_suite
-from sparsekv.plans.errors import PlanError, UsageError
-from sparsekv.plans.files import read_text, write_bytes
-from sparsekv.plans.types import Length, Natural, NonNegative, Part, Portion, Text, format_length
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.types import Length, Natural, NonNegative, Portion, Text, format_length
 
-MAX_BYTES = 64 << 20
 LOST = 0.10  # of a task's score: what is run again, on more samples
 FEWEST = 3  # tasks in a mean, at least
 GOAL_POINTS, GOAL_RATIO = -2.0, 0.5
@@ -65,9 +61,13 @@ class QualityCell(SuiteCell):
         for name in ("prefill_density", "cached"):
             changes[name] = (getattr(self, name) * before + getattr(new, name) * len(new.kl)) / count
         changes |= {"steps": self.steps + new.steps, "decode_share": share_of_steps([self, new])}
-        for name in ("prefill_seconds", "step_seconds"):
+        for name in _TIMES:
             changes[name] = min((one for one in (getattr(self, name), getattr(new, name)) if one), default=None)
         return self.model_copy(update=changes)
+
+    def untimed(self) -> Self:
+        """Returns the cell without times, which say nothing where something else ran on the device."""
+        return self.model_copy(update=dict.fromkeys(_TIMES))
 
 
 def share_of_steps(cells: Sequence[QualityCell]) -> float:
@@ -77,9 +77,10 @@ def share_of_steps(cells: Sequence[QualityCell]) -> float:
 
 
 _BY_SAMPLE = ("recall", "exact", "kl")
+_TIMES = ("prefill_seconds", "step_seconds")
 
 
-class MethodNote(Part):
+class MethodNote(RunRecord):
     """A method at a length: where it stands in the tables, and what it was set to."""
 
     name: Text
@@ -87,67 +88,75 @@ class MethodNote(Part):
     group: Group
     setting: str = ""
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """Returns the identity of the note."""
+        return self.name, self.length
 
-class RunNote(Part):
-    """One run of the command."""
+
+class Knobs(RunRecord):
+    """The settings of prefill methods at a length, and the density that they were held to."""
+
+    length: Length
+    values: dict[Text, float]
+
+    @property
+    def key(self) -> int:
+        """Returns the length."""
+        return self.length
+
+
+class RunNote(RunRecord):
+    """One run of the command, as far as it has come."""
 
     command: Text
     commit: Text
     device: Text
-    date: Text
+    began: Text
     seconds: NonNegative
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Returns the identity of the run."""
+        return self.command, self.began
 
-class QualityFile(Part):
-    """Holds what has been measured so far.
 
-    Attributes:
-        head: model, settings, plans and versions, as in files of `eval --suite`; its own cells are empty.
-        knobs: by length, what prefill methods were set to, and the density that they were held to.
-    """
+class QualityRun(ModelRun):
+    """The table that runs and parts of it belong to."""
 
+    WHAT: ClassVar[str] = "a table of quality"
+    RECORDS: ClassVar[Any] = QualityCell | MethodNote | Knobs | RunNote
     kind: Literal["sparsekv.quality"] = "sparsekv.quality"
-    schema_version: Literal[1] = 1
-    head: SuiteResult
-    notes: tuple[MethodNote, ...] = ()
-    knobs: dict[str, dict[str, float]] = Field(default_factory=dict)
-    runs: tuple[RunNote, ...] = ()
-    cells: tuple[QualityCell, ...] = ()
+    schema_version: Literal[2] = 2
+    backend: Text
+
+
+class QualityFile(RunFile[QualityRun]):
+    """Holds what has been measured so far."""
 
     @property
-    def by_key(self) -> dict[Key, QualityCell]:
-        """The cells by what they are of."""
-        return {cell.key: cell for cell in self.cells}
+    def by_key(self) -> Mapping[Key, QualityCell]:
+        """The cells by method, task and length."""
+        return self.all(QualityCell)
 
     def samples(self, key: Key) -> int:
         """Returns how many there are of a method, task and length."""
         cell = self.by_key.get(key)
         return len(cell.kl) if cell else 0
 
-    def with_cell(self, new: QualityCell) -> Self:
-        """These outcomes and later ones."""
-        cells = self.by_key
-        cells[new.key] = cells[new.key].with_more(new) if new.key in cells else new
-        return self.model_copy(update={"cells": tuple(cells.values())})
-
-    def with_notes(self, new: Sequence[MethodNote]) -> Self:
-        """Methods that are known, the later note of each."""
-        notes = {(note.name, note.length): note for note in (*self.notes, *new)}
-        return self.model_copy(update={"notes": tuple(notes.values())})
+    def with_earlier(self, new: QualityCell) -> QualityCell:
+        """Returns new outcomes behind those that are there."""
+        earlier = self.by_key.get(new.key)
+        return earlier.with_more(new) if earlier else new
 
     def tasks_of(self, methods: Sequence[str], length: int) -> tuple[str, ...]:
         """Returns the tasks of which dense and all of these methods have the samples that were asked for."""
-        names, count = (DENSE, *methods), self.head.settings.samples
+        names, count = (DENSE, *methods), self.settings.samples
         return tuple(
             task
             for task in ruler_suite.RULER_SUITE
             if all(self.samples((name, task, length)) >= count for name in names)
         )
-
-    def untimed(self) -> Self:
-        """Returns the table without times, which say nothing where something else ran on the device."""
-        none = {"prefill_seconds": None, "step_seconds": None}
-        return self.model_copy(update={"cells": tuple(cell.model_copy(update=none) for cell in self.cells)})
 
     def loss(self, method: str, task: str, length: int) -> float:
         """Returns what a method loses of a task's score, over all samples that dense has too; rounded, as 0.85 less
@@ -158,67 +167,33 @@ class QualityFile(Part):
         return round(float(np.mean(dense[:count]) - np.mean(own[:count])), 9)
 
 
-def write_quality(found: QualityFile, path: Path) -> None:
-    """Writes the file, atomically, a line for each cell.
-
-    Raises:
-        UsageError: it cannot be written there.
-    """
-    data = found.model_dump(mode="json")
-    cells = ",\n".join(json.dumps(cell) for cell in data.pop("cells"))
-    head = json.dumps(data, indent=1).removesuffix("\n}")
-    write_bytes(path, f'{head},\n "cells": [\n{cells}\n ]\n}}\n'.encode())
-
-
-def read_quality(path: Path) -> QualityFile:
-    """Reads a file of `write_quality`.
-
-    Raises:
-        UsageError: the file cannot be read.
-        PlanError: it is no such file.
-    """
-    text = read_text(path, MAX_BYTES)
-    try:
-        return QualityFile.model_validate_json(text)
-    except ValidationError as error:
-        raise PlanError(
-            f"expected a table of quality in {path}, found at {first_fault(error)}; remove it, or name another file"
-        ) from error
-
-
-def merged(parts: Sequence[tuple[Path, QualityFile]]) -> QualityFile:
+def merged(parts: Sequence[QualityFile]) -> QualityFile:
     """Puts the parts of one table together, which ran other tasks or lengths beside each other.
 
     Raises:
         UsageError: they are of other tables, or two have run the same task at the same length.
     """
-    head, notes, ran = parts[0][1].head, dict[tuple[str, int], MethodNote](), dict[tuple[str, int], Path]()
+    whole, ran = QualityFile(parts[0].settings), dict[tuple[str, int], Path | None]()
     settings: dict[tuple[str, int], dict[str, None]] = {}
-    knobs: dict[str, dict[str, float]] = {}
-    for path, part in parts:
-        try:
-            head = continued_from(head, part.head, path)
-        except UsageError as error:
-            raise UsageError(f"expected parts of one table, found another one in {path}: {error}") from error
-        for task, length in {(cell.task, cell.length) for cell in part.cells}:
+    for part in parts:
+        known = {cell.method: cell.plan for cell in whole.by_key.values() if cell.plan}
+        check_continued(part, dict(whole.settings), known, QualityCell)
+        for task, length in {(task, length) for _, task, length in part.by_key}:
             if (task, length) in ran:
                 raise UsageError(
                     f"expected parts of a table that ran other tasks or lengths, found {task} at "
-                    f"{format_length(length)} in {ran[task, length]} and in {path}; leave one of them out"
+                    f"{format_length(length)} in {ran[task, length]} and in {part.path}; leave one of them out"
                 )
-            ran[task, length] = path
-        for note in part.notes:
-            settings.setdefault((note.name, note.length), {})[note.setting] = None
-            notes[note.name, note.length] = note
-        for length_, found in part.knobs.items():
-            knobs[length_] = found | knobs.get(length_, {})
-    return QualityFile(
-        head=head,
-        notes=tuple(note.model_copy(update={"setting": " or ".join(settings[key])}) for key, note in notes.items()),
-        knobs=knobs,
-        runs=tuple(chain.from_iterable(part.runs for _, part in parts)),
-        cells=tuple(chain.from_iterable(part.cells for _, part in parts)),
-    )
+            ran[task, length] = part.path
+        for note in part.all(MethodNote).values():
+            own = settings.setdefault(note.key, {})
+            own[note.setting] = None
+            whole.add(note.model_copy(update={"setting": " or ".join(own)}))
+        for knobs in part.all(Knobs).values():
+            earlier = whole.all(Knobs).get(knobs.key)
+            whole.add(knobs.model_copy(update={"values": knobs.values | earlier.values}) if earlier else knobs)
+        whole.add(*part.all(RunNote).values(), *part.by_key.values())
+    return whole
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -257,7 +232,7 @@ class Row:
 
 def row_of(found: QualityFile, method: str, lengths: Sequence[int], tasks: Sequence[str]) -> Row:
     """A method over tasks and lengths that it has all run."""
-    cells, count = found.by_key, found.head.settings.samples
+    cells, count = found.by_key, found.settings.samples
     keys = [(task, length) for length in lengths for task in tasks]
     own = [cells[method, *key] for key in keys]
     dense = [cells[DENSE, *key] for key in keys]
@@ -273,7 +248,7 @@ def row_of(found: QualityFile, method: str, lengths: Sequence[int], tasks: Seque
         return float(np.median(times)) if times else None
 
     worst = max(keys, key=lambda key: found.loss(method, *key))
-    setting = next((n.setting for n in found.notes if n.name == method and n.length == lengths[-1]), "")
+    setting = next((n.setting for n in found.all(MethodNote).values() if n.key == (method, lengths[-1])), "")
     return Row(
         method=method,
         setting=setting,
@@ -305,7 +280,7 @@ def rows(found: QualityFile) -> Iterator[tuple[Group, Row]]:
     """The rows of every group: of each length over the tasks that all of its methods have run, and of the whole plan
     over all lengths that are complete."""
     for group in GROUPS:
-        notes = [note for note in found.notes if note.group == group]
+        notes = [note for note in found.all(MethodNote).values() if note.group == group]
         whole: list[int] = []
         for length in sorted({note.length for note in notes}):
             names = sorted((note.name for note in notes if note.length == length), key=lambda name: not _is_ours(name))
@@ -387,16 +362,15 @@ def _cells(group: Group, row: Row) -> tuple[str, ...]:
 
 
 def _runs(found: QualityFile) -> Iterator[str]:
-    settings, model = found.head.settings, found.head.model
-    first, seconds = found.runs[0], sum(run.seconds for run in found.runs)
-    devices = ", ".join(dict.fromkeys(run.device for run in found.runs))
-    commits = ", ".join(dict.fromkeys(run.commit for run in found.runs))
-    dates = " to ".join(sorted({found.runs[0].date, found.runs[-1].date}))
-    parts = ", other tasks and lengths beside it" if len({_part_of(run) for run in found.runs}) > 1 else ""
+    settings, runs = found.settings, [*found.all(RunNote).values()]
+    seconds = sum(run.seconds for run in runs)
+    devices, commits = (", ".join(dict.fromkeys(getattr(run, name) for run in runs)) for name in ("device", "commit"))
+    dates = " to ".join(sorted({run.began[:10] for run in (runs[0], runs[-1])}))
+    parts = ", other tasks and lengths beside it" if len({_part_of(run) for run in runs}) > 1 else ""
     tasks = f"{settings.samples} samples of each of {len(ruler_suite.RULER_SUITE)} tasks"
     yield (
-        f"{model.id}, {model.dtype}: `{first.command}`{parts}, commit {commits}, {devices}, {dates}; {len(found.runs)} "
-        f"runs, {seconds / 60.0:.0f} minutes; {tasks}.\n"
+        f"{settings.model}, {settings.dtype}: `{runs[0].command}`{parts}, commit {commits}, {devices}, {dates}; "
+        f"{len(runs)} runs, {seconds / 60.0:.0f} minutes; {tasks}.\n"
     )
 
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
-from datetime import date
+from datetime import datetime
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -43,45 +43,38 @@ from sparsekv.bench.eviction_rules import ObservedPrompt, observed_prompt
 from sparsekv.bench.harness import wait_for
 from sparsekv.bench.quality_file import (
     LOST,
+    Knobs,
     MethodNote,
     QualityCell,
     QualityFile,
+    QualityRun,
     RunNote,
     markdown,
     merged,
-    read_quality,
-    write_quality,
 )
 from sparsekv.bench.quality_methods import PLAN, Inputs, Method, Rule, Run, check_shares
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.data_files import check_model as check_profile
-from sparsekv.planner.data_files import read_measured, versions
 from sparsekv.planner.evaluation.batches import prompts_at_once
 from sparsekv.planner.evaluation.modes import DENSE, PlanMode
 from sparsekv.planner.evaluation.predictions import Prefilled, prefill, until_end, without_plans
 from sparsekv.planner.evaluation.results import Spent
 from sparsekv.planner.evaluation.suite import SuiteSamples, goes_on, texts_of
-from sparsekv.planner.evaluation.suite_file import (
-    SuiteMethod,
-    SuiteModel,
-    SuiteResult,
-    SuiteSettings,
-    continued_from,
-)
+from sparsekv.planner.evaluation.suite_results import check_continued
 from sparsekv.planner.profile.profile_data import Profile
-from sparsekv.planner.profile.resume import only_run
+from sparsekv.planner.profile.profile_data import check_model as check_profile
+from sparsekv.planner.records import RunRecord, only_run, read_measured
 from sparsekv.planner.tasks import Kit, Sample, Split, make_sample, matches, prepare, ruler_suite
 from sparsekv.plans.errors import SparseKVError
-from sparsekv.plans.files import content_digest, load_plan
+from sparsekv.plans.files import executed_digest, load_plan
 from sparsekv.plans.phases import DecodeBucket, DecodePlan
-from sparsekv.plans.schema import Plan, check_model, to_data
+from sparsekv.plans.schema import Plan, check_model
 from sparsekv.plans.types import format_length, parse_lengths
 from sparsekv.runtime.hf.cache import handed_over
 from sparsekv.runtime.hf.cache_inputs import cache_inputs
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel, load_model
-from sparsekv.runtime.model_config import device_name, dtype_name
+from sparsekv.runtime.model_config import device_name
 
 SCORED = 32  # tokens of dense's text that divergence is measured on
 AGAIN = 100  # samples of a task that lost
@@ -123,20 +116,24 @@ class Table:
     """A run of the command.
 
     Attributes:
+        note: makes the note of this run, which is added after each batch.
         until: when to stop, by the monotonic clock.
         tasks: those of RULER's that are run; None for all.
-        save: is given the file after each batch.
+        untimed: leave times out.
+        known: what is added with the next batch.
     """
 
     inputs: Inputs
     asked: SuiteSamples
     found: QualityFile
-    save: Callable[[QualityFile], None]
+    note: Callable[[], RunNote]
     tell: Callable[[str], None]
     until: float = float("inf")
     tasks: tuple[str, ...] | None = None
+    untimed: bool = False
     kit: Kit | None = None
     methods: dict[int, dict[str, Method]] = field(default_factory=dict)
+    known: list[RunRecord] = field(default_factory=list)
 
     def run(self, peer_lengths: Sequence[int]) -> bool:
         """Runs what is not there yet; returns whether all of it is."""
@@ -154,12 +151,11 @@ class Table:
         for length in peer_lengths:
             self._know(length, self.inputs.evictions(length))
             self._know(length, self.inputs.decode_peers(length, self.tell))
-            known = self.found.knobs.get(str(length), {})
-            methods, knobs = self.inputs.prefill_peers(length, known, self.tell)
-            self.found = self.found.model_copy(update={"knobs": self.found.knobs | {str(length): knobs}})
+            known = self.found.all(Knobs).get(length)
+            methods, values = self.inputs.prefill_peers(length, known.values if known else {}, self.tell)
             self._know(length, methods)
-            if knobs != known:  # which may have taken longer than a batch
-                self.save(self.found)
+            if known is None or values != known.values:  # which may have taken longer than a batch
+                self._add(Knobs(length=length, values=values))
             yield self._of([length], [*self.methods[length]])
         yield self._again(lambda name: name in own)
         yield self._again(lambda name: name not in own)
@@ -182,8 +178,12 @@ class Table:
 
     def _know(self, length: int, methods: Mapping[str, Method]) -> None:
         self.methods.setdefault(length, {}).update(methods)
-        notes = [MethodNote(name=k, length=length, group=m.group, setting=m.setting) for k, m in methods.items()]
-        self.found = self.found.with_notes(notes)
+        notes = (MethodNote(name=k, length=length, group=m.group, setting=m.setting) for k, m in methods.items())
+        self.known += [note for note in notes if self.found.all(MethodNote).get(note.key) != note]
+
+    def _add(self, *records: RunRecord) -> None:
+        self.found.add(*self.known, *records, self.note())
+        self.known = []
 
     def _all(self, cells: Sequence[tuple[int, str, list[str], int]]) -> bool:
         for length, task, names, count in cells:
@@ -195,6 +195,10 @@ class Table:
 
     def _missing(self, length: int, task: str, names: Sequence[str], count: int) -> bool:
         return any(self.found.samples((name, task, length)) < count for name in (DENSE, *names))
+
+    def _recorded(self, cell: QualityCell) -> QualityCell:
+        own = cell.model_copy(update={"plan": _digests(self.inputs).get(cell.method)})
+        return self.found.with_earlier(own.untimed() if self.untimed else own)
 
     def _next(self, length: int, task: str, names: Sequence[str], count: int) -> None:
         """One batch: the first samples that some method lacks, for all methods that lack the same."""
@@ -212,10 +216,7 @@ class Table:
         own = {name: self.methods[length][name] for name in lacking if name != DENSE}
         began = time.monotonic()
         batch = Batch.of(self.inputs.loaded, samples, self.asked.prefill_chunk)
-        for name, cell in batch.cells(own):
-            if name in lacking:
-                self.found = self.found.with_cell(cell)
-        self.save(self.found)
+        self._add(*[self._recorded(cell) for name, cell in batch.cells(own) if name in lacking])
         spent = time.monotonic() - began
         self.tell(f"{task}, {format_length(length)}: {'; '.join(lacking)}; {first + len(samples)}, {spent:.1f} s")
 
@@ -344,6 +345,7 @@ class Batch:
         both = list(zip(texts_of(self.loaded, picked_BG), self.samples, strict=True))
         return QualityCell(
             method=name,
+            device=device_name(self.loaded.model.device),
             task=self.samples[0].task,
             length=self.samples[0].length,
             recall=tuple(ruler_suite.recall(text, sample.answer) for text, sample in both),
@@ -379,38 +381,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs, or goes on with, a table; prints it as far as it is complete. Exits with 1 while something is missing."""
     args = _arguments(argv)
     if args.show is not None:
-        print(*markdown(read_quality(args.show)), sep="\n")
+        print(*markdown(QualityFile.read(QualityRun, args.show)), sep="\n")
         return 0
     if args.merge:
-        whole = merged([(path, read_quality(path)) for path in args.merge])
-        write_quality(whole.untimed() if args.untimed else whole, args.out)
+        whole = merged([QualityFile.read(QualityRun, path) for path in args.merge])
+        whole.add(*(cell.untimed() for cell in [*whole.by_key.values()] if args.untimed))
+        whole.write(args.out)
         return 0
-    with only_run(args.out, "wait for its end, or choose another --out"):
-        return _run(args, argv)
+    with only_run(args.out):
+        return _run(args, " ".join(["python -m sparsekv.bench.quality_table", *map(shlex.quote, argv or sys.argv[1:])]))
 
 
-def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
-    began = time.monotonic()
+def _run(args: argparse.Namespace, command: str) -> int:
+    clock, began = time.monotonic(), datetime.now().isoformat()
     inputs, asked = _inputs(args)
     found, earlier = _begun(inputs, asked, args), time.monotonic()
-    runs = found.runs
+    device, commit = device_name(inputs.loaded.model.device), args.commit or _commit()
 
-    def save(table: QualityFile) -> None:
-        note = RunNote(
-            command=" ".join(["python -m sparsekv.bench.quality_table", *map(shlex.quote, argv or sys.argv[1:])]),
-            commit=args.commit or _commit(),
-            device=device_name(inputs.loaded.model.device),
-            date=date.today().isoformat(),
-            seconds=round(time.monotonic() - began, 1),
-        )
-        table = table.model_copy(update={"runs": (*runs, note)})
-        write_quality(table.untimed() if args.untimed else table, args.out)
+    def note() -> RunNote:
+        seconds = round(time.monotonic() - clock, 1)
+        return RunNote(command=command, commit=commit, device=device, began=began, seconds=seconds)
 
-    table = Table(inputs, asked, found, save, lambda line: print(line, file=sys.stderr, flush=True))
-    table.until, table.tasks = earlier + args.max_seconds, args.tasks
+    table = Table(inputs, asked, found, note, lambda line: print(line, file=sys.stderr, flush=True))
+    table.until, table.tasks, table.untimed = earlier + args.max_seconds, args.tasks, args.untimed
     is_whole = table.run([n for n in asked.lengths if n in args.peer_lengths])
     if args.out.exists():
-        print(*markdown(read_quality(args.out)), sep="\n")
+        print(*markdown(found), sep="\n")
     if not is_whole:
         print(f"time is over: the same command goes on from {args.out}", file=sys.stderr)
     return 0 if is_whole else 1
@@ -463,30 +459,22 @@ def _inputs(args: argparse.Namespace) -> tuple[Inputs, SuiteSamples]:
 
 def _begun(inputs: Inputs, asked: SuiteSamples, args: argparse.Namespace) -> QualityFile:
     """Returns what an earlier run has left, if it was the same table; else an empty one."""
-    info, model = inputs.loaded.info, inputs.loaded.model
-    plans = {PLAN: inputs.plan} | {f"plan, evicting to {name}": plan for name, plan in inputs.evicting.items()}
-    head = SuiteResult(
-        model=SuiteModel(
-            id=info.id,
-            architecture=info.fingerprint.architecture,
-            weights=info.fingerprint.weights,
-            dtype=dtype_name(model.dtype),
-        ),
-        settings=SuiteSettings(
-            seed=asked.seed, samples=asked.samples, phase="each", backend=inputs.backend, prefill_chunk=inputs.chunk
-        ),
-        methods=tuple(SuiteMethod(name=name, plan=_digest(plan)) for name, plan in plans.items()),
-        devices=(device_name(model.device),),
-        versions=versions(),
+    settings = QualityRun.of(
+        inputs.loaded,
+        seed=asked.seed,
+        samples=asked.samples,
+        backend=inputs.backend,
+        prefill_chunk=inputs.chunk,
     )
-    if not args.out.exists():
-        return QualityFile(head=head)
-    found = read_quality(args.out)
-    return found.model_copy(update={"head": continued_from(found.head, head, args.out)})
+    found = QualityFile.of(settings, args.out)
+    check_continued(found, {}, _digests(inputs), QualityCell)
+    return found
 
 
-def _digest(plan: Plan) -> str:
-    return content_digest({name: to_data(plan).get(name) for name in ("prefill", "decode", "kv_cache")})
+def _digests(inputs: Inputs) -> dict[str, str]:
+    """The digests of our plans by the names of methods."""
+    plans = {PLAN: inputs.plan} | {f"plan, evicting to {name}": plan for name, plan in inputs.evicting.items()}
+    return {name: executed_digest(plan) for name, plan in plans.items()}
 
 
 def _commit() -> str:

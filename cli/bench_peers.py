@@ -20,19 +20,19 @@ from sparsekv.cli.benched import (
     print_rows,
     show_rows,
 )
-from sparsekv.cli.eval_suite import digest_of
 from sparsekv.cli.output import tell
 from sparsekv.cli.plan_files import check_writable, only_writer
 from sparsekv.planner.flags import MOST, Flag, Names, OneShare
 from sparsekv.planner.options import Device, Precision, Tasks
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.errors import UsageError, did_you_mean, install_command
+from sparsekv.plans.files import executed_digest
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
     from sparsekv.bench.peers import PeersBench
-    from sparsekv.bench.peers_file import PeersFile
+    from sparsekv.bench.peers_file import PeersFile, PeersRun
     from sparsekv.plans.schema import Plan
     from sparsekv.runtime.hf.load import LoadedModel
 
@@ -99,7 +99,7 @@ def peers(flags: PeersFlags) -> None:
     algorithms on our kernels; with --originals also by their authors' code. Time is that of one layer, on planted
     structure; divergence and RULER are those of MODEL. FlashAttention-2 is the one that torch ships.
     """
-    with only_writer(flags.out, "-o", "peers"):
+    with only_writer(flags.out):
         _peers(flags)
 
 
@@ -122,8 +122,9 @@ def _peers(flags: PeersFlags) -> None:
     if folder is not None:
         sys.path.append(str(folder.resolve()))
     from sparsekv.bench.peers import COLUMNS, METHODS, PeersBench, bench_peers, left, table_rows
-    from sparsekv.bench.peers_file import write_peers
+    from sparsekv.bench.peers_file import PeerRow
     from sparsekv.bench.random_model import describe_named
+    from sparsekv.planner.records import RunFile
     from sparsekv.planner.settled import density_for
 
     if unknown := [name for name in flags.methods if name not in METHODS]:
@@ -153,71 +154,52 @@ def _peers(flags: PeersFlags) -> None:
         originals=folder,
         deadline=deadline,
     )
-    known = _begun(bench, shape.id, loaded, plan).continued(flags.out)
+    file = RunFile.of(_run(bench, shape.id, loaded, plan), flags.out)
 
-    def save(found: PeersFile) -> None:
-        nonlocal known
-        write_peers(found, flags.out)
-        known = found
-
-    def rows_of(found: PeersFile) -> BenchRun:
-        title = f"{found.settings.shape}, {found.settings.device}, {found.settings.dtype}; {flags.out}"
-        return BenchRun(table_rows(found, lengths), title, COLUMNS)
+    def rows() -> BenchRun:
+        title = f"{file.settings.shape}, {file.settings.device}, {file.settings.dtype}; {flags.out}"
+        return BenchRun(table_rows(file, lengths), title, COLUMNS)
 
     try:
-        result = bench_peers(bench, known, loaded, plan, save, BarProgress())
+        bench_peers(bench, file, loaded, plan, BarProgress())
     except BaseException as error:
-        if known.rows:
+        if file.all(PeerRow):
             error.add_note(f"what was measured until then is in {flags.out}; the same command goes on from there")
             if not flags.as_json:  # standard output is then the error
-                show_rows(rows_of(known), as_json=False)
+                show_rows(rows(), as_json=False)
         raise
     if flags.picture is not None:
-        _draw(result, flags.picture)
-    if open_ := left(bench, [row.key for row in result.rows]):
+        _draw(file, flags.picture)
+    if open_ := left(bench, file.all(PeerRow)):
         tell(f"{len(open_)} rows are left, from {open_[0].name} at {format_length(open_[0].length)} on: rerun to go on")
-    print_rows(rows_of(result), as_json=flags.as_json)
+    print_rows(rows(), as_json=flags.as_json)
 
 
-def _begun(bench: PeersBench, shape: str, loaded: LoadedModel | None, plan: Plan | None) -> PeersFile:
-    """A file without rows."""
-    from sparsekv.bench.peers_file import PeersFile, PeersSettings
-    from sparsekv.planner.data_files import versions
-    from sparsekv.planner.evaluation.suite_file import SuiteMethod, SuiteModel, SuiteResult, SuiteSettings
+def _run(bench: PeersBench, shape: str, loaded: LoadedModel | None, plan: Plan | None) -> PeersRun:
+    from sparsekv.bench.peers_file import PeersRun
+    from sparsekv.planner.records import versions
     from sparsekv.runtime.model_config import device_name, dtype_name
 
-    device, dtype, suite = device_name(bench.device), dtype_name(bench.dtype), None
     quality: dict[str, Any] = {}
     if loaded is not None:
         fingerprint = loaded.info.fingerprint
         quality = {"model": fingerprint.architecture, "weights": fingerprint.weights, "tasks": bench.tasks}
         quality |= {"samples": bench.samples, "ruler_samples": bench.ruler_samples}
-        suite = SuiteResult(
-            model=SuiteModel(
-                id=loaded.info.id, architecture=fingerprint.architecture, weights=fingerprint.weights, dtype=dtype
-            ),
-            settings=SuiteSettings(
-                seed=bench.seed, samples=max(1, bench.ruler_samples), phase="prefill", backend="auto"
-            ),
-            methods=(SuiteMethod(name="dense"),),
-            devices=(device,),
-            versions=versions(),
-        )
-    settings = PeersSettings(
+    return PeersRun(
         shape=shape,
         heads=bench.heads,
         kv_heads=bench.kv_heads,
         head_dim=bench.head_dim,
-        dtype=dtype,
-        device=device,
+        dtype=dtype_name(bench.dtype),
+        device=device_name(bench.device),
         tile=str(bench.tile.key),
         planted_density=bench.planted_density,
-        plan=digest_of(plan) if plan else None,
+        plan=executed_digest(plan) if plan else None,
         rounds=bench.rounds,
         seed=bench.seed,
+        versions=versions(),
         **quality,
     )
-    return PeersFile(settings=settings, versions=versions(), suite=suite)
 
 
 def _draw(result: PeersFile, path: Path) -> None:

@@ -1,39 +1,87 @@
-"""`sparsekv eval`: a model on the tasks, dense and with its plan; or, with --curve, at many densities."""
+"""`sparsekv eval`: a model on tasks, on own prompts, on RULER's tasks (--suite), or at many densities (--curve)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from sparsekv.cli import commands
-from sparsekv.cli.arguments import Subject, settings_of
-from sparsekv.cli.eval_suite import OF_SUITE, MeasureFlags, PhaseName, all_dense, measure_suite
+from sparsekv.cli.arguments import Output, Subject, Subjects, plan_file, settings_of
 from sparsekv.cli.output import agreement_table, columns, emit, emit_json, tell
 from sparsekv.cli.plan_files import only_writer
 from sparsekv.cli.prompts import answered_prompts
-from sparsekv.planner.flags import Flag, Names, Options, Shares, each_once, text, words
-from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Phase, check_lengths
+from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Shares, each_once, text, words
+from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Drawn, Hardware, Phase, check_lengths
 from sparsekv.plans.brief import percent
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.files import executed_digest, load_plan
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Measurement, Quality, check_model, to_data
+from sparsekv.plans.schema import Plan, Quality, check_model, to_data
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
-    from sparsekv.bench.curve_file import CurveRow
-    from sparsekv.planner.evaluation import EvalSamples
+    from sparsekv.bench.curve_file import CurvePoint
+    from sparsekv.planner.evaluation import EvalSamples, PlanMode
     from sparsekv.planner.evaluation.results import EvalResult
+    from sparsekv.planner.evaluation.suite_results import Metric, Paired, SuiteTable
     from sparsekv.planner.profile.profile_data import Profile
+    from sparsekv.runtime.hf.load import LoadedModel
 
-OF_PLAN = ("phase", "backend", "allow_mismatch")
+PhaseName = Literal["prefill", "decode", "both"]
+Suite = Literal["ruler"]
+Row = tuple[str, str, str, str, str, str, str, str, str]
+DENSE, PLAN = "dense", "plan"
+METRICS: dict[Metric, str] = {"recall": "RULER's string match", "exact": "the text begins with the answer"}
+_OF_PLAN = ("phase", "backend", "allow_mismatch")
+_OF_SUITE = ("out", "beside")
+_OF_CURVE = ("profile", "phases", "methods", "densities", "budgets")
 
 
-class CurveFlags(Options):
-    """Holds what to measure a curve of; nothing given is all there is."""
+class EvalFlags(Subjects, Drawn, Hardware, Output):
+    """The arguments of `eval`."""
 
+    lengths: Annotated[
+        Lengths,
+        Flag(
+            "Most tokens of a prompt and its answer, by default 4k; several for --suite and --curve.",
+            ("--length", "--lengths"),
+            "TOKENS",
+        ),
+    ] = (4096,)
+    samples: Annotated[int, Field(ge=1, le=MOST), Flag("Samples a task.", metavar="N")] = 20
+    phase: Annotated[PhaseName, Flag("Phases that follow the plan.")] = "both"
+    prompts_file: Annotated[
+        Path | None,
+        Flag(
+            'Instead of tasks, own prompts: JSON lines of {"prompt", "answer", "task"?}, measured by length.',
+            ("--prompts",),
+            "FILE",
+        ),
+    ] = None
+    suite: Annotated[
+        Suite | None,
+        Flag(
+            "Run tasks that papers report, in generated text, by their names, sizes and metric: ruler; at --lengths, "
+            "which may be several.",
+            metavar="NAME",
+            reads=str,
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        Flag(
+            "For --suite: a JSON file of results, written after each task; what is in it is not run again.",
+            ("--out", "-o"),
+            "FILE",
+        ),
+    ] = None
+    beside: Annotated[
+        Names,
+        Flag("For --suite: further plans to measure, such as minference=preset.yaml, by a name.", metavar="NAME=FILE"),
+    ] = ()
     curve: Annotated[
         Path | None, Flag("Measure many densities of the plan and of other methods into this file.", metavar="FILE")
     ] = None
@@ -59,37 +107,19 @@ class CurveFlags(Options):
         Shares, Flag("For --curve: of the context, of the decode methods.", ("--budgets", "--budget"), "SHARES")
     ] = ()
 
-
-CURVE_OPTIONS = tuple(name for name in CurveFlags.model_fields if name != "curve")
-
-
-class EvalFlags(MeasureFlags, CurveFlags):
-    """Holds what `eval` is asked to do."""
-
-    prompts_file: Annotated[
-        Path | None,
-        Flag(
-            'Instead of tasks, own prompts: JSON lines of {"prompt", "answer", "task"?}, measured by length.',
-            ("--prompts",),
-            "FILE",
-        ),
-    ] = None
-
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
         if self.suite is not None:
             self.refuse(("tasks", "prompts_file", "curve"), "a suite has tasks and tables of its own", "suite")
-        elif unread := next(filter(self.is_given, OF_SUITE), None):
-            flag = self.flag_of(unread)
-            raise UsageError(f"expected --suite ruler beside {flag}, found none; leave {flag} out, or name the suite")
         if self.prompts_file is not None:
             self.refuse(("tasks", "lengths", "samples", "seed", "curve"), "no samples are drawn", "prompts_file")
         if self.curve is not None:
-            self.refuse(OF_PLAN, "a curve is of both phases, by what is fastest", "curve")
-        elif unread := next(filter(self.is_given, CURVE_OPTIONS), None):
-            flag = self.flag_of(unread)
-            raise UsageError(f"expected --curve FILE beside {flag}, found none; leave {flag} out, or name the file")
-        elif len(self.lengths) != 1 and self.suite is None:
+            self.refuse(_OF_PLAN, "a curve is of both phases, by what is fastest", "curve")
+        for needed, names in (("suite", _OF_SUITE), ("curve", _OF_CURVE)):
+            if getattr(self, needed) is None and (unread := next(filter(self.is_given, names), None)):
+                flags = self.flag_of(needed), self.flag_of(unread)
+                raise UsageError("expected {0} beside {1}, found none; leave {1} out, or add {0}".format(*flags))
+        if len(self.lengths) != 1 and self.suite is None and self.curve is None:
             raise UsageError(f"expected one --length, found {self.lengths}; call eval once for each")
         return self
 
@@ -112,54 +142,66 @@ def evaluate(flags: EvalFlags) -> None:
     its names, sizes and metric: dense and plan generate freely, and what each task loses is told, worst first.
     """
     subject = flags.subject
-    if subject.plan is None and not flags.beside and (unread := next(filter(flags.is_given, OF_PLAN), None)):
+    if subject.plan is None and not flags.beside and (unread := next(filter(flags.is_given, _OF_PLAN), None)):
         raise UsageError(f"expected a plan beside {flags.flag_of(unread)}, found none; name one with --plan FILE")
     subject = subject.checked(flags, () if flags.prompts_file else flags.lengths)
-    if flags.suite is not None:
-        with only_writer(flags.out, "-o", "suite"):
-            measure_suite(subject, flags)
-        return
-    if flags.curve is not None:
-        with only_writer(flags.curve, "--curve", "curve"):
-            measure_curve(subject, flags)
-        return
-    backend = settings_of(flags).backend
-    prompts = answered_prompts(flags.prompts_file) if flags.prompts_file else ()
-    from sparsekv.planner.evaluation import DENSE, Mode, PlanMode
-    from sparsekv.planner.evaluation import evaluate as measure
-    from sparsekv.planner.evaluation.given import evaluate_given
-    from sparsekv.planner.evaluation.results import measurement_of
-    from sparsekv.planner.progress import BarProgress
+    with only_writer(flags.out or flags.curve):
+        (_suite if flags.suite else _curve if flags.curve else _tasks)(subject, flags)
 
-    plan, phase, length = subject.plan, flags.phase, flags.lengths[0]
-    if plan is None:
+
+def _all_dense(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> str | None:
+    """A line where nothing that is measured is sparse at some lengths: dense is then compared with itself."""
+    parts = [part for name, part in (("prefill", plan.prefill), ("decode", plan.decode)) if phase in (name, "both")]
+    dense = [n for n in lengths if not any(part is not None and part.bucket(n).is_sparse_at(n) for part in parts)]
+    if not dense or (plan.retained and phase != "prefill"):
+        return None
+    at = ", ".join(map(format_length, dense))
+    return f"the plan is dense at {at}, and dense is compared with itself; `show` says where not"
+
+
+def _loaded(subject: Subject, flags: EvalFlags, plans: dict[str, Plan]) -> tuple[LoadedModel, dict[str, PlanMode]]:
+    """The model, and its plans as modes."""
+    from sparsekv.planner.evaluation import PlanMode
+
+    lengths = () if flags.prompts_file else flags.lengths
+    if not plans:
         tell(f"dense is measured alone: {subject.no_plan}")
+    for name, plan in plans.items():
+        if note := _all_dense(plan, flags.phase, lengths):
+            tell(note if name == PLAN else f"{name}: {note}")
 
     def check(info: ModelInfo, _: str) -> None:
-        if not prompts:
-            check_lengths(flags.lengths, info.context_length)
-        if plan is not None:
+        check_lengths(lengths, info.context_length)
+        for plan in plans.values():
             flags.check_model(plan, info)
 
-    loaded = subject.load(flags, check)
+    loaded, backend = subject.load(flags, check), settings_of(flags).backend
+    return loaded, {name: PlanMode(one, flags.phase, backend, flags.allow_mismatch) for name, one in plans.items()}
+
+
+def _tasks(subject: Subject, flags: EvalFlags) -> None:
+    """Measures tasks, or own prompts."""
+    prompts = answered_prompts(flags.prompts_file) if flags.prompts_file else ()
+    from sparsekv.planner.evaluation import evaluate as measure
+    from sparsekv.planner.evaluation.given import evaluate_given
+    from sparsekv.planner.progress import BarProgress
+
+    plan = subject.plan
+    loaded, modes = _loaded(subject, flags, {PLAN: plan} if plan else {})
     differs = flags.check_model(plan, loaded.info) if plan else []
-    modes: dict[str, Mode] = {}
-    if plan is not None:
-        modes[phase] = PlanMode(plan, phase, backend, flags.allow_mismatch)
-        if not prompts and (note := all_dense(plan, phase, (length,))):
-            tell(note)
     if prompts:
         found = evaluate_given(loaded, modes, prompts, flags.batch, flags.prefill_chunk, BarProgress())
     else:
         found = measure(loaded, modes, flags.drawn, progress=BarProgress())
-    results = found[phase if modes else DENSE]
+    results = found[PLAN if plan else DENSE]
     if flags.as_json:
         has_plan = plan is not None
         report = _of_all_lengths(results, has_plan) if prompts else _report(results[0], flags.samples, has_plan)
         emit_json(report | ({"differs": differs} if plan else {}))
-    else:
-        count = f"{len(prompts)} own" if prompts else f"{flags.samples} a task"
-        emit(_text(results, count, measurement_of(results, phase, flags.prefill_chunk) if plan else None, phase))
+        return
+    rows = [_task_row(name, one, plan is not None) for one in results for name in one.tasks]
+    count = f"{len(prompts)} own" if prompts else f"{flags.samples} a task"
+    emit("\n\n".join((_table(rows, "sparse"), *_facts(results, flags, count, plan is not None))))
 
 
 def _of_all_lengths(results: Sequence[EvalResult], has_plan: bool) -> dict[str, Any]:
@@ -182,79 +224,222 @@ def _report(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:
     return {"tasks": tasks, "samples": samples, "length": result.lengths[-1], **measured}
 
 
-def _text(results: Sequence[EvalResult], count: str, measured: Measurement | None, phase: PhaseName) -> str:
-    from sparsekv.planner.evaluation.results import merged
-    from sparsekv.plans.show import SCORE_HEADER, score_row
+def _facts(results: Sequence[EvalResult], flags: EvalFlags, count: str, has_plan: bool) -> Iterator[str]:
+    from sparsekv.planner.evaluation.results import measurement_of, merged
 
-    def named(task: str, result: EvalResult) -> str:
-        return f"{task}, {format_length(result.lengths[0])}" if len(results) > 1 else task
-
-    rows = [score_row(named(name, one), task.score) for one in results for name, task in one.tasks.items()]
-    if measured is None:  # there is no sparse side
-        rows = [(task, dense, "", "") for task, dense, *_ in rows]
-    parts = [columns([tuple(map(str.lower, SCORE_HEADER)), *rows], right=(1, 2))]
     whole = merged(results)
     facts = f"samples: {count}, of up to {whole.lengths[-1]:,} tokens"
-    if measured is not None:
-        parts.append(agreement_table(Quality.model_validate({phase: measured})))
+    if has_plan:
+        measured = measurement_of(results, flags.phase, flags.prefill_chunk)
+        yield agreement_table(Quality.model_validate({flags.phase: measured}))
         facts += f"; prefill computed {whole.prefill_density:.3f} of the tiles"
         facts += f", decode attended to {whole.decode_share:.3f} of the tokens; KL {whole.kl:.3g}"
-    return "\n\n".join((*parts, facts))
+    yield facts
 
 
-_HEADER = (
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def _table(rows: Sequence[Row], name: str) -> str:
+    """Dense beside one method, task by task; columns that no row has are left out."""
+    every = [("task", "length", "score", DENSE, name, "difference", "95%", "tiles", "tokens"), *rows]
+    has = [at for at in range(len(every[0])) if any(row[at] for row in rows)]
+    return columns([[row[at] for at in has] for row in every], right=range(3, len(has)))
+
+
+def _task_row(name: str, result: EvalResult, has_plan: bool) -> Row:
+    task, at = result.tasks[name], format_length(result.lengths[0])
+    score = task.score
+    row = (name, at, "exact match" if task.is_accuracy else "perplexity", f"{score.dense:.4g}")
+    if not has_plan:
+        return (*row, "", "", "", "", "")
+    interval = "-" if score.interval is None else "{:+.3g} to {:+.3g}".format(*score.interval)
+    return (*row, f"{score.sparse:.4g}", f"{score.sparse - score.dense:+.3g}", interval, "", "")
+
+
+def _suite_rows(table: SuiteTable, method: str) -> Iterator[Row]:
+    """All tasks at each length and at all; then each task, the worst first."""
+    lengths = [*((one,) for one in table.lengths), *([table.lengths] if len(table.lengths) > 1 else [])]
+    for metric in METRICS:
+        for some in lengths:
+            at = format_length(some[0]) if len(some) == 1 else "all"
+            is_of_cells = metric == "recall" and len(some) == 1
+            shares = [f"{table.share(method, name, some[0]):.3f}" for name in _SHARES] if is_of_cells else ["", ""]
+            yield _suite_row(("all", at, metric), table.paired(method, metric, (), some), shares)
+    for task in table.worst_first(method):
+        for length in table.lengths:
+            pair = table.paired(method, "recall", (task,), (length,))
+            yield _suite_row((task, format_length(length), "recall"), pair, ["", ""])
+
+
+_SHARES: tuple[Literal["prefill_density"], Literal["decode_share"]] = ("prefill_density", "decode_share")
+
+
+def _suite_row(named: tuple[str, str, str], pair: Paired, shares: Sequence[str]) -> Row:
+    dense, own, moved = (100.0 * score for score in (pair.dense, pair.own, pair.difference))
+    low, high = (100.0 * bound for bound in pair.interval)
+    tiles, tokens = shares
+    return (*named, f"{dense:.1f}", f"{own:.1f}", f"{moved:+.1f}", f"{low:+.1f} to {high:+.1f}", tiles, tokens)
+
+
+# --- suite ------------------------------------------------------------------------------------------------------------
+
+
+def _suite(subject: Subject, flags: EvalFlags) -> None:
+    """Runs what the file does not hold yet, and prints a table of each plan."""
+    plans = _plans(subject, flags)
+    from sparsekv.planner.evaluation.suite import SuiteSamples, run_suite
+    from sparsekv.planner.evaluation.suite_results import SuiteRun, SuiteTable, check_continued
+    from sparsekv.planner.progress import BarProgress
+    from sparsekv.planner.records import RunFile
+
+    asked = SuiteSamples(tuple(sorted(flags.lengths)), flags.samples, flags.batch, flags.seed, flags.prefill_chunk)
+    known: dict[str, Any] = {name: getattr(flags, name) for name in ("seed", "samples", "phase", "prefill_chunk")}
+    known |= {"backend": settings_of(flags).backend}
+    if earlier := RunFile.earlier(SuiteRun, flags.out):
+        check_continued(earlier, known, {name: executed_digest(plan) for name, plan in plans.items()})
+    loaded, modes = _loaded(subject, flags, plans)
+    file = RunFile.of(SuiteRun.of(loaded, **known), flags.out)
+    try:
+        run_suite(loaded, modes, asked, file, progress=BarProgress())
+    except BaseException as error:
+        if flags.out is not None and flags.out.exists():
+            error.add_note(f"what was measured until then is in {flags.out}; the same command goes on from there")
+        raise
+    table = SuiteTable(file, tuple(plans), asked.lengths)
+    if flags.as_json:
+        emit_json(_suite_data(table) | {"path": str(flags.out) if flags.out else None})
+    else:
+        emit(_suite_text(table))
+
+
+def _plans(subject: Subject, flags: EvalFlags) -> dict[str, Plan]:
+    """The plans by name, that of the subject first."""
+    found = {PLAN: subject.plan} if subject.plan else {}
+    for one in flags.beside:
+        name, _, place = one.partition("=")
+        if not (name and place) or name in (DENSE, *found):
+            raise UsageError(
+                f"expected --beside NAME=FILE, with a name of its own other than {DENSE} and {PLAN}, found "
+                f"{one!r:.60}; write it as minference=preset.yaml"
+            )
+        found[name] = load_plan(plan_file(Path(place)))
+    return found
+
+
+def _suite_text(table: SuiteTable) -> str:
+    from sparsekv.planner.tasks.ruler_suite import ABSENT
+
+    tables = [_table(list(_suite_rows(table, method)), method) for method in table.methods]
+    if not tables:
+        rows = [(*row[:4], "", "", "", "", "") for row in _suite_rows(table, DENSE)]
+        tables = [_table(rows, "")]
+    facts = f"{len(table.tasks)} tasks of RULER, {table.file.settings.samples} samples of each a length, in percent\n"
+    facts += "; ".join(f"{name}: {what}" for name, what in METRICS.items())
+    haystacks = (f"haystack of {', '.join(tasks)}: {what}" for what, tasks in table.haystacks.items())
+    absent = f"absent: {', '.join(ABSENT)}, which need a corpus of questions; use lm-evaluation-harness"
+    return "\n\n".join((*tables, "\n".join((facts, *haystacks, absent))))
+
+
+def _suite_data(table: SuiteTable) -> dict[str, Any]:
+    """The JSON of the tables: scores in percent, differences in points."""
+    from sparsekv.planner.tasks.ruler_suite import ABSENT
+
+    lengths, settings = table.lengths, table.file.settings
+
+    def pairs(method: str, tasks: tuple[str, ...], some: tuple[int, ...]) -> dict[str, Any]:
+        return {metric: _pair_data(table.paired(method, metric, tasks, some)) for metric in METRICS}
+
+    def method_data(method: str) -> dict[str, Any]:
+        data: dict[str, Any] = {"method": method}
+        for metric in METRICS:
+            each = {str(n): 100.0 * table.paired(method, metric, (), (n,)).own for n in lengths}
+            data[metric] = each | {"mean": 100.0 * table.paired(method, metric).own}
+        return data | {name: {str(n): table.share(method, name, n) for n in lengths} for name in _SHARES}
+
+    return {
+        "suite": settings.suite,
+        "model": settings.model,
+        "settings": to_data(settings),
+        "devices": list(dict.fromkeys(cell.device for cell in table.cells.values())),
+        "lengths": list(lengths),
+        "absent": list(ABSENT),
+        "haystacks": {task: what for what, tasks in table.haystacks.items() for task in tasks},
+        "methods": [method_data(method) for method in (DENSE, *table.methods)],
+        "differences": {method: pairs(method, (), lengths) for method in table.methods},
+        "tasks": [
+            {"method": method, "task": task, "lengths": {str(n): pairs(method, (task,), (n,)) for n in lengths}}
+            for method in table.methods
+            for task in table.worst_first(method)
+        ],
+    }
+
+
+def _pair_data(pair: Paired) -> dict[str, Any]:
+    low, high = pair.interval
+    return {
+        "dense": 100.0 * pair.dense,
+        "own": 100.0 * pair.own,
+        "difference": 100.0 * pair.difference,
+        "interval": [100.0 * low, 100.0 * high],
+    }
+
+
+# --- curve ------------------------------------------------------------------------------------------------------------
+
+_CURVE_HEADER = (
     "length", "phase", "method", "setting", "computed", "KL", "95%", "top-1", "exact", "accuracy", "of dense",
 )  # fmt: skip
 
 
-def measure_curve(subject: Subject, flags: EvalFlags) -> None:
-    """Measures, writes the file after each length, and prints a table."""
-    assert flags.curve is not None
-    out = flags.curve
-    from sparsekv.bench.curve_file import write_curve
+def _curve(subject: Subject, flags: EvalFlags) -> None:
+    """Measures the points that the file does not hold yet, and prints those that were asked for."""
+    from sparsekv.bench.curve_file import CurveRun
     from sparsekv.bench.curve_methods import BUDGETS, CurveInputs, check_profiled, chosen_methods
     from sparsekv.bench.curves import measure_curves
-    from sparsekv.planner.data_files import check_model as check_profile
+    from sparsekv.planner.profile.profile_data import check_model as check_profile
     from sparsekv.planner.progress import BarProgress
+    from sparsekv.planner.records import RunFile, digest_of
 
-    (profile, preset), drawn = _profiles(flags.profile), flags.drawn
+    (profile, preset), drawn, plan = _profiles(flags.profile), flags.drawn, subject.plan
     profiles = {name: one for name, one in (("profile", profile), ("preset", preset)) if one is not None}
     phases = tuple(phase for phase in PHASES if not flags.phases or phase in flags.phases)
-    methods = chosen_methods(phases, flags.methods, [*profiles, *(["plan"] if subject.plan else [])])
+    methods = chosen_methods(phases, flags.methods, [*profiles, *(["plan"] if plan else [])])
     check_profiled(methods, profiles, drawn.lengths)
+    RunFile.earlier(CurveRun, flags.curve)
 
     def check(info: ModelInfo, _: str) -> None:
         check_lengths(drawn.lengths, info.context_length)
-        if subject.plan:
-            check_model(subject.plan, info)
+        if plan:
+            check_model(plan, info)
         for one in profiles.values():
             check_profile(one, info, weights=False)
 
     loaded = subject.load(flags, check)
     for one in profiles.values():
         check_profile(one, loaded.info)
-    budgets = flags.budgets or BUDGETS
-    rows = measure_curves(
-        CurveInputs(loaded, subject.plan, profile, preset, flags.densities, budgets, drawn.tasks[0], drawn.seed),
-        methods,
-        drawn,
-        progress=BarProgress(),
-        done=lambda rows: write_curve(rows, out),
-    )
+    asked = {"seed": drawn.seed, "samples": drawn.samples, "tasks": drawn.tasks, "prefill_chunk": drawn.prefill_chunk}
+    digests = {name: digest_of(one) for name, one in profiles.items()}
+    settings = CurveRun.of(loaded, plan=executed_digest(plan) if plan else None, **asked, **digests)
+    file, budgets = RunFile.of(settings, flags.curve), flags.budgets or BUDGETS
+    inputs = CurveInputs(loaded, plan, profile, preset, flags.densities, budgets, drawn.tasks[0], drawn.seed)
+    rows = measure_curves(inputs, methods, drawn, file, BarProgress())
     missing = {name for names in methods.values() for name in names} - {row.method for row in rows}
     if missing:
         tell(f"no point of {', '.join(sorted(missing))}: it finds nothing to leave out in this model")
     if flags.as_json:
-        emit_json({"path": str(out), "rows": [row.model_dump(mode="json") for row in rows]})
+        emit_json({"path": str(flags.curve), "rows": [row.model_dump(mode="json") for row in rows]})
     else:
-        emit(f"{columns([_HEADER, *map(_cells, rows)], right=range(4, len(_HEADER)))}\n")
-        emit(f"{out}: {len(rows)} points, samples of each: {rows[0].samples}" if rows else "no method, no point")
+        emit(f"{columns([_CURVE_HEADER, *map(_point_cells, rows)], right=range(4, len(_CURVE_HEADER)))}\n")
+        emit(
+            f"{flags.curve}: {len(rows)} points, samples of each: {rows[0].samples}" if rows else "no method, no point"
+        )
 
 
 def _profiles(paths: Sequence[Path]) -> tuple[Profile | None, Profile | None]:
     """The profile of our search and that of the preset, as far as they are given."""
-    from sparsekv.planner.data_files import read_measured
     from sparsekv.planner.profile.profile_data import Profile
+    from sparsekv.planner.records import read_measured
 
     found: dict[bool, Profile] = {}
     for path in paths:
@@ -267,7 +452,7 @@ def _profiles(paths: Sequence[Path]) -> tuple[Profile | None, Profile | None]:
     return found.get(False), found.get(True)
 
 
-def _cells(row: CurveRow) -> tuple[str, ...]:
+def _point_cells(row: CurvePoint) -> tuple[str, ...]:
     interval = "" if row.kl_interval is None else "{:.2g} to {:.2g}".format(*row.kl_interval)
     shares = (row.agreement, row.exact, row.accuracy, row.dense_accuracy)
     return (

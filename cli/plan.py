@@ -98,8 +98,9 @@ def plan(flags: PlanFlags) -> None:
     # Imports torch and transformers, which takes seconds: what is wrong with the call was said by now.
     from sparsekv.planner.outcomes_file import keep_outcomes
     from sparsekv.planner.plan import compile_plan
-    from sparsekv.planner.profile.resume import left_aside, only_run
+    from sparsekv.planner.profile.resume import left_aside
     from sparsekv.planner.progress import BarProgress
+    from sparsekv.planner.records import only_run
 
     progress = BarProgress()
     with nullcontext() if flags.profile else only_run(flags.resume), flags.telling_what_is_saved():
@@ -124,8 +125,8 @@ def plan(flags: PlanFlags) -> None:
 def _measured(flags: PlanFlags, wanted: PlanOptions) -> Measured:
     """Returns what was measured before, and has what is asked for."""
     from sparsekv.planner.cost.device_cost import DeviceCost
-    from sparsekv.planner.data_files import read_measured
     from sparsekv.planner.profile.profile_data import Profile, narrowed
+    from sparsekv.planner.records import read_measured
 
     profile = read_measured(Profile, flags.profile) if flags.profile else None
     cost = read_measured(DeviceCost, flags.cost) if flags.cost else None

@@ -18,13 +18,13 @@ from sparsekv.cli.output import FAILED, emit, emit_json, emit_verdict, tell
 from sparsekv.cli.plan_files import check_replaceable, outcomes_beside
 from sparsekv.cli.verdict import Ended, sentences, verdict
 from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UsageError, install_command
-from sparsekv.plans.files import dump_plan, load_plan, parse_plan, read_text, write_bytes
+from sparsekv.plans.files import dump_plan, executed_digest, load_plan, parse_plan, read_text, write_bytes
 from sparsekv.plans.files import seal as seal_file
 from sparsekv.plans.schema import Plan, json_schema
 from sparsekv.plans.types import NonNegative
 
 if TYPE_CHECKING:
-    from sparsekv.planner.evaluation.suite_table import SuiteTable
+    from sparsekv.planner.evaluation.suite_results import SuiteTable
     from sparsekv.planner.profile.profile_data import Profile
 
 _WIDTH = 100  # columns, where there is no narrower terminal
@@ -123,9 +123,10 @@ def report(
         raise UsageError(
             f"expected the packages that reports need, found no {error.name}; install them: {install_command('report')}"
         ) from error
-    from sparsekv.bench.curve_file import read_curve
+    from sparsekv.bench.curve_file import CurvePoint, CurveRun
+    from sparsekv.planner.records import RunFile
 
-    points = read_curve(curve) if curve else ()
+    points = tuple(RunFile.read(CurveRun, curve).all(CurvePoint).values()) if curve else ()
     profiled = _profile_of(found, profile) if profile else None
     table = _suite_of(found, suite) if suite else None
     write_bytes(out, page_of(found, sentences(found, str(plan), ended=_ended(path)), profiled, points, table).encode())
@@ -142,19 +143,18 @@ def _suite_of(plan: Plan, path: Path) -> SuiteTable:
     Raises:
         PlanMismatchError: they are of another model.
     """
-    from sparsekv.cli.eval_suite import digest_of
-    from sparsekv.planner.evaluation.suite_file import read_suite
-    from sparsekv.planner.evaluation.suite_table import SuiteTable
+    from sparsekv.planner.evaluation.suite_results import SuiteCell, SuiteRun, SuiteTable
+    from sparsekv.planner.records import RunFile
 
-    found = read_suite(path)
-    if found.model.architecture != plan.model.fingerprint.architecture:
+    file = RunFile.read(SuiteRun, path)
+    if file.settings.architecture != plan.model.fingerprint.architecture:
         raise PlanMismatchError(
-            f"expected results of {plan.model.id} in {path}, found some of {found.model.id}, of another architecture; "
-            "run `eval --suite` with this plan"
+            f"expected results of {plan.model.id} in {path}, found some of {file.settings.model}, of another "
+            "architecture; run `eval --suite` with this plan"
         )
-    if digest_of(plan) not in (method.plan for method in found.methods):
+    if executed_digest(plan) not in (cell.plan for cell in file.all(SuiteCell).values()):
         tell(f"{path}: its results are of other plans than this one")
-    return SuiteTable.of(found)
+    return SuiteTable.of(file)
 
 
 def _profile_of(plan: Plan, path: Path) -> Profile:
@@ -163,8 +163,8 @@ def _profile_of(plan: Plan, path: Path) -> Profile:
     Raises:
         PlanMismatchError: it is of another model.
     """
-    from sparsekv.planner.data_files import check_model, digest_of, read_measured
-    from sparsekv.planner.profile.profile_data import Profile
+    from sparsekv.planner.profile.profile_data import Profile, check_model
+    from sparsekv.planner.records import digest_of, read_measured
 
     found = read_measured(Profile, path)
     check_model(found, plan.model)

@@ -85,9 +85,7 @@ class PlanFiles(Options):
             raise
 
     def _is_resumable(self) -> bool:
-        from sparsekv.planner.profile.resume import holds_records
-
-        return self.profile is None and holds_records(self.resume)
+        return self.profile is None and self.resume.exists() and bool(self.resume.stat().st_size)
 
     def _saved(self, is_complete: bool, command: str) -> str:
         if self._is_resumable():
@@ -155,10 +153,7 @@ _WHAT = {
     "partial": "an unfinished profile",
     "cost": "a device cost",
     "page": "a page of `sparsekv report`",
-    "curve": "a curve",
-    "suite": "results of `eval --suite`",
     "outcomes": "outcomes of a verification",
-    "peers": "rows of `bench peers`",
 }
 
 
@@ -189,20 +184,20 @@ def check_replaceable(path: Path, flag: str, kind: str) -> None:
 
 
 @contextmanager
-def only_writer(path: Path | None, flag: str, kind: str) -> Iterator[None]:
-    """Keeps other runs from a file that is read, and written again and again; None is no file.
+def only_writer(path: Path | None) -> Iterator[None]:
+    """Keeps other runs from a file that is read and added to; None is no file.
 
     Raises:
-        UsageError: see `check_replaceable`.
+        UsageError: it cannot be written.
         ConflictError: another run writes to it.
     """
     if path is None:
         yield
         return
-    check_replaceable(path, flag, kind)
-    from sparsekv.planner.profile.resume import only_run
+    check_writable(path)
+    from sparsekv.planner.records import only_run
 
-    with only_run(path, f"wait for its end, or choose another {flag}"):
+    with only_run(path):
         yield
 
 
@@ -216,10 +211,6 @@ def tells_plan(path: Path) -> bool:
 
 
 def _tells(head: bytes, kind: str) -> bool:
-    if kind == "partial":
-        return head.startswith(b"sparsekv.partial"[: len(head)])
-    if kind == "curve":
-        return head.startswith(b"[") and b'"method"' in head[:_MARKED]
     if kind == "page":
         return b'<meta name="generator" content="sparsekv report">' in head[:_MARKED]
     # Of YAML, fields stand from the first line on that is no comment; text around an example of a plan does not.

@@ -117,10 +117,10 @@ def verify(flags: VerifyFlags) -> None:
     if not flags.write:
         _verify(flags, subject, found)
         return
-    from sparsekv.planner.profile.resume import only_run
+    from sparsekv.planner.records import only_run
 
     file = _own_file(subject)
-    with only_run(outcomes_beside(file), "wait for its end"):
+    with only_run(outcomes_beside(file)):
         before = read_text(file)
         _verify(flags, subject, parse_plan(before, str(file)), file, before)
 
@@ -286,8 +286,8 @@ def _tell_decided(plan: Plan, subject: Subject, flags: VerifyFlags) -> None:
 
 def _earlier(flags: VerifyFlags, plan: Plan, file: Path) -> OutcomesRecord:
     """Returns what an undecided verification of a plan drew, where this call may go on from it."""
-    from sparsekv.planner.data_files import versions
     from sparsekv.planner.outcomes_file import read_outcomes
+    from sparsekv.planner.records import versions
 
     found = read_outcomes(outcomes_beside(file))
     gates = {name: getattr(flags.gate, name) for name in Gate.model_fields if flags.gate.is_given(name)}

@@ -19,7 +19,6 @@ from sparsekv.planner.allocate import check_profiled
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
 from sparsekv.planner.cost.fit import free_work
 from sparsekv.planner.cost.timed_host import Host
-from sparsekv.planner.data_files import check_model
 from sparsekv.planner.evaluation import EvalSamples
 from sparsekv.planner.evaluation.batches import batches
 from sparsekv.planner.evaluation.given import HeldOut
@@ -28,7 +27,7 @@ from sparsekv.planner.filter_layers import check_budget, check_filters, check_tr
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.own_prompts import set_aside
 from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, held_out
-from sparsekv.planner.profile.profile_data import Profile, narrowed
+from sparsekv.planner.profile.profile_data import Profile, check_model, narrowed
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.settled import Settled, settle
 from sparsekv.planner.tasks import QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare

@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from sparsekv.kernels.backends import choose_backend
-from sparsekv.planner.data_files import first_fault, versions
 from sparsekv.planner.evaluation import PhaseName
 from sparsekv.planner.evaluation.results import EvalResult, LongText, Outcome, Spent, TaskResult
 from sparsekv.planner.gates import Wanted
 from sparsekv.planner.options import Gate
 from sparsekv.planner.outcomes import PHASES, Outcomes, floor_of
+from sparsekv.planner.records import first_fault, versions
 from sparsekv.planner.settled import Settled
 from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.files import content_digest, read_text, write_bytes

@@ -23,7 +23,6 @@ from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost
 from sparsekv.planner.cost.measure import measure_cost
 from sparsekv.planner.cost.predict import predict, predicted_gain
 from sparsekv.planner.cost.timed_host import Host
-from sparsekv.planner.data_files import digest_of, versions, write_measured
 from sparsekv.planner.decode_search import measure_trials, tries_decode
 from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
@@ -33,6 +32,7 @@ from sparsekv.planner.profile.calibration import mix_of
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.progress import Progress, Stages
+from sparsekv.planner.records import digest_of, versions, write_measured
 from sparsekv.planner.refine import refine, refines
 from sparsekv.planner.retain_search import search_retention
 from sparsekv.planner.settled import ROUNDING, Settled, lengths_up_to

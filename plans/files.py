@@ -15,7 +15,7 @@ import re
 import select
 import shlex
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +28,7 @@ from sparsekv.plans.types import canonical_json
 from sparsekv.plans.yaml_io import Tree, plan_error, printable, read_tree, to_yaml
 
 MAX_BYTES = 8 << 20
+_PIECE = 1 << 20
 _PIPE_SECONDS = 2.0  # until something is written to a pipe that is read
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.ASCII | re.IGNORECASE)  # one slash: a path joins several
 _SAYS_PLAN = re.compile(
@@ -54,7 +55,7 @@ def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
     """
     try:
         with open_input(path) as file:
-            return file.read(limit + 1)
+            return b"".join(pieces(file.read, limit + 1))
     except IsADirectoryError:
         raise UsageError(f"{path}: expected a file, found a folder; name the file in it") from None
     except FileNotFoundError:
@@ -62,6 +63,13 @@ def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
         raise UsageError(f"{path}: expected a file, found {found}") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {_reason(error)}") from None
+
+
+def pieces(read: Callable[[int], bytes], most: int) -> Iterator[bytes]:
+    """Yields what is read, up to so many bytes."""
+    while most > 0 and (piece := read(min(most, _PIECE))):
+        most -= len(piece)
+        yield piece
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

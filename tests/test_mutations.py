@@ -10,9 +10,7 @@ import io
 import json
 import os
 import random
-import warnings
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -24,13 +22,12 @@ from plans_samples import full_plan, model_info, small_plan
 from rich.console import Console
 
 from sparsekv.planner.cost.device_cost import DeviceCost, Line, Timing
-from sparsekv.planner.data_files import record_of
 from sparsekv.planner.job import job_of_files
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_plan
-from sparsekv.planner.profile.profile_data import SCORES, Profile, TokenChoice
-from sparsekv.planner.profile.resume import LayerRecord, Records, RunShape, length_means
-from sparsekv.plans.errors import PlanError, PlanMismatchError, PlanWarning
+from sparsekv.planner.profile.profile_data import Profile
+from sparsekv.planner.records import record_of
+from sparsekv.plans.errors import PlanMismatchError
 from sparsekv.plans.files import dump_plan, parse_plan, plan_of, with_digest
 from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.plans.schema import check_model, to_data, unsupported
@@ -133,49 +130,6 @@ def recompile(profile: Profile, cost: DeviceCost, wanted: PlanOptions) -> None:
     assert parse_plan(dump_plan(plan)) == with_digest(plan)
 
 
-def _records() -> list[Any]:
-    """What an interrupted run of `_profile(0)`, first length, had measured of each layer."""
-    profile = _profile(0)
-    entry = profile.lengths[0]
-    assert entry.reuse is not None
-    kept = [[table[scores.layer] for table in entry.reuse.kept] for scores in entry.layers]
-    return [
-        LayerRecord(
-            **{name: getattr(scores, name) for name in ("layer", "candidates", *SCORES)},
-            length=entry.length,
-            sample=0,
-            patterns=tuple(tuple(entry.patterns[at] for at in row) for row in scores.patterns),
-            importance=0.5,
-            kept=kept[number],
-        ).model_dump(mode="json")
-        for number, scores in enumerate(entry.layers)
-    ]
-
-
-RECORDS = Mutations(_records())
-
-
-def use_records(data: Any) -> None:
-    """A partial profile with these records: what fits is taken up, and makes a profile."""
-    profile = _profile(0)
-    entry = profile.lengths[0]
-    assert entry.reuse is not None
-    choice = TokenChoice(**{name: getattr(entry.reuse, name) for name in TokenChoice.model_fields})
-    shape = RunShape(profile.model, {entry.length: 1}, {entry.length: entry.candidates}, choice)
-    with TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", PlanWarning)
-        path = Path(folder) / "partial"
-        header = Records(path, {}, shape)._header
-        path.write_text(header + "".join(json.dumps(record) + "\n" for record in data))
-        records = Records(path, {}, shape)
-        assert Records(path, {}, shape)  # of what is left of it
-    keys = [(entry.length, 0, layer) for layer in range(profile.model.layers)]
-    if not all(key in records for key in keys):
-        raise PlanError("records were dropped")
-    means = length_means(entry.length, [1], entry.candidates, choice, [[records[key]] for key in keys])
-    made_up_profile(means, model=profile.model)
-
-
 def use_cost(data: Any) -> None:
     cost = record_of(DeviceCost, data, PATH)
     draw = random.Random(json.dumps(data))
@@ -188,7 +142,6 @@ KINDS = {
     "plan": (PLANS, use_plan, 500),
     "plan text": (PLANS, use_plan_text, 50),
     "cost": (COSTS, use_cost, 80),
-    "records": (RECORDS, use_records, 80),
 }
 
 

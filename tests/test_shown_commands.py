@@ -36,7 +36,7 @@ from sparsekv.cli.main import app
 from sparsekv.kernels import backends
 from sparsekv.planner.plan import PlanResult
 from sparsekv.plans.aliases import is_alias
-from sparsekv.runtime.vllm.engine_options import read_options
+from sparsekv.runtime.vllm.settings import read_options
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_COMMANDS = ("commands.md", "api.md", "extending.md")  # usage and Python, by tools; what a reader adds first

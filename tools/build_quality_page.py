@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from sparsekv.bench.quality_file import markdown, read_quality
+from sparsekv.bench.quality_file import QualityFile, QualityRun, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "quality.md"
@@ -19,7 +19,7 @@ def page(text: str, files: list[Path]) -> str:
     _, end, after = rest.partition(END)
     if not end:
         raise SystemExit(f"expected {BEGIN.strip()} and {END.strip()} in {PAGE}, found no pair of them")
-    found = "\n".join("\n".join(markdown(read_quality(file))) + "\n" for file in files)
+    found = "\n".join("\n".join(markdown(QualityFile.read(QualityRun, file))) + "\n" for file in files)
     return before + BEGIN + found + END + after
 
 

@@ -17,7 +17,7 @@ from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows, layer_rows, te
 from sparsekv.plans.types import format_ids, format_length
 
 if TYPE_CHECKING:
-    from sparsekv.planner.evaluation.suite_table import SuiteTable
+    from sparsekv.planner.evaluation.suite_results import SuiteTable
     from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Reuse
 
 
@@ -371,7 +371,7 @@ class SuiteScore:
 def suite_scores(table: SuiteTable) -> list[SuiteScore]:
     """Dense and each method at each length."""
     return [
-        SuiteScore(method, n, 100.0 * table.mean(method, "recall", (n,)), 100.0 * table.mean(method, "exact", (n,)))
+        SuiteScore(method, n, *(100.0 * table.paired(method, name, lengths=(n,)).own for name in ("recall", "exact")))
         for method in ("dense", *table.methods)
         for n in table.lengths
     ]
@@ -382,7 +382,7 @@ def suite_table(table: SuiteTable, method: str) -> list[list[str]]:
     rows = [["Task", "Tokens", "Dense", method.capitalize(), "Difference, points", "95% interval"]]
     for task in table.worst_first(method):
         for length in table.lengths:
-            pair = table.result.paired(method, "recall", (task,), (length,))
+            pair = table.paired(method, "recall", (task,), (length,))
             scores = (f"{100.0 * score:.1f}" for score in (pair.dense, pair.own))
             interval = " to ".join(f"{100.0 * bound:+.1f}" for bound in pair.interval)
             rows.append([task, format_length(length), *scores, f"{100.0 * pair.difference:+.1f}", interval])

@@ -29,7 +29,7 @@ from sparsekv.plans.show import header
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
-    from sparsekv.planner.evaluation.suite_table import SuiteTable
+    from sparsekv.planner.evaluation.suite_results import SuiteTable
     from sparsekv.planner.profile.profile_data import Profile
 
 LEAST_KL = 1e-6  # where the logarithmic axis of divergences ends
@@ -230,12 +230,12 @@ def _quality(plan: Plan, drawings: _Drawings) -> Section:
 
 def _suite(table: SuiteTable, drawings: _Drawings) -> Section:
     """Dense and plans on RULER's tasks."""
-    result = table.result
+    run = table.file.settings
     data = drawings.data("suite", facts.SuiteScore, facts.suite_scores(table))
     chart = drawings.add("suite-mean", charts.suite_chart(data, ("dense", *table.methods), table.lengths))
     told = (
-        f"{result.model.id}, {result.settings.samples} samples of each of {len(table.tasks)} tasks a length, phase "
-        f"{result.settings.phase}. Recall: RULER's string match in generated text.",
+        f"{run.model}, {run.samples} samples of each of {len(table.tasks)} tasks a length, phase {run.phase}. "
+        f"Recall: RULER's string match in generated text.",
         *(f"Haystack of {', '.join(tasks)}: {what}." for what, tasks in table.haystacks.items()),
     )
     tables = (Block(f"{method}, by task", table=facts.suite_table(table, method)) for method in table.methods)

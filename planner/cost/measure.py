@@ -35,9 +35,9 @@ from sparsekv.planner.cost.fit import fit_errors, fit_line, free_work
 from sparsekv.planner.cost.prefill_launches import PrefillLaunches
 from sparsekv.planner.cost.stopwatch import Stopwatch
 from sparsekv.planner.cost.timed_host import Host
-from sparsekv.planner.data_files import versions
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
 from sparsekv.planner.progress import Progress, prefill_work
+from sparsekv.planner.records import versions
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.plans.patterns import TileShape, tokens

@@ -17,19 +17,22 @@ import numpy as np
 import torch
 
 from sparsekv.planner.evaluation.batches import prompts_at_once
-from sparsekv.planner.evaluation.modes import DENSE, Mode
+from sparsekv.planner.evaluation.modes import DENSE, Mode, PlanMode
 from sparsekv.planner.evaluation.predictions import prefill, until_end, without_plans
 from sparsekv.planner.evaluation.results import Spent
-from sparsekv.planner.evaluation.suite_file import SuiteCell, SuiteResult
+from sparsekv.planner.evaluation.suite_results import SuiteCell
 from sparsekv.planner.progress import Progress, StageStep, prefill_work
+from sparsekv.planner.records import RunFile
 from sparsekv.planner.tasks import Kit, Sample, Split, make_samples, matches, prepare
 from sparsekv.planner.tasks.ruler_suite import RULER_SUITE, RulerTask, recall
 from sparsekv.planner.tasks.text import TaskError
 from sparsekv.plans.errors import PromptError
+from sparsekv.plans.files import executed_digest
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.cache_inputs import cache_inputs
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.model_config import device_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,44 +78,39 @@ class SuiteSamples:
 
 def run_suite(
     loaded: LoadedModel,
-    plans: Mapping[str, Mode],
+    modes: Mapping[str, Mode],
     asked: SuiteSamples,
-    begun: SuiteResult,
+    file: RunFile[Any],
     *,
     kit: Kit | None = None,
     progress: Progress | None = None,
-    done: Callable[[SuiteResult], None] = lambda result: None,
-) -> SuiteResult:
-    """Runs dense and plans on every task at every length; what has been run is not run again.
+) -> None:
+    """Runs dense and other modes on every task at every length, but for what a file holds, and adds that to it.
 
     Args:
         loaded: the model, with nothing applied to it.
-        plans: what to run beside dense, by name.
-        begun: of an earlier run with the same settings, or without cells.
+        modes: what to run beside dense, by name.
+        file: of records that include `SuiteCell`, of a run with the same settings.
         kit: the evaluation split's.
-        done: called with all results after each task and length.
 
     Raises:
         PromptError: a task does not fit a length; before anything is run.
         PlanMismatchError, UnsupportedError, BackendError: a plan cannot be applied, or the model overflows.
+        UsageError: the file cannot be written.
     """
     source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
     asked.check_fit(source)
-    result, known = begun, begun.by_key
+    known = file.all(SuiteCell)
     open_ = {
-        (length, task): [name for name in (DENSE, *plans) if (name, task.name, length) not in known]
+        (length, task): [name for name in (DENSE, *modes) if (name, task.name, length) not in known]
         for length, task in product(sorted(asked.lengths), RULER_SUITE.values())
     }
     total = asked.samples * sum(prefill_work(length) * len(names) for (length, _), names in open_.items())
     with (progress or Progress()).stage("evaluate", total=total) as step:
         for (length, task), names in open_.items():
-            if not names:
-                continue
-            samples = list(asked.drawn(source, task, length))
-            run = _Run(loaded, task.name, length, samples, asked, step)
-            result = result.with_cells([run.cell(name, plans.get(name)) for name in names])
-            done(result)
-    return result
+            if names:
+                run = _Run(loaded, task.name, length, list(asked.drawn(source, task, length)), asked, step)
+                file.add(*[run.cell(name, modes.get(name)) for name in names])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +124,16 @@ class _Run:
     asked: SuiteSamples
     step: StageStep
 
-    def cell(self, method: str, plan: Mode | None) -> SuiteCell:
+    def cell(self, method: str, mode: Mode | None) -> SuiteCell:
         """Returns what a method, or dense, scores."""
-        with plan.running(self.loaded.model) if plan else _dense() as spent:
+        with mode.running(self.loaded.model) if mode else _dense() as spent:
             texts = [text for some in self._batches() for text in self._generated(method, some)]
             computed = spent()
         both = list(zip(texts, self.samples, strict=True))
         return SuiteCell(
             method=method,
+            plan=executed_digest(mode.plan) if isinstance(mode, PlanMode) else None,
+            device=device_name(self.loaded.model.device),
             task=self.task,
             length=self.length,
             recall=tuple(recall(text, sample.answer) for text, sample in both),

@@ -12,8 +12,8 @@ from pydantic import AfterValidator, Field
 
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.options import KNOWN_FAMILIES, Family, PlanOptions
-from sparsekv.plans.errors import UsageError
-from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.errors import PlanMismatchError, UsageError
+from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern, TileShape
 from sparsekv.plans.phases import Segment
 from sparsekv.plans.schema import BackendName, DtypeName
@@ -181,6 +181,24 @@ class Profile(Part):
     versions: dict[Text, Text] = Field(default_factory=dict)
     reads: StepReads | None = None
     lengths: Annotated[tuple[LengthProfile, ...], Field(min_length=1, max_length=MAX_LENGTHS)]
+
+
+def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> None:
+    """Refuses a profile of another model; `weights` off compares the architecture alone.
+
+    Raises:
+        PlanMismatchError: it is of another architecture, or of other weights.
+    """
+    found, expected = profile.model.fingerprint, model.fingerprint
+    for part in ("architecture", "weights") if weights else ("architecture",):
+        if getattr(found, part) != getattr(expected, part):
+            other = OTHER_WEIGHTS if part == "weights" else f"other {part}"
+            if part == "weights" and found.weights_difference(expected) == "older kind":
+                other = "a weights fingerprint of an older kind"
+            raise PlanMismatchError(
+                f"expected a profile of {model.id}, found one of {profile.model.id}, with {other}; "
+                "profile this model again (leave --profile out)"
+            )
 
 
 def narrowed(

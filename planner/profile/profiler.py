@@ -23,12 +23,11 @@ from transformers import PreTrainedModel
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.data_files import versions
 from sparsekv.planner.job import Job
 from sparsekv.planner.profile.calibration import CalibrationPrompt, digest_of_calibration
 from sparsekv.planner.profile.head_errors import Layer, SampledRows, score_candidates
 from sparsekv.planner.profile.profile_data import SCORES, Profile, StepReads
-from sparsekv.planner.profile.resume import LayerRecord, Records, RunShape, as_table, length_means
+from sparsekv.planner.profile.resume import Key, LayerRecord, ProfileRun, as_table, length_means, records_at
 from sparsekv.planner.profile.search_space import (
     Aim,
     CommonPrefix,
@@ -42,6 +41,7 @@ from sparsekv.planner.profile.search_space import (
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
 from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores, token_choice
 from sparsekv.planner.progress import Progress, prefill_work
+from sparsekv.planner.records import RunFile, versions
 from sparsekv.planner.settled import Settled, check_targets
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.architecture import architecture_of, experts_per_token
@@ -86,11 +86,10 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
     _check_targets(prompts, options)
     choice = token_choice(options) if "decode" in options.phases else None
     candidates = {length: [aim.candidate for aim in aims(options, length)] for length in prompts}
-    searched = candidates if "prefill" in options.phases else dict.fromkeys(prompts, ())
-    shape = RunShape(info, {length: len(some) for length, some in prompts.items()}, searched, choice)
-    records = Records(resume, _identity(loaded, options, prompts, backend), shape)
-    keys = [(length, sample, layer) for length, n in shape.samples.items() for sample in range(n) for layer in layers]
-    missing = [key for key in keys if key not in records]
+    records = records_at(resume, _identity(loaded, options, prompts, backend))
+    known = records.all(LayerRecord)
+    keys = [(length, one, layer) for length, some in prompts.items() for one in range(len(some)) for layer in layers]
+    missing = [key for key in keys if key not in known]
     whole, total = (
         sum(prefill_work(len(prompts[length][sample].ids)) for length, sample, _ in some) for some in (keys, missing)
     )
@@ -120,7 +119,7 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
                 [len(prompt.ids) for prompt in some],
                 candidates[length],
                 choice,
-                [[records[length, sample, layer] for sample in range(len(some))] for layer in range(info.layers)],
+                [[known[length, sample, layer] for sample in range(len(some))] for layer in range(info.layers)],
             )
             for length, some in prompts.items()
         ),
@@ -183,17 +182,18 @@ class ProfilePass:
         decode = "decode" in options.phases
         self._reuse = ReuseScores(prompt.decode_rows, token_choice(options)) if decode else None
 
-    def run(self, records: Records, layer_done: Callable[[str], None]) -> None:
+    def run(self, records: RunFile[ProfileRun], layer_done: Callable[[str], None]) -> None:
         """Measures every layer that has no record yet, and adds its record."""
         model, layers = self._loaded.model, range(self._loaded.info.layers)
+        known = records.all(LayerRecord)
 
         def add(layer: int, scores: Mapping[str, Any]) -> None:
-            if (self._length, self._sample, layer) not in records:
+            if (self._length, self._sample, layer) not in known:
                 found = {**scores, **decoded.pop(layer, {})}
                 records.add(LayerRecord(length=self._length, sample=self._sample, layer=layer, **found))
                 layer_done(f"{self._length} tokens, prompt {self._sample + 1}, layer {layer}")
 
-        if all((self._length, self._sample, layer) in records for layer in layers):
+        if all((self._length, self._sample, layer) in known for layer in layers):
             return
         decoded: dict[int, dict[str, Any]] = {}
         modules = {cast(Any, module).layer_idx: cast(Any, module) for module in attention_modules(model)}
@@ -207,9 +207,9 @@ class ProfilePass:
                 add(call.layer, {})
 
         def down(found: Sensitivity) -> None:
-            is_new = (self._length, self._sample, found.call.layer) not in records
+            is_new = (self._length, self._sample, found.call.layer) not in known
             scored = is_new and found.call.window is None
-            add(found.call.layer, self._prefill(found, records) if scored else {})
+            add(found.call.layer, self._prefill(found, known) if scored else {})
 
         ids_1S = torch.from_numpy(self._prompt.ids.astype(np.int64)).to(model.device)[None]
         seed = self._options.seed + self._sample
@@ -233,15 +233,15 @@ class ProfilePass:
         kept = as_table(self._reuse.kept(layer, range(call.layer + 1)))
         return {"importance": moved / max(moved + residual, 1e-20), "kept": kept}
 
-    def _prefill(self, found: Sensitivity, records: Records) -> dict[str, Any]:
+    def _prefill(self, found: Sensitivity, known: Mapping[Key, LayerRecord]) -> dict[str, Any]:
         number, layer = found.call.layer, self._layer(found)
         prefix = layer.prefix
         if self._sample > 0:
-            first = records[self._length, 0, number]
+            first = known[self._length, 0, number]
             candidates, patterns = np.array(first.candidates), first.patterns
         else:
-            candidates, known = self._screened(layer)
-            patterns = tuple(self._patterns_of(candidates, prefix, known))
+            candidates, compared = self._screened(layer)
+            patterns = tuple(self._patterns_of(candidates, prefix, compared))
         scores = score_candidates(layer, patterns)
         tables = {name: as_table(getattr(score, f"{name}_H") for score in scores) for name in SCORES}
         return {"candidates": tuple(map(tuple, candidates.tolist())), "patterns": patterns, **tables}

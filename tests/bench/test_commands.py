@@ -8,8 +8,8 @@ from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
-from sparsekv.bench.curve_file import read_curve
-from sparsekv.planner.profile.resume import only_run
+from sparsekv.bench.curve_file import CurvePoint, CurveRun
+from sparsekv.planner.records import RunFile, only_run
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
@@ -197,15 +197,17 @@ def test_a_curve_is_written_and_printed(sparsekv, folder, tmp_path):
     path = tmp_path / "curve.json"
     done = sparsekv("eval", folder, "--curve", path, *CURVE, "--methods", "plan,streamingllm,quest", "--json")
     assert done.code == 0, done.err
-    points = read_curve(path)
+    points = [*RunFile.read(CurveRun, path).all(CurvePoint).values()]
     cases = [(point.phase, point.method) for point in points]
     assert cases == [("prefill", "plan"), ("prefill", "streamingllm"), ("decode", "plan"), ("decode", "quest")]
     assert [row["density"] for row in done.data["rows"]] == [point.density for point in points]
     assert all(0 < point.density < 1 and point.kl > 0 and point.length == 1024 for point in points)
+    before = path.read_bytes()
     again = sparsekv("eval", folder, "--curve", path, *CURVE, "--methods", "quest", "--phases", "decode")
     assert again.code == 0, again.err
+    assert path.read_bytes() == before
     header, row = (line for line in again.out.splitlines() if "length" in line or "quest" in line)
-    (point,) = read_curve(path)
+    point = points[-1]
     column = header.index("share") + len("share")  # of numbers, at the right
     assert row[:column].endswith(f" {point.density:.3f}")
     assert not row[header.index("density") : header.index("density") + len("density")].strip()

@@ -19,7 +19,7 @@ from sparsekv.bench.baselines import (
     decode_plan,
     segments_by_rule,
 )
-from sparsekv.bench.curve_file import CurvePoint, read_curve, write_curve
+from sparsekv.bench.curve_file import CurvePoint, CurveRun
 from sparsekv.bench.curve_methods import CurveInputs, check_profiled, chosen_methods, curve_modes
 from sparsekv.bench.curves import measure_curves
 from sparsekv.bench.tile_rules import cumulative_mass, max_threshold
@@ -28,6 +28,7 @@ from sparsekv.planner.evaluation import EvalSamples, Mode, compare
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.records import RunFile
 from sparsekv.planner.settled import settle
 from sparsekv.planner.tasks import Sample, Split, prepare
 from sparsekv.plans.errors import UsageError
@@ -185,16 +186,11 @@ def test_rows_are_deterministic_and_readable(
     given = inputs(loaded, profiled, preset, densities=(0.7,), budgets=(0.1,))
     methods = {"prefill": ["sparsekv", "vertical_slash"], "decode": ["top_k", "quest"]}
     asked = EvalSamples(("kv_retrieval",), (LENGTH,), 2)
-    written: list[int] = []
-    rows = measure_curves(given, methods, asked, done=lambda rows: written.append(len(rows)))
-    assert rows == measure_curves(given, methods, asked)
+    run = CurveRun.of(loaded, seed=0, samples=2, tasks=asked.tasks)
+    rows = measure_curves(given, methods, asked, RunFile.of(run, tmp_path / "curve.json"))
+    assert rows == measure_curves(given, methods, asked, RunFile(run))
     assert [row.method for row in rows] == ["sparsekv", "vertical_slash", "top_k", "quest"]
-    assert written == [4]
-    write_curve(rows, tmp_path / "curve.json")
-    points = read_curve(tmp_path / "curve.json")
-    assert points == tuple(
-        CurvePoint.model_validate(row.model_dump(include=set(CurvePoint.model_fields))) for row in rows
-    )
+    assert {*RunFile.of(run, tmp_path / "curve.json").all(CurvePoint).values()} == {*rows}
     assert all(row.samples == 2 and row.kl_interval is not None for row in rows)
     assert np.isfinite([row.kl for row in rows]).all()
 

@@ -10,7 +10,7 @@ from sparsekv.bench.hand_plans import HandDecode
 from sparsekv.bench.harness import try_each
 from sparsekv.bench.kernels import KernelBench, bench_kernels, families_of
 from sparsekv.bench.peers import METHODS
-from sparsekv.bench.peers_file import read_peers
+from sparsekv.bench.peers_file import PeerRow, PeersFile, PeersRun
 from sparsekv.bench.planted import plant
 from sparsekv.bench.random_model import random_model
 from sparsekv.bench.step_attention import StepAttention
@@ -85,7 +85,7 @@ def test_published_methods_and_dense_kernels_are_timed_side_by_side(sparsekv, tm
     call = ("bench", "peers", "llama3-8b", "--random-weights", "--lengths", "16k", "--density", "10%", "--repeats", 1)
     done = sparsekv(*call, "--device", "cuda", "-o", out)
     assert done.code == 0, done.err
-    rows = {(row.method, row.at): row for row in read_peers(out).rows}
+    rows = {(row.method, row.at): row for row in PeersFile.read(PeersRun, out).all(PeerRow).values()}
     assert rows["FlashAttention-2 (torch's)", "dense"].whole_ms > 0
     assert rows["cuDNN", "dense"].whole_ms > 0
     for name in METHODS:

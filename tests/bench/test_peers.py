@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 
 from sparsekv.bench import originals, peers
 from sparsekv.bench.originals import Original, OriginalMode, Ready, fetch
-from sparsekv.bench.peers_file import read_peers
+from sparsekv.bench.peers_file import PeerRow, PeersFile, PeersRun
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.evaluation import compare
 from sparsekv.planner.evaluation import suite as suites
@@ -27,6 +27,10 @@ from sparsekv.runtime.hf.observe import AttentionCall
 
 CASES = [(name, at) for name in peers.METHODS for at in ("published", "equal")]
 CALL = ("--lengths", "1k", "--samples", 1, "--tasks", "kv_retrieval", "--repeats", 1, "--device", "cpu")
+
+
+def rows_in(out):
+    return [*PeersFile.read(PeersRun, out).all(PeerRow).values()]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,7 @@ def test_every_method_has_its_time_divergence_and_ruler_as_published_and_at_the_
     out, picture = tmp_path / "peers.json", tmp_path / "peers.svg"
     done = sparsekv("bench", "peers", folder, *CALL, "--ruler-samples", 1, "-o", out, "--picture", picture, "--json")
     assert done.code == 0, done.err
-    rows = {(row.method, row.at): row for row in read_peers(out).rows}
+    rows = {(row.method, row.at): row for row in rows_in(out)}
     assert [key for key in rows if key[1] != "dense"] == [("sparsekv", "plan"), *CASES]
     assert [row.whole_ms > 0 for key, row in rows.items() if key[1] == "dense"] == [True, True]
     plan = rows["sparsekv", "plan"]
@@ -81,15 +85,15 @@ def test_a_run_goes_on_where_time_ran_out_and_measures_nothing_twice(sparsekv, f
         patch.setattr(peers.time, "monotonic", lambda: next(clock))
         done = sparsekv(*call, "--max-seconds", 2.5)
     assert "4 rows are left, from FlashPrefill at 1k on" in done.err
-    before = read_peers(out).rows
+    before = rows_in(out)
     assert {row.at for row in before} == {"dense", "plan"}
     assert sparsekv(*call).code == 0
-    whole = read_peers(out).rows
+    whole = rows_in(out)
     assert whole[: len(before)] == before
     assert len(whole) == len(before) + 4
     monkeypatch.setattr(peers, "_Length", None)  # nothing is measured any more
     assert sparsekv(*call).code == 0
-    assert read_peers(out).rows == whole
+    assert rows_in(out) == whole
     done = sparsekv(*call, "--seed", 1)
     assert done.code == 2
     assert "seed 0 there, 1 here" in done.err
@@ -120,7 +124,7 @@ def test_random_weights_have_times_at_equal_density_and_no_quality(sparsekv, fol
     own = ("--density", "40%", "--methods", "FlexPrefill", "--tile", 64, "-o", out)
     done = sparsekv(*call, *own, "--originals", tmp_path)
     assert done.code == 0, done.err
-    rows = {(row.method, row.at): row for row in read_peers(out).rows}
+    rows = {(row.method, row.at): row for row in rows_in(out)}
     equal = rows["FlexPrefill", "equal"]
     assert (equal.kl, equal.density) == (None, None)
     assert equal.timed_density == pytest.approx(0.4, abs=0.05)

@@ -19,20 +19,20 @@ from sparsekv.bench import quality_methods, quality_table
 from sparsekv.bench.eviction_rules import Evicted, cached_share, observed_prompt, top_of_layer
 from sparsekv.bench.quality_file import (
     LOST,
+    Knobs,
     MethodNote,
     QualityCell,
     QualityFile,
+    QualityRun,
     RunNote,
     markdown,
     merged,
-    read_quality,
 )
 from sparsekv.bench.quality_methods import Group, Inputs, Method, budget_for, check_shares, quest_budget, share_read
 from sparsekv.bench.quality_table import Table, main
 from sparsekv.planner.evaluation.suite import SuiteSamples
-from sparsekv.planner.evaluation.suite_file import SuiteModel, SuiteResult, SuiteSettings
 from sparsekv.planner.profile.profile_data import LengthProfile
-from sparsekv.planner.profile.resume import only_run
+from sparsekv.planner.records import only_run
 from sparsekv.planner.tasks import ruler_suite
 from sparsekv.plans.aliases import ModelSource
 from sparsekv.plans.errors import ConflictError, UsageError
@@ -76,29 +76,38 @@ def inputs_of(retriever: LoadedModel, columns: int = 64, chosen: int = 200) -> I
     return Inputs(retriever, own, {"0.4": evicting}, made_up_profile(entry, model=retriever.info))
 
 
-def empty(inputs: Inputs) -> QualityFile:
-    model = SuiteModel(id="tiny", architecture=inputs.loaded.info.fingerprint.architecture, dtype="float32")
-    settings = SuiteSettings(seed=0, samples=1, phase="each", backend="auto")
-    head = SuiteResult(model=model, settings=settings, methods=(), devices=("cpu",), versions={})
-    run = RunNote(command="python", commit="0", device="cpu", date="2026-01-01", seconds=1.0)
-    return QualityFile(head=head, runs=(run,))
+RUN = RunNote(command="python", commit="0", device="cpu", began="2026-01-01", seconds=1.0)
 
 
-def run_on(inputs: Inputs, found: QualityFile, **options: float) -> tuple[bool, QualityFile, int]:
-    """Whether all is there, what is, and how often it was saved."""
-    saved: list[QualityFile] = []
-    table = Table(inputs, SuiteSamples((LENGTH,), samples=1), found, saved.append, lambda line: None, **options)
-    return table.run([LENGTH]), table.found, len(saved)
+def empty(inputs: Inputs, path: Path | None = None, **changes: int) -> QualityFile:
+    architecture = inputs.loaded.info.fingerprint.architecture
+    run = QualityRun(
+        model="tiny", architecture=architecture, dtype="float32", seed=0, samples=1, backend="auto", versions={}
+    )
+    return QualityFile(run.model_copy(update=changes), path)
+
+
+def run_on(inputs: Inputs, found: QualityFile, **options: float) -> tuple[bool, int]:
+    """Whether all is there, and how many batches were added."""
+    notes: list[None] = []
+    table = Table(
+        inputs,
+        SuiteSamples((LENGTH,), samples=1),
+        found,
+        lambda: notes.append(None) or RUN,
+        lambda line: None,
+        **options,
+    )
+    return table.run([LENGTH]), len(notes)
 
 
 def test_every_method_runs_once_at_what_it_is_held_to_and_a_stopped_run_goes_on(inputs: Inputs, few: None) -> None:
-    is_whole, _, saved = run_on(inputs, empty(inputs), until=0.0)
-    assert (is_whole, saved) == (False, 0)
-    is_whole, found, _ = run_on(inputs, empty(inputs))
-    assert is_whole
+    found = empty(inputs)
+    assert run_on(inputs, found, until=0.0) == (False, 0)
+    assert run_on(inputs, found)[0]
     evicting = {"plan, evicting to 0.4", "SnapKV, 0.4", "expected attention, 0.4"}
     methods = {"dense", *inputs.own, *PREFILL_PEERS, *DECODE_PEERS, *evicting}
-    assert {cell.method for cell in found.cells} == methods
+    assert {method for method, _, _ in found.by_key} == methods
     for task in ruler_suite.RULER_SUITE:
         own = {name: found.by_key[name, task, LENGTH] for name in methods}
         for name in PREFILL_PEERS:
@@ -115,7 +124,7 @@ def test_every_method_runs_once_at_what_it_is_held_to_and_a_stopped_run_goes_on(
     text = "\n".join(markdown(found))
     assert "| 1k | FlexPrefill (gamma" in text
     assert "our divergence is" in text
-    assert run_on(inputs, found) == (True, found, 0), "what is there is not run again"
+    assert run_on(inputs, found) == (True, 0), "what is there is not run again"
     lost = [key for key in found.by_key if key[0] != "dense" and found.loss(*key) >= 0.1]
     assert lost, "some method at a share of 0.4 loses"
     assert all(found.samples(key) == 2 for key in lost), "a task that lost has more samples"
@@ -124,8 +133,8 @@ def test_every_method_runs_once_at_what_it_is_held_to_and_a_stopped_run_goes_on(
 def test_settings_that_were_searched_are_saved_also_where_that_took_all_the_time(
     inputs: Inputs, few: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved: list[QualityFile] = []
-    table = Table(inputs, SuiteSamples((LENGTH,), samples=1), empty(inputs), saved.append, lambda line: None)
+    asked = SuiteSamples((LENGTH,), samples=1)
+    table = Table(inputs, asked, found := empty(inputs), lambda: RUN, lambda line: None)
 
     def searched(*given: object) -> tuple[dict[str, Method], dict[str, float]]:
         table.until = 0.0
@@ -133,15 +142,15 @@ def test_settings_that_were_searched_are_saved_also_where_that_took_all_the_time
 
     monkeypatch.setattr(Inputs, "prefill_peers", searched)
     assert not table.run([LENGTH])
-    assert saved[-1].knobs == {str(LENGTH): {"density": 0.4}}
+    assert found.all(Knobs)[LENGTH].values == {"density": 0.4}
 
 
 @pytest.mark.gpu
 def test_all_methods_run_on_a_gpu_and_what_is_shared_and_captured_loses_nothing(few: None) -> None:
     loaded = load_model(ModelSource(str(REFERENCE_MODEL)), device="cuda", dtype="bfloat16")
     inputs = inputs_of(loaded, columns=450, chosen=700)
-    is_whole, found, _ = run_on(inputs, empty(inputs))
-    assert is_whole
+    found = empty(inputs)
+    assert run_on(inputs, found)[0]
     for name in ("dense", "plan", "plan, prefill", "plan, decode"):
         cell = found.by_key[name, "niah_single_1", LENGTH]
         assert cell.recall[0] == 1.0, name
@@ -165,7 +174,7 @@ def test_the_command_writes_a_file_that_it_goes_on_with_and_prints(
     assert told.count("the same command goes on from") == 1
     assert "| 1k | plan |" in printed
     assert "commit abc" in printed
-    assert len(read_quality(tmp_path / "q.json").runs) == 1
+    assert len(QualityFile.read(QualityRun, tmp_path / "q.json").all(RunNote)) == 1
     assert main(["--show", str(tmp_path / "q.json")]) == 0
     assert capsys.readouterr().out in printed
     with pytest.raises(UsageError, match="samples 1 there, 2 here"):
@@ -184,13 +193,15 @@ def test_parts_that_ran_other_tasks_beside_each_other_make_the_whole_table(
     for name in ("fwe", "niah_single_1"):
         assert main([*command, "--out", files[name], "--tasks", name]) == 0
     assert main(["--merge", files["fwe"], files["niah_single_1"], "--out", files["merged"]]) == 0
-    *parts, found = [read_quality(Path(files[name])) for name in ("fwe", "niah_single_1", "merged")]
-    assert found.cells == tuple(cell for part in parts for cell in part.cells)
-    assert (found.head, found.notes, len(found.runs)) == (parts[0].head, parts[0].notes, 2)
+    *parts, found = [QualityFile.read(QualityRun, Path(files[name])) for name in ("fwe", "niah_single_1", "merged")]
+    assert found.by_key == {**parts[0].by_key, **parts[1].by_key}
+    assert (found.settings, found.all(MethodNote)) == (parts[0].settings, parts[0].all(MethodNote))
+    assert len(found.all(RunNote)) == 2
     monkeypatch.setattr(Table, "_next", None)
     assert main([*command, "--out", files["merged"]]) == 0, "all of the whole table is there"
     assert "step, ms" in "\n".join(markdown(found))
-    untimed = [line for line in markdown(found.untimed()) if line.startswith("|")]
+    found.add(*[cell.untimed() for cell in found.by_key.values()])
+    untimed = [line for line in markdown(found) if line.startswith("|")]
     assert "step, ms" not in "".join(untimed)
     assert len({line.count("|") for line in untimed}) == 1, "rows are as wide as their heads"
     with pytest.raises(UsageError, match="found fwe at 1k in"):
@@ -200,40 +211,39 @@ def test_parts_that_ran_other_tasks_beside_each_other_make_the_whole_table(
     assert "expected --tasks among niah_single_1, fwe, found fw" in capsys.readouterr().err
 
 
-def test_merging_keeps_each_setting_once_and_every_knob(inputs: Inputs) -> None:
-    def part(length: int, setting: str, **knobs: float) -> QualityFile:
-        cell = {"task": "fwe", "length": length, "recall": [1.0], "exact": [1.0], "kl": [0.0], "method": "Quest"}
+def test_merging_keeps_each_setting_once_and_every_knob(inputs: Inputs, tmp_path: Path) -> None:
+    def part(length: int, setting: str, path: str, **knobs: float) -> QualityFile:
+        found = empty(inputs, tmp_path / path, **({"seed": 1} if path == "other.json" else {}))
         note = MethodNote(name="Quest", length=LENGTH, group="decode", setting=setting)
-        made = empty(inputs).with_cell(QualityCell.model_validate(cell | SPENT)).with_notes([note])
-        return made.model_copy(update={"knobs": {"1024": knobs}})
+        found.add(cell_of("Quest", "fwe", [1.0], [0.0], length=length), note, Knobs(length=1024, values=knobs))
+        return found
 
-    parts = [part(1024, "a", tau=0.5), part(2048, "b"), part(4096, "a", alpha=0.1)]
-    found = merged([(Path(f"{number}.json"), one) for number, one in enumerate(parts)])
-    assert [note.setting for note in found.notes] == ["a or b"]
-    assert found.knobs == {"1024": {"tau": 0.5, "alpha": 0.1}}
-    head = parts[1].head
-    settings = head.settings.model_copy(update={"seed": 1})
-    other = parts[1].model_copy(update={"head": head.model_copy(update={"settings": settings})})
-    with pytest.raises(UsageError, match=r"another one in 1\.json: .*seed"):
-        merged([(Path("0.json"), parts[0]), (Path("1.json"), other)])
+    parts = [part(1024, "a", "0", tau=0.5), part(2048, "b", "1"), part(4096, "a", "2", alpha=0.1)]
+    found = merged(parts)
+    assert [note.setting for note in found.all(MethodNote).values()] == ["a or b"]
+    assert found.all(Knobs)[1024].values == {"tau": 0.5, "alpha": 0.1}
+    with pytest.raises(UsageError, match=r"other\.json, found those of another: seed"):
+        merged([parts[0], part(512, "a", "other.json")])
+
+
+def cell_of(method: str, task: str, recall: list[float], kl: list[float], **more: float) -> QualityCell:
+    cell = {"method": method, "task": task, "length": LENGTH, "device": "cpu", "recall": recall, "exact": recall}
+    return QualityCell.model_validate(cell | {"kl": kl} | SPENT | more)
 
 
 def made_up(
     inputs: Inputs, group: Group, right: dict[str, int], tasks: Sequence[str], samples: int = 20
 ) -> QualityFile:
     """Of the samples of each task a method has so many right; each diverges twice as much as the one before."""
-    head = empty(inputs).head
-    settings = head.settings.model_copy(update={"samples": samples})
-    run = RunNote(command="x", commit="x", device="x", date="x", seconds=1.0)
-    found = QualityFile(head=head.model_copy(update={"settings": settings}), runs=(run,))
+    found = empty(inputs, samples=samples)
+    found.add(RUN)
     for number, (method, task) in enumerate(product(right, tasks)):
         recall = [1.0] * right[method] + [0.0] * (samples - right[method])
         kl = [0.01 * 2.0 ** (number // len(tasks))] * samples
-        cell = {"method": method, "task": task, "length": LENGTH, "recall": recall, "exact": recall, "kl": kl}
         share = re.search(r"0\.[0-9]+$", method)  # of a method that evicts
-        cached = {"cached": float(share[0])} if share else {}
-        found = found.with_cell(QualityCell.model_validate(cell | SPENT | cached))
-    return found.with_notes([MethodNote(name=name, length=LENGTH, group=group) for name in right if name != "dense"])
+        found.add(cell_of(method, task, recall, kl, **({"cached": float(share[0])} if share else {})))
+    found.add(*(MethodNote(name=name, length=LENGTH, group=group) for name in right if name != "dense"))
+    return found
 
 
 def test_a_loss_of_ten_points_is_one_whatever_floating_point_makes_of_it(inputs: Inputs) -> None:
@@ -246,10 +256,9 @@ def test_methods_stand_beside_each_other_on_the_tasks_that_all_have_run(
     tasks = tuple(ruler_suite.RULER_SUITE)[:3]
     monkeypatch.setattr(ruler_suite, "RULER_SUITE", {task: ruler_suite.RULER_SUITE[task] for task in tasks})
     found = made_up(inputs, "decode", {"dense": 17, "plan, decode": 17, "Quest": 15}, tasks)
-    whole = made_up(inputs, "plan", {"dense": 17, "plan": 16}, tasks)
-    cells = tuple(cell for cell in found.cells if (cell.method, cell.task) != ("Quest", tasks[2]))
-    found = found.model_copy(update={"cells": (*cells, *(cell for cell in whole.cells if cell.method == "plan"))})
-    found = found.with_notes(whole.notes)
+    found.add(found.by_key["Quest", tasks[2], LENGTH].model_copy(update={"kl": ()}))  # which was not run
+    whole = made_up(inputs, "plan", {"plan": 16}, tasks)
+    found.add(*whole.by_key.values(), *whole.all(MethodNote).values())
     monkeypatch.setattr("sparsekv.bench.quality_file.FEWEST", 2)
     lines = list(markdown(found))
     decode = [line for line in lines[lines.index("**Decode at the plan's share, prefill dense**\n") :] if "1k" in line]

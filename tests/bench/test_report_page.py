@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
-from plans_samples import full_plan, model_info, small_plan
+from plans_samples import digest_of, full_plan, model_info, small_plan
 
+from sparsekv.bench.curve_file import CurvePoint, CurveRun
 from sparsekv.bench.report.sketch import Sketch, sketch_of
-from sparsekv.planner.data_files import write_measured
+from sparsekv.planner.records import RunFile, write_measured
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.model import AttentionGroup
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
@@ -93,9 +94,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     point = {"length": 4096, "phase": "prefill", "density": 0.1, "kl": 0.0, "agreement": None, "accuracy": 0.9}
     sparser = point | {"density": 0.05, "dense_accuracy": 0.95}
     points = [sparser | {"method": HOSTILE}, point | {"method": "ours"}, point | {"method": "ours", "length": 8192}]
-    (folder / "curve.json").write_text(json.dumps(points))
+    write_curve(folder / "curve.json", points)
     write_plan(hostile_plan(), folder / "hostile.yaml")
     return folder
+
+
+def write_curve(path: Path, points: list[dict[str, object]]) -> None:
+    run = CurveRun(model="m", architecture=digest_of("a"), dtype="float32", seed=0, samples=1, versions={}, tasks=())
+    RunFile(run, path).add(*map(CurvePoint.model_validate, points))
 
 
 def two_lengths() -> Cost:
@@ -208,7 +214,7 @@ def test_dense_has_its_line_in_every_chart_of_curves_and_times(sparsekv, files, 
 def test_what_has_one_point_is_a_table_and_no_chart(sparsekv, tmp_path) -> None:
     write_plan(full_plan(), tmp_path / "plan.yaml")
     point = {"method": "ours", "length": 4096, "phase": "prefill", "density": 0.1, "kl": 0.0456}
-    (tmp_path / "curve.json").write_text(json.dumps([point]))
+    write_curve(tmp_path / "curve.json", [point])
     sparsekv("report", tmp_path / "plan.yaml", "--curve", tmp_path / "curve.json", "-o", tmp_path / "page.html")
     page = Page((tmp_path / "page.html").read_text())
     assert not {name for name in page.data["charts"] if "time" in name or "curve" in name}

@@ -1,12 +1,14 @@
 """eval --suite: tables of RULER's tasks, dense beside plans, in a file that goes on over several runs."""
 
-import json
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 
 from sparsekv.planner.evaluation import suite as suites
+from sparsekv.planner.evaluation.suite_results import SuiteCell, SuiteRun
+from sparsekv.planner.records import RunFile
 from sparsekv.planner.tasks import ruler_suite
 from sparsekv.plans.files import load_plan, write_plan
 
@@ -21,6 +23,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suites, "RULER_SUITE", some)
 
 
+def cells(file: Path) -> list[SuiteCell]:
+    return [*RunFile.read(SuiteRun, file).all(SuiteCell).values()]
+
+
 CALL = ("--suite", "ruler", "--lengths", "1k,768", "--samples", 2)
 
 
@@ -30,21 +36,24 @@ def test_the_table_has_methods_by_length_and_then_tasks_the_worst_first(sparsekv
     def cell(run, method, plan):
         own = 1.0 if plan is None else 1.0 - lost[run.task]
         scores = {"recall": (own, 1.0), "exact": (1.0, 0.0), "prefill_density": 0.5, "decode_share": 1.0}
-        return suites.SuiteCell(method=method, task=run.task, length=run.length, **scores)
+        return suites.SuiteCell(method=method, task=run.task, length=run.length, device="cpu", **scores)
 
     monkeypatch.setattr(suites._Run, "cell", cell)
     done = sparsekv("eval", folder, *CALL)
     assert done.code == 0, done.err
     lines = [line.split() for line in done.out.splitlines()]
-    assert lines[0] == ["method", "score", "768", "1k", "mean"]
-    assert lines[1] == ["dense", "recall", "100.0", "100.0", "100.0"]
-    assert lines[2] == ["plan", "recall", "79.2", "79.2", "79.2"]
-    assert lines[4] == ["plan", "exact", "50.0", "50.0", "50.0"]
+    assert lines[0] == ["task", "length", "score", "dense", "plan", "difference", "95%", "tiles", "tokens"]
+    assert [line[:6] for line in lines[1:4]] == [
+        ["all", at, "recall", "100.0", "79.2", "-20.8"] for at in ("768", "1k", "all")
+    ]
+    assert lines[1][-2:] == ["0.500", "1.000"]
+    assert lines[4][:6] == ["all", "768", "exact", "50.0", "50.0", "+0.0"]
     order = [line[0] for line in lines if line and line[0] in TASKS]
     assert order == [task for task in ("niah_multivalue", "niah_single_1", "fwe") for _ in range(2)]
     worst = next(line for line in lines if line and line[0] == "niah_multivalue")
-    assert worst[1:5] == ["768", "100.0", "50.0", "-50.0"]
-    for word in ("Python's standard library", "absent: qa_1, qa_2", "2 samples of each", "recall -20.8 points"):
+    assert worst[1:6] == ["768", "recall", "100.0", "50.0", "-50.0"]
+    assert max(map(len, done.out.splitlines()[:13])) <= 100
+    for word in ("Python's standard library", "absent: qa_1, qa_2", "2 samples of each"):
         assert word in done.out
 
 
@@ -63,8 +72,7 @@ def test_results_are_printed_as_json_and_kept_in_a_file_that_is_not_measured_aga
     assert data["methods"][1]["prefill_density"]["1024"] < 1.0 == data["methods"][0]["prefill_density"]["1024"]
     assert data["haystacks"]["niah_multivalue"].startswith("source files of Python")
     assert (data["path"], data["absent"]) == (str(file), ["qa_1", "qa_2"])
-    whole = json.loads(file.read_text())
-    assert len(whole["cells"]) == 2 * len(TASKS) * 2
+    assert len(cells(file)) == 2 * len(TASKS) * 2
     before = file.read_bytes()
     monkeypatch.setattr(suites, "generated", lambda *_: pytest.fail("it ran again"))
     again = sparsekv("eval", folder, *CALL, "-o", file, "--json")
@@ -79,10 +87,10 @@ def test_a_run_that_was_interrupted_goes_on(sparsekv, folder, tmp_path, few, ctr
         stopped = sparsekv(*call)
     assert stopped.code == 130
     assert f"{file}; the same command goes on" in stopped.err
-    kept = json.loads(file.read_text())["cells"]
-    assert [(cell["task"], cell["method"]) for cell in kept] == [(TASKS[0], "dense"), (TASKS[0], "plan")]
+    kept = cells(file)
+    assert [(cell.task, cell.method) for cell in kept] == [(TASKS[0], "dense"), (TASKS[0], "plan")]
     assert sparsekv(*call).code == 0
-    whole = json.loads(file.read_text())["cells"]
+    whole = cells(file)
     assert whole[:2] == kept
     assert len(whole) == 6
 
@@ -95,7 +103,7 @@ def test_a_file_of_another_run_is_refused_before_the_model_is_loaded(sparsekv, c
     (copy / "model.safetensors").rename(copy / "hidden")
     other = sparsekv(*call, 2, "--seed", 5)
     assert (other.code, other.out) == (2, "")
-    assert "seed 0 there, 5 here; samples 1 there, 2 here" in other.err
+    assert "samples 1 there, 2 here; seed 0 there, 5 here" in other.err
     plan = load_plan(copy / "sparsekv.yaml")
     write_plan(plan.model_copy(update={"decode": None}), copy / "sparsekv.yaml")
     assert "plan of plan sha256:" in sparsekv(*call, 1).err
@@ -148,8 +156,8 @@ def test_without_a_plan_dense_is_run_alone(sparsekv, copy, few):
         (("--tasks", "qa_1"), ("corpus of questions", "lm-evaluation-harness")),
         (("--tasks", "vt,qa_2"), ("found qa_2", "lm-evaluation-harness")),
         (("--tasks", "niah_single_2"), ("niah_single_2", "--suite ruler")),
-        (("-o", "a.json"), ("--suite ruler beside --out",)),
-        (("--beside", "a=b.yaml"), ("--suite ruler beside --beside",)),
+        (("-o", "a.json"), ("--suite beside --out",)),
+        (("--beside", "a=b.yaml"), ("--suite beside --beside",)),
     ],
 )
 def test_what_cannot_be_run_is_told(sparsekv, folder, arguments, words):
@@ -188,11 +196,12 @@ def test_the_page_of_a_plan_draws_its_results(sparsekv, folder, tmp_path, few):
 def test_results_of_another_model_or_of_no_whole_length_are_not_drawn(sparsekv, folder, tmp_path, few):
     file, page = tmp_path / "ruler.json", tmp_path / "page.html"
     assert sparsekv("eval", folder, "--suite", "ruler", "--samples", 1, "-o", file, "--length", "768").code == 0
-    whole = json.loads(file.read_text())
-    file.write_text(json.dumps(whole | {"cells": whole["cells"][:-2]}))
+    whole = RunFile.read(SuiteRun, file)
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-2]))
     assert "at which all tasks were run" in sparsekv("report", folder, "-o", page, "--suite", file).err
-    model = whole["model"] | {"architecture": "sha256:" + "0" * 64}
-    file.write_text(json.dumps(whole | {"model": model}))
+    other = RunFile(whole.settings.model_copy(update={"architecture": "sha256:" + "0" * 64}))
+    other.add(*whole.all(SuiteCell).values())
+    other.write(file)
     done = sparsekv("report", folder, "-o", page, "--suite", file)
     assert (done.code, page.exists()) == (3, False)
     assert "of another architecture" in done.err

@@ -239,7 +239,7 @@ def test_an_older_profile_is_not_told_as_that_of_an_interrupted_run(sparsekv, mo
 
 def test_a_plan_from_a_profile_leaves_the_records_of_an_interrupted_run(sparsekv, model, measured, out, ctrl_c_in):
     partial = out.with_name("b.profile.partial")
-    partial.write_text("sparsekv.partial")
+    partial.write_text('{"kind": "sparsekv.partial"}')
     call = ("plan", model, "-o", out, *measured, "--profile-out", out.with_name("b.profile"))
     with ctrl_c_in("evaluate"):
         done = sparsekv(*call, *TASK)

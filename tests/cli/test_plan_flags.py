@@ -54,7 +54,7 @@ def refused(sparsekv, model, out):
         (("--tasks", ""), "--tasks"),
         (("--prompts", "/nowhere/prompts.jsonl"), "found none"),
         (("--profile", "/nowhere/a.profile"), "profile"),
-        (("--cost", "/nowhere/a.cost"), "device-cost"),
+        (("--cost", "/nowhere/a.cost"), "a.cost"),
         (("--profile-out", "/nowhere/a.profile"), "/nowhere"),
         (("--host", "sglang"), "vllm"),
         (("--tile", "96"), "128"),

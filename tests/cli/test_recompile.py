@@ -8,7 +8,7 @@ from model_folders import save_model
 from tiny_models import tiny_model
 
 from sparsekv.planner.cost.device_cost import DeviceCost, Line
-from sparsekv.planner.data_files import read_measured, write_measured
+from sparsekv.planner.records import read_measured, write_measured
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.schema import Target
 

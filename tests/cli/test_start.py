@@ -12,7 +12,7 @@ import pytest
 from planner_profiles import made_up_length, made_up_profile
 from plans_samples import large_plan, small_plan
 
-from sparsekv.planner.data_files import write_measured
+from sparsekv.planner.records import write_measured
 from sparsekv.plans.files import write_plan
 
 HEAVY = ("torch", "transformers", "triton", "numpy", "scipy", "huggingface_hub", "altair", "vl_convert")

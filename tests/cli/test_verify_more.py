@@ -15,7 +15,7 @@ from sparsekv.cli.main import main
 from sparsekv.cli.verdict import DRAWN_BY, GATED_BY, RUN_BY, Ended, repeated, run_by
 from sparsekv.cli.verify import VerifyFlags
 from sparsekv.planner.outcomes import Outcomes
-from sparsekv.planner.profile.resume import only_run
+from sparsekv.planner.records import only_run
 from sparsekv.plans.files import load_plan, seal, write_plan
 from sparsekv.plans.schema import Claim, Measurement, Plan, Quality
 

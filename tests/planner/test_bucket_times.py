@@ -11,11 +11,11 @@ from sparsekv.planner.allocate import allocate, candidates, timed_candidates
 from sparsekv.planner.bucket_times import time_buckets
 from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost, Line
 from sparsekv.planner.cost.predict import SURE_GAIN
-from sparsekv.planner.data_files import read_measured, write_measured
 from sparsekv.planner.job import job_of
 from sparsekv.planner.plan import compile_once, compile_plan, plan_remarks
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.records import read_measured, write_measured
 from sparsekv.planner.settled import Settled, settle
 from sparsekv.plans.errors import GateError
 from sparsekv.plans.files import dump_plan

@@ -13,8 +13,8 @@ from planner_models import made_up_cost
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
 
 from sparsekv.planner.cost.device_cost import DeviceCost, Line
-from sparsekv.planner.data_files import check_model, digest_of, read_measured, write_measured
-from sparsekv.planner.profile.profile_data import Profile
+from sparsekv.planner.profile.profile_data import Profile, check_model
+from sparsekv.planner.records import digest_of, read_measured, write_measured
 from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
 
 

@@ -14,7 +14,6 @@ from progress import Counting
 
 from sparsekv.planner.cost.device_cost import Line
 from sparsekv.planner.cost.predict import decode_share
-from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.decode_candidates import CandidateSpace, anchor_layers
 from sparsekv.planner.decode_search import Effort, measure_trials, upper_bound
 from sparsekv.planner.decode_trials import decode_trials
@@ -25,6 +24,7 @@ from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.records import read_measured
 from sparsekv.planner.settled import settle
 from sparsekv.plans.files import dump_plan
 from sparsekv.plans.model import check_fit

@@ -10,11 +10,11 @@ from planner_models import TILE, quick_options
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
 from sparsekv.planner.cost.measure import measure_cost
 from sparsekv.planner.cost.timed_host import Host
-from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.evaluation import modes
 from sparsekv.planner.job import job_of
 from sparsekv.planner.options import Gate
 from sparsekv.planner.plan import compile_plan
+from sparsekv.planner.records import read_measured
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.hf.load import LoadedModel
 

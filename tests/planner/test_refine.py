@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from planner_models import bare_job, made_up_cost, quick_options
 
-from sparsekv.planner.data_files import read_measured, write_measured
 from sparsekv.planner.job import Job
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profile_data import LayerScores, Profile
 from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.records import read_measured, write_measured
 from sparsekv.planner.refine import refine
 from sparsekv.planner.settled import settle
 from sparsekv.runtime.hf.load import LoadedModel

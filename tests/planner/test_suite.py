@@ -1,7 +1,8 @@
 """Runs of RULER's tasks: what is generated, what it scores, and what a file of an earlier run saves."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,38 +15,37 @@ from sparsekv.planner.evaluation import PlanMode
 from sparsekv.planner.evaluation import suite as suites
 from sparsekv.planner.evaluation.results import accuracy_interval, score_interval
 from sparsekv.planner.evaluation.suite import SuiteSamples, generated, run_suite
-from sparsekv.planner.evaluation.suite_file import (
-    SuiteCell,
-    SuiteMethod,
-    SuiteModel,
-    SuiteResult,
-    SuiteSettings,
-    continued_from,
-    read_suite,
-    write_suite,
-)
-from sparsekv.planner.evaluation.suite_table import SuiteTable
+from sparsekv.planner.evaluation.suite_results import SuiteCell, SuiteRun, SuiteTable, check_continued
+from sparsekv.planner.records import RunFile
 from sparsekv.planner.tasks.ruler_suite import RULER_SUITE
 from sparsekv.plans.aliases import ModelSource
-from sparsekv.plans.errors import PlanError, PromptError, UsageError
+from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.patterns import AShape, Dense, tokens
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import describe_config
 
 DIGEST = "sha256:" + "0" * 64
-SETTINGS = SuiteSettings(seed=0, samples=2, phase="both", backend="auto")
-MODEL = SuiteModel(id="some/model", architecture=DIGEST, dtype="float32")
+SETTINGS = SuiteRun(
+    model="some/model",
+    architecture=DIGEST,
+    dtype="float32",
+    seed=0,
+    samples=2,
+    phase="both",
+    backend="auto",
+    versions={},
+)
 
 
-def result_of(*cells: SuiteCell, **changes: object) -> SuiteResult:
-    fields = {"model": MODEL, "settings": SETTINGS, "methods": (SuiteMethod(name="dense"),), "devices": ("cpu",)}
-    return SuiteResult(**fields | {"versions": {"sparsekv": "0"}, "cells": cells} | changes)
+def file_of(*cells: SuiteCell, path: Path | None = None) -> RunFile[SuiteRun]:
+    file = RunFile(SETTINGS, path)
+    file.add(*cells)
+    return file
 
 
 def cell(method: str, task: str = "vt", length: int = 1024, recall: tuple[float, ...] = (1.0, 0.5)) -> SuiteCell:
-    return SuiteCell(
-        method=method, task=task, length=length, recall=recall, exact=(1.0, 0.0), prefill_density=1.0, decode_share=1.0
-    )
+    named = {"method": method, "task": task, "length": length, "device": "cpu"}
+    return SuiteCell(**named, recall=recall, exact=(1.0, 0.0), prefill_density=1.0, decode_share=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +70,16 @@ def test_tasks_whose_texts_end_at_once_say_nothing_of_the_tokens_that_decode_rea
     own = [
         cell("plan", task).model_copy(update={"decode_share": share}) for task, share in zip(tasks, shares, strict=True)
     ]
-    methods = (SuiteMethod(name="dense"), SuiteMethod(name="plan", plan=DIGEST))
-    table = SuiteTable.of(result_of(*dense, *own, methods=methods))
-    assert (table.decode_share("plan", 1024), table.decode_share("dense", 1024)) == (0.4, 1.0)
+    table = SuiteTable.of(file_of(*dense, *own))
+    assert [table.share(name, "decode_share", 1024) for name in ("plan", "dense")] == [0.4, 1.0]
     ended = [one.model_copy(update={"decode_share": None}) for one in own]
-    assert SuiteTable.of(result_of(*dense, *ended, methods=methods)).decode_share("plan", 1024) == 1.0
+    assert SuiteTable.of(file_of(*dense, *ended)).share("plan", "decode_share", 1024) == 1.0
 
 
 def test_a_plan_that_is_dense_scores_what_dense_does_and_the_model_solves_some(retriever, few) -> None:
     plan = plan_for(retriever.model, every_head(retriever.model, Dense()))
-    whole = run_suite(retriever, {"plan": PlanMode(plan)}, ASKED, result_of(), kit=kit_of(retriever.tokenizer))
-    by_key = whole.by_key
+    run_suite(retriever, {"plan": PlanMode(plan)}, ASKED, file := file_of(), kit=kit_of(retriever.tokenizer))
+    by_key = file.all(SuiteCell)
     for task in ("niah_single_1", "fwe"):
         dense, same = by_key["dense", task, 768], by_key["plan", task, 768]
         assert (dense.recall, dense.exact) == (same.recall, same.exact)
@@ -92,12 +91,12 @@ def test_a_plan_that_sees_too_little_loses_and_says_what_it_computed(retriever, 
     model = retriever.model
     narrow = every_head(model, AShape(sink=tokens(64), window=tokens(64)))
     plan = plan_for(model, narrow, decode_plan(segment(0, range(1, model.config.num_hidden_layers), 16)))
-    whole = run_suite(retriever, {"plan": PlanMode(plan)}, ASKED, result_of(), kit=kit_of(retriever.tokenizer))
-    pair = whole.paired("plan", "recall", ("niah_single_1",), (768,))
+    run_suite(retriever, {"plan": PlanMode(plan)}, ASKED, file := file_of(), kit=kit_of(retriever.tokenizer))
+    pair = SuiteTable(file, ("plan",), (768,)).paired("plan", "recall", ("niah_single_1",), (768,))
     assert (pair.dense, pair.own, pair.difference) == (1.0, 0.0, -1.0)
     assert pair.interval[0] == -1.0 < pair.interval[1] < 0.0
-    assert whole.by_key["plan", "niah_single_1", 768].prefill_density < 0.5
-    assert whole.by_key["dense", "niah_single_1", 768].prefill_density == 1.0
+    assert file.all(SuiteCell)["plan", "niah_single_1", 768].prefill_density < 0.5
+    assert file.all(SuiteCell)["dense", "niah_single_1", 768].prefill_density == 1.0
 
 
 def test_samples_that_run_together_score_what_each_does_by_itself(retriever, few, monkeypatch) -> None:
@@ -105,42 +104,30 @@ def test_samples_that_run_together_score_what_each_does_by_itself(retriever, few
     model = retriever.model
     narrow = every_head(model, AShape(sink=tokens(64), window=tokens(256)))
     modes = {"plan": PlanMode(plan_for(model, narrow, decode_plan(segment(0, range(1, 4), 64))))}
-    alone, together = (
-        run_suite(retriever, modes, replace(ASKED, samples=3, batch=size), result_of(), kit=kit_of(retriever.tokenizer))
-        for size in (1, 2)
-    )
-    assert [(one.recall, one.exact) for one in alone.cells] == [(one.recall, one.exact) for one in together.cells]
-    assert len({one.recall for one in alone.cells}) > 1
+    found = []
+    for size in (1, 2):
+        asked = replace(ASKED, samples=3, batch=size)
+        run_suite(retriever, modes, asked, file := file_of(), kit=kit_of(retriever.tokenizer))
+        found.append([(one.recall, one.exact) for one in file.all(SuiteCell).values()])
+    assert found[0] == found[1]
+    assert len({recall for recall, _ in found[0]}) > 1
 
 
 def test_what_a_run_has_found_is_not_run_again(retriever, few, tmp_path) -> None:
-    kit, seen, file = kit_of(retriever.tokenizer), [], tmp_path / "ruler.json"
-
-    @dataclass
-    class Stopped(Exception):
-        pass
-
-    def stop(result: SuiteResult) -> None:
-        write_suite(result, file)
-        seen.append([one.key for one in result.cells])
-        raise Stopped
-
-    with pytest.raises(Stopped):
-        run_suite(retriever, {}, ASKED, result_of(), kit=kit, done=stop)
-    assert seen == [[("dense", "niah_single_1", 768)]]
-    wrong = read_suite(file)
-    marked = wrong.model_copy(
-        update={"cells": tuple(c.model_copy(update={"recall": (0.25, 0.25)}) for c in wrong.cells)}
-    )
-    whole = run_suite(retriever, {}, ASKED, marked, kit=kit)
-    assert [one.key for one in whole.cells] == [("dense", task, 768) for task in ("niah_single_1", "fwe")]
-    assert whole.cells[0].recall == (0.25, 0.25)  # as the file has it
+    first = cell("dense", "niah_single_1", 768, (0.25, 0.25))
+    file_of(first, path=tmp_path / "ruler.json")
+    file = RunFile.of(SETTINGS, tmp_path / "ruler.json")
+    run_suite(retriever, {}, ASKED, file, kit=kit_of(retriever.tokenizer))
+    assert [*file.all(SuiteCell)] == [("dense", task, 768) for task in ("niah_single_1", "fwe")]
+    again = RunFile.of(SETTINGS, tmp_path / "ruler.json").all(SuiteCell)
+    assert again == file.all(SuiteCell)
+    assert again[first.key] == first
 
 
 def test_a_length_that_is_too_short_is_found_out_before_anything_runs(retriever, monkeypatch) -> None:
     monkeypatch.setattr(suites, "generated", lambda *_: pytest.fail("it ran"))
     with pytest.raises(PromptError, match=r"of --suite ruler at 100,.*use a longer length"):
-        run_suite(retriever, {}, SuiteSamples((768, 100)), result_of(), kit=kit_of(retriever.tokenizer))
+        run_suite(retriever, {}, SuiteSamples((768, 100)), file_of(), kit=kit_of(retriever.tokenizer))
 
 
 # --- generation -------------------------------------------------------------------------------------------------------
@@ -175,59 +162,34 @@ def test_each_row_ends_at_its_end_token() -> None:
 # --- files and intervals ----------------------------------------------------------------------------------------------
 
 
-def test_a_file_holds_what_was_written(tmp_path) -> None:
-    result = result_of(cell("dense"), cell("dense", "cwe"))
-    write_suite(result, tmp_path / "a.json")
-    assert read_suite(tmp_path / "a.json") == result
-    write_suite(result_of(), tmp_path / "b.json")
-    assert read_suite(tmp_path / "b.json") == result_of()
-
-
-@pytest.mark.parametrize("content", ["[]", "{", '{"kind": "sparsekv.suite"}', "[" * 9999])
-def test_a_file_of_something_else_is_refused(tmp_path, content) -> None:
-    (tmp_path / "a.json").write_text(content)
-    with pytest.raises(PlanError, match=r"a\.json"):
-        read_suite(tmp_path / "a.json")
-
-
-@pytest.mark.parametrize("scores", [(), (1.0,), (1.0, 1.0, 0.0)])
-def test_a_cell_with_other_than_the_samples_of_its_file_is_refused_by_name(tmp_path, scores) -> None:
-    write_suite(result_of().with_cells([cell("dense", recall=scores)]), tmp_path / "a.json")
-    with pytest.raises(PlanError, match="dense/vt/1024"):
-        read_suite(tmp_path / "a.json")
-
-
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("known", "plan", "told"),
     [
-        ({"settings": SETTINGS.model_copy(update={"samples": 3})}, "samples 2 there, 3 here"),
-        ({"settings": SETTINGS.model_copy(update={"prefill_chunk": 64})}, "prefill chunk none there, 64 here"),
-        ({"model": MODEL.model_copy(update={"dtype": "float16"})}, "dtype float32 there, float16 here"),
-        ({"methods": (SuiteMethod(name="plan", plan="sha256:" + "1" * 64),)}, "plan of plan sha256:0"),
+        ({"samples": 3}, DIGEST, "samples 2 there, 3 here"),
+        ({"seed": 0, "prefill_chunk": 64}, DIGEST, "prefill chunk none there, 64 here"),
+        ({}, "sha256:" + "1" * 64, "plan of plan sha256:0"),
     ],
 )
-def test_a_run_that_differs_is_refused_by_what_differs(tmp_path, changes, told) -> None:
-    found = result_of(methods=(SuiteMethod(name="dense"), SuiteMethod(name="plan", plan=DIGEST)))
+def test_a_run_that_differs_is_refused_by_what_differs(tmp_path, known, plan, told) -> None:
+    file = file_of(cell("plan").model_copy(update={"plan": DIGEST}), path=tmp_path / "a.json")
+    check_continued(file, {"samples": 2}, {"plan": DIGEST, "half": plan})
     with pytest.raises(UsageError) as error:
-        continued_from(found, result_of(**changes), tmp_path / "a.json")
+        check_continued(file, known, {"plan": plan})
     assert told in str(error.value)
-    assert str(error.value).count(" there") == 2  # "others there", and one difference
+    assert str(error.value).count(" there") == 1
 
 
-def test_another_name_of_the_model_further_methods_and_devices_go_on() -> None:
-    found = result_of(cell("dense"))
-    methods = (SuiteMethod(name="dense"), SuiteMethod(name="plan", plan=DIGEST))
-    renamed = MODEL.model_copy(update={"id": "other/name"})
-    whole = continued_from(found, result_of(methods=methods, model=renamed, devices=("H100",)), "a.json")
-    assert (whole.methods, whole.devices, whole.cells) == (methods, ("cpu", "H100"), found.cells)
+def test_another_name_of_the_model_goes_on(tmp_path) -> None:
+    file_of(cell("dense"), path=tmp_path / "a.json")
+    assert RunFile.of(SETTINGS.model_copy(update={"model": "other/name"}), tmp_path / "a.json").all(SuiteCell)
 
 
 def test_means_and_differences_are_of_the_same_samples() -> None:
     cells = [cell("dense"), cell("plan", recall=(0.5, 0.5)), cell("dense", "cwe"), cell("plan", "cwe")]
-    whole = result_of(*cells)
-    pair = whole.paired("plan", "recall", ("vt", "cwe"), (1024,))
+    table = SuiteTable(file_of(*cells), ("plan",), (1024,))
+    pair = table.paired("plan", "recall", ("vt", "cwe"), (1024,))
     assert (pair.dense, pair.own, pair.difference) == (0.75, 0.625, -0.125)
-    assert whole.scores("plan", "recall", ("vt", "cwe"), (1024,)) == [0.5, 0.5, 1.0, 0.5]
+    assert table.scores("plan", "recall", ("vt", "cwe"), (1024,)) == [0.5, 0.5, 1.0, 0.5]
 
 
 def test_the_interval_of_scores_covers_what_is_true() -> None:
