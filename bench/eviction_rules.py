@@ -5,10 +5,8 @@
 * Expected attention (arXiv 2510.00636): by the mean and covariance of a head's queries before rotation, which future
   positions rotate on average; the expected weight of a key, averaged over the query heads of its KV head, times the
   norm of its value. Heads share a layer's budget as in AdaKV (arXiv 2407.11550).
-* AdaKV: SnapKV's scores, and heads that share a layer's budget.
-* TOVA (arXiv 2401.06104): a layer keeps the keys that the last query attends to most, over all heads.
 
-All of these take one share of every layer. Queries are unrotated by halves, as Llama and Qwen rotate them.
+Both take one share of every layer. Queries are unrotated by halves, as Llama and Qwen rotate them.
 
 Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, S tokens of a prompt, W observed queries, D head
 size; g is 1 or G.
@@ -29,19 +27,18 @@ from sparsekv.planner.evaluation.predictions import Prefilled, prefill
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import tokens
 from sparsekv.plans.phases import Retention
-from sparsekv.runtime.core.eviction_scores import SCORES
 from sparsekv.runtime.core.roles import rows_to_cache
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.hf.describe import config_of, decoder_of
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 _SINK, _FUTURE = 4, 512  # expected attention: tokens that are no statistics, positions that follow
-_EPSILON, _SAFE = 0.02, 0.2  # of it: added to expected weights; AdaKV: share of its own budget that a head always has
+_EPSILON, _SAFE = 0.02, 0.2  # of it: added to expected weights; share of its own budget that a head always has
 _SNAP, _OBSERVED = 64, 256  # queries
 _ROWS = 4096  # whose statistics are added at once
 ROTATE_BY_HALVES = ("llama", "qwen2", "qwen3", "mistral")  # model types
 
-EvictionRule = Literal["snapkv", "adakv", "expected_attention", "expected_attention_evenly", "tova"]
+EvictionRule = Literal["snapkv", "expected_attention"]
 Masks = Mapping[int, torch.Tensor]
 """Masks of the cached tokens of a prompt by layer, bool [B, g, S]; layers that are not named keep all."""
 
@@ -81,7 +78,7 @@ class PromptObserver:
     @classmethod
     def of(cls, model: PreTrainedModel, rules: tuple[str, ...]) -> PromptObserver:
         """Raises UnsupportedError where expected attention is asked for and the model rotates otherwise."""
-        if not any(rule.startswith("expected_attention") for rule in rules):
+        if "expected_attention" not in rules:
             return cls()
         if (kind := config_of(model).model_type) not in ROTATE_BY_HALVES:
             raise UnsupportedError(
@@ -150,30 +147,16 @@ class ObservedPrompt:
 
     def by_rule(self, rule: EvictionRule, share: float) -> Masks:
         """Returns the masks of all layers with full attention by a rule of others: the same share of tokens in each."""
-        return {layer: self.kept(layer, rule, share) for layer in self.seen.newest}
+        return {layer: self._kept(layer, rule, share) for layer in self.seen.newest}
 
-    def kept(self, layer: int, rule: EvictionRule, share: float) -> torch.Tensor:
-        """bool [B, g, S]: what one layer keeps."""
+    def _kept(self, layer: int, rule: EvictionRule, share: float) -> torch.Tensor:
+        """bool [B, G, S]: what one layer keeps."""
         count = min(self.past, max(1, round(share * self.past)))
-        if rule in ("expected_attention", "expected_attention_evenly"):
-            return top_of_layer(self._expected(layer), count, _SAFE if rule == "expected_attention" else 1.0)
-        if rule == "adakv":
-            return top_of_layer(self._observed(layer), count, _SAFE)
-        window, heads = (1, "max") if rule == "tova" else (_SNAP, "per_kv_head")
-        own: dict[str, Any] = {"observe": window, "recent": min(window, count), "heads": heads}
-        keep = tokens(max(0, count - window))
-        return self._by_rule(
-            layer, Retention(layers=(layer,), keep=keep, sink=0, generated=1, score="attention_sum", **own)
-        )
-
-    def _observed(self, layer: int) -> torch.Tensor:
-        """float32 [B, G, S]: attention of the last queries by KV head; these highest."""
-        k_BGSD, _ = self.keys_values(layer)
-        newest = self.seen.newest[layer].before(None, _SNAP)
-        backend = "triton" if k_BGSD.is_cuda else "reference"
-        scores_BGS = SCORES["attention_sum"](newest, k_BGSD, together=False, backend=backend)
-        scores_BGS[..., -_SNAP:] = torch.inf
-        return scores_BGS
+        if rule == "expected_attention":
+            return top_of_layer(self._expected(layer), count)
+        keep, recent = tokens(max(0, count - _SNAP)), min(_SNAP, count)
+        own: dict[str, Any] = {"observe": _SNAP, "recent": recent, "heads": "per_kv_head", "score": "attention_sum"}
+        return self._by_rule(layer, Retention(layers=(layer,), keep=keep, sink=0, generated=1, **own))
 
     def _by_rule(self, layer: int, rule: Retention) -> torch.Tensor:
         """bool [B, g, S]."""
@@ -209,13 +192,10 @@ class ObservedPrompt:
         return torch.nn.functional.pad(scores_BGS, (_SINK, 0), value=torch.inf)
 
 
-def top_of_layer(scores_BGS: torch.Tensor, count: int, safe: float) -> torch.Tensor:
-    """bool [B, G, S]: the best keys of a layer, `count` times its KV heads in all (AdaKV, algorithm 1).
-
-    Args:
-        safe: share of `count` that every head has at least; 1 gives every head as many.
-    """
-    least = scores_BGS.topk(round(safe * count), -1).indices
+def top_of_layer(scores_BGS: torch.Tensor, count: int) -> torch.Tensor:
+    """bool [B, G, S]: the best keys of a layer, `count` times its KV heads in all, of which each head has its own best
+    _SAFE (AdaKV, algorithm 1)."""
+    least = scores_BGS.topk(round(_SAFE * count), -1).indices
     free_BGS = scores_BGS.scatter(-1, least, torch.inf)
     best_BK = free_BGS.flatten(1).topk(count * scores_BGS.shape[1], -1).indices
     kept_BX = torch.zeros_like(free_BGS, dtype=torch.bool).flatten(1)

@@ -35,11 +35,9 @@ from typing import NamedTuple
 import torch
 
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.pattern_family import Structure
-from sparsekv.plans.patterns import PATTERNS, Pattern, TileShape, last_q_for
+from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash, last_q_for, tokens
 
-_PLANTED = {name: kind for name, kind in PATTERNS.items() if kind.planting}
-FAMILIES = tuple(sorted(_PLANTED, key=lambda name: not _PLANTED[name].by_default))  # the default one first
+FAMILIES = ("vertical_slash", "a_shape", "block_sparse")
 
 SINK = 4  # tokens that every head looks at
 _MANDATORY = 3  # tiles of a row
@@ -90,28 +88,36 @@ def sizes_for(family: str, length: int, density: float, tile: TileShape, narrowe
         density: computed tiles over causal tiles.
         narrowest: diagonals of the narrowest band that can be planted.
     """
-    match PATTERNS[family].planting:
-        case "lines":
+    row_tiles = row_tiles_at(density, length, tile)
+    match family:
+        case "vertical_slash":
             return _lines(family, length, density, tile, narrowest)
-        case "window":
-            return HeadSizes(family, window=(tile.row_tiles(length, density) - 2) * tile.key)
+        case "a_shape":
+            return HeadSizes(family, window=(row_tiles - 2) * tile.key)
         case _:
-            hot = max(1, tile.row_tiles(length, density) - _MANDATORY)
+            hot = max(1, row_tiles - _MANDATORY)
             return HeadSizes(family, clusters=max(2, math.ceil(tile.key_tiles(length) / hot)))
 
 
 def pattern_for(sizes: HeadSizes, length: int, density: float, tile: TileShape, last_q: int | None = None) -> Pattern:
     """The pattern with budgets for what was planted."""
-    planted = Structure(
-        length,
-        density,
-        tile,
-        row_tokens=math.ceil(_ROOM * sizes.row_tiles(length, tile)) * tile.key,
-        columns=sizes.columns + SINK,
-        diagonals=sizes.diagonals + SINK,
-        last_q=last_q,
+    if sizes.family != "vertical_slash":
+        return diffuse_pattern(sizes.family, length, density, tile)
+    sampled = last_q_for(length)
+    return VerticalSlash(
+        vertical=tokens(sizes.columns + SINK),
+        slash=tokens(
+            sizes.diagonals + SINK + sampled
+        ),  # each sampled query sees the sinks on a far diagonal of its own
+        last_q=last_q or sampled,
+        max_tiles=tokens(math.ceil(_ROOM * sizes.row_tiles(length, tile)) * tile.key),
     )
-    return PATTERNS[sizes.family].covering(planted)
+
+
+def row_tiles_at(density: float, length: int, tile: TileShape) -> int:
+    """K such that rows of at most K tiles compute that share of the causal tiles: early rows have fewer."""
+    tiles = tile.key_tiles(length)
+    return min(tiles, max(tile.mandatory, round(tiles * (1 - math.sqrt(1 - density)))))
 
 
 def diffuse_pattern(family: str, length: int, density: float, tile: TileShape) -> Pattern:
@@ -120,11 +126,19 @@ def diffuse_pattern(family: str, length: int, density: float, tile: TileShape) -
     Raises:
         UsageError: a family whose density the attention decides.
     """
-    pattern = PATTERNS[family].at_density(length, density, tile) if family in PATTERNS else None
-    if pattern is None:
-        sized = ", ".join(name for name, kind in PATTERNS.items() if kind.at_density(length, density, tile))
-        raise UsageError(f"expected patterns whose budgets fix their density ({sized}), found {family!r:.40}")
-    return pattern
+    row_tiles = row_tiles_at(density, length, tile)
+    match family:
+        case "a_shape":  # the first key tile, and a window that fills the row
+            return AShape(sink=tokens(4), window=tokens((row_tiles - 2) * tile.key + 1))
+        case "block_sparse":
+            return BlockSparse(keep=tokens(max(tile.mandatory + 1, row_tiles) * tile.key))
+        case "vertical_slash":  # diagonals are scattered there, so that `max_tiles` binds
+            # A row sees the lines that begin before it: beside the tiles that all rows have, late rows compute more.
+            seen_last = max(2.0, density * tile.key_tiles(length) - 2 * tile.mandatory)
+            columns = min(length // 4, round(_COLUMN_SHARE * seen_last * tile.key / (1.01 - density)))  # some in tiles
+            bound = tokens(math.ceil((1 - _COLUMN_SHARE) * seen_last + tile.mandatory) * tile.key)
+            return VerticalSlash(vertical=tokens(columns), slash=bound, last_q=last_q_for(length), max_tiles=bound)
+    raise UsageError(f"expected patterns whose budgets fix their density ({', '.join(FAMILIES)}), found {family!r:.40}")
 
 
 def _lines(family: str, length: int, density: float, tile: TileShape, narrowest: int) -> HeadSizes:
@@ -169,10 +183,9 @@ def _width(dimensions: slice) -> int:
 
 def layout_for(families: Collection[str], head_dim: int, group: int) -> Layout:
     """Gives slashes, which need the most, what the others leave. `head_dim` is at least SMALLEST_HEAD."""
-    planted = {PATTERNS[family].planting for family in families}
-    slashes, tiles = "lines" in planted, "tiles" in planted
+    slashes, tiles = "vertical_slash" in families, "block_sparse" in families
     columns = min(group, head_dim // 8) if slashes else 0
-    position = 2 if "window" in planted else 0
+    position = 2 if "a_shape" in families else 0
     left = head_dim - 1 - columns - position - head_dim // 8  # the last for the base
     code = 0 if not tiles else left // 5 if slashes else left // 2
     pairs = (left - code) // 2 if slashes else 0

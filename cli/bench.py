@@ -32,7 +32,7 @@ from sparsekv.planner.options import Device, Hardware, KVPrecision, Precision, P
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.patterns import PATTERNS, TileShape, tokens
+from sparsekv.plans.patterns import TileShape, tokens
 from sparsekv.plans.schema import Plan
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 _KERNEL_LENGTHS = {"cuda": (8192, 32768, 131072), "cpu": (4096, 8192)}
 _PREFILL_LENGTHS = {"cuda": (8192, 32768), "cpu": (4096,)}
-_PLANTED = [name for name, kind in PATTERNS.items() if kind.planting]
 
 
 class KernelFlags(Timed, Device, Precision, Output):
@@ -65,7 +64,8 @@ class KernelFlags(Timed, Device, Precision, Output):
     patterns: Annotated[
         Names,
         Flag(
-            f"{', '.join(_PLANTED)}, several joined by +, or mixed: all of them; by default mixed and vertical_slash.",
+            "a_shape, vertical_slash, block_sparse, several joined by +, or mixed: all of them; by default mixed and "
+            "vertical_slash.",
             metavar="LIST",
         ),
     ] = ("mixed", "vertical_slash")

@@ -1,5 +1,4 @@
-"""Says what patterns spend, and all that the program asks a pattern: bounds, what to search, what to time, what to
-plant.
+"""Says what patterns spend, and all that the program asks a pattern: bounds, what to search, what to time.
 
 A budget is `{tokens: n}` or `{fraction: x}`, never a bare number. A fraction is of the context length at the time of
 use: past + chunk in prefill, all cached tokens in decode.
@@ -76,11 +75,6 @@ class TileShape(Part):
         """Key tiles of so many tokens."""
         return -(-length // self.key)
 
-    def row_tiles(self, length: int, density: float) -> int:
-        """K such that rows of at most K tiles compute that share of the causal tiles: early rows have fewer."""
-        tiles = self.key_tiles(length)
-        return min(tiles, max(self.mandatory, round(tiles * (1 - math.sqrt(1 - density)))))
-
 
 P_co = TypeVar("P_co", covariant=True)
 
@@ -128,42 +122,16 @@ class SizeRange(Generic[P_co]):
     last_q: int | None = None
 
 
-# Where a bench makes attention go: a local window; columns and diagonals; some tiles of every row.
-Planting = Literal["window", "lines", "tiles"]
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """Holds what was planted in a head: the part of it that a pattern may need to know to find it.
-
-    Attributes:
-        density: of the causal tiles, that a pattern for it computes.
-        row_tokens: of the tiles of a row at most, with room to spare.
-        columns, diagonals: those of the sinks included; 0 where none were planted.
-        last_q: queries to sample, where that was asked for.
-    """
-
-    length: int
-    density: float
-    tile: TileShape
-    row_tokens: int
-    columns: int = 0
-    diagonals: int = 0
-    last_q: int | None = None
-
-
 class PatternFamily(Part):
     """Holds what a pattern is asked. A family answers for itself what is not so for it.
 
     Attributes:
         growing: budgets that grow with the context; sinks and windows do not.
         by_default: whether it is searched when nobody names families; all with `ranges` are when named.
-        planting: what a bench plants for it; None: it is not for the bench of kernels.
     """
 
     growing: ClassVar[tuple[str, ...]] = ()
     by_default: ClassVar[bool] = False
-    planting: ClassVar[Planting | None] = None
 
     def tile_tokens(self, length: int) -> int:
         """Most tokens of the tiles of a row, before they are rounded outward."""
@@ -217,18 +185,3 @@ class PatternFamily(Part):
     def timed(cls, length: int) -> tuple[Self, ...]:
         """A few that the cost of a device is measured with: sparse and less so. Needed by a family with `ranges`."""
         return ()
-
-    @classmethod
-    def at_density(cls, length: int, density: float, tile: TileShape) -> Self | None:
-        """One that computes about this share of the causal tiles, also where attention is diffuse.
-
-        None: attention decides how much it computes.
-        """
-        return None
-
-    @classmethod
-    def covering(cls, planted: Structure) -> Self:
-        """One with budgets for what was planted for it."""
-        found = cls.at_density(planted.length, planted.density, planted.tile)
-        assert found is not None, "a family with a planting and no density says what covers it"
-        return found

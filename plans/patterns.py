@@ -5,14 +5,13 @@ A pattern only says which key tiles and single columns a query tile computes. Th
 outward. Every pattern also computes the diagonal tile, the one before it, and the first key tile, within its budgets.
 
 To add a pattern: its class and its name in `Pattern` here, its index builder in `kernels/index/`, the builder's row in
-`kernels/index/build.py`, and its test. Files, options, the search, cost, memory and bench ask the class.
+`kernels/index/build.py`, and its test. Files, options, the search, cost and memory ask the class.
 
 Source: MInference 1.0, section 3.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self, get_args
 
@@ -22,9 +21,7 @@ from sparsekv.plans.pattern_family import (
     Budget,
     Grid,
     PatternFamily,
-    Planting,
     SizeRange,
-    Structure,
     TileShape,
     fraction,
     tokens,
@@ -68,7 +65,6 @@ class AShape(PatternFamily):
     pattern: Literal["a_shape"] = "a_shape"
     sink: Budget
     window: Budget
-    planting: ClassVar[Planting] = "window"
 
     def tile_tokens(self, length: int) -> int:
         """Returns the tokens of one row of the row tile."""
@@ -104,11 +100,6 @@ class AShape(PatternFamily):
         """A narrow window and a wide one."""
         return tuple(cls(sink=tokens(128), window=tokens(length // part)) for part in (16, 4))
 
-    @classmethod
-    def at_density(cls, length: int, density: float, tile: TileShape) -> Self:
-        """The first key tile, and a window that fills the row."""
-        return cls(sink=tokens(4), window=tokens((tile.row_tiles(length, density) - 2) * tile.key + 1))
-
 
 MOST_SAMPLED = 1024  # queries of a vertical-slash head
 _PUBLISHED_LAST_Q = 64
@@ -116,7 +107,6 @@ _PUBLISHED_STEP = 50
 # More sampled queries find more of what a head looks for; from some length on, they cost more than they find.
 _LAST_Q = 256
 _LAST_Q_UP_TO = 1 << 16
-_COLUMN_SHARE = 0.2  # of the tiles of a row, where a density is asked for
 
 
 def last_q_for(length: int) -> int:
@@ -138,7 +128,6 @@ class VerticalSlash(PatternFamily):
     max_tiles: Budget
     growing: ClassVar[tuple[str, ...]] = ("vertical", "slash", "max_tiles")
     by_default: ClassVar[bool] = True  # no other one improved on it in any model measured (EXPERIMENTS.md)
-    planting: ClassVar[Planting] = "lines"
 
     def tile_tokens(self, length: int) -> int:
         """The bound on a row."""
@@ -190,33 +179,12 @@ class VerticalSlash(PatternFamily):
             for vertical, slash in ((few, many), (many, few))
         )
 
-    @classmethod
-    def at_density(cls, length: int, density: float, tile: TileShape) -> Self:
-        """Where attention is diffuse, diagonals are scattered, and `max_tiles` binds."""
-        # A row sees the lines that begin before it: beside the tiles that all rows have, late rows compute more.
-        seen_last = max(2.0, density * tile.key_tiles(length) - 2 * tile.mandatory)
-        columns = min(length // 4, round(_COLUMN_SHARE * seen_last * tile.key / (1.01 - density)))  # some lie in tiles
-        bound = tokens(math.ceil((1 - _COLUMN_SHARE) * seen_last + tile.mandatory) * tile.key)
-        return cls(vertical=tokens(columns), slash=bound, last_q=last_q_for(length), max_tiles=bound)
-
-    @classmethod
-    def covering(cls, planted: Structure) -> Self:
-        """The lines planted."""
-        sampled = last_q_for(planted.length)
-        return cls(
-            vertical=tokens(planted.columns),
-            slash=tokens(planted.diagonals + sampled),  # each sampled query sees the sinks on a far diagonal of its own
-            last_q=planted.last_q or sampled,
-            max_tiles=tokens(planted.row_tokens),
-        )
-
 
 class BlockSparse(PatternFamily):
     """The top tiles of each row by mean-pooled queries and keys; `keep` is tokens of tiles a row."""
 
     pattern: Literal["block_sparse"] = "block_sparse"
     keep: Budget
-    planting: ClassVar[Planting] = "tiles"
 
     def tile_tokens(self, length: int) -> int:
         """Those kept."""
@@ -248,11 +216,6 @@ class BlockSparse(PatternFamily):
     def timed(cls, length: int) -> tuple[Self, ...]:
         """Few tiles and many."""
         return tuple(cls(keep=tokens(max(least, length // part))) for least, part in ((256, 16), (512, 4)))
-
-    @classmethod
-    def at_density(cls, length: int, density: float, tile: TileShape) -> Self:
-        """Room for one tile more than the mandatory ones at least."""
-        return cls(keep=tokens(max(tile.mandatory + 1, tile.row_tiles(length, density)) * tile.key))
 
 
 Pattern = Annotated[

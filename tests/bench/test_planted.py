@@ -9,7 +9,7 @@ import torch
 
 from sparsekv.bench.kernels import families_of
 from sparsekv.bench.planted import Planted, check_plantable, check_rows, plant, sample_rows
-from sparsekv.bench.structure import FAMILIES, SINK, pattern_for, sizes_for
+from sparsekv.bench.structure import FAMILIES, SINK, diffuse_pattern, pattern_for, sizes_for
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.reference import mask_of, reference_attention
@@ -176,3 +176,12 @@ def test_structure_grows_with_density_and_bands_are_never_narrower_than_can_be_p
         assert counts == sorted(counts)
     hot = [sizes_for("block_sparse", 131072, share, tile).clusters for share in shares]
     assert hot == sorted(hot, reverse=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pattern_of_a_density_computes_about_that_share_where_attention_is_diffuse(family):
+    random = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 4096, 32, generator=random) for _ in range(2))
+    chunk, pattern = Chunk.uniform(1, 0, 4096), diffuse_pattern(family, 4096, 0.3, TILE)
+    index = build_index([pattern], q, k, chunk, TILE, scale=32**-0.5, builder="torch")
+    assert float(density(index, chunk)) == pytest.approx(0.3, rel=0.2)

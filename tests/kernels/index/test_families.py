@@ -9,7 +9,6 @@ from sparsekv.plans.patterns import PATTERNS, Pattern, TileShape
 
 TILES = (TileShape(query=64, key=64), TileShape(query=128, key=128), TileShape(query=128, key=64))
 SEARCHED = [name for name, kind in PATTERNS.items() if kind.ranges(TileShape(), 1)]
-SIZED = [name for name, kind in PATTERNS.items() if kind.at_density(4096, 0.5, TileShape())]
 
 
 def diffuse_index(pattern: Pattern, length: int, tile: TileShape) -> TileIndex:
@@ -49,13 +48,3 @@ def test_a_larger_size_of_a_range_never_computes_less(family: str) -> None:
 def test_the_timed_patterns_cost_differently_else_no_line_can_be_fitted(family: str) -> None:
     found = [diffuse_index(pattern, 8192, TileShape()) for pattern in PATTERNS[family].timed(8192)]
     assert len({(int(index.counts_BHT.sum()), index.columns_BHC.shape[-1]) for index in found}) > 1
-
-
-@pytest.mark.parametrize("family", SIZED)
-def test_a_pattern_of_a_density_computes_about_that_share(family: str) -> None:
-    length, share, tile = 4096, 0.3, TILES[0]
-    pattern = PATTERNS[family].at_density(length, share, tile)
-    assert pattern is not None
-    assert float(density(diffuse_index(pattern, length, tile), Chunk.uniform(1, 0, length))) == pytest.approx(
-        share, rel=0.2
-    )
