@@ -18,6 +18,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "extending"))
 
 # Before anything imports triton (transformers does): without a GPU its kernels run in the interpreter.
 import torch

@@ -116,7 +116,7 @@ def test_an_output_that_fails_or_is_wrong_has_no_time_and_keeps_the_dense_ones(m
 
 def test_families_are_dealt_out_to_the_heads():
     assert families_of("a_shape+block_sparse", 3) == ("a_shape", "block_sparse", "a_shape")
-    assert set(families_of("mixed", 8)) == {"vertical_slash", "a_shape", "block_sparse"}
+    assert set(families_of("mixed", 8)) >= {"vertical_slash", "a_shape", "block_sparse"}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, U
 from sparsekv.plans.files import dump_plan, parse_plan
 from sparsekv.plans.interop.formats import READERS, WRITERS, plan_of, recognised
 from sparsekv.plans.interop.source import Source
-from sparsekv.plans.patterns import AShape, BlockSparse, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.patterns import PATTERNS, AShape, BlockSparse, TileShape, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import (
     DecodeBucket,
     DecodeBudget,
@@ -278,7 +278,10 @@ def changes(part: Part, path: str = "") -> Iterator[tuple[str, Part]]:
 def test_no_field_of_the_schema_is_lost_in_silence(to: str) -> None:
     """Changed, it changes the file, or a line of what is lost names it; another model is another file."""
     compared = set()
-    for plan in (full_plan(), small_plan(kv_cache=full_plan().kv_cache)):
+    timed = [kind.timed(8192)[0] for kind in PATTERNS.values() if kind.timed(8192)]
+    groups = tuple(HeadGroup(layer=layer, heads=(0,), pattern=pattern) for layer, pattern in enumerate(timed))
+    searched = PrefillPlan(tile=TileShape(), lengths=(PrefillBucket(up_to=None, heads=groups),))
+    for plan in (full_plan(), small_plan(kv_cache=full_plan().kv_cache), small_plan(prefill=searched)):
         try:
             written = WRITERS[to](plan)
         except PlanError:  # this format holds nothing of this plan

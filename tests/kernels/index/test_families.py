@@ -1,14 +1,18 @@
-"""What a pattern says about itself must hold of the index that is built from it, whatever the family."""
+"""What a pattern says about itself must hold of the index that is built from it, whatever the family: those of plans,
+and that of docs/extending.md, registered from outside."""
 
 import pytest
 import torch
+from strided import index_strided
+from strided_pattern import Strided
 
-from sparsekv.kernels.index.build import BUILDERS, build_index
+from sparsekv.kernels.index.build import BUILDERS, IndexBuilder, build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex, density
 from sparsekv.plans.patterns import PATTERNS, Pattern, TileShape
 
 TILES = (TileShape(query=64, key=64), TileShape(query=128, key=128), TileShape(query=128, key=64))
-SEARCHED = [name for name, kind in PATTERNS.items() if kind.ranges(TileShape(), 1)]
+FAMILIES = {"strided": Strided, **PATTERNS}
+SEARCHED = [name for name, kind in FAMILIES.items() if kind.ranges(TileShape(), 1)]
 
 
 def diffuse_index(pattern: Pattern, length: int, tile: TileShape) -> TileIndex:
@@ -16,6 +20,12 @@ def diffuse_index(pattern: Pattern, length: int, tile: TileShape) -> TileIndex:
     random = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, length, 32, generator=random) for _ in range(2))
     return build_index([pattern], q, k, Chunk.uniform(1, 0, length), tile, scale=32**-0.5, builder="torch")
+
+
+@pytest.fixture(autouse=True)
+def strided_builder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "family" in request.fixturenames:
+        monkeypatch.setitem(BUILDERS, Strided, IndexBuilder(index_strided))  # type: ignore[misc]
 
 
 def test_every_pattern_that_a_plan_may_hold_has_a_builder() -> None:
@@ -26,7 +36,7 @@ def test_every_pattern_that_a_plan_may_hold_has_a_builder() -> None:
 @pytest.mark.parametrize("length", [200, 1024, 3000])
 @pytest.mark.parametrize("family", SEARCHED)
 def test_no_index_is_wider_than_memory_was_estimated_for(family: str, length: int, tile: TileShape) -> None:
-    for pattern in PATTERNS[family].timed(length):
+    for pattern in FAMILIES[family].timed(length):
         index = diffuse_index(pattern, length, tile)
         assert index.tiles_BHTW.shape[-1] <= pattern.listed_tiles(length, tile)
         assert index.columns_BHC.shape[-1] <= pattern.most_columns(length)
@@ -35,7 +45,7 @@ def test_no_index_is_wider_than_memory_was_estimated_for(family: str, length: in
 @pytest.mark.parametrize("family", SEARCHED)
 def test_a_larger_size_of_a_range_never_computes_less(family: str) -> None:
     length, tile = 2048, TILES[0]
-    for one in PATTERNS[family].ranges(tile, length):
+    for one in FAMILIES[family].ranges(tile, length):
         assert one.family == family
         sizes = [one.sizes(length) * part // 8 for part in range(8)]
         computed = [
@@ -46,5 +56,5 @@ def test_a_larger_size_of_a_range_never_computes_less(family: str) -> None:
 
 @pytest.mark.parametrize("family", SEARCHED)
 def test_the_timed_patterns_cost_differently_else_no_line_can_be_fitted(family: str) -> None:
-    found = [diffuse_index(pattern, 8192, TileShape()) for pattern in PATTERNS[family].timed(8192)]
+    found = [diffuse_index(pattern, 8192, TileShape()) for pattern in FAMILIES[family].timed(8192)]
     assert len({(int(index.counts_BHT.sum()), index.columns_BHC.shape[-1]) for index in found}) > 1
