@@ -6,7 +6,17 @@ from typing import Any, ClassVar, Literal
 
 from sparsekv.planner.evaluation.suite_results import SuiteCell
 from sparsekv.planner.records import RunFile, RunRecord, RunSettings
-from sparsekv.plans.types import Digest, Length, Natural, NonNegative, Positive, Share, Text, WeightsDigest
+from sparsekv.plans.types import (
+    ArchitectureDigest,
+    Digest,
+    Length,
+    Natural,
+    NonNegative,
+    Positive,
+    Share,
+    Text,
+    WeightsDigest,
+)
 
 At = Literal["dense", "plan", "published", "equal", "original"]
 Key = tuple[str, At, int]
@@ -69,7 +79,7 @@ class PeersRun(RunSettings):
     tile: Text
     planted_density: Share
     plan: Digest | None = None
-    model: Digest | None = None
+    model: ArchitectureDigest | None = None
     weights: WeightsDigest | None = None
     tasks: tuple[Text, ...] = ()
     samples: Natural = 0

@@ -20,6 +20,7 @@ from sparsekv.cli.verdict import Ended, sentences, verdict
 from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UsageError, install_command
 from sparsekv.plans.files import dump_plan, executed_digest, load_plan, parse_plan, read_text, write_bytes
 from sparsekv.plans.files import seal as seal_file
+from sparsekv.plans.model import same_architecture
 from sparsekv.plans.schema import Plan, json_schema
 from sparsekv.plans.types import NonNegative
 
@@ -147,7 +148,7 @@ def _suite_of(plan: Plan, path: Path) -> SuiteTable:
     from sparsekv.planner.records import RunFile
 
     file = RunFile.read(SuiteRun, path)
-    if file.settings.architecture != plan.model.fingerprint.architecture:
+    if not same_architecture(file.settings.architecture, plan.model.fingerprint.architecture):
         raise PlanMismatchError(
             f"expected results of {plan.model.id} in {path}, found some of {file.settings.model}, of another "
             "architecture; run `eval --suite` with this plan"

@@ -30,7 +30,7 @@ from sparsekv.planner.options import (
 from sparsekv.planner.own_prompts import GivenPrompt, digest_of_prompts, set_aside
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import executed_digest, parse_plan, read_text, rewrite_plan
-from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
+from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo, same_architecture
 from sparsekv.plans.schema import NOTHING_SPARSE, Plan, to_data
 from sparsekv.plans.show import claims
 
@@ -202,7 +202,11 @@ def _verify(flags: VerifyFlags, subject: Subject, found: Plan, file: Path | None
 def _of_these_weights(plan: Plan, model: ModelInfo) -> Plan:
     """An imported plan was made from a config alone: what is measured is measured on the weights that are loaded."""
     known, found = plan.model.fingerprint, model.fingerprint
-    if plan.status != "imported" or known.weights is not None or known.architecture != found.architecture:
+    if (
+        plan.status != "imported"
+        or known.weights is not None
+        or not same_architecture(known.architecture, found.architecture)
+    ):
         return plan
     return plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": found})})
 
@@ -349,7 +353,8 @@ def _check_same_model(plan: Plan, model: ModelInfo, differs: list[str]) -> None:
     """A plan's quality is of its own model and weights, whatever it was allowed to be run on."""
     known, found = plan.model.fingerprint, model.fingerprint
     if differs or _other_weights(plan, model):
-        part = OTHER_WEIGHTS if known.architecture == found.architecture else "other architecture"
+        same = same_architecture(known.architecture, found.architecture)
+        part = OTHER_WEIGHTS if same else "other architecture"
         if part == OTHER_WEIGHTS and known.weights_difference(found) == "older kind":
             part = "a newer weights fingerprint, which says nothing about the older one of the plan"
         raise UsageError(

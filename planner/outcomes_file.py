@@ -26,6 +26,7 @@ from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.files import content_digest, read_text, write_bytes
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import (
+    ArchitectureDigest,
     Digest,
     FieldError,
     KVDtype,
@@ -66,7 +67,7 @@ class OutcomesSettings(Part):
     """
 
     plan: Digest
-    architecture: Digest
+    architecture: ArchitectureDigest
     weights: WeightsDigest | None = None
     dtype: Text
     device: Text

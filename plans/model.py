@@ -16,8 +16,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from sparsekv.plans.phases import DecodePlan, PrefillBucket, PrefillPlan, Retention, Segment
 from sparsekv.plans.types import (
+    ArchitectureDigest,
     Count,
-    Digest,
     FieldError,
     Index,
     JsonObject,
@@ -64,11 +64,14 @@ class AttentionGroup(Part):
 class Fingerprint(Part):
     """Digests of what the model is (`architecture`) and of sampled weights.
 
+    `sha256-2:` is of the shapes and of the settings by which the same weights compute something else; `sha256:` is of
+    an older version, of the shapes alone: the two are compared by the shapes.
+
     `weights` is absent where unknown. `sha256-all:` samples every tensor; `sha256:` is of an older kind, which sampled
     query and key projections alone: the two cannot be compared.
     """
 
-    architecture: Digest
+    architecture: ArchitectureDigest
     weights: WeightsDigest | None = None
 
     def weights_difference(self, found: Fingerprint) -> Literal["unknown", "older kind", "other"] | None:
@@ -175,13 +178,20 @@ class ModelInfo(Part):
 Shapes = dict[int, AttentionGroup]
 
 
-def architecture_fingerprint(facts: Mapping[str, Any]) -> str:
-    """The digest of what a model is; `facts` is JSON data, in any order.
+def architecture_fingerprint(shapes: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """The digest of what a model is: JSON data, in any order.
 
     Raises:
-        ValueError: the facts hold NaN or an infinity.
+        ValueError: the data hold NaN or an infinity.
     """
-    return "sha256:" + hashlib.sha256(canonical_json(dict(facts))).hexdigest()
+    digests = [hashlib.sha256(canonical_json(dict(facts))).hexdigest() for facts in (shapes, settings)]
+    return f"sha256-2:{digests[0]}:{digests[1][:16]}"
+
+
+def same_architecture(one: str, other: str) -> bool:
+    """Returns whether two digests are of one architecture, by what both of them cover."""
+    (version, *parts), (other_version, *others) = one.split(":"), other.split(":")
+    return parts == others if version == other_version else parts[0] == others[0]
 
 
 def weights_fingerprint(samples: Iterable[tuple[str, bytes]]) -> str:
@@ -208,11 +218,12 @@ def differences(expected: ModelInfo, found: ModelInfo) -> tuple[str, ...]:
         if getattr(expected, name) != getattr(found, name)
     ]
     shapes = _shape_differences(expected.by_layer, found.by_layer)
-    if expected.fingerprint.architecture == found.fingerprint.architecture:
+    if same_architecture(expected.fingerprint.architecture, found.fingerprint.architecture):
         # Shapes are compared even so: a sealed plan may have been given others by hand.
         same = (expected.model_type, expected.layers) == (found.model_type, found.layers)
         return () if same and not shapes else (*lines, *shapes)
-    return (*lines, *shapes) or ("architecture fingerprint: another one, in something that the plan does not name",)
+    unnamed = "the width or a setting that the plan does not name, such as the activation or the epsilon of norms"
+    return (*lines, *shapes) or (f"architecture fingerprint: another one, in {unnamed}",)
 
 
 def _shape_differences(ours: Shapes, theirs: Shapes) -> list[str]:

@@ -142,6 +142,7 @@ LayerSet = Annotated[
 MAX_JSON_DEPTH = 12
 SHA256 = r"^sha256:[0-9a-f]{64}$"
 SHA256_WEIGHTS = r"^sha256(-all)?:[0-9a-f]{64}$"
+SHA256_ARCHITECTURE = r"^sha256(:[0-9a-f]{64}|-2:[0-9a-f]{64}:[0-9a-f]{16})$"
 
 Key = TypeVar("Key", str, int)
 Value = TypeVar("Value")
@@ -273,4 +274,5 @@ Text = Annotated[
 ]
 Digest = Annotated[str, StringConstraints(strict=True, pattern=SHA256)]
 WeightsDigest = Annotated[str, StringConstraints(strict=True, pattern=SHA256_WEIGHTS)]
+ArchitectureDigest = Annotated[str, StringConstraints(strict=True, pattern=SHA256_ARCHITECTURE)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(json_object)]

@@ -35,7 +35,7 @@ def describe_config(config: PreTrainedConfig, source: str | None = None, revisio
         raise UnsupportedError("expected causal attention, found use_bidirectional_attention; choose a decoder")
     model_type, rope = record.text_as or config.model_type, rope_of_text(config)
     groups = attention_groups(config)
-    facts = {
+    shapes = {
         "model_type": model_type,
         "hidden_size": config.hidden_size,
         "attention": [group.model_dump(mode="json") for group in groups],
@@ -48,8 +48,31 @@ def describe_config(config: PreTrainedConfig, source: str | None = None, revisio
         context_length=config.max_position_embeddings,
         rope=rope,
         attention=groups,
-        fingerprint=Fingerprint(architecture=architecture_fingerprint(facts)),
+        fingerprint=Fingerprint(architecture=architecture_fingerprint(shapes, _settings(config))),
     )
+
+
+# Settings by which the same tensors compute something else. No shapes and no layout, which the tensors tell; none that
+# new tensors of a fine-tune change (vocabulary, tied embeddings), or a longer context.
+_SETTINGS = (
+    *("attention_multiplier", "embedding_multiplier", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
+    *("residual_multiplier", "route_scale", "routed_scaling_factor", "mup_enabled"),
+    *("attn_logit_softcapping", "clip_qkv", "final_logit_softcapping", "swiglu_alpha", "swiglu_limit"),
+    *("hidden_act", "hidden_activation", "layer_norm_eps", "norm_eps", "norm_epsilon", "rms_norm_eps"),
+    *("moe_k", "moe_norm_min", "moe_topk", "n_group", "norm_topk_prob", "num_experts_per_tok", "top_k_experts"),
+    *("topk_group", "layer_rope_theta", "no_rope_layers", "position_embedding_type", "time_step_limit"),
+)
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+    return {name: _spelled(value) for name in _SETTINGS if (value := getattr(config, name, None))}
+
+
+def _spelled(value: Any) -> Any:
+    """One spelling of 1 and 1.0, and of a number that a file of float32 had, such as GGUF."""
+    if isinstance(value, (list, tuple)):
+        return [_spelled(item) for item in value]
+    return f"{value:.6g}" if isinstance(value, (int, float)) else str(value)
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:

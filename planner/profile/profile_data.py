@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.options import KNOWN_FAMILIES, Family, PlanOptions
 from sparsekv.plans.errors import PlanMismatchError, UsageError
-from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
+from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo, same_architecture
 from sparsekv.plans.patterns import Budget, Pattern, TileShape
 from sparsekv.plans.phases import Segment
 from sparsekv.plans.schema import BackendName, DtypeName
@@ -190,15 +190,17 @@ def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> 
         PlanMismatchError: it is of another architecture, or of other weights.
     """
     found, expected = profile.model.fingerprint, model.fingerprint
-    for part in ("architecture", "weights") if weights else ("architecture",):
-        if getattr(found, part) != getattr(expected, part):
-            other = OTHER_WEIGHTS if part == "weights" else f"other {part}"
-            if part == "weights" and found.weights_difference(expected) == "older kind":
-                other = "a weights fingerprint of an older kind"
-            raise PlanMismatchError(
-                f"expected a profile of {model.id}, found one of {profile.model.id}, with {other}; "
-                "profile this model again (leave --profile out)"
-            )
+    if not same_architecture(found.architecture, expected.architecture):
+        other = "other architecture"
+    elif weights and found.weights != expected.weights:
+        is_older = found.weights_difference(expected) == "older kind"
+        other = "a weights fingerprint of an older kind" if is_older else OTHER_WEIGHTS
+    else:
+        return
+    raise PlanMismatchError(
+        f"expected a profile of {model.id}, found one of {profile.model.id}, with {other}; "
+        "profile this model again (leave --profile out)"
+    )
 
 
 def narrowed(

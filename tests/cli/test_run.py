@@ -10,7 +10,7 @@ from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model, tiny_tokenizer
 from tiny_plans import every_head, plan_for
 
-from sparsekv.plans.files import write_plan
+from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.patterns import Dense
 from sparsekv.runtime.hf.describe import describe_model
 
@@ -448,6 +448,25 @@ def test_a_plan_of_another_architecture_exits_with_3_unless_allowed_where_its_la
     assert "layers" in done.err
     assert "with --allow-mismatch." in done.err
     assert sparsekv(*call, "--allow-mismatch").code == 0
+
+
+@pytest.mark.parametrize("edit", [{"hidden_act": "gelu"}, {"rms_norm_eps": 0.1}], ids=lambda edit: next(iter(edit)))
+def test_a_plan_beside_an_edited_config_exits_with_3_unless_its_digest_is_of_the_version_before(
+    sparsekv, folder, tmp_path, edit
+):
+    edited = shutil.copytree(folder, tmp_path / "edited")
+    config = json.loads((edited / "config.json").read_text())
+    (edited / "config.json").write_text(json.dumps(config | edit))
+    call = ("run", edited, "--prompt", PROMPT, *FEW)
+    done = sparsekv(*call)
+    assert (done.code, "the activation or the epsilon" in done.err) == (3, True)
+    plan = load_plan(edited / "sparsekv.yaml")
+    prints = plan.model.fingerprint
+    before = prints.model_copy(update={"architecture": "sha256:" + prints.architecture.split(":")[1]})
+    old = plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": before})})
+    write_plan(old, edited / "sparsekv.yaml")
+    done = sparsekv(*call)
+    assert (done.code, "warning" in done.err) == (0, False)
 
 
 @pytest.mark.parametrize(

@@ -6,21 +6,36 @@ import pytest
 from plans_samples import digest_of, model_info, small_plan
 
 from sparsekv.plans.errors import PlanMismatchError
-from sparsekv.plans.model import AttentionGroup, Fingerprint, architecture_fingerprint, differences, weights_fingerprint
+from sparsekv.plans.model import (
+    AttentionGroup,
+    Fingerprint,
+    architecture_fingerprint,
+    differences,
+    same_architecture,
+    weights_fingerprint,
+)
 from sparsekv.plans.schema import check_model
 
 OTHER = Fingerprint(architecture=digest_of("f"), weights=digest_of("b"))
 OTHER_WEIGHTS = Fingerprint(architecture=digest_of("a"), weights=digest_of("e"))
+DIGEST = architecture_fingerprint({"a": 1}, {"f": 1})
+OLD = "sha256:" + DIGEST.split(":")[1]
 UNKNOWN_WEIGHTS = Fingerprint(architecture=digest_of("a"))
 
 
 def test_the_architecture_digest_depends_on_facts_not_on_order() -> None:
-    one = architecture_fingerprint({"a": 1, "b": [1, 2], "c": {"d": 1.5, "e": None}})
-    assert one == architecture_fingerprint({"c": {"e": None, "d": 1.5}, "b": [1, 2], "a": 1})
-    assert one != architecture_fingerprint({"a": 2, "b": [1, 2], "c": {"d": 1.5, "e": None}})
-    assert one.startswith("sha256:")
+    one = architecture_fingerprint({"a": 1, "b": [1, 2], "c": {"d": 1.5, "e": None}}, {"f": 1})
+    assert one == architecture_fingerprint({"c": {"e": None, "d": 1.5}, "b": [1, 2], "a": 1}, {"f": 1})
+    assert one != architecture_fingerprint({"a": 2, "b": [1, 2], "c": {"d": 1.5, "e": None}}, {"f": 1})
     with pytest.raises(ValueError, match="not JSON compliant"):
-        architecture_fingerprint({"a": float("nan")})
+        architecture_fingerprint({"a": float("nan")}, {})
+
+
+@pytest.mark.parametrize("other", [DIGEST, OLD], ids=["this version", "the version before"])
+def test_digests_of_two_versions_are_compared_by_what_both_cover(other: str) -> None:
+    assert same_architecture(DIGEST, other)
+    assert not same_architecture(architecture_fingerprint({"a": 2}, {"f": 1}), other)
+    assert same_architecture(architecture_fingerprint({"a": 1}, {"f": 2}), other) == (other == OLD)
 
 
 def test_the_weights_digest_depends_on_names_and_bytes_not_on_order() -> None:

@@ -1,15 +1,20 @@
 """What a plan records of a model does not depend on how the model was loaded."""
 
 import copy
+from collections import defaultdict
+from contextlib import suppress
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, heads_of, tiny_model, tiny_tokenizer
+from tiny_models import ARCHITECTURES, heads_of, random_tokens, tiny_model, tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import Fingerprint
+from sparsekv.runtime.architecture import ARCHITECTURES as FAMILIES
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import load_model
+from sparsekv.runtime.model_config import describe_config
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -23,6 +28,44 @@ def test_shapes_come_from_the_config(architecture: str):
     rope = info.rope.get("full_attention", info.rope)
     assert rope["rope_type"] in ("default", "llama3", "proportional")
     assert rope["rope_theta"] >= 10000
+
+
+TOLD_OTHERWISE = ("tie_word_embeddings", "use_bidirectional_attention")  # by the weights, and refused
+
+
+@pytest.mark.parametrize("architecture", sorted({*FAMILIES} - {"qwen3_vl_text"}))  # which no class loads alone
+def test_settings_by_which_the_same_weights_compute_something_else_are_in_the_digest(architecture: str):
+    model, prompt = tiny_model(architecture), random_tokens(1, 24)
+    config, expected = model.config.to_dict(), logits(model, prompt)
+    for name in config.keys() - PreTrainedConfig().to_dict().keys() - {*TOLD_OTHERWISE}:
+        for value in OTHERS[type(config[name])](config[name]):
+            twin = None
+            with suppress(Exception):  # a value that the family has not
+                changed = AutoConfig.for_model(**config | {name: value})
+                changed._attn_implementation = model.config._attn_implementation
+                if describe_config(changed) == describe_config(model.config):
+                    twin = AutoModelForCausalLM.from_config(changed).eval()
+                    twin.load_state_dict(model.state_dict())
+                    found = logits(twin, prompt)
+            assert torch.equal(found, expected), name
+
+
+OTHERS = defaultdict(
+    lambda: lambda value: (),
+    {
+        bool: lambda value: (not value,),
+        int: lambda value: (value + 1,),
+        float: lambda value: (1.5 * value + 0.01,),
+        str: lambda value: ("gelu", "relu"),
+        type(None): lambda value: (0.5, 1, True),
+        list: lambda value: ([item + 1 if item and not isinstance(item, str) else item for item in value],),
+    },
+)
+
+
+def logits(model, prompt: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(prompt).logits
 
 
 def test_sliding_layers_are_groups_of_their_own():
