@@ -29,6 +29,7 @@ from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.options import Gate, Phase
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.records import RunFile
+from sparsekv.plans.brief import percent
 from sparsekv.plans.types import format_length
 
 _LEAST = 1e-9  # nats: what is less is rounding
@@ -91,6 +92,27 @@ def _point(point: CurveMode, result: EvalResult) -> CurvePoint:
 
 def _is_solved(answers: Sequence[bool]) -> bool:
     return bool(np.mean(answers) >= Gate().solved)
+
+
+HEADER = (
+    "length", "phase", "method", "setting", "computed", "KL", "95%", "top-1", "exact", "accuracy", "of dense",
+)  # fmt: skip
+
+
+def cells(row: CurvePoint) -> tuple[str, ...]:
+    """A point as the table of `eval --curve` has it."""
+    interval = "" if row.kl_interval is None else "{:.2g} to {:.2g}".format(*row.kl_interval)
+    shares = (row.agreement, row.exact, row.accuracy, row.dense_accuracy)
+    return (
+        format_length(row.length),
+        row.phase,
+        row.method,
+        row.setting,
+        percent(row.density),
+        "" if row.kl is None else f"{row.kl:.3g}",
+        interval,
+        *("" if share is None else f"{share:.3f}" for share in shares),
+    )
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

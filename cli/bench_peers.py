@@ -185,19 +185,15 @@ def _run(bench: PeersBench, shape: str, loaded: LoadedModel | None, plan: Plan |
         fingerprint = loaded.info.fingerprint
         quality = {"model": fingerprint.architecture, "weights": fingerprint.weights, "tasks": bench.tasks}
         quality |= {"samples": bench.samples, "ruler_samples": bench.ruler_samples}
+    same = ("heads", "kv_heads", "head_dim", "planted_density", "rounds", "seed")
     return PeersRun(
         shape=shape,
-        heads=bench.heads,
-        kv_heads=bench.kv_heads,
-        head_dim=bench.head_dim,
         dtype=dtype_name(bench.dtype),
         device=device_name(bench.device),
         tile=str(bench.tile.key),
-        planted_density=bench.planted_density,
         plan=executed_digest(plan) if plan else None,
-        rounds=bench.rounds,
-        seed=bench.seed,
         versions=versions(),
+        **{name: getattr(bench, name) for name in same},
         **quality,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -10,31 +10,26 @@ from pydantic import AfterValidator, Field, model_validator
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, plan_file, settings_of
-from sparsekv.cli.output import agreement_table, columns, emit, emit_json, tell
+from sparsekv.cli.eval_table import DENSE, prompts_data, suite_data, suite_text, tasks_data, tasks_text
+from sparsekv.cli.output import columns, emit, emit_json, tell
 from sparsekv.cli.plan_files import only_writer
 from sparsekv.cli.prompts import answered_prompts
 from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Shares, each_once, text, words
 from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Drawn, Hardware, Phase, check_lengths
-from sparsekv.plans.brief import percent
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import executed_digest, load_plan
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Plan, Quality, check_model, to_data
+from sparsekv.plans.schema import Plan, check_model
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
-    from sparsekv.bench.curve_file import CurvePoint
     from sparsekv.planner.evaluation import EvalSamples, PlanMode
-    from sparsekv.planner.evaluation.results import EvalResult
-    from sparsekv.planner.evaluation.suite_results import Metric, Paired, SuiteTable
     from sparsekv.planner.profile.profile_data import Profile
     from sparsekv.runtime.hf.load import LoadedModel
 
 PhaseName = Literal["prefill", "decode", "both"]
 Suite = Literal["ruler"]
-Row = tuple[str, str, str, str, str, str, str, str, str]
-DENSE, PLAN = "dense", "plan"
-METRICS: dict[Metric, str] = {"recall": "RULER's string match", "exact": "the text begins with the answer"}
+PLAN = "plan"
 _OF_PLAN = ("phase", "backend", "allow_mismatch")
 _OF_SUITE = ("out", "beside")
 _OF_CURVE = ("profile", "phases", "methods", "densities", "budgets")
@@ -195,91 +190,11 @@ def _tasks(subject: Subject, flags: EvalFlags) -> None:
         found = measure(loaded, modes, flags.drawn, progress=BarProgress())
     results = found[PLAN if plan else DENSE]
     if flags.as_json:
-        has_plan = plan is not None
-        report = _of_all_lengths(results, has_plan) if prompts else _report(results[0], flags.samples, has_plan)
-        emit_json(report | ({"differs": differs} if plan else {}))
+        data = prompts_data(results, bool(plan)) if prompts else tasks_data(results[0], flags.samples, bool(plan))
+        emit_json(data | ({"differs": differs} if plan else {}))
         return
-    rows = [_task_row(name, one, plan is not None) for one in results for name in one.tasks]
     count = f"{len(prompts)} own" if prompts else f"{flags.samples} a task"
-    emit("\n\n".join((_table(rows, "sparse"), *_facts(results, flags, count, plan is not None))))
-
-
-def _of_all_lengths(results: Sequence[EvalResult], has_plan: bool) -> dict[str, Any]:
-    from sparsekv.planner.evaluation.results import merged
-
-    whole, *each = [_report(one, len(one.outcomes), has_plan) for one in (merged(results), *results)]
-    return whole | {"by_length": each}
-
-
-def _report(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:
-    scores = {name: task.score for name, task in result.tasks.items()}
-    tasks: dict[str, Any] = {name: {"dense": score.dense, "sparse": None} for name, score in scores.items()}
-    measured: dict[str, Any] = {"prefill_density": None}
-    if has_plan:
-        for name, score in scores.items():
-            tasks[name] |= {"sparse": score.sparse, "interval": score.interval}
-            tasks[name] |= {"agreement": to_data(score.agreement) if score.agreement else None}
-        measured = {"prefill_density": result.prefill_density, "decode_share": result.decode_share, "kl": result.kl}
-        measured |= {"agreement": to_data(result.agreement)}
-    return {"tasks": tasks, "samples": samples, "length": result.lengths[-1], **measured}
-
-
-def _facts(results: Sequence[EvalResult], flags: EvalFlags, count: str, has_plan: bool) -> Iterator[str]:
-    from sparsekv.planner.evaluation.results import measurement_of, merged
-
-    whole = merged(results)
-    facts = f"samples: {count}, of up to {whole.lengths[-1]:,} tokens"
-    if has_plan:
-        measured = measurement_of(results, flags.phase, flags.prefill_chunk)
-        yield agreement_table(Quality.model_validate({flags.phase: measured}))
-        facts += f"; prefill computed {whole.prefill_density:.3f} of the tiles"
-        facts += f", decode attended to {whole.decode_share:.3f} of the tokens; KL {whole.kl:.3g}"
-    yield facts
-
-
-# --- the table --------------------------------------------------------------------------------------------------------
-
-
-def _table(rows: Sequence[Row], name: str) -> str:
-    """Dense beside one method, task by task; columns that no row has are left out."""
-    every = [("task", "length", "score", DENSE, name, "difference", "95%", "tiles", "tokens"), *rows]
-    has = [at for at in range(len(every[0])) if any(row[at] for row in rows)]
-    return columns([[row[at] for at in has] for row in every], right=range(3, len(has)))
-
-
-def _task_row(name: str, result: EvalResult, has_plan: bool) -> Row:
-    task, at = result.tasks[name], format_length(result.lengths[0])
-    score = task.score
-    row = (name, at, "exact match" if task.is_accuracy else "perplexity", f"{score.dense:.4g}")
-    if not has_plan:
-        return (*row, "", "", "", "", "")
-    interval = "-" if score.interval is None else "{:+.3g} to {:+.3g}".format(*score.interval)
-    return (*row, f"{score.sparse:.4g}", f"{score.sparse - score.dense:+.3g}", interval, "", "")
-
-
-def _suite_rows(table: SuiteTable, method: str) -> Iterator[Row]:
-    """All tasks at each length and at all; then each task, the worst first."""
-    lengths = [*((one,) for one in table.lengths), *([table.lengths] if len(table.lengths) > 1 else [])]
-    for metric in METRICS:
-        for some in lengths:
-            at = format_length(some[0]) if len(some) == 1 else "all"
-            is_of_cells = metric == "recall" and len(some) == 1
-            shares = [f"{table.share(method, name, some[0]):.3f}" for name in _SHARES] if is_of_cells else ["", ""]
-            yield _suite_row(("all", at, metric), table.paired(method, metric, (), some), shares)
-    for task in table.worst_first(method):
-        for length in table.lengths:
-            pair = table.paired(method, "recall", (task,), (length,))
-            yield _suite_row((task, format_length(length), "recall"), pair, ["", ""])
-
-
-_SHARES: tuple[Literal["prefill_density"], Literal["decode_share"]] = ("prefill_density", "decode_share")
-
-
-def _suite_row(named: tuple[str, str, str], pair: Paired, shares: Sequence[str]) -> Row:
-    dense, own, moved = (100.0 * score for score in (pair.dense, pair.own, pair.difference))
-    low, high = (100.0 * bound for bound in pair.interval)
-    tiles, tokens = shares
-    return (*named, f"{dense:.1f}", f"{own:.1f}", f"{moved:+.1f}", f"{low:+.1f} to {high:+.1f}", tiles, tokens)
+    emit(tasks_text(results, count, flags.phase if plan else None, flags.prefill_chunk))
 
 
 # --- suite ------------------------------------------------------------------------------------------------------------
@@ -308,9 +223,9 @@ def _suite(subject: Subject, flags: EvalFlags) -> None:
         raise
     table = SuiteTable(file, tuple(plans), asked.lengths)
     if flags.as_json:
-        emit_json(_suite_data(table) | {"path": str(flags.out) if flags.out else None})
+        emit_json(suite_data(table) | {"path": str(flags.out) if flags.out else None})
     else:
-        emit(_suite_text(table))
+        emit(suite_text(table))
 
 
 def _plans(subject: Subject, flags: EvalFlags) -> dict[str, Plan]:
@@ -327,76 +242,14 @@ def _plans(subject: Subject, flags: EvalFlags) -> dict[str, Plan]:
     return found
 
 
-def _suite_text(table: SuiteTable) -> str:
-    from sparsekv.planner.tasks.ruler_suite import ABSENT
-
-    tables = [_table(list(_suite_rows(table, method)), method) for method in table.methods]
-    if not tables:
-        rows = [(*row[:4], "", "", "", "", "") for row in _suite_rows(table, DENSE)]
-        tables = [_table(rows, "")]
-    facts = f"{len(table.tasks)} tasks of RULER, {table.file.settings.samples} samples of each a length, in percent\n"
-    facts += "; ".join(f"{name}: {what}" for name, what in METRICS.items())
-    haystacks = (f"haystack of {', '.join(tasks)}: {what}" for what, tasks in table.haystacks.items())
-    absent = f"absent: {', '.join(ABSENT)}, which need a corpus of questions; use lm-evaluation-harness"
-    return "\n\n".join((*tables, "\n".join((facts, *haystacks, absent))))
-
-
-def _suite_data(table: SuiteTable) -> dict[str, Any]:
-    """The JSON of the tables: scores in percent, differences in points."""
-    from sparsekv.planner.tasks.ruler_suite import ABSENT
-
-    lengths, settings = table.lengths, table.file.settings
-
-    def pairs(method: str, tasks: tuple[str, ...], some: tuple[int, ...]) -> dict[str, Any]:
-        return {metric: _pair_data(table.paired(method, metric, tasks, some)) for metric in METRICS}
-
-    def method_data(method: str) -> dict[str, Any]:
-        data: dict[str, Any] = {"method": method}
-        for metric in METRICS:
-            each = {str(n): 100.0 * table.paired(method, metric, (), (n,)).own for n in lengths}
-            data[metric] = each | {"mean": 100.0 * table.paired(method, metric).own}
-        return data | {name: {str(n): table.share(method, name, n) for n in lengths} for name in _SHARES}
-
-    return {
-        "suite": settings.suite,
-        "model": settings.model,
-        "settings": to_data(settings),
-        "devices": list(dict.fromkeys(cell.device for cell in table.cells.values())),
-        "lengths": list(lengths),
-        "absent": list(ABSENT),
-        "haystacks": {task: what for what, tasks in table.haystacks.items() for task in tasks},
-        "methods": [method_data(method) for method in (DENSE, *table.methods)],
-        "differences": {method: pairs(method, (), lengths) for method in table.methods},
-        "tasks": [
-            {"method": method, "task": task, "lengths": {str(n): pairs(method, (task,), (n,)) for n in lengths}}
-            for method in table.methods
-            for task in table.worst_first(method)
-        ],
-    }
-
-
-def _pair_data(pair: Paired) -> dict[str, Any]:
-    low, high = pair.interval
-    return {
-        "dense": 100.0 * pair.dense,
-        "own": 100.0 * pair.own,
-        "difference": 100.0 * pair.difference,
-        "interval": [100.0 * low, 100.0 * high],
-    }
-
-
 # --- curve ------------------------------------------------------------------------------------------------------------
-
-_CURVE_HEADER = (
-    "length", "phase", "method", "setting", "computed", "KL", "95%", "top-1", "exact", "accuracy", "of dense",
-)  # fmt: skip
 
 
 def _curve(subject: Subject, flags: EvalFlags) -> None:
     """Measures the points that the file does not hold yet, and prints those that were asked for."""
     from sparsekv.bench.curve_file import CurveRun
     from sparsekv.bench.curve_methods import BUDGETS, CurveInputs, check_profiled, chosen_methods
-    from sparsekv.bench.curves import measure_curves
+    from sparsekv.bench.curves import HEADER, cells, measure_curves
     from sparsekv.planner.profile.profile_data import check_model as check_profile
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.records import RunFile, digest_of
@@ -430,10 +283,9 @@ def _curve(subject: Subject, flags: EvalFlags) -> None:
     if flags.as_json:
         emit_json({"path": str(flags.curve), "rows": [row.model_dump(mode="json") for row in rows]})
     else:
-        emit(f"{columns([_CURVE_HEADER, *map(_point_cells, rows)], right=range(4, len(_CURVE_HEADER)))}\n")
-        emit(
-            f"{flags.curve}: {len(rows)} points, samples of each: {rows[0].samples}" if rows else "no method, no point"
-        )
+        emit(f"{columns([HEADER, *map(cells, rows)], right=range(4, len(HEADER)))}\n")
+        told = f"{len(rows)} points, samples of each: {rows[0].samples}" if rows else "no method, no point"
+        emit(f"{flags.curve}: {told}")
 
 
 def _profiles(paths: Sequence[Path]) -> tuple[Profile | None, Profile | None]:
@@ -450,21 +302,6 @@ def _profiles(paths: Sequence[Path]) -> tuple[Profile | None, Profile | None]:
                 f"{path} and another; leave one out"
             )
     return found.get(False), found.get(True)
-
-
-def _point_cells(row: CurvePoint) -> tuple[str, ...]:
-    interval = "" if row.kl_interval is None else "{:.2g} to {:.2g}".format(*row.kl_interval)
-    shares = (row.agreement, row.exact, row.accuracy, row.dense_accuracy)
-    return (
-        format_length(row.length),
-        row.phase,
-        row.method,
-        row.setting,
-        percent(row.density),
-        "" if row.kl is None else f"{row.kl:.3g}",
-        interval,
-        *("" if share is None else f"{share:.3f}" for share in shares),
-    )
 
 
 app = commands.app(commands.command(evaluate))

@@ -6,13 +6,12 @@ outcomes that nothing goes on from would only be mistaken for those of another p
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.evaluation import PhaseName
@@ -20,10 +19,9 @@ from sparsekv.planner.evaluation.results import EvalResult, LongText, Outcome, S
 from sparsekv.planner.gates import Wanted
 from sparsekv.planner.options import Gate
 from sparsekv.planner.outcomes import PHASES, Outcomes, floor_of
-from sparsekv.planner.records import first_fault, versions
+from sparsekv.planner.records import RunSettings, difference, read_measured, versions, write_measured
 from sparsekv.planner.settled import Settled
 from sparsekv.plans.errors import PlanError, UsageError
-from sparsekv.plans.files import content_digest, read_text, write_bytes
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import (
     ArchitectureDigest,
@@ -42,8 +40,6 @@ from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
 
-MAX_BYTES = 64 << 20
-_INTEGRITY = "integrity"
 _MODES = (*PHASES, *map(floor_of, PHASES))
 
 Exact = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # not rounded: two halves are to give one whole
@@ -53,7 +49,7 @@ Row = tuple[Truth | None, Exact, Exact, Natural, Natural, Truth | None, Truth, T
 """The fields of an `Outcome`, in their order."""
 
 
-class OutcomesSettings(Part):
+class OutcomesSettings(RunSettings):
     """Says what was drawn and how it was run: only outcomes of equal settings are one sequence.
 
     Attributes:
@@ -114,43 +110,22 @@ class OutcomesSettings(Part):
             **drawn,
         )
 
-    def check_same(self, own: Mapping[str, object]) -> None:
+    def check_same(self, own: Mapping[str, Any]) -> None:
         """Refuses outcomes that a run cannot go on from.
 
         Args:
-            own: settings of the run by the names of fields, all or those that are known yet.
+            own: settings of the run by the names of fields, all or those that are known yet; gates are.
 
         Raises:
             UsageError: they were drawn with other settings; names each difference.
         """
-        differing = [
-            f"{name.replace('_', ' ')}: {_told(there)} there, {_told(here)} here"
-            for name, there, here in _pairs({name: getattr(self, name) for name in own}, own)
-            if there != here
-        ]
+        gates = difference("gates", self.gates.named, own["gates"].named)
+        differing = [*self.differences({name: one for name, one in own.items() if name != "gates"}), *gates]
         if differing:
             raise UsageError(
                 "expected outcomes to go on from that were drawn with the settings of this run, found other ones: "
                 f"{'; '.join(differing)}. Give the settings that are there, or leave --more out to start again"
             )
-
-
-def _pairs(found: Mapping[str, object], own: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
-    """The values of each setting, of gates one by one."""
-    for name, here in own.items():
-        there = found[name]
-        if isinstance(there, Gate) and isinstance(here, Gate):
-            yield from ((bound, there.named[bound], value) for bound, value in here.named.items())
-        else:
-            yield name, there, here
-
-
-def _told(value: object) -> str:
-    if isinstance(value, Mapping):
-        value = ", ".join(f"{name} {one}" for name, one in value.items())
-    if isinstance(value, tuple):
-        value = ", ".join(map(str, value))
-    return f"{value!s:.200}" if value not in (None, "") else "none"
 
 
 class WantedDraw(Part):
@@ -287,9 +262,7 @@ def keep_outcomes(record: OutcomesRecord | None, path: Path) -> None:
     if record is None:
         path.unlink(missing_ok=True)
         return
-    data = record.model_dump(mode="json")
-    head = {"kind": record.kind, _INTEGRITY: content_digest(data)}
-    write_bytes(path, (json.dumps(head | data) + "\n").encode())
+    write_measured(record, path)
 
 
 def read_outcomes(path: Path) -> OutcomesRecord:
@@ -304,16 +277,8 @@ def read_outcomes(path: Path) -> OutcomesRecord:
             f"expected outcomes of an undecided verification in {path}, found no such file; run `verify --write` "
             "without --more first"
         )
-    again = "start again with `verify --write` without --more"
-    what, text = f"expected outcomes of a verification in {path}", read_text(path, MAX_BYTES)
     try:
-        data = json.loads(text)
-        digest = data.pop(_INTEGRITY, None) if isinstance(data, dict) else None
-        record = OutcomesRecord.model_validate(data)
-    except ValidationError as error:
-        raise PlanError(f"{what}, found at {first_fault(error)}; {again}") from error
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"{what}, found no whole JSON: {error}; {again}") from error
-    if digest != content_digest(data):
-        raise PlanError(f"{what} as they were written, found them changed; {again}")
-    return record
+        return read_measured(OutcomesRecord, path)
+    except PlanError as error:
+        error.add_note("start again with `verify --write` without --more")
+        raise

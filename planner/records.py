@@ -26,7 +26,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from sparsekv import __version__
 from sparsekv.plans.errors import ConflictError, PlanError, UsageError
 from sparsekv.plans.files import content_digest, pieces, read_bytes, write_bytes
-from sparsekv.plans.types import FieldError, Part, canonical_json
+from sparsekv.plans.types import FieldError, Part
 from sparsekv.plans.yaml_io import printable
 
 MAX_BYTES = 512 << 20
@@ -58,14 +58,21 @@ class RunSettings(Part):
     def differences(self, known: Mapping[str, Any]) -> Iterator[str]:
         """Yields each setting in which a run differs from a file, of those that are known of the run."""
         for name in sorted(known.keys() - self.TOLD):
-            yield from difference(name.replace("_", " "), getattr(self, name), known[name])
+            yield from difference(name, getattr(self, name), known[name])
 
 
 def difference(name: str, there: object, here: object) -> Iterator[str]:
     """Yields a setting where a file and a run differ in it."""
-    if there != here:
-        told = ("none" if value is None else f"{value!s:.40}" for value in (there, here))
-        yield "{} {} there, {} here".format(name, *told)
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        for key in {**there, **here}:
+            yield from difference(f"{name} {key}", there.get(key), here.get(key))
+    elif there != here:
+        yield f"{name.replace('_', ' ')}: {_told(there)} there, {_told(here)} here"
+
+
+def _told(value: object) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+    return "none" if text in (None, "") else f"{text!s:.60}"
 
 
 def check_same(file: RunFile[Any], differences: Iterable[str]) -> None:
@@ -186,7 +193,7 @@ class RunFile(Generic[Settings]):
                 file.write(lines if before else _line(self.settings, "") + lines)
                 file.flush()
                 os.fsync(file.fileno())
-        except BaseException:
+        except OSError:
             with suppress(OSError):
                 path.unlink() if before is None else os.truncate(path, before)
             raise
@@ -262,7 +269,7 @@ def write_measured(measured: Part, path: Path) -> None:
         UsageError: the file cannot be written.
     """
     data = measured.model_dump(mode="json")
-    content = canonical_json(data | {_INTEGRITY: content_digest(data)}) + b"\n"
+    content = json.dumps(data | {_INTEGRITY: content_digest(data)}, separators=(",", ":")).encode() + b"\n"
     write_bytes(path, gzip.compress(content, mtime=0) if len(content) > _COMPRESS_ABOVE else content)
 
 
@@ -312,7 +319,7 @@ def first_fault(error: ValidationError) -> str:
 
 
 def _what(kind: type[Part]) -> str:
-    return str(kind.model_fields["kind"].default).removeprefix("sparsekv.")
+    return str(kind.model_fields["kind"].default)
 
 
 def digest_of(measured: BaseModel) -> str:

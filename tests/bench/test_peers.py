@@ -96,7 +96,7 @@ def test_a_run_goes_on_where_time_ran_out_and_measures_nothing_twice(sparsekv, f
     assert rows_in(out) == whole
     done = sparsekv(*call, "--seed", 1)
     assert done.code == 2
-    assert "seed 0 there, 1 here" in done.err
+    assert "seed: 0 there, 1 here" in done.err
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("the device is gone")], ids=["stopped", "failed"])

@@ -177,7 +177,7 @@ def test_the_command_writes_a_file_that_it_goes_on_with_and_prints(
     assert len(QualityFile.read(QualityRun, tmp_path / "q.json").all(RunNote)) == 1
     assert main(["--show", str(tmp_path / "q.json")]) == 0
     assert capsys.readouterr().out in printed
-    with pytest.raises(UsageError, match="samples 1 there, 2 here"):
+    with pytest.raises(UsageError, match="samples: 1 there, 2 here"):
         main([*command, "--samples", "2"])
     with only_run(tmp_path / "q.json"), pytest.raises(ConflictError, match="under way"):
         main(command)

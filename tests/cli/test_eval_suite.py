@@ -103,10 +103,10 @@ def test_a_file_of_another_run_is_refused_before_the_model_is_loaded(sparsekv, c
     (copy / "model.safetensors").rename(copy / "hidden")
     other = sparsekv(*call, 2, "--seed", 5)
     assert (other.code, other.out) == (2, "")
-    assert "samples 1 there, 2 here; seed 0 there, 5 here" in other.err
+    assert "samples: 1 there, 2 here; seed: 0 there, 5 here" in other.err
     plan = load_plan(copy / "sparsekv.yaml")
     write_plan(plan.model_copy(update={"decode": None}), copy / "sparsekv.yaml")
-    assert "plan of plan sha256:" in sparsekv(*call, 1).err
+    assert "plan of plan: sha256:" in sparsekv(*call, 1).err
     write_plan(plan.model_copy(update={"extensions": {"note": "another"}}), copy / "sparsekv.yaml")
     assert "there" not in sparsekv(*call, 1).err  # what it does is the same: the weights are missed first
     assert file.read_bytes() == before
@@ -121,7 +121,7 @@ def test_other_weights_in_a_folder_of_the_same_name_are_refused(sparsekv, folder
     other = save_model(tiny_model(seed=9, context=2048), tmp_path / "tiny")
     done = sparsekv("eval", other, "--plan", folder / "sparsekv.yaml", *call, "-o", file)
     assert done.code == 2
-    assert "weights sha256-all:" in done.err
+    assert "weights: sha256-all:" in done.err
 
 
 def test_further_plans_stand_beside_by_their_names(sparsekv, folder, tmp_path, few):

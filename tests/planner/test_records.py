@@ -98,7 +98,7 @@ def test_a_file_of_something_else_is_refused(path: Path, content: str) -> None:
 
 
 def test_a_run_that_differs_is_refused_by_each_difference(path: Path) -> None:
-    with pytest.raises(UsageError, match=r"chunk none there, 64 here; seed 0 there, 1 here\. Give"):
+    with pytest.raises(UsageError, match=r"chunk: none there, 64 here; seed: 0 there, 1 here\. Give"):
         RunFile.of(Run(seed=1, chunk=64, place="there"), path)
 
 

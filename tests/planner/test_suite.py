@@ -165,9 +165,9 @@ def test_each_row_ends_at_its_end_token() -> None:
 @pytest.mark.parametrize(
     ("known", "plan", "told"),
     [
-        ({"samples": 3}, DIGEST, "samples 2 there, 3 here"),
-        ({"seed": 0, "prefill_chunk": 64}, DIGEST, "prefill chunk none there, 64 here"),
-        ({}, "sha256:" + "1" * 64, "plan of plan sha256:0"),
+        ({"samples": 3}, DIGEST, "samples: 2 there, 3 here"),
+        ({"seed": 0, "prefill_chunk": 64}, DIGEST, "prefill chunk: none there, 64 here"),
+        ({}, "sha256:" + "1" * 64, "plan of plan: sha256:0"),
     ],
 )
 def test_a_run_that_differs_is_refused_by_what_differs(tmp_path, known, plan, told) -> None:

@@ -139,10 +139,10 @@ def test_a_changed_file_of_outcomes_is_refused(monkeypatch: pytest.MonkeyPatch, 
     text = path.read_text()
     assert read_outcomes(path) == record
     for changed, said in [
-        (text.replace('"looks": ', '"looks": 1'), "changed"),
+        (text.replace('"looks":', '"looks":1'), "changed"),
         (text[:-20], "no whole JSON"),
-        (text.replace('"mode": "both"', '"mode": "third"'), "results"),
-        (text.replace('"phase": "both"', '"phase": "third"'), "wanted"),
+        (text.replace('"mode":"both"', '"mode":"third"'), "results"),
+        (text.replace('"phase":"both"', '"phase":"third"'), "wanted"),
         ("[]", "found at"),
     ]:
         assert changed != text
