@@ -1,6 +1,6 @@
 """Records what a release of vLLM has of what we use, from its wheel: python tools/record_vllm_release.py WHEEL OUT.json
 
-Names and parameters alone, so that tests compare the contract (runtime/vllm/contract.py) with releases that are not
+Names and parameters alone, so that tests compare the contract (tools/vllm_contract.py) with releases that are not
 installed. Run it again for every recorded release where the contract names something new; a test says so.
 """
 
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from zipfile import ZipFile
 
-from sparsekv.runtime.vllm.contract import DRAFT_CALLS, DRAFTS, EITHER, METADATA, WORKERS, Sources, calls_on, names_on
+from vllm_contract import DRAFT_CALLS, DRAFTS, EITHER, METADATA, WORKERS, Sources, calls_on, names_on
 
 DEVICES = ("cpu", "cuda")
 

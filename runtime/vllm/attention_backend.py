@@ -409,12 +409,13 @@ def _started(config: Any) -> EngineHost | None:
         path = plan_of(options, model.model, model.revision, vllm.gather_bytes)
         if path is None:  # and nothing else of vLLM has been looked at
             return None
-        host = start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config), vllm.gather)
+        facts = vllm.engine_facts(config, SparseImpl, SparseBuilder)
+        host = start_host(path, options, facts, vllm.engine_model(config), vllm.gather)
+        if host.evicting is not None:
+            _evict_blocks(config)
     except (SparseKVError, *_UNLIKE) as error:
         vllm.say_dense(config, error)
         return None
-    if host.evicting is not None:
-        _evict_blocks(config)
     if config.speculative_config is not None and not host.drafts:
         vllm.logger.info("sparsekv: decode of the plan is off beside a drafter: vLLM's own kernel verifies its tokens")
     runner = 2 if config.use_v2_model_runner else 1

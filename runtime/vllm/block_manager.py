@@ -12,6 +12,7 @@ from typing import Any
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.vllm import cache_internals as vllm
 from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
+from sparsekv.runtime.vllm.internals import changed_calls
 
 _Spec: Any
 _Manager: Any
@@ -77,8 +78,10 @@ def evicting_spec(spec: Any, blocks: EvictedBlocks) -> EvictingSpec:
     """The cache of an evicting layer, of which vLLM would keep everything.
 
     Raises:
-        UnsupportedError: vLLM caches the layer in another way.
+        UnsupportedError: vLLM caches the layer in another way, or frees blocks by other calls.
     """
+    if changed := list(changed_calls(EvictingManager)):
+        raise UnsupportedError(f"expected a release that calls {', '.join(changed)}, found another; use a tested one")
     if not vllm.is_full_attention(spec):
         raise UnsupportedError(
             f"expected a plain cache of keys and values in evicting layers, found {type(spec).__name__}; run a "

@@ -1,5 +1,5 @@
-"""Holds what is taken from inside vLLM's cache manager and its model runners, for evicting layers: as `internals.py`,
-and checked by contract.py like it."""
+"""Holds what is taken from inside vLLM's cache manager and its model runners, for evicting layers: as
+`internals.py`."""
 
 from __future__ import annotations
 
@@ -95,6 +95,9 @@ def follow_steps(config: VllmConfig, requests_of: Callable[[VllmConfig], Request
         config: of the engine; its model runner is one of two.
         requests_of: what to tell, of an engine.
     """
+    told = {one.name for one in fields(SchedulerOutput)}
+    if lacks := {"num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids"} - told:
+        raise UnsupportedError(f"expected steps of vLLM that tell {', '.join(sorted(lacks))}, found a release without")
     if config.use_v2_model_runner:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 

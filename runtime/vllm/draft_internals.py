@@ -1,8 +1,9 @@
-"""Holds what is taken from inside vLLM for exact output (docs/exact.md), but for the speculator and the scheduler: as
-`internals.py`, and checked by contract.py like it."""
+"""Holds what is taken from inside vLLM for exact output (docs/exact.md), but for the speculator and the scheduler, and
+where configurations of engines are made: as `internals.py`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -10,22 +11,22 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from sparsekv.runtime.vllm.exact_engine import ask_for_drafts
-
 _REPLACED = "sparsekv_given"  # what a method that was replaced by ours was, on ours
 
 
-def draft_where_asked() -> None:
-    """Has configurations of engines be made with what exact output takes, where their arguments ask for it: nothing of
-    vLLM lets a plugin choose a drafter."""
+def follow_configs(before: Callable[[Any], None], after: Callable[[VllmConfig], None]) -> None:
+    """Has arguments of engines be changed by one function, and the configuration that is made of them be seen by the
+    other: nothing of vLLM lets a plugin choose a drafter."""
     given = EngineArgs.create_engine_config
     if hasattr(given, _REPLACED):  # once in a process
         return
 
     @wraps(given)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-        ask_for_drafts(self)
-        return given(self, *args, **kwargs)
+        before(self)
+        config = given(self, *args, **kwargs)
+        after(config)
+        return config
 
     setattr(create_engine_config, _REPLACED, given)
     EngineArgs.create_engine_config = create_engine_config

@@ -1,6 +1,7 @@
 """Everything that is taken from inside vLLM, which promises none of it to stay: no other file imports it, but for
 cache_internals.py (eviction), releases.py (what differs between releases), and of exact output draft_internals.py,
-self_speculator.py and draft_scheduler.py. contract.py names all of it, and checks the installed release.
+self_speculator.py and draft_scheduler.py. tools/vllm_contract.py names all of it, and tests look for it in each
+release that is supported.
 
 What differs between the CPU and CUDA is in one small class each.
 
@@ -9,9 +10,11 @@ Shapes: N pages, G KV heads, S tokens of a page, D head size, T tokens of a step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from dataclasses import fields
 from functools import cache, partial
+from inspect import Parameter, isfunction, signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,21 +35,21 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from sparsekv.kernels.keys import FLOAT8, Scales
 from sparsekv.kernels.prefill.flash.limits import FlashPackage, offer_package
-from sparsekv.plans.errors import BackendError, SparseKVError, UnsupportedError
+from sparsekv.plans.errors import BackendError, SparseKVError, UnsupportedError, UsageError
 from sparsekv.runtime.architecture import MODALITIES
 from sparsekv.runtime.core.program import Rank
 from sparsekv.runtime.quantised_files import quantisation_of
-from sparsekv.runtime.vllm.contract import installed, unfulfilled, unknown_metadata
-from sparsekv.runtime.vllm.draft_internals import beside_drafts, draft_where_asked
+from sparsekv.runtime.vllm.draft_internals import beside_drafts, follow_configs
 from sparsekv.runtime.vllm.engine_host import EngineModel
-from sparsekv.runtime.vllm.exact_engine import WORKER
+from sparsekv.runtime.vllm.exact_engine import WORKER, ask_for_drafts
 from sparsekv.runtime.vllm.releases import empty_pages
-from sparsekv.runtime.vllm.settings import TESTED, EngineFacts, connectors_of, read_options
+from sparsekv.runtime.vllm.settings import EngineFacts, connectors_of, plan_path, read_options
+from sparsekv.runtime.vllm.step_metadata import KNOWN, READ
 
 __all__ = ["AttentionType", "get_current_vllm_config", "release", "set_current_vllm_config"]
 
@@ -55,6 +58,7 @@ logger = init_logger("vllm.sparsekv")  # below "vllm", whose handler prints it
 _FLASH = FlashPackage("vllm.vllm_flash_attn.cute", "vllm", ("0.26.0", "0.33.0"), asks_lists=False)
 
 _OURS = f"{__package__}.attention_backend"
+_ANY = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _PREFERS_OTHERS = 10  # major compute capability of which vLLM prefers another backend where none is asked for
 
 
@@ -239,9 +243,10 @@ class OnCuda:
 platform: Any = OnCpu if current_platform.is_cpu() else OnCuda if current_platform.is_cuda() else None
 
 
-def engine_facts(config: VllmConfig) -> EngineFacts:
-    """Returns what of an engine decides whether it can run a plan."""
+def engine_facts(config: VllmConfig, *derived: type) -> EngineFacts:
+    """Returns what of an engine decides whether it can run a plan; `derived` are classes of ours, from vLLM's."""
     parallel, model = config.parallel_config, config.model_config
+    told = {one.name for one in fields(CommonAttentionMetadata)}
     ours = parallel.worker_cls == WORKER
     speculative, transfer = config.speculative_config, config.kv_transfer_config
     stages, layers = parallel.pipeline_parallel_size, model.hf_text_config.num_hidden_layers
@@ -263,8 +268,8 @@ def engine_facts(config: VllmConfig) -> EngineFacts:
         micro_batches=parallel.use_ubatching,
         one_group=bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
         fast_prefill=bool(getattr(config.cache_config, "kv_sharing_fast_prefill", False)),
-        missing=missing_names(),
-        unknown=unknown_metadata(installed()),
+        missing=(*sorted({*READ} - told), *(call for kind in derived for call in changed_calls(kind))),
+        unknown=tuple(sorted(told - KNOWN)),
         self_drafting=ours,
         beside=beside_drafts(config) if ours else (),
     )
@@ -284,11 +289,15 @@ def _modalities(model: Any) -> tuple[str, ...]:
     return tuple(one for one in known if limits.enable_mm_embeds or limits.get_limit_per_prompt(one) > 0)
 
 
-def missing_names() -> tuple[str, ...]:
-    """Returns what the installed release lacks of those that were tested; of these nothing is looked for."""
-    if platform is None or release.partition("+")[0] in TESTED[current_platform.device_type]:
-        return ()
-    return tuple(unfulfilled(installed(), current_platform.device_type))
+def changed_calls(ours: type) -> Iterator[str]:
+    """Returns the methods that a release calls with other parameters than a class takes that derives from its own."""
+    for name, method in vars(ours).items():
+        given = getattr(ours.__mro__[1], name, None)
+        if not (isfunction(method) and isfunction(given)):
+            continue
+        own, its = signature(method).parameters, signature(given).parameters
+        if list(own) != list(its) and not any(one.kind in _ANY for one in own.values()):
+            yield f"{given.__qualname__}({', '.join(list(own)[1:])})"
 
 
 def engine_model(config: VllmConfig) -> EngineModel:
@@ -324,8 +333,8 @@ def gather_bytes(given: bytes) -> list[bytes]:
 def runs_ours(config: VllmConfig) -> bool:
     """Returns whether an engine attends by our backend where it has a plan."""
     asked = config.attention_config
-    if platform is None or platform is OnCpu:
-        return platform is OnCpu
+    if platform is None or platform is OnCpu or config.model_config.use_mla:
+        return platform is OnCpu and not config.model_config.use_mla
     named = {asked.backend, *asked.backend_per_kind.values()} - {None}
     if named:
         return any(_is_ours(one) for one in named.intersection((platform.backend, platform.planned)))
@@ -350,10 +359,21 @@ def say_dense(config: VllmConfig, error: Exception) -> None:
     )
 
 
-def backend_name(config: VllmConfig) -> str:
-    """The attention backend that was asked for."""
-    asked = config.attention_config.backend
-    return "its own choice, which is another on this GPU" if asked is None else asked.name
+def say_unused(config: VllmConfig) -> None:
+    """Says that an engine does not run the plan that it has, where its attention is not ours; see `say_dense`."""
+    model, asked = config.model_config, config.attention_config.backend
+    if runs_ours(config):
+        return
+    try:
+        path = plan_path(read_options(config.additional_config), model.model, model.revision)
+        if path is not None:
+            by = "its own choice, which is another here" if asked is None else asked.name
+            raise UsageError(
+                f"expected a backend that executes the plan at {path}, found attention by {by}; add "
+                '--attention-backend FLASH_ATTN, or --additional-config \'{"sparsekv": {"dense": true}}\' to leave it'
+            )
+    except SparseKVError as error:
+        say_dense(config, error)
 
 
 def engine_key(config: VllmConfig) -> Any:
@@ -447,24 +467,16 @@ def graph_rows(config: VllmConfig) -> int:
     return compilation.max_cudagraph_capture_size or 0
 
 
-def stat_logger_base() -> Any:
-    """Returns what a logger of an API server derives from; nothing else of a server needs its modules."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    return StatLoggerBase
-
-
 def register() -> None:
     """Makes our backend known to vLLM, which imports it when it makes the first attention layer, and vLLM's copy of
     flash-attn-4 to our kernels. Names that another plugin has taken stay its own."""
+    follow_configs(ask_for_drafts, say_unused)
     if platform is None:
-        _register(AttentionBackendEnum.CUSTOM, f"{__package__}.unavailable.UnavailableBackend")
         return
     if platform.backend is not platform.planned:  # else one name, as on a CPU
         _register(platform.backend, f"{_OURS}.SparseBackend")
     _register(platform.planned, f"{_OURS}.PlannedBackend")
     offer_package(_FLASH)
-    draft_where_asked()
 
 
 def _register(place: AttentionBackendEnum, ours: str) -> None:

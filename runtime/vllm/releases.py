@@ -1,4 +1,4 @@
-"""Holds what releases of vLLM differ in, each difference in one function; contract.py names both sides of each.
+"""Differences between releases of vLLM, one function each; tools/vllm_contract.py names both sides.
 
 Shapes: N pages, G KV heads, S tokens of a page, D head size.
 """

@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.vllm.attention_backend import SparseBuilder
 from sparsekv.runtime.vllm.draft_internals import worker_class
+from sparsekv.runtime.vllm.internals import changed_calls
 
 _Worker: Any = worker_class()
 
@@ -37,7 +38,10 @@ class ExactWorker(_Worker):
                 "expected model runner V2 for exact output, found V1; unset VLLM_USE_V2_MODEL_RUNNER, and see the line "
                 "of vLLM's log that says why it was chosen"
             )
-        self.model_runner.speculator = SelfSpeculator(self.vllm_config, self.device, self.model_runner)
+        if changed := list(changed_calls(SelfSpeculator)):
+            raise UnsupportedError(f"expected a vLLM that calls {', '.join(changed)} for exact output, found another")
+        speculator = SelfSpeculator(self.vllm_config, self.device)
+        speculator.runner, self.model_runner.speculator = self.model_runner, speculator
 
 
 class SelfSpeculator(DraftModelSpeculator):
@@ -47,9 +51,10 @@ class SelfSpeculator(DraftModelSpeculator):
     likeliest tokens: to vLLM's rejection sampler a distribution of one point, which keeps that of the target.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
+    runner: Any  # of the target
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self._runner = runner
         self._graphs: Any = None
         self._starts = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
 
@@ -119,7 +124,7 @@ class SelfSpeculator(DraftModelSpeculator):
         longest = int(input_batch.seq_lens_cpu_upper_bound[:rows].max())
         self.draft_max_seq_len = min(longest + drafted, self.max_model_len)
         shape = self._graphs.dispatch(rows, rows, 1, 0)
-        connector = self._runner.kv_connector
+        connector = self.runner.kv_connector
         connector.set_disabled(True)  # whose hooks in layers would load and save once more for each step of a draft
         for number in range(drafted):
             slots_by_layer, attention = self._prepare(rows, shape, lengths, number)

@@ -6,6 +6,11 @@ from typing import Any
 
 import torch
 
+READ = (
+    *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "num_reqs", "max_query_len"),
+    *("num_actual_tokens", "block_table_tensor", "slot_mapping", "positions", "is_prefilling", "causal"),
+)
+"""Fields of a step's metadata that every release has."""
 # Fields of a step's metadata with an entry a request, as far as a release has them, and with one a row.
 _BY_REQUEST = (
     *("seq_lens", "seq_lens_cpu_upper_bound", "is_prefilling", "block_table_tensor"),
@@ -17,6 +22,15 @@ _DERIVED = (
     *("req_idx", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
     *("_num_computed_tokens_cache", "_token_to_req_indices_cache"),
 )
+
+KNOWN = frozenset(
+    (
+        *(*READ, *_BY_REQUEST, *_BY_ROW, *_DERIVED, "max_seq_len", "logits_indices_padded", "num_logits_indices"),
+        *("max_logits_per_req", "encoder_seq_lens", "encoder_seq_lens_cpu", "dcp_local_seq_lens_cpu"),
+        "mm_req_doc_ranges",
+    )
+)
+"""Fields that this version knows what to do with: another one may say of rows what sparse attention does not do."""
 
 
 def requests_of(common: Any) -> tuple[list[int], list[int], list[bool]]:

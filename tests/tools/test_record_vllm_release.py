@@ -6,8 +6,7 @@ from zipfile import ZipFile
 
 import pytest
 from record_vllm_release import main, recorded, sources_of
-
-from sparsekv.runtime.vllm.contract import METADATA, unfulfilled
+from vllm_contract import METADATA, unfulfilled
 
 FILES = {
     "vllm/__init__.py": "from vllm.entrypoints.llm import LLM\n",

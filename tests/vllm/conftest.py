@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,8 @@ if find_spec("vllm"):  # before anything imports it; elsewhere these would only 
         from triton.backends import backends
 
         backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True)))
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))  # what the contract names
 
 from vllm_engine import CROSSOVER, DECODE_BOUND, TILE, Oracle, make_engine
 

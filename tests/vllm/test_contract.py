@@ -1,4 +1,4 @@
-"""The installed release has what the contract names (tests/runtime/vllm/test_contract.py has other releases)."""
+"""The installed release has what the contract names (tests/tools/test_vllm_contract.py has other releases)."""
 
 import inspect
 from importlib import import_module
@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm_contract as contract
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 import sparsekv.runtime.vllm.internals as internals
-from sparsekv.runtime.vllm import contract
+from sparsekv.runtime.vllm.attention_backend import SparseBuilder, SparseImpl
 from sparsekv.runtime.vllm.settings import TESTED
 
 DEVICE = "cuda" if internals.platform is internals.OnCuda else "cpu"
@@ -47,12 +48,21 @@ def test_parameters_are_those_that_python_sees(call: str) -> None:
     assert tuple(inspect.signature(method).parameters)[1:] == contract.installed().parameters(call)
 
 
-def test_what_a_release_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {**contract.NAMES, "vllm.config:CacheConfig": ("block_size", "blocks")}
-    monkeypatch.setattr(contract, "NAMES", names)
-    assert internals.missing_names() == ()
-    monkeypatch.setattr(internals, "TESTED", {DEVICE: {}})
-    assert internals.missing_names() == ("CacheConfig.blocks",)
+def test_what_a_release_calls_otherwise_lacks_or_tells_beyond_what_is_known_is_named(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Changed(SparseImpl):
+        def do_kv_cache_update(self, layer: Any, value: Any, key: Any) -> None: ...
+
+    config = engine.llm_engine.vllm_config
+    facts = internals.engine_facts(config, SparseImpl, SparseBuilder)
+    assert facts.missing == facts.unknown == ()
+    facts = internals.engine_facts(config, Changed)
+    assert [line.rpartition(".")[2] for line in facts.missing] == ["do_kv_cache_update(layer, value, key)"]
+    monkeypatch.setattr(internals, "KNOWN", internals.KNOWN - {"causal"})
+    monkeypatch.setattr(internals, "READ", (*internals.READ, "gone"))
+    facts = internals.engine_facts(config)
+    assert (facts.missing, facts.unknown) == (("gone",), ("causal",))
 
 
 def test_the_backend_attends_after_the_cache_was_written() -> None:

@@ -11,16 +11,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
 
 import sparsekv.runtime.vllm.internals as internals
 from sparsekv.plans.aliases import resolve_model
-from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.vllm.attention_backend import PlannedBackend, SparseBackend
 from sparsekv.runtime.vllm.internals import engine_facts, engine_model
-from sparsekv.runtime.vllm.notice import PlanNotice, unused_plan
 from sparsekv.runtime.vllm.settings import Connector, EngineFacts
-from sparsekv.runtime.vllm.unavailable import UnavailableBackend
 
 FOLDER = resolve_model("tiny-retriever").path_or_id
 
@@ -93,46 +90,46 @@ def test_the_backend_stands_in_the_place_of_vllms_own_in_every_process_that_load
     assert current_platform.device_type == "cpu"
 
 
-def test_another_device_is_refused_when_vllm_asks_what_the_backend_can_do() -> None:
-    with pytest.raises(UnsupportedError, match="expected vLLM on a CPU or an NVIDIA GPU"):
-        UnavailableBackend.validate_configuration(head_size=64)
-
-
 @pytest.mark.parametrize(
     ("backend", "major", "says"),
     [
-        ("TRITON_ATTN", 9, "attention runs by TRITON_ATTN"),
+        ("TRITON_ATTN", 9, "attention by TRITON_ATTN"),
         (None, 10, "its own choice"),
         (None, 9, None),
         ("FLASH_ATTN", 10, None),
     ],
 )
-def test_a_server_with_a_plan_that_its_backend_does_not_execute_says_so_once(
+def test_an_engine_with_a_plan_that_its_backend_does_not_execute_says_so_once_or_ends(
     plan_file: Path, backend: str | None, major: int, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU where another backend was asked for, or is what vLLM takes where none was."""
-    config = config_of(additional_config={"sparsekv": {"plan": str(plan_file)}}, attention_backend=backend)
-    assert unused_plan(config) is None, "on a CPU ours always runs"
+    warned: list[str] = []
+    monkeypatch.setattr(internals.logger, "warning", lambda text, *args: warned.append(text % args))
+
+    def made(asked: str | None = backend, **options: Any) -> Any:
+        warned.clear()
+        own = {"plan": str(plan_file), "require": False} | options
+        return config_of(additional_config={"sparsekv": own}, attention_backend=asked)
+
+    made()
+    assert warned == [], "on a CPU ours always runs"
     monkeypatch.setattr(internals, "platform", internals.OnCuda)
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
     internals.register()
     capability = SimpleNamespace(major=major)
     monkeypatch.setattr(type(current_platform), "get_device_capability", classmethod(lambda _: capability))
-    assert unused_plan(config) is None if says is None else says in unused_plan(config)
-    assert unused_plan(config_of(additional_config={"sparsekv": {"plan": str(plan_file), "dense": True}})) is None
-    asked = config_of(additional_config={"sparsekv": {"plan": str(plan_file)}}, attention_backend="CUSTOM")
-    assert unused_plan(asked) is None
+    made()
+    assert [says in line for line in warned] == [True] * (says is not None)
+    made(dense=True)
+    made("CUSTOM")
+    assert warned == []
     AttentionBackendEnum.FLASH_ATTN.clear_override()
     register_backend(AttentionBackendEnum.FLASH_ATTN, "of.another.Plugin")
     internals.register()
     assert AttentionBackendEnum.FLASH_ATTN.get_path() == "of.another.Plugin"
-    assert unused_plan(config) is not None
-    with pytest.raises(UsageError, match="which is not executed"):
-        PlanNotice(config)
-    kept = config_of(additional_config={"sparsekv": {"plan": "nowhere.yaml", "require": False}})
-    PlanNotice(kept)
-    assert "expected a plan at nowhere.yaml" in unused_plan(kept)
-
-
-def test_an_api_server_finds_the_notice_among_its_loggers() -> None:
-    assert PlanNotice in load_stat_logger_plugin_factories()
+    made()
+    assert len(warned) == 1
+    with pytest.raises(UsageError, match="expected a backend that executes the plan"):
+        made(require=None)
+    made(plan="nowhere.yaml")
+    assert "expected a plan at nowhere.yaml" in warned[0]

@@ -1,5 +1,5 @@
-"""Says what the files that import vLLM (see `internals.py`), `step_metadata.py` and the backend use of it, and whether
-a release has it.
+"""Says what the files of runtime/vllm/ that import vLLM, `step_metadata.py` and the backend use of it, and whether a
+release has it.
 
 A release is read as source text, its own classes followed through their bases and re-exports: nothing of it is
 imported, so that CUDA code is checked on any machine, and an unpacked wheel as well as what is installed.
@@ -16,20 +16,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
+from sparsekv.runtime.vllm.step_metadata import KNOWN
+
 Places = Mapping[str, tuple[str, ...]]
 """Names that are used of each place, "module:Class" or "module"; parameters of each call."""
 
 METADATA = "vllm.v1.attention.backend:CommonAttentionMetadata"
-# Fields of a step's metadata that this version knows what to do with (step_metadata.py): another one may say of rows
-# what sparse attention does not do.
-KNOWN_METADATA = (
-    "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len",
-    "max_seq_len", "block_table_tensor", "slot_mapping", "causal", "logits_indices_padded", "num_logits_indices",
-    "max_logits_per_req", "encoder_seq_lens", "encoder_seq_lens_cpu", "dcp_local_seq_lens", "dcp_local_seq_lens_cpu",
-    "dcp_local_seq_lens_cpu_upper_bound", "positions", "is_prefilling", "seq_lens_cpu_upper_bound", "req_idx",
-    "mm_req_doc_ranges", "rswa_prefix_lens", "replayssm_decode_base_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu",
-    "_num_computed_tokens_cache", "_token_to_req_indices_cache",
-)  # fmt: skip
 NAMES: Places = MappingProxyType(
     {
         "vllm.config:VllmConfig": (
@@ -37,7 +29,7 @@ NAMES: Places = MappingProxyType(
             "model_config", "parallel_config", "scheduler_config", "speculative_config", "use_v2_model_runner",
         ),
         "vllm.config:ModelConfig": (
-            "model", "revision", "hf_config", "hf_text_config", "dtype", "max_model_len", "is_encoder_decoder",
+            "model", "revision", "hf_config", "hf_text_config", "dtype", "max_model_len",
             "use_mla", "multimodal_config", "quantization",
         ),
         "vllm.config.multimodal:MultiModalConfig": ("enable_mm_embeds", "get_limit_per_prompt"),
@@ -69,7 +61,6 @@ NAMES: Places = MappingProxyType(
         "vllm.sampling_params:SamplingParams": ("temperature", "max_tokens", "ignore_eos", "detokenize"),
         "vllm.engine.arg_utils:EngineArgs": ("get_batch_defaults",),
         "vllm.usage.usage_lib:UsageContext": ("OPENAI_API_SERVER",),
-        "vllm.v1.metrics.loggers:StatLoggerBase": ("record", "log_engine_initialized"),
         "vllm.v1.attention.backend:AttentionType": ("DECODER",),
         "vllm.v1.attention.backend:AttentionCGSupport": ("UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE"),
         "vllm.v1.attention.backends.registry:AttentionBackendEnum": (
@@ -224,6 +215,7 @@ DRAFT_CALLS: Places = MappingProxyType(
             "model_state", "kv_cache_config", "block_tables", "target_input_buffers", "target_attn_groups",
         ),
         f"{_SPECULATOR}.init_cudagraph_manager": ("cudagraph_mode",),
+        f"{_SPECULATOR}.capture": (),
         f"{_SPECULATOR}.propose": (
             "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", "num_sampled",
             "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds", "dp_sync_state",
@@ -319,7 +311,7 @@ def undrafted(release: Release, device: str) -> Iterator[str]:
 def unknown_metadata(release: Release) -> tuple[str, ...]:
     """Returns the fields of a step's metadata that this version does not know."""
     fields = release.names(f"{METADATA}!") or frozenset()
-    return tuple(sorted(fields - set(KNOWN_METADATA)))
+    return tuple(sorted(fields - KNOWN))
 
 
 def _lacking(release: Release, places: Places) -> Iterator[str]:

@@ -14,17 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+import vllm_contract as contract
+from vllm_contract import Sources, undrafted, unfulfilled, unknown_metadata
 
-from sparsekv.runtime.vllm import contract
-from sparsekv.runtime.vllm.contract import Sources, undrafted, unfulfilled, unknown_metadata
-
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "tests/data/vllm").glob("*.json"))
 OURS = (
     *("internals", "cache_internals", "releases", "step_metadata", "attention_backend"),
     *("draft_internals", "draft_scheduler", "self_speculator"),
 )
-FOLDER = Path(contract.__file__).parent
+FOLDER = ROOT / "runtime/vllm"
 
 
 @dataclass
@@ -107,6 +106,9 @@ def defined_here() -> set[str]:
         int,
         BaseException,
         logging.Logger,
+        type,
+        inspect.Parameter,
+        inspect.Signature,
     ):
         found.update(dir(kind))
     return found.union(
@@ -115,8 +117,7 @@ def defined_here() -> set[str]:
 
 
 def _own_files() -> list[Path]:
-    root = Path(contract.__file__).parents[2]
-    return [path for name in ("plans", "kernels", "runtime") for path in (root / name).rglob("*.py")]
+    return [path for name in ("plans", "kernels", "runtime") for path in (ROOT / name).rglob("*.py")]
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -142,6 +143,31 @@ def test_every_import_from_vllm_is_in_the_contract(name: str) -> None:
     known |= {tuple(place.split(":")) for place in places if ":" in place}
     missing = set(imported(ast.parse((FOLDER / f"{name}.py").read_text()))) - known
     assert sorted(missing) == []
+
+
+DERIVED = {
+    "attention_backend:SparseImpl": [impl for _, impl, _ in contract.CLASSES.values()],
+    "attention_backend:SparseBuilder": [builder for *_, builder in contract.CLASSES.values()],
+    "block_manager:EvictingManager": ["vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"],
+    "self_speculator:SelfSpeculator": ["vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator"],
+}
+
+
+@pytest.mark.parametrize("place", DERIVED)
+def test_our_classes_take_the_parameters_that_are_in_the_contract(place: str) -> None:
+    """Else an engine of every release would be refused: it compares them with those of the classes that they have."""
+    file = place.partition(":")[0]
+    calls = {**contract.calls_on("cpu"), **contract.calls_on("cuda"), **contract.DRAFT_CALLS}
+    own = Sources(lambda module: (FOLDER / f"{file}.py").read_text())
+    checked = [
+        (call, parameters)
+        for base in DERIVED[place]
+        for call, parameters in calls.items()
+        if call.startswith(f"{base}.") and own.parameters(f"{place}.{call.rpartition('.')[2]}") is not None
+    ]
+    assert checked
+    for call, parameters in checked:
+        assert own.parameters(f"{place}.{call.rpartition('.')[2]}") == parameters, call
 
 
 def made_up(**modules: str) -> Sources:
