@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from sparsekv.plans.phases import DecodePlan, PrefillPlan
 from sparsekv.plans.schema import HURT_BY_EVICTION, LengthMeasurement, Measurement, Plan
 from sparsekv.plans.types import and_listed, format_length
 
@@ -73,8 +74,8 @@ def _lengths(plan: Plan) -> list[int]:
     found = {bucket.up_to for bucket in plan.buckets if bucket.up_to is not None}
     found |= {entry.length for entry in plan.cost.lengths} if plan.cost else set()
     longest = max(found, default=0)
-    for part in filter(None, (plan.prefill, plan.decode)):
-        *before, last = part.lengths
+    phases: tuple[PrefillPlan | DecodePlan | None, ...] = (plan.prefill, plan.decode)
+    for *before, last in (phase.lengths for phase in phases if phase):
         is_sparse = not last.dense and getattr(last, "same_as", None) is None
         if last.up_to is None and is_sparse and (before[-1].up_to if before else 0) >= longest:
             found.add(plan.model.context_length)
