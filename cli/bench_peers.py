@@ -48,7 +48,7 @@ class PeersFlags(Benched, Timed, Device, Precision, Output):
     out: Annotated[
         Path,
         Flag(
-            "A JSON file of results, written after each row; what is in it is not measured again.",
+            "A file of results, to which each row is added; what is in it is not measured again.",
             ("--out", "-o"),
             "FILE",
         ),

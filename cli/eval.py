@@ -68,7 +68,7 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
     out: Annotated[
         Path | None,
         Flag(
-            "For --suite: a JSON file of results, written after each task; what is in it is not run again.",
+            "For --suite: a file of results, to which each task is added; what is in it is not run again.",
             ("--out", "-o"),
             "FILE",
         ),

@@ -110,8 +110,8 @@ def report(
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The plan's profile: damages and similarity of layers.")
     ] = None,
-    curve: Annotated[Path | None, typer.Option(metavar="FILE", help="What `eval --curve` wrote (JSON).")] = None,
-    suite: Annotated[Path | None, typer.Option(metavar="FILE", help="What `eval --suite` wrote (JSON).")] = None,
+    curve: Annotated[Path | None, typer.Option(metavar="FILE", help="What `eval --curve` wrote.")] = None,
+    suite: Annotated[Path | None, typer.Option(metavar="FILE", help="What `eval --suite` wrote.")] = None,
     as_json: Json = False,
 ) -> None:
     """Write a plan as one self-contained page: budgets of heads, a head on the matrix, time and quality by length."""

@@ -179,11 +179,6 @@ def test_a_run_that_differs_is_refused_by_what_differs(tmp_path, known, plan, to
     assert str(error.value).count(" there") == 1
 
 
-def test_another_name_of_the_model_goes_on(tmp_path) -> None:
-    file_of(cell("dense"), path=tmp_path / "a.json")
-    assert RunFile.of(SETTINGS.model_copy(update={"model": "other/name"}), tmp_path / "a.json").all(SuiteCell)
-
-
 def test_means_and_differences_are_of_the_same_samples() -> None:
     cells = [cell("dense"), cell("plan", recall=(0.5, 0.5)), cell("dense", "cwe"), cell("plan", "cwe")]
     table = SuiteTable(file_of(*cells), ("plan",), (1024,))
