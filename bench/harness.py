@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from sparsekv.plans.errors import SparseKVError
-from sparsekv.plans.types import format_length
+from sparsekv.plans.types import format_length, parse_length
 
 Call = Callable[[], object]
 Found = TypeVar("Found")
@@ -26,6 +26,11 @@ PARTS = 4
 _LONG_MS = 100.0  # runs longer than this need no repetition to be timed, and no cleared cache
 _SAMPLE_MS = 200  # that a sample of short runs takes
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Lengths separated by commas, ascending, each once."""
+    return tuple(sorted({parse_length(part) for part in text.split(",")}))
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
+from sparsekv.bench.harness import parse_lengths
 from sparsekv.bench.random_model import random_model
 from sparsekv.planner.job import Job, job_of
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.progress import BarProgress, StageStep
 from sparsekv.plans.files import write_plan
-from sparsekv.plans.types import parse_lengths
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import device_name, dtype_name, torch_device
 

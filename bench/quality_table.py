@@ -40,7 +40,7 @@ import torch
 
 from sparsekv.bench.baselines import RuleSteps
 from sparsekv.bench.eviction_rules import ObservedPrompt, observed_prompt
-from sparsekv.bench.harness import wait_for
+from sparsekv.bench.harness import parse_lengths, wait_for
 from sparsekv.bench.quality_file import (
     LOST,
     Knobs,
@@ -69,7 +69,7 @@ from sparsekv.plans.errors import SparseKVError
 from sparsekv.plans.files import executed_digest, load_plan
 from sparsekv.plans.phases import DecodeBucket, DecodePlan
 from sparsekv.plans.schema import Plan, check_model
-from sparsekv.plans.types import format_length, parse_lengths
+from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.cache import handed_over
 from sparsekv.runtime.hf.cache_inputs import cache_inputs
 from sparsekv.runtime.hf.generate import check_numbers

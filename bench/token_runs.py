@@ -29,7 +29,7 @@ from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.attention import Phase
 from sparsekv.runtime.hf.cache import CACHE_NAME, SparseLayer
 from sparsekv.runtime.hf.describe import config_of
-from sparsekv.runtime.hf.drafts import Verdict
+from sparsekv.runtime.hf.exact import Verdict
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.model_config import linear_layers
 from sparsekv.runtime.stores.store import Layout

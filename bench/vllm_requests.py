@@ -35,6 +35,7 @@ import torch
 from scipy.stats import binomtest
 
 from sparsekv.bench.hand_plans import HandDecode, dense_up_to
+from sparsekv.bench.harness import parse_lengths
 from sparsekv.bench.random_model import write_eagle
 from sparsekv.bench.serve import by_look_up
 from sparsekv.bench.vllm_engines import COMPARING, asking_for_ours, greedy, make_engine
@@ -44,7 +45,7 @@ from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import TileShape, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.types import parse_length, parse_lengths
+from sparsekv.plans.types import parse_length
 from sparsekv.runtime.hf.load import load_config
 from sparsekv.runtime.model_config import describe_config
 from sparsekv.runtime.settings import preset_vllm

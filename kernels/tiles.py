@@ -131,11 +131,11 @@ def spent_tiles(index: TileIndex, chunk: Chunk, window: int | None = None) -> to
     return torch.where(index.dense_H, dense_B1, computed_BH)
 
 
-def density(index: TileIndex, chunk: Chunk, window: int | None = None) -> torch.Tensor:
+def density(index: TileIndex, chunk: Chunk) -> torch.Tensor:
     """Computed tiles over those of dense attention, over all heads and batch rows: a float64 scalar; 0 for a chunk
     without rows."""
-    dense = index.counts_BHT.shape[1] * chunk.causal_tiles(index.tile, window)
-    return spent_tiles(index, chunk, window).sum() / max(1, dense)
+    dense = index.counts_BHT.shape[1] * chunk.causal_tiles(index.tile)
+    return computed_tiles(index).sum() / max(1, dense)
 
 
 def pack_bits(bits_XC: torch.Tensor) -> torch.Tensor:

@@ -259,11 +259,10 @@ class RetentionTrials(DecodeTrials):
             found.append(float(divergence(prefix.dense_1RV, self.log_probabilities(prefix, kept))))
         return found
 
-    def observed(self, prompt: CalibrationPrompt, options: Settled, least: int = 0) -> Prefix:
-        """Runs a prompt densely, and watches its last queries; of the text behind it at least so many rows."""
+    def observed(self, prompt: CalibrationPrompt, options: Settled) -> Prefix:
+        """Runs a prompt densely, and watches its last queries."""
         self._observed, self._until = {}, max(1, prompt.answer_start - 1)
-        steps = _STEPS.get(self._loaded.model.device.type, _FEW_STEPS)
-        prefix = self.prefilled(prompt, max(steps, least), options)
+        prefix = self.prefilled(prompt, _STEPS.get(self._loaded.model.device.type, _FEW_STEPS), options)
         self._until = 0
         return prefix
 

@@ -48,15 +48,6 @@ def parse_length(text: str) -> int:
     return length
 
 
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """Lengths separated by commas, ascending, each once.
-
-    Raises:
-        UsageError: one of them is not a length.
-    """
-    return tuple(sorted({parse_length(part) for part in text.split(",")}))
-
-
 def format_length(length: int) -> str:
     """The shortest form that `parse_length` reads back as `length`."""
     unit = next((unit for unit in ("m", "k") if length > 0 and length % _UNITS[unit] == 0), "")

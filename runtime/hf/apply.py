@@ -211,15 +211,12 @@ class Handle:
                 raise UsageError(f"expected {kind} of layer {number}, found something else; pass a cache of this model")
         return cache
 
-    def check_growth(
-        self, cache: Cache, tokens: int, batch: int = 1, chunk: int | None = None, *, answer: int = 0
-    ) -> None:
-        """Refuses what a cache of this handle, as for a next turn, cannot grow to.
+    def check_growth(self, cache: Cache, tokens: int, chunk: int | None = None, *, answer: int = 0) -> None:
+        """Refuses what a cache of this handle with one row, as for a next turn, cannot grow to.
 
         Args:
             tokens: in all, those that are cached included.
-            batch: rows of the cache.
-            chunk: most tokens of a row that run through the model at once; None is all new ones but the answer.
+            chunk: most tokens that run through the model at once; None is all new ones but the answer.
             answer: how many of the new tokens decode adds one by one.
 
         Raises:
@@ -227,7 +224,7 @@ class Handle:
         """
         layers = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
         held, new = [layer.store.bytes for layer in layers], max(1, tokens - answer - cache.get_seq_length())
-        request = Request(tokens - answer, answer, batch, new if chunk is None else min(chunk, new), grows=True)
+        request = Request(tokens - answer, answer, 1, new if chunk is None else min(chunk, new), grows=True)
         host_layers = frozenset(layer.layer for layer in layers if type(layer.store) is HostStore)
         available = self._available(sum(one.device for one in held), sum(one.host for one in held))
         self._memory.check(request, available, replace(self._engine.placement, layers=host_layers))

@@ -2,8 +2,11 @@
 
 A cycle: the sparse steps of the plan draft some tokens behind the last one; their keys and values are taken back; one
 dense pass runs the last token and the draft, writing the keys and values that dense decoding would have; each row is
-extended by what counts of its draft and the token behind it (drafts.py), up to where dense decoding ends it
-(text_rows.py). The cache then holds all tokens of a row but the last, as transformers leaves it.
+extended by what counts of its draft and the token behind it, up to where dense decoding ends it (text_rows.py). The
+cache then holds all tokens of a row but the last, as transformers leaves it.
+
+Sources of what counts of a draft: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (ICML
+2023), algorithm 1; Zhang et al., Draft & Verify (ACL 2024) on drafts by the model itself.
 
 Shapes: B batch, K drafted tokens, Q = K + 1 checked ones, T tokens of a text, V vocabulary.
 """
@@ -16,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
@@ -30,12 +33,76 @@ from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Attachment, Phase
 from sparsekv.runtime.hf.cache import CACHE_NAME, first_of, fixed_rows_of, reserve, take_back
-from sparsekv.runtime.hf.drafts import Greedy, Judge, Sampled
 from sparsekv.runtime.hf.fixed_rows import FixedRows
 from sparsekv.runtime.hf.processors import Processors
 from sparsekv.runtime.hf.text_rows import Stops, Text
 
 _ASKED = ("output_scores", "output_logits", "output_hidden_states")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Holds what a check found."""
+
+    accepted_B: torch.Tensor  # drafted tokens that count, the first ones of each row
+    next_B: torch.Tensor  # the token behind them
+
+
+class Judge(Protocol):
+    """Draws drafts, and decides which of them dense attention would have drawn."""
+
+    def draft(self, scores_BV: torch.Tensor) -> torch.Tensor:
+        """[B]: the next token of a draft, from processed scores."""
+
+    def judge(self, drafts_BK: torch.Tensor, scores_BQV: torch.Tensor) -> Verdict:
+        """Returns the verdict of all drafts since the last verdict, by the processed scores of dense attention behind
+        each prefix."""
+
+
+class Greedy:
+    """The likeliest token: drafts count as far as they are those of dense attention."""
+
+    def draft(self, scores_BV: torch.Tensor) -> torch.Tensor:
+        """The likeliest."""
+        return scores_BV.argmax(-1)
+
+    def judge(self, drafts_BK: torch.Tensor, scores_BQV: torch.Tensor) -> Verdict:
+        """The longest agreeing prefix, and the likeliest token behind it."""
+        likeliest_BQ = scores_BQV.argmax(-1)
+        agrees_BK = likeliest_BQ[:, : drafts_BK.shape[1]] == drafts_BK
+        accepted_B = agrees_BK.int().cumprod(1).sum(1)
+        return Verdict(accepted_B, likeliest_BQ.gather(1, accepted_B[:, None])[:, 0])
+
+
+class Sampled:
+    """Rejection sampling: whatever drafts are, tokens are distributed as dense attention's."""
+
+    def __init__(self) -> None:
+        self._drawn_from: list[torch.Tensor] = []
+
+    def draft(self, scores_BV: torch.Tensor) -> torch.Tensor:
+        """Drawn from the softmax of the scores."""
+        p_BV = scores_BV.softmax(-1)
+        self._drawn_from.append(p_BV)
+        return torch.multinomial(p_BV, 1)[:, 0]
+
+    def judge(self, drafts_BK: torch.Tensor, scores_BQV: torch.Tensor) -> Verdict:
+        """A draft of probability q that dense attention gives p counts with probability min(1, p / q); behind the first
+        that does not, a token is drawn from what p has more than q; behind the last, from p."""
+        p_BQV, (_, drafted) = scores_BQV.softmax(-1), drafts_BK.shape
+        q_BQV = torch.zeros_like(p_BQV)  # nothing was drafted behind the last draft
+        for number, drawn_BV in enumerate(self._drawn_from):
+            q_BQV[:, number] = drawn_BV
+        self._drawn_from.clear()
+        p_BK, q_BK = (x[:, :drafted].gather(2, drafts_BK[:, :, None])[:, :, 0] for x in (p_BQV, q_BQV))
+        counts_BK = torch.rand_like(p_BK) * q_BK < p_BK
+        accepted_B = counts_BK.int().cumprod(1).sum(1)
+        row_B = torch.arange(len(accepted_B), device=accepted_B.device)
+        p_BV, q_BV = p_BQV[row_B, accepted_B], q_BQV[row_B, accepted_B]
+        left_BV = (p_BV - q_BV).clamp(min=0)
+        # Rounding may leave nothing of two equal distributions.
+        left_BV = torch.where(left_BV.sum(-1, keepdim=True) > 0, left_BV, p_BV)
+        return Verdict(accepted_B, torch.multinomial(left_BV, 1)[:, 0])
 
 
 class ExactLoop:

@@ -2,24 +2,61 @@
 
 from __future__ import annotations
 
+import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
 
-from sparsekv.runtime.stores.ahead import Ahead
+from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.stores.page_driver import CudaPages, PageDriver, PageError, Pages, index_of, why_not
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
 
+AHEAD = 64  # tokens before the end of its pages at which a row gets more
 LARGE = 16  # pages of a larger allocation, of which a prompt takes as many as fit
+_PATIENCE = 2e-5  # seconds
 
 
 class PageWarning(UserWarning):
     """Memory of a cache could not be freed; it is tried again."""
+
+
+class Ahead:
+    """A thread of one device that maps pages before they are needed, while the device works on what comes before.
+
+    Args:
+        pool: whose pages it maps. Whoever waits for these goes first.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._waiting: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def run(self, method: Callable[[], object]) -> None:
+        """Calls a method of an object, unless that is gone by then. What fails is tried again by whoever needs it."""
+        if self._thread is None:
+            self._thread = Thread(target=self._work, name="sparsekv-pages", daemon=True)
+            self._thread.start()
+        self._waiting.put(weakref.WeakMethod(method))
+
+    def _work(self) -> None:
+        self._pool.driver.enter()
+        while True:
+            method: Any = self._waiting.get()()
+            while self._pool.waiting:
+                time.sleep(_PATIENCE)
+            if method is not None:
+                with suppress(SparseKVError, RuntimeError):  # also torch's, which empties no cache beside a capture
+                    method()
+            del method  # keeps no store alive
 
 
 class PagePool:

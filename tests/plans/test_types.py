@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.types import MAX_LENGTH, format_ids, format_length, parse_ids, parse_length, parse_lengths
+from sparsekv.plans.types import MAX_LENGTH, format_ids, format_length, parse_ids, parse_length
 
 
 @pytest.mark.parametrize(
@@ -27,10 +27,6 @@ def test_a_length_is_refused(text: str) -> None:
 @given(st.integers(1, MAX_LENGTH))
 def test_lengths_read_back(length: int) -> None:
     assert parse_length(format_length(length)) == length
-
-
-def test_a_list_of_lengths_is_ascending_without_doubles() -> None:
-    assert parse_lengths("32k,4096, 4k,1m") == (4096, 32768, 1048576)
 
 
 @given(st.sets(st.integers(0, 1023), min_size=1))

@@ -14,7 +14,7 @@ from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import describe_model
-from sparsekv.runtime.hf.drafts import Greedy, Sampled
+from sparsekv.runtime.hf.exact import Greedy, Sampled
 
 GOOD = decode_plan(segment(0, (1, 2, 3), 30, sink=4, recent=10))
 BAD = decode_plan(segment(0, (1, 2, 3), 1, sink=0, recent=1))
