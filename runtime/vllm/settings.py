@@ -126,14 +126,7 @@ class EngineFacts:
 class EngineOptions(BaseModel):
     """The settings of an engine: `--additional-config '{"sparsekv": {...}}'`.
 
-    `plan` is a plan file or a folder with a sparsekv.yaml; without it, the sparsekv.yaml beside the model is taken
-    where there is one. `backend` names the kernels of sparse attention. `decode` is whether decode follows the plan
-    too. `allow_untested` runs on releases and devices of vLLM that this version was not tested on, `allow_mismatch`
-    takes a plan of another architecture as far as its layers and heads fit. `dense` leaves everything to vLLM, whatever
-    plan lies beside the model. `require` ends an engine that cannot run its plan, which else runs dense and says why;
-    by default it holds where the plan or our backend was asked for by name, and true also ends one that has no plan.
-    `exact` has the plan draft what dense attention verifies (docs/exact.md): true prefills dense too, "decode" by the
-    plan; `draft` is how many tokens a draft has, the plan's prices say otherwise.
+    docs/vllm.md says what each does. `require` by default holds where the plan or our backend was asked for by name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
