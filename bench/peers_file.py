@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal
 from sparsekv.planner.evaluation.suite_results import SuiteCell
 from sparsekv.planner.records import RunFile, RunRecord, RunSettings
 from sparsekv.plans.types import (
-    ArchitectureDigest,
     Digest,
     Length,
     Natural,
@@ -15,7 +14,6 @@ from sparsekv.plans.types import (
     Positive,
     Share,
     Text,
-    WeightsDigest,
 )
 
 At = Literal["dense", "plan", "published", "equal", "original"]
@@ -79,8 +77,8 @@ class PeersRun(RunSettings):
     tile: Text
     planted_density: Share
     plan: Digest | None = None
-    model: ArchitectureDigest | None = None
-    weights: WeightsDigest | None = None
+    model: Digest | None = None
+    weights: Digest | None = None
     tasks: tuple[Text, ...] = ()
     samples: Natural = 0
     ruler_samples: Natural = 0

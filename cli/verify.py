@@ -202,11 +202,8 @@ def _verify(flags: VerifyFlags, subject: Subject, found: Plan, file: Path | None
 def _of_these_weights(plan: Plan, model: ModelInfo) -> Plan:
     """An imported plan was made from a config alone: what is measured is measured on the weights that are loaded."""
     known, found = plan.model.fingerprint, model.fingerprint
-    if (
-        plan.status != "imported"
-        or known.weights is not None
-        or not same_architecture(known.architecture, found.architecture)
-    ):
+    same = same_architecture(known.architecture, found.architecture)
+    if plan.status != "imported" or known.weights is not None or not same:
         return plan
     return plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": found})})
 

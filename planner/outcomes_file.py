@@ -24,7 +24,6 @@ from sparsekv.planner.settled import Settled
 from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import (
-    ArchitectureDigest,
     Digest,
     FieldError,
     KVDtype,
@@ -34,7 +33,6 @@ from sparsekv.plans.types import (
     Part,
     Positive,
     Text,
-    WeightsDigest,
 )
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.load import LoadedModel
@@ -63,8 +61,8 @@ class OutcomesSettings(RunSettings):
     """
 
     plan: Digest
-    architecture: ArchitectureDigest
-    weights: WeightsDigest | None = None
+    architecture: Digest
+    weights: Digest | None = None
     dtype: Text
     device: Text
     backend: Text

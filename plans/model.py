@@ -16,8 +16,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from sparsekv.plans.phases import DecodePlan, PrefillBucket, PrefillPlan, Retention, Segment
 from sparsekv.plans.types import (
-    ArchitectureDigest,
     Count,
+    Digest,
     FieldError,
     Index,
     JsonObject,
@@ -25,7 +25,6 @@ from sparsekv.plans.types import (
     Length,
     Part,
     Text,
-    WeightsDigest,
     Where,
     canonical_json,
     format_ids,
@@ -64,15 +63,15 @@ class AttentionGroup(Part):
 class Fingerprint(Part):
     """Digests of what the model is (`architecture`) and of sampled weights.
 
-    `sha256-2:` is of the shapes and of the settings by which the same weights compute something else; `sha256:` is of
-    an older version, of the shapes alone: the two are compared by the shapes.
+    `sha256-2:` is of the shapes and of the settings by which the same weights compute something else, and ends with the
+    first digits of the older `sha256:`, which is of the shapes alone: the two are compared by those.
 
     `weights` is absent where unknown. `sha256-all:` samples every tensor; `sha256:` is of an older kind, which sampled
     query and key projections alone: the two cannot be compared.
     """
 
-    architecture: ArchitectureDigest
-    weights: WeightsDigest | None = None
+    architecture: Digest
+    weights: Digest | None = None
 
     def weights_difference(self, found: Fingerprint) -> Literal["unknown", "older kind", "other"] | None:
         """Returns what is known against `found` being the same weights; None where nothing is, or `found` does not
@@ -184,14 +183,15 @@ def architecture_fingerprint(shapes: Mapping[str, Any], settings: Mapping[str, A
     Raises:
         ValueError: the data hold NaN or an infinity.
     """
-    digests = [hashlib.sha256(canonical_json(dict(facts))).hexdigest() for facts in (shapes, settings)]
-    return f"sha256-2:{digests[0]}:{digests[1][:16]}"
+    facts = ({**shapes, "settings": dict(settings)}, dict(shapes))
+    whole, older = (hashlib.sha256(canonical_json(data)).hexdigest() for data in facts)
+    return f"sha256-2:{whole}:{older[:16]}"
 
 
 def same_architecture(one: str, other: str) -> bool:
     """Returns whether two digests are of one architecture, by what both of them cover."""
-    (version, *parts), (other_version, *others) = one.split(":"), other.split(":")
-    return parts == others if version == other_version else parts[0] == others[0]
+    (version, *digests), (other_version, *others) = one.split(":"), other.split(":")
+    return digests == others if version == other_version else digests[-1][:16] == others[-1][:16]
 
 
 def weights_fingerprint(samples: Iterable[tuple[str, bytes]]) -> str:

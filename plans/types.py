@@ -131,9 +131,7 @@ LayerSet = Annotated[
 
 
 MAX_JSON_DEPTH = 12
-SHA256 = r"^sha256:[0-9a-f]{64}$"
-SHA256_WEIGHTS = r"^sha256(-all)?:[0-9a-f]{64}$"
-SHA256_ARCHITECTURE = r"^sha256(:[0-9a-f]{64}|-2:[0-9a-f]{64}:[0-9a-f]{16})$"
+SHA256 = r"^sha256(-all)?:[0-9a-f]{64}$|^sha256-2:[0-9a-f]{64}:[0-9a-f]{16}$"
 
 Key = TypeVar("Key", str, int)
 Value = TypeVar("Value")
@@ -264,6 +262,4 @@ Text = Annotated[
     AfterValidator(utf8),
 ]
 Digest = Annotated[str, StringConstraints(strict=True, pattern=SHA256)]
-WeightsDigest = Annotated[str, StringConstraints(strict=True, pattern=SHA256_WEIGHTS)]
-ArchitectureDigest = Annotated[str, StringConstraints(strict=True, pattern=SHA256_ARCHITECTURE)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(json_object)]

@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 
 from sparsekv.plans.errors import PlanError
 from sparsekv.plans.patterns import GONE
-from sparsekv.plans.types import FieldError, Part, Where
+from sparsekv.plans.types import SHA256, FieldError, Part, Where
 
 MAX_DEPTH = 24
 # What a file may hold: enough for 128 layers of 128 heads at four lengths, little enough to be refused at once.
@@ -261,7 +261,7 @@ def _message(detail: ErrorDetails) -> str:
             return f"pattern {context['tag']!r} is gone: sparsekv {last} was the last to run it"
         return f"expected pattern {context['expected_tags']}, found {context['tag']!r:.60}"
     if kind == "string_pattern_mismatch":
-        digest = str(context.get("pattern")).startswith("^sha256")
+        digest = context.get("pattern") == SHA256
         expected = (
             "expected sha256: and 64 hexadecimal digits" if digest else "expected text without control characters"
         )

@@ -18,7 +18,7 @@ from sparsekv.planner.evaluation.results import Interval, score_interval
 from sparsekv.planner.records import RunFile, RunRecord, RunSettings, check_same, difference, versions
 from sparsekv.planner.tasks import ruler_suite
 from sparsekv.plans.errors import PlanError
-from sparsekv.plans.types import ArchitectureDigest, Digest, Length, Natural, Portion, Positive, Text, WeightsDigest
+from sparsekv.plans.types import Digest, Length, Natural, Portion, Positive, Text
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import dtype_name
 
@@ -55,8 +55,8 @@ class ModelRun(RunSettings):
 
     TOLD: ClassVar[frozenset[str]] = frozenset({"model", "versions"})
     model: Text
-    architecture: ArchitectureDigest
-    weights: WeightsDigest | None = None
+    architecture: Digest
+    weights: Digest | None = None
     dtype: Text
     seed: Natural
     samples: Positive

@@ -36,7 +36,7 @@ class TextInputs:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.module = model.base_model
+        self.module: Any = model.base_model
         self._names = tuple(inspect.signature(self.module.forward).parameters)
         of_decoder = inspect.signature(decoder_of(model).forward).parameters.keys()
         self._beside = frozenset(self._names) - of_decoder - _OF_TEXT

@@ -462,7 +462,7 @@ def test_a_plan_beside_an_edited_config_exits_with_3_unless_its_digest_is_of_the
     assert (done.code, "the activation or the epsilon" in done.err) == (3, True)
     plan = load_plan(edited / "sparsekv.yaml")
     prints = plan.model.fingerprint
-    before = prints.model_copy(update={"architecture": "sha256:" + prints.architecture.split(":")[1]})
+    before = prints.model_copy(update={"architecture": f"sha256:{prints.architecture.split(':')[2]:0<64}"})
     old = plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": before})})
     write_plan(old, edited / "sparsekv.yaml")
     done = sparsekv(*call)

@@ -19,7 +19,7 @@ from sparsekv.plans.schema import check_model
 OTHER = Fingerprint(architecture=digest_of("f"), weights=digest_of("b"))
 OTHER_WEIGHTS = Fingerprint(architecture=digest_of("a"), weights=digest_of("e"))
 DIGEST = architecture_fingerprint({"a": 1}, {"f": 1})
-OLD = "sha256:" + DIGEST.split(":")[1]
+OLD = f"sha256:{DIGEST.split(':')[2]:0<64}"
 UNKNOWN_WEIGHTS = Fingerprint(architecture=digest_of("a"))
 
 

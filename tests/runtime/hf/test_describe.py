@@ -39,7 +39,7 @@ def test_settings_by_which_the_same_weights_compute_something_else_are_in_the_di
     config, expected = model.config.to_dict(), logits(model, prompt)
     for name in config.keys() - PreTrainedConfig().to_dict().keys() - {*TOLD_OTHERWISE}:
         for value in OTHERS[type(config[name])](config[name]):
-            twin = None
+            found = expected
             with suppress(Exception):  # a value that the family has not
                 changed = AutoConfig.for_model(**config | {name: value})
                 changed._attn_implementation = model.config._attn_implementation
