@@ -111,8 +111,10 @@ def check_decode(info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBench)
     check_lengths(bench.lengths, info.context_length)
     for plan in plans.values():
         if plan.decode is None:
-            raise UsageError("expected a plan with a decode phase, found one without; make one by hand: --budget 2k")
-        check_plan(plan, info, bench.allow_mismatch, "--allow-mismatch")
+            raise UsageError(
+                "expected a plan with a decode phase, found one without; make one by hand: --set budget=2k"
+            )
+        check_plan(plan, info, bench.allow_mismatch, "--random-weights")
         Program.of(None, plan.decode, info)
 
 

@@ -57,9 +57,9 @@ def hand_plan(
             full attention.
     """
     if not info.full_layers:
-        raise UsageError(f"expected layers with full attention, found none among {info.layers}; take more by --layers")
+        raise UsageError(f"expected layers with full attention, found none among {info.layers}; take more layers")
     if len(densities) not in (1, len(lengths)):
-        raise UsageError(f"expected one --density, or one for each of {len(lengths)} lengths, found {len(densities)}")
+        raise UsageError(f"expected one density, or one for each of {len(lengths)} lengths, found {len(densities)}")
     paired = sorted(zip(lengths, tuple(densities) * len(lengths) if len(densities) == 1 else densities, strict=True))
     buckets = tuple(
         PrefillBucket(up_to=length if length < max(lengths) else None, heads=_groups(info, patterns))
@@ -154,9 +154,9 @@ class HandDecode:
             )
         windowed = [name for name in self.selectors if name != "last"]
         if windowed and self.window is None:
-            raise UsageError(f"expected --window N beside the selector {windowed[0]}, found none; add --window 16")
+            raise UsageError(f"expected a window beside the selector {windowed[0]}, found none; add one of 16")
         if self.window is not None and not windowed:
-            raise UsageError("expected --window beside the selector uniform or exponential, found last alone")
+            raise UsageError("expected a window beside the selector uniform or exponential, found last alone")
         if self.window is not None and not 1 <= self.window <= MAX_ID + 1:
             raise UsageError(f"expected a window of 1 to {MAX_ID + 1} queries, found {self.window}")
 
@@ -176,7 +176,7 @@ class HandDecode:
             raise UsageError(
                 "expected filter layers with full attention, each with other such layers before the next one to choose "
                 f"for (layers {format_ids(info.full_layers) or 'none'} of this model have it), found "
-                f"{format_ids(idle) or 'none'}; choose others with --filters"
+                f"{format_ids(idle) or 'none'}; choose others"
             )
         at_most = None if self.budget.fraction is None else self.budget.resolve(longest)
         budget = DecodeBudget(tokens=self.budget.tokens, fraction=self.budget.fraction, at_most=at_most)
@@ -226,7 +226,7 @@ def kept_by_hand(info: ModelInfo, keep: int, generated: int) -> tuple[tuple[Rete
     layers = tuple(layer for layer in info.full_layers if layer not in info.sharing)[_WHOLE:]
     if not layers:
         raise UsageError(
-            f"expected more than {_WHOLE} layers with full attention beside --keep, found {len(info.full_layers)}; "
+            f"expected more than {_WHOLE} layers with full attention beside keep, found {len(info.full_layers)}; "
             "take a deeper model, or a plan"
         )
     rule = Retention(

@@ -93,11 +93,11 @@ class KernelBench:
             raise UsageError(f"expected backends of {', '.join(_BACKENDS)}, found {unknown[0]!r}")
         families = {family for mix in self.patterns for family in families_of(mix, self.heads)}
         if self.last_q is not None and not 1 <= self.last_q <= MOST_SAMPLED:
-            raise UsageError(f"expected --last-q of 1 to {MOST_SAMPLED} sampled queries, found {self.last_q}")
+            raise UsageError(f"expected last_q of 1 to {MOST_SAMPLED} sampled queries, found {self.last_q}")
         if self.last_q is not None and not any("last_q" in PATTERNS[family].model_fields for family in families):
-            raise UsageError(f"expected --last-q with heads that sample queries, found {', '.join(self.patterns)}")
+            raise UsageError(f"expected last_q with heads that sample queries, found {', '.join(self.patterns)}")
         if self.builder == "triton" and not builds_by_triton(self.device):
-            raise UsageError(f"expected --builder torch or auto on {self.device}, found triton, which needs a CUDA GPU")
+            raise UsageError(f"expected builder torch or auto on {self.device}, found triton, which needs a CUDA GPU")
         if self.rounds < 1:
             raise UsageError(f"expected one round or more, found {self.rounds}")
         for length in self.lengths:

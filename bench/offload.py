@@ -1,7 +1,7 @@
 """`sparsekv bench decode --offload`: whole tokens by a plan, with all keys and values on the device and with layers in
 host memory, in turn.
 
-With random weights a choice finds next to nothing in the hot set; `--miss-rate` puts a list with a stated share of new
+With random weights a choice finds next to nothing in the hot set; `miss_rate` puts a list with a stated share of new
 tokens in its place, on the device as well: the choice is made and timed as always, and what is attended to is then a
 list of a kernel here, which changes by so many tokens a step.
 
@@ -197,7 +197,7 @@ class OffloadRuns(DecodeRuns):
             )
             if self.miss_rate is not None:
                 if handle.steps is None:
-                    raise UsageError("expected captured steps for --miss-rate, found none on this device; leave it out")
+                    raise UsageError("expected captured steps for miss_rate, found none on this device; leave it out")
                 program = Program.of(None, self.plan.decode, self.subject.info)
                 tokens = cached_tokens(self.bench, length)
                 stack.enter_context(swapped_choices(self.miss_rate, tokens, len(program.segments)))
@@ -233,7 +233,7 @@ def check_offload(
     if any(one.decode and one.decode.offload is None for one in plans.values()):
         raise UsageError(
             "expected a plan that permits layers to be in host memory, found one that does not; compile it with "
-            "`plan --offload`, or make one by hand: --budget 2k"
+            "`plan --set offload=true`, or make one by hand: --set budget=2k"
         )
     if miss_rate is not None:
         check_miss_rate(info, plans, bench)
@@ -262,9 +262,9 @@ def check_miss_rate(info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBen
             needed = max(2 * chosen, 1 + allocated_slots(plan.decode.offload.hot, reads_of(layer.role), length))
             if span < needed:
                 raise UsageError(
-                    f"expected {needed} tokens or more to draw new ones from for --miss-rate, found {span} at "
+                    f"expected {needed} tokens or more to draw new ones from for miss_rate, found {span} at "
                     f"{format_length(length)}: more than the hot set has slots, and twice the budget of layer "
-                    f"{layer.layer}; use longer --lengths, or a smaller --budget"
+                    f"{layer.layer}; use longer --lengths, or a smaller budget"
                 )
 
 

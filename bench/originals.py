@@ -1,4 +1,4 @@
-"""Other people's sparse prefill by their own code, fetched and never copied: `sparsekv bench peers --fetch`.
+"""Other people's sparse prefill by their own code, fetched and never copied: `sparsekv bench peers --originals`.
 
     python -m sparsekv.bench.originals            # what is fetched, of which commit, and what is missing
     python -m sparsekv.bench.originals --fetch    # git clones into .peers/, which git ignores

@@ -307,7 +307,7 @@ class _Length:
         own = measured(self.file).get((PLAN, "plan", self.length))
         found = self.bench.density or (own and (own.density if own.density is not None else own.timed_density))
         if not found:
-            raise UsageError("expected the plan's density, found that it was not measured; name a --density")
+            raise UsageError("expected the plan's density, found that it was not measured; name one")
         return found
 
     # --- quality ---

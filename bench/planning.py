@@ -5,7 +5,7 @@
 The planner's own defaults, on the first device. Random weights attend diffusely, so nothing here says what sparsity
 keeps: it is about time and memory alone, and no gate is held. With --stop-at profiling is done once more, stopped after
 so many seconds and gone on with: what both parts take beyond the whole is what the stop has lost. The plan's speed is
-then `sparsekv bench prefill MODEL --random-weights --plan plan.yaml --allow-mismatch`, and `bench decode`.
+then `sparsekv bench prefill MODEL --random-weights --plan plan.yaml`, and `bench decode`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     loaded = LoadedModel(subject.model, load_model("tiny-retriever", device="cpu").tokenizer, subject.info)
     options = PlanOptions(
         lengths=tuple(sorted(args.lengths)),
-        samples=args.samples,
+        calibration_samples=args.samples,
         verify_samples=0 if args.no_verify else None,
         gate=Gate(max_kl=1e3, min_agreement=0.0, min_exact=0.0),  # of random weights nothing is kept
         backend=args.backend,

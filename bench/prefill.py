@@ -189,7 +189,7 @@ class PrefillRuns:
         more = self.warmed(way, ids_1S, 1 + layers)
         each = (more.milliseconds - one.milliseconds) / layers
         if each <= 0.0:
-            raise RuntimeError("a layer more took no longer, which cannot be multiplied; measure more --dense-layers")
+            raise RuntimeError("a layer more took no longer, which cannot be multiplied; measure more dense_layers")
         return Run(one.milliseconds + (self.model.config.num_hidden_layers - 1) * each)
 
     def _prepared(self, way: str) -> AbstractContextManager[object]:
@@ -261,11 +261,11 @@ def bench_prefill(
     model, info = subject.model, subject.info
     check_lengths(bench.lengths, info.context_length)
     if bench.dense_layers is not None and bench.dense_layers + 1 > info.layers:
-        raise UsageError(f"expected --dense-layers below the model's {info.layers} layers, found {bench.dense_layers}")
+        raise UsageError(f"expected dense_layers below the model's {info.layers} layers, found {bench.dense_layers}")
     if bench.kv_host_layers is not None and bench.kv_host_layers > info.layers:
         raise UsageError(f"expected --kv-host-layers up to {info.layers}, found {bench.kv_host_layers}")
     warn_of_host_layers(model.device, None, bench.kv_host_layers)
-    check_plan(plan, info, bench.allow_mismatch, "--allow-mismatch")
+    check_plan(plan, info, bench.allow_mismatch, "--random-weights")
     tile = plan.prefill.tile if plan.prefill else None
     backend = choose_backend(model.device, model.dtype, info.largest_head, bench.backend, tile).name
     runs = PrefillRuns(model, plan, bench)

@@ -110,7 +110,7 @@ def _check_room(config: Any, dtype: torch.dtype, cached: int, available: int | N
         return
     ways = ["a smaller model"]
     ways += ["--dtype bfloat16"] if dtype.itemsize > 2 else []
-    ways += ["shorter --lengths"] if has_room(weights, available) else ["fewer --layers"]
+    ways += ["shorter --lengths"] if has_room(weights, available) else ["fewer layers"]
     raise UsageError(
         f"expected {weights / 2**30:.1f} GiB of memory for {str(dtype).removeprefix('torch.')} weights"
         + (f", {kv / 2**30:.1f} GiB for keys and values" if cached else "")

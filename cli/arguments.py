@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, get_args
 
 import typer
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sparsekv.cli.output import tell
 from sparsekv.planner.flags import Flag, Options, text
@@ -28,7 +28,7 @@ from sparsekv.plans.aliases import (
     resolve_model,
     without_plan,
 )
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import UsageError, did_you_mean
 from sparsekv.plans.files import NAME_A_PLAN, is_url, load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, check_model
@@ -55,20 +55,9 @@ PlanPlace = Annotated[Path, typer.Argument(metavar="PLAN", help=PLACE, show_defa
 class Placing:
     """Says which layers have their keys and values in host memory: by the plan's permission, or as named."""
 
-    mode: Literal["auto", "always", "never"] | None
+    mode: OffloadMode | None
     host_layers: int | tuple[int, ...] | None = None
-    by_default: bool = False
     kv_dtype: KVDtype = "auto"
-
-    @classmethod
-    def named(
-        cls, offload: Literal["auto", "always", "never"] | None, host_layers: int | tuple[int, ...] | None,
-        kv_dtype: KVDtype = "auto",
-    ) -> Placing:  # fmt: skip
-        """Returns what --offload and --kv-host-layers ask for; auto where neither is given."""
-        if host_layers is not None:
-            return cls(None, host_layers, kv_dtype=kv_dtype)
-        return cls(offload or "auto", by_default=offload is None, kv_dtype=kv_dtype)
 
 
 # --- options that several commands share ------------------------------------------------------------------------------
@@ -83,6 +72,7 @@ class Output(Options):
 class AllowMismatch(Options):
     """Says whether a plan must be of the model."""
 
+    group: ClassVar = "Model and plan"
     allow_mismatch: Annotated[bool, Flag("Go on although the plan was made for another architecture.")] = False
 
     def check_model(self, plan: Plan, found: ModelInfo, also: str = "") -> list[str]:
@@ -98,9 +88,14 @@ class AllowMismatch(Options):
 class Subjects(AllowMismatch):
     """A model, and a plan for it."""
 
+    group: ClassVar = "Model and plan"
     target: Annotated[
         str | None,
-        Flag("A model; sparsekv.yaml in its folder or repository is its plan.", metavar="MODEL", is_argument=True),
+        Flag(
+            "Alias, hub id, folder or GGUF file; the plan's own model where it is left out.",
+            metavar="MODEL",
+            is_argument=True,
+        ),
     ] = None
     plan: Annotated[
         Path | None,
@@ -110,18 +105,23 @@ class Subjects(AllowMismatch):
             metavar="FILE",
         ),
     ] = None
-    model: Annotated[
-        str | None,
-        Flag("Alias, hub id, folder or GGUF file; the plan's own model by default.", ("--model", "-m"), "NAME"),
-    ] = None
 
     @property
     def subject(self) -> Subject:
         """Model and plan; see `Subject.named`."""
-        return Subject.named(self.target, one_plan(self, self.plan, self.model or self.target), self.model)
+        return Subject.named(self.target, one_plan(self, self.plan, self.target))
 
 
-def _count_or_layers(text: str) -> int | tuple[int, ...]:
+OffloadMode = Literal["auto", "always", "never"]
+_MODES: tuple[OffloadMode, ...] = get_args(OffloadMode)
+
+
+def _offloaded(text: str) -> OffloadMode | int | tuple[int, ...]:
+    if (mode := next((mode for mode in _MODES if mode == text), None)) is not None:
+        return mode
+    if text[:1].isalpha():
+        meant = did_you_mean(text, _MODES)
+        raise ValueError(f"expected {', '.join(_MODES)}, N or LAYERS, found {text!r:.40}{meant}")
     return int(text) if text.isdecimal() and len(text) <= len(str(MAX_ID)) else parse_ids(text)
 
 
@@ -131,35 +131,25 @@ NewTokens = Annotated[int, Field(ge=1, le=MAX_LENGTH), Flag("Most tokens to gene
 class PlacementFlags(Options):
     """Says where keys and values of a run are, and in what precision."""
 
+    group: ClassVar = "Memory"
     offload: Annotated[
-        Literal["auto", "always", "never"] | None,
+        OffloadMode | int | tuple[int, ...],
+        text(_offloaded),
         Flag(
-            "Which of the layers that the plan permits have their keys and values in host memory: as few as it takes "
-            "for the device to hold the rest (auto, the default), all, or none."
+            "Layers whose keys and values are in host memory: of those that the plan permits as few as it takes for "
+            "the device to hold the rest (auto), all or none; or N layers, or layers such as 4-7,9, whatever the plan "
+            "permits, which dense decode reads back at every step. On a CPU it saves nothing. auto by default.",
+            metavar="auto|always|never|N|LAYERS",
         ),
-    ] = None
-    kv_host_layers: Annotated[
-        int | tuple[int, ...] | None,
-        text(_count_or_layers),
-        Flag(
-            "In place of --offload: N layers, or layers such as 4-7,9, whatever the plan permits. Dense decode reads "
-            "them back at every step. On a CPU it saves nothing.",
-            metavar="N|LAYERS",
-        ),
-    ] = None
-
+    ] = "auto"
     kv_dtype: KVPrecision = "auto"
-
-    @model_validator(mode="after")
-    def _one_says_where(self) -> Self:
-        if self.kv_host_layers is not None:
-            self.refuse(("offload",), "each says which layers go", "kv_host_layers")
-        return self
 
     @property
     def placing(self) -> Placing:
-        """Returns what they ask for; see `Placing.named`."""
-        return Placing.named(self.offload, self.kv_host_layers, self.kv_dtype)
+        """Returns what they ask for."""
+        if isinstance(self.offload, str):
+            return Placing(self.offload, kv_dtype=self.kv_dtype)
+        return Placing(None, self.offload, self.kv_dtype)
 
 
 # --- device, model and plan -------------------------------------------------------------------------------------------
@@ -231,17 +221,16 @@ class Subject:
     source: ModelSource | None = None  # of the model, where it was looked for
 
     @classmethod
-    def named(cls, target: str | None, plan: Path | None = None, model: str | None = None) -> Subject:
+    def named(cls, target: str | None, plan: Path | None = None) -> Subject:
         """Returns what a call names.
 
         Args:
-            target: a model: a folder or hub repository (whose sparsekv.yaml is the plan), or an alias of one.
+            target: a model: a folder or hub repository (whose sparsekv.yaml is the plan), or an alias of one; None for
+                the plan's own, that in whose folder it lies, or the one that it was made for.
             plan: where the plan is, instead; see `plan_file`.
-            model: the model, instead of the target or the plan's own: that in whose folder the plan lies, or the one
-                that it was made for.
 
         Raises:
-            UsageError: nothing was named, or a model twice, or a file in place of one, or the plan cannot be read.
+            UsageError: nothing was named, or a file in place of a model, or the plan cannot be read.
             PlanError: it is no plan.
         """
         if target is not None and os.path.isfile(target) and not names_gguf(target):
@@ -249,8 +238,6 @@ class Subject:
                 f"expected a model (a folder, GGUF file, hub id or alias), found the file {target}; if it is a plan, "
                 f"write --plan {target}"
             )
-        if None not in (target, plan, model):
-            raise UsageError("expected MODEL or --model beside --plan, found both; leave one out")
         place, path, reason, source = plan, None, "", None
         if plan is not None:
             path = plan_file(plan)
@@ -260,10 +247,9 @@ class Subject:
             path, reason = _plan_of(source)
         found = None if path is None else load_plan(path)
         own = path if place is not None and path in (place, place / PLAN_NAME) and not _in_hub_cache(path) else None
-        name = target if model is None else model
-        if name is not None:
-            reason = reason or without_plan(name, f"no {PLAN_NAME} beside {name}")
-            return cls(name, found, own, no_plan=reason, source=source if model is None else None)
+        if target is not None:
+            reason = reason or without_plan(target, f"no {PLAN_NAME} beside {target}")
+            return cls(target, found, own, no_plan=reason, source=source)
         if found is None:
             raise UsageError(
                 "expected a MODEL (a folder, GGUF file, hub id or alias), or --plan FILE, which names its own; found "
@@ -376,7 +362,7 @@ class Subject:
             yield
         except UsageError as error:
             if self.from_plan:
-                error.add_note(f"The plan was made for {self.model}; say where that model is with --model MODEL")
+                error.add_note(f"The plan was made for {self.model}; say where that model is: MODEL --plan FILE")
             raise
 
 
@@ -411,12 +397,12 @@ def plan_file(place: Path) -> Path:
     if os.path.isdir(place):
         raise UsageError(
             f"expected a plan file, or a folder with {PLAN_NAME} in it, found the folder {place} without one; name the "
-            f"plan's file, or make the plan of a model in it: sparsekv plan {place} -o {beside}"
+            f"plan's file, or make the plan of a model in it: sparsekv plan {place}"
         )
     if is_alias(str(place)) and not os.path.exists(place):
         raise UsageError(
             f"expected a plan file, or a folder or hub repository with {PLAN_NAME} in it, found {place}, the alias of "
-            f"a model; make its plan, and name that: sparsekv plan {place} -o {PLAN_NAME}"
+            f"a model; make its plan, and name that: sparsekv plan {place}"
         )
     if not os.path.exists(place) and is_url(place):
         named = _HUB_PAGE.match(str(place))

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-import typer
 from pydantic import Field, model_validator
 
-from sparsekv.cli.arguments import AllowMismatch, Output, device_and_dtype, settings_of
+from sparsekv.cli import commands
+from sparsekv.cli.arguments import OffloadMode, Output, device_and_dtype, settings_of
 from sparsekv.cli.bench_peers import peers
 from sparsekv.cli.bench_serve import serve
 from sparsekv.cli.benched import (
-    BUDGET,
-    FILTERS,
     LENGTHS,
     Benched,
     BenchLengths,
     BenchRun,
-    HandDensity,
-    HandTile,
-    Narrow,
+    HandDecode,
+    HandPrefill,
     Timed,
     named_subject,
     print_rows,
     subject_of,
     title_of,
 )
-from sparsekv.cli.commands import command
-from sparsekv.planner.flags import Count, Counts, Flag, Layers, Lengths, Names, OneShare, Shares, Tile, TokenBudget
-from sparsekv.planner.options import Device, Hardware, KVPrecision, Precision, PrefillChunk
+from sparsekv.planner.flags import Count, Counts, Flag, Key, Lengths, Names, OneShare, Shares, Tile
+from sparsekv.planner.options import KVPrecision
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.model import ModelInfo
@@ -49,17 +45,13 @@ _KERNEL_LENGTHS = {"cuda": (8192, 32768, 131072), "cpu": (4096, 8192)}
 _PREFILL_LENGTHS = {"cuda": (8192, 32768), "cpu": (4096,)}
 
 
-class KernelFlags(Timed, Device, Precision, Output):
+class KernelFlags(Timed, Output):
     """Holds what `bench kernels` is asked to do."""
 
     lengths: BenchLengths = ()
     density: Annotated[
         Shares,
-        Flag(
-            "Densities to plant structure at, such as 5% or 0.05,0.2; by default 0.05.",
-            ("--density", "--densities"),
-            "LIST",
-        ),
+        Flag("Densities to plant structure at, such as 5% or 0.05,0.2; by default 0.05.", metavar="SHARES"),
     ] = (0.05,)
     patterns: Annotated[
         Names,
@@ -69,13 +61,11 @@ class KernelFlags(Timed, Device, Precision, Output):
             metavar="LIST",
         ),
     ] = ("mixed", "vertical_slash")
-    backend: Annotated[Names, Flag("flash, triton, cpu; by default all that can run.", metavar="LIST")] = ()
-    builder: Annotated[Literal["auto", "torch", "triton"], Flag("What builds the indices.")] = "auto"
-    last_q: Annotated[Count | None, Flag("Queries that vertical-slash heads sample.", metavar="N")] = None
-    heads: Annotated[Narrow, Flag("Query heads.", metavar="N")] = 32
-    kv_heads: Annotated[Narrow, Flag("Heads of K and V.", metavar="N")] = 8
-    head_dim: Annotated[Narrow, Flag("Size of a head.", metavar="N")] = 128
-    tile: Annotated[Tile, Flag("Rows and columns of a tile; 128 by default.", reads=Literal["64", "128"])] = None
+    backend: Names = ()  # all that can run
+    heads: Count = 32
+    kv_heads: Count = 8
+    head_dim: Count = 128
+    tile: Tile = None
 
 
 def kernels(flags: KernelFlags) -> None:
@@ -104,8 +94,6 @@ def measure_kernels(flags: KernelFlags) -> BenchRun:
         kv_heads=flags.kv_heads,
         head_dim=flags.head_dim,
         tile=tile,
-        builder=flags.builder,
-        last_q=flags.last_q,
         device=hardware,
         dtype=precision,
         seed=flags.seed,
@@ -130,39 +118,14 @@ def _check_backends(flags: KernelFlags, device: torch.device) -> None:
             return
 
 
-class CutModel(Benched):
-    """Holds how much of a model with random weights is timed."""
-
-    layers: Annotated[Narrow | None, Flag("With random weights: only so many layers.", metavar="N")] = None
-
-    @model_validator(mode="after")
-    def _layers_are_of_random_weights(self) -> Self:
-        if self.layers is not None and not self.random_weights:
-            raise UsageError("expected --layers only with --random-weights, found it alone; add --random-weights")
-        return self
-
-
-class PrefillFlags(CutModel, Timed, Hardware, AllowMismatch, Output):
+class PrefillFlags(Benched, HandPrefill, Timed, Output):
     """Holds what `bench prefill` is asked to do."""
 
     lengths: BenchLengths = ()
-    density: HandDensity = ()
-    patterns: Annotated[Names, Flag("Of a plan made by hand, dealt out to the heads.", metavar="LIST")] = ()
-    tile: HandTile = None
-    dense_layers: Annotated[
-        Narrow | None, Flag("Measure dense on N layers and multiply; rows say so.", metavar="N")
-    ] = None
+    dense_layers: Annotated[Count | None, Key("Measure dense on N layers and multiply; rows say so.", "N")] = None
     kv_host_layers: Annotated[
-        int | None,
-        Field(ge=0, le=1024),
-        Flag("Layers whose keys and values go to host memory; on a CPU it saves nothing.", metavar="N"),
+        int | None, Field(ge=0, le=1024), Key("Layers whose keys and values go to host memory.", "N")
     ] = None
-    prefill_chunk: PrefillChunk = None
-
-    @model_validator(mode="after")
-    def _every_flag_is_read(self) -> Self:
-        self.refuse(("density", "patterns") if self.plan else (), "each says what the plan is", "plan")
-        return self
 
 
 def prefill(flags: PrefillFlags) -> None:
@@ -172,34 +135,26 @@ def prefill(flags: PrefillFlags) -> None:
 
 def measure_prefill(flags: PrefillFlags) -> BenchRun:
     """Returns the rows of `bench prefill`."""
-    by_hand = flags.density or flags.patterns or (flags.layers and flags.plan is None)
-    named, machine = named_subject(flags, flags.lengths, bool(by_hand)), settings_of(flags)
+    named, machine = named_subject(flags, flags.lengths), settings_of(flags)
     used = named.plan
-    if used and flags.tile is not None:
-        raise UsageError(
-            "expected --tile of a plan made by hand, found a plan, which has its own tiles; leave --tile out, or add "
-            "--density"
-        )
     hardware, precision = device_and_dtype(machine)
     wanted = flags.lengths or _PREFILL_LENGTHS[hardware.type]
-    from sparsekv.bench.hand_plans import FAMILIES, hand_plan
+    from sparsekv.bench.hand_plans import hand_plan
     from sparsekv.bench.prefill import COLUMNS, PrefillBench, bench_prefill
     from sparsekv.planner.settled import density_for
 
-    how = {"longest": max(wanted), "layers": flags.layers, "seed": flags.seed}
-    subject, words = subject_of(flags, named, hardware, precision, **how), "given"
+    subject, words = subject_of(flags, named, hardware, precision, longest=max(wanted), seed=flags.seed), "given"
     if used is None:
-        shares = flags.density or tuple(map(density_for, wanted))
-        used, words = hand_plan(subject.info, wanted, shares, flags.tile or TileShape(), flags.patterns or FAMILIES)
+        used, words = hand_plan(subject.info, wanted, flags.density or tuple(map(density_for, wanted)), TileShape())
     bench = PrefillBench(
         wanted,
         flags.repeats,
-        flags.prefill_chunk,
+        None,
         machine.backend,
         flags.kv_host_layers,
         flags.dense_layers,
         flags.seed,
-        flags.allow_mismatch,
+        flags.random_weights,
     )
     rows = list(bench_prefill(subject, used, words, bench, BarProgress()))
     return BenchRun(rows, title_of(subject, rows[0], words), COLUMNS)
@@ -208,10 +163,9 @@ def measure_prefill(flags: PrefillFlags) -> BenchRun:
 # --- decode -----------------------------------------------------------------------------------------------------------
 
 _DECODE_LENGTHS = {"cuda": (8192, 32768, 131072, 524288), "cpu": (8192,)}
-_DECODE_BY_HAND = ("budget", "filters", "selector", "window")
 
 
-class DecodeFlags(CutModel, Timed, Hardware, AllowMismatch, Output):
+class DecodeFlags(Benched, HandDecode, Timed, Output):
     """Holds what `bench decode` is asked to do."""
 
     lengths: Annotated[
@@ -219,56 +173,28 @@ class DecodeFlags(CutModel, Timed, Hardware, AllowMismatch, Output):
         Flag("Cached tokens a row, such as 8k,512k; by default as fits model and device.", *LENGTHS),
     ] = ()
     batch: Annotated[Counts, Flag("Rows decoded at once, such as 1,4; 1 by default.", metavar="LIST")] = (1,)
-    budget: Annotated[
-        TokenBudget, Flag("Without a plan: tokens that a filter layer chooses; 2k by default.", *BUDGET)
-    ] = tokens(2048)
-    filters: Annotated[
-        Layers,
-        Flag("Without a plan: filter layers; three by depth by default.", *FILTERS),
-    ] = ()
-    selector: Annotated[Names, Flag("Without a plan: last, uniform, exponential; last by default.", metavar="LIST")] = (
-        "last",
-    )
-    window: Annotated[Narrow | None, Flag("Queries that uniform and exponential selectors weigh.", metavar="N")] = None
     offload: Annotated[
-        Literal["auto", "always", "never"] | None,
+        OffloadMode | None,
         Flag(
             "In place of dense: the plan with layers in host memory (as `run --offload`) against the plan with "
             "everything on the device."
         ),
     ] = None
+    miss_rate: OneShare | None = None  # with `offload` on a GPU: share of the chosen tokens that is new in each step
     exact: Annotated[
-        bool,
-        Flag("Also tokens that the plan drafts and dense attention checks, as `run --exact`, over our dense steps."),
+        bool, Key("Also tokens that the plan drafts and dense attention checks, as `run --exact decode`.", "true")
     ] = False
-    acceptance: Annotated[
-        OneShare | None,
-        Flag(
-            "With --exact: take this share of drafts to count. Those of random weights mean nothing.", metavar="SHARE"
-        ),
-    ] = None
-    miss_rate: Annotated[
-        OneShare | None,
-        Flag(
-            "With --offload on a GPU: the share of the chosen tokens that is new in each step. Random weights choose "
-            "at random.",
-            metavar="SHARE",
-        ),
-    ] = None
-
+    acceptance: OneShare | None = None  # share of drafts that is taken to count
     kv_dtype: KVPrecision = "auto"
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
-        self.refuse(_DECODE_BY_HAND if self.plan else (), "each says what the plan is", "plan")
-        if self.acceptance is not None and not self.exact:
-            raise UsageError("expected --acceptance beside --exact, found it alone; add --exact")
         if self.exact:
             self.refuse(("offload",), "checks read all keys and values", "exact")
         if self.offload is not None:
             self.refuse(("kv_dtype",), "both sides have keys and values as the model makes them", "offload")
-        if self.miss_rate is not None and self.offload is None:
-            raise UsageError("expected --miss-rate beside --offload, found it alone; add --offload always")
+        elif self.miss_rate is not None:
+            raise UsageError("expected miss_rate beside --offload, found it alone; add --offload always")
         return self
 
 
@@ -279,18 +205,18 @@ def decode(flags: DecodeFlags) -> None:
 
 def measure_decode(flags: DecodeFlags) -> BenchRun:
     """Returns the rows of `bench decode`."""
-    named, machine = named_subject(flags, flags.lengths, any(map(flags.is_given, _DECODE_BY_HAND))), settings_of(flags)
+    named, machine = named_subject(flags, flags.lengths), settings_of(flags)
     used = named.plan
     hardware, precision = device_and_dtype(machine)
     if flags.miss_rate is not None and hardware.type != "cuda":
-        raise UsageError(f"expected a GPU for --miss-rate, whose kernel runs there, found {hardware}; leave it out")
+        raise UsageError(f"expected a GPU for miss_rate, whose kernel runs there, found {hardware}; leave it out")
     from sparsekv.bench.decode import COLUMNS, RANDOM_NOTE, bench_decode, check_decode
-    from sparsekv.bench.hand_plans import HandDecode
+    from sparsekv.bench.hand_plans import HandDecode as DecodeByHand
     from sparsekv.bench.offload import check_offload
     from sparsekv.bench.random_model import describe_named
     from sparsekv.bench.token_runs import NEW_EXACT, NEW_TOKENS, DecodeBench
 
-    info = describe_named(flags.model, flags.random_weights, flags.layers)
+    info = describe_named(flags.model, flags.random_weights)
     wanted, info = _decode_lengths(flags, info, _DECODE_LENGTHS[hardware.type])
     bench = DecodeBench(
         wanted,
@@ -299,12 +225,12 @@ def measure_decode(flags: DecodeFlags) -> BenchRun:
         NEW_EXACT if flags.exact else NEW_TOKENS,
         backend=machine.backend,
         seed=flags.seed,
-        allow_mismatch=flags.allow_mismatch,
+        allow_mismatch=flags.random_weights,
         exact=flags.exact,
         acceptance=flags.acceptance,
         kv_dtype=flags.kv_dtype,
     )
-    hand = HandDecode(flags.budget, flags.filters, flags.selector, flags.window, flags.offload is not None)
+    hand = DecodeByHand(flags.budget or tokens(2048), offload=flags.offload is not None)
     plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(wanted))
     check_decode(info, plans, bench)
     if flags.offload is not None:
@@ -312,8 +238,7 @@ def measure_decode(flags: DecodeFlags) -> BenchRun:
     # Larger cases may not fit, or only those by a plan that offloads: their rows say so.
     offloads = any(one.decode and one.decode.offload for one in plans.values())
     room = 0 if offloads else min(wanted) * min(flags.batch)
-    how = {"longest": max(wanted), "layers": flags.layers, "seed": flags.seed, "cached": room}
-    subject = subject_of(flags, named, hardware, precision, **how)
+    subject = subject_of(flags, named, hardware, precision, longest=max(wanted), seed=flags.seed, cached=room)
     if flags.offload is not None:
         return _offloaded(flags, subject, plans, words, bench)
     rows = list(bench_decode(subject, plans, words, bench, BarProgress()))
@@ -348,10 +273,13 @@ _README = {32768: 0.20, 131072: 0.08, 524288: 0.04, 1048576: 0.03}  # densities 
 _ACCEPTED = 0.975
 
 
-class HeadlineFlags(Timed, Device, Output):
+class HeadlineFlags(Timed, Output):
     """Holds what `bench headline` is asked to do."""
 
-    model: Annotated[str, Flag("Alias, hub id, folder or GGUF file: random weights of its shape.")] = "llama3-8b"
+    model: Annotated[
+        str,
+        Flag("Alias, hub id, folder or GGUF file; llama3-8b by default.", metavar="MODEL", is_argument=True),
+    ] = "llama3-8b"
     lengths: BenchLengths = ()
 
 
@@ -367,7 +295,7 @@ def headline(flags: HeadlineFlags) -> None:
     hardware, _ = device_and_dtype(settings_of(flags))
     lengths = flags.lengths or _PREFILL_LENGTHS[hardware.type]
     (group, *_) = describe_named(flags.model, True).attention
-    timed: dict[str, Any] = {"lengths": lengths, "repeats": flags.repeats, "seed": flags.seed, "device": flags.device}
+    timed: dict[str, Any] = {"lengths": lengths, "repeats": flags.repeats, "seed": flags.seed}
     shape: dict[str, Any] = {"heads": group.heads, "kv_heads": group.kv_heads, "head_dim": group.head_dim}
     model: dict[str, Any] = {"model": flags.model, "random_weights": True}
     shares = tuple(_README.get(length) or density_for(length) for length in lengths)
@@ -380,19 +308,45 @@ def headline(flags: HeadlineFlags) -> None:
     print_rows(*parts, as_json=flags.as_json)
 
 
-app = typer.Typer(
-    help="Time kernels, a model's prefill or decode, or requests through vLLM, against dense.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+app = commands.group(
+    help="Time kernels, a model's prefill or decode, or requests through vLLM, against dense.", no_args_is_help=True
 )
-for run, summary in (
-    (kernels, "Index building and attention of one layer, without a model."),
-    (prefill, "A model's prefill, by its plan and dense."),
-    (decode, "A model's decode steps, by a plan and dense."),
-    (serve, "Requests through vLLM, by a plan and dense."),
-    (peers, "Published methods beside a plan: time, divergence, RULER."),
-    (headline, "The README's table, in one go."),
+for run, summary, *examples in (
+    (
+        kernels,
+        "Index building and attention of one layer, without a model.",
+        "sparsekv bench kernels --lengths 32k,128k --density 5%",
+        "SPARSEKV_DEVICE=cpu sparsekv bench kernels --lengths 4k --patterns vertical_slash",
+    ),
+    (
+        prefill,
+        "A model's prefill, by its plan and dense.",
+        "sparsekv bench prefill ./my-model --lengths 32k",
+        "sparsekv bench prefill llama3-8b --random-weights --lengths 128k --set density=8%",
+    ),
+    (
+        decode,
+        "A model's decode steps, by a plan and dense.",
+        "sparsekv bench decode ./my-model --lengths 32k --batch 1,4",
+        "sparsekv bench decode llama3-8b --random-weights --lengths 128k --set budget=2k",
+    ),
+    (
+        serve,
+        "Requests through vLLM, by a plan and dense.",
+        "sparsekv bench serve ./my-model --lengths 32k --at-once 1,8",
+        "sparsekv bench serve llama3-8b --random-weights --lengths 128k --set density=0.08",
+    ),
+    (
+        peers,
+        "Published methods beside a plan: time, divergence, RULER.",
+        "sparsekv bench peers ./my-model --lengths 32k -o peers.json --picture peers.svg",
+        "sparsekv bench peers llama3-8b --random-weights --lengths 32k",
+    ),
+    (
+        headline,
+        "The README's table, in one go.",
+        "sparsekv bench headline",
+        "sparsekv bench headline tiny-retriever --lengths 4k",
+    ),
 ):
-    app.command(run.__name__, short_help=summary)(command(run))
+    commands.add(app, run, *examples, summary=summary)

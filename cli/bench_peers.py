@@ -14,7 +14,6 @@ from sparsekv.cli.benched import (
     Benched,
     BenchLengths,
     BenchRun,
-    HandTile,
     Timed,
     named_subject,
     print_rows,
@@ -22,8 +21,8 @@ from sparsekv.cli.benched import (
 )
 from sparsekv.cli.output import tell
 from sparsekv.cli.plan_files import check_writable, only_writer
-from sparsekv.planner.flags import MOST, Flag, Names, OneShare
-from sparsekv.planner.options import Device, Precision, Tasks
+from sparsekv.planner.flags import MOST, Flag, Names, OneShare, Tile
+from sparsekv.planner.options import Tasks
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.errors import UsageError, did_you_mean, install_command
 from sparsekv.plans.files import executed_digest
@@ -37,11 +36,10 @@ if TYPE_CHECKING:
     from sparsekv.runtime.hf.load import LoadedModel
 
 _LENGTHS = {"cuda": (32768, 131072), "cpu": (4096,)}
-_OF_QUALITY = ("tasks", "samples", "ruler_samples")
 _Many = Annotated[int, Field(ge=0, le=MOST)]
 
 
-class PeersFlags(Benched, Timed, Device, Precision, Output):
+class PeersFlags(Benched, Timed, Output):
     """Holds what `bench peers` is asked to do."""
 
     lengths: BenchLengths = ()
@@ -54,41 +52,28 @@ class PeersFlags(Benched, Timed, Device, Precision, Output):
         ),
     ] = Path("peers.json")
     picture: Annotated[Path | None, Flag("Draw time against divergence into this SVG.", metavar="FILE")] = None
-    methods: Annotated[
-        Names, Flag("MInference, XAttention, FlexPrefill, FlashPrefill; all by default.", metavar="LIST")
-    ] = ()
-    density: Annotated[
-        OneShare | None, Flag("Of the rows at equal density; the plan's own by default.", metavar="SHARE")
-    ] = None
-    planted: Annotated[OneShare, Flag("Density of the structure in the layer that is timed.", metavar="SHARE")] = 0.05
-    shape: Annotated[
-        str | None,
-        Flag("Time a layer of this model's shape, such as llama3-8b; by default of MODEL's.", metavar="NAME"),
-    ] = None
-    tile: HandTile = None
-    tasks: Annotated[Tasks, Flag("Tasks whose samples give the divergence.", metavar="LIST")] = ("quote_text",)
-    samples: Annotated[_Many, Flag("Samples a task for the divergence.", metavar="N")] = 5
-    ruler_samples: Annotated[_Many, Flag("Samples of each of RULER's tasks; 0 leaves RULER out.", metavar="N")] = 5
-    fetch: Annotated[bool, Flag("First fetch the authors' own code, at the commits that are known to run.")] = False
     originals: Annotated[
         Path | None,
         Flag(
-            "Also run the authors' own code, from this folder (python -m sparsekv.bench.originals).", metavar="FOLDER"
+            "Also run the authors' own code, from this folder (python -m sparsekv.bench.originals fetches it).",
+            metavar="FOLDER",
         ),
     ] = None
-    max_seconds: Annotated[
-        float | None,
-        Field(gt=0),
-        Flag("Begin no row after so many seconds; the same command goes on from there.", metavar="S"),
-    ] = None
+    methods: Names = ()  # all
+    density: OneShare | None = None  # of the rows at equal density; the plan's own by default
+    planted: OneShare = 0.05  # of the structure in the layer that is timed
+    shape: str | None = None  # time a layer of this model's shape; by default of MODEL's
+    tile: Tile = None
+    tasks: Tasks = ("quote_text",)  # whose samples give the divergence
+    samples: _Many = 5  # of each of these tasks
+    ruler_samples: _Many = 5  # of each of RULER's tasks; 0 leaves RULER out
+    max_seconds: Annotated[float, Field(gt=0)] | None = None  # after which no row begins
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
         if self.random_weights:
-            self.refuse(_OF_QUALITY, "random weights have no quality", "random_weights")
-            self.refuse(("picture",), "it shows divergence, which random weights do not have", "random_weights")
-        if self.plan is not None:
-            self.refuse(("tile",), "a plan has its own tiles", "plan")
+            unread = ("picture", "tasks", "samples", "ruler_samples")
+            self.refuse(unread, "random weights have no quality", "random_weights")
         return self
 
 
@@ -113,12 +98,6 @@ def _peers(flags: PeersFlags) -> None:
     )
     hardware, precision = device_and_dtype(machine)
     lengths, folder = flags.lengths or _LENGTHS[hardware.type], flags.originals
-    if flags.fetch:
-        from sparsekv.bench.originals import FOLDER, fetch
-
-        folder = folder or FOLDER
-        for line in fetch(folder):
-            tell(line)
     if folder is not None:
         sys.path.append(str(folder.resolve()))
     from sparsekv.bench.peers import COLUMNS, METHODS, PeersBench, bench_peers, left, table_rows

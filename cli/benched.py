@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
-from pydantic import Field
+from pydantic import model_validator
 
-from sparsekv.cli.arguments import AllowMismatch, Subject, check_machine
+from sparsekv.cli.arguments import Subject, check_machine
 from sparsekv.cli.output import emit, emit_json, tell
-from sparsekv.planner.flags import Count, Flag, Lengths, Options, Shares, Tile
-from sparsekv.planner.options import Hardware, Seed
-from sparsekv.plans.errors import UsageError
+from sparsekv.planner.flags import Count, Flag, Key, Lengths, Options, Shares, TokenBudget
+from sparsekv.planner.options import Hardware
 
 if TYPE_CHECKING:
     import torch
@@ -22,23 +21,15 @@ if TYPE_CHECKING:
     from sparsekv.bench.harness import Columns, Row
     from sparsekv.bench.random_model import BenchModel
 
-Narrow = Annotated[int, Field(ge=1, le=1024)]  # heads, their size, layers: as in a plan
 LENGTHS = (("--lengths", "--length"), "LIST")
-BUDGET = (("--budget", "--decode-budget"), "N")
-FILTERS = (("--filters", "--filter-layers"), "LAYERS")
-HandDensity = Annotated[
-    Shares,
-    Flag("Without a plan, of one made by hand: one, or one a length.", ("--density", "--densities"), "LIST"),
-]
-HandTile = Annotated[Tile, Flag("Rows and columns of a tile, of a plan made by hand.", reads=Literal["64", "128"])]
 BenchLengths = Annotated[Lengths, Flag("Tokens, such as 8k,32k; by default as fits the device.", *LENGTHS)]
 
 
 class Timed(Options):
     """Says how often, and on what."""
 
-    repeats: Annotated[Count, Flag("How often each is timed; medians are shown.", metavar="N")] = 3
-    seed: Seed = 0
+    repeats: Count = 3
+    seed: int = 0
 
 
 class Benched(Options):
@@ -50,13 +41,41 @@ class Benched(Options):
     ] = None
     random_weights: Annotated[bool, Flag("Random weights of the model's shape, made on the device.")] = False
 
+    @model_validator(mode="after")
+    def _one_says_what_the_plan_is(self) -> Self:
+        if self.plan is not None:
+            self.refuse(self.by_hand(), "each says what the plan is", "plan")
+        return self
 
-def named_subject(flags: Benched, lengths: Sequence[int], by_hand: bool) -> Subject:
+    @classmethod
+    def by_hand(cls) -> tuple[str, ...]:
+        """Returns the options of plans made by hand."""
+        hand = (HandPrefill, HandDecode)
+        return tuple(name for one in hand if issubclass(cls, one) for name in one.model_fields)
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Returns whether a plan made by hand was asked for."""
+        return any(map(self.is_given, self.by_hand()))
+
+
+class HandPrefill(Options):
+    """Says how sparse a plan made by hand is in prefill."""
+
+    density: Annotated[Shares, Key("Without a plan, of one made by hand: one, or one a length.", "SHARES")] = ()
+
+
+class HandDecode(Options):
+    """Says how many tokens filter layers choose by a plan made by hand; three by depth do."""
+
+    budget: Annotated[TokenBudget | None, Key("Without a plan: tokens that a filter layer chooses.", "N")] = None
+
+
+def named_subject(flags: Benched, lengths: Sequence[int], by_hand: bool | None = None) -> Subject:
     """The model and its plan, unless one is made by hand; random weights take any length, of a model that need not be
     there."""
+    by_hand = flags.is_by_hand if by_hand is None else by_hand
     named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan)
-    if not named.plan and isinstance(flags, AllowMismatch) and flags.allow_mismatch:
-        raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
     if not flags.random_weights:
         return named.checked(flags, tuple(lengths))
     check_machine(flags)

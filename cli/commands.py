@@ -1,4 +1,4 @@
-"""Commands from models of options: each field a flag, with its help, type, bounds and default."""
+"""Commands from models of options: fields as flags and as keys of `--set`, with help, types, bounds and defaults."""
 
 from __future__ import annotations
 
@@ -10,38 +10,102 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 from pydantic import BeforeValidator
+from typer.core import TyperCommand
 
-from sparsekv.planner.flags import Options, Spelled
+from sparsekv.planner.flags import Key, Options, Spelled
 
 _PLAIN = (bool, int, float, str, Path)
+_OTHERS, _KEYS = _LAST = "Options", "Keys of --set"
 
 
-def app(run: Callable[..., None]) -> typer.Typer:
-    """A command by itself."""
-    made = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    made.command()(run)
+class Command(TyperCommand):
+    """A command whose help lists options by group, then keys of `--set`, then examples, which are its epilog."""
+
+    @property
+    def keys(self) -> dict[str, Key]:
+        """The keys of `--set`, by name."""
+        return getattr(self.callback, "keys", {})
+
+    @property
+    def examples(self) -> list[str]:
+        """Calls to copy."""
+        return (self.epilog or "").splitlines()
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                is_argument = param.param_type_name == "argument"
+                panel = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or _OTHERS
+                groups.setdefault(panel, []).append(record)
+        groups.setdefault(_KEYS, []).extend((f"  {name}={key.metavar}", key.help) for name, key in self.keys.items())
+        for name in (*(name for name in groups if name not in _LAST), *_LAST):
+            if records := groups.get(name):
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        if self.examples:
+            with formatter.section("Examples"):
+                formatter.write("".join(f"{'':{formatter.current_indent}}{line}\n" for line in self.examples))
+
+
+def group(**settings: Any) -> typer.Typer:
+    """Commands to be."""
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, **settings)
+
+
+def app(run: Callable[..., None], *examples: str) -> typer.Typer:
+    """A command by itself; see `add`."""
+    made = group()
+    add(made, run, *examples)
     return made
+
+
+def add(to: typer.Typer, run: Callable[..., None], *examples: str, name: str | None = None, summary: str = "") -> None:
+    """Adds a command to others.
+
+    Args:
+        run: takes a model of options, or the parameters that typer makes options of.
+        examples: calls to copy.
+        name: that of the function by default.
+        summary: a line in the list of commands.
+    """
+    parameters = inspect.signature(run, eval_str=True).parameters.values()
+    takes_model = [one.annotation for one in parameters if isinstance(one.annotation, type)]
+    called = command(run) if takes_model and issubclass(takes_model[0], Options) else run
+    to.command(name, cls=Command, short_help=summary or None, epilog="\n".join(examples))(called)
 
 
 def command(run: Callable[[Any], None]) -> Callable[..., None]:
     """A function for typer that calls `run`, whose one parameter is a model of options, with what was typed."""
     (parameter,) = inspect.signature(run, eval_str=True).parameters.values()
     model: type[Options] = parameter.annotation
-    spelled = {one.name: one for one in model.spelled()}
+    spelled, keys = {one.name: one for one in model.spelled()}, model.set_keys()
 
     def called(context: typer.Context, **values: Any) -> None:
+        given = model.set_by(values.pop("set_keys", None) or ())
         typed = {name: value for name, value in values.items() if _is_typed(context, name)}
         # What is on by default has a flag that switches it off.
         run(
             model(
-                **{name: not value if spelled[name].field.default is True else value for name, value in typed.items()}
+                **{name: not value if spelled[name].field.default is True else value for name, value in typed.items()},
+                **given,
             )
         )
 
     called.__doc__, called.__name__, called.__annotations__ = run.__doc__, run.__name__, {}
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    called.__signature__ = inspect.Signature([context, *_parameters(spelled)])  # type: ignore[attr-defined]
+    parameters = [context, *_parameters(spelled), *(_set_keys() if keys else ())]
+    called.__signature__, called.keys = inspect.Signature(parameters), keys  # type: ignore[attr-defined]
     return called
+
+
+def _set_keys() -> Iterator[inspect.Parameter]:
+    help = "Set what has no flag of its own; may be repeated."
+    option = typer.Option("--set", metavar="KEY=VALUE", help=help, show_default=False, rich_help_panel=_KEYS)
+    annotation = Annotated[list[str] | None, option]
+    yield inspect.Parameter("set_keys", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:
@@ -74,6 +138,7 @@ def _option(one: Spelled) -> Any:
         min=most.get("ge"),
         max=most.get("le"),
         show_default=not isinstance(one.field.default, bool),
+        rich_help_panel=one.group,
     )
 
 

@@ -15,22 +15,25 @@ from pydantic import model_validator
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import (
-    AllowMismatch,
-    NewTokens,
     Output,
     PlacementFlags,
     Placing,
     Subject,
     check_machine,
     device_and_dtype,
+    found_source,
     one_plan,
+    plan_file,
+    plans_place,
     settings_of,
 )
 from sparsekv.cli.output import FAILED, columns, emit, emit_json, placed, size, tell
-from sparsekv.planner.flags import Count, Flag, OneLength, Size
-from sparsekv.planner.options import Hardware, PrefillChunk
+from sparsekv.cli.plan_choice import Candidate, best_of, candidates, described, device_called, plans_in
+from sparsekv.planner.flags import Chunk, Count, Flag, Key, Length, OneLength, Size
+from sparsekv.planner.options import Device, Precision
 from sparsekv.plans.aliases import resolve_model
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import PlanError, UsageError
+from sparsekv.plans.files import load_plan
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.schema import Plan, check_model
 from sparsekv.runtime.settings import Settings
@@ -58,7 +61,7 @@ _HEAD_DIM = 128
 MemorySize = Annotated[Size | None, Flag("Such as 80GiB; what this machine has by default.", metavar="SIZE")]
 
 
-class DoctorFlags(AllowMismatch, PlacementFlags, Hardware, Output):
+class DoctorFlags(PlacementFlags, Device, Precision, Output):
     """Holds what `doctor` is asked to do."""
 
     memory: Annotated[
@@ -78,26 +81,16 @@ class DoctorFlags(AllowMismatch, PlacementFlags, Hardware, Output):
         Path | None,
         Flag("The plan, or a folder of plans; by default that in the model's folder or repository.", metavar="FILE"),
     ] = None
-    batch: Annotated[Count, Flag("Prompts run at once.", metavar="N")] = 1
-    max_new_tokens: NewTokens = 256
-    prefill_chunk: PrefillChunk = None
     device_memory: MemorySize = None
     host_memory: MemorySize = None
+    max_new_tokens: Annotated[Length, Key("Most tokens to generate; 256 by default.", "N")] = 256
+    batch: Annotated[Count, Key("Prompts run at once; 1 by default.", "N")] = 1
+    chunk: Annotated[Chunk, Key("Most tokens prefilled at once.", "N")] = None
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
-        if self.target is not None and self.memory is not None:
-            raise UsageError("expected MODEL, for plans that fit, or --memory MODEL LENGTH, found both; leave one out")
-        machine = {
-            "memory",
-            "target",
-            *(("plan",) if self.target else ()),
-            *Hardware.model_fields,
-            *Output.model_fields,
-        }
-        about_memory = (name for name in type(self).model_fields if name not in machine)
-        if self.memory is None and (unread := next(filter(self.is_given, about_memory), None)):
-            raise UsageError(f"expected --memory MODEL LENGTH beside {self.flag_of(unread)}, found none; add it")
+        if self.target is not None:
+            self.refuse(("memory",), "one is about plans, the other about memory", "target")
         return self
 
 
@@ -106,8 +99,6 @@ def doctor(flags: DoctorFlags) -> None:
     a MODEL which plans fit it here, exit 1 where none does; or with --memory what a run takes."""
     machine = settings_of(flags)
     if flags.target is not None:
-        from sparsekv.cli.plan_fit import say_fitting
-
         say_fitting(flags.target, flags.plan, machine.device, flags.as_json)
         return
     if flags.memory is None:
@@ -123,24 +114,75 @@ def doctor(flags: DoctorFlags) -> None:
 
     config, notes = config_of(model, subject.source)
     limits = {"device_bytes": flags.device_memory, "host_bytes": flags.host_memory}
-    estimate = MemoryEstimate.of(config, model, plan, machine, placing, flags.allow_mismatch, **limits)
+    estimate = MemoryEstimate.of(config, model, plan, machine, placing, **limits)
     notes += [] if plan else ["no plan: all layers are dense"]
-    say_memory(
-        estimate,
-        length,
-        flags.max_new_tokens,
-        batch=flags.batch,
-        chunk=flags.prefill_chunk,
-        notes=notes,
-        as_json=flags.as_json,
-    )
+    shape = {"batch": flags.batch, "chunk": flags.chunk}
+    say_memory(estimate, length, flags.max_new_tokens, **shape, notes=notes, as_json=flags.as_json)
 
 
 def tell_if_idle(placing: Placing, decode: DecodePlan | None) -> None:
     """Says of --offload always that it moves nothing, where that is so."""
     if placing.mode == "always" and (decode is None or decode.offload is None):
         why = "decode runs without a plan" if decode is None else "the plan permits no layer to be offloaded"
-        tell(f"--offload always moves nothing: {why}; name layers with --kv-host-layers")
+        tell(f"--offload always moves nothing: {why}; name layers, such as --offload 0-3")
+
+
+# --- plans that fit --------------------------------------------------------------------------------------------------
+
+_NEAR = (
+    "of this device",
+    "of this device by another host",
+    "of no device",
+    "of another device: may be slower than dense",
+)
+
+
+def say_fitting(model: str, place: Path | None, device: str, as_json: bool) -> None:
+    """Prints the plan beside a model and those in a folder, each with why it fits or not, the best one marked.
+
+    Raises:
+        typer.Exit: none fits.
+    """
+    folder = place and plans_place(place)
+    named = [] if folder is None else plans_in(folder) if folder.is_dir() else _loaded(plan_file(folder))
+    plans = dict([*_own(model), *named])
+    found = candidates(plans.items(), described(model), device_called(device))
+    best = best_of(found)
+    if as_json:
+        emit_json({"model": model, "plans": [_plan_facts(one, one is best) for one in found]})
+    for one in found if not as_json else ():
+        emit(_line(one, one is best))
+    if all(one.why_not for one in found):
+        tell(f"no plan fits {model}; make one: sparsekv plan {model}")
+        raise typer.Exit(FAILED)
+
+
+def _line(one: Candidate, is_best: bool) -> str:
+    fits = f"does not fit, of another model: {one.why_not}" if one.why_not else f"fits, {_NEAR[one.near]}"
+    return f"{one.told()}: {fits}{'; the best' if is_best else ''}"
+
+
+def _plan_facts(one: Candidate, is_best: bool) -> dict[str, object]:
+    facts = {"path": str(one.path), "status": one.plan.status, "devices": list(one.devices)}
+    lengths = list(one.plan.planned_lengths)
+    return facts | {"lengths": lengths, "fits": not one.why_not, "why_not": one.why_not, "best": is_best}
+
+
+def _own(model: str) -> list[tuple[Path, Plan]]:
+    """The plan in a model's folder or repository."""
+    source = found_source(resolve_model(model))
+    try:
+        return _loaded(plan_file(Path(source.place)))
+    except UsageError:
+        return []
+
+
+def _loaded(path: Path) -> list[tuple[Path, Plan]]:
+    try:
+        return [(path, load_plan(path))]
+    except PlanError as error:
+        tell(f"left out: {error}")
+        return []
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
@@ -422,4 +464,8 @@ def _way_out(data: dict[str, Any]) -> str:
     return ": the answer alone takes more; ask for fewer new tokens (--max-new-tokens), or take a larger device"
 
 
-app = commands.app(commands.command(doctor))
+app = commands.app(
+    doctor,
+    "sparsekv doctor ./my-model --plan ./plans",
+    "sparsekv doctor --memory llama3-8b-1m 1000k --device-memory 139GiB --host-memory 128GiB --offload 12",
+)

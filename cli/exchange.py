@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
+from sparsekv.cli import commands
 from sparsekv.cli.arguments import Json, plan_file
 from sparsekv.cli.output import emit, emit_json, tell
-from sparsekv.cli.plan_files import check_replaceable, check_writable
+from sparsekv.cli.plan_files import check_new, check_replaceable, check_writable, default_plan
 from sparsekv.plans.aliases import PLAN_NAME
 from sparsekv.plans.errors import PlanError, UnsupportedError, UsageError, did_you_mean, install_command
 from sparsekv.plans.files import load_plan, read_bytes, write_bytes, write_plan
@@ -31,7 +32,11 @@ def import_settings(
             "--model", "-m", metavar="NAME", help="That it is for, of which config.json is read; or a plan of it."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the plan goes.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Where the plan goes; as of `plan` by default."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the plan that is there.")] = False,
     kind: Annotated[
         str | None,
         typer.Option("--from", metavar="TOOL", help=f"By its content, or {', '.join(READERS)}.", show_default=False),
@@ -43,7 +48,9 @@ def import_settings(
     What the file does not say is taken from that method's publication, and told. The plan is `imported`: nothing of it
     was measured; `verify --write` does that.
     """
+    out = out or default_plan(load_plan(plan_file(Path(model))).model.id if _is_plan(model) else model)
     check_replaceable(out, "--out", "plan")
+    check_new(out, force)
     data = read_bytes(file, MAX_BYTES)
     if len(data) > MAX_BYTES:
         raise PlanError(f"{file}: expected at most {MAX_BYTES:,} bytes, found more; no such file is that long")
@@ -56,7 +63,7 @@ def import_settings(
         return
     emit(f"{out}: imported from {found} for {plan.model.id}")
     loaded = plan.model.id if _is_plan(model) else model
-    emit(f"next: sparsekv verify --plan {shlex.quote(str(out))} --model {shlex.quote(loaded)} --write")
+    emit(f"next: sparsekv verify {shlex.quote(loaded)} --plan {shlex.quote(str(out))} --write")
     for note in notes:
         tell(note)
 
@@ -148,6 +155,17 @@ def _export_model(place: str, file: Path | None, out: Path, half: bool, as_json:
         tell(line)
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-app.command(name="import")(import_settings)
-app.command(name="export")(export)
+app = commands.group()
+commands.add(
+    app,
+    import_settings,
+    "sparsekv import best_pattern.json --model ./my-model",
+    "sparsekv import layers.json --model llama3-8b --from filter-layers -o plan.yaml",
+    name="import",
+)
+commands.add(
+    app,
+    export,
+    "sparsekv export plan.yaml --to minference -o best_pattern.json",
+    "sparsekv export ./my-model --to onnx -o my-model-onnx",
+)

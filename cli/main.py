@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
@@ -93,7 +94,7 @@ class _Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta.setdefault(_JSON, "--json" in args)  # read here: what is wrong may be the other options
-        ctx.meta.setdefault(_BACKEND, any(arg.partition("=")[0] == "--backend" for arg in args))
+        ctx.meta.setdefault(_BACKEND, any(arg.startswith(("backend=", "--set=backend=")) for arg in args))
         with _telling_usage(ctx):
             return super().parse_args(ctx, args)
 
@@ -138,13 +139,20 @@ def _with_suggestion(message: str) -> str:
     return message.removesuffix(".") + (did_you_mean(parts[1], re.findall(r"'([^']+)'", parts[2])) or ".")
 
 
+def _key_meant(error: Exception) -> str:
+    """Returns the key of `--set` that a flag that is not there may have been meant for."""
+    option, command = getattr(error, "option_name", ""), getattr(getattr(error, "ctx", None), "command", None)
+    meant = get_close_matches(option.strip("-").replace("-", "_"), getattr(command, "keys", ()), 1)
+    return f" Did you mean --set {meant[0]}=VALUE?" if option and meant else ""
+
+
 @contextmanager
 def _telling_usage(ctx: Any) -> Iterator[None]:
     """Wrong usage as JSON, once, where that is asked for; people are told by typer, and nothing that moves a cursor."""
     try:
         yield
     except _WrongUsage as error:
-        error.message = escaped(_with_suggestion(error.message))  # type: ignore[attr-defined]
+        error.message = escaped(_with_suggestion(error.message) + _key_meant(error))  # type: ignore[attr-defined]
         if ctx.meta.get(_JSON):
             ctx.meta[_JSON] = False
             data = failure_data("UsageError", error.format_message(), error.exit_code)  # type: ignore[attr-defined]
@@ -156,7 +164,7 @@ app = typer.Typer(
     name="sparsekv",
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -14,8 +14,8 @@ from sparsekv.cli.arguments import Output, Subject, settings_of
 from sparsekv.cli.output import emit_json, emit_verdict, tell
 from sparsekv.cli.plan_files import PlanFiles, outcomes_beside
 from sparsekv.cli.prompts import own_prompts
-from sparsekv.planner.flags import MOST, Flag
-from sparsekv.planner.options import HELD_OUT, DecodeSearch, Gate, Hardware, PlanOptions, Search
+from sparsekv.planner.flags import MOST, Flag, Key
+from sparsekv.planner.options import HELD_OUT, DecodeSearch, Hardware, PlanOptions, Search
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import GateError
 from sparsekv.plans.files import write_plan
@@ -36,11 +36,11 @@ _HOW_SPARSE = "longer --lengths or --no-crossover leave more of it sparse, loose
 class PlanFlags(PlanFiles, PlanOptions, Output):
     """Holds what `plan` is asked to do."""
 
-    model: Annotated[str, Flag("Alias, hub id, folder or GGUF file.", metavar="MODEL", is_argument=True)]
+    group: ClassVar = "Verification"
     no_verify: Annotated[bool, Flag("Leave the plan unverified.")] = False
-    verify_samples: Annotated[int | None, Field(ge=1, le=MOST), Flag(HELD_OUT, metavar="N")] = None
+    verify_samples: Annotated[int | None, Field(ge=1, le=MOST), Key(HELD_OUT, "N")] = None
     require_verified: Annotated[
-        bool, Flag("Exit 1 where the plan that is written was not shown to keep its gates.")
+        bool, Key("Exit 1 where the plan that is written was not shown to keep its gates.", "true")
     ] = False
 
     @property
@@ -59,26 +59,17 @@ class PlanFlags(PlanFiles, PlanOptions, Output):
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
         if self.profile:
-            own = ("preset", "tile", "samples", "prompts_file")
+            own = ("preset", "calibration_samples", "prompts_file")
             self.refuse(own, "a profile brings what it was made with", "profile")
-        if self.cost:
-            self.refuse(("host",), "the device was measured already", "cost")
         if self.no_verify:
-            chunk = () if self.host == "vllm" and not self.cost else ("prefill_chunk",)
-            unread = (*Gate.model_fields, "verify_samples", "require_verified", "batch", *chunk)
-            self.refuse(unread, "nothing is verified", "no_verify")
-        if self.no_verify and self.profile and self.retain is None:
-            self.refuse(("tasks", "seed"), "no prompts are drawn", "profile", "no_verify")
-        if self.no_verify and self.prompts_file:
-            self.refuse(("tasks", "seed"), "no tasks are drawn from", "prompts_file", "no_verify")
+            gates = ("max_accuracy_drop", "max_kl", "max_decode_kl", "verify_samples", "require_verified")
+            self.refuse(gates, "nothing is verified", "no_verify")
         if not self.needs_model:
-            machine = (*Hardware.model_fields, "device_map")
-            self.refuse(machine, "no model runs", "profile", "cost", "no_verify")
+            self.refuse((*Hardware.model_fields, "device_map"), "no model runs", "profile", "cost", "no_verify")
         if self.phases == ("prefill",):
             self.refuse(DecodeSearch.model_fields, "only prefill is planned", "phases")
         if self.phases == ("decode",):
-            prefill = (*Search.model_fields, "target_density", "target_speedup")
-            self.refuse(prefill, "only decode is planned", "phases")
+            self.refuse((*Search.model_fields, "target_density"), "only decode is planned", "phases")
         return self
 
 
@@ -112,9 +103,9 @@ def plan(flags: PlanFlags) -> None:
             resume=flags.resume,
             progress=progress,
         )
-        write_plan(result.plan, flags.out)
+        write_plan(result.plan, flags.file)
         verified = result.verification
-        keep_outcomes(verified.outcomes if verified else None, outcomes_beside(flags.out))
+        keep_outcomes(verified.outcomes if verified else None, outcomes_beside(flags.file))
         if not flags.profile:
             flags.resume.unlink(missing_ok=True)
     _tell(result, flags, time.monotonic() - started, job.options.verify_time)
@@ -149,7 +140,7 @@ def _job(flags: PlanFlags, wanted: PlanOptions, subject: Subject, measured: Meas
 def _tell(result: PlanResult, flags: PlanFlags, seconds: float, verify_time: float) -> None:
     from sparsekv.cli.verdict import GATED_BY, Ended, next_command, repeated, run_by, verdict
 
-    plan, out, remarks = result.plan, flags.out, list(result.remarks)
+    plan, out, remarks = result.plan, flags.file, list(result.remarks)
     is_unproven = not flags.no_verify and plan.status != "verified"  # the first remark says why
     reason = remarks.pop(0) if is_unproven else ""
     found, spent = result.verification, 0.0 if flags.verify_samples else verify_time
@@ -195,4 +186,8 @@ def _times(timing: BucketTiming) -> dict[str, Any]:
     return {"length": timing.length, "layers": list(timing.layers), **times}
 
 
-app = commands.app(commands.command(plan))
+app = commands.app(
+    plan,
+    "sparsekv plan Qwen/Qwen2.5-Coder-0.5B-Instruct -o plan.yaml --lengths 8k,16k,32k",
+    "sparsekv plan ./my-model --profile-out model.profile --set target_density=20%",
+)

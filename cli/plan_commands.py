@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from pydantic import BaseModel
 
+from sparsekv.cli import commands
 from sparsekv.cli.arguments import PLACE, Json, PlanArgument, PlanPlace, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json, emit_verdict, tell
 from sparsekv.cli.plan_files import check_replaceable, outcomes_beside
@@ -281,6 +282,13 @@ def schema(as_json: Json = False) -> None:
     emit_json(json_schema())
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for run in (show, report, diff, validate, seal, schema):
-    app.command()(run)
+app = commands.group()
+for run, *examples in (
+    (show, "sparsekv show plan.yaml", "sparsekv show ./my-model --full"),
+    (report, "sparsekv report plan.yaml -o report.html", "sparsekv report plan.yaml --profile model.profile"),
+    (diff, "sparsekv diff old.yaml new.yaml", "sparsekv diff ./my-model plan.yaml --full"),
+    (validate, "sparsekv validate plan.yaml", "sparsekv validate ./my-model other.yaml --json"),
+    (seal, "sparsekv seal plan.yaml", "sparsekv seal ./my-model/sparsekv.yaml --json"),
+    (schema, "sparsekv schema", "sparsekv schema > plan.schema.json"),
+):
+    commands.add(app, run, *examples)

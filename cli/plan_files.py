@@ -10,16 +10,28 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from sparsekv.planner.flags import Flag, Options
+from sparsekv.plans.aliases import PLAN_NAME, holds_model, names_gguf
 from sparsekv.plans.errors import UsageError
 
 
 class PlanFiles(Options):
     """Where the plan goes, and the files between the steps: in instead of measuring, out to save what was measured."""
 
-    out: Annotated[Path, Flag("Where the plan goes.", ("--out", "-o"), "FILE")]
+    group: ClassVar = "Files"
+    model: Annotated[str, Flag("Alias, hub id, folder or GGUF file.", metavar="MODEL", is_argument=True)]
+    out: Annotated[
+        Path | None,
+        Flag(
+            f"Where the plan goes; by default {PLAN_NAME} in the model's folder, or ./NAME.{PLAN_NAME} for an alias or "
+            "hub id.",
+            ("--out", "-o"),
+            "FILE",
+        ),
+    ] = None
+    force: Annotated[bool, Flag("Replace the plan that is there.")] = False
     prompts_file: Annotated[
         Path | None,
         Flag(
@@ -39,9 +51,14 @@ class PlanFiles(Options):
     cost: Annotated[Path | None, Flag("Use a saved device cost.", metavar="FILE")] = None
 
     @property
+    def file(self) -> Path:
+        """Returns where the plan goes."""
+        return self.out or default_plan(self.model)
+
+    @property
     def resume(self) -> Path:
         """Returns what has been profiled, until the plan is written; a rerun goes on from it."""
-        profile = self.profile_out or self.out.with_name(f"{self.out.name}.profile")
+        profile = self.profile_out or self.file.with_name(f"{self.file.name}.profile")
         return profile.with_name(f"{profile.name}.partial")
 
     def check_files(self) -> None:
@@ -51,17 +68,17 @@ class PlanFiles(Options):
             UsageError: a file is to be written where none can be, over one that is read or is of another kind, or two
                 to one file.
         """
-        for path in filter(None, (self.out, self.profile_out, self.cost_out)):
+        for path in filter(None, (self.file, self.profile_out, self.cost_out)):
             check_writable(path)
-        for path in (self.resume, outcomes_beside(self.out)):
+        for path in (self.resume, outcomes_beside(self.file)):
             check_writable(path)
         inputs = (("--profile", self.profile), ("--cost", self.cost), ("--prompts", self.prompts_file))
         outputs = (
-            ("--out", self.out, "plan"),
+            ("--out", self.file, "plan"),
             ("--profile-out", self.profile_out, "profile"),
             ("--cost-out", self.cost_out, "cost"),
             ("an unfinished --profile-out", self.resume, "partial"),
-            ("an undecided verification", outcomes_beside(self.out), "outcomes"),
+            ("an undecided verification", outcomes_beside(self.file), "outcomes"),
         )
         written = [(flag, path, kind) for flag, path, kind in outputs if path is not None]
         taken = {os.path.realpath(path): f"{flag} {path}" for flag, path in inputs if path is not None}
@@ -71,6 +88,7 @@ class PlanFiles(Options):
                 raise UsageError(f"expected a file of its own for {flag}, found {found} there; name another one")
         for flag, path, kind in written:
             check_replaceable(path, flag, kind)
+        check_new(self.file, self.force)
 
     @contextmanager
     def telling_what_is_saved(self) -> Iterator[None]:
@@ -97,8 +115,27 @@ class PlanFiles(Options):
                 )
             return told
         if self.profile is not None:
-            return f"{self.out} was not written; the profile in {self.profile} is unchanged"
-        return f"{self.out} was not written, and nothing was profiled yet"
+            return f"{self.file} was not written; the profile in {self.profile} is unchanged"
+        return f"{self.file} was not written, and nothing was profiled yet"
+
+
+def default_plan(model: str) -> Path:
+    """Returns where a plan goes by default: beside a model that lies here, else in the working folder, by the model's
+    name."""
+    place = Path(os.path.expanduser(model))
+    if names_gguf(model) or holds_model(place):
+        return (place.parent if names_gguf(model) else place) / PLAN_NAME
+    return Path(f"{model.rstrip('/').rpartition('/')[2]}.{PLAN_NAME}")
+
+
+def check_new(path: Path, force: bool) -> None:
+    """Refuses to replace a plan, unless that is asked for.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if not force and path.exists() and path.stat().st_size:
+        raise UsageError(f"expected no plan yet at {path}, found one; replace it with --force, or name another -o FILE")
 
 
 def outcomes_beside(plan: Path) -> Path:

@@ -181,4 +181,8 @@ def _predicted(plan: Plan, phase: str) -> tuple[int, Estimate] | None:
     return next((one for one in priced if one[1] and part and not part.bucket(one[0]).dense), None)
 
 
-app = commands.app(publish)
+app = commands.app(
+    publish,
+    "sparsekv publish plan.yaml ./my-model --dry-run",
+    "sparsekv publish plan.yaml your-name/your-model -o ./out",
+)

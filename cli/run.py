@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,8 +15,8 @@ from sparsekv.cli.arguments import NewTokens, Output, PlacementFlags, Subject, S
 from sparsekv.cli.doctor import MemoryEstimate, say_memory, tell_if_idle
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.cli.prompts import given_prompt, typed_prompt
-from sparsekv.planner.flags import Flag
-from sparsekv.planner.options import Hardware, PrefillChunk, Seed
+from sparsekv.planner.flags import Flag, Key
+from sparsekv.planner.options import PHASES, Hardware, Phase, PrefillChunk, Seed
 from sparsekv.plans.brief import percent
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.model import ModelInfo
@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 
 # Logits over a temperature below this leave float32; one token has all of the probability long before.
 _COLDEST, _HOTTEST = 0.01, 100.0
+_ONE_TEXT = "; without a chat template each turn goes on from the text before it"
 
 
 class RunFlags(Subjects, PlacementFlags, Hardware, Output):
     """Holds what `run` is asked to do."""
 
+    group: ClassVar = "Prompt and answer"
     prompt: Annotated[str | None, Flag("The prompt.", ("--prompt", "-p"), "TEXT")] = None
     prompt_file: Annotated[
         Path | None,
@@ -42,17 +44,16 @@ class RunFlags(Subjects, PlacementFlags, Hardware, Output):
         ),
     ] = None
     raw: Annotated[bool, Flag("Do not apply the model's chat template.")] = False
+    max_new_tokens: NewTokens = 256
     dense: Annotated[bool, Flag("Run without the plan.")] = False
-    dense_prefill: Annotated[bool, Flag("Prefill without the plan.")] = False
-    dense_decode: Annotated[bool, Flag("Decode without the plan.")] = False
+    only: Annotated[Phase | None, Flag("Follow the plan in this phase alone.")] = None
     exact: Annotated[
-        bool,
+        Literal["all", "decode"] | None,
         Flag(
-            "The output of dense attention, rounding aside: prefill is dense, the plan drafts the answer, and dense "
-            "attention checks it. See docs/exact.md."
+            "The output of dense attention, rounding aside: the plan drafts the answer, and dense attention checks it; "
+            "prefill is dense (all), or by the plan (decode). See docs/exact.md."
         ),
-    ] = False
-    exact_decode: Annotated[bool, Flag("As --exact, behind a prompt that is prefilled by the plan.")] = False
+    ] = None
     compare: Annotated[
         bool,
         Flag(
@@ -60,12 +61,6 @@ class RunFlags(Subjects, PlacementFlags, Hardware, Output):
             "beginning of the prompt, untimed, so that neither pays for being first."
         ),
     ] = False
-    max_new_tokens: NewTokens = 256
-    temperature: Annotated[
-        float, Field(ge=0.0, le=_HOTTEST), Flag(f"0 is greedy; else from {_COLDEST} on.", metavar="T")
-    ] = 0.0
-    top_p: Annotated[float, Field(ge=0.0, le=1.0), Flag("Nucleus of sampling.", metavar="P")] = 1.0
-    seed: Seed = 0
     prefill_chunk: PrefillChunk = None
     dry_run: Annotated[
         bool,
@@ -74,37 +69,37 @@ class RunFlags(Subjects, PlacementFlags, Hardware, Output):
             "1 if it does not fit."
         ),
     ] = False
+    temperature: Annotated[
+        float, Field(ge=0.0, le=_HOTTEST), Key(f"0, the default, is greedy; else from {_COLDEST} on.", "T")
+    ] = 0.0
+    top_p: Annotated[float, Field(ge=0.0, le=1.0), Key("Nucleus of sampling; 1 by default.", "P")] = 1.0
+    seed: Seed = 0
+
+    @property
+    def follows(self) -> dict[Phase, bool]:
+        """Returns whether each phase follows the plan."""
+        return {phase: self.only in (None, phase) for phase in PHASES}
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
         if 0.0 < self.temperature < _COLDEST:
             raise UsageError(
-                f"expected --temperature 0, which is greedy, or one from {_COLDEST} to {_HOTTEST:g}, found "
+                f"expected a temperature of 0, which is greedy, or one from {_COLDEST} to {_HOTTEST:g}, found "
                 f"{self.temperature:g}"
             )
-        if self.compare:
-            self.refuse(("dense",), "it runs dense as well", "compare")
         if self.dense:
-            because = "a plan under --dense-prefill and --dense-decode runs dense, and takes it"
-            self.refuse(("offload", "kv_host_layers", "kv_dtype"), because, "dense")
-            if not (self.target or self.plan or self.model):
-                raise UsageError(
-                    "expected a model (a folder, GGUF file, hub id or alias) beside --dense, found none; name one"
-                )
-        for name in ("exact", "exact_decode"):
-            if getattr(self, name):
-                self.refuse(("dense", "dense_decode"), "the plan drafts", name)
-        if self.exact and self.exact_decode:
-            self.refuse(("exact",), "it prefills by the plan", "exact_decode")
+            unread = ("only", "exact", "compare", "offload", "kv_dtype", "dry_run")
+            self.refuse(unread, "no plan is applied", "dense")
+        if self.exact:
+            self.refuse(("only",), "it says what each phase does", "exact")
         if self.dry_run:
-            self.refuse(("dense", "compare"), "nothing is run", "dry_run")
+            self.refuse(("compare",), "nothing is run", "dry_run")
         return self
 
 
 def run(flags: RunFlags) -> None:
     """Answer a prompt: from --prompt, a file, standard input, or typed at a terminal (several turns)."""
-    machine, placing = settings_of(flags), flags.placing
-    subject = flags.subject
+    placing, subject = flags.placing, flags.subject
     used = None if flags.dense else subject.need_plan("; or add --dense, which runs without a plan")
     subject = subject.checked(flags)
     text = given_prompt(flags.prompt, flags.prompt_file)
@@ -113,50 +108,34 @@ def run(flags: RunFlags) -> None:
             "expected a prompt beside --json, --compare or --dry-run, found none; give --prompt or --prompt-file"
         )
     if used is not None:
-        tell_if_idle(placing, None if flags.dense_decode else used.decode)
+        tell_if_idle(placing, used.decode if flags.follows["decode"] else None)
     if flags.dry_run:
         assert used is not None, "--dense was refused"
         assert text is not None
         _estimate(flags, subject, used, text)
         return
-    session = _session(flags, subject, used, machine.backend)
-    if text is None:
-        _talk(session)
-        return
+    session = _session(flags, subject, used)
     if flags.compare:
-        from sparsekv.planner.progress import BarProgress
-
-        dense_answer, answer = session.dense_and_sparse(text, BarProgress())
-        if flags.as_json:
-            emit_json(_comparison(dense_answer, answer))
-        else:
-            emit(_comparison_text(dense_answer, answer))
-    elif flags.as_json:
-        answer = session.once(text)
-        emit_json(answer.as_data())
+        assert text is not None
+        _compare(session, text, flags.as_json)
     else:
-        answer = session.once(text, _stream)
-        _tell(answer)
-    for remark in filter(None, (session.why_dense(answer), session.beyond_reach(answer))):
-        tell(remark)
+        _converse(session, text, flags.as_json)
 
 
 def _estimate(flags: RunFlags, subject: Subject, used: Plan, text: str) -> None:
     """The memory that a prompt takes."""
     from sparsekv.runtime.hf.generate import room_for_answer
 
-    prefill, decode = (
-        None if is_dense else part
-        for is_dense, part in ((flags.dense_prefill or flags.exact, used.prefill), (flags.dense_decode, used.decode))
-    )
+    follows = flags.follows | ({"prefill": False} if flags.exact == "all" else {})
+    parts = {phase: getattr(used, phase) if follows[phase] else None for phase in PHASES}
     config, prompt_tokens = subject.config_and_prompt_tokens(text, chat=not flags.raw)
-    named = (config, subject.model, used.model_copy(update={"prefill": prefill, "decode": decode}))
+    named = (config, subject.model, used.model_copy(update=parts))
     estimate = MemoryEstimate.of(*named, settings_of(flags), flags.placing, flags.allow_mismatch)
     most = min(flags.max_new_tokens, room_for_answer(config.max_position_embeddings, prompt_tokens))
     say_memory(estimate, prompt_tokens, most, chunk=flags.prefill_chunk, as_json=flags.as_json)
 
 
-def _session(flags: RunFlags, subject: Subject, used: Plan | None, backend: str) -> Session:
+def _session(flags: RunFlags, subject: Subject, used: Plan | None) -> Session:
     from sparsekv.cli.chat import Session
     from sparsekv.runtime.hf.generate import Sampling
 
@@ -167,10 +146,9 @@ def _session(flags: RunFlags, subject: Subject, used: Plan | None, backend: str)
     return Session(
         loaded=subject.load(flags, check),
         plan=used,
-        prefill=not flags.dense_prefill,
-        decode=not flags.dense_decode,
-        exact="decode" if flags.exact_decode else flags.exact,
-        backend=backend,
+        **flags.follows,
+        exact="decode" if flags.exact == "decode" else flags.exact is not None,
+        backend=settings_of(flags).backend,
         allow_mismatch=flags.allow_mismatch,
         chat=not flags.raw,
         max_new_tokens=flags.max_new_tokens,
@@ -182,29 +160,45 @@ def _session(flags: RunFlags, subject: Subject, used: Plan | None, backend: str)
     )
 
 
-def _talk(session: Session) -> None:
-    """Turn after turn over one cache, until the end of the input."""
+def _converse(session: Session, prompt: str | None, as_json: bool) -> None:
+    """Answers a prompt; or turn after turn over one cache, until the end of the input."""
     from sparsekv.cli.chat import Conversation
 
-    one_text = "" if session.has_turns else "; without a chat template each turn goes on from the text before it"
-    tell(f"type a prompt; Ctrl-D ends{one_text}")
     with session.applied() as handle:
-        conversation, told = Conversation(session, handle, turns=True), ""
-        while True:
-            print("> ", end="", file=sys.stderr, flush=True)
+        conversation, told = Conversation(session, handle, turns=prompt is None), ""
+        for text in (prompt,) if prompt is not None else _typed(session.has_turns):
+            is_first = not conversation.messages
             try:
-                text = typed_prompt()
-                if text is None:
-                    return
-                if text.strip():
-                    is_first = not conversation.messages
-                    _tell(answer := conversation.ask(text.rstrip("\n"), _stream))
-                    if is_first and (why := session.why_dense(answer)):
-                        tell(why)
-                    if not told and (told := session.beyond_reach(answer)):
-                        tell(told)
+                answer = conversation.ask(text, None if as_json else _stream)
             except (PromptError, UsageError) as error:
+                if prompt is not None:
+                    raise
                 tell(f"error: {error}")
+                continue
+            if as_json:
+                emit_json(answer.as_data())
+            else:
+                _tell(answer)
+            if is_first and (why := session.why_dense(answer)):
+                tell(why)
+            if not told and (told := session.beyond_reach(answer)):
+                tell(told)
+
+
+def _typed(has_turns: bool) -> Iterator[str]:
+    """What is typed, but for blank lines."""
+    tell(f"type a prompt; Ctrl-D ends{'' if has_turns else _ONE_TEXT}")
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        try:
+            text = typed_prompt()
+        except (PromptError, UsageError) as error:
+            tell(f"error: {error}")
+            continue
+        if text is None:
+            return
+        if text.strip():
+            yield text.rstrip("\n")
 
 
 def _stream(text: str) -> None:
@@ -219,6 +213,18 @@ def _tell(said: Answer) -> None:
 
 
 # --- dense and sparse side by side ------------------------------------------------------------------------------------
+
+
+def _compare(session: Session, text: str, as_json: bool) -> None:
+    from sparsekv.planner.progress import BarProgress
+
+    dense, sparse = session.dense_and_sparse(text, BarProgress())
+    if as_json:
+        emit_json(_comparison(dense, sparse))
+    else:
+        emit(_comparison_text(dense, sparse))
+    for remark in filter(None, (session.why_dense(sparse), session.beyond_reach(sparse))):
+        tell(remark)
 
 
 def _comparison(dense: Answer, sparse: Answer) -> dict[str, Any]:
@@ -275,4 +281,8 @@ def _compared(dense: Answer, sparse: Answer) -> Iterator[tuple[str, ...]]:
             yield f"keys and values on the {place}", size(before) if before else "-", size(after) if after else "-", ""
 
 
-app = commands.app(commands.command(run))
+app = commands.app(
+    run,
+    "sparsekv run ./my-model --prompt-file book.txt --compare",
+    "sparsekv run --plan plan.yaml -p 'What is the special number?' --max-new-tokens 32",
+)

@@ -23,8 +23,8 @@ _WIDTH = 100  # columns
 _LEAST = 60  # seconds
 _LONGEST = 1_000_000  # that the option takes
 _SURE = 1.5  # times what is estimated
-RUN_BY = ("device", "dtype", "backend", "batch", "prefill_chunk", "prompts_file", "allow_mismatch")
-GATED_BY = tuple(name for name in Gate.model_fields if name != "solved")  # which has no flag
+RUN_BY = ("device", "dtype", "backend", "prefill_chunk", "prompts_file", "allow_mismatch")
+GATED_BY = tuple(Gate.set_keys())
 DRAWN_BY = ("lengths", "tasks", "seed")
 
 
@@ -77,8 +77,8 @@ def _typed(flag: str, value: Any) -> str:
     if value is True:
         return flag
     several = value if isinstance(value, tuple) else (value,)
-    words = (format_length(one) if flag == "--lengths" else _word(one) for one in several)
-    return f"{flag} {shlex.quote(','.join(words))}"
+    words = ",".join(format_length(one) if flag == "--lengths" else _word(one) for one in several)
+    return f"{flag}{'=' if flag.startswith('--set') else ' '}{shlex.quote(words)}"
 
 
 def _word(value: Any) -> str:
@@ -114,8 +114,8 @@ def next_command(plan: Plan, file: str, model: str = "", ended: Ended | None = N
         model: where it is, if the plan's own name of it is not enough.
         ended: how verification ended undecided; None where that is not known.
     """
-    place = f"--plan {shlex.quote(file)}"
-    place += f" --model {shlex.quote(model)}" if model not in ("", plan.model.id) else ""
+    named = f"{shlex.quote(model)} " if model not in ("", plan.model.id) else ""
+    place = f"{named}--plan {shlex.quote(file)}"
     if plan.status == "verified" or plan.is_dense:
         return f"sparsekv run {place}"
     outcomes = {claim.outcome for _, _, _, claim in claims(plan.quality)} if plan.quality else set()
@@ -132,7 +132,7 @@ def denser_command(plan: Plan, file: str, model: str = "") -> str:
     retain = plan.provenance.settings.get("retain")
     more = f" --retain {retain + 0.1:.2g}" if isinstance(retain, float) and retain < 0.9 else ""
     out = file if file.endswith(".yaml") else PLAN_NAME
-    return f"sparsekv plan {shlex.quote(model or plan.model.id)} -o {shlex.quote(out)}{more}"
+    return f"sparsekv plan {shlex.quote(model or plan.model.id)} -o {shlex.quote(out)}{more} --force"
 
 
 def _lost_answers(plan: Plan) -> bool:

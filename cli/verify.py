@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -46,6 +46,7 @@ _COMPARED = ("lengths", "tasks", "seed", "prefill_chunk")
 class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
     """Holds what `verify` is asked to do."""
 
+    group: ClassVar = "Verification"
     lengths: Annotated[
         Lengths,
         Flag(
@@ -54,9 +55,7 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
             "LIST",
         ),
     ] = ()
-    verify_samples: Annotated[
-        int | None, Field(ge=1, le=MOST), Flag(HELD_OUT, ("--samples", "--verify-samples"), "N")
-    ] = None
+    verify_samples: Annotated[int | None, Field(ge=1, le=MOST), Flag(HELD_OUT, ("--samples",), "N")] = None
     verify_time: Annotated[float | None, Field(gt=0.0, le=1e6), Flag(VERIFY_TIME, metavar="SECONDS")] = None
     prompts_file: Annotated[
         Path | None,
@@ -365,4 +364,8 @@ def _other_weights(plan: Plan, model: ModelInfo) -> bool:
     return known is None or known != model.fingerprint.weights
 
 
-app = commands.app(commands.command(verify))
+app = commands.app(
+    verify,
+    "sparsekv verify ./my-model --write",
+    "sparsekv verify --plan plan.yaml --write --more --verify-time 1800",
+)

@@ -58,7 +58,7 @@ _FAILURES = (BackendError, MemoryError, torch.OutOfMemoryError, torch.Accelerato
 _FAILURE_WORDS = ("Triton Error", "DefaultCPUAllocator: can't allocate memory")
 
 
-USE_AUTO = "; use --backend auto"  # what ends the message about a backend that was asked for and cannot run
+USE_AUTO = "; use --set backend=auto"  # what ends the message about a backend that was asked for and cannot run
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +382,9 @@ class Fallback:
                 if not behind or not _recoverable(error, q_BHSD.device):
                     raise
                 self.failed[self.backend] = _summary(error)
-                _warn(f"the {self.backend} backend", error, f"{behind[0]}; --backend {behind[0]} avoids the attempt")
+                _warn(
+                    f"the {self.backend} backend", error, f"{behind[0]}; --set backend={behind[0]} avoids the attempt"
+                )
                 self.backend = behind[0]
             # Only here is the memory of the failed attempt, which the error's traceback held, free again.
             if q_BHSD.is_cuda:

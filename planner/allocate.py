@@ -440,7 +440,7 @@ class _Length:
             return UsageError(
                 f"expected candidates of {', '.join(sorted(self._families))} for the heads at {self._entry.length} "
                 f"tokens, found none for {without} of {int(self.tables.present_LH.sum())}, which other families of "
-                "the profile served better; add those to --families, or profile again (leave --profile out)"
+                "the profile served better; add those to families, or profile again (leave --profile out)"
             )
         return UsageError(
             f"expected candidates of {', '.join(sorted(self._families))} that come to a density of {target:g} over all "

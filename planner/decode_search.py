@@ -107,7 +107,7 @@ def measure_trials(
         UsageError, PromptError: there are no calibration prompts of a length.
     """
     loaded, options = job.subject, job.options
-    effort = effort or Effort.on(loaded.model.device, options.samples)
+    effort = effort or Effort.on(loaded.model.device, options.calibration_samples)
     if not tries_decode(loaded.info, options) or any(entry.trials or not entry.reuse for entry in profile.lengths):
         return profile
     entries: list[LengthProfile] = []

@@ -287,8 +287,8 @@ def check_trials(profile: Profile, options: Settled) -> None:
     """
     if options.decode_kl is not None and not options.filter_layers and not takes_trials(profile, options):
         raise UsageError(
-            "expected a profile with decode trials for --decode-kl, found none in it; profile again (leave --profile "
-            "out), or bound the attention mass that is lost instead (--decode-loss)"
+            "expected a profile with decode trials for decode_kl, found none in it; profile again (leave --profile "
+            "out), or bound the attention mass that is lost instead (decode_loss)"
         )
 
 

@@ -1,19 +1,19 @@
-"""Defines what options are made of: a frozen model whose fields carry type, bounds, default and flag, and what texts
-mean.
+"""Defines what options are made of: a frozen model whose fields carry type, bounds and default, and what texts mean.
 
-The command line is generated from such models (cli/commands.py); programs make them by keyword. A value may be given as
-the text that the flag takes: `lengths="4k,16k"`.
+The command line is generated from such models (cli/commands.py); programs make them by keyword. A field is a flag
+(`Flag`), a key of `--set KEY=VALUE` (`Key`), or for programs alone. A value may be given as the text that the command
+line takes: `lengths="4k,16k"`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import get_annotations
 from itertools import chain
-from typing import Annotated, Any, NamedTuple, Self, get_args
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -42,12 +42,25 @@ class Flag:
     is_argument: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Says how `--set` takes a field."""
+
+    help: str
+    metavar: str
+
+
 class Spelled(NamedTuple):
-    """A field that has a flag."""
+    """A field that has a flag.
+
+    Attributes:
+        group: what `--help` lists it under.
+    """
 
     name: str
     field: FieldInfo
     flag: Flag
+    group: str
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -65,10 +78,14 @@ class Spelled(NamedTuple):
 class Options(BaseModel):
     """Options that were asked for. Those of a nested model are given flat, or as the model.
 
+    Attributes:
+        group: what `--help` lists the flags of this class under.
+
     Raises:
         UsageError: naming the first one that cannot be meant.
     """
 
+    group: ClassVar[str] = "Options"
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def __init__(self, **values: Any) -> None:
@@ -93,20 +110,59 @@ class Options(BaseModel):
                 yield name, field.annotation
 
     @classmethod
-    def spelled(cls) -> Iterator[Spelled]:
-        """The fields that have flags: the model's own, those of its bases in their order, nested ones in place."""
+    def declared(cls) -> Iterator[tuple[str, FieldInfo, type[Options]]]:
+        """The fields, and what declares each: the model's own, those of its bases in their order, nested ones in
+        place."""
         nested = dict(cls.nested())
-        for name in dict.fromkeys(name for base in cls.__mro__ for name in get_annotations(base)):
-            field = cls.model_fields.get(name)
-            flag = next((one for one in field.metadata if isinstance(one, Flag)), None) if field else None
-            if field and flag:
-                yield Spelled(name, field, flag)
-            elif name in nested:
-                yield from nested[name].spelled()
+        first = {name: base for base in reversed(cls.__mro__) for name in get_annotations(base)}
+        names = dict.fromkeys(name for base in cls.__mro__ for name in get_annotations(base))
+        for name, base in ((name, first[name]) for name in names):
+            if name in nested:
+                yield from nested[name].declared()
+            elif name in cls.model_fields:
+                yield name, cls.model_fields[name], base
+
+    @classmethod
+    def spelled(cls) -> Iterator[Spelled]:
+        """The fields that have flags."""
+        for name, field, base in cls.declared():
+            for flag in (part for part in field.metadata if isinstance(part, Flag)):
+                yield Spelled(name, field, flag, base.group)
+
+    @classmethod
+    def set_keys(cls) -> dict[str, Key]:
+        """The fields that `--set` takes."""
+        declared = ((name, part) for name, field, _ in cls.declared() for part in field.metadata)
+        return {name: part for name, part in declared if isinstance(part, Key)}
+
+    @classmethod
+    def set_by(cls, texts: Sequence[str]) -> dict[str, str]:
+        """The fields that `--set` gives, as texts that a model takes.
+
+        Args:
+            texts: each KEY=VALUE.
+
+        Raises:
+            UsageError: there is no such key, or it comes twice, or has no value.
+        """
+        found: dict[str, str] = {}
+        for text in texts:
+            key, _, value = text.partition("=")
+            key, keys = key.strip().replace("-", "_"), cls.set_keys()
+            if key not in keys:
+                flag = next((one.names[0] for one in cls.spelled() if one.name == key), "")
+                meant = f"; it is the flag {flag}" if flag else did_you_mean(key, keys)
+                raise UsageError(f"--set: expected one of {', '.join(keys)}, found {key!r:.40}{meant}")
+            if not value or key in found:
+                raise UsageError(f"--set {key}: expected {key}={keys[key].metavar} once, found {text!r:.60}")
+            found[key] = value
+        return found
 
     @classmethod
     def flag_of(cls, name: str, value: object = None) -> str:
         """A field as messages show it, with its value if that is a word."""
+        if name in cls.set_keys():
+            return f"--set {name}"
         flag = next((one.names[0] for one in cls.spelled() if one.name == name), name)
         word = value[0] if isinstance(value, tuple) and len(value) == 1 else value
         return f"{flag} {word}" if isinstance(word, str) else flag

@@ -250,8 +250,8 @@ def _check_cost(cost: DeviceCost, model: ModelInfo, options: Settled) -> None:
         )
     if (stored := cost.kv_dtype or "auto") != options.kv_dtype:
         raise UsageError(
-            f"expected a device cost measured with --kv-dtype {options.kv_dtype}, found {stored}; measure again (leave "
-            f"--cost out), or plan with --kv-dtype {stored}"
+            f"expected a device cost measured with kv_dtype {options.kv_dtype}, found {stored}; measure again (leave "
+            f"--cost out), or plan with --set kv_dtype={stored}"
         )
     asks_prices = options.crossover and "prefill" in options.phases and not cost.of_cpu
     if asks_prices and (free := free_work(cost.timings)):
@@ -263,7 +263,7 @@ def _check_cost(cost: DeviceCost, model: ModelInfo, options: Settled) -> None:
     if missing and "prefill" in options.phases:
         raise UsageError(
             f"expected a device cost with prices of {', '.join(options.families)}, found none of {', '.join(missing)}; "
-            f"measure again with the same --families (leave --cost out), or leave {missing[0]} out of --families"
+            f"measure again with the same families (leave --cost out), or leave {missing[0]} out of families"
         )
 
 

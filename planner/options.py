@@ -1,15 +1,15 @@
 """Says what `plan`, `verify` and `eval` are asked to do, in groups that commands share. What is left open is settled
 for a model and a device by `settle` (settled.py).
 
-A field says its type, bounds, default, help and flag here and nowhere else: the command line is generated from it
-(cli/commands.py). Fields without a flag are for programs.
+A field says its type, bounds, default and help here and nowhere else: the command line is generated from it
+(cli/commands.py). One with a `Flag` is a flag, one with a `Key` a key of `--set`; others are for programs.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -17,6 +17,7 @@ from sparsekv.planner.flags import (
     MOST,
     Chunk,
     Flag,
+    Key,
     Layers,
     Lengths,
     OneShare,
@@ -86,7 +87,7 @@ def _no_task_of_suite(names: Any) -> Any:
         if isinstance(name, str) and _OF_SUITE.fullmatch(name):
             raise ValueError(
                 f"expected one of {', '.join(TASKS)}, found {name}; `eval --suite ruler`, which runs all tasks of its "
-                "own and takes no --tasks, has it"
+                "own and takes no tasks, has it"
             )
     return names
 
@@ -111,27 +112,27 @@ class Gate(Options):
     max_accuracy_drop: Annotated[
         float,
         Field(ge=0.0, le=100.0),
-        Flag("Most that answers to the tasks that dense solves may lose, of 100.", metavar="POINTS"),
+        Key("Most that answers to the tasks that dense solves may lose, of 100; 3 by default.", "POINTS"),
     ] = 3.0
     max_kl: Annotated[
         float | None,
         Field(ge=0.0),
-        Flag(
+        Key(
             f"Most mean divergence of each phase; by default {MAX_PREFILL_KL}, of decode alone {MAX_DECODE_KL}, of "
             f"both {MAX_PREFILL_KL + MAX_DECODE_KL:g}.",
-            metavar="NATS",
+            "NATS",
         ),
     ] = None
     max_decode_kl: Annotated[
         float | None,
         Field(ge=0.0),
-        Flag("The same for decode alone; as --max-kl if that is given.", metavar="NATS"),
+        Key("The same for decode alone; as max_kl if that is given.", "NATS"),
     ] = None
-    min_agreement: Annotated[PartOfAll, Flag("Least share of dense's likeliest tokens.", metavar="SHARE")] = 0.95
-    min_exact: Annotated[PartOfAll, Flag("Least share of dense's greedy texts kept.", metavar="SHARE")] = 0.6
+    min_agreement: Annotated[PartOfAll, Field(description="Least share of dense's likeliest tokens.")] = 0.95
+    min_exact: Annotated[PartOfAll, Field(description="Least share of dense's greedy texts kept.")] = 0.6
     max_failed: Annotated[
         PartOfAll,
-        Flag("Most prompts that break: ten times the divergence, or another sure first token.", metavar="SHARE"),
+        Field(description="Most prompts that break: ten times the divergence, or another sure first token."),
     ] = 0.05
     # Tasks that are answered less often than this share have no accuracy to lose.
     solved: PartOfAll = 0.5
@@ -164,6 +165,8 @@ class Gate(Options):
 class Targets(Options):
     """Holds what is planned, for which host, and how sparse."""
 
+    group: ClassVar = "What is planned"
+
     lengths: Annotated[
         Lengths,
         Flag(
@@ -172,13 +175,10 @@ class Targets(Options):
             "LIST",
         ),
     ] = ()
-    target_density: Annotated[
-        Shares, Flag("Share of the causal tiles to compute: one, or one a length.", metavar="SHARES")
-    ] = ()
+    target_density: Annotated[Shares, Key("Share of the causal tiles to compute: one, or one a length.", "SHARES")] = ()
     target_speedup: Annotated[
         float | None,
-        Field(gt=1.0, le=1e4),
-        Flag("Instead of a density: how much faster prefill attention must become.", metavar="X"),
+        Field(gt=1.0, le=1e4, description="Instead of a density: how much faster prefill attention must become."),
     ] = None
     host: Annotated[HostName, Flag("What will run the plan, whose attention is timed.")] = "transformers"
     phases: Annotated[
@@ -194,16 +194,16 @@ class Targets(Options):
 class Search(Options):
     """Says how prefill patterns are searched."""
 
+    group: ClassVar = "What is planned"
+
     preset: Annotated[Preset | None, Flag("The search of that publication, as published.")] = None
     families: Annotated[
         tuple[Family, ...],
         text(words),
         AfterValidator(each_once),
-        Flag(f"Patterns to search, of {', '.join(KNOWN_FAMILIES)}; the first by default.", metavar="NAMES"),
+        Field(description=f"Patterns to search, of {', '.join(KNOWN_FAMILIES)}; the first by default."),
     ] = ()
-    tile: Annotated[Tile, Flag("Rows and columns of a tile; 128, under the preset 64.", reads=Literal["64", "128"])] = (
-        None
-    )
+    tile: Annotated[Tile, Field(description="Rows and columns of a tile; 128, under the preset 64.")] = None
     # The ladder of densities that is profiled, as multiples of the target, so that one profile serves several targets
     # and a plan that misses its gate can be tightened; by device.
     levels: tuple[Annotated[float, Field(gt=0.0)], ...] = ()
@@ -218,30 +218,29 @@ class Search(Options):
 class DecodeSearch(Options):
     """Says how filter layers are chosen, and how many tokens they choose."""
 
+    group: ClassVar = "What is planned"
     filter_layers: Annotated[
-        Layers,
-        Flag("These filter layers, such as 2,8,18, in place of those found at the least cost.", metavar="LAYERS"),
+        Layers, Key("These filter layers, such as 2,8,18, in place of those found at the least cost.", "LAYERS")
     ] = ()
     # Of a fraction, no more than it comes to at the longest planned length. Where budgets are tried out, any other than
     # the default is the most.
-    decode_budget: Annotated[
-        TokenBudget, Flag("Tokens that filter layers choose: 2048, or a share: 10%.", metavar="BUDGET")
-    ] = DECODE_BUDGET
+    decode_budget: Annotated[TokenBudget, Key("Tokens that filter layers choose: 2048, or a share: 10%.", "BUDGET")] = (
+        DECODE_BUDGET
+    )
     # The first and the last tokens that sparse layers attend to besides.
     decode_sink: Annotated[int, Field(ge=0)] = 4
     decode_recent: Annotated[int, Field(ge=1)] = 128
     decode_loss: Annotated[
-        float | None,
-        Field(ge=0.0, le=1.0),
-        Flag("Most attention mass lost to the choice, instead of --decode-kl: nothing is tried out.", metavar="SHARE"),
+        PartOfAll | None,
+        Field(description="Most attention mass lost to the choice, in place of `decode_kl`: nothing is tried out."),
     ] = None
     # By the 95% upper bound of the mean, where the model is at hand or the profile has trials.
     decode_kl: Annotated[
         float | None,
         Field(ge=0.0),
-        Flag("Most divergence of decode from dense on calibration prompts.", metavar="NATS"),
+        Key(f"Most divergence of decode from dense on calibration prompts; {_DECODE_KL} by default.", "NATS"),
     ] = None
-    offload: Annotated[bool, Flag("Store the rows of sparse layers in host memory.")] = False
+    offload: Annotated[bool, Key("Permit rows of sparse layers in host memory.", "true")] = False
     retain: Annotated[
         OneShare | None,
         Field(lt=1.0),
@@ -267,7 +266,7 @@ class DecodeSearch(Options):
         return self.decode_budget == DECODE_BUDGET
 
 
-Seed = Annotated[int, Field(ge=0, le=(1 << 32) - 1), Flag("Seed of samples and of sampling.", metavar="N")]
+Seed = Annotated[int, Field(ge=0, le=(1 << 32) - 1), Key("Seed of samples and of sampling; 0 by default.", "N")]
 PrefillChunk = Annotated[
     Chunk,
     Flag("Prefill in pieces of so many tokens: bounds memory, or cuts prompts as a server does.", metavar="TOKENS"),
@@ -280,18 +279,19 @@ Tasks = Annotated[tuple[Task, ...], BeforeValidator(_no_task_of_suite), text(wor
 class Drawn(Options):
     """Says which samples are drawn, and how they are fed."""
 
+    group: ClassVar = "Machine"
     tasks: Annotated[
         Tasks,
-        Flag(
+        Key(
             f"Tasks, of {', '.join(TASKS)}; by default the first {len(DEFAULT_TASKS)}, for `plan` quotations, plain "
             "text and what the model can answer of them.",
-            metavar="NAMES",
+            "NAMES",
         ),
     ] = ()
     seed: Seed = 0
-    batch: Annotated[
-        int | None, Field(ge=1, le=MOST), Flag("Most samples run at once; as fits by default.", metavar="N")
-    ] = None
+    batch: Annotated[int | None, Field(ge=1, le=MOST, description="Most samples run at once; as fits by default.")] = (
+        None
+    )
     prefill_chunk: PrefillChunk = None
 
 
@@ -306,12 +306,14 @@ VERIFY_TIME = "Seconds of drawing more samples than the first ones, unless all i
 
 
 KVPrecision = Annotated[
-    KVDtype, Flag("Precision of cached keys and values: the model's (auto), or 8 bits (fp8), half the bytes of 16.")
+    KVDtype, Key("Cached keys and values in the model's precision (auto), or in 8 bits, half the bytes of 16.", "fp8")
 ]
 
 
 class Device(Options):
     """Says where something runs."""
+
+    group: ClassVar = "Machine"
 
     device: Annotated[str, Flag("cpu, cuda, cuda:1 ..., or what there is.", metavar="NAME")] = "auto"
 
@@ -319,13 +321,17 @@ class Device(Options):
 class Precision(Options):
     """In what precision."""
 
+    group: ClassVar = "Machine"
+
     dtype: Annotated[Dtype, Flag("Precision, or what fits the machine.")] = "auto"
 
 
 class Kernels(Options):
     """By which kernels."""
 
-    backend: Annotated[Backend, Flag("Kernel backend, or the fastest that can run; see `doctor`.")] = "auto"
+    backend: Annotated[
+        Backend, Key(f"Kernels: {', '.join(get_args(Backend))}; the fastest that can run, see `doctor`.", "NAME")
+    ] = "auto"
 
 
 class Hardware(Device, Precision, Kernels):
@@ -352,21 +358,22 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
         UsageError: a value cannot be meant, or options leave one another unread.
     """
 
+    group: ClassVar = "Verification"
     # The caller's own, instead of samples of tasks: half of them are set aside, to verify the plan on.
     prompts: Annotated[tuple[GivenPrompt, ...], BeforeValidator(as_prompts)] = ()
-    verify_samples: Annotated[int | None, Field(ge=0, le=MOST), Flag(HELD_OUT, metavar="N")] = None
+    verify_samples: Annotated[int | None, Field(ge=0, le=MOST), Key(HELD_OUT, "N")] = None
     verify_time: Annotated[float | None, Field(gt=0.0, le=1e6), Flag(VERIFY_TIME, metavar="SECONDS")] = None
     verify_lengths: Lengths = ()
     verify_seed: int | None = None  # of held-out samples; by default it follows from the plan
     verify_chosen: tuple[str, ...] = ()  # by what samples were chosen, besides tasks and a seed: none verify a plan
-    samples: Annotated[
+    calibration_samples: Annotated[
         int | None,
         Field(ge=1, le=MOST),
-        Flag("Calibration samples a length; by default 3 on a CPU, 8 on a GPU, 5 of more than 64k.", metavar="N"),
+        Key("Samples a length; by default 3 on a CPU, 8 on a GPU, 5 of more than 64k.", "N"),
     ] = None
     kv_dtype: KVPrecision = "auto"
     device_map: Annotated[
-        DeviceMap | None, Flag("Spread a model that is too large for one device over all, by accelerate.")
+        DeviceMap | None, Key("Spread a model that is too large for one device over all, by accelerate.", "auto")
     ] = None
 
     @property
@@ -381,11 +388,9 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
 
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:
-        if self.preset is not None:
-            own = ("target_density", "levels", "target_speedup")
-            self.refuse(own, "the preset has a target of its own", "preset")
-        if self.target_speedup is not None:
-            self.refuse(("target_density", "levels"), "each is a target", "target_speedup")
+        if self.preset is not None or self.target_speedup is not None:
+            switch = "preset" if self.preset is not None else "target_speedup"
+            self.refuse(("target_density", "levels", "target_speedup"), "each is a target", switch)
         if self.filter_layers:
             bounds = ("decode_kl", "decode_loss")
             self.refuse(bounds, "layers that are given have no bound on what is lost", "filter_layers")

@@ -443,7 +443,7 @@ def _decode_remarks(
         yield "nothing is offloaded: every sparse layer chooses for itself, and so reads all keys in each step"
     slower = [length for length, step in steps.items() if step.sparse_us > step.dense_us]
     if slower and decode.offload:
-        yield f"decode at {_listed(slower)} is slower than dense on the device; leave --offload out where rows fit"
+        yield f"decode at {_listed(slower)} is slower than dense on the device; leave offload out where rows fit"
 
 
 def _listed(lengths: Sequence[int]) -> str:

@@ -91,13 +91,13 @@ class Settled(PlanOptions):
     Attributes:
         density_is_default: nobody asked for `target_density`, which gives way to what the tiles that every pattern
             computes take of the prompts at hand.
-        samples_are_default: nobody asked for `samples`, of which long prompts get fewer.
+        samples_are_default: nobody asked for `calibration_samples`, of which long prompts get fewer.
         dense: the profiled lengths at which a phase is dense, since every sparser plan missed its gate.
     """
 
     tile: TileShape
     refine_rounds: int
-    samples: int
+    calibration_samples: int
     verify_time: float
     density_is_default: bool
     samples_are_default: bool
@@ -113,12 +113,13 @@ class Settled(PlanOptions):
 
     def samples_at(self, length: int) -> int:
         """Calibration samples of a length."""
-        return min(self.samples, _LONG_SAMPLES) if self.samples_are_default and length > _LONG else self.samples
+        samples = self.calibration_samples
+        return min(samples, _LONG_SAMPLES) if self.samples_are_default and length > _LONG else samples
 
     def verified_tasks(self, *, evicts: bool) -> tuple[str, ...]:
         """The tasks that a plan is verified on: where its layers evict tokens, also those that show that, unless tasks
         were asked for."""
-        shows = () if "--tasks" in self.verify_chosen or not evicts else HURT_BY_EVICTION
+        shows = () if "--set tasks" in self.verify_chosen or not evicts else HURT_BY_EVICTION
         return (*self.tasks, *(task for task in shows if task not in self.tasks))
 
     def row_stride_at(self, length: int) -> int:
@@ -149,12 +150,12 @@ def settle(options: PlanOptions, context_length: int, device_type: str) -> Settl
         "row_stride": options.row_stride or (4 if not on_gpu else 1 if preset else None),
         "refine_rounds": _ROUNDS.get(device_type, 0) if options.refine_rounds is None else options.refine_rounds,
         "tasks": tasks,
-        "samples": options.samples or len(options.prompts) or samples,
+        "calibration_samples": options.calibration_samples or len(options.prompts) or samples,
         "verify_time": _time(options, device_type),
         "verify_lengths": options.verify_lengths or lengths,
         "verify_chosen": tuple(_chosen(options)),
         "density_is_default": not (options.target_density or preset),
-        "samples_are_default": not (options.samples or options.prompts or options.tasks or preset),
+        "samples_are_default": not (options.calibration_samples or options.prompts or options.tasks or preset),
     }
     return Settled.model_construct(**{name: getattr(options, name) for name in PlanOptions.model_fields} | filled)
 
@@ -162,8 +163,8 @@ def settle(options: PlanOptions, context_length: int, device_type: str) -> Settl
 def _chosen(options: PlanOptions) -> Iterator[str]:
     """By what held-out samples were chosen: whoever tries others could go on until some pass."""
     yield from options.verify_chosen
-    yield from ("--tasks",) if options.tasks else ()
-    yield from () if options.verify_seed is None else ("--seed",)
+    yield from ("--set tasks",) if options.tasks else ()
+    yield from () if options.verify_seed is None else ("--set seed",)
 
 
 def _time(options: PlanOptions, device_type: str) -> float:

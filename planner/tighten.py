@@ -39,11 +39,11 @@ def _others(options: Settled, phases: Set[Phase]) -> Iterator[str]:
     if "prefill" in phases and options.preset is not None:
         yield f"the search in place of the {options.preset} preset, which has one density a length"
     if "prefill" in phases and options.target_speedup is not None:
-        yield "less than this --target-speedup"
+        yield "less than this target_speedup"
     if "decode" in phases and options.filter_layers:
-        yield "other --filter-layers"
+        yield "other filter_layers"
     elif "decode" in phases and not options.any_budget:
-        yield "a larger --decode-budget"
+        yield "a larger decode_budget"
 
 
 def tightened(

@@ -297,7 +297,7 @@ def check_finite(found: Comparison, how: str) -> None:
     if bad:
         raise GateError(
             f"expected finite probabilities {how}, found nan or infinity in {bad} of {len(found.outcomes)} samples; "
-            "check the model in this precision, or use another --backend"
+            "check the model in this precision, or use another backend (--set backend=NAME)"
         )
 
 
@@ -361,7 +361,7 @@ def _doubts(plan: Plan, found: Outcomes, options: Settled, used_up: bool) -> Ite
                 yield (
                     f"{phase} at {format_length(floor.lengths[0])}: with every tile computed the kernels are "
                     f"{floor.kl:.3g} nats from the model's own attention, or pick other first tokens, which is no "
-                    "rounding; see `sparsekv doctor`, or use another --backend"
+                    "rounding; see `sparsekv doctor`, or use another backend (--set backend=NAME)"
                 )
     yield from _untouched(plan, found)
     if not options.gate.is_strict:

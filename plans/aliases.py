@@ -119,8 +119,8 @@ def is_alias(name: str) -> bool:
 def without_plan(model: str, found: str) -> str:
     """The message for a plan that is not where the plan of `model` was looked for."""
     return (
-        f"expected a plan, found {found}; name one with --plan FILE, or make it: sparsekv plan {model} -o {PLAN_NAME}, "
-        f"then: sparsekv run --plan {PLAN_NAME}"
+        f"expected a plan, found {found}; name one with --plan FILE, or make it: `sparsekv plan {model}`, which says "
+        "how to run it"
     )
 
 

@@ -56,7 +56,7 @@ def check_target(
     if stored and (own := "fp8" if float8 else dtype) not in stored and "fp8" in (own, *stored):
         warnings.warn(
             f"quality and cost of this plan were measured with keys and values in {' and '.join(sorted(stored))}, not "
-            f"in {own}: answers may differ from it; plan with --kv-dtype {'fp8' if float8 else 'auto'} for these",
+            f"in {own}: answers may differ from it; plan with --set kv_dtype={'fp8' if float8 else 'auto'} for these",
             PlanWarning,
             stacklevel=3,
         )
@@ -70,7 +70,7 @@ def check_target(
         again = "" if host == "transformers" else f" --host {host}"
         warnings.warn(
             f"cost and crossover of this plan were measured on {', '.join(measured)}, not on {here}: sparse may be "
-            f"slower than dense here. `sparsekv plan MODEL --dtype {dtype} --backend {backend}{again} -o PLAN` plans "
+            f"slower than dense here. `sparsekv plan MODEL --dtype {dtype} --set backend={backend}{again}` plans "
             "for this, in seconds with --profile FILE where --profile-out saved one",
             PlanWarning,
             stacklevel=3,

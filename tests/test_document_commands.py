@@ -3,6 +3,7 @@
 import re
 import subprocess
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,12 @@ def _fault_of_file(name: str, words: list[str]) -> str:
 def _fault_of_subcommand(words: list[str]) -> str:
     command, known = SPARSEKV, {"--help"}
     known |= {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
-    for word in words:
+    for before, word in pairwise(("", *words)):
         word = word.split("=")[0].strip("()[].,;'\"")
-        if FLAG.fullmatch(word):
+        if before == "--set":
+            if word not in command.keys:
+                return f"no key {word}"
+        elif FLAG.fullmatch(word):
             if word not in known:
                 return f"no {word}"
         elif hasattr(command, "commands"):
@@ -79,8 +83,9 @@ def test_a_command_without_a_commit_is_there_now(page: Path) -> None:
         ("SPARSEKV_DEVICE=cpu sparsekv run --plan a.yaml --compare", ""),
         ("sparsekv bench prefil", "no subcommand prefil"),
         ("sparsekv --debug run --plan a.yaml --exct", "no --exct"),
-        ("bench prefill --kv-host-layers", ""),
-        ("bench prefill --kv-host-layer 2", "no --kv-host-layer"),
+        ("bench prefill --random-weights", ""),
+        ("bench prefill --random-weight 2", "no --random-weight"),
+        ("sparsekv plan MODEL --set sed=3", "no key sed"),
         ("plan", ""),
         ("vllm serve --no-flag-of-ours", ""),
     ],

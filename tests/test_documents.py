@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -11,9 +12,11 @@ import pytest
 from sparsekv.planner.options import Backend
 from sparsekv.plans.patterns import PATTERNS
 from sparsekv.plans.schema import Status
+from sparsekv.runtime.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MOST_ROWS, MOST_OF_PLAN, MOST_SETTINGS = 136, 20, 190
 MADE = ("commands.md", "api.md")  # by tools, a paragraph a line
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
@@ -61,6 +64,19 @@ def test_the_tables_of_quality_go_in_their_place(monkeypatch: pytest.MonkeyPatch
     assert f"{BEGIN}table of a.json\n\ntable of b.json\n{END}" in once
     assert page(once, [Path("a.json"), Path("b.json")]) == once
     assert page(once, []) == page(PAGE.read_text(), [])
+
+
+def test_options_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the page of commands lists, by its generator: rows of options, keys of `--set`, and variables."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from build_command_page import page
+
+    sections = page().split("\n## ")[1:]
+    rows = {one.split("\n")[0]: len(re.findall(r"^\| `-", one, re.MULTILINE)) for one in sections}
+    keys = [one for part in sections for one in re.findall(r"^\| `([a-z]\w*)=", part, re.MULTILINE)]
+    assert sum(rows.values()) <= MOST_ROWS
+    assert rows["sparsekv plan"] <= MOST_OF_PLAN
+    assert sum(rows.values()) + len(keys) + len(fields(Settings)) <= MOST_SETTINGS
 
 
 def test_the_page_of_commands_is_what_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:

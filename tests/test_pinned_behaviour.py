@@ -15,8 +15,14 @@ from tiny_plans import segment
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import sparsekv
-from sparsekv.cli.main import main
+from sparsekv.planner.cost.device_cost import DeviceCost
+from sparsekv.planner.data_files import read_measured
+from sparsekv.planner.job import job_of_files
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.plan import compile_plan
+from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.plans.aliases import resolve_model
+from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import AShape, BlockSparse, TileShape, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.runtime.core.program import Program
@@ -28,24 +34,22 @@ FAMILIES = {
     "block_sparse": BlockSparse(keep=fraction(0.4)),
 }
 NEW = 8
-COMPILED = {
-    "default": (),
-    "sparse_everywhere": ("--no-crossover",),
-    "density": ("--only", "prefill", "--target-density", "0.7"),
-    "speedup": ("--only", "prefill", "--target-speedup", "1.4"),
-    "lines": ("--families", "vertical_slash", "--target-density", "0.7,0.5"),
-    "mass": ("--only", "decode", "--decode-budget", "256", "--decode-loss", "0.2"),
-    "fixed_filters": ("--only", "decode", "--filter-layers", "1,6", "--offload"),
+COMPILED: dict[str, dict[str, Any]] = {
+    "default": {},
+    "sparse_everywhere": {"crossover": False},
+    "density": {"phases": "prefill", "target_density": "0.7"},
+    "speedup": {"phases": "prefill", "target_speedup": 1.4},
+    "lines": {"families": "vertical_slash", "target_density": "0.7,0.5"},
+    "mass": {"phases": "decode", "decode_budget": "256", "decode_loss": 0.2},
+    "fixed_filters": {"phases": "decode", "filter_layers": "1,6", "offload": True},
 }
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_plan_compiled_from_a_profile_and_a_cost_has_the_bytes_it_had(name: str, tmp_path: Path):
-    files = ("--profile", DATA / "profile.json", "--cost", DATA / "cost.json", "-o", tmp_path / "plan.yaml")
-    options = ("--lengths", "2k,4k", "--no-verify", *COMPILED[name])
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", "tiny-retriever", *map(str, (*files, *options))])
-    assert not stop.value.code
+    asked = PlanOptions(lengths="2k,4k", verify_samples=0, **COMPILED[name])
+    profile, cost = read_measured(Profile, DATA / "profile.json"), read_measured(DeviceCost, DATA / "cost.json")
+    write_plan(compile_plan(job_of_files("tiny-retriever", asked, profile, cost)).plan, tmp_path / "plan.yaml")
     digests = ("integrity:", "  versions:", "  profile:", "  device_cost:")  # of releases and of the files read
     lines = (tmp_path / "plan.yaml").read_text().splitlines(keepends=True)
     found = "".join(line for line in lines if not line.startswith(digests))

@@ -123,14 +123,25 @@ def _member(found: Any, name: str) -> str:
 def _options() -> str:
     from sparsekv.planner.options import PlanOptions
 
-    rows = [(one.name, one.names[0], one.flag.help) for one in PlanOptions.spelled()]
-    listed = "".join(f"| `{name}` | `{_cell(flag)}` | {_cell(said)} |\n" for name, flag, said in rows)
+    declared = ((name, field) for name, field, _ in PlanOptions.declared())
+    rows = [(name, PlanOptions.flag_of(name), _help(field)) for name, field in declared]
+    listed = "".join(
+        f"| `{name}` | {f'`{option}`' if option != name else ''} | {_cell(said)} |\n"
+        for name, option, said in rows
+        if said
+    )
     return (
         "## PlanOptions\n\n`sparsekv.planner.options.PlanOptions`\n\n"
         "The options of `plan_model` and `verify_plan`, by keyword; a value may be the text that the flag takes. Their "
         "defaults are those of [the command](commands.md#sparsekv-plan).\n\n"
-        f"| option | flag | |\n|---|---|---|\n{listed}"
+        f"| option | on the command line | |\n|---|---|---|\n{listed}"
     )
+
+
+def _help(field: Any) -> str:
+    """What is said of an option on the command line, or to programs."""
+    told = next((part.help for part in field.metadata if hasattr(part, "help")), None)
+    return told or field.description or ""
 
 
 def _errors() -> str:

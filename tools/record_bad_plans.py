@@ -1,6 +1,6 @@
 """Records what a good plan of the reference model and three that were made bad do on held-out samples.
 
-    sparsekv plan tiny-retriever -o plan.yaml --lengths 2k --tile 64 --target-density 0.3 --no-crossover --no-verify
+    plan_model("tiny-retriever", lengths="2k", tile="64", target_density=0.3, crossover=False, verify_samples=0)
     python tools/record_bad_plans.py plan.yaml tests/data/bad_plans.json     # five minutes of one core
 
 tests/planner/test_bad_plans.py resamples the outcomes: none of the bad plans may be verified.

@@ -227,5 +227,5 @@ def _check_finite(damage_CH: Values) -> None:
         heads = ", ".join(map(str, np.flatnonzero(~np.isfinite(damage_CH).all(0)).tolist()))
         raise UnsupportedError(
             f"expected finite outputs of sparse attention, found nan or infinity in heads {heads} of a layer; "
-            "load the model in another dtype (--dtype bfloat16 or float32), or use another --backend"
+            "load the model in another dtype (--dtype bfloat16 or float32), or use another backend (--set backend=NAME)"
         )

@@ -236,7 +236,7 @@ def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Pr
 
 
 def _check_agrees(options: PlanOptions, profile: Profile, fixed: dict[str, Any]) -> None:
-    for name, found in (fixed | {"samples": profile.samples, "prompts": ()}).items():
+    for name, found in (fixed | {"calibration_samples": profile.samples, "prompts": ()}).items():
         given = getattr(options, name)
         if options.is_given(name) and given != found:
             raise UsageError(
@@ -269,7 +269,7 @@ def _check_holds(options: PlanOptions, profile: Profile, searched: Collection[Fa
     unknown = [family for family in options.families if family not in searched]
     if options.families and "prefill" in options.phases and unknown:
         raise UsageError(
-            f"expected --families among those of the profile ({', '.join(sorted(searched))}), found "
+            f"expected families among those of the profile ({', '.join(sorted(searched))}), found "
             f"{', '.join(unknown)}; leave them out, or profile again (leave --profile out)"
         )
     known = [entry.length for entry in profile.lengths]

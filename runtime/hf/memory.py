@@ -117,7 +117,7 @@ class ModelSize:
         raise UsageError(
             f"expected {self.weights / 2**30:.1f} GiB of the device for the weights of {self.info.id} in "
             f"{str(self.dtype).removeprefix('torch.')}{beside}, at least, found {available / 2**30:.1f} GiB; spread it "
-            f"over several devices with --device-map auto{shorter}"
+            f"over several devices with --set device_map=auto{shorter}"
         )
 
 
@@ -320,7 +320,7 @@ class MemoryModel:
             + f", found {found / 2**30:.1f} GiB available; "
             + (f"a prompt of {longest:,} tokens fits: shorten it" if longest else "no prompt fits")
             + ("" if takes_one_piece(self.size.info.model_type) else ", or run longer ones in pieces (--prefill-chunk)")
-            + ("" if self.on_cpu else ", or move layers (--offload, --kv-host-layers)")
+            + ("" if self.on_cpu else ", or move layers (--offload)")
         )
 
     def _fits_device(self, use: MemoryUse, available: Available) -> bool:

@@ -360,7 +360,7 @@ def check_room(nbytes: int, available: int | None) -> None:
         return
     raise UsageError(
         f"expected {nbytes / 2**30:.1f} GiB more of host memory for keys and values (and 1 GiB to spare), "
-        f"found {available / 2**30:.1f} GiB available; keep more layers on the device (--offload, --kv-host-layers), "
+        f"found {available / 2**30:.1f} GiB available; keep more layers on the device (--offload), "
         f"or use a shorter context"
     )
 

@@ -9,17 +9,17 @@ from tiny_models import tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.bench.curve_file import CurvePoint, CurveRun
+from sparsekv.cli.bench import HeadlineFlags, KernelFlags, headline, kernels
 from sparsekv.planner.records import RunFile, only_run
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
 
 RELIED_ON = ["name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device"]
-KERNELS = ("bench", "kernels", "--lengths", 512, "--heads", 2, "--kv-heads", 1, "--head-dim", 32, "--tile", 64)
-KERNELS += ("--density", "50%", "--repeats", 1, "--device", "cpu")
-ONCE = ("--repeats", 1, "--device", "cpu")
-BY_HAND = ("--budget", 32, "--filters", 0)
-CURVE = ("--length", "1k", "--tasks", "kv_retrieval", "--samples", 1, "--densities", "0.6", "--budgets", "20%")
+KERNELS = {"lengths": (512,), "heads": 2, "kv_heads": 1, "head_dim": 32, "tile": "64", "repeats": 1, "backend": "cpu"}
+KERNELS |= {"patterns": "a_shape"}
+BY_HAND = ("--set", "budget=32")
+CURVE = ("--length", "1k", "--set", "tasks=kv_retrieval", "--samples", 1, "--densities", "0.6", "--budgets", "20%")
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +30,14 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_kernels_prints_a_row_of_every_case_that_can_run(sparsekv):
-    done = sparsekv(*KERNELS, "--patterns", "a_shape", "--backend", "cpu", "--json")
+def test_kernels_prints_a_row_of_every_case_that_can_run(asked):
+    done = asked(kernels, KernelFlags, **KERNELS, density="50%", as_json=True)
     assert done.code == 0, done.err
     (row,) = done.data
     assert list(row)[:9] == RELIED_ON
     assert (row["name"], row["length"], row["backend"], row["dtype"]) == ("a_shape", 512, "cpu", "float32")
     assert row["index_ms"] > 0
-    done = sparsekv(*KERNELS, "--patterns", "a_shape", "--density", "25%,75%")
+    done = asked(kernels, KernelFlags, **KERNELS | {"backend": ()}, density="25%,75%")
     assert done.code == 0, done.err
     header, *rows = (line.split() for line in done.out.splitlines() if line.startswith(("pattern", "a_shape")))
     assert [row[header.index("asked")] for row in rows if row[2] == "cpu"] == ["0.25", "0.75"]
@@ -45,19 +45,19 @@ def test_kernels_prints_a_row_of_every_case_that_can_run(sparsekv):
         assert said in done.out
 
 
-def test_kernels_that_could_not_be_timed_are_a_failure(sparsekv, monkeypatch):
+def test_kernels_that_could_not_be_timed_are_a_failure(asked, monkeypatch):
     def fails(*_: object) -> None:
         raise BackendError("no memory")
 
     monkeypatch.setattr("sparsekv.bench.kernels.choose_backend", fails)
-    done = sparsekv(*KERNELS, "--patterns", "a_shape", "--backend", "cpu", "--json")
+    done = asked(kernels, KernelFlags, **KERNELS, density="50%", as_json=True)
     assert done.code == 1
     assert done.data[0]["sparse_ms"] is None
     assert done.data[0]["note"]
 
 
 def test_prefill_follows_the_plan_of_the_folder(sparsekv, folder):
-    done = sparsekv("bench", "prefill", folder, "--lengths", 512, *ONCE, "--json")
+    done = sparsekv("bench", "prefill", folder, "--lengths", 512, "--json")
     assert done.code == 0, done.err
     (row,) = done.data
     assert list(row)[:9] == RELIED_ON
@@ -66,16 +66,16 @@ def test_prefill_follows_the_plan_of_the_folder(sparsekv, folder):
 
 
 def test_prefill_with_random_weights_says_that_they_are_and_what_the_plan_is(sparsekv, folder):
-    call = ("--random-weights", "--layers", 1, "--lengths", "4k,512", "--density", "0.3,50%", "--tile", 64)
-    done = sparsekv("bench", "prefill", folder, *call, *ONCE)
+    call = ("--random-weights", "--lengths", "4k,512", "--set", "density=0.3,50%")
+    done = sparsekv("bench", "prefill", folder, *call)
     assert done.code == 0, done.err
-    for said in ("random", "0.5, 0.3", "2k", "1 of 3", "4k"):
+    for said in ("random", "0.5, 0.3", "2k", "4k"):
         assert said in done.out
     assert "random" in done.err
 
 
 def test_decode_follows_the_plan_of_the_folder(sparsekv, folder):
-    done = sparsekv("bench", "decode", folder, "--lengths", 256, *ONCE, "--json")
+    done = sparsekv("bench", "decode", folder, "--lengths", 256, "--json")
     assert done.code == 0, done.err
     for row in done.data:
         assert list(row)[:9] == RELIED_ON
@@ -85,46 +85,38 @@ def test_decode_follows_the_plan_of_the_folder(sparsekv, folder):
 
 
 def test_decode_by_hand_says_for_people_what_is_random_and_what_the_plan_is(sparsekv, folder):
-    call = ("--random-weights", "--lengths", 4096, "--selector", "exponential", "--window", 4, "--batch", 2)
-    done = sparsekv("bench", "decode", folder, *BY_HAND, *call, *ONCE)
+    call = ("--random-weights", "--lengths", 4096, "--batch", 2)
+    done = sparsekv("bench", "decode", folder, *BY_HAND, *call)
     assert done.code == 0, done.err
-    for said in ("random", "layers 0 choose 32", "2k", "exponential", "4k, batch 2, token: ", "4k, batch 2, attention"):
+    for said in ("random", "choose 32", "2k", "4k, batch 2, token: ", "4k, batch 2, attention"):
         assert said in done.out
 
 
 @pytest.mark.parametrize(
     ("call", "word"),
     [
-        (("--selector", "median"), "median"),
-        (("--selector", "uniform"), "--window"),
-        (("--window", "8"), "--window"),
-        (("--selector", "uniform", "--window", 1 << 20), "window"),
-        (("--filters", "9"), "9"),
-        (("--filters", "1-0"), "--filters"),
         (("--lengths", "64k"), "2k"),
         (("--lengths", "16"), "16"),
         (("--batch", "1,0"), "--batch"),
-        (("--budget", "0"), "--budget"),
-        (("--plan", "x.yaml", "--budget", "2k"), "--plan"),
-        (("--budget", "2k", "--allow-mismatch"), "--allow-mismatch"),
-        (("--miss-rate", "10%"), "--offload always"),
-        (("--budget", "32", "--offload", "always", "--miss-rate", "10%"), "GPU"),
-        (("--budget", "32", "--offload", "always", "--miss-rate", "10%,20%"), "--miss-rate"),
+        (("--set", "budget=0"), "--set budget"),
+        (("--plan", "x.yaml", "--set", "budget=2k"), "--plan"),
+        (("--offload", "always", "--set", "kv_dtype=fp8"), "--offload"),
+        (("--offload", "always", "--set", "exact=true"), "--set exact"),
     ],
 )
 def test_a_decode_that_cannot_be_timed_is_refused_before_the_model_is_loaded(sparsekv, folder, tmp_path, call, word):
     copyfile(folder / "config.json", tmp_path / "config.json")  # weights would be missed
-    done = sparsekv("bench", "decode", tmp_path, *call, "--device", "cpu")
+    done = sparsekv("bench", "decode", tmp_path, *call)
     assert (done.code, done.out) == (2, "")
     assert word in done.err
     assert "weights" not in done.err
 
 
 def test_decode_from_host_memory_stands_beside_decode_on_the_device(sparsekv, folder):
-    call = ("bench", "decode", folder, "--lengths", 256, *BY_HAND, *ONCE)
+    call = ("bench", "decode", folder, "--lengths", 256, *BY_HAND)
     done = sparsekv(*call, "--offload", "always", "--random-weights")
     assert done.code == 0, done.err
-    for said in ("--offload always", "layers 0 choose 32", "offloaded ms", "ratio", "link GB/s"):
+    for said in ("--offload always", "choose 32", "offloaded ms", "ratio", "link GB/s"):
         assert said in done.out
     (row,) = sparsekv(*call, "--offload", "never", "--json").data
     assert row["device_ms"] > 0
@@ -135,21 +127,21 @@ def test_a_plan_without_what_is_to_be_timed_is_refused(sparsekv, folder, tmp_pat
     model = tiny_model(context=2048)
     write_plan(plan_for(model, decode=decode_plan(segment(0, (1, 2), 20))), device := tmp_path / "device.yaml")
     write_plan(Plan(status="unverified", model=sparse_plan(model).model), prefill := tmp_path / "prefill.yaml")
-    call = ("bench", "decode", folder, "--lengths", 256, "--device", "cpu", "--allow-mismatch", "--plan")
-    for path, options, word in ((device, ("--offload", "always"), "plan --offload"), (prefill, (), "--budget")):
+    call = ("bench", "decode", folder, "--lengths", 256, "--plan")
+    for path, options, word in ((device, ("--offload", "always"), "offload=true"), (prefill, (), "budget=2k")):
         done = sparsekv(*call, path, *options)
         assert (done.code, done.out) == (2, "")
         assert word in done.err
 
 
 def test_a_decode_whose_smallest_case_does_not_fit_is_refused_unless_its_plan_offloads(sparsekv, folder, tmp_path):
-    call = ("bench", "decode", folder, "--random-weights", "--lengths", "1024k", "--batch", 8192, "--device", "cpu")
+    call = ("bench", "decode", folder, "--random-weights", "--lengths", "1024k", "--batch", 8192)
     done = sparsekv(*call, *BY_HAND)
     assert (done.code, done.out) == (2, "")
     assert "--lengths" in done.err
     plan = plan_for(tiny_model(context=2048), decode=decode_plan(segment(0, (1, 2), 20), offload=(2,)))
     write_plan(plan, path := tmp_path / "offload.yaml")
-    done = sparsekv(*call, "--plan", path, "--allow-mismatch")
+    done = sparsekv(*call, "--plan", path)
     assert done.code == 1
     assert "out of memory" in done.out
 
@@ -158,22 +150,13 @@ def test_a_decode_whose_smallest_case_does_not_fit_is_refused_unless_its_plan_of
     ("call", "word"),
     [
         (("kernels", "--lengths", "soon"), "--lengths"),
-        (("kernels", "--heads", "9" * 30), "--heads"),
-        (("kernels", "--backend", ""), "--backend"),
         (("kernels", "--density", "0"), "--density"),
         (("kernels", "--patterns", "stripes"), "stripes"),
-        (("kernels", "--backend", "reference"), "reference"),
-        (("prefill", "tiny-retriever", "--layers", "2"), "--random-weights"),
-        (("prefill", "tiny-retriever", "--plan", "x.yaml", "--density", "0.1"), "--density"),
-        (("prefill", "tiny-retriever", "--random-weights", "--layers", "1", "--patterns", "adaptive"), "adaptive"),
-        (("prefill", "tiny-retriever", "--random-weights", "--layers", "1", "--density", "0.1,0.2"), "--density"),
+        (("prefill", "tiny-retriever", "--plan", "x.yaml", "--set", "density=0.1"), "--set density"),
+        (("prefill", "tiny-retriever", "--random-weights", "--set", "density=0.1,0.2"), "density"),
         (("prefill", "nowhere-to-be-found"), "nowhere-to-be-found"),
-        (("prefill", "tiny-retriever", "--density", "0.1", "--allow-mismatch"), "--allow-mismatch"),
-        (("prefill", "FOLDER", "--lengths", "512", "--tile", "64"), "--tile"),
-        (("serve", "FOLDER", "--plan", "sparsekv.yaml", "--density", "20%"), "--density"),
-        (("serve", "FOLDER", "--keep", "64", "--budget", "64"), "--budget"),
-        (("serve", "FOLDER", "--keep", "64", "--dense-decode"), "--dense-decode"),
-        (("serve", "FOLDER", "--generated", "64"), "--generated"),
+        (("prefill", "FOLDER", "--set", "dense_layers=0"), "--set dense_layers"),
+        (("serve", "FOLDER", "--plan", "sparsekv.yaml", "--set", "density=20%"), "--set density"),
         (("neither",), "neither"),
     ],
 )
@@ -255,10 +238,10 @@ def test_a_second_run_into_one_file_is_refused_before_it_measures(sparsekv, fold
     assert f"{out}, found one that is under way" in done.err
 
 
-def test_the_headline_is_the_rows_of_kernels_prefill_decode_and_drafts(sparsekv, folder, monkeypatch):
+def test_the_headline_is_the_rows_of_kernels_prefill_decode_and_drafts(asked, folder, monkeypatch):
     for name in ("NEW_TOKENS", "NEW_EXACT"):
         monkeypatch.setattr(f"sparsekv.bench.token_runs.{name}", 4)
-    done = sparsekv("bench", "headline", "--model", folder, "--lengths", "1k", *ONCE, "--json")
+    done = asked(headline, HeadlineFlags, model=str(folder), lengths="1k", repeats=1, as_json=True)
     assert done.code == 0, done.err
     assert {"vertical_slash", "token", "attention", "exact"} <= {row["name"] for row in done.data}
     assert all(list(row)[:9] == RELIED_ON for row in done.data)

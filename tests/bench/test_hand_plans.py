@@ -66,8 +66,8 @@ def test_public_shapes_are_of_aliases_and_of_supported_architectures():
 @pytest.mark.parametrize(
     ("dtype", "cached", "gib", "said"),
     [
-        (torch.float32, 0, 25, ["29.9 GiB", "25.0 GiB", "--layers"]),
-        (torch.bfloat16, 0, 12, ["15.0 GiB", "12.0 GiB", "--layers"]),
+        (torch.float32, 0, 25, ["29.9 GiB", "25.0 GiB", "fewer layers"]),
+        (torch.bfloat16, 0, 12, ["15.0 GiB", "12.0 GiB", "fewer layers"]),
         (torch.bfloat16, 131072, 25, ["15.0 GiB", "16.0 GiB", "--lengths"]),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_plan_by_hand_has_a_bucket_a_length_and_a_pattern_for_every_head(info)
     with pytest.raises(UsageError):
         hand_plan(info, (512, 1024), (0.5, 0.3, 0.1), TileShape())
     recurrent = info_of(tiny_model("qwen3_5_text", layers=1, layer_types=["linear_attention"]))
-    with pytest.raises(UsageError, match="full attention, found none among 1; take more by --layers"):
+    with pytest.raises(UsageError, match="full attention, found none among 1; take more layers"):
         hand_plan(recurrent, (512,), (0.5,), TileShape())
 
 
@@ -154,7 +154,7 @@ def test_all_layers_but_three_keep_by_hand_and_a_model_without_others_is_refused
     (rule,), words = kept_by_hand(deeper, 64, 40)
     assert (rule.layers, rule.keep, rule.generated) == ((3, 4), tokens(64), 40)
     assert "layers 3-4 keep 64 + 132" in words
-    with pytest.raises(UsageError, match=r"--keep, found 3;"):
+    with pytest.raises(UsageError, match=r"keep, found 3;"):
         kept_by_hand(info_of(tiny_model(layers=3)), 64, 40)
 
 

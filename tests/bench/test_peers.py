@@ -15,6 +15,8 @@ from tiny_models import tiny_model
 from sparsekv.bench import originals, peers
 from sparsekv.bench.originals import Original, OriginalMode, Ready, fetch
 from sparsekv.bench.peers_file import PeerRow, PeersFile, PeersRun
+from sparsekv.cli import bench_peers
+from sparsekv.cli.bench_peers import PeersFlags
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.evaluation import compare
 from sparsekv.planner.evaluation import suite as suites
@@ -26,7 +28,13 @@ from sparsekv.plans.phases import PrefillBucket
 from sparsekv.runtime.hf.observe import AttentionCall
 
 CASES = [(name, at) for name in peers.METHODS for at in ("published", "equal")]
-CALL = ("--lengths", "1k", "--samples", 1, "--tasks", "kv_retrieval", "--repeats", 1, "--device", "cpu")
+FEW = {"lengths": "1k", "samples": 1, "tasks": "kv_retrieval", "repeats": 1}
+
+
+@pytest.fixture
+def called(asked, folder):
+    """Calls `bench peers`, on the model of the folder unless another one is named."""
+    return lambda **options: asked(bench_peers.peers, PeersFlags, **{"model": str(folder)} | options)
 
 
 def rows_in(out):
@@ -49,10 +57,10 @@ def one_task(monkeypatch):
 
 
 def test_every_method_has_its_time_divergence_and_ruler_as_published_and_at_the_density_of_the_plan(
-    sparsekv, folder, tmp_path, one_task
+    called, tmp_path, one_task
 ):
     out, picture = tmp_path / "peers.json", tmp_path / "peers.svg"
-    done = sparsekv("bench", "peers", folder, *CALL, "--ruler-samples", 1, "-o", out, "--picture", picture, "--json")
+    done = called(**FEW, ruler_samples=1, out=out, picture=picture, as_json=True)
     assert done.code == 0, done.err
     rows = {(row.method, row.at): row for row in rows_in(out)}
     assert [key for key in rows if key[1] != "dense"] == [("sparsekv", "plan"), *CASES]
@@ -77,30 +85,30 @@ def test_every_method_has_its_time_divergence_and_ruler_as_published_and_at_the_
     assert picture.read_text().startswith("<svg")
 
 
-def test_a_run_goes_on_where_time_ran_out_and_measures_nothing_twice(sparsekv, folder, tmp_path, monkeypatch):
+def test_a_run_goes_on_where_time_ran_out_and_measures_nothing_twice(called, tmp_path, monkeypatch):
     out = tmp_path / "peers.json"
-    call = ("bench", "peers", folder, *CALL, "--ruler-samples", 0, "--methods", "FlashPrefill,XAttention", "-o", out)
+    call = FEW | {"ruler_samples": 0, "methods": "FlashPrefill,XAttention", "out": out}
     clock = iter(np.arange(0.0, 100.0, 1.0))
     with monkeypatch.context() as patch:
         patch.setattr(peers.time, "monotonic", lambda: next(clock))
-        done = sparsekv(*call, "--max-seconds", 2.5)
+        done = called(**call, max_seconds=2.5)
     assert "4 rows are left, from FlashPrefill at 1k on" in done.err
     before = rows_in(out)
     assert {row.at for row in before} == {"dense", "plan"}
-    assert sparsekv(*call).code == 0
+    assert called(**call).code == 0
     whole = rows_in(out)
     assert whole[: len(before)] == before
     assert len(whole) == len(before) + 4
     monkeypatch.setattr(peers, "_Length", None)  # nothing is measured any more
-    assert sparsekv(*call).code == 0
+    assert called(**call).code == 0
     assert rows_in(out) == whole
-    done = sparsekv(*call, "--seed", 1)
+    done = called(**call, seed=1)
     assert done.code == 2
     assert "seed: 0 there, 1 here" in done.err
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("the device is gone")], ids=["stopped", "failed"])
-def test_a_run_that_ends_in_the_middle_shows_the_rows_that_it_has(sparsekv, folder, tmp_path, monkeypatch, error):
+def test_a_run_that_ends_in_the_middle_shows_the_rows_that_it_has(called, tmp_path, monkeypatch, error):
     out, real = tmp_path / "peers.json", peers.free_memory
     frees = iter(range(100))
 
@@ -110,37 +118,36 @@ def test_a_run_that_ends_in_the_middle_shows_the_rows_that_it_has(sparsekv, fold
         real(device)
 
     monkeypatch.setattr(peers, "free_memory", ending)
-    call = ("bench", "peers", folder, *CALL, "--ruler-samples", 0, "--methods", "FlashPrefill", "-o", out)
-    done = sparsekv(*call)
+    done = called(**FEW, ruler_samples=0, methods="FlashPrefill", out=out)
     assert done.code in (1, 130)
     assert "\nsparsekv  " in done.out
     assert "FlashPrefill" not in done.out
     assert f"{out}; the same command goes on" in done.err
 
 
-def test_random_weights_have_times_at_equal_density_and_no_quality(sparsekv, folder, tmp_path):
+def test_random_weights_have_times_at_equal_density_and_no_quality(called, tmp_path):
     out = tmp_path / "peers.json"
-    call = ("bench", "peers", folder, "--random-weights", "--lengths", "2k", "--repeats", 1, "--device", "cpu")
-    own = ("--density", "40%", "--methods", "FlexPrefill", "--tile", 64, "-o", out)
-    done = sparsekv(*call, *own, "--originals", tmp_path)
+    call = {"random_weights": True, "lengths": "2k", "repeats": 1, "out": out}
+    own = {"density": "40%", "methods": "FlexPrefill", "tile": "64"}
+    done = called(**call, **own, originals=tmp_path)
     assert done.code == 0, done.err
     rows = {(row.method, row.at): row for row in rows_in(out)}
     equal = rows["FlexPrefill", "equal"]
     assert (equal.kl, equal.density) == (None, None)
     assert equal.timed_density == pytest.approx(0.4, abs=0.05)
     assert "--fetch" in rows["FlexPrefill", "original"].note
-    assert sparsekv(*call, *own, "--samples", 2).code == 2
+    assert called(**call, **own, samples=2).code == 2
 
 
-def test_a_plan_that_is_dense_there_is_a_row_that_says_so(sparsekv, folder, tmp_path):
+def test_a_plan_that_is_dense_there_is_a_row_that_says_so(called, folder, tmp_path):
     plan = load_plan(folder / "sparsekv.yaml")
     dense = plan.prefill.model_copy(update={"lengths": (PrefillBucket(up_to=None, dense=True),)})
     write_plan(plan.model_copy(update={"prefill": dense}), tmp_path / "dense.yaml")
-    call = ("bench", "peers", folder, "--plan", tmp_path / "dense.yaml", *CALL, "--ruler-samples", 0)
-    done = sparsekv(*call, "--methods", "FlashPrefill", "-o", tmp_path / "peers.json", "--json")
+    own = {"plan": tmp_path / "dense.yaml", "methods": "FlashPrefill", "out": tmp_path / "peers.json"}
+    done = called(**FEW, **own, ruler_samples=0, as_json=True)
     notes = {row["name"]: row["note"] for row in done.data}
     assert "dense at 1k" in notes["sparsekv"]
-    assert "--density" in notes["FlashPrefill at equal density"]
+    assert "name one" in notes["FlashPrefill at equal density"]
     assert notes["FlashPrefill"] == ""
 
 
@@ -198,8 +205,8 @@ def mode_attend(mode, call):
             return found[0](call)
 
 
-def test_a_file_of_something_else_is_not_replaced(sparsekv, folder, tmp_path):
+def test_a_file_of_something_else_is_not_replaced(called, tmp_path):
     (tmp_path / "peers.json").write_text(json.dumps({"kind": "mine"}))
-    done = sparsekv("bench", "peers", folder, *CALL, "-o", tmp_path / "peers.json")
+    done = called(**FEW, out=tmp_path / "peers.json")
     assert done.code == 2
     assert "bench peers" in done.err

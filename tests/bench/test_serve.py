@@ -23,7 +23,6 @@ from sparsekv.bench.serve import (
 )
 from sparsekv.cli.bench_serve import ServeFlags, loads_of
 from sparsekv.planner.progress import StageStep
-from sparsekv.plans.errors import UsageError
 
 
 def test_random_weights_are_served_from_a_config_that_vllm_can_load_and_that_fits_the_prompts() -> None:
@@ -131,14 +130,12 @@ def test_an_engine_whose_process_ends_is_a_note_beside_what_the_other_gave(monke
     assert (list(found.turns), found.note.startswith("dense: its process ended")) == (["sparse"], True)
 
 
-def test_each_length_number_at_once_and_rate_is_a_load() -> None:
+def test_each_length_and_number_at_once_is_a_load() -> None:
     def loads(**asked: object) -> tuple[Load, ...]:
         return loads_of(ServeFlags.model_validate({"model": "tiny-retriever", **asked}), (100, 200))
 
     each = [(length, at_once) for length in (100, 200) for at_once in (1, 4)]
     assert loads(answer=8, at_once="1,4") == tuple(Load(length, 8, at_once, at_once) for length, at_once in each)
-    rates = [(length, rate) for length in (100, 200) for rate in (30, 60)]
-    assert loads(requests=9, per_minute="30,60") == tuple(Load(length, 64, 1, 9, rate) for length, rate in rates)
 
 
 def test_an_engine_that_is_late_is_not_asked_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +168,3 @@ def test_tokens_of_requests_that_come_at_random_are_timed_while_fewer_decode(mon
     monkeypatch.setattr("sparsekv.bench.serve.greedy", lambda tokens: tokens)
     found = serve(SimpleNamespace(llm_engine=OnePromptAStep(6)), [[1, 2]] * 2, 6, 8, [0.0, 0.0])
     assert len(found.token_seconds) == 5
-
-
-def test_requests_that_come_at_random_are_asked_of_one_engine() -> None:
-    with pytest.raises(UsageError, match="one number in --at-once beside --per-minute, found 2"):
-        ServeFlags.model_validate({"model": "tiny-retriever", "at_once": "1,4", "per_minute": "30"})

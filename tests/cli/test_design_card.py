@@ -10,8 +10,18 @@ from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.files import load_plan
 
 # As typed in the README, on a short length and few samples so that it takes seconds.
-SHORT = ("--lengths", "1k", "--no-crossover", "--tasks", "niah_single", "--samples", 1, "--verify-samples", 1)
-SHORT = (*SHORT, "--families", "vertical_slash", "--decode-loss", 0.02, "--max-kl", 0.1, "--device", "cpu")
+SHORT = (
+    "--lengths",
+    "1k",
+    "--no-crossover",
+    "--set",
+    "tasks=niah_single",
+    "--set",
+    "calibration_samples=1",
+    "--set",
+    "verify_samples=1",
+)
+SHORT = (*SHORT, "--set", "max_kl=0.1", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,7 @@ def test_a_file_of_another_run_is_refused_before_the_model_is_loaded(sparsekv, c
     assert sparsekv(*call, 1).code == 0
     before = file.read_bytes()
     (copy / "model.safetensors").rename(copy / "hidden")
-    other = sparsekv(*call, 2, "--seed", 5)
+    other = sparsekv(*call, 2, "--set", "seed=5")
     assert (other.code, other.out) == (2, "")
     assert "samples: 1 there, 2 here; seed: 0 there, 5 here" in other.err
     plan = load_plan(copy / "sparsekv.yaml")
@@ -147,15 +147,15 @@ def test_without_a_plan_dense_is_run_alone(sparsekv, copy, few):
     ("arguments", "words"),
     [
         (("--suite", "longbench"), ("--suite", "'ruler'", "longbench")),
-        (("--suite", "ruler", "--tasks", "vt"), ("--tasks", "--suite ruler", "found both")),
+        (("--suite", "ruler", "--set", "tasks=vt"), ("--set tasks", "--suite ruler", "found both")),
         (("--suite", "ruler", "--curve", "a.json"), ("--curve", "--suite ruler")),
         (("--suite", "ruler", "--length", "64k"), ("context of 2k", "64k")),
         (("--suite", "ruler", "--length", "96"), ("niah_single_1 of --suite ruler at 96", "longer length")),
         (("--suite", "ruler", "--length", "1k", "--beside", "plan=a.yaml"), ("--beside NAME=FILE", "plan=a.yaml")),
         (("--suite", "ruler", "--length", "1k", "--beside", "other"), ("--beside NAME=FILE", "'other'")),
-        (("--tasks", "qa_1"), ("corpus of questions", "lm-evaluation-harness")),
-        (("--tasks", "vt,qa_2"), ("found qa_2", "lm-evaluation-harness")),
-        (("--tasks", "niah_single_2"), ("niah_single_2", "--suite ruler")),
+        (("--set", "tasks=qa_1"), ("corpus of questions", "lm-evaluation-harness")),
+        (("--set", "tasks=vt,qa_2"), ("found qa_2", "lm-evaluation-harness")),
+        (("--set", "tasks=niah_single_2"), ("niah_single_2", "--suite ruler")),
         (("-o", "a.json"), ("--suite beside --out",)),
         (("--beside", "a=b.yaml"), ("--suite beside --beside",)),
     ],

@@ -12,7 +12,7 @@ def test_import_and_export_by_the_command_line(sparsekv, folder: Path, tmp_path:
     file.write_text("F" + "S" * (layers - 1))
     done = sparsekv("import", file, "--model", folder, "-o", plan)
     assert (done.code, "indexcache" in done.out) == (0, True), done.err
-    assert f"next: sparsekv verify --plan '{plan}' --model" in done.out
+    assert f"--plan '{plan}' --write" in done.out
     assert sparsekv("validate", plan).code == 0
     again = sparsekv("import", file, "--model", plan, "-o", tmp_path / "again.yaml")  # of the model of a plan
     assert (again.code, load_plan(tmp_path / "again.yaml")) == (0, load_plan(plan))
@@ -28,7 +28,7 @@ def test_verifying_an_imported_plan_makes_it_a_measured_one(sparsekv, folder: Pa
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     file.write_text(json.dumps({"index_topk_pattern": "F" + "S" * (layers - 1), "index_topk": 64}))
     assert sparsekv("import", file, "--model", folder, "-o", plan).code == 0
-    loose = ("--max-kl", 100, "--min-agreement", 0, "--min-exact", 0, "--max-failed", 1)
+    loose = ("--set", "max_kl=1000")
     context = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
     for length, is_chosen in ((context, False), (1024, True)):  # a plan that names no length is made for the context
         call = ("verify", folder, "--plan", plan, "--lengths", length, "--samples", 1, *loose)

@@ -98,7 +98,7 @@ def test_every_command_tells_a_wrong_option_as_json_too(sparsekv, command):
         (("verify", "--plan", "{tmp}/plan.yaml"), "UsageError"),
         (("seal", "{tmp}/plan.yaml"), "UsageError"),
         (("eval", "nowhere/"), "UsageError"),
-        (("doctor", "--device", "cpu", "--backend", "flash"), "BackendError"),
+        (("run", "tiny-retriever", "--dense", "--device", "cpu", "--set", "backend=abacus"), "UsageError"),
         (("nonsense",), "UsageError"),
     ],
 )

@@ -14,10 +14,10 @@ from sparsekv.runtime import hub
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--tasks", "niah_singel"), "did you mean niah_single"),
+        (("--set", "tasks=niah_singel"), "did you mean niah_single"),
         (("--preset", "minferenc"), "did you mean minference"),
-        (("--backend", "trito"), "did you mean triton"),
-        (("--backend", "flash", "--device", "cpu"), "cannot run on cpu"),
+        (("--set", "backend=trito"), "did you mean triton"),
+        (("--set", "backend=flash", "--device", "cpu"), "cannot run on cpu"),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused_before_weights_are_read(sparsekv, tmp_path, monkeypatch, flags, said):

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from sparsekv.cli.commands import app, command
 from sparsekv.cli.plan import PlanFlags
-from sparsekv.planner.flags import Count, Flag, Lengths, Options
+from sparsekv.planner.flags import Count, Flag, Key, Lengths, Options
 from sparsekv.plans.errors import UsageError
 
 
@@ -23,6 +23,8 @@ class Asked(Options):
     mode: Annotated[Literal["a", "b"], Flag("A mode.")] = "a"
     checks: Annotated[bool, Flag("Without checks.")] = True
     inner: Inner = Inner()
+    budget: Annotated[Lengths, Key("A key.", "LIST")] = ()
+    sure: Annotated[bool, Key("Another.", "true")] = False
     unspelled: int = 0
 
 
@@ -57,6 +59,39 @@ def test_values_out_of_bounds_are_wrong_usage_that_names_the_flag(typed):
     assert typed[0] in done.output
 
 
+def test_keys_are_read_as_programs_give_them():
+    _, (flags,) = call("x", "--set", "budget=4k,8k", "--set", "sure=true")
+    assert flags == Asked(name="x", budget=(4096, 8192), sure=True)
+    assert flags.is_given("sure")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("budgets=4k", "did you mean budget"),
+        ("count=3", "the flag --count"),
+        ("unspelled=1", "expected one of budget, sure"),
+        ("budget", "budget=LIST"),
+        ("budget=4q", "--set budget: "),
+        ("sure=perhaps", "--set sure: "),
+    ],
+)
+def test_a_key_that_means_nothing_is_told_what_may_have_been_meant(typed, said):
+    done, seen = call("x", "--set", typed)
+    assert (seen, said in str(done.exception)) == ([], True)
+
+
+def test_help_lists_keys_and_examples_in_groups():
+    lines = CliRunner().invoke(app(command(unread), "sparsekv plan a"), ["--help"]).output.splitlines()
+    assert [line for line in lines if line.endswith(":")] == ["Arguments:", "Options:", "Keys of --set:", "Examples:"]
+    assert any(line.split()[:1] == ["budget=LIST"] for line in lines)
+    assert "  sparsekv plan a" in lines
+
+
+def unread(flags: Asked) -> None:
+    """Runs."""
+
+
 def test_texts_that_mean_nothing_name_the_flag():
     done, _ = call("x", "--lengths", "soon")
     assert isinstance(done.exception, UsageError)
@@ -69,21 +104,14 @@ PLAN: dict[str, Any] = {"model": "m", "out": "o"}
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"tile": "64", "profile": "a"}, ("--tile", "--profile")),
         ({"preset": "minference", "profile": "a"}, ("--preset", "--profile")),
         ({"prompts_file": "p", "profile": "a"}, ("--prompts", "--profile")),
-        ({"samples": 2, "profile": "a"}, ("--samples", "--profile")),
-        ({"tasks": "perplexity", "profile": "a", "no_verify": True}, ("--tasks", "--profile", "--no-verify")),
-        ({"tasks": "perplexity", "prompts_file": "p", "no_verify": True}, ("--tasks", "--prompts", "--no-verify")),
-        ({"seed": 0, "profile": "a", "no_verify": True}, ("--seed", "--profile", "--no-verify")),
-        ({"backend": "cpu", "profile": "a", "cost": "c", "no_verify": True}, ("--backend", "--cost", "--no-verify")),
-        ({"target_density": (0.3,), "phases": "decode"}, ("--target-density", "--only decode")),
-        ({"families": "a_shape", "phases": "decode"}, ("--families", "--only decode")),
-        ({"decode_budget": "5%", "phases": "prefill"}, ("--decode-budget", "--only prefill")),
-        ({"offload": True, "phases": "prefill"}, ("--offload", "--only prefill")),
-        ({"max_kl": 0.1, "no_verify": True}, ("--max-kl", "--no-verify")),
-        ({"prefill_chunk": 512, "no_verify": True}, ("--prefill-chunk", "--no-verify")),
-        ({"host": "vllm", "cost": "c"}, ("--host", "--cost")),
+        ({"calibration_samples": 2, "profile": "a"}, ("--set calibration_samples", "--profile")),
+        ({"backend": "cpu", "profile": "a", "cost": "c", "no_verify": True}, ("--set backend", "--no-verify")),
+        ({"target_density": (0.3,), "phases": "decode"}, ("--set target_density", "--only decode")),
+        ({"decode_budget": "5%", "phases": "prefill"}, ("--set decode_budget", "--only prefill")),
+        ({"offload": True, "phases": "prefill"}, ("--set offload", "--only prefill")),
+        ({"max_kl": 0.1, "no_verify": True}, ("--set max_kl", "--no-verify")),
     ],
 )
 def test_flags_of_plan_that_nothing_would_read_are_refused_with_those_that_cancel_them(given, named):
@@ -96,12 +124,9 @@ def test_flags_of_plan_that_nothing_would_read_are_refused_with_those_that_cance
     "given",
     [
         {"tasks": "perplexity", "profile": "a"},  # verification reads them
-        {"seed": 3, "profile": "a"},
         {"lengths": (4096,), "profile": "a"},  # some of the profiled ones
         {"families": "a_shape", "preset": "minference"},
-        {"samples": 3, "prompts_file": "p"},
         {"backend": "cpu", "profile": "a", "no_verify": True},  # the device cost is measured with it
-        {"host": "vllm", "prefill_chunk": 512, "no_verify": True},  # chunks are timed
     ],
 )
 def test_flags_of_plan_that_something_reads_go_together(given):

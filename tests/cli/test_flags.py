@@ -66,28 +66,8 @@ def test_messages_name_flags_that_exist():
 
 
 @pytest.mark.parametrize(
-    ("command", "names"),
-    [
-        *((command, ("--lengths", "--length")) for command in ("plan", "verify")),
-        *((f"bench {one}", ("--lengths", "--length")) for one in ("kernels", "prefill", "decode", "serve")),
-        *((f"bench {one}", ("--density", "--densities")) for one in ("kernels", "prefill", "serve")),
-        ("eval", ("--length", "--lengths")),
-        ("eval", ("--densities", "--density")),
-        ("eval", ("--budgets", "--budget")),
-        ("verify", ("--samples", "--verify-samples")),
-        ("bench decode", ("--budget", "--decode-budget")),
-        ("bench decode", ("--filters", "--filter-layers")),
-    ],
-)
-def test_what_other_commands_call_the_same_thing_is_taken_too(command, names):
-    group, _, part = command.partition(" ")
-    found = get_command(app).commands[group]
-    parameters = (found.commands[part] if part else found).params
-    assert [parameter.opts for parameter in parameters if set(names) & set(parameter.opts)] == [list(names)]
-
-
-@pytest.mark.parametrize(
-    ("call", "meant"), [(("plan", "--target-desity"), "--target-density"), (("run", "--max-token"), "--max-new-tokens")]
+    ("call", "meant"),
+    [(("plan", "--target-desity"), "--set target_density"), (("run", "--max-token"), "--max-new-tokens")],
 )
 def test_a_slip_in_an_option_is_told_what_may_have_been_meant(sparsekv, call, meant):
     done = sparsekv(*call, 1)

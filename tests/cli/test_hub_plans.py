@@ -175,7 +175,7 @@ def test_a_cached_model_whose_plan_is_not_at_hand_is_still_measured_dense(sparse
     assert done.code == 2
     assert "HF_HUB_OFFLINE" in done.err
     assert "--plan FILE" in done.err
-    call = ("eval", "example/bare", "--length", "1k", "--samples", 1, "--tasks", "perplexity", "--json")
+    call = ("eval", "example/bare", "--length", "1k", "--samples", 1, "--set", "tasks=perplexity", "--json")
     done = sparsekv(*call)
     assert done.code == 0, done.err
     assert done.data["tasks"]["perplexity"]["sparse"] is None

@@ -17,8 +17,8 @@ from sparsekv.plans.patterns import Dense
 from sparsekv.plans.phases import DecodeBucket, PrefillBucket
 from sparsekv.plans.schema import Cost, Estimate, Prediction
 
-SMALL = ("--tasks", "kv_retrieval,perplexity")
-LOOSE = ("--max-kl", 100, "--min-agreement", 0, "--min-exact", 0)  # of a random model, sparse gives anything
+SMALL = ("--set", "tasks=kv_retrieval,perplexity")
+LOOSE = ("--set", "max_kl=100")  # see conftest.py
 
 
 def test_eval_measures_dense_and_sparse_on_the_same_samples(sparsekv, folder):
@@ -99,7 +99,7 @@ def test_eval_says_where_a_plan_is_dense_at_the_length(sparsekv, copy):
         for name, short in phases.items()
     }
     write_plan(plan.model_copy(update=late), copy / "sparsekv.yaml")
-    call = ("eval", copy, "--tasks", "kv_retrieval", "--samples", 1, "--length")
+    call = ("eval", copy, "--set", "tasks=kv_retrieval", "--samples", 1, "--length")
     assert "at 512" in sparsekv(*call, "512").err
     assert "dense is compared" not in sparsekv(*call, "768").err
     assert "at 768" in sparsekv(*call, "768", "--phase", "prefill").err
@@ -120,7 +120,7 @@ def test_eval_without_a_plan_is_dense_alone(sparsekv, copy):
         (("--length", "4k"), "2k"),
         (("--length", "1k,2k"), "one --length"),
         (("--length", "soon"), "--length"),
-        (("--tasks", "juggling", "--length", "1k"), "juggling"),
+        (("--set", "tasks=juggling", "--length", "1k"), "juggling"),
         (("--phase", "third"), "third"),
         (("--samples", "9" * 30), "--samples"),
         (("--prefill-chunk", "1"), "--prefill-chunk"),
@@ -134,7 +134,7 @@ def test_eval_refuses_what_it_cannot_measure(sparsekv, folder, arguments, word):
 
 def test_verify_exits_with_1_when_the_gate_is_missed_and_leaves_the_plan(sparsekv, copy):
     before = (copy / "sparsekv.yaml").read_bytes()
-    call = (*call_on("verify", copy, copy / "sparsekv.yaml"), "--max-kl", 0, "--samples", 30, "--write", "--json")
+    call = (*call_on("verify", copy, copy / "sparsekv.yaml"), "--set", "max_kl=0", "--samples", 30, "--write", "--json")
     done = sparsekv(*call)
     assert done.code == 1
     assert done.data["passed"] is False
@@ -142,7 +142,7 @@ def test_verify_exits_with_1_when_the_gate_is_missed_and_leaves_the_plan(sparsek
     assert "nats" in done.data["reasons"][0]
     assert done.data["verified"] is False
     assert "gate missed: " in done.err
-    assert f"`sparsekv plan {copy} -o {copy / 'sparsekv.yaml'}`" in done.err
+    assert f"`sparsekv plan {copy} -o {copy / 'sparsekv.yaml'} --force`" in done.err
     assert (copy / "sparsekv.yaml").read_bytes() == before
 
 
@@ -161,7 +161,7 @@ def test_verify_finds_out_before_it_measures_that_the_plan_cannot_be_written(spa
 @pytest.mark.parametrize("command", ["eval", "verify"])
 def test_a_backend_that_cannot_run_is_found_out_before_dense_is_measured(sparsekv, folder, ctrl_c_in, command):
     with ctrl_c_in("evaluate"):  # what would end a measurement that had begun
-        done = sparsekv(*call_on(command, folder, folder / "sparsekv.yaml"), "--backend", "flash")
+        done = sparsekv(*call_on(command, folder, folder / "sparsekv.yaml"), "--set", "backend=flash")
     assert done.code == 2
     assert "flash" in done.err
 
@@ -169,10 +169,10 @@ def test_a_backend_that_cannot_run_is_found_out_before_dense_is_measured(sparsek
 @pytest.mark.parametrize(("command", "flag"), [("eval", "--length"), ("verify", "--lengths")])
 def test_a_length_beyond_the_context_needs_no_weights(sparsekv, copy, command, flag):
     (copy / "model.safetensors").unlink()
-    done = sparsekv(command, "--plan", copy / "sparsekv.yaml", "--model", copy, flag, "64k")
+    done = sparsekv(command, copy, "--plan", copy / "sparsekv.yaml", flag, "64k")
     assert (done.code, done.out) == (2, "")
     assert "context" in done.err
-    assert "--model" not in done.err
+    assert "MODEL --plan" not in done.err
 
 
 def test_verify_writes_what_it_measured_where_that_is_asked_for(sparsekv, copy):
@@ -184,7 +184,7 @@ def test_verify_writes_what_it_measured_where_that_is_asked_for(sparsekv, copy):
     assert len(done.out.splitlines()) <= 15
     assert "undecided" in done.out
     assert ["prefill", "divergence", "all"] in [line.split()[:3] for line in full.out.splitlines()]
-    for seed in ((), ("--seed", 3)):
+    for seed in ((), ("--set", "seed=3")):
         told = sparsekv(*call, "--write", "--json", *seed).data
         assert (told["passed"], told["verified"]) == (True, False)
         written = load_plan(copy / "sparsekv.yaml")
@@ -207,9 +207,9 @@ def test_verify_of_a_plan_of_one_bucket_measures_at_the_lengths_that_it_was_plan
 
 def test_a_plan_that_drops_tokens_alone_is_verified_and_show_says_what_that_did_to_answers(sparsekv, copy):
     write_plan(plan_for(tiny_model(context=2048), None, None, drops((0, 1), 64)), copy / "sparsekv.yaml")
-    asked = ("--tasks", "second_question", "--samples", 1)
+    asked = ("--set", "tasks=second_question", "--samples", 1)
     assert "dense is compared with itself" not in sparsekv("eval", copy, *asked, "--length", "1k").err
-    done = sparsekv("verify", copy, *asked, "--lengths", "1k", *LOOSE, "--max-failed", 1, "--write")
+    done = sparsekv("verify", copy, *asked, "--lengths", "1k", "--set", "max_kl=1000", "--write")
     assert done.code == 0, done.err
     (told,) = [line for line in done.out.splitlines() if line.startswith("where eviction hurts")]
     assert told.endswith("second_question 0% -> 0% (of 1)")  # of a random model
@@ -242,7 +242,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def call_on(command: str, model: Path, plan: Path) -> tuple[object, ...]:
     length = "--lengths" if command == "verify" else "--length"
-    return (command, model, "--plan", plan, "--tasks", "kv_retrieval", length, "1k", "--samples", 1)
+    return (command, model, "--plan", plan, "--set", "tasks=kv_retrieval", length, "1k", "--samples", 1)
 
 
 @pytest.mark.parametrize("command", ["eval", "verify"])
@@ -299,7 +299,7 @@ def test_a_plan_that_does_not_say_its_weights_is_never_written_as_verified(spars
     assert load_plan(copy / "sparsekv.yaml").status == "unverified"
 
 
-@pytest.mark.parametrize("flags", [("--phase", "prefill"), ("--backend", "cpu"), ("--allow-mismatch",)])
+@pytest.mark.parametrize("flags", [("--phase", "prefill"), ("--set", "backend=cpu"), ("--allow-mismatch",)])
 def test_eval_refuses_what_only_a_plan_makes_sense_of(sparsekv, copy, flags):
     (copy / "sparsekv.yaml").unlink()
     done = sparsekv("eval", copy, "--length", "1k", *flags)

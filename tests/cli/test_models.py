@@ -52,8 +52,8 @@ def test_an_unsupported_architecture_is_told_which_ones_are(call, tmp_path):
         (("run", "{tmp}/plan.yaml"), "--plan {tmp}/plan.yaml"),
         (("verify", "{tmp}/plan.yaml"), "--plan {tmp}/plan.yaml"),
         (("eval", "{tmp}/plan.yaml"), "--plan {tmp}/plan.yaml"),
-        (("run", "--plan", "{tmp}/plan.yaml", "--prompt", "a"), "--model"),
-        (("run", "--dense", "--prompt", "a"), "a model"),
+        (("run", "--plan", "{tmp}/plan.yaml", "--prompt", "a"), "MODEL --plan FILE"),
+        (("run", "--dense", "--prompt", "a"), "a MODEL"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -68,19 +68,19 @@ def test_a_model_or_a_plan_that_is_missing_is_asked_for(sparsekv, tmp_path, argu
 def test_the_plan_beside_a_gguf_file_is_its_plan(tmp_path, name):
     (tmp_path / "model.gguf").touch()
     write_plan(small_plan(), tmp_path / "sparsekv.yaml")
-    assert Subject.named(str(tmp_path / name), None, None).path == tmp_path / "sparsekv.yaml"
+    assert Subject.named(str(tmp_path / name)).path == tmp_path / "sparsekv.yaml"
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.gguf"])
 def test_a_plan_inside_a_models_folder_is_run_on_that_model(tmp_path, name):
     write_plan(small_plan(), tmp_path / "sparsekv.yaml")
-    alone = Subject.named(None, tmp_path / "sparsekv.yaml", None)
+    alone = Subject.named(None, tmp_path / "sparsekv.yaml")
     assert alone.model == small_plan().model.id
     (tmp_path / name).write_text("{}")
     for place in (tmp_path, tmp_path / "sparsekv.yaml"):
-        beside = Subject.named(None, place, None)
+        beside = Subject.named(None, place)
         assert (beside.model, beside.from_plan) == (str(tmp_path), True)
-    assert Subject.named(None, tmp_path, "other").model == "other"
+    assert Subject.named("other", tmp_path).model == "other"
 
 
 def test_run_without_a_plan_says_how_to_make_one(sparsekv, tmp_path):
@@ -102,7 +102,7 @@ def test_a_device_that_is_not_there_is_no_reason_to_ask_for_the_model(sparsekv, 
     done = sparsekv("run", "--plan", tmp_path / "plan.yaml", "--prompt", "a", *flags)
     assert done.code == 2
     assert device in done.err
-    assert "--model" not in done.err
+    assert "MODEL --plan" not in done.err
 
 
 def test_a_truncated_checkpoint_is_named(sparsekv, tmp_path):
@@ -128,7 +128,7 @@ def test_a_model_that_overflows_is_told_to_take_another_dtype(sparsekv, tmp_path
     for call in (
         ("run", tmp_path / "tiny", "--dense", "--prompt", "hello", "--max-new-tokens", 2),
         ("plan", tmp_path / "tiny", "-o", tmp_path / "plan.yaml", "--lengths", "1k"),
-        ("eval", tmp_path / "tiny", "--length", "1k", "--samples", 1, "--tasks", "perplexity"),
+        ("eval", tmp_path / "tiny", "--length", "1k", "--samples", 1, "--set", "tasks=perplexity"),
     ):
         done = sparsekv(*call)
         assert (done.code, done.out) == (2, ""), done.err

@@ -15,14 +15,15 @@ from own_texts import text_of
 from tiny_models import tiny_model
 
 from sparsekv.cli.arguments import Subject
+from sparsekv.cli.plan import PlanFlags, plan
 from sparsekv.planner.verify import Verification
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.schema import Measurement, Quality
 from sparsekv.runtime.hf.memory import Available
 
-TASK = ("--tasks", "kv_retrieval")
-LOOSE = ("--max-kl", 100, "--min-agreement", 0, "--min-exact", 0)  # of a random model, sparse gives anything
-FAST = ("--lengths", "1k", "--no-crossover", *TASK, "--samples", 1)
+TASK = ("--set", "tasks=kv_retrieval")
+LOOSE = ("--set", "max_kl=100")  # see conftest.py
+FAST = ("--lengths", "1k", "--no-crossover", *TASK, "--set", "calibration_samples=1")
 ONE = (*FAST, "--only", "prefill")  # half the work, where it is not the phases that a test is about
 PROVEN = Verification(Quality(both=Measurement(lengths=(1024,), density=0.5)), True, True, (), {})
 OLDER = "kind: sparsekv.plan\n"
@@ -55,7 +56,7 @@ def out(tmp_path) -> Path:
 
 
 def test_a_plan_is_measured_and_written_and_described(sparsekv, model, measured, out):
-    done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--verify-samples", 1, *LOOSE, "--json")
+    done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--set", "verify_samples=1", *LOOSE, "--json")
     assert done.code == 0, done.err
     assert done.data.keys() == KEYS
     assert done.data["path"] == str(out)
@@ -74,15 +75,17 @@ def test_the_seconds_that_are_told_count_loading(sparsekv, model, measured, out,
 
     monkeypatch.setattr(Subject, "load", loading)
     monkeypatch.setattr("sparsekv.cli.plan.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--verify-samples", 1, *LOOSE, "--json")
+    done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--set", "verify_samples=1", *LOOSE, "--json")
     assert done.data["seconds"] == 100
 
 
 def test_the_same_files_give_the_same_bytes_and_replace_what_was_there(sparsekv, model, measured, out):
     out.write_text(OLDER)
-    assert sparsekv("plan", model, "-o", out, *measured, "--no-verify").code == 0
+    assert sparsekv("plan", model, "-o", out, *measured, "--no-verify").code == 2
+    assert out.read_text() == OLDER
+    assert sparsekv("plan", model, "-o", out, *measured, "--no-verify", "--force").code == 0
     first = out.read_bytes()
-    assert sparsekv("plan", model, "-o", out, *measured, "--no-verify").code == 0
+    assert sparsekv("plan", model, "-o", out, *measured, "--no-verify", "--force").code == 0
     assert out.read_bytes() == first
     assert list(out.parent.iterdir()) == [out]
 
@@ -93,7 +96,7 @@ def test_one_phase_alone_leaves_the_other_dense(sparsekv, model, measured, out, 
     assert getattr(load_plan(out), absent) is None
 
 
-@pytest.mark.parametrize("drawn", [(), (*TASK, "--seed", 3)], ids=["prompts of the profile's tasks", "others"])
+@pytest.mark.parametrize("drawn", [(), (*TASK, "--set", "seed=3")], ids=["prompts of the profile's tasks", "others"])
 def test_files_spare_profiling_also_where_layers_evict_which_the_model_is_loaded_for(
     sparsekv, model, measured, out, monkeypatch, drawn
 ):
@@ -110,13 +113,13 @@ def test_a_profile_that_a_plan_with_evicting_layers_left_serves_another(sparsekv
     assert done.code == 0, done.err
     first = load_plan(out).retained
     monkeypatch.setattr("sparsekv.planner.plan.profile", None)
-    done = sparsekv("plan", model, "-o", out, "--retain", 0.8, "--no-verify", "--profile", profile)
+    done = sparsekv("plan", model, "-o", out, "--retain", 0.8, "--no-verify", "--profile", profile, "--force")
     assert done.code == 0, done.err
     assert load_plan(out).retained != first
 
 
 def test_fixed_filter_layers_and_the_budget_reach_the_plan(sparsekv, model, measured, out):
-    fixed = ("--filter-layers", "0", "--decode-budget", "25%")
+    fixed = ("--set", "filter_layers=0", "--set", "decode_budget=25%")
     done = sparsekv("plan", model, "-o", out, *measured, "--no-verify", "--json", *fixed)
     assert done.code == 0, done.err
     assert done.data["filter_layers"] == [0]
@@ -125,12 +128,12 @@ def test_fixed_filter_layers_and_the_budget_reach_the_plan(sparsekv, model, meas
 
 
 def test_a_missed_gate_makes_the_plan_dense_and_says_why(sparsekv, model, priced, out):
-    never = ("--only", "decode", "--filter-layers", "0", "--decode-budget", 32, "--max-kl", 0)
-    done = sparsekv("plan", model, "-o", out, *FAST, *priced, *never, "--verify-samples", 40)
+    never = ("--only", "decode", "--set", "filter_layers=0", "--set", "decode_budget=32", "--set", "max_kl=0")
+    done = sparsekv("plan", model, "-o", out, *FAST, *priced, *never, "--set", "verify_samples=40")
     assert done.code == 0, done.err
     assert "decode at 1k is dense" in done.err
     assert "nats" in done.err
-    assert "--filter-layers" in done.err
+    assert "filter_layers" in done.err
     assert "nothing in it is sparse" in done.out
     said = [sparsekv(*call).out for call in (("show", out), ("verify", model, "--plan", out))]
     assert all("unverified" in text and "nothing in it is sparse" in text for text in said)
@@ -146,16 +149,12 @@ def test_a_plan_that_must_be_verified_and_is_not_is_written_and_exits_with_1(
     asked = (
         "--only",
         "decode",
-        "--filter-layers",
-        "0",
-        "--verify-samples",
-        1 if gate else 90,
-        *gate,
-        "--require-verified",
+        *("--set", "filter_layers=0", "--set", f"verify_samples={1 if gate else 90}", *gate),
+        *("--set", "require_verified=true"),
     )
     done = sparsekv("plan", model, "-o", out, *FAST, *priced, *asked, *(["--json"] if as_json else []))
     assert done.code == 1, done.err
-    further = " ".join(map(str, ("sparsekv verify --plan", out, "--model", model, *gate, "--write --verify-time ")))
+    further = " ".join(map(str, ("sparsekv verify", model, "--plan", out, *gate, "--write --verify-time ")))
     assert (f"`{further}" in done.err) == bool(gate)
     assert "same command" not in done.err
     assert load_plan(out).status == "unverified"
@@ -174,13 +173,17 @@ def test_a_plan_that_must_be_verified_and_is_exits_with_0(sparsekv, model, measu
     from sparsekv.planner import plan as planning
 
     monkeypatch.setattr(planning, "verify", lambda *_, **__: PROVEN)
-    done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--verify-samples", 1, "--require-verified")
+    done = sparsekv(
+        "plan", model, "-o", out, *measured, *TASK, "--set", "verify_samples=1", "--set", "require_verified=true"
+    )
     assert done.code == 0, done.err
     assert load_plan(out).status == "verified"
 
 
-def test_a_speedup_out_of_reach_is_an_error_that_does_not_send_back_to_the_same_command(sparsekv, model, priced, out):
-    done = sparsekv("plan", model, "-o", out, *FAST, *priced, "--only", "prefill", "--target-speedup", 1000)
+def test_a_speedup_out_of_reach_is_an_error_that_does_not_send_back_to_the_same_command(asked, model, priced, out):
+    own = {"model": str(model), "out": out, "cost": priced[1], "phases": "prefill", "target_speedup": 1000.0}
+    fast = {"lengths": "1k", "crossover": False, "tasks": "kv_retrieval", "calibration_samples": 1}
+    done = asked(plan, PlanFlags, **own, **fast)
     assert done.code == 1
     assert "1000" in done.err
     assert f"{out}.profile.partial" in done.err
@@ -199,7 +202,7 @@ def test_ctrl_c_before_anything_was_measured_leaves_nothing_and_says_so(sparsekv
 @pytest.mark.parametrize("stage", ["profile", "cost", "evaluate"])
 def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, ctrl_c_in, stage):
     profile = out.with_name("a.profile")
-    call = ("plan", model, "-o", out, *ONE, *LOOSE, "--verify-samples", 1, "--profile-out", profile)
+    call = ("plan", model, "-o", out, *ONE, *LOOSE, "--set", "verify_samples=1", "--profile-out", profile)
     with ctrl_c_in(stage):
         done = sparsekv(*call, *(() if stage == "cost" else priced))
     assert (done.code, done.out) == (130, "")
@@ -216,13 +219,13 @@ def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, ct
 
 
 def test_what_a_run_with_other_options_has_left_is_told_at_the_end_and_goes_on(sparsekv, model, priced, out, ctrl_c_in):
-    call = ("plan", model, "-o", out, *ONE, *priced, "--no-verify", "--seed")
+    call = ("plan", model, "-o", out, *ONE, *priced, "--no-verify", "--set")
     with ctrl_c_in("profile"):
-        assert sparsekv(*call, 1).code == 130
-    other = sparsekv(*call, 2)
+        assert sparsekv(*call, "seed=1").code == 130
+    other = sparsekv(*call, "seed=2")
     (left,) = set(out.parent.iterdir()) - {out}
     assert str(left) in other.err.splitlines()[-1]
-    again = sparsekv(*call, 1)
+    again = sparsekv(*call, "seed=1", "--force")
     assert "profile resumed" in again.err
     assert str(left) not in again.err
     assert list(out.parent.iterdir()) == [out]
@@ -252,7 +255,7 @@ def test_a_plan_from_a_profile_leaves_the_records_of_an_interrupted_run(sparsekv
 def test_ctrl_c_while_choosing_leaves_the_older_plan(sparsekv, model, measured, out, ctrl_c_in, stage):
     out.write_text(OLDER)
     with ctrl_c_in(stage):
-        done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--json")
+        done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--json", "--force")
     assert done.code == 130
     assert done.data["error"] == {**done.data["error"], "kind": "Interrupted", "exit_code": 130}
     assert "interrupted" in done.err
@@ -263,7 +266,7 @@ def test_ctrl_c_while_choosing_leaves_the_older_plan(sparsekv, model, measured, 
 def test_sigterm_while_profiling_leaves_the_profile_so_far(model, out):
     prompts = out.with_name("prompts.jsonl")
     prompts.write_text(json.dumps({"prompt": "ab " * 330, "answer": "c"}) + "\n")
-    options = (*ONE[:3], *ONE[-2:], "--families", "a_shape", "--prompts", prompts, "--no-verify", "--json")
+    options = (*ONE[:3], *ONE[-2:], "--prompts", prompts, "--no-verify", "--json")
     call = [sys.executable, "-m", "sparsekv", "plan", model, "-o", out, *options]
     saved = out.with_name("plan.yaml.profile.partial")
     with subprocess.Popen(list(map(str, call)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
@@ -291,7 +294,7 @@ def test_a_full_disk_leaves_the_older_file_as_it_was_whatever_is_written(
         file.write_text(older)
     full_disk(name)
     kept = ("--profile-out", out.with_name("b.profile"), "--cost-out", out.with_name("b.cost"))
-    done = sparsekv("plan", model, "-o", out, *measured, "--no-verify", *kept)
+    done = sparsekv("plan", model, "-o", out, *measured, "--no-verify", "--force", *kept)
     assert (done.code, done.out) == (2, "")
     assert "No space left" in done.err
     assert "unchanged" in done.err
@@ -314,9 +317,9 @@ def test_a_second_run_into_the_files_of_one_that_profiles_is_refused_before_it_l
     refused, unreadable = [], tmp_path / "model"
     unreadable.mkdir()
     (unreadable / "config.json").write_text("{}")
-    call = ("-o", out, *ONE, *priced, "--no-verify", "--seed")
-    during("profile", lambda: refused.append(sparsekv("plan", unreadable, *call, 1)))
-    assert sparsekv("plan", model, *call, 0).code == 0
+    call = ("-o", out, *ONE, *priced, "--no-verify", "--set")
+    during("profile", lambda: refused.append(sparsekv("plan", unreadable, *call, "seed=1")))
+    assert sparsekv("plan", model, *call, "seed=0").code == 0
     (second,) = refused
     assert (second.code, second.out) == (1, "")
     assert str(out.with_name("plan.yaml.profile.partial")) in second.err
@@ -333,7 +336,7 @@ def test_a_model_that_is_too_large_for_the_device_is_refused_with_its_estimate_b
         done = sparsekv("plan", folder, "-o", out, "--lengths", "2k")
         assert (done.code, done.out) == (2, "")
         assert named in done.err
-        assert "--device-map auto" in done.err
+        assert "device_map=auto" in done.err
     assert not out.exists()
 
 
@@ -379,7 +382,7 @@ def test_own_calibration_prompts_are_used(sparsekv, model, priced, out, tmp_path
     own = ("--lengths", "1k", "--no-crossover", *priced)
     digests = []
     for file in (lines, text):
-        done = sparsekv("plan", model, "-o", out, *own, "--no-verify", "--only", "decode", "--prompts", file)
+        done = sparsekv("plan", model, "-o", out, *own, "--no-verify", "--only", "decode", "--prompts", file, "--force")
         assert done.code == 0, done.err
         digests.append(load_plan(out).provenance.calibration)
     assert digests[0] == digests[1]
@@ -403,7 +406,7 @@ def test_verify_counts_the_same_prompts_as_the_plan_that_was_made_from_them(spar
     lines = [{"prompt": f"{text_of(number % 7, 1000)}{number}?", "answer": " 4"} for number in range(12)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     own = ("--lengths", "1k", "--no-crossover", *priced, "--only", "prefill", *LOOSE, "--prompts", file)
-    done = sparsekv("plan", model, "-o", out, *own, "--samples", 1)
+    done = sparsekv("plan", model, "-o", out, *own, "--set", "calibration_samples=1")
     assert done.code == 0, done.err
     told = re.search(r"(\d) of 6 held-out prompts are different texts at 1k", done.err)
     assert told

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from sparsekv.cli.plan_files import default_plan
+
 
 @pytest.fixture
 def out(tmp_path) -> Path:
@@ -34,37 +36,36 @@ def refused(sparsekv, model, out):
     ("arguments", "word"),
     [
         (("--lengths", "1k,x"), "--lengths"),
-        (("--device", "cpu", "--device-map", "auto"), "device map"),
-        (("--device-map", "everywhere"), "--device-map"),
+        (("--device", "cpu", "--set", "device_map=auto"), "device map"),
+        (("--set", "device_map=everywhere"), "--set device_map"),
+        (("--set", "density=0.3"), "did you mean target_density"),
+        (("--set", "lengths=4k"), "the flag --lengths"),
+        (("--set", "seed=1", "--set", "seed=2"), "once"),
+        (("--set", "seed"), "seed=N"),
         (("--lengths", ""), "--lengths"),
         (("--lengths", "1"), "leave the"),
-        (("--target-density", ""), "--target-density"),
-        (("--lengths", "1k,2k", "--target-density", "0.1,0.2,0.3"), "the 2"),
-        (("--target-speedup", "nan"), "speedup"),
-        (("--target-speedup", "1e300"), "speedup"),
-        (("--batch", "9" * 5000), "--batch"),
-        (("--samples", "9" * 30), "--samples"),
-        (("--verify-samples", "9" * 30), "--verify-samples"),
-        (("--decode-budget", "9" * 5000), "--decode-budget"),
-        (("--decode-budget", "-3"), "--decode-budget"),
-        (("--decode-budget", "200%"), "up to 100%"),
-        (("--filter-layers", "2-1"), "--filter-layers"),
-        (("--filter-layers", ""), "--filter-layers"),
-        (("--families", ","), "--families"),
-        (("--tasks", ""), "--tasks"),
+        (("--set", "target_density="), "--set target_density"),
+        (("--lengths", "1k,2k", "--set", "target_density=0.1,0.2,0.3"), "the 2"),
+        (("--set", "calibration_samples=" + "9" * 30), "calibration_samples"),
+        (("--set", "verify_samples=" + "9" * 30), "--set verify_samples"),
+        (("--set", "decode_budget=" + "9" * 5000), "--set decode_budget"),
+        (("--set", "decode_budget=-3"), "--set decode_budget"),
+        (("--set", "decode_budget=200%"), "up to 100%"),
+        (("--set", "filter_layers=2-1"), "--set filter_layers"),
+        (("--set", "filter_layers="), "--set filter_layers"),
+        (("--set", "tasks="), "--set tasks"),
         (("--prompts", "/nowhere/prompts.jsonl"), "found none"),
         (("--profile", "/nowhere/a.profile"), "profile"),
         (("--cost", "/nowhere/a.cost"), "a.cost"),
         (("--profile-out", "/nowhere/a.profile"), "/nowhere"),
         (("--host", "sglang"), "vllm"),
-        (("--tile", "96"), "128"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_before_any_work(refused, arguments, word):
     assert word in refused(*arguments)
 
 
-@pytest.mark.parametrize("arguments", [("--lengths", "64k"), ("--filter-layers", "99")], ids=" ".join)
+@pytest.mark.parametrize("arguments", [("--lengths", "64k"), ("--set", "filter_layers=99")], ids=" ".join)
 def test_what_the_description_of_a_model_rules_out_needs_no_weights(refused, model, tmp_path_factory, arguments):
     bare = tmp_path_factory.mktemp("model") / "tiny"
     shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -74,9 +75,8 @@ def test_what_the_description_of_a_model_rules_out_needs_no_weights(refused, mod
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--profile", "a.profile", "--no-verify", "--seed", "0"),  # typed, though it is the default
-        ("--no-verify", "--require-verified"),
-        ("--prompts", "a.txt", "--no-verify", "--seed", "3"),
+        ("--no-verify", "--set", "require_verified=true"),
+        ("--no-verify", "--set", "max_kl=1"),
     ],
     ids=" ".join,
 )
@@ -168,7 +168,9 @@ def test_a_file_that_is_no_part_of_a_profile_is_never_overwritten_by_one(refused
     ids=["empty", "of another schema", "cut short", "JSON"],
 )
 def test_any_plan_and_an_empty_file_may_be_overwritten(refused, target, data):
-    assert "64k" in refused("--lengths", "64k", out=target(data))
+    path = target(data)
+    assert "64k" in refused("--lengths", "64k", "--force", out=path)
+    assert ("--force" in refused("--lengths", "64k", out=path)) == bool(data)
 
 
 def test_measurements_may_be_overwritten_by_such_measurements(refused, target, tmp_path):
@@ -176,6 +178,13 @@ def test_measurements_may_be_overwritten_by_such_measurements(refused, target, t
     other.write_bytes(gzip.compress(b'{"backend":"cpu","kind":"sparsekv.cost"}'))
     profile = target(b'{"backend":"cpu","kind":"sparsekv.profile"}')
     assert "64k" in refused("--lengths", "64k", "--profile-out", profile, "--cost-out", other)
+
+
+def test_a_plan_goes_beside_a_model_that_lies_here_and_else_where_the_command_runs(model):
+    assert default_plan(str(model)) == model / "sparsekv.yaml"
+    assert default_plan("tiny-retriever") == Path("tiny-retriever.sparsekv.yaml")
+    assert default_plan("Qwen/Qwen2.5-0.5B") == Path("Qwen2.5-0.5B.sparsekv.yaml")
+    assert default_plan("files/small.gguf") == Path("files/sparsekv.yaml")
 
 
 def test_out_must_be_a_file_in_a_folder(refused, tmp_path, monkeypatch):

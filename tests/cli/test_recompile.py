@@ -7,26 +7,22 @@ import pytest
 from model_folders import save_model
 from tiny_models import tiny_model
 
+from sparsekv.cli.plan import PlanFlags, plan
 from sparsekv.planner.cost.device_cost import DeviceCost, Line
 from sparsekv.planner.records import read_measured, write_measured
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.schema import Target
 
-SMALL = ("--lengths", "1k", "--tasks", "kv_retrieval", "--samples", 1, "--only", "prefill", "--target-density", "0.7")
-AGAIN = ("--lengths", "1k", "--only", "prefill", "--target-density", "0.7", "--no-verify")
+AGAIN = ("--lengths", "1k", "--only", "prefill", "--set", "target_density=0.7", "--no-verify")
 
 
 @pytest.fixture(scope="module")
 def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a profile, and a cost of a device that is not here, where a tile costs a microsecond."""
-    from sparsekv.cli.main import main
-
     folder = tmp_path_factory.mktemp("kept")
-    files = ("--profile-out", folder / "profile", "--cost-out", folder / "cost")
-    call = ("plan", model, "-o", folder / "plan.yaml", *SMALL, "--tile", "64", "--no-verify", *files)
-    with pytest.raises(SystemExit) as stop:
-        main([str(part) for part in call])
-    assert not stop.value.code
+    small = {"lengths": "1k", "tasks": "kv_retrieval", "calibration_samples": 1, "phases": "prefill", "tile": "64"}
+    files = {"out": folder / "plan.yaml", "profile_out": folder / "profile", "cost_out": folder / "cost"}
+    plan(PlanFlags(model=str(model), **small, **files, target_density="0.7", no_verify=True))
     found = read_measured(DeviceCost, folder / "cost")
     tile, free = Line(prices=(0.0, 1.0)), Line(prices=(0.0, 0.0, 0.0))
     made_up = {"device": "NVIDIA H200", "prefill_dense": tile, "prefill_sparse": Line(prices=(0.0, 0.0, 1.0, 1.0, 1.0))}
@@ -81,7 +77,7 @@ def test_a_plan_measured_elsewhere_is_told_once_by_run(sparsekv, model, kept, tm
     plan = load_plan(kept / "plan.yaml")
     elsewhere = Target(device="NVIDIA H200", backend="triton", dtype="bfloat16")
     write_plan(plan.model_copy(update={"targets": (elsewhere,)}), tmp_path / "plan.yaml")
-    call = ("run", "--model", model, "--max-new-tokens", 1, "--prompt", "abc " * 50, "--raw")
+    call = ("run", model, "--max-new-tokens", 1, "--prompt", "abc " * 50, "--raw")
     done = sparsekv(*call, "--plan", tmp_path / "plan.yaml")
     assert done.code == 0, done.err
     assert done.err.count("NVIDIA H200") == 1
@@ -89,7 +85,7 @@ def test_a_plan_measured_elsewhere_is_told_once_by_run(sparsekv, model, kept, tm
 
 
 def test_a_density_without_room_for_mandatory_tiles_is_refused_before_profiling(sparsekv, model, tmp_path):
-    done = sparsekv("plan", model, "-o", tmp_path / "plan.yaml", "--lengths", "1k", "--target-density", "0.2")
+    done = sparsekv("plan", model, "-o", tmp_path / "plan.yaml", "--lengths", "1k", "--set", "target_density=0.2")
     assert (done.code, done.out) == (2, "")
     assert "0.584" in done.err
     assert "profile (1 of" not in done.err

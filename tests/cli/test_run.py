@@ -45,20 +45,20 @@ def test_a_plan_committed_in_a_model_folder_is_found_and_run(sparsekv, folder):
 
 def test_keys_and_values_in_8_bits_take_a_quarter_of_float32(sparsekv, folder):
     call = ("run", folder, "--prompt", PROMPT, "--offload", "never", "--device", "cpu", "--dtype", "float32", *FEW)
-    whole, stored = (sparsekv(*call, "--json", "--kv-dtype", dtype).data for dtype in ("auto", "fp8"))
+    whole, stored = (sparsekv(*call, "--json", "--set", f"kv_dtype={dtype}").data for dtype in ("auto", "fp8"))
     assert (whole["kv_dtype"], stored["kv_dtype"]) == ("float32", "fp8")
     assert whole["kv_bytes_device"] == 4 * stored["kv_bytes_device"]
-    said = sparsekv(*call, "--dry-run", "--json", "--kv-dtype", "fp8").data
+    said = sparsekv(*call, "--dry-run", "--json", "--set", "kv_dtype=fp8").data
     assert (said["kv_dtype"], said["dtype"]) == ("fp8", "float32")
     assert said["device"]["kv"] == stored["kv_bytes_device"]
-    assert "--kv-dtype" in sparsekv("run", folder, "--prompt", "a", "--dense", "--kv-dtype", "fp8").err
+    assert "--set kv_dtype" in sparsekv("run", folder, "--prompt", "a", "--dense", "--set", "kv_dtype=fp8").err
 
 
 def test_a_plan_anywhere_runs_on_the_model_that_is_named(sparsekv, folder, tmp_path):
     shutil.copy(folder / "sparsekv.yaml", tmp_path / "plan.yaml")
     bare = tmp_path / "bare"
     shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("sparsekv.yaml"))
-    done = sparsekv("run", "--plan", tmp_path / "plan.yaml", "--model", bare, "--prompt", PROMPT, *FEW)
+    done = sparsekv("run", bare, "--plan", tmp_path / "plan.yaml", "--prompt", PROMPT, *FEW)
     assert done.code == 0, done.err
     assert "of attention computed" in done.err
     expected = sparsekv("run", folder, "--prompt", PROMPT, "--json", *FEW).data
@@ -130,23 +130,21 @@ def test_a_prompt_that_is_no_text_is_refused_before_the_model_is_loaded(sparsekv
         (("--prompt", "a", "--dense", "--compare"), "both"),
         (("--prompt", "a" * 2048), "2048"),
         (("--prompt", "a\udcff"), "UTF-8"),  # as an argument that is no text reaches us
-        (("--prompt", "a", "--model", ""), "model folder"),
-        (("--prompt", "a", "--model", "b", "--plan", "c.yaml"), "expected MODEL or --model beside --plan, found both"),
         (("--prompt", "a", "--prefill-chunk", "1"), "--prefill-chunk"),
         (("--prompt", "a", "--max-new-tokens", "9" * 5000), "--max-new-tokens"),
-        (("--prompt", "a", "--kv-host-layers", "9" * 5000), "--kv-host-layers"),
-        (("--prompt", "a", "--kv-host-layers", "7"), "layers"),
-        (("--prompt", "a", "--temperature", "1e-300"), "--temperature"),
-        (("--prompt", "a", "--temperature", "inf"), "--temperature"),
-        (("--prompt", "a", "--top-p", "nan"), "--top-p"),
-        (("--prompt", "a", "--seed", "9" * 30), "--seed"),
-        (("--prompt", "a", "--temperature", "nan"), "--temperature"),
+        (("--prompt", "a", "--offload", "9" * 5000), "--offload"),
+        (("--prompt", "a", "--offload", "7"), "layers"),
+        (("--prompt", "a", "--set", "temperature=1e-300"), "temperature of 0"),
+        (("--prompt", "a", "--set", "temperature=inf"), "--set temperature"),
+        (("--prompt", "a", "--set", "top_p=nan"), "--set top_p"),
+        (("--prompt", "a", "--set", "seed=" + "9" * 30), "--set seed"),
+        (("--prompt", "a", "--set", "temperature=nan"), "--set temperature"),
         (("--prompt", "a", "--device", "quantum"), "device"),
         (("--prompt", "a", "--device", "meta"), "device"),
         (("--prompt", "a", "--device", ""), "device"),
         (("--prompt", "a", "--dtype", "int3"), "dtype"),
-        (("--prompt", "a", "--backend", "flash"), "flash"),
-        (("--prompt", "a", "--backend", "abacus"), "abacus"),
+        (("--prompt", "a", "--set", "backend=flash"), "flash"),
+        (("--prompt", "a", "--set", "backend=abacus"), "abacus"),
     ],
 )
 def test_calls_that_cannot_work_are_usage_errors(sparsekv, folder, arguments, word):
@@ -165,12 +163,12 @@ def test_a_wrong_environment_variable_is_named(sparsekv, folder, monkeypatch):
 
 def test_a_backend_of_the_environment_that_cannot_run_is_told_apart_from_a_flag(sparsekv, folder, monkeypatch):
     call = ("run", folder, "--prompt", "a", "--device", "cpu", *FEW)
-    assert "SPARSEKV_BACKEND" not in sparsekv(*call, "--backend", "flash").err
+    assert "SPARSEKV_BACKEND" not in sparsekv(*call, "--set", "backend=flash").err
     monkeypatch.setenv("SPARSEKV_BACKEND", "flash")
     done = sparsekv(*call)
     assert done.code == 2
     assert "SPARSEKV_BACKEND" in done.err
-    assert sparsekv(*call, "--backend", "cpu").code == 0
+    assert sparsekv(*call, "--set", "backend=cpu").code == 0
 
 
 def test_compare_shows_both_and_where_they_part(sparsekv, folder):
@@ -281,7 +279,12 @@ def test_the_beginning_that_compare_runs_first_does_what_the_whole_prompt_does(d
 def test_dense_needs_no_plan_and_each_phase_can_be_switched_off(sparsekv, copy):
     moved = ("--prompt", PROMPT, "--offload", "always", "--json", *FEW)
     sparse, prefill_off, decode_off = (
-        sparsekv("run", copy, *off, *moved).data for off in ((), ("--dense-prefill",), ("--dense-decode",))
+        sparsekv("run", copy, *off, *moved).data
+        for off in (
+            (),
+            ("--only", "decode"),
+            ("--only", "prefill"),
+        )
     )
     assert (prefill_off["prefill_density"], prefill_off["kv_bytes_host"]) == (1, sparse["kv_bytes_host"])
     assert (decode_off["prefill_density"], decode_off["kv_bytes_host"]) == (sparse["prefill_density"], 0)
@@ -295,7 +298,12 @@ def test_exact_says_what_dense_attention_says_and_prefills_by_the_plan_where_ask
     asked = ("--prompt", PROMPT, "--json", "--max-new-tokens", 24)
     exact, decode_alone, by_plan, half = (
         sparsekv("run", copy, *flags, *asked).data
-        for flags in (("--exact",), ("--exact-decode",), (), ("--dense-decode",))
+        for flags in (
+            ("--exact", "all"),
+            ("--exact", "decode"),
+            (),
+            ("--only", "prefill"),
+        )
     )
     dense = sparsekv("run", copy, "--dense", *asked).data
     assert (exact["text"], exact["prefill_density"]) == (dense["text"], 1)
@@ -304,7 +312,7 @@ def test_exact_says_what_dense_attention_says_and_prefills_by_the_plan_where_ask
 
 
 @pytest.mark.parametrize(
-    "flags", [("--exact", "--dense-decode"), ("--exact", "--dense"), ("--exact", "--exact-decode")]
+    "flags", [("--exact", "all", "--only", "prefill"), ("--exact", "decode", "--dense"), ("--exact", "prefill")]
 )
 def test_exact_beside_what_leaves_no_drafts_is_refused(sparsekv, copy, flags):
     done = sparsekv("run", copy, "--prompt", PROMPT, *flags)
@@ -312,13 +320,15 @@ def test_exact_beside_what_leaves_no_drafts_is_refused(sparsekv, copy, flags):
 
 
 def test_prefill_in_pieces_says_the_same(sparsekv, folder):
-    whole = sparsekv("run", folder, "--prompt", PROMPT, "--dense-prefill", *FEW).out
-    assert sparsekv("run", folder, "--prompt", PROMPT, "--dense-prefill", "--prefill-chunk", 300, *FEW).out == whole
+    whole = sparsekv("run", folder, "--prompt", PROMPT, "--only", "decode", *FEW).out
+    assert sparsekv("run", folder, "--prompt", PROMPT, "--only", "decode", "--prefill-chunk", 300, *FEW).out == whole
 
 
 def test_sampling_repeats_with_its_seed(sparsekv, folder):
     def sampled(seed: int) -> str:
-        return sparsekv("run", folder, "--prompt", PROMPT, "--temperature", 1.5, "--seed", seed, *FEW).out
+        return sparsekv(
+            "run", folder, "--prompt", PROMPT, "--set", "temperature=1.5", "--set", f"seed={seed}", *FEW
+        ).out
 
     assert sampled(1) == sampled(1)
     assert sampled(1) != sampled(2)
@@ -478,7 +488,7 @@ def test_a_plan_that_the_model_lacks_layers_for_is_refused_before_weights_are_re
     other = save_model(tiny_model(layers=2, context=2048), tmp_path / "other")
     (other / "model.safetensors").unlink()
     name, *options = command
-    named = ("--model", other) if name == "verify" else (other,)
+    named = (other,)
     done = sparsekv(name, *named, "--plan", folder / "sparsekv.yaml", *options, "--allow-mismatch")
     assert done.code == 3
     assert "cannot run" in done.err
@@ -503,6 +513,6 @@ def test_sliding_layers_that_the_plan_does_not_name_are_refused(sparsekv, tmp_pa
 
 
 def test_a_comparison_where_decode_alone_is_sparse_compares_speeds(sparsekv, folder):
-    done = sparsekv("run", folder, "--prompt", PROMPT, "--compare", "--dense-prefill", *FEW)
+    done = sparsekv("run", folder, "--prompt", PROMPT, "--compare", "--only", "decode", *FEW)
     assert "nothing was sparse" not in done.out
     assert "attention computed in decode" in done.out

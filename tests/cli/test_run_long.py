@@ -26,17 +26,17 @@ def test_layers_go_to_the_host_by_number_or_by_name(sparsekv, folder):
     plain = sparsekv("run", folder, "--offload", "always", *FEW).data
     found = {}
     for asked in ("0", "1", "3", "0-1", "0,2"):
-        done = sparsekv("run", folder, "--kv-host-layers", asked, *FEW)
+        done = sparsekv("run", folder, "--offload", asked, *FEW)
         assert done.code == 0, done.err
         assert done.data["text"] == plain["text"]
         found[asked] = done.data["kv_bytes_host"]
     assert found["0"] == 0 < found["1"] == plain["kv_bytes_host"] < found["0-1"] == found["0,2"] < found["3"]
 
 
-def test_a_dense_run_places_them_too(sparsekv, folder):
-    dense = sparsekv("run", folder, "--dense", *FEW).data
-    done = sparsekv("run", folder, "--dense-prefill", "--dense-decode", "--kv-host-layers", 3, *FEW)
-    assert done.data["text"] == dense["text"]
+def test_dense_prefill_places_them_too(sparsekv, folder):
+    call = ("run", folder, "--only", "decode", *FEW, "--offload")
+    done = sparsekv(*call, 3)
+    assert done.data["text"] == sparsekv(*call, "never").data["text"]
     assert done.data["kv_bytes_host"] > 0
     assert done.data["prefill_density"] == 1.0
 
@@ -44,13 +44,12 @@ def test_a_dense_run_places_them_too(sparsekv, folder):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (("--kv-host-layers", "4"), "0 to 3 layers"),
-        (("--kv-host-layers", "2-5"), "found 3-5"),
-        (("--kv-host-layers", "all"), "--kv-host-layers: expected ids"),
-        (("--kv-host-layers", "1", "--dense"), "--dense-prefill and --dense-decode"),
-        (("--offload", "auto", "--dense"), "--dense-prefill and --dense-decode"),
-        (("--offload", "never", "--kv-host-layers", "1"), "found both"),
-        (("--offload", "sometimes"), "--offload"),
+        (("--offload", "4"), "0 to 3 layers"),
+        (("--offload", "2-5"), "found 3-5"),
+        (("--offload", "nver"), "did you mean never"),
+        (("--offload", "1-"), "--offload: expected ids"),
+        (("--offload", "1", "--dense"), "--dense, found both"),
+        (("--offload", "auto", "--dense"), "--dense, found both"),
         (("--dry-run", "--dense"), "--dry-run"),
         (("--dry-run", "--compare"), "--dry-run"),
     ],
@@ -82,7 +81,7 @@ def test_an_offload_that_moves_nothing_is_said_to(sparsekv, folder, tmp_path):
     write_plan(plan.model_copy(update={"decode": decode}), other / "sparsekv.yaml")
     always = ("--offload", "always", "--dry-run", *FEW)
     assert "permits" in sparsekv("run", other, *always).err
-    assert "decode" in sparsekv("run", folder, *always, "--dense-decode").err
+    assert "decode" in sparsekv("run", folder, *always, "--only", "prefill").err
     assert "moves nothing" not in sparsekv("run", folder, *always).err + sparsekv("run", other, "--dry-run", *FEW).err
 
 
@@ -93,10 +92,10 @@ IDLE = "saves nothing on a CPU"
 @pytest.mark.parametrize(
     ("how", "times"),
     [
-        (("--kv-host-layers", "2"), 1),
-        (("--kv-host-layers", "0-1"), 1),
+        (("--offload", "2"), 1),
+        (("--offload", "0-1"), 1),
         (("--offload", "always"), 1),
-        (("--kv-host-layers", "0"), 0),
+        (("--offload", "0"), 0),
         (("--offload", "auto"), 0),
         ((), 0),
     ],
@@ -111,8 +110,8 @@ def test_layers_in_host_memory_that_a_cpu_does_not_need_are_said_once_to_save_no
 
 
 def test_bench_prefill_and_doctor_say_it_too(sparsekv, folder):
-    hosted = ("--kv-host-layers", 2)
-    timed = sparsekv("bench", "prefill", folder, "--lengths", "1k", "--repeats", 1, *hosted)
+    hosted = ("--offload", 2)
+    timed = sparsekv("bench", "prefill", folder, "--lengths", "1k", "--set", "kv_host_layers=2")
     assert timed.code == 0, timed.err
     estimated = sparsekv("doctor", "--memory", folder, "1k", "--device", "cpu", *hosted)
     assert (timed.err.count(IDLE), estimated.err.count(IDLE)) == (1, 1)
@@ -126,9 +125,7 @@ def test_large_amounts_of_host_memory_are_told_of_as_they_are_had(sparsekv, fold
     assert "host memory, GB" not in sparsekv("run", folder, "--offload", "never", *FEW).err
 
 
-@pytest.mark.parametrize(
-    "how", [("--offload", "always"), ("--kv-host-layers", "2"), ("--offload", "never"), ()], ids=str
-)
+@pytest.mark.parametrize("how", [("--offload", "always"), ("--offload", "2"), ("--offload", "never"), ()], ids=str)
 def test_a_dry_run_says_what_a_run_then_takes_and_reads_no_weights(sparsekv, folder, tmp_path, how):
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     said, ran = sparsekv("run", bare, "--dry-run", *how, *FEW), sparsekv("run", folder, *how, *FEW)

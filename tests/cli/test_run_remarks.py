@@ -38,7 +38,7 @@ def short(folder: Path, tmp_path: Path) -> Path:
         (1024, (), "first sparse length (1,025 tokens)"),
         (1024, ("--json",), "first sparse length (1,025 tokens)"),
         (1024, ("--compare",), "first sparse length (1,025 tokens)"),
-        (1024, ("--dense-prefill", "--dense-decode"), ""),
+        (1024, ("--only", "decode"), "at every length"),
         (64, (), ""),
         (None, (), "at every length"),
     ],

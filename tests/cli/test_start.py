@@ -92,11 +92,11 @@ LIGHT = (
     ("schema",),
 )
 REFUSED = (
-    ("plan", "tiny-retriever", "-o", "new.yaml", "--tasks", "juggling"),
+    ("plan", "tiny-retriever", "-o", "new.yaml", "--set", "tasks=juggling"),
     ("plan", "tiny-retriever", "-o", "new.yaml", "--only", "prefill", "--offload"),
     ("run", "tiny-retriever", "--dense", "--prompt", "a", "--device", "quantum"),
     ("verify", "--plan", "small.yaml", "--lengths", "soon"),
-    ("eval", "tiny-retriever", "--tasks", "juggling"),
+    ("eval", "tiny-retriever", "--set", "tasks=juggling"),
     ("bench", "kernels", "--lengths", "soon"),
     ("plan", "tiny-retriever", "-o", "new.yaml", "--lengths", "4k,64k"),
     ("plan", "tiny-retriever", "-o", "no/such/folder/new.yaml"),
@@ -110,15 +110,15 @@ REFUSED = (
     ("bench", "decode", "tiny-retriever", "--lengths", "64k"),
 )
 NOT_THERE = (
-    ("plan", "tiny-retriever", "-o", "new.yaml", "--device", "cpu", "--backend", "flash"),
+    ("plan", "tiny-retriever", "-o", "new.yaml", "--device", "cpu", "--set", "backend=flash"),
     ("run", "tiny-retriever", "--plan", "small.yaml", "--prompt", "a", "--device", "cuda:77"),
-    ("verify", "tiny-retriever", "--plan", "small.yaml", "--device", "cpu", "--backend", "flash"),
+    ("verify", "tiny-retriever", "--plan", "small.yaml", "--device", "cpu", "--set", "backend=flash"),
     ("eval", "tiny-retriever", "--plan", "small.yaml", "--device", "cuda:77"),
-    ("bench", "prefill", "tiny-retriever", "--device", "cpu", "--backend", "flash"),
+    ("bench", "prefill", "tiny-retriever", "--device", "cpu", "--set", "backend=flash"),
     ("bench", "decode", "llama3-8b", "--random-weights", "--device", "cuda:77"),
-    ("bench", "kernels", "--device", "cpu", "--backend", "flash"),
+    ("bench", "kernels", "--device", "cpu", "--set", "backend=flash"),
     ("doctor", "--device", "cuda:77"),
-    ("doctor", "--memory", "tiny-retriever", "8k", "--device", "cpu", "--backend", "flash"),
+    ("doctor", "--memory", "tiny-retriever", "8k", "--device", "cpu", "--set", "backend=flash"),
 )
 
 

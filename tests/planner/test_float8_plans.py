@@ -38,7 +38,7 @@ def test_a_plan_is_priced_and_verified_over_them_and_says_so(
     assert found.plan.quality.prefill.by_length[0].floor > 0  # in float32 too, where kernels round to nothing
     cost = read_measured(DeviceCost, tmp_path / "cost.json")
     assert cost.kv_dtype == "fp8"
-    with pytest.raises(UsageError, match="--kv-dtype auto, found fp8"):
+    with pytest.raises(UsageError, match="kv_dtype auto, found fp8"):
         job_of(loaded, OPTIONS, cost=cost)
 
 

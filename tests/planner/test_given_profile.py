@@ -24,12 +24,12 @@ DECODE_ONLY = made_up_profile(
 @pytest.mark.parametrize(
     ("asked", "profile", "words"),
     [
-        ({"tile": TileShape(query=128, key=128)}, PROFILE, "--tile"),
+        ({"tile": TileShape(query=128, key=128)}, PROFILE, "tile"),
         ({"preset": "minference"}, PROFILE, "--preset"),
-        ({"samples": 99}, PROFILE, "--samples"),
+        ({"calibration_samples": 99}, PROFILE, "calibration_samples"),
         ({"prompts": ("a",)}, PROFILE, "prompts"),
-        ({"target_density": (0.3,)}, PRESET, "--target-density beside --profile"),
-        ({"target_speedup": 2.0}, PRESET, "--target-speedup beside --profile"),
+        ({"target_density": (0.3,)}, PRESET, "target_density beside --profile"),
+        ({"target_speedup": 2.0}, PRESET, "target_speedup beside --profile"),
         ({}, PREFILL_ONLY, "--only prefill"),
         ({}, DECODE_ONLY, "--only decode"),
         ({"phases": ("decode",)}, PREFILL_ONLY, "profile again"),
@@ -44,14 +44,14 @@ def test_a_profile_is_not_contradicted_and_holds_what_is_asked_for(asked, profil
 def test_families_that_were_not_searched_are_refused() -> None:
     candidates = tuple(candidate for candidate in LENGTH.candidates if candidate.family == "a_shape")
     narrow = LENGTH.model_copy(update={"candidates": candidates, "reuse": REUSE})
-    with pytest.raises(UsageError, match=r"--families.*found block_sparse.*--profile"):
+    with pytest.raises(UsageError, match=r"families.*found block_sparse.*--profile"):
         for_profile(
             PlanOptions(families=("a_shape", "block_sparse")), PROFILE.model_copy(update={"lengths": (narrow,)})
         )
 
 
 def test_saying_again_what_the_profile_says_is_fine() -> None:
-    options = PlanOptions(tile=PROFILE.tile, samples=PROFILE.samples, lengths=(4096,))
+    options = PlanOptions(tile=PROFILE.tile, calibration_samples=PROFILE.samples, lengths=(4096,))
     assert for_profile(options, PROFILE)[0].tile == PROFILE.tile
     assert for_profile(PlanOptions(preset="minference"), PRESET)[0].preset == "minference"
     assert for_profile(PlanOptions(phases=("prefill",)), PREFILL_ONLY)[0].phases == ("prefill",)
@@ -60,7 +60,7 @@ def test_saying_again_what_the_profile_says_is_fine() -> None:
 def test_a_device_cost_of_vllm_makes_it_the_host() -> None:
     cost = made_up_cost(tile=PROFILE.tile).model_copy(update={"host": "vllm", "chunk": 2048})
     assert narrowed(PlanOptions(), PROFILE, cost)[0].host == "vllm"
-    with pytest.raises(UsageError, match=r"--offload .*--host vllm"):
+    with pytest.raises(UsageError, match=r"offload .*--host vllm"):
         narrowed(PlanOptions(offload=True), PROFILE, cost)
 
 
@@ -68,10 +68,10 @@ def test_a_device_cost_of_vllm_makes_it_the_host() -> None:
     ("asked", "dense", "flags"),
     [
         ({"preset": "minference"}, {"prefill"}, ("minference",)),
-        ({"target_speedup": 2.0}, {"prefill", "decode"}, ("--target-speedup",)),
+        ({"target_speedup": 2.0}, {"prefill", "decode"}, ("target_speedup",)),
         ({"target_speedup": 2.0}, {"decode"}, ()),
-        ({"filter_layers": (1,)}, {"decode"}, ("--filter-layers",)),
-        ({"decode_budget": tokens(64)}, {"decode"}, ("--decode-budget",)),
+        ({"filter_layers": (1,)}, {"decode"}, ("filter_layers",)),
+        ({"decode_budget": tokens(64)}, {"decode"}, ("decode_budget",)),
         ({}, {"prefill", "decode"}, ()),
     ],
 )

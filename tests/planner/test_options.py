@@ -16,36 +16,36 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("asked", "flag"),
     [
-        ({"target_density": (0.0,)}, "--target-density"),
-        ({"target_density": (1.5,)}, "--target-density"),
-        ({"target_density": (NAN,)}, "--target-density"),
-        ({"target_density": 0.3}, "--target-density"),
-        ({"target_speedup": 1.0}, "--target-speedup"),
+        ({"target_density": (0.0,)}, "target_density"),
+        ({"target_density": (1.5,)}, "target_density"),
+        ({"target_density": (NAN,)}, "target_density"),
+        ({"target_density": 0.3}, "target_density"),
+        ({"target_speedup": 1.0}, "target_speedup"),
         ({"lengths": (4096, 4096)}, "--lengths"),
         ({"lengths": 4096}, "--lengths"),
         ({"lengths": "4q"}, "--lengths"),
         ({"lengths": (0,)}, "--lengths"),
-        ({"tasks": "chess"}, "--tasks"),
-        ({"tasks": ("kv_retrieval", "kv_retrieval")}, "--tasks"),
-        ({"gate": Gate().model_copy(update={"max_kl": 1.0}), "min_exact": NAN}, "--min-exact"),
-        ({"max_kl": NAN}, "--max-kl"),
-        ({"max_decode_kl": -0.1}, "--max-decode-kl"),
-        ({"min_agreement": 1.1}, "--min-agreement"),
-        ({"max_accuracy_drop": 101.0}, "--max-accuracy-drop"),
+        ({"tasks": "chess"}, "--set tasks"),
+        ({"tasks": ("kv_retrieval", "kv_retrieval")}, "--set tasks"),
+        ({"gate": Gate().model_copy(update={"max_kl": 1.0}), "min_exact": NAN}, "min_exact"),
+        ({"max_kl": NAN}, "max_kl"),
+        ({"max_decode_kl": -0.1}, "max_decode_kl"),
+        ({"min_agreement": 1.1}, "min_agreement"),
+        ({"max_accuracy_drop": 101.0}, "max_accuracy_drop"),
         ({"phases": ()}, "--only"),
-        ({"families": ("spiral",)}, "--families"),
-        ({"decode_budget": tokens(0)}, "--decode-budget"),
+        ({"families": ("spiral",)}, "families"),
+        ({"decode_budget": tokens(0)}, "decode_budget"),
         ({"preset": "x"}, "--preset"),
-        ({"batch": 0}, "--batch"),
+        ({"batch": 0}, "batch"),
         ({"prefill_chunk": 15}, "--prefill-chunk"),
-        ({"seed": -1}, "--seed"),
+        ({"seed": -1}, "--set seed"),
         ({"lengths": (4096,), "verify_lengths": (4096, 4096)}, "verify_lengths"),
         ({"lengths": (1024,), "verify_lengths": (2048,)}, "verify_lengths"),
-        ({"samples": 0}, "--samples"),
-        ({"verify_samples": -1}, "--verify-samples"),
+        ({"calibration_samples": 0}, "calibration_samples"),
+        ({"verify_samples": -1}, "verify_samples"),
         ({"levels": (0.0,)}, "levels"),
-        ({"decode_loss": 1.1}, "--decode-loss"),
-        ({"decode_kl": NAN}, "--decode-kl"),
+        ({"decode_loss": 1.1}, "decode_loss"),
+        ({"decode_kl": NAN}, "decode_kl"),
         ({"target_densty": 0.3}, "target_densty"),
     ],
 )
@@ -57,13 +57,13 @@ def test_what_makes_no_sense_is_refused_by_the_name_of_its_flag(asked: dict[str,
 @pytest.mark.parametrize(
     ("asked", "flags"),
     [
-        ({"preset": "minference", "target_density": (0.3,)}, ("--target-density", "--preset minference")),
-        ({"preset": "minference", "target_speedup": 2.0}, ("--target-speedup", "--preset minference")),
-        ({"target_speedup": 2.0, "target_density": (0.3,)}, ("--target-density", "--target-speedup")),
-        ({"decode_kl": 0.1, "decode_loss": 0.1}, ("--decode-kl", "--decode-loss")),
-        ({"decode_kl": 0.1, "filter_layers": (2,)}, ("--decode-kl", "--filter-layers")),
-        ({"decode_loss": 0.1, "filter_layers": (2,)}, ("--decode-loss", "--filter-layers")),
-        ({"host": "vllm", "offload": True}, ("--offload", "--host vllm")),
+        ({"preset": "minference", "target_density": (0.3,)}, ("--set target_density", "--preset minference")),
+        ({"preset": "minference", "target_speedup": 2.0}, ("target_speedup", "--preset minference")),
+        ({"target_speedup": 2.0, "target_density": (0.3,)}, ("--set target_density", "target_speedup")),
+        ({"decode_kl": 0.1, "decode_loss": 0.1}, ("decode_kl", "decode_loss")),
+        ({"decode_kl": 0.1, "filter_layers": (2,)}, ("decode_kl", "filter_layers")),
+        ({"decode_loss": 0.1, "filter_layers": (2,)}, ("decode_loss", "filter_layers")),
+        ({"host": "vllm", "offload": True}, ("offload", "--host vllm")),
     ],
 )
 def test_options_that_leave_one_another_unread_are_refused_by_name(asked: dict[str, Any], flags: Any) -> None:
@@ -152,7 +152,7 @@ def test_densities_pair_with_lengths_in_the_order_given() -> None:
 def test_the_published_preset_takes_one_key_value_sample_and_64_tiles() -> None:
     settled = settle(PlanOptions(preset="minference", lengths=(32768,)), 32768, "cuda")
     assert settled.tasks == ("kv_retrieval",)
-    assert settled.samples == 1
+    assert settled.calibration_samples == 1
     assert settled.tile == TileShape(query=64, key=64)
 
 
@@ -173,9 +173,9 @@ def test_long_prompts_are_scored_on_as_many_rows_as_shorter_ones_have() -> None:
     [
         ({}, "cuda", [8, 5]),
         ({}, "cpu", [3, 3]),
-        ({"samples": 7}, "cuda", [7, 7]),
+        ({"calibration_samples": 7}, "cuda", [7, 7]),
         ({"prompts": ("a",) * 9}, "cuda", [9, 9]),
-        ({"prompts": ("a",) * 9, "samples": 4}, "cpu", [4, 4]),
+        ({"prompts": ("a",) * 9, "calibration_samples": 4}, "cpu", [4, 4]),
         ({"preset": "minference"}, "cuda", [1, 1]),
         ({"tasks": ("kv_retrieval", "perplexity")}, "cuda", [2, 2]),
         ({"tasks": ("kv_retrieval",)}, "cpu", [1, 1]),

@@ -262,7 +262,7 @@ def test_what_can_never_be_planned_is_found_out_before_anything_is_measured(load
     [
         ({"target_density": (0.1,)}, "profiled"),
         ({"decode_budget": tokens(1)}, "profiled"),
-        ({"families": ("block_sparse",)}, "--families"),
+        ({"families": ("block_sparse",)}, "families"),
     ],
 )
 def test_what_a_profile_does_not_hold_is_found_out_before_the_device_is_measured(
@@ -314,7 +314,13 @@ def test_an_interruption_in_any_stage_leaves_whole_files_and_the_model_as_it_was
 
 def test_the_facade_plans_a_loaded_model_and_reports_on_it(loaded: LoadedModel) -> None:
     progress = Counting()
-    options = {"lengths": (1024,), "crossover": False, "tile": OPTIONS.tile, "tasks": OPTIONS.tasks, "samples": 1}
+    options = {
+        "lengths": (1024,),
+        "crossover": False,
+        "tile": OPTIONS.tile,
+        "tasks": OPTIONS.tasks,
+        "calibration_samples": 1,
+    }
     plan = sparsekv.plan_model(
         loaded.model, loaded.tokenizer, verify_samples=0, phases=("decode",), progress=progress, **options
     )

@@ -46,7 +46,7 @@ def plan(reference: LoadedModel) -> Plan:
             crossover=False,
             tile=TILE,
             levels=(1.0,),
-            samples=1,
+            calibration_samples=1,
             tasks=("niah_multikey",),
         ),
         reference.info.context_length,

@@ -28,7 +28,7 @@ from sparsekv.runtime.hf.load import LoadedModel
 
 def options(samples: int | None = 3, *, lengths: tuple[int, ...] = (512,), **changes):
     settled = settle(quick_options(lengths=lengths, verify_samples=samples, **changes), 4096, "cpu")
-    return settled.but(verify_chosen=tuple(flag for flag in settled.verify_chosen if flag != "--tasks"))
+    return settled.but(verify_chosen=tuple(flag for flag in settled.verify_chosen if flag != "--set tasks"))
 
 
 def everything(model) -> Plan:
@@ -102,7 +102,7 @@ def test_too_few_samples_leave_a_plan_undecided_and_say_how_many_more(loaded: Lo
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({"gate": LOOSE}, "looser"), ({"verify_seed": 1}, "--seed")],
+    [({"gate": LOOSE}, "looser"), ({"verify_seed": 1}, "--set seed")],
 )
 def test_loose_gates_and_chosen_samples_verify_nothing(loaded: LoadedModel, changes, word) -> None:
     found = verify(loaded, narrow(loaded.model), options(2, **changes))
@@ -137,7 +137,7 @@ def test_a_plan_without_finite_numbers_missed_its_gate_and_ends_nothing(loaded: 
 def test_tasks_of_ones_own_verify_nothing(loaded: LoadedModel) -> None:
     settled = settle(quick_options(lengths=(512,), verify_samples=1), 4096, "cpu")
     found = verify(loaded, narrow(loaded.model), settled)
-    assert any("--tasks" in line for line in found.reasons)
+    assert any("--set tasks" in line for line in found.reasons)
     assert found.quality.evidence.tasks == settled.tasks
 
 

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import typer
 
 from sparsekv.cli.main import main
+from sparsekv.cli.output import report
+from sparsekv.planner.flags import Options
 
 
 @dataclass(frozen=True)
@@ -31,5 +34,24 @@ def sparsekv(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
             main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
         return Outcome(int(stop.value.code or 0), captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def asked(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Calls a command with options that only programs give: `asked(run, Model, name=value)`."""
+
+    def call(run: Callable[[Any], None], model: type[Options], /, **options: Any) -> Outcome:
+        capsys.readouterr()
+        code = 0
+        try:
+            run(model(**options))
+        except typer.Exit as left:
+            code = left.exit_code
+        except BaseException as error:
+            code = report(error, "bench", options.get("as_json", False))
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
 
     return call

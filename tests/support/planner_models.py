@@ -46,7 +46,7 @@ def quick_options(**changes: Any) -> PlanOptions:
         crossover=False,
         tile=TILE,
         levels=(0.8, 1.0),
-        samples=1,
+        calibration_samples=1,
         tasks=("kv_retrieval",),
         verify_samples=1,
         row_stride=2,

@@ -104,7 +104,7 @@ def untested() -> str | None:
         return None
     return (
         f"{found.distribution} {release} was not tested with these block lists, {' and '.join(found.tested)} was "
-        f"({install_command('flash')}); --backend flash uses it all the same"
+        f"({install_command('flash')}); --set backend=flash uses it all the same"
     )
 
 

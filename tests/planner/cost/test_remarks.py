@@ -114,7 +114,7 @@ def test_rows_in_host_memory_cost_what_reading_them_takes() -> None:
     assert found.decode.sparse_us == pytest.approx(8.192 + 0.8192 + 2 * one, rel=1e-5)
     assert found.decode.sparse_us > found.decode.dense_us
     (line,) = remarks(profile, cost, OFFLOAD)
-    assert "--offload" in line
+    assert "offload" in line
     assert remarks(profile, made_up_cost(decode_host=Line(prices=(1.0, 0.001, 0.001))), OFFLOAD) == ()
 
 

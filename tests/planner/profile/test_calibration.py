@@ -18,7 +18,7 @@ def prompts(**options: object) -> tuple[CalibrationPrompt, ...]:
     settled = settle(PlanOptions(lengths=(1024,), **options), 4096, "cpu")  # type: ignore[arg-type]
     return Calibration(
         tokenizer_named("shipped"), tuple(one.text for one in settled.prompts), settled.tasks, settled.seed
-    ).prompts(1024, settled.samples)
+    ).prompts(1024, settled.calibration_samples)
 
 
 @pytest.mark.parametrize(

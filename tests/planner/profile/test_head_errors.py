@@ -121,7 +121,7 @@ def test_an_overflow_is_an_error_that_names_the_head() -> None:
 def test_what_was_scored_is_what_the_plan_says_and_runs(loaded: LoadedModel) -> None:
     """The patterns of a plan as it is read back, scored once more on the same prompts: the numbers of its profile."""
     short = {"lengths": (LENGTH,), "target_density": (0.8,), "levels": (0.85, 1.0)}
-    options = settle(quick_options(**short, samples=2, phases=("prefill",), families=FAMILIES), 4096, "cpu")
+    options = settle(quick_options(**short, calibration_samples=2, phases=("prefill",), families=FAMILIES), 4096, "cpu")
     measured = profile(bare_job(loaded, options))
     plan = parse_plan(dump_plan(compile_once(loaded.info, options, measured, made_up_cost())))
     again: dict[int, list[CandidateScore]] = {0: [], 1: [], 2: []}

@@ -21,7 +21,9 @@ from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
 
-OPTIONS = settle(quick_options(samples=2, tasks=("kv_retrieval", "perplexity"), families=PRESET_FAMILIES), 4096, "cpu")
+OPTIONS = settle(
+    quick_options(calibration_samples=2, tasks=("kv_retrieval", "perplexity"), families=PRESET_FAMILIES), 4096, "cpu"
+)
 QUICK = OPTIONS.but(families=("a_shape",))  # where every layer counts and no candidate
 RANGES = 7  # of the families of OPTIONS, each at two densities
 
@@ -170,7 +172,7 @@ def test_one_phase_is_profiled_alone(loaded: LoadedModel) -> None:
 
 def test_own_prompts_are_calibrated_on_and_short_ones_refused(loaded: LoadedModel) -> None:
     text = "The quick brown fox jumps over the lazy dog. " * 40
-    own = settle(quick_options(prompts=(text, "short"), samples=3), 4096, "cpu")
+    own = settle(quick_options(prompts=(text, "short"), calibration_samples=3), 4096, "cpu")
     with pytest.warns(PlanWarning, match="1 of 2"):
         found = profile(bare_job(loaded, own))
     assert found.lengths[0].prompt_tokens == (1024,)
