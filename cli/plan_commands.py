@@ -286,7 +286,7 @@ app = commands.group()
 for run, *examples in (
     (show, "sparsekv show plan.yaml", "sparsekv show ./my-model --full"),
     (report, "sparsekv report plan.yaml -o report.html", "sparsekv report plan.yaml --profile model.profile"),
-    (diff, "sparsekv diff old.yaml new.yaml", "sparsekv diff ./my-model plan.yaml --full"),
+    (diff, "sparsekv diff old.yaml new.yaml", "sparsekv diff ./my-model plan.yaml --json"),
     (validate, "sparsekv validate plan.yaml", "sparsekv validate ./my-model other.yaml --json"),
     (seal, "sparsekv seal plan.yaml", "sparsekv seal ./my-model/sparsekv.yaml --json"),
     (schema, "sparsekv schema", "sparsekv schema > plan.schema.json"),

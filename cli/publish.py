@@ -184,5 +184,5 @@ def _predicted(plan: Plan, phase: str) -> tuple[int, Estimate] | None:
 app = commands.app(
     publish,
     "sparsekv publish plan.yaml ./my-model --dry-run",
-    "sparsekv publish plan.yaml your-name/your-model -o ./out",
+    "sparsekv publish plan.yaml your-name/your-model --create-pr",
 )

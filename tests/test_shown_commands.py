@@ -29,13 +29,13 @@ from shown_commands import Shown, shown
 from stand_ins import StandIns
 from stand_ins import stand_ins as stand_ins
 
-from sparsekv.bench.curve_file import CurveRow
+from sparsekv.bench.curve_file import CurvePoint
 from sparsekv.bench.random_model import BenchModel
 from sparsekv.cli.benched import Benched
 from sparsekv.cli.main import app
 from sparsekv.kernels import backends
 from sparsekv.planner.plan import PlanResult
-from sparsekv.plans.aliases import is_alias
+from sparsekv.plans.aliases import PLAN_NAME, is_alias
 from sparsekv.runtime.vllm.settings import read_options
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,8 +72,7 @@ def stages(monkeypatch: pytest.MonkeyPatch, stand_ins: StandIns) -> None:
                 stand_ins.put(str(path), flag)
         return PlanResult(stand_ins.plan, 1.0, 1, ("nothing was measured",))
 
-    def curves(*_: object, done: Callable[[object], None], **__: object) -> Sequence[CurveRow]:
-        done([stand_ins.row])
+    def curves(*_: object) -> Sequence[CurvePoint]:
         return [stand_ins.row]
 
     def benched(flags: Benched, *_: object, **__: object) -> BenchModel:
@@ -89,7 +88,7 @@ def stages(monkeypatch: pytest.MonkeyPatch, stand_ins: StandIns) -> None:
     monkeypatch.setattr("sparsekv.bench.originals.fetch", lambda _: ())
     monkeypatch.setattr(backends, "check_backend", lambda *_: None)
     monkeypatch.setattr(backends, "choose_backend", lambda *shape: choose_backend(*shape[:3]))
-    monkeypatch.setattr("sparsekv.runtime.vllm.engine_facts.find_spec", lambda _: True)
+    monkeypatch.setattr("sparsekv.runtime.vllm.settings.find_spec", lambda _: True)
     monkeypatch.setattr("sparsekv.planner.cost.vllm_host.VllmHost", lambda *_: SimpleNamespace(chunk=None))
     monkeypatch.setattr("sparsekv.planner.job.solved_tasks", lambda *_: ())
 
@@ -202,6 +201,9 @@ def test_what_a_page_shows_runs(
                     before in OUTPUTS or (before == "--curve" and "eval" in words) or (has_shape and is_alias(word))
                 ):
                     stand_ins.put(word, before)
+            if words[1:2] == ["plan"]:  # which replaces none
+                for plan in Path().glob(f"*/{PLAN_NAME}"):
+                    plan.unlink()
             if why := fault(words):
                 faults.append(f"{shlex.join(words)}: {why}")
     assert not faults, "\n".join(["", *faults])

@@ -12,13 +12,13 @@ from planner_models import loaded_tiny
 from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 from torch_threads import torch_threads
 
-from sparsekv.cli.verdict import hurt_lines
 from sparsekv.planner.evaluation import DENSE, PlanMode, compare, opened
 from sparsekv.planner.evaluation.results import LongText
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.settled import settle
 from sparsekv.planner.tasks import Kit, Sample, Split, Turn, prepare
 from sparsekv.planner.verify import verify
+from sparsekv.plans.brief import eviction_losses
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import apply
@@ -198,7 +198,7 @@ def test_a_plan_that_keeps_almost_nothing_stays_unverified_and_says_which_task_l
     assert found.quality.evidence.tasks == ("niah_multikey", "second_question")
     assert (decode.tasks["second_question"].dense, decode.tasks["second_question"].sparse) == (1.0, 0.0)
     assert {"text_divergence", "text_agreement", "exact"} <= decode.by_length[0].claims.keys()
-    (told,) = hurt_lines(found.recorded(plan))
+    (told,) = eviction_losses(found.recorded(plan))
     assert "second_question 100% -> 0%" in told
 
 

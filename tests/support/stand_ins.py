@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,16 +17,9 @@ from planner_models import made_up_cost
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 from tiny_models import VOCABULARY, tiny_model
 
-from sparsekv.bench.curve_file import CurveRow, write_curve
-from sparsekv.planner.data_files import write_measured
-from sparsekv.planner.evaluation.suite_file import (
-    SuiteCell,
-    SuiteMethod,
-    SuiteModel,
-    SuiteResult,
-    SuiteSettings,
-    write_suite,
-)
+from sparsekv.bench.curve_file import CurvePoint, CurveRun
+from sparsekv.planner.evaluation.suite_results import SuiteCell, SuiteRun
+from sparsekv.planner.records import RunFile, RunRecord, RunSettings, write_measured
 from sparsekv.planner.tasks.ruler_suite import RULER_SUITE
 from sparsekv.plans.aliases import ALIASES, PLAN_NAME
 from sparsekv.plans.files import write_plan
@@ -60,7 +53,7 @@ class StandIns:
     folder: Path
     loaded: LoadedModel
     plan: Plan
-    row: CurveRow
+    row: CurvePoint
     make: dict[str, Callable[[Path], object]]
 
     def put(self, word: str, before: str = "") -> None:
@@ -85,27 +78,25 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
         made_up_length(length, np.random.default_rng(0), levels=_LEVELS).model_copy(update=reuse) for length in _PLANNED
     )
     profile = made_up_profile(*lengths, model=loaded.info)
-    row = CurveRow(
+    row = CurvePoint(
         length=2048, phase="prefill", method="plan", setting="given", density=0.5, kl=0.1, agreement=0.9, samples=1
     )
-    suite = SuiteResult(
-        model=SuiteModel(id="my-model", architecture=loaded.info.fingerprint.architecture, dtype="float32"),
-        settings=SuiteSettings(seed=0, samples=1, phase="both", backend="auto"),
-        methods=(SuiteMethod(name="dense"),),
-        devices=("cpu",),
-        versions={"sparsekv": "0"},
-        cells=tuple(
-            SuiteCell(method="dense", task=task, length=1024, recall=(1.0,), exact=(1.0,), prefill_density=1.0)
-            for task in RULER_SUITE
-        ),
-    )
+    score = {"recall": (1.0,), "exact": (1.0,), "prefill_density": 1.0}
+    cells = [SuiteCell(method="dense", device="cpu", task=task, length=1024, **score) for task in RULER_SUITE]
+    drawn = {"seed": 0, "samples": 1}
+
+    def write(settings: RunSettings, records: Sequence[RunRecord], path: Path) -> None:
+        file = RunFile(settings)
+        file.add(*records)
+        file.write(path)
+
     heads = {str(head): ["vertical_and_slash", 100, 800, 1.0] for head in range(4)}
     make = {
         "profile": lambda path: write_measured(profile, path),
         "preset": lambda path: write_measured(profile.model_copy(update={"preset": "minference"}), path),
         "cost": lambda path: write_measured(made_up_cost(), path),
-        "curve": lambda path: write_curve([row], path),
-        "suite": lambda path: write_suite(suite, path),
+        "curve": lambda path: write(CurveRun.of(loaded, tasks=(), **drawn), [row], path),
+        "suite": lambda path: write(SuiteRun.of(loaded, phase="both", backend="auto", **drawn), cells, path),
         "own": lambda path: path.write_text(
             '{"prompt": "The number is 2206914. The number is", "answer": " 2206914"}\n' * 4
         ),
