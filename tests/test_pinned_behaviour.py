@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import sparsekv
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.job import job_of_files
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import Profile
+from sparsekv.planner.records import read_measured
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import AShape, BlockSparse, TileShape, VerticalSlash, fraction, tokens

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from planner_models import made_up_cost
 
-from sparsekv.planner.data_files import read_measured, write_measured
 from sparsekv.planner.profile.profile_data import Profile
+from sparsekv.planner.records import read_measured, write_measured
 from sparsekv.planner.retain_search import rules_of
 from sparsekv.planner.verify import Verification
 from sparsekv.plans.files import load_plan
