@@ -356,7 +356,7 @@ def chosen_methods(phases: Sequence[Phase], names: Sequence[str], given: Collect
     for name in names:
         if name not in known:
             meant = did_you_mean(name, known)
-            raise UsageError(f"--methods: expected some of {', '.join(known)}, found {name!r:.40}{meant}")
+            raise UsageError(f"methods: expected some of {', '.join(known)}, found {name!r:.40}{meant}")
         if (needed := known[name].needs) and needed not in given:
             raise UsageError(f"expected {_FLAGS[needed]} for the method {name}, found none; give it, or leave it out")
 

@@ -75,17 +75,12 @@ class AllowMismatch(Options):
     group: ClassVar = "Model and plan"
     allow_mismatch: Annotated[bool, Flag("Go on although the plan was made for another architecture.")] = False
 
-    def check_model(self, plan: Plan, found: ModelInfo, also: str = "") -> list[str]:
-        """Returns what to warn of before a plan runs on a model; see `schema.check_model`.
-
-        Args:
-            also: what has to be changed in the call beside giving the option, in words.
-        """
-        option = self.flag_of("allow_mismatch")
-        return check_model(plan, found, self.allow_mismatch, f"{option} and {also}" if also else option)
+    def check_model(self, plan: Plan, found: ModelInfo) -> list[str]:
+        """Returns what to warn of before a plan runs on a model; see `schema.check_model`."""
+        return check_model(plan, found, self.allow_mismatch, self.flag_of("allow_mismatch"))
 
 
-class Subjects(AllowMismatch):
+class Subjects(Options):
     """A model, and a plan for it."""
 
     group: ClassVar = "Model and plan"

@@ -24,12 +24,12 @@ from sparsekv.cli.benched import (
     title_of,
 )
 from sparsekv.planner.flags import Count, Counts, Flag, Key, Lengths, Names, OneShare, Shares, Tile
-from sparsekv.planner.options import KVPrecision
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import TileShape, tokens
 from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import KVDtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,14 +53,7 @@ class KernelFlags(Timed, Output):
         Shares,
         Flag("Densities to plant structure at, such as 5% or 0.05,0.2; by default 0.05.", metavar="SHARES"),
     ] = (0.05,)
-    patterns: Annotated[
-        Names,
-        Flag(
-            "a_shape, vertical_slash, block_sparse, several joined by +, or mixed: all of them; by default mixed and "
-            "vertical_slash.",
-            metavar="LIST",
-        ),
-    ] = ("mixed", "vertical_slash")
+    patterns: Names = ("mixed", "vertical_slash")  # several joined by +, or mixed: all that can be planted
     backend: Names = ()  # all that can run
     heads: Count = 32
     kv_heads: Count = 8
@@ -181,11 +174,9 @@ class DecodeFlags(Benched, HandDecode, Timed, Output):
         ),
     ] = None
     miss_rate: OneShare | None = None  # with `offload` on a GPU: share of the chosen tokens that is new in each step
-    exact: Annotated[
-        bool, Key("Also tokens that the plan drafts and dense attention checks, as `run --exact decode`.", "true")
-    ] = False
+    exact: bool = False  # also tokens that the plan drafts and dense attention checks
     acceptance: OneShare | None = None  # share of drafts that is taken to count
-    kv_dtype: KVPrecision = "auto"
+    kv_dtype: KVDtype = "auto"
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
@@ -316,7 +307,7 @@ for run, summary, *examples in (
         kernels,
         "Index building and attention of one layer, without a model.",
         "sparsekv bench kernels --lengths 32k,128k --density 5%",
-        "SPARSEKV_DEVICE=cpu sparsekv bench kernels --lengths 4k --patterns vertical_slash",
+        "SPARSEKV_DEVICE=cpu sparsekv bench kernels --lengths 4k",
     ),
     (
         prefill,

@@ -108,7 +108,7 @@ def _peers(flags: PeersFlags) -> None:
 
     if unknown := [name for name in flags.methods if name not in METHODS]:
         found = f"{unknown[0]!r:.40}{did_you_mean(unknown[0], METHODS)}"
-        raise UsageError(f"--methods: expected some of {', '.join(METHODS)}, found {found}")
+        raise UsageError(f"methods: expected some of {', '.join(METHODS)}, found {found}")
     plan, loaded = named.plan, None if flags.random_weights else named.load(flags)
     shape = describe_named(flags.shape or flags.model, flags.random_weights or flags.shape is not None)
     group = shape.attention[0]

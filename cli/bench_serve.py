@@ -21,9 +21,9 @@ from sparsekv.cli.benched import (
 )
 from sparsekv.cli.output import tell
 from sparsekv.planner.flags import Count, Counts, Flag, Key, Lengths
-from sparsekv.planner.options import KVPrecision
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.types import KVDtype
 
 if TYPE_CHECKING:
     from sparsekv.bench.serve import Load
@@ -46,7 +46,7 @@ class ServeFlags(Benched, HandPrefill, HandDecode, Timed, Output):
     answer: Annotated[Count, Key("Tokens of an answer; 64 by default.", "N")] = 64
     alone: Annotated[bool, Key("One engine at a time, for loads that do not fit the device twice.", "true")] = False
     tensor_parallel: Annotated[Count, Key("GPUs of each engine, one engine at a time; 1 by default.", "N")] = 1
-    kv_dtype: KVPrecision = "auto"
+    kv_dtype: KVDtype = "auto"
 
 
 def loads_of(flags: ServeFlags, lengths: Sequence[int]) -> tuple[Load, ...]:

@@ -30,7 +30,7 @@ from sparsekv.cli.arguments import (
 from sparsekv.cli.output import FAILED, columns, emit, emit_json, placed, size, tell
 from sparsekv.cli.plan_choice import Candidate, best_of, candidates, described, device_called, plans_in
 from sparsekv.planner.flags import Chunk, Count, Flag, Key, Length, OneLength, Size
-from sparsekv.planner.options import Device, Precision
+from sparsekv.planner.options import Device
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.files import load_plan
@@ -61,7 +61,7 @@ _HEAD_DIM = 128
 MemorySize = Annotated[Size | None, Flag("Such as 80GiB; what this machine has by default.", metavar="SIZE")]
 
 
-class DoctorFlags(PlacementFlags, Device, Precision, Output):
+class DoctorFlags(PlacementFlags, Device, Output):
     """Holds what `doctor` is asked to do."""
 
     memory: Annotated[
@@ -85,7 +85,7 @@ class DoctorFlags(PlacementFlags, Device, Precision, Output):
     host_memory: MemorySize = None
     max_new_tokens: Annotated[Length, Key("Most tokens to generate; 256 by default.", "N")] = 256
     batch: Annotated[Count, Key("Prompts run at once; 1 by default.", "N")] = 1
-    chunk: Annotated[Chunk, Key("Most tokens prefilled at once.", "N")] = None
+    chunk: Chunk = None
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, plan_file, settings_of
@@ -14,7 +14,7 @@ from sparsekv.cli.eval_table import DENSE, prompts_data, suite_data, suite_text,
 from sparsekv.cli.output import columns, emit, emit_json, tell
 from sparsekv.cli.plan_files import only_writer
 from sparsekv.cli.prompts import answered_prompts
-from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Shares, each_once, text, words
+from sparsekv.planner.flags import MOST, Flag, Key, Lengths, Names, Shares
 from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Drawn, Hardware, Phase, check_lengths
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import executed_digest, load_plan
@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 PhaseName = Literal["prefill", "decode", "both"]
 Suite = Literal["ruler"]
 PLAN = "plan"
-_OF_PLAN = ("phase", "backend", "allow_mismatch")
+_OF_PLAN = ("only", "backend")
 _OF_SUITE = ("out", "beside")
-_OF_CURVE = ("profile", "phases", "methods", "densities", "budgets")
+_OF_CURVE = ("profile", "methods", "densities", "budgets")
 
 
 class EvalFlags(Subjects, Drawn, Hardware, Output):
     """The arguments of `eval`."""
 
+    group: ClassVar = "Samples"
     lengths: Annotated[
         Lengths,
         Flag(
@@ -47,7 +48,7 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
         ),
     ] = (4096,)
     samples: Annotated[int, Field(ge=1, le=MOST), Flag("Samples a task.", metavar="N")] = 20
-    phase: Annotated[PhaseName, Flag("Phases that follow the plan.")] = "both"
+    only: Annotated[Phase | None, Flag("Follow the plan in this phase alone.")] = None
     prompts_file: Annotated[
         Path | None,
         Flag(
@@ -88,19 +89,9 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
             reads=list[Path],
         ),
     ] = ()
-    phases: Annotated[
-        tuple[Phase, ...], text(words), AfterValidator(each_once), Flag("For --curve: prefill,decode.", metavar="NAMES")
-    ] = ()
-    methods: Annotated[
-        Names, Flag("For --curve, such as sparsekv,streamingllm,quest; all by default.", metavar="NAMES")
-    ] = ()
-    densities: Annotated[
-        Shares,
-        Flag("For --curve: of the prefill methods that take one.", ("--densities", "--density"), "SHARES"),
-    ] = ()
-    budgets: Annotated[
-        Shares, Flag("For --curve: of the context, of the decode methods.", ("--budgets", "--budget"), "SHARES")
-    ] = ()
+    methods: Annotated[Names, Key("For --curve, such as sparsekv,streamingllm,quest; all by default.", "NAMES")] = ()
+    densities: Shares = ()  # for a curve: of the prefill methods that take one
+    budgets: Shares = ()  # of the context, of the decode methods
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
@@ -109,7 +100,7 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
         if self.prompts_file is not None:
             self.refuse(("tasks", "lengths", "samples", "seed", "curve"), "no samples are drawn", "prompts_file")
         if self.curve is not None:
-            self.refuse(_OF_PLAN, "a curve is of both phases, by what is fastest", "curve")
+            self.refuse(("backend",), "a curve is measured by what is fastest", "curve")
         for needed, names in (("suite", _OF_SUITE), ("curve", _OF_CURVE)):
             if getattr(self, needed) is None and (unread := next(filter(self.is_given, names), None)):
                 flags = self.flag_of(needed), self.flag_of(unread)
@@ -117,6 +108,11 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
         if len(self.lengths) != 1 and self.suite is None and self.curve is None:
             raise UsageError(f"expected one --length, found {self.lengths}; call eval once for each")
         return self
+
+    @property
+    def phase(self) -> PhaseName:
+        """Returns which phases follow the plan."""
+        return self.only or "both"
 
     @property
     def drawn(self) -> EvalSamples:
@@ -133,11 +129,12 @@ def evaluate(flags: EvalFlags) -> None:
 
     Without a plan (--plan, or sparsekv.yaml in the model's folder or hub repository) dense is measured alone. With
     --curve FILE the divergence from dense is measured at many densities, of plans compiled from --profile and of other
-    methods, on the same samples; `report --curve FILE` draws it. With --suite ruler the tasks of RULER are run by
+    methods, on the same samples; `report PLAN FILE` draws it. With --suite ruler the tasks of RULER are run by
     its names, sizes and metric: dense and plan generate freely, and what each task loses is told, worst first.
     """
     subject = flags.subject
-    if subject.plan is None and not flags.beside and (unread := next(filter(flags.is_given, _OF_PLAN), None)):
+    unread = next(filter(flags.is_given, _OF_PLAN), None)
+    if unread and not (subject.plan or flags.beside or flags.curve):
         raise UsageError(f"expected a plan beside {flags.flag_of(unread)}, found none; name one with --plan FILE")
     subject = subject.checked(flags, () if flags.prompts_file else flags.lengths)
     with only_writer(flags.out or flags.curve):
@@ -168,10 +165,10 @@ def _loaded(subject: Subject, flags: EvalFlags, plans: dict[str, Plan]) -> tuple
     def check(info: ModelInfo, _: str) -> None:
         check_lengths(lengths, info.context_length)
         for plan in plans.values():
-            flags.check_model(plan, info)
+            check_model(plan, info)
 
     loaded, backend = subject.load(flags, check), settings_of(flags).backend
-    return loaded, {name: PlanMode(one, flags.phase, backend, flags.allow_mismatch) for name, one in plans.items()}
+    return loaded, {name: PlanMode(one, flags.phase, backend) for name, one in plans.items()}
 
 
 def _tasks(subject: Subject, flags: EvalFlags) -> None:
@@ -183,7 +180,7 @@ def _tasks(subject: Subject, flags: EvalFlags) -> None:
 
     plan = subject.plan
     loaded, modes = _loaded(subject, flags, {PLAN: plan} if plan else {})
-    differs = flags.check_model(plan, loaded.info) if plan else []
+    differs = check_model(plan, loaded.info) if plan else []
     if prompts:
         found = evaluate_given(loaded, modes, prompts, flags.batch, flags.prefill_chunk, BarProgress())
     else:
@@ -256,7 +253,7 @@ def _curve(subject: Subject, flags: EvalFlags) -> None:
 
     (profile, preset), drawn, plan = _profiles(flags.profile), flags.drawn, subject.plan
     profiles = {name: one for name, one in (("profile", profile), ("preset", preset)) if one is not None}
-    phases = tuple(phase for phase in PHASES if not flags.phases or phase in flags.phases)
+    phases = PHASES if flags.only is None else (flags.only,)
     methods = chosen_methods(phases, flags.methods, [*profiles, *(["plan"] if plan else [])])
     check_profiled(methods, profiles, drawn.lengths)
     RunFile.earlier(CurveRun, flags.curve)
@@ -304,4 +301,8 @@ def _profiles(paths: Sequence[Path]) -> tuple[Profile | None, Profile | None]:
     return found.get(False), found.get(True)
 
 
-app = commands.app(commands.command(evaluate))
+app = commands.app(
+    evaluate,
+    "sparsekv eval ./my-model --suite ruler --lengths 8k,32k -o ruler.json",
+    "sparsekv eval ./my-model --prompts questions.jsonl --only decode",
+)

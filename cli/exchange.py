@@ -19,6 +19,7 @@ from sparsekv.plans.interop.formats import READERS, WRITERS, plan_of, recognised
 from sparsekv.plans.interop.source import MAX_BYTES, Source
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.types import format_ids
+from sparsekv.runtime.settings import read_settings
 
 _ONNX = "onnx"
 _FORMATS = (*WRITERS, _ONNX)
@@ -93,21 +94,19 @@ def export(
     plan: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE", help="For onnx, where it is not beside the model.")
     ] = None,
-    half: Annotated[bool, typer.Option("--half", help="For onnx: float16 in place of float32.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a plan in another tool's format, or its model as ONNX, and say what that cannot hold."""
+    """Write a plan in another tool's format, or its model as ONNX (float32, or SPARSEKV_DTYPE=float16), and say what
+    that cannot hold."""
     if to not in _FORMATS:
         raise UsageError(f"expected a format of {', '.join(_FORMATS)}, found {to!r}{did_you_mean(to, _FORMATS)}")
     if out.exists():
         raise UsageError(f"expected nothing yet at {out}, found something; choose another name, or remove it first")
     if to == _ONNX:
-        _export_model(place, plan, out, half, as_json)
+        _export_model(place, plan, out, as_json)
         return
-    if plan is not None or half:
-        raise UsageError(
-            f"expected the plan alone for {to}, found --plan or --half, which are for onnx; leave them out"
-        )
+    if plan is not None:
+        raise UsageError(f"expected the plan alone for {to}, found --plan, which is for onnx; leave it out")
     check_writable(out)
     written = WRITERS[to](load_plan(plan_file(Path(place))))
     write_bytes(out, written.data)
@@ -119,7 +118,7 @@ def export(
         tell(f"lost: {line}")
 
 
-def _export_model(place: str, file: Path | None, out: Path, half: bool, as_json: bool) -> None:
+def _export_model(place: str, file: Path | None, out: Path, as_json: bool) -> None:
     try:
         from sparsekv.runtime.onnx.export import export as write_model
         from sparsekv.runtime.onnx.export import new_folder
@@ -132,7 +131,7 @@ def _export_model(place: str, file: Path | None, out: Path, half: bool, as_json:
 
     subject = Subject.named(place, file)
     plan = subject.need_plan()
-    loaded = load_model(place, device="cpu", dtype="float16" if half else "float32")
+    loaded = load_model(place, device="cpu", dtype="float16" if read_settings().dtype == "float16" else "float32")
     for line in check_model(plan, loaded.info):
         tell(line)
     if plan.retained:

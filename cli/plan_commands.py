@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import PLACE, Json, PlanArgument, PlanPlace, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json, emit_verdict, tell
-from sparsekv.cli.plan_files import check_replaceable, outcomes_beside
+from sparsekv.cli.plan_files import check_replaceable, kind_of, outcomes_beside
 from sparsekv.cli.verdict import Ended, sentences, verdict
 from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UsageError, install_command
 from sparsekv.plans.files import dump_plan, executed_digest, load_plan, parse_plan, read_text, write_bytes
@@ -105,14 +105,17 @@ def _print(plan: Plan, full: bool, place: str, ended: Ended) -> None:
 
 def report(
     plan: PlanPlace,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="FILE",
+            help="Its profile, and what `eval --curve` and `eval --suite` wrote.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the page goes.")] = Path(
         "report.html"
     ),
-    profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The plan's profile: damages and similarity of layers.")
-    ] = None,
-    curve: Annotated[Path | None, typer.Option(metavar="FILE", help="What `eval --curve` wrote.")] = None,
-    suite: Annotated[Path | None, typer.Option(metavar="FILE", help="What `eval --suite` wrote.")] = None,
     as_json: Json = False,
 ) -> None:
     """Write a plan as one self-contained page: budgets of heads, a head on the matrix, time and quality by length."""
@@ -128,9 +131,10 @@ def report(
     from sparsekv.bench.curve_file import CurvePoint, CurveRun
     from sparsekv.planner.records import RunFile
 
-    points = tuple(RunFile.read(CurveRun, curve).all(CurvePoint).values()) if curve else ()
-    profiled = _profile_of(found, profile) if profile else None
-    table = _suite_of(found, suite) if suite else None
+    given = {kind_of(file, ("profile", "curve", "suite")): file for file in files or ()}
+    points = tuple(RunFile.read(CurveRun, given["curve"]).all(CurvePoint).values()) if "curve" in given else ()
+    profiled = _profile_of(found, given["profile"]) if "profile" in given else None
+    table = _suite_of(found, given["suite"]) if "suite" in given else None
     write_bytes(out, page_of(found, sentences(found, str(plan), ended=_ended(path)), profiled, points, table).encode())
     if as_json:
         emit_json({"path": str(out), "model": found.model.id, "status": found.status})
@@ -285,7 +289,7 @@ def schema(as_json: Json = False) -> None:
 app = commands.group()
 for run, *examples in (
     (show, "sparsekv show plan.yaml", "sparsekv show ./my-model --full"),
-    (report, "sparsekv report plan.yaml -o report.html", "sparsekv report plan.yaml --profile model.profile"),
+    (report, "sparsekv report plan.yaml -o report.html", "sparsekv report plan.yaml model.profile curve.json"),
     (diff, "sparsekv diff old.yaml new.yaml", "sparsekv diff ./my-model plan.yaml --json"),
     (validate, "sparsekv validate plan.yaml", "sparsekv validate ./my-model other.yaml --json"),
     (seal, "sparsekv seal plan.yaml", "sparsekv seal ./my-model/sparsekv.yaml --json"),

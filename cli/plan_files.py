@@ -7,7 +7,7 @@ import re
 import stat
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -191,6 +191,8 @@ _WHAT = {
     "cost": "a device cost",
     "page": "a page of `sparsekv report`",
     "outcomes": "outcomes of a verification",
+    "curve": "what `eval --curve` wrote",
+    "suite": "what `eval --suite` wrote",
 }
 
 
@@ -202,22 +204,40 @@ def check_replaceable(path: Path, flag: str, kind: str) -> None:
         UsageError: naming the file.
     """
     check_writable(path)
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf")
-        if head.startswith(b"\x1f\x8b"):
-            head = zlib.decompressobj(wbits=31).decompress(head, _HEAD)
-    except FileNotFoundError:
-        return
-    except zlib.error:
-        head = b"\x1f\x8b"
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read before it is replaced: {error.strerror}; name another one") from None
+    head = _head_of(path)
     if head and not _tells(head, kind):
         raise UsageError(
             f"expected {_WHAT[kind]} or no file yet in {path}, where {flag} is to be written, found another file; "
             "choose another name, or remove it first"
         )
+
+
+def kind_of(path: Path, kinds: Sequence[str]) -> str:
+    """The kind among these that a file tells.
+
+    Raises:
+        UsageError: it tells none of them.
+    """
+    head = _head_of(path)
+    found = next((kind for kind in kinds if _tells(head, kind)), None)
+    if found is None:
+        expected = ", ".join(_WHAT[kind] for kind in kinds)
+        raise UsageError(f"expected {expected} in {path}, found {'another file' if head else 'none'}; name another one")
+    return found
+
+
+def _head_of(path: Path) -> bytes:
+    """The first bytes of a file; none of one that is not there."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf")
+        return zlib.decompressobj(wbits=31).decompress(head, _HEAD) if head.startswith(b"\x1f\x8b") else head
+    except FileNotFoundError:
+        return b""
+    except zlib.error:
+        return b"\x1f\x8b"
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}; name another one") from None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from sparsekv.cli import commands
-from sparsekv.cli.arguments import NewTokens, Output, PlacementFlags, Subject, Subjects, settings_of
+from sparsekv.cli.arguments import AllowMismatch, NewTokens, Output, PlacementFlags, Subject, Subjects, settings_of
 from sparsekv.cli.doctor import MemoryEstimate, say_memory, tell_if_idle
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.cli.prompts import given_prompt, typed_prompt
@@ -30,7 +30,7 @@ _COLDEST, _HOTTEST = 0.01, 100.0
 _ONE_TEXT = "; without a chat template each turn goes on from the text before it"
 
 
-class RunFlags(Subjects, PlacementFlags, Hardware, Output):
+class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
     """Holds what `run` is asked to do."""
 
     group: ClassVar = "Prompt and answer"

@@ -23,7 +23,7 @@ _WIDTH = 100  # columns
 _LEAST = 60  # seconds
 _LONGEST = 1_000_000  # that the option takes
 _SURE = 1.5  # times what is estimated
-RUN_BY = ("device", "dtype", "backend", "prefill_chunk", "prompts_file", "allow_mismatch")
+RUN_BY = ("device", "dtype", "backend", "prefill_chunk", "prompts_file")
 GATED_BY = tuple(Gate.set_keys())
 DRAWN_BY = ("lengths", "tasks", "seed")
 

@@ -31,7 +31,7 @@ from sparsekv.planner.own_prompts import GivenPrompt, digest_of_prompts, set_asi
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import executed_digest, parse_plan, read_text, rewrite_plan
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo, same_architecture
-from sparsekv.plans.schema import NOTHING_SPARSE, Plan, to_data
+from sparsekv.plans.schema import NOTHING_SPARSE, Plan, check_model, to_data
 from sparsekv.plans.show import claims
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _verify(flags: VerifyFlags, subject: Subject, found: Plan, file: Path | None
     from sparsekv.planner.verify import verify as measure
 
     def check(info: ModelInfo, hardware: str) -> None:
-        flags.check_model(found, info, "without --write" if flags.write else "")
+        check_model(found, info)
         settle(asked, info.context_length, hardware)
 
     if earlier:  # precision and kernels as before, unless this call says otherwise, which is refused then
@@ -151,9 +151,9 @@ def _verify(flags: VerifyFlags, subject: Subject, found: Plan, file: Path | None
         flags = flags.model_copy(update={n: v for n, v in before_this.items() if not flags.is_given(n)})
     loaded = subject.load(flags, check)
     found = _of_these_weights(found, loaded.info)
-    differs = flags.check_model(found, loaded.info)
+    differs = check_model(found, loaded.info)
     if flags.write:
-        _check_same_model(found, loaded.info, differs)
+        _check_same_weights(found, loaded.info)
     settled = settle(asked, loaded.info.context_length, loaded.model.device.type)
     settled = _as_before(settled, earlier) if earlier else settled.but(tasks=settled.tasks or DEFAULT_TASKS)
     evidence = found.quality.evidence if found.quality else None
@@ -162,7 +162,6 @@ def _verify(flags: VerifyFlags, subject: Subject, found: Plan, file: Path | None
         found,
         settled,
         BarProgress(),
-        allow_mismatch=flags.allow_mismatch,
         attempt=evidence.attempt if evidence else 1,  # the samples are those of that attempt
         prompts=prompts,
         held_out=HeldOut.of(loaded.tokenizer, calibrated, aside, settled) if aside else None,
@@ -184,7 +183,7 @@ def _verify(flags: VerifyFlags, subject: Subject, found: Plan, file: Path | None
             result.seconds,
             run_by(flags, result.used_up),
             repeated(flags, (*DRAWN_BY, *GATED_BY)),
-            writes=subject.path is not None and not (differs or _other_weights(found, loaded.info)),
+            writes=subject.path is not None and not _other_weights(found, loaded.info),
         )
     _say(recorded, subject, flags, result.reasons, ended)
     if differs:
@@ -345,17 +344,14 @@ def _own_file(subject: Subject) -> Path:
     return subject.path
 
 
-def _check_same_model(plan: Plan, model: ModelInfo, differs: list[str]) -> None:
-    """A plan's quality is of its own model and weights, whatever it was allowed to be run on."""
-    known, found = plan.model.fingerprint, model.fingerprint
-    if differs or _other_weights(plan, model):
-        same = same_architecture(known.architecture, found.architecture)
-        part = OTHER_WEIGHTS if same else "other architecture"
-        if part == OTHER_WEIGHTS and known.weights_difference(found) == "older kind":
-            part = "a newer weights fingerprint, which says nothing about the older one of the plan"
+def _check_same_weights(plan: Plan, model: ModelInfo) -> None:
+    """A plan's quality is of the weights that it was made for."""
+    if _other_weights(plan, model):
+        is_older = plan.model.fingerprint.weights_difference(model.fingerprint) == "older kind"
+        part = "a newer weights fingerprint, which says nothing about the older one of the plan"
         raise UsageError(
             f"expected the model that the plan was made for beside --write, found another one ({model.id}, with "
-            f"{part}); leave --write out, or plan this model"
+            f"{part if is_older else OTHER_WEIGHTS}); leave --write out, or plan this model"
         )
 
 

@@ -10,6 +10,7 @@ from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.bench.curve_file import CurvePoint, CurveRun
 from sparsekv.cli.bench import HeadlineFlags, KernelFlags, headline, kernels
+from sparsekv.cli.eval import EvalFlags, evaluate
 from sparsekv.planner.records import RunFile, only_run
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.files import write_plan
@@ -19,7 +20,7 @@ RELIED_ON = ["name", "length", "dense_ms", "sparse_ms", "speedup", "density", "t
 KERNELS = {"lengths": (512,), "heads": 2, "kv_heads": 1, "head_dim": 32, "tile": "64", "repeats": 1, "backend": "cpu"}
 KERNELS |= {"patterns": "a_shape"}
 BY_HAND = ("--set", "budget=32")
-CURVE = ("--length", "1k", "--set", "tasks=kv_retrieval", "--samples", 1, "--densities", "0.6", "--budgets", "20%")
+CURVE = {"lengths": "1k", "tasks": "kv_retrieval", "samples": 1, "densities": "0.6", "budgets": "20%"}
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +177,10 @@ def test_serve_without_vllm_says_what_to_install(sparsekv):
 # --- eval --curve -----------------------------------------------------------------------------------------------------
 
 
-def test_a_curve_is_written_and_printed(sparsekv, folder, tmp_path):
+def test_a_curve_is_written_and_printed(asked, folder, tmp_path):
     path = tmp_path / "curve.json"
-    done = sparsekv("eval", folder, "--curve", path, *CURVE, "--methods", "plan,streamingllm,quest", "--json")
+    own = {"target": str(folder), "curve": path, **CURVE}
+    done = asked(evaluate, EvalFlags, **own, methods="plan,streamingllm,quest", as_json=True)
     assert done.code == 0, done.err
     points = [*RunFile.read(CurveRun, path).all(CurvePoint).values()]
     cases = [(point.phase, point.method) for point in points]
@@ -186,7 +188,7 @@ def test_a_curve_is_written_and_printed(sparsekv, folder, tmp_path):
     assert [row["density"] for row in done.data["rows"]] == [point.density for point in points]
     assert all(0 < point.density < 1 and point.kl > 0 and point.length == 1024 for point in points)
     before = path.read_bytes()
-    again = sparsekv("eval", folder, "--curve", path, *CURVE, "--methods", "quest", "--phases", "decode")
+    again = asked(evaluate, EvalFlags, **own, methods="quest", only="decode")
     assert again.code == 0, again.err
     assert path.read_bytes() == before
     header, row = (line for line in again.out.splitlines() if "length" in line or "quest" in line)
@@ -199,13 +201,11 @@ def test_a_curve_is_written_and_printed(sparsekv, folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (("--methods", "juggling"), "juggling"),
-        (("--methods", "streamingllmm"), "did you mean streamingllm?"),
-        (("--methods", "kascade"), "--profile"),
-        (("--phases", "both"), "--phases"),
-        (("--phases", "prefill", "--methods", "quest"), "quest"),
-        (("--densities", "2"), "--densities"),
-        (("--phase", "decode"), "--phase"),
+        (("--set", "methods=juggling"), "juggling"),
+        (("--set", "methods=streamingllmm"), "did you mean streamingllm?"),
+        (("--set", "methods=kascade"), "--profile"),
+        (("--only", "both"), "--only"),
+        (("--only", "prefill", "--set", "methods=quest"), "quest"),
         (("--length", "4k"), "2k"),
     ],
 )
@@ -220,7 +220,7 @@ def test_no_other_file_is_replaced_and_options_of_a_curve_need_one(sparsekv, fol
     (tmp_path / "notes.json").write_text("{}")
     assert sparsekv("eval", folder, "--curve", tmp_path / "notes.json").code == 2
     assert (tmp_path / "notes.json").read_text() == "{}"
-    done = sparsekv("eval", folder, "--methods", "quest")
+    done = sparsekv("eval", folder, "--set", "methods=quest")
     assert done.code == 2
     assert "--curve" in done.err
 

@@ -110,7 +110,7 @@ def two_lengths() -> Cost:
 
 
 def everything(files: Path) -> tuple[object, ...]:
-    return "report", files / "plan.yaml", "--profile", files / "profile.json", "--curve", files / "curve.json"
+    return "report", files / "plan.yaml", files / "profile.json", files / "curve.json"
 
 
 def test_the_page_runs_one_script_and_loads_nothing(sparsekv, files, tmp_path) -> None:
@@ -215,7 +215,7 @@ def test_what_has_one_point_is_a_table_and_no_chart(sparsekv, tmp_path) -> None:
     write_plan(full_plan(), tmp_path / "plan.yaml")
     point = {"method": "ours", "length": 4096, "phase": "prefill", "density": 0.1, "kl": 0.0456}
     write_curve(tmp_path / "curve.json", [point])
-    sparsekv("report", tmp_path / "plan.yaml", "--curve", tmp_path / "curve.json", "-o", tmp_path / "page.html")
+    sparsekv("report", tmp_path / "plan.yaml", tmp_path / "curve.json", "-o", tmp_path / "page.html")
     page = Page((tmp_path / "page.html").read_text())
     assert not {name for name in page.data["charts"] if "time" in name or "curve" in name}
     assert all(cell in page.text for cell in ("0.0456", "4.00x", "4.29x"))
@@ -239,7 +239,7 @@ def test_equal_inputs_give_equal_bytes(sparsekv, files, tmp_path) -> None:
 
 def test_nothing_in_a_plan_or_a_curve_becomes_markup(sparsekv, files, tmp_path) -> None:
     path = tmp_path / "page.html"
-    assert sparsekv("report", files / "hostile.yaml", "--curve", files / "curve.json", "-o", path).code == 0
+    assert sparsekv("report", files / "hostile.yaml", files / "curve.json", "-o", path).code == 0
     page = Page(path.read_text())
     assert "img" not in page.tags
     assert len(page.scripts) == 2
@@ -262,7 +262,7 @@ def test_a_page_is_replaced_and_no_other_file(sparsekv, files, tmp_path) -> None
 def test_a_profile_of_another_model_is_refused(sparsekv, files, tmp_path) -> None:
     write_plan(small_plan(), tmp_path / "other.yaml")
     page = tmp_path / "page.html"
-    found = sparsekv("report", tmp_path / "other.yaml", "-o", page, "--profile", files / "profile.json")
+    found = sparsekv("report", tmp_path / "other.yaml", "-o", page, files / "profile.json")
     assert (found.code, page.exists()) == (3, False)
 
 
@@ -270,7 +270,7 @@ def test_another_profile_than_the_plans_own_is_told(sparsekv, files, tmp_path) -
     provenance = Provenance(profile="sha256:" + "1" * 64)
     write_plan(Plan(status="unverified", model=made_up_model(), provenance=provenance), tmp_path / "plan.yaml")
     page = tmp_path / "page.html"
-    found = sparsekv("report", tmp_path / "plan.yaml", "-o", page, "--profile", files / "profile.json")
+    found = sparsekv("report", tmp_path / "plan.yaml", "-o", page, files / "profile.json")
     assert found.code == 0
     assert "another profile" in found.err
 

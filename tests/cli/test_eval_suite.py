@@ -179,7 +179,7 @@ def test_a_file_of_something_else_is_neither_read_nor_replaced(sparsekv, folder,
 def test_the_page_of_a_plan_draws_its_results(sparsekv, folder, tmp_path, few):
     file, page = tmp_path / "ruler.json", tmp_path / "page.html"
     call = ("eval", folder, "--suite", "ruler", "--samples", 1, "-o", file, "--length")
-    drawing = ("report", folder, "-o", page, "--suite", file)
+    drawing = ("report", folder, "-o", page, file)
     assert sparsekv(*call, "768").code == 0
     done = sparsekv(*drawing)
     assert (done.code, done.err) == (0, "")
@@ -198,10 +198,10 @@ def test_results_of_another_model_or_of_no_whole_length_are_not_drawn(sparsekv, 
     assert sparsekv("eval", folder, "--suite", "ruler", "--samples", 1, "-o", file, "--length", "768").code == 0
     whole = RunFile.read(SuiteRun, file)
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-2]))
-    assert "at which all tasks were run" in sparsekv("report", folder, "-o", page, "--suite", file).err
+    assert "at which all tasks were run" in sparsekv("report", folder, "-o", page, file).err
     other = RunFile(whole.settings.model_copy(update={"architecture": "sha256:" + "0" * 64}))
     other.add(*whole.all(SuiteCell).values())
     other.write(file)
-    done = sparsekv("report", folder, "-o", page, "--suite", file)
+    done = sparsekv("report", folder, "-o", page, file)
     assert (done.code, page.exists()) == (3, False)
     assert "of another architecture" in done.err

@@ -34,7 +34,7 @@ def test_eval_measures_dense_and_sparse_on_the_same_samples(sparsekv, folder):
 
 @pytest.mark.parametrize(("phase", "tiles", "tokens"), [("prefill", False, True), ("decode", True, False)])
 def test_eval_of_one_phase_leaves_the_other_dense(sparsekv, folder, phase, tiles, tokens):
-    call = ("eval", folder, *SMALL, "--length", "1k", "--samples", 1, "--phase", phase, "--json")
+    call = ("eval", folder, *SMALL, "--length", "1k", "--samples", 1, "--only", phase, "--json")
     data = sparsekv(*call).data
     assert (data["prefill_density"] == 1) is tiles
     assert (data["decode_share"] == 1) is tokens
@@ -102,7 +102,7 @@ def test_eval_says_where_a_plan_is_dense_at_the_length(sparsekv, copy):
     call = ("eval", copy, "--set", "tasks=kv_retrieval", "--samples", 1, "--length")
     assert "at 512" in sparsekv(*call, "512").err
     assert "dense is compared" not in sparsekv(*call, "768").err
-    assert "at 768" in sparsekv(*call, "768", "--phase", "prefill").err
+    assert "at 768" in sparsekv(*call, "768", "--only", "prefill").err
 
 
 def test_eval_without_a_plan_is_dense_alone(sparsekv, copy):
@@ -121,7 +121,7 @@ def test_eval_without_a_plan_is_dense_alone(sparsekv, copy):
         (("--length", "1k,2k"), "one --length"),
         (("--length", "soon"), "--length"),
         (("--set", "tasks=juggling", "--length", "1k"), "juggling"),
-        (("--phase", "third"), "third"),
+        (("--only", "third"), "third"),
         (("--samples", "9" * 30), "--samples"),
         (("--prefill-chunk", "1"), "--prefill-chunk"),
     ],
@@ -251,31 +251,7 @@ def test_a_plan_of_another_model_exits_with_3_before_anything_is_measured(sparse
     assert done.code == done.data["error"]["exit_code"] == 3
     assert done.data["error"]["kind"] == "PlanMismatchError"
     assert "layers: plan 3, model 4" in done.err
-    assert "--allow-mismatch" in done.err
     assert "evaluate" not in done.err
-
-
-@pytest.mark.parametrize("command", ["eval", "verify"])
-def test_allow_mismatch_measures_and_says_on_which_model(sparsekv, folder, other, command):
-    gate = LOOSE if command == "verify" else ()
-    done = sparsekv(*call_on(command, other, folder / "sparsekv.yaml"), *gate, "--allow-mismatch", "--json")
-    assert done.code == 0, done.err
-    assert any("another architecture" in line for line in done.data["differs"])
-    assert done.err.count("architecture") == 1
-    if command == "verify":
-        assert (done.data["model"], done.data["plan_model"]) == ("other", "tests/tiny")
-        assert "says nothing about" in done.err
-
-
-def test_a_plan_of_another_model_is_never_written_as_verified(sparsekv, folder, copy, other):
-    before = (copy / "sparsekv.yaml").read_bytes()
-    call = (*call_on("verify", other, copy / "sparsekv.yaml"), *LOOSE, "--write")
-    assert "--allow-mismatch and without --write" in sparsekv(*call).err
-    done = sparsekv(*call, "--allow-mismatch")
-    assert (done.code, done.out) == (2, "")
-    assert "--write" in done.err
-    assert "other architecture" in done.err
-    assert (copy / "sparsekv.yaml").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -299,7 +275,7 @@ def test_a_plan_that_does_not_say_its_weights_is_never_written_as_verified(spars
     assert load_plan(copy / "sparsekv.yaml").status == "unverified"
 
 
-@pytest.mark.parametrize("flags", [("--phase", "prefill"), ("--set", "backend=cpu"), ("--allow-mismatch",)])
+@pytest.mark.parametrize("flags", [("--only", "prefill"), ("--set", "backend=cpu")])
 def test_eval_refuses_what_only_a_plan_makes_sense_of(sparsekv, copy, flags):
     (copy / "sparsekv.yaml").unlink()
     done = sparsekv("eval", copy, "--length", "1k", *flags)

@@ -33,7 +33,8 @@ def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from sparsekv.cli.main import main
 
     folder = tmp_path_factory.mktemp("kept")
-    quick = ("--lengths", "1k", "--samples", "1", "--tasks", "kv_retrieval", "--no-verify", "--no-crossover")
+    quick = ("--lengths", "1k", "--set", "calibration_samples=1", "--set", "tasks=kv_retrieval", "--no-verify")
+    quick += ("--no-crossover",)
     with pytest.raises(SystemExit) as stop:
         main(["plan", str(model), "-o", str(folder / "plan"), *quick, "--profile-out", str(folder / "of tasks")])
     assert not stop.value.code
@@ -63,7 +64,7 @@ def stand_ins(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_combination_makes_a_plan_or_is_refused(
     sparsekv, model, kept, tmp_path, stand_ins, profile, samples, no_verify, retain, only, cost
 ):
-    given = {"--samples": samples, "--retain": retain, "--only": only}
+    given = {"--retain": retain, "--only": only}
     given |= {"--profile": profile and kept / profile, "--cost": kept / "cost" if cost else None}
     flags = [part for flag, value in given.items() if value is not None for part in (flag, value)]
     out = tmp_path / "plan.yaml"

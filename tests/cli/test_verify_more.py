@@ -197,7 +197,6 @@ ASKED = {
     "backend": "reference",
     "prefill_chunk": 512,
     "prompts_file": Path("my prompts/v1.0"),
-    "allow_mismatch": True,
     "lengths": (1000, 4096),
     "tasks": ("kv_retrieval", "vt"),
     "seed": 3,
