@@ -101,10 +101,15 @@ class Subjects(Options):
         ),
     ] = None
 
+    model: Annotated[str | None, Flag("The model, in place of MODEL.", ("--model", "-m"), "NAME")] = None
+
     @property
     def subject(self) -> Subject:
         """Model and plan; see `Subject.named`."""
-        return Subject.named(self.target, one_plan(self, self.plan, self.target))
+        if None not in (self.target, self.model):
+            raise UsageError("expected MODEL or --model, found both; leave one out")
+        name = self.target or self.model
+        return Subject.named(name, one_plan(self, self.plan, name))
 
 
 OffloadMode = Literal["auto", "always", "never"]

@@ -138,7 +138,7 @@ def _claim(outcome: str, more: int | None = None) -> Claim:
 
 LOST = {"niah_multikey": Score(dense=1.0, sparse=0.9, samples=10)}
 KEPT = {"kv_cache": full_plan().kv_cache, "provenance": Provenance(settings={"retain": 0.5}), "decode": None}
-PLAN, VERIFY = "sparsekv plan", "sparsekv verify --plan a.yaml --model ./m --write --verify-time"
+PLAN, VERIFY = "sparsekv plan", "sparsekv verify ./m --plan a.yaml --write --verify-time"
 MORE = VERIFY.replace("--write", "--write --more")
 
 
@@ -151,9 +151,9 @@ MORE = VERIFY.replace("--write", "--write --more")
         ({}, _claim("undecided", 1), Ended(90.0, goes_on=True, needed=300.2), f"{MORE} 451"),
         ({}, _claim("undecided", 1), Ended(90.0, goes_on=True, needed=3.0), f"{MORE} 60"),
         ({}, _claim("undecided"), Ended(90.0, goes_on=True), f"{MORE} 1800"),
-        ({}, _claim("missed"), Ended(90.0), f"{PLAN} ./m -o a.yaml"),
+        ({}, _claim("missed"), Ended(90.0), f"{PLAN} ./m -o a.yaml --force"),
         ({}, _claim("met"), Ended(90.0), f"{VERIFY} 1800"),  # by looser gates, or on samples that were chosen
-        (KEPT, _claim("met"), Ended(90.0), f"{PLAN} ./m -o a.yaml --retain 0.6"),
+        (KEPT, _claim("met"), Ended(90.0), f"{PLAN} ./m -o a.yaml --retain 0.6 --force"),
         (KEPT, _claim("undecided", 1), Ended(90.0), f"{VERIFY} 1800"),
     ],
 )
