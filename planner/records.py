@@ -32,7 +32,7 @@ from sparsekv.plans.yaml_io import printable
 MAX_BYTES = 512 << 20
 _COMPRESS_ABOVE = 1 << 20
 _GZIP = b"\x1f\x8b"
-_INTEGRITY = "integrity"
+_INTEGRITY, _KIND = "integrity", "kind"
 
 # --- files of a run ---------------------------------------------------------------------------------------------------
 
@@ -54,6 +54,13 @@ class RunSettings(Part):
     def digest(self) -> str:
         """Digest of the settings, which goes into that of each record."""
         return content_digest(self.model_dump(mode="json"))
+
+    def check(self, record: RunRecord) -> None:
+        """Refuses a record that no run with these settings writes.
+
+        Raises:
+            ValueError: it is such a record.
+        """
 
     def differences(self, known: Mapping[str, Any]) -> Iterator[str]:
         """Yields each setting in which a run differs from a file, of those that are known of the run."""
@@ -108,7 +115,7 @@ class RunFile(Generic[Settings]):
     def __init__(self, settings: Settings, path: Path | None = None) -> None:
         self.settings, self.path = settings, path
         self._digest = settings.digest
-        self._cut = 0  # bytes of a last line that an interruption left
+        self._cut = 0  # bytes behind the last whole line: blank lines, and one that an interruption cut short
         self._records: dict[type[RunRecord], dict[Any, Any]] = defaultdict(dict)
 
     @classmethod
@@ -121,35 +128,40 @@ class RunFile(Generic[Settings]):
         """
         found = cls.earlier(type(settings), path)
         if found is None:
-            return cls(settings, path)
+            new = cls(settings, path)
+            new._cut = path.stat().st_size if path is not None and path.exists() else 0
+            return new
         check_same(found, found.settings.differences(dict(settings)))
         return found
 
     @classmethod
     def earlier(cls, kind: type[Settings], path: Path | None) -> Self | None:
-        """Reads what an earlier run wrote, if it wrote anything; see `read`."""
-        is_there = path is not None and path.exists() and path.stat().st_size
-        return cls.read(kind, path) if path is not None and is_there else None
+        """Reads the file of an earlier run, if that wrote its settings; see `read`."""
+        return cls.read(kind, path) if path is not None and path.exists() and not _is_cut(kind, path) else None
 
     @classmethod
     def read(cls, kind: type[Settings], path: Path) -> Self:
-        """Reads what a run wrote, up to the end of its last whole line.
+        """Reads the file of a run, up to the end of its last whole line.
 
         Raises:
             UsageError: the file cannot be read.
             PlanError: it is no such file, of another version, or was changed.
         """
-        *lines, cut = _content(path, kind.WHAT).split(b"\n")
+        content = _content(path, kind.WHAT)
+        whole = content.rpartition(b"\n")[0].rstrip(b"\n")
+        first, *lines = whole.split(b"\n")
         fault = f"found another file, or one of another version; name a new one for {kind.WHAT}"
         records = TypeAdapter(kind.RECORDS)
         try:
-            found = cls(kind.model_validate(_without_digest(lines[0] if lines else cut, "")), path)
-            for number, line in enumerate(lines[1:], 2):
+            found = cls(kind.model_validate(_without_digest(first, "")), path)
+            for number, line in enumerate(lines, 2):
                 fault = f"found line {number} changed; remove that line: it is measured again"
-                found._keep(records.validate_python(_without_digest(line, found._digest)))
+                record = records.validate_python(_without_digest(line, found._digest))
+                found.settings.check(record)
+                found._keep(record)
         except (ValueError, RecursionError):
             raise PlanError(f"expected {kind.WHAT} in {path}, {fault}") from None
-        found._cut = len(cut)
+        found._cut = len(content) - len(whole) - 1
         return found
 
     def all(self, kind: type[Record]) -> Mapping[Any, Record]:
@@ -200,8 +212,15 @@ class RunFile(Generic[Settings]):
         self._cut = 0
 
 
+def _is_cut(settings: type[RunSettings], path: Path) -> bool:
+    """Returns whether a file is empty, or holds a first part of its settings alone."""
+    content, begin = read_bytes(path, MAX_BYTES), json.dumps({_KIND: _what(settings)})[:-1].encode()
+    return b"\n" not in content and content[: len(begin)] == begin[: len(content)]
+
+
 def _line(part: Part, run: str) -> bytes:
     data = part.model_dump(mode="json")
+    data = {_KIND: data[_KIND]} | data if _KIND in data else data  # first, so that a cut line tells whose it is
     return json.dumps(data | {_INTEGRITY: content_digest(data | {"run": run})}).encode() + b"\n"
 
 

@@ -1,4 +1,4 @@
-"""What each method scored on every sample of RULER's tasks: the records of a run, and means over tasks and lengths.
+"""Scores of each method on every sample of RULER's tasks: the records of a run, and means over tasks and lengths.
 
 A score is a sample's, from 0 to 1: `recall` is RULER's, the share of the expected strings that occur in the generated
 text; `exact` is whether that text begins with the answer.
@@ -81,6 +81,12 @@ class SuiteRun(ModelRun):
     suite: Literal["ruler"] = "ruler"
     phase: Text
     backend: Text
+
+    def check(self, record: RunRecord) -> None:
+        """Refuses a cell of another task, or without one score of each kind a sample."""
+        assert isinstance(record, SuiteCell)
+        if record.task not in ruler_suite.RULER_SUITE or not len(record.recall) == len(record.exact) == self.samples:
+            raise ValueError
 
 
 def check_continued(

@@ -88,10 +88,25 @@ def test_a_line_that_no_such_run_wrote_is_refused_by_its_number(path: Path, tmp_
         RunFile.of(Run(), path)
 
 
-@pytest.mark.parametrize("content", ["[]", "{", "[" * 9999, '{"kind": "mine"}\n', "old\n", "version", "name"])
+@pytest.mark.parametrize("written", [0, 1, 30, 100])
+def test_a_run_killed_in_its_first_write_begins_anew(path: Path, written: int) -> None:
+    path.write_bytes(path.read_bytes()[:written])
+    RunFile.of(Run(seed=1), path).add(Point(name="c"))
+    assert [*RunFile.of(Run(seed=1), path).all(Point)] == ["c"]
+
+
+def test_blank_last_lines_are_skipped_and_replaced(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\n\n")
+    RunFile.of(Run(), path).add(Point(name="c"))
+    assert names(path) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", '{"kind": "sparsekv.other", ', "[" * 9999, '{"kind": "mine"}\n', "old\n", "version", "name"]
+)
 def test_a_file_of_something_else_is_refused(path: Path, content: str) -> None:
     head = json.loads(path.read_text().splitlines()[0])
-    made = {"version": json.dumps(head | {"schema_version": 2}), "name": json.dumps(head | {"more": 1})}
+    made = {"version": json.dumps(head | {"schema_version": 2}) + "\n", "name": json.dumps(head | {"more": 1}) + "\n"}
     path.write_text(made.get(content, content))
     with pytest.raises(PlanError, match=r"points in .*a\.jsonl, found another file"):
         RunFile.of(Run(), path)

@@ -19,7 +19,7 @@ from sparsekv.planner.evaluation.suite_results import SuiteCell, SuiteRun, Suite
 from sparsekv.planner.records import RunFile
 from sparsekv.planner.tasks.ruler_suite import RULER_SUITE
 from sparsekv.plans.aliases import ModelSource
-from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.errors import PlanError, PromptError, UsageError
 from sparsekv.plans.patterns import AShape, Dense, tokens
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import describe_config
@@ -177,6 +177,15 @@ def test_a_run_that_differs_is_refused_by_what_differs(tmp_path, known, plan, to
         check_continued(file, known, {"plan": plan})
     assert told in str(error.value)
     assert str(error.value).count(" there") == 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"recall": ()}, {"exact": ()}, {"recall": (1.0,), "exact": (1.0,)}, {"task": "no such task"}]
+)
+def test_a_cell_that_no_such_run_writes_is_refused_by_its_line(tmp_path: Path, changes: dict[str, object]) -> None:
+    file_of(cell("dense"), cell("plan").model_copy(update=changes), path=tmp_path / "a")
+    with pytest.raises(PlanError, match="line 3"):
+        RunFile.read(SuiteRun, tmp_path / "a")
 
 
 def test_means_and_differences_are_of_the_same_samples() -> None:
