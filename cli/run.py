@@ -31,7 +31,7 @@ _ONE_TEXT = "; without a chat template each turn goes on from the text before it
 
 
 class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
-    """Holds what `run` is asked to do."""
+    """Arguments and options of `run`."""
 
     group: ClassVar = "Prompt and answer"
     prompt: Annotated[str | None, Flag("The prompt.", ("--prompt", "-p"), "TEXT")] = None
@@ -223,7 +223,8 @@ def _compare(session: Session, text: str, as_json: bool) -> None:
         emit_json(_comparison(dense, sparse))
     else:
         emit(_comparison_text(dense, sparse))
-    for remark in filter(None, (session.why_dense(sparse), session.beyond_reach(sparse))):
+    was_dense = "nothing was sparse" if sparse.is_dense and not sparse.drafted else ""
+    for remark in filter(None, (session.why_dense(sparse) or was_dense, session.beyond_reach(sparse))):
         tell(remark)
 
 
@@ -249,15 +250,14 @@ def _comparison_text(dense: Answer, sparse: Answer) -> str:
     """Both answers, a table of what differs, and whether the tokens are the same."""
     name, one, other = "exact" if sparse.drafted else "sparse", dense.generation, sparse.generation
     lines = [f"dense:  {one.text.strip()}", f"{name + ':':<7} {other.text.strip()}", ""]
-    lines += [columns([("", "dense", name, "speed-up"), *_compared(dense, sparse)], right=(1, 2, 3)), ""]
+    if rows := [*_compared(dense, sparse)]:
+        lines += [columns([("", "dense", name, "speed-up"), *rows], right=(1, 2, 3)), ""]
     index = _first_difference(dense, sparse)
     same = "all new tokens are the same" if index is None else f"the answers part at new token {index + 1}"
     lines.append(f"{same}: {one.prompt_tokens:,} prompt tokens, {one.new_tokens} new")
     if sparse.drafted:
         lines.append(f"{sparse.accepted} of {sparse.drafted} drafted tokens accepted")
-    elif sparse.is_dense:
-        lines.append("nothing was sparse: no speed is compared")
-    elif min(one.new_tokens, other.new_tokens) < _TIMED:
+    elif not sparse.is_dense and min(one.new_tokens, other.new_tokens) < _TIMED:
         lines.append(f"decode is compared from {_TIMED} new tokens on")
     return "\n".join(lines)
 
@@ -265,10 +265,9 @@ def _comparison_text(dense: Answer, sparse: Answer) -> str:
 def _compared(dense: Answer, sparse: Answer) -> Iterator[tuple[str, ...]]:
     """Rows of what the two did otherwise: name, dense, sparse, speed-up."""
     one, other = dense.generation, sparse.generation
-    if sparse.prefill_density < 1.0 or sparse.drafted:
+    if sparse.prefill_density < 1.0:
         faster = one.prefill_seconds / other.prefill_seconds
         yield "prefill", f"{one.prefill_seconds:.2f} s", f"{other.prefill_seconds:.2f} s", f"{faster:.2f}x"
-    if sparse.prefill_density < 1.0:
         yield "attention computed in prefill", "100%", percent(sparse.prefill_density), ""
     if min(one.new_tokens, other.new_tokens) >= _TIMED and not (sparse.is_dense and not sparse.drafted):
         faster = (other.new_tokens - 1) / other.decode_seconds * one.decode_seconds / (one.new_tokens - 1)

@@ -196,12 +196,10 @@ def test_a_comparison_tells_what_was_sparse_and_what_became_of_drafts():
     rows = {row[0]: row[-1].strip() for row in told(64, 1.0, 3.15, 0.25) if row[0] in names}
     assert rows == {"prefill": "2.00x", "attention computed in prefill": "25%", "decode, tokens": "2.00x"}
     drafted = told(64, 1.9, 9.0, drafted=40, accepted=30)
-    assert {row[0]: row[-1].strip() for row in drafted if row[0] in names} == {
-        "prefill": "1.05x", "decode, tokens": "0.70x",
-    }  # fmt: skip
+    assert {row[0]: row[-1].strip() for row in drafted if row[0] in names} == {"decode, tokens": "0.70x"}
     assert drafted[-1] == ["30 of 40 drafted tokens accepted"]
     assert told(8, 1.0, 0.1, 0.5)[-1] == ["decode is compared from 32 new tokens on"]
-    assert told(64, 1.0, 3.0)[-1] == ["nothing was sparse: no speed is compared"]
+    assert not any("speed-up" in row[-1] for row in told(64, 1.0, 3.0))
 
 
 def test_compare_says_which_side_runs_and_how_many_tokens_it_has(folder):
