@@ -149,7 +149,7 @@ def _export_model(place: str, file: Path | None, out: Path, as_json: bool) -> No
     if as_json:
         emit_json({"path": str(written), "format": _ONNX, "lost": lost})
         return
-    emit(f"{written}: {plan.model.id}, decode by the plan ({plan.status})")
+    emit(f"{written}: {plan.model.id}, decode by the plan ({plan.status_text})")
     for line in lost:
         tell(line)
 

@@ -149,7 +149,7 @@ def _tell(result: PlanResult, flags: PlanFlags, seconds: float, verify_time: flo
     for remark in remarks:
         tell(remark)
     if flags.as_json:
-        tell(reason or f"{out}: {plan.status}")
+        tell(reason or f"{out}: {plan.status_text}")
     else:
         place = f"{out}, written in {seconds:.0f} s"
         lines = verdict(plan, str(out), reason, model=flags.model, ended=ended)

@@ -86,7 +86,7 @@ def _print_markdown(plan: Plan, full: bool, place: str, ended: Ended) -> None:
 
     numbers = [True] * len(LENGTH_HEADER)
     told = "\n".join(f"- {cell(line)}" for line in sentences(plan, place, ended=ended))
-    emit(f"### Sparsity plan of {cell(plan.model.id)}: {plan.status}\n")
+    emit(f"### Sparsity plan of {cell(plan.model.id)}: {plan.status_text}\n")
     emit(f"{table(LENGTH_HEADER, length_rows(plan), numbers)}\n\n{told}\n\n{markdown(describe(plan, full)).rstrip()}")
 
 
@@ -139,7 +139,7 @@ def report(
     if as_json:
         emit_json({"path": str(out), "model": found.model.id, "status": found.status})
     else:
-        emit(f"{out}: the page of {found.model.id}, {found.status}")
+        emit(f"{out}: the page of {found.model.id}, {found.status_text}")
 
 
 def _suite_of(plan: Plan, path: Path) -> SuiteTable:
@@ -236,10 +236,10 @@ def validate(plans: Plans, as_json: Json = False) -> None:
     """
     checked = [_check(path) for path in plans]
     files = [facts for facts, _ in checked]
-    errors = [error for _, error in checked if error is not None]
-    for facts in files if not as_json else ():
-        if facts["valid"]:
-            emit("{path}: valid, {status}, schema {schema_version}, for {model}".format(**facts))
+    errors = [found for _, found in checked if not isinstance(found, str)]
+    for _, found in checked if not as_json else ():
+        if isinstance(found, str):
+            emit(found)
     told = files[0] if len(files) == 1 else {"valid": not errors, "files": files}
     if errors:
         raise _together(errors).with_facts(**told)
@@ -247,13 +247,14 @@ def validate(plans: Plans, as_json: Json = False) -> None:
         emit_json(told)
 
 
-def _check(path: Path) -> tuple[dict[str, Any], PlanError | UsageError | None]:
+def _check(path: Path) -> tuple[dict[str, Any], str | PlanError | UsageError]:
     try:
         plan = load_plan(plan_file(path))
     except (PlanError, UsageError) as error:
         return {"path": str(path), "valid": False}, error
     facts = {"status": plan.status, "schema_version": plan.schema_version, "model": plan.model.id}
-    return {"path": str(path), "valid": True, **facts}, None
+    line = f"{path}: valid, {plan.status_text}, schema {plan.schema_version}, for {plan.model.id}"
+    return {"path": str(path), "valid": True, **facts}, line
 
 
 def _together(errors: Sequence[PlanError | UsageError]) -> SparseKVError:

@@ -138,8 +138,9 @@ def _facts(plan: Plan) -> Iterator[str]:
     if plan.status != "verified":
         reason = f" ({cell(evidence.reason)})" if evidence and evidence.reason else ""
         yield f"**It is {plan.status}**: nothing has shown that answers stay as good as with dense attention{reason}."
-    elif evidence and evidence.excludes:
-        yield f"It is verified, which excludes, {cell(evidence.excludes)}."
+    else:
+        excludes = f", which excludes, {cell(evidence.excludes)}" if evidence and evidence.excludes else ""
+        yield f"It is {plan.status_text}{excludes}."
     if plan.retained:
         yield f"It evicts tokens from the KV cache, which is lossy: what stays is {kept_share(plan)}."
         yield from (f"{cell(line).capitalize()}." for line in eviction_losses(plan))

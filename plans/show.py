@@ -170,7 +170,7 @@ def _longest_prefill(plan: Plan) -> Iterator[str]:
     for layer in plan.model.full_layers:
         for pattern in bucket.patterns(layer, plan.model.group_of(layer).heads):
             families.setdefault(pattern.pattern, []).append(pattern)
-    yield f"prefill at {reached} tokens:"
+    yield f"prefill at {_in_tokens(reached)}:"
     for name, patterns in families.items():
         yield f"  {len(patterns)} x {name} {parameters(patterns)}".rstrip()
 
@@ -185,9 +185,14 @@ def _longest_decode(plan: Plan) -> Iterator[str]:
     filters, layers = (format_ids(ids) for ids in (plan.decode.filter_layers, plan.decode.sparse_layers))
     budget = span([Budget(tokens=one.budget.tokens, fraction=one.budget.fraction) for one in segments])
     ends = f"the first {span([one.sink for one in segments])} and last {span([one.recent for one in segments])}"
-    yield f"decode at {reached} tokens: layers {layers} read {budget}, chosen by {filters}, and {ends}"
+    budget += " of the tokens" if budget.endswith("%") else ""
+    yield f"decode at {_in_tokens(reached)}: layers {layers} read {budget}, chosen by {filters}, and {ends}"
     if plan.decode.offload:
         yield f"  layers {format_ids(plan.decode.offload.layers)} may have their keys and values in host memory"
+
+
+def _in_tokens(reached: str) -> str:
+    return f"{reached} tokens" if reached[-1].isdigit() else reached
 
 
 def _rules(plan: Plan) -> Iterator[str]:

@@ -94,6 +94,7 @@ def report(
     return template.render(
         model=plan.model.id,
         status=plan.status,
+        status_text=plan.status_text,
         verdict=[line.partition(": ")[::2] for line in verdict],
         header=header(plan),
         refused=unsupported(plan),

@@ -111,7 +111,7 @@ def export(model: Any, plan: Plan, program: Program, folder: Path) -> Path:
 def _facts(plan: Plan) -> dict[str, str]:
     return {
         "sparsekv.plan": dump_plan(plan),
-        "sparsekv.status": plan.status,
+        "sparsekv.status": plan.status_text,
         "sparsekv.model": plan.model.id,
         "sparsekv.fingerprint": plan.model.fingerprint.architecture,
         "sparsekv.prefill": "dense",

@@ -9,7 +9,9 @@ import pytest
 from plans_samples import full_plan, large_plan, model_info, small_plan
 from rich.console import Console
 
+from sparsekv.cli.publish import section
 from sparsekv.cli.verdict import Ended, next_command, verdict
+from sparsekv.plans.aliases import ModelSource
 from sparsekv.plans.brief import length_rows
 from sparsekv.plans.pattern_family import TileShape
 from sparsekv.plans.phases import PrefillBucket, PrefillPlan
@@ -34,6 +36,12 @@ def test_a_plan_fits_30_lines_of_100_columns_and_its_end_12(plan: Plan) -> None:
     assert len(end) <= 12
     assert len(shown(plan)) + 1 + len(end) <= 30
     assert max(map(len, (*shown(plan), *end))) <= 100
+
+
+def test_a_length_without_a_number_has_no_unit_and_a_budget_is_a_share_of_tokens() -> None:
+    text = "\n".join("\n".join(shown(plan)) for plan in PLANS)
+    assert "% of the tokens" in text
+    assert "length tokens" not in text
 
 
 def test_full_tables_fit_100_columns() -> None:
@@ -171,6 +179,7 @@ def test_a_status_says_for_which_cut_of_prompts_sparse_prefill_is_verified(phase
     quality = Quality(**{phase: Measurement(lengths=(4096,), density=0.5, chunk=2048)})
     plan = small_plan().model_copy(update={"status": "verified", "quality": quality})
     assert verdict(plan, "a.yaml")[0] == f"a.yaml: verified{said}"
+    assert f"It is verified{said}." in "\n".join(section(plan, ModelSource("org/name")))
     unverified = plan.model_copy(update={"status": "unverified"})
     assert verdict(unverified, "a.yaml")[0] == "a.yaml: unverified"
 
