@@ -190,8 +190,10 @@ def architecture_fingerprint(shapes: Mapping[str, Any], settings: Mapping[str, A
 
 def same_architecture(one: str, other: str) -> bool:
     """Returns whether two digests are of one architecture, by what both of them cover."""
-    (version, *digests), (other_version, *others) = one.split(":"), other.split(":")
-    return digests == others if version == other_version else digests[-1][:16] == others[-1][:16]
+    (older, *digests), (newer, *others) = sorted(text.split(":") for text in (one, other))
+    if (older, newer) == ("sha256", "sha256-2"):
+        return digests[-1][:16] == others[-1]
+    return one == other
 
 
 def weights_fingerprint(samples: Iterable[tuple[str, bytes]]) -> str:

@@ -263,7 +263,9 @@ def _message(detail: ErrorDetails) -> str:
     if kind == "string_pattern_mismatch":
         digest = context.get("pattern") == SHA256
         expected = (
-            "expected sha256: and 64 hexadecimal digits" if digest else "expected text without control characters"
+            "expected sha256: and 64 hexadecimal digits, or sha256-2: with 64 and 16 of them"
+            if digest
+            else "expected text without control characters"
         )
     else:
         message = detail["msg"].replace("Input should be", "expected").replace("a valid ", "a ")

@@ -58,14 +58,17 @@ _SETTINGS = (
     *("attention_multiplier", "embedding_multiplier", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
     *("residual_multiplier", "route_scale", "routed_scaling_factor", "mup_enabled"),
     *("attn_logit_softcapping", "clip_qkv", "final_logit_softcapping", "swiglu_alpha", "swiglu_limit"),
-    *("hidden_act", "hidden_activation", "layer_norm_eps", "norm_eps", "norm_epsilon", "rms_norm_eps"),
+    *("layer_norm_eps", "norm_eps", "norm_epsilon", "rms_norm_eps"),
     *("moe_k", "moe_norm_min", "moe_topk", "n_group", "norm_topk_prob", "num_experts_per_tok", "top_k_experts"),
     *("topk_group", "layer_rope_theta", "no_rope_layers", "position_embedding_type", "time_step_limit"),
 )
 
 
 def _settings(config: PreTrainedConfig) -> dict[str, Any]:
-    return {name: _spelled(value) for name in _SETTINGS if (value := getattr(config, name, None))}
+    values = {name: getattr(config, name, None) for name in (*_SETTINGS, "hidden_act")}
+    act = getattr(config, "hidden_activation", None) or values["hidden_act"]  # where both are set, the first is read
+    values["hidden_act"] = "silu" if act == "swish" else act
+    return {name: _spelled(value) for name, value in values.items() if value}
 
 
 def _spelled(value: Any) -> Any:

@@ -134,7 +134,7 @@ def _gptq(prefix: str, parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
     """Inputs are packed, and zeros over outputs, less one but in a checkpoint of the second version. GPTQModel takes
     the ones off whole words, so that a zero of 0 borrows from the next one; others off each number."""
     bits, less = config["bits"], int(_form(config) != "gptq_v2")
-    of_words = "gptqmodel" in str((config.get("meta") or {}).get("quantizer"))
+    of_words = "gptqmodel" in str(config.get("meta"))
     ones = sum(less << shift for shift in range(0, 32, bits)) if of_words else 0
     q_IO = _unpacked(parts["qweight"].T, bits).T
     zero_QO = (_unpacked(parts["qzeros"] + ones, bits) + (0 if of_words else less)) & (2**bits - 1)

@@ -38,6 +38,11 @@ def test_digests_of_two_versions_are_compared_by_what_both_cover(other: str) -> 
     assert same_architecture(architecture_fingerprint({"a": 1}, {"f": 2}), other) == (other == OLD)
 
 
+def test_digests_of_unknown_kinds_are_of_other_architectures() -> None:
+    assert not same_architecture(DIGEST, OLD.replace("sha256", "sha256-all"))
+    assert not same_architecture(OLD, OLD.replace("sha256", "sha256-all"))
+
+
 def test_the_weights_digest_depends_on_names_and_bytes_not_on_order() -> None:
     one = weights_fingerprint([("a", b"12"), ("b", b"3")])
     assert one == weights_fingerprint(iter([("b", b"3"), ("a", b"12")]))

@@ -50,6 +50,19 @@ def test_settings_by_which_the_same_weights_compute_something_else_are_in_the_di
             assert torch.equal(found, expected), name
 
 
+@pytest.mark.parametrize(
+    ("architecture", "one", "other"),
+    [
+        ("llama", {"hidden_act": "silu"}, {"hidden_act": "swish"}),
+        ("gemma2", {"hidden_act": "silu", "hidden_activation": "gelu"}, {"hidden_activation": "gelu"}),
+    ],
+)
+def test_another_spelling_of_the_activation_is_no_other_architecture(architecture, one, other):
+    assert describe_config(tiny_model(architecture, **one).config) == describe_config(
+        tiny_model(architecture, **other).config
+    )
+
+
 OTHERS = defaultdict(
     lambda: lambda value: (),
     {

@@ -31,6 +31,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Any]] = {
         {"quant_method": "gptq", "bits": 2, "group_size": GROUP, "meta": {"quantizer": ["gptqmodel:2.2.0"]}},
         partial(gptq, bits=2, of_words=True),
     ),
+    "gptq by GPTQModel, told otherwise": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "meta": "gptqmodel:2.2.0"},
+        partial(gptq, of_words=True),
+    ),
     "gptq v2, 8 bits": (
         {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
         partial(gptq, bits=8, v2=True),
