@@ -19,7 +19,7 @@ def did_you_mean(found: str, choices: Iterable[str]) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Returns what installs the packages of an extra, by their own names: right beside a clone and a wheel."""
+    """Returns the command that installs the packages of an extra, by their own names, beside a clone or a wheel."""
     from importlib.metadata import PackageNotFoundError, requires
 
     mark = f'; extra == "{extra}"'

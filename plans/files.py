@@ -66,7 +66,7 @@ def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
 
 
 def pieces(read: Callable[[int], bytes], most: int) -> Iterator[bytes]:
-    """Yields what is read, up to so many bytes."""
+    """Yields the pieces that `read` returns, at most `most` bytes together."""
     while most > 0 and (piece := read(min(most, _PIECE))):
         most -= len(piece)
         yield piece

@@ -1,4 +1,4 @@
-"""Holds what profiling found out about a model: the input of every compile, kept in a file of its own, with its digest.
+"""The profile of a model: the input of every compile, kept in a file of its own, with its digest.
 
 Every number is rounded to six significant digits when it enters, so that what is in memory is what the file says.
 """

@@ -42,7 +42,7 @@ _ASKED = ("output_scores", "output_logits", "output_hidden_states")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Holds what a check found."""
+    """The drafted tokens that a check accepts, and the token that follows them."""
 
     accepted_B: torch.Tensor  # drafted tokens that count, the first ones of each row
     next_B: torch.Tensor  # the token behind them

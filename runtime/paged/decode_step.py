@@ -29,8 +29,8 @@ _SCRATCH_SHARE = 256  # of the device's memory for scores: one part in so many
 
 
 class DecodeHost:
-    """The decode phase of a plan in one worker. What captured graphs read lies at fixed addresses; nothing that belongs
-    to a row lasts from one step to the next, in which the engine may have moved it.
+    """The decode phase of a plan in one worker. Captured graphs read from fixed addresses; no state of a row lasts from
+    one step to the next, as the engine may have moved the row.
 
     Args:
         program: what every layer computes, with a segment at least.
@@ -118,12 +118,12 @@ class DecodeRows:
 
     @property
     def requests(self) -> range:
-        """Their numbers in the step."""
+        """The numbers of the step's requests."""
         return range(len(self.lengths_B))
 
     def rest(self, layer: LayerProgram, metadata: Any, without: Callable[[Any, torch.Tensor], Any]) -> Any:
-        """Returns what the engine's kernel takes for the rows that do not choose for this layer; built once a step and
-        segment.
+        """Returns the metadata of the rows that do not choose for this layer, for the engine's kernel. It is built once
+        a step and segment.
 
         Args:
             metadata: the engine's of the step.

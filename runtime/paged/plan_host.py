@@ -38,12 +38,12 @@ class Scratch:
 
     @property
     def kind(self) -> tuple[torch.dtype, torch.device]:
-        """Returns the kind of its memory."""
+        """The data type and device of the buffers."""
         return self._k.dtype, self._k.device
 
     @property
     def bytes(self) -> int:
-        """Returns what it holds."""
+        """The size of both buffers."""
         return 2 * self._k.nbytes
 
     def copy(
@@ -122,7 +122,7 @@ class PlanHost:
 
     @property
     def phases(self) -> str:
-        """Returns what is executed."""
+        """The phases that the plan executes, in words."""
         evicting = format_ids(self.program.evicting)
         phases = "prefill" if self.decode is None else "prefill and decode"
         if self.drafts:
@@ -130,8 +130,7 @@ class PlanHost:
         return f"{phases}, layers {evicting} evict tokens" if evicting else phases
 
     def takes_layer(self) -> bool:
-        """Returns whether one more attention layer of the engine is the model's own: those behind them are a
-        drafter's."""
+        """Counts one more attention layer of the engine; returns whether it is the model's own and not a drafter's."""
         self._missing -= 1
         return self._missing >= 0
 

@@ -244,7 +244,7 @@ platform: Any = OnCpu if current_platform.is_cpu() else OnCuda if current_platfo
 
 
 def engine_facts(config: VllmConfig, *derived: type) -> EngineFacts:
-    """Returns what of an engine decides whether it can run a plan; `derived` are classes of ours, from vLLM's."""
+    """Returns the facts that decide whether an engine can run a plan; `derived` are classes of ours, from vLLM's."""
     parallel, model = config.parallel_config, config.model_config
     told = {one.name for one in fields(CommonAttentionMetadata)}
     ours = parallel.worker_cls == WORKER
@@ -343,8 +343,8 @@ def runs_ours(config: VllmConfig) -> bool:
 
 
 def say_dense(config: VllmConfig, error: Exception) -> None:
-    """Says why an engine does not run its plan. Raises the error where that is required, or our backend was asked for
-    by name, and one of a rank's own device: the others would wait for it."""
+    """Warns that an engine does not run its plan, with the error. Raises it where a plan is required, where our backend
+    was asked for by name, and where it is of one rank's device: the other ranks would wait."""
     if not isinstance(error, SparseKVError):
         error = UnsupportedError(f"the engine could not be read ({type(error).__name__}: {error})")
     asked, options = config.attention_config, read_options(config.additional_config)
@@ -360,7 +360,7 @@ def say_dense(config: VllmConfig, error: Exception) -> None:
 
 
 def say_unused(config: VllmConfig) -> None:
-    """Says that an engine does not run the plan that it has, where its attention is not ours; see `say_dense`."""
+    """Warns that an engine with a plan has attention that is not ours; see `say_dense`."""
     model, asked = config.model_config, config.attention_config.backend
     if runs_ours(config):
         return

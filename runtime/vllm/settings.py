@@ -57,7 +57,7 @@ _SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")  # by which OffloadingCo
 
 
 def known_releases() -> str:
-    """Those that were tested, by device."""
+    """The releases that were tested, by device."""
     return "; ".join(f"{', '.join(releases)} on {device}" for device, releases in TESTED.items())
 
 
@@ -361,12 +361,12 @@ def _inexact(facts: EngineFacts, plan: Plan) -> dict[str, object]:
 
 
 def segments_of(plan: Plan) -> list[Segment]:
-    """Returns those of all lengths."""
+    """Returns the segments of all lengths."""
     return [segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments]
 
 
 def _unknown_connectors(connectors: Sequence[Connector]) -> Iterator[str]:
-    """Returns those of which nothing is known here, each with its store where that alone is unknown."""
+    """Yields the unknown connectors, each with its store where that alone is unknown."""
     for one in connectors:
         if one.module is not None or one.name not in (*ENGINE_TO_ENGINE, *TO_HOST, *SHARED):
             yield one.name
@@ -377,13 +377,13 @@ def _unknown_connectors(connectors: Sequence[Connector]) -> Iterator[str]:
 
 
 def store_name(plan: Plan) -> str:
-    """Returns what the keys of a shared store have to hold: the keys of a sparse prefill are not dense attention's, so
-    that a store in which engines find pages by their tokens is named after what the plan executes in this engine."""
+    """Returns the plan's name, which the keys of a shared store have to hold. Engines find pages there by their tokens
+    alone, and the keys of a sparse prefill are not dense attention's."""
     return f"plan-{executed_digest(plan).removeprefix('sha256:')[:8]}"
 
 
 def _unnamed_stores(facts: EngineFacts, name: str) -> Iterator[str]:
-    """Returns what to set of each store whose keys do not hold a name."""
+    """Yields the options to set for each store whose keys do not hold a name."""
     folder = facts.model.rstrip("/").rpartition("/")[2]  # all that some of them take
     for one in facts.connectors:
         stores = [(one.name, one.options, SHARED[one.name])] if one.name in SHARED else []
