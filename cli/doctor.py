@@ -459,9 +459,9 @@ def _way_out(data: dict[str, Any]) -> str:
     """Returns what helps where not even one token fits."""
     free = data["host" if data["on_cpu"] else "device"]["available"]
     if free is not None and data["device"]["weights"] > free:
-        narrower = " (--dtype bfloat16)" if data["dtype"] == "float32" else ""
+        narrower = " (SPARSEKV_DTYPE=bfloat16)" if data["dtype"] == "float32" else ""
         return f": the weights alone take more than there is; take a narrower dtype{narrower}, or a larger device"
-    return ": the answer alone takes more; ask for fewer new tokens (--max-new-tokens), or take a larger device"
+    return ": the answer alone takes more; ask for fewer new tokens, or take a larger device"
 
 
 app = commands.app(

@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.bench.curve_file import CurvePoint, CurveRun
-from sparsekv.cli.bench import HeadlineFlags, KernelFlags, headline, kernels
+from sparsekv.cli.bench import DecodeFlags, HeadlineFlags, KernelFlags, decode, headline, kernels
 from sparsekv.cli.eval import EvalFlags, evaluate
 from sparsekv.planner.records import RunFile, only_run
 from sparsekv.plans.errors import BackendError
@@ -101,8 +101,6 @@ def test_decode_by_hand_says_for_people_what_is_random_and_what_the_plan_is(spar
         (("--batch", "1,0"), "--batch"),
         (("--set", "budget=0"), "--set budget"),
         (("--plan", "x.yaml", "--set", "budget=2k"), "--plan"),
-        (("--offload", "always", "--set", "kv_dtype=fp8"), "--offload"),
-        (("--offload", "always", "--set", "exact=true"), "--set exact"),
     ],
 )
 def test_a_decode_that_cannot_be_timed_is_refused_before_the_model_is_loaded(sparsekv, folder, tmp_path, call, word):
@@ -111,6 +109,14 @@ def test_a_decode_that_cannot_be_timed_is_refused_before_the_model_is_loaded(spa
     assert (done.code, done.out) == (2, "")
     assert word in done.err
     assert "weights" not in done.err
+
+
+@pytest.mark.parametrize(("name", "value"), [("kv_dtype", "fp8"), ("exact", True)])
+def test_a_decode_from_host_memory_refuses_what_only_one_side_would_have(asked, folder, name, value):
+    done = asked(decode, DecodeFlags, model=str(folder), offload="always", **{name: value})
+    assert (done.code, done.out) == (2, "")
+    assert "--offload" in done.err
+    assert name in done.err
 
 
 def test_decode_from_host_memory_stands_beside_decode_on_the_device(sparsekv, folder):
@@ -152,7 +158,6 @@ def test_a_decode_whose_smallest_case_does_not_fit_is_refused_unless_its_plan_of
     [
         (("kernels", "--lengths", "soon"), "--lengths"),
         (("kernels", "--density", "0"), "--density"),
-        (("kernels", "--patterns", "stripes"), "stripes"),
         (("prefill", "tiny-retriever", "--plan", "x.yaml", "--set", "density=0.1"), "--set density"),
         (("prefill", "tiny-retriever", "--random-weights", "--set", "density=0.1,0.2"), "density"),
         (("prefill", "nowhere-to-be-found"), "nowhere-to-be-found"),
@@ -165,6 +170,12 @@ def test_what_cannot_be_timed_is_a_usage_error(sparsekv, folder, call, word):
     done = sparsekv("bench", *(folder if part == "FOLDER" else part for part in call))
     assert (done.code, done.out) == (2, "")
     assert word in done.err
+
+
+def test_kernels_of_a_pattern_that_cannot_be_planted_are_a_usage_error(asked):
+    done = asked(kernels, KernelFlags, **KERNELS | {"patterns": "stripes"})
+    assert (done.code, done.out) == (2, "")
+    assert "stripes" in done.err
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
@@ -193,9 +204,8 @@ def test_a_curve_is_written_and_printed(asked, folder, tmp_path):
     assert path.read_bytes() == before
     header, row = (line for line in again.out.splitlines() if "length" in line or "quest" in line)
     point = points[-1]
-    column = header.index("share") + len("share")  # of numbers, at the right
-    assert row[:column].endswith(f" {point.density:.3f}")
-    assert not row[header.index("density") : header.index("density") + len("density")].strip()
+    column = header.index("computed") + len("computed")  # of numbers, at the right
+    assert row[:column].endswith(f" {point.density:.0%}")
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,17 @@ from model_folders import save_model
 from tiny_models import tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
+from sparsekv.cli.doctor import DoctorFlags, doctor
 from sparsekv.plans.files import write_plan
 
-GPU = ("--device-memory", "1.5GiB", "--host-memory", "1.25 GiB", "--dtype", "float32")
+GPU = ("--device-memory", "1.5GiB", "--host-memory", "1.25 GiB")
 
 HOSTED = (1, 2, 3, 4, 5)
+
+
+@pytest.fixture(autouse=True)
+def float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEKV_DTYPE", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +110,14 @@ def test_contexts_as_short_as_the_hot_set_stay_on_the_device(sparsekv, folder):
     assert short["device"]["hot_set"] > short["device"]["kv"] > 0
 
 
-def test_more_rows_longer_answers_and_whole_prompts_take_more(sparsekv, folder):
-    def longest(key="batch=1"):
-        return sparsekv("doctor", "--memory", folder, "64", *GPU, "--set", key, "--json").data["longest_prompt"]
-
-    plain = longest()
-    assert longest("batch=4") < plain / 3
-    assert longest("max_new_tokens=100000") < plain < longest("chunk=4096") == longest("chunk=4k")
+def test_more_rows_longer_answers_and_whole_prompts_take_more(sparsekv, asked, folder):
+    call = ("doctor", "--memory", folder, "64", *GPU, "--json", "--set")
+    keys = ("batch=1", "batch=4", "max_new_tokens=100000")
+    plain, rows, answer = (sparsekv(*call, key).data["longest_prompt"] for key in keys)
+    given = {"memory": (str(folder), "64"), "device_memory": GPU[1], "host_memory": GPU[3], "as_json": True}
+    cut, also_cut = (asked(doctor, DoctorFlags, **given, chunk=chunk).data["longest_prompt"] for chunk in (4096, "4k"))
+    assert rows < plain / 3
+    assert answer < plain < cut == also_cut
 
 
 def test_a_cpu_has_one_memory(sparsekv, folder):
@@ -131,13 +138,11 @@ def test_a_cpu_has_one_memory(sparsekv, folder):
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [(("2GiB", "--set", "max_new_tokens=9000000"), "fewer new tokens"), (("1KiB",), "--dtype")],
+    [(("2GiB", "--set", "max_new_tokens=9000000"), "fewer new tokens"), (("1KiB",), "SPARSEKV_DTYPE")],
     ids=["answer", "weights"],
 )
 def test_where_no_prompt_fits_the_option_that_helps_is_named(sparsekv, folder, options, word):
-    done = sparsekv(
-        "doctor", "--memory", folder, "1k", "--device", "cpu", "--dtype", "float32", "--host-memory", *options
-    )
+    done = sparsekv("doctor", "--memory", folder, "1k", "--device", "cpu", "--host-memory", *options)
     assert done.code == 1
     assert word in done.out
 

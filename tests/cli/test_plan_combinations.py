@@ -65,6 +65,7 @@ def test_every_combination_makes_a_plan_or_is_refused(
     sparsekv, model, kept, tmp_path, stand_ins, profile, samples, no_verify, retain, only, cost
 ):
     given = {"--retain": retain, "--only": only}
+    given |= {"--set": samples and f"calibration_samples={samples}"}
     given |= {"--profile": profile and kept / profile, "--cost": kept / "cost" if cost else None}
     flags = [part for flag, value in given.items() if value is not None for part in (flag, value)]
     out = tmp_path / "plan.yaml"

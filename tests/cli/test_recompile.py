@@ -60,7 +60,7 @@ def test_a_density_above_the_target_is_explained(sparsekv, bare, kept, tmp_path,
         "plan", bare, "-o", out, *AGAIN, "--profile", kept / "profile", "--cost", tmp_path / "cost", *as_json
     )
     assert done.code == 0, done.err
-    assert "prefill at 1k runs dense" in done.err
+    assert "prefill at 1k: dense is faster" in done.err
     assert "--lengths 1k,2k" in done.err
     assert load_plan(out).prefill.bucket(1024).dense
 

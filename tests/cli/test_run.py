@@ -478,19 +478,23 @@ def test_a_plan_beside_an_edited_config_exits_with_3_unless_its_digest_is_of_the
 
 
 @pytest.mark.parametrize(
-    "command",
-    [("run", "--allow-mismatch", "--prompt", PROMPT), ("eval", "--length", "256"), ("verify",)],
-    ids=lambda command: command[0],
+    ("command", "word"),
+    [
+        (("run", "--allow-mismatch", "--prompt", PROMPT), "cannot run this plan at all"),
+        (("eval", "--length", "256"), "layers: plan 3, model 2"),
+        (("verify",), "layers: plan 3, model 2"),
+    ],
+    ids=["run", "eval", "verify"],
 )
 def test_a_plan_that_the_model_lacks_layers_for_is_refused_before_weights_are_read(
-    sparsekv, folder, tmp_path, command: tuple[str, ...]
+    sparsekv, folder, tmp_path, command: tuple[str, ...], word: str
 ):
     other = save_model(tiny_model(layers=2, context=2048), tmp_path / "other")
     (other / "model.safetensors").unlink()
     name, *options = command
     done = sparsekv(name, other, "--plan", folder / "sparsekv.yaml", *options)
     assert done.code == 3
-    assert "layers: plan 3, model 2" in done.err
+    assert word in done.err
 
 
 def test_a_plan_for_other_weights_runs_with_a_warning(sparsekv, folder, tmp_path):

@@ -204,8 +204,8 @@ ASKED = {
     "max_kl": 0.0123456789,
     "max_decode_kl": 0.0,
 }
-# The next command names the plan and its model, writes, and has a time of its own.
-NOT_REPEATED = {"target", "plan", "as_json", "write", "more", "verify_samples", "verify_time"}
+# The next command names the plan and its model, writes, has a time of its own, and prints what it says by default.
+NOT_REPEATED = {"target", "plan", "as_json", "full", "write", "more", "verify_samples", "verify_time"}
 
 
 def test_prompts_that_are_used_up_are_not_given_again() -> None:

@@ -63,7 +63,7 @@ def test_dense_prompts_of_heads_that_torch_has_no_fast_kernel_for_go_to_ours(sha
         ((7, 5), torch.float16, 128, "auto", r"8.0 \(Ampere\) and newer, found 7.5"),
         ((9, 0), torch.bfloat16, 1024, "auto", "multiples of 8 from 16 to 512, found 1024"),
         ((9, 0), torch.bfloat16, 128, "cpu", "main memory"),
-        (None, torch.float32, 64, "flash", "'flash'.*--backend auto"),
+        (None, torch.float32, 64, "flash", "'flash'.*backend=auto"),
         (None, torch.float32, 64, "triton", "needs a CUDA or ROCm GPU"),
         (None, torch.float32, 64, "cuda", "'cuda'"),
         (None, torch.float64, 64, "auto", "float64"),
@@ -144,7 +144,7 @@ def test_flash_is_chosen_first_and_for_tiles_that_it_takes() -> None:
     ],
 )
 def test_flash_asked_for_where_it_cannot_run_says_why(dtype, head_dim: int, tile, message: str) -> None:
-    with pytest.raises(BackendError, match=f"'flash'.*{message}.*--backend auto"):
+    with pytest.raises(BackendError, match=f"'flash'.*{message}.*backend=auto"):
         choose_backend("cuda", dtype, head_dim, "flash", tile)
 
 

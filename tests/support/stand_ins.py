@@ -34,10 +34,10 @@ _MODELS = re.compile(
 _FILES = {
     "plan": r"--plan .+|.* (PLAN|.+\.yaml)",
     "preset": r".* (preset|minference)\.profile",
-    "profile": r"--profile .+",
+    "profile": r"--profile .+|.* .+\.profile",
     "cost": r"--cost .+",
-    "curve": r"--curve .+|.* .+\.16k\.json",
-    "suite": r"--suite .+\.json",
+    "curve": r"--curve .+|.* (.+\.16k|curve)\.json|report\.html FILE",
+    "suite": r".* ruler\.json",
     "own": r"--prompts .+",
     "pattern": r".* best_pattern\.json",
     "text": r".* (book|document)\.txt",
