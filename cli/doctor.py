@@ -85,7 +85,7 @@ class DoctorFlags(PlacementFlags, Device, Output):
     host_memory: MemorySize = None
     max_new_tokens: Annotated[Length, Key("Most tokens to generate; 256 by default.", "N")] = 256
     batch: Annotated[Count, Key("Prompts run at once; 1 by default.", "N")] = 1
-    chunk: Chunk = None
+    chunk: Annotated[Chunk, Key("Most tokens prefilled at once.", "TOKENS")] = None
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
@@ -113,11 +113,19 @@ def doctor(flags: DoctorFlags) -> None:
     from sparsekv.runtime.hf.public_shapes import config_of
 
     config, notes = config_of(model, subject.source)
-    limits = {"device_bytes": flags.device_memory, "host_bytes": flags.host_memory}
-    estimate = MemoryEstimate.of(config, model, plan, machine, placing, **limits)
+    estimate = MemoryEstimate.of(
+        config, model, plan, machine, placing, device_bytes=flags.device_memory, host_bytes=flags.host_memory
+    )
     notes += [] if plan else ["no plan: all layers are dense"]
-    shape = {"batch": flags.batch, "chunk": flags.chunk}
-    say_memory(estimate, length, flags.max_new_tokens, **shape, notes=notes, as_json=flags.as_json)
+    say_memory(
+        estimate,
+        length,
+        flags.max_new_tokens,
+        batch=flags.batch,
+        chunk=flags.chunk,
+        notes=notes,
+        as_json=flags.as_json,
+    )
 
 
 def tell_if_idle(placing: Placing, decode: DecodePlan | None) -> None:

@@ -127,7 +127,7 @@ def _estimate(flags: RunFlags, subject: Subject, used: Plan, text: str) -> None:
     from sparsekv.runtime.hf.generate import room_for_answer
 
     follows = flags.follows | ({"prefill": False} if flags.exact == "all" else {})
-    parts = {phase: getattr(used, phase) if follows[phase] else None for phase in PHASES}
+    parts: dict[str, Any] = {phase: getattr(used, phase) if follows[phase] else None for phase in PHASES}
     config, prompt_tokens = subject.config_and_prompt_tokens(text, chat=not flags.raw)
     named = (config, subject.model, used.model_copy(update=parts))
     estimate = MemoryEstimate.of(*named, settings_of(flags), flags.placing, flags.allow_mismatch)
