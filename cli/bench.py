@@ -24,12 +24,12 @@ from sparsekv.cli.benched import (
     title_of,
 )
 from sparsekv.planner.flags import Count, Counts, Flag, Key, Lengths, Names, OneShare, Shares, Tile
+from sparsekv.planner.options import KVPrecision
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import TileShape, tokens
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.types import KVDtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -176,7 +176,7 @@ class DecodeFlags(Benched, HandDecode, Timed, Output):
     miss_rate: OneShare | None = None  # with `offload` on a GPU: share of the chosen tokens that is new in each step
     exact: bool = False  # also tokens that the plan drafts and dense attention checks
     acceptance: OneShare | None = None  # share of drafts that is taken to count
-    kv_dtype: KVDtype = "auto"
+    kv_dtype: KVPrecision = "auto"
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
