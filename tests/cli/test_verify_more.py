@@ -205,7 +205,7 @@ ASKED = {
     "max_decode_kl": 0.0,
 }
 # The next command names the plan and its model, writes, has a time of its own, and prints what it says by default.
-NOT_REPEATED = {"target", "plan", "as_json", "full", "write", "more", "verify_samples", "verify_time"}
+NOT_REPEATED = {"target", "model", "plan", "as_json", "full", "write", "more", "verify_samples", "verify_time"}
 
 
 def test_prompts_that_are_used_up_are_not_given_again() -> None:
