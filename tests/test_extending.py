@@ -61,6 +61,7 @@ def follow(tree: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # it runs the tests that the page names
 def test_whoever_follows_the_page_has_a_green_tree(tmp_path: Path) -> None:
     tree, link = tmp_path / "tree", tmp_path / "link" / "sparsekv"
     tree.mkdir()
