@@ -182,26 +182,6 @@ def test_compare_shows_both_and_where_they_part(sparsekv, folder):
     assert " 0 B" not in text
 
 
-def test_a_comparison_tells_what_was_sparse_and_what_became_of_drafts():
-    from sparsekv.cli.chat import Answer
-    from sparsekv.cli.run import _comparison_text
-    from sparsekv.runtime.hf.generate import Generation
-
-    def told(tokens: int, prefill: float, decode: float, density: float = 1.0, **others: int) -> list[list[str]]:
-        sparse = Answer(Generation("", tuple(range(tokens)), 900, prefill, decode), density, 7, 0, **others)
-        return [line.split("  ") for line in _comparison_text(dense, sparse).splitlines()]
-
-    dense = Answer(Generation("", tuple(range(64)), 900, 2.0, 6.3), 1.0, 7, 0)
-    names = ("prefill", "attention computed in prefill", "decode, tokens", "keys and values on the device")
-    rows = {row[0]: row[-1].strip() for row in told(64, 1.0, 3.15, 0.25) if row[0] in names}
-    assert rows == {"prefill": "2.00x", "attention computed in prefill": "25%", "decode, tokens": "2.00x"}
-    drafted = told(64, 1.9, 9.0, drafted=40, accepted=30)
-    assert {row[0]: row[-1].strip() for row in drafted if row[0] in names} == {"decode, tokens": "0.70x"}
-    assert drafted[-1] == ["30 of 40 drafted tokens accepted"]
-    assert told(8, 1.0, 0.1, 0.5)[-1] == ["decode is compared from 32 new tokens on"]
-    assert not any("speed-up" in row[-1] for row in told(64, 1.0, 3.0))
-
-
 def test_compare_says_which_side_runs_and_how_many_tokens_it_has(folder):
     from progress import Counting
 
