@@ -339,7 +339,7 @@ class CurveMode:
         return f"{self.phase}: {self.method}, {self.setting}"
 
     def key(self, length: int) -> tuple[int, str, str, str]:
-        """Returns that of the point at a length."""
+        """The identity of the point at a length."""
         return length, self.phase, self.method, self.setting
 
 

@@ -132,7 +132,7 @@ class QualityRun(ModelRun):
 
 
 class QualityFile(RunFile[QualityRun]):
-    """Holds what has been measured so far."""
+    """The results of a run so far."""
 
     @property
     def by_key(self) -> Mapping[Key, QualityCell]:

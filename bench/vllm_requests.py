@@ -153,7 +153,7 @@ def _engine(args: argparse.Namespace) -> Any:
 
 
 def _compares(args: argparse.Namespace) -> bool:
-    """Returns whether ranks are compared; exact output has a worker of its own."""
+    """True where ranks are compared; exact output has a worker of its own."""
     return args.tensor_parallel > 1 and not (args.dense or args.exact)
 
 

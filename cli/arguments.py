@@ -76,7 +76,7 @@ class AllowMismatch(Options):
     allow_mismatch: Annotated[bool, Flag("Go on although the plan was made for another architecture.")] = False
 
     def check_model(self, plan: Plan, found: ModelInfo) -> list[str]:
-        """Returns what to warn of before a plan runs on a model; see `schema.check_model`."""
+        """Warnings before a plan runs on a model; see `schema.check_model`."""
         return check_model(plan, found, self.allow_mismatch, self.flag_of("allow_mismatch"))
 
 
@@ -146,7 +146,7 @@ class PlacementFlags(Options):
 
     @property
     def placing(self) -> Placing:
-        """Returns what they ask for."""
+        """The placement of these options."""
         if isinstance(self.offload, str):
             return Placing(self.offload, kv_dtype=self.kv_dtype)
         return Placing(None, self.offload, self.kv_dtype)

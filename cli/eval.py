@@ -303,6 +303,6 @@ def _profiles(paths: Sequence[Path]) -> tuple[Profile | None, Profile | None]:
 
 app = commands.app(
     evaluate,
-    "sparsekv eval ./my-model --suite ruler --lengths 8k,32k -o ruler.json",
+    "sparsekv eval ./my-model --suite ruler --lengths 8k,32k -o ruler.jsonl",
     "sparsekv eval ./my-model --prompts questions.jsonl --only decode",
 )

@@ -37,7 +37,7 @@ _FILES = {
     "profile": r"--profile .+|.* .+\.profile",
     "cost": r"--cost .+",
     "curve": r"--curve .+|.* (.+\.16k|curve)\.json|report\.html FILE",
-    "suite": r".* ruler\.json",
+    "suite": r".* ruler\.jsonl",
     "own": r"--prompts .+",
     "pattern": r".* best_pattern\.json",
     "text": r".* (book|document)\.txt",
