@@ -221,8 +221,8 @@ def kind_of(path: Path, kinds: Sequence[str]) -> str:
     head = _head_of(path)
     found = next((kind for kind in kinds if _tells(head, kind)), None)
     if found is None:
-        expected = ", ".join(_WHAT[kind] for kind in kinds)
-        raise UsageError(f"expected {expected} in {path}, found {'another file' if head else 'none'}; name another one")
+        expected, there = " or ".join(_WHAT[kind] for kind in kinds), "another file" if head else "no such file"
+        raise UsageError(f"expected {expected} in {path}, found {there}; name another one")
     return found
 
 
