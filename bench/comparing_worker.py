@@ -9,8 +9,8 @@ import torch
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import Gather
-from sparsekv.runtime.vllm.counters import plan_host
-from sparsekv.runtime.vllm.draft_internals import worker_class
+from sparsekv.runtime.vllm.engine_host import plan_host
+from sparsekv.runtime.vllm.internals import worker_class
 
 _Worker: Any = worker_class()
 

@@ -337,7 +337,7 @@ def _engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> Iter
 
 
 def _measure(engines: Mapping[str, Any], load: Load, model: ServedModel, bench: ServeBench, found: Measured) -> None:
-    from sparsekv.runtime.vllm.counters import reset_stats, serving_backend, serving_stats
+    from sparsekv.runtime.vllm.engine_host import reset_stats, serving_backend, serving_stats
 
     if not engines:
         return

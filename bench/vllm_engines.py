@@ -21,7 +21,7 @@ def make_engine(model: str, **settings: Any) -> Any:
 
 def asking_for_ours() -> dict[str, Any]:
     """The settings of an engine that attends by our backend."""
-    from sparsekv.runtime.vllm.internals import OnCuda, platform
+    from sparsekv.runtime.vllm.devices import OnCuda, platform
 
     return {"attention_config": {"backend": platform.backend.name}} if platform is OnCuda else {}
 

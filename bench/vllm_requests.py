@@ -88,7 +88,7 @@ def main() -> None:
     """Serves all requests together, then a part of them one at a time."""
     args = _arguments()
     llm = _engine(args)
-    from sparsekv.runtime.vllm.counters import reset_stats
+    from sparsekv.runtime.vllm.engine_host import reset_stats
 
     requests = _requests(llm, args)
     _serve(llm, requests[: args.at_once])  # what is loaded once is no growth
@@ -205,7 +205,7 @@ def _write_hand_plan(folder: Path, longest: int) -> Path:
 
 def _counted(llm: Any, dense: bool) -> dict[str, float]:
     """Since the last reset: of prefill, and tokens that were decoded sparse."""
-    from sparsekv.runtime.vllm.counters import serving_stats
+    from sparsekv.runtime.vllm.engine_host import serving_stats
 
     if dense:
         return {"density": 1.0, "decoded_sparse": 0, "failures": 0}
@@ -271,7 +271,7 @@ def _scheduler(llm: Any) -> Any:
 
 def _alone(llm: Any, requests: Sequence[Request], served: Served, args: argparse.Namespace) -> dict[str, Any]:
     """The same requests, one at a time."""
-    from sparsekv.runtime.vllm.counters import reset_stats
+    from sparsekv.runtime.vllm.engine_host import reset_stats
 
     answered = [request for request in requests if request.name in served.answers]
     again = random.Random(args.seed).sample(answered, min(args.alone, len(answered)))

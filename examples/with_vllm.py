@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vllm import LLM, SamplingParams
 
-from sparsekv.runtime.vllm.counters import serving_stats
+from sparsekv.runtime.vllm.engine_host import serving_stats
 
 if __name__ == "__main__":  # the engine starts processes of its own, which import this file
     if len(sys.argv) != 3:

@@ -288,11 +288,11 @@ def test_the_hosts_do_not_know_each_other() -> None:
     assert breaches == []
 
 
-def test_six_files_and_the_laboratory_alone_import_vllm_which_promises_nothing_of_its_inside() -> None:
+def test_five_files_and_the_laboratory_alone_import_vllm_which_promises_nothing_of_its_inside() -> None:
     users = [path for path in SOURCES if any(m.split(".")[0] == "vllm" for m, _ in imports_of(path))]
     users.remove(ROOT / "bench/vllm_engines.py")
-    drafts = ("draft_internals", "draft_scheduler", "self_speculator")
-    own = [f"runtime/vllm/{name}.py" for name in sorted(("cache_internals", *drafts, "internals", "releases"))]
+    names = ("cache_internals", "devices", "draft_scheduler", "internals", "self_speculator")
+    own = [f"runtime/vllm/{name}.py" for name in names]
     assert [str(path.relative_to(ROOT)) for path in users] == own
 
 

@@ -146,7 +146,7 @@ EITHER: Mapping[str, tuple[Places, ...]] = MappingProxyType(
         ),
     }
 )
-"""Releases differ in these (releases.py): each has one of them."""
+"""Releases differ in these (`devices.empty_pages`): each has one of them."""
 CALLS: Places = MappingProxyType(
     {
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec": ("vllm_config",),

@@ -38,12 +38,10 @@ from sparsekv.runtime.paged.step_rows import (
 )
 from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm import step_metadata
+from sparsekv.runtime.vllm.devices import check_pages, scales_of
 from sparsekv.runtime.vllm.engine_host import EngineHost, start_host
-from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
-from sparsekv.runtime.vllm.evicted_tables import EvictedLengths, EvictedTable, TableRows
+from sparsekv.runtime.vllm.evicted_tables import EvictedBlocks, EvictedLengths, EvictedTable, Requests, TableRows
 from sparsekv.runtime.vllm.evicting_step import move
-from sparsekv.runtime.vllm.page_contents import check_pages, scales_of
-from sparsekv.runtime.vllm.request_lengths import Requests
 from sparsekv.runtime.vllm.settings import check_engine_layer, plan_of, read_options
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
@@ -479,7 +477,7 @@ def _spec_of(config: Any, layer: Any, spec: Any) -> Any:
     role = impl.program_of(host, layer).role
     if not isinstance(role, Evicting):
         return spec
-    from sparsekv.runtime.vllm.block_manager import evicting_spec  # as above
+    from sparsekv.runtime.vllm.cache_internals import evicting_spec  # as above
 
     return evicting_spec(spec, EvictedBlocks.of(role.rule, spec.block_size))
 

@@ -1,11 +1,15 @@
-"""Holds what is taken from inside vLLM's cache manager and its model runners, for evicting layers: as
-`internals.py`."""
+"""The blocks of evicting layers in vLLM's cache manager, and the requests of each step of its model runners: what is
+taken from inside vLLM for eviction, as `internals.py`.
+
+The spec of such a layer's cache derives from none that vLLM merges with its own: one group would hold all layers then,
+and nothing be freed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any
 
@@ -19,38 +23,90 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.runtime.vllm.request_lengths import Requests, Scheduled
+from sparsekv.runtime.vllm.evicted_tables import EvictedBlocks, Requests, Scheduled
+from sparsekv.runtime.vllm.internals import changed_calls
 
 # What of a model runner holds captured graphs, and what of that says whether there are any.
 _GRAPHS, _GRAPHS_V2 = ("cudagraph_dispatcher", "keys_initialized"), ("cudagraph_manager", "_graphs_captured")
 _OURS = "sparsekv_given"  # what a method that was replaced by ours was, on ours
 
 
-def cache_bases() -> tuple[Any, Any]:
-    """Returns what the spec of a layer's cache and its manager derive from."""
-    return AttentionSpec, SingleTypeKVCacheManager
+@dataclass(frozen=True, kw_only=True)
+class EvictingSpec(AttentionSpec):
+    """The cache of a layer: pages as of any layer with full attention, and what is evicted of them."""
+
+    blocks: EvictedBlocks
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """A prompt is there as a whole before any of it is evicted."""
+        return -(-vllm_config.model_config.max_model_len // self.block_size) * int(self.page_size_bytes)
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
+        """Returns whether all layers evict as much."""
+        return all(isinstance(spec, EvictingSpec) and spec.blocks == self.blocks for spec in kv_cache_specs.values())
 
 
-def register_cache(spec: Any, manager: Any) -> None:
-    """Makes a kind of cache known to vLLM, in this process."""
-    KVCacheSpecRegistry._ensure_registered()  # vLLM adds its own only while there are none
-    KVCacheSpecRegistry.register(spec, manager, spec)
+class EvictingManager(SingleTypeKVCacheManager):
+    """The blocks of one group. No block is ever shared: what lies in it is no longer its tokens."""
+
+    def __init__(self, kv_cache_spec: EvictingSpec, **settings: Any) -> None:
+        super().__init__(kv_cache_spec, **settings)
+        self._evicted = kv_cache_spec.blocks
+        if self._evicted.block != self.block_size:
+            raise UnsupportedError(
+                f"expected blocks of {self._evicted.block} tokens in evicting layers, found {self.block_size}: "
+                "other layers of this model have larger pages; run a plan without kv_cache"
+            )
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Frees what no later step reads; null blocks keep the others in their place."""
+        if num_prompt_tokens is None or processed_computed_tokens < num_prompt_tokens:
+            return
+        for blocks in self._evicted.freed(num_prompt_tokens, processed_computed_tokens):
+            self._remove_blocks_in_range(request_id, blocks.start, blocks.stop)
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, *args: Any, kv_cache_group_ids: Sequence[int], **settings: Any
+    ) -> tuple[tuple[list[Any], ...], int]:
+        """None."""
+        return tuple([] for _ in kv_cache_group_ids), 0
+
+    def cache_blocks(self, *args: Any, **settings: Any) -> None:
+        """Nothing is cached for other requests."""
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        """None."""
+        return 0
 
 
-def is_full_attention(spec: Any) -> bool:
-    """Returns whether it is the plain cache of a layer that keeps everything, and nothing else is said of it than of
-    any."""
-    return type(spec) is FullAttentionSpec and spec == FullAttentionSpec(**fields_of(spec))
+def evicting_spec(spec: Any, blocks: EvictedBlocks) -> EvictingSpec:
+    """The cache of an evicting layer, of which vLLM would keep everything.
+
+    Raises:
+        UnsupportedError: vLLM caches the layer in another way, or frees blocks by other calls.
+    """
+    if changed := list(changed_calls(EvictingManager)):
+        raise UnsupportedError(f"expected a release that calls {', '.join(changed)}, found another; use a tested one")
+    own = {field.name: getattr(spec, field.name) for field in fields(AttentionSpec)}
+    if type(spec) is not FullAttentionSpec or spec != FullAttentionSpec(**own):  # one with more than any has
+        raise UnsupportedError(
+            f"expected a plain cache of keys and values in evicting layers, found {type(spec).__name__}; run a "
+            "plan without kv_cache"
+        )
+    return EvictingSpec(**own, blocks=blocks)
 
 
-def refuse_sessions(kind: Any) -> None:
-    """Has engines with such a cache refuse requests whose prompts grow (streaming input), each by itself: later parts
-    would read blocks that are freed when the first is complete."""
+def _refuse_sessions() -> None:
+    """Has engines with evicting layers refuse requests whose prompts grow (streaming input): later parts would read
+    blocks that are freed when the first is complete."""
 
     def replacement(given: Any) -> Any:
         def preprocess_add_request(self: Any, request: EngineCoreRequest) -> Any:
             groups = self.scheduler.kv_cache_config.kv_cache_groups
-            if request.resumable and any(isinstance(group.kv_cache_spec, kind) for group in groups):
+            if request.resumable and any(isinstance(group.kv_cache_spec, EvictingSpec) for group in groups):
                 raise UnsupportedError(
                     "expected requests with a complete prompt where layers evict tokens, found streaming input; send "
                     "each turn as a request of its own"
@@ -60,11 +116,6 @@ def refuse_sessions(kind: Any) -> None:
         return preprocess_add_request
 
     _replace(EngineCore, "preprocess_add_request", replacement)
-
-
-def fields_of(spec: Any) -> dict[str, Any]:
-    """Returns what the spec of any attention layer holds."""
-    return {field.name: getattr(spec, field.name) for field in fields(AttentionSpec)}
 
 
 def without_prefix_caching(config: VllmConfig) -> bool:
@@ -175,3 +226,8 @@ def scheduled(output: SchedulerOutput) -> Scheduled:
         resumed=output.scheduled_cached_reqs.resumed_req_ids,
         finished=output.finished_req_ids,
     )
+
+
+KVCacheSpecRegistry._ensure_registered()  # vLLM adds its own only while there are none
+KVCacheSpecRegistry.register(EvictingSpec, EvictingManager, EvictingSpec)
+_refuse_sessions()

@@ -11,7 +11,7 @@ import torch
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.kernels.softmax import Softmax
-from sparsekv.plans.errors import PlanWarning
+from sparsekv.plans.errors import PlanWarning, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo, weights_fingerprint
 from sparsekv.plans.schema import Plan
@@ -21,6 +21,7 @@ from sparsekv.runtime.core.state import Gather, Observed
 from sparsekv.runtime.hub import model_folder
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name, has_soft_cap
 from sparsekv.runtime.paged.decode_step import DecodeHost
+from sparsekv.runtime.paged.metrics import ServingStats
 from sparsekv.runtime.paged.plan_host import PlanHost, Scratch
 from sparsekv.runtime.plan_checks import check_cut, check_plan, check_target
 from sparsekv.runtime.quantised_files import files_fingerprint
@@ -135,3 +136,54 @@ def _announce(plan: Plan, path: Path) -> None:
         and (plan.prefill is None or not any(bucket.heads for bucket in plan.prefill.lengths))
     ):
         warnings.warn(f"{path} is dense at every length: it changes nothing here", PlanWarning, stacklevel=2)
+
+
+def serving_stats(llm: Any) -> ServingStats:
+    """The counts of a `vllm.LLM`'s engine that runs a plan.
+
+    With the engine in another process (the default of vLLM), set VLLM_ALLOW_INSECURE_SERIALIZATION=1: vLLM sends the
+    function that reads them there.
+
+    Raises:
+        UsageError: the engine runs no plan.
+    """
+    stats: ServingStats | None = llm.apply_model(_read)[0]
+    if stats is None:
+        raise UsageError(
+            "expected an engine that runs a plan, found one without; give it a plan, or a model with one, and on a GPU "
+            'attention_config={"backend": "FLASH_ATTN"} where vLLM chose another'
+        )
+    return stats
+
+
+def reset_stats(llm: Any) -> None:
+    """Starts counting anew in a `vllm.LLM`'s engine. See `serving_stats`."""
+    llm.apply_model(_reset)
+
+
+def serving_backend(llm: Any) -> str | None:
+    """The kernels that prefill in a `vllm.LLM`'s engine; None where it runs no plan. See `serving_stats`."""
+    backend: str | None = llm.apply_model(_backend)[0]
+    return backend
+
+
+def plan_host(model: Any) -> EngineHost | None:
+    """The plan that the attention layers of a model share."""
+    hosts = (getattr(getattr(module, "impl", None), "plan_host", None) for module in model.modules())
+    return next((host for host in hosts if host is not None), None)
+
+
+def _backend(model: Any) -> str | None:
+    host = plan_host(model)
+    return None if host is None else host.backend
+
+
+def _read(model: Any) -> ServingStats | None:
+    host = plan_host(model)
+    return None if host is None else host.counters.read()
+
+
+def _reset(model: Any) -> None:
+    host = plan_host(model)
+    if host is not None:
+        host.counters.reset()

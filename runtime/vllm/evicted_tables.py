@@ -1,19 +1,144 @@
-"""Decides which blocks the kernels of evicting layers read in a step: block tables and lengths without what is freed.
+"""Blocks of a request that an evicting layer frees, and the tables of the others that kernels read in a step. Both are
+known from lengths alone, so that the scheduler need not ask the device.
+
+The tokens of a prompt that stay are moved, in their order, to the first blocks of the request, and behind them to the
+rows of the prompt in the block that its end shares with the answer; the blocks between are freed. Positions keep their
+place in the block table, and new tokens are appended as usual. Only whole blocks are freed, so that the rest has no
+holes: a layer caches up to a block less one more tokens than its rule says, by score.
 
 Shapes: B requests of a step, P pages of a request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
-from sparsekv.runtime.vllm.request_lengths import Requests
+from sparsekv.plans.patterns import Budget
+from sparsekv.plans.phases import Retention
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """Holds what a step schedules."""
+
+    rows: Mapping[str, int]  # of each request
+    prompts: Mapping[str, int]  # tokens of the prompts of requests that are new to the worker
+    computed: Mapping[str, int]  # of these, tokens before the step
+    resumed: Collection[str]  # that were preempted and start again
+    finished: Collection[str]  # since the last step, aborted ones among them
+
+
+class Requests:
+    """The requests that a worker knows of."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, int] = {}
+        self._open: dict[str, int] = {}  # tokens computed of prompts that are not complete
+        self._order: Callable[[], Sequence[str]] | None = None
+        self.steps = 0  # begun so far
+
+    @contextmanager
+    def step(self, scheduled: Scheduled, order: Callable[[], Sequence[str]] | None = None) -> Iterator[bool]:
+        """A step runs meanwhile. Gives whether it has single rows alone, one of them of a prompt.
+
+        Args:
+            scheduled: its requests.
+            order: their rows, once the worker knows them, unless it tells `order`.
+        """
+        for request in scheduled.finished:
+            self._prompts.pop(request, None)
+            self._open.pop(request, None)
+        self._prompts.update(scheduled.prompts)
+        self._open.update(scheduled.computed)
+        self._open.update(dict.fromkeys(scheduled.resumed, 0))
+        self._order = order
+        self.steps += 1
+        try:
+            yield self._advance(scheduled.rows)
+        finally:
+            self._order = None
+
+    def _advance(self, rows: Mapping[str, int]) -> bool:
+        single = False
+        for request in [request for request in self._open if request in rows]:
+            single |= rows[request] == 1
+            self._open[request] += rows[request]
+            if self._open[request] >= self._prompts[request]:
+                del self._open[request]
+        return single and max(rows.values()) == 1
+
+    def knows(self, request: str) -> bool:
+        """Returns whether the worker still has a request."""
+        return request in self._prompts
+
+    def order(self, requests: Sequence[str]) -> None:
+        """The rows of the step under way."""
+        self._order = lambda: requests
+
+    @property
+    def rows(self) -> list[tuple[str, int]]:
+        """The request of each row of the step under way, and the tokens of its prompt; none of steps that vLLM makes
+        up."""
+        return [] if self._order is None else [(request, self._prompts[request]) for request in self._order()]
+
+
+@dataclass(frozen=True, slots=True)
+class EvictedBlocks:
+    """Holds what an evicting layer frees, as far as lengths depend on it: layers of which these are equal share their
+    blocks.
+
+    Args:
+        fixed: tokens of a prompt that stay whatever its length.
+        share: of all tokens of a prompt, that stay besides.
+        generated: the newest tokens of an answer that stay.
+        block: tokens of a block.
+    """
+
+    fixed: int
+    share: Budget | None
+    generated: int
+    block: int
+
+    @classmethod
+    def of(cls, rule: Retention, block: int) -> EvictedBlocks:
+        """Those of a rule that evicts tokens."""
+        assert isinstance(rule.keep, Budget)
+        assert rule.generated is not None
+        fixed = _unscored(rule) + (rule.keep.tokens or 0)
+        return cls(fixed, rule.keep if rule.keep.tokens is None else None, rule.generated, block)
+
+    @lru_cache(maxsize=4096)  # noqa: B019 - of a few, which live as long as the engine
+    def evicted(self, prompt: int) -> int:
+        """Returns how many blocks of a complete prompt are freed."""
+        share = self.share.resolve(prompt) if self.share else 0
+        return max(0, prompt - self.fixed - share) // self.block
+
+    def cached(self, prompt: int) -> int:
+        """Returns how many tokens of a complete prompt stay cached."""
+        return prompt - self.evicted(prompt) * self.block
+
+    def freed(self, prompt: int, computed: int) -> tuple[range, range]:
+        """The blocks that no step reads once so many tokens are computed, the prompt among them: of the prompt, and of
+        the answer."""
+        whole, first = prompt // self.block, -(-prompt // self.block)
+        newest = max(first, (computed + 1 - self.generated) // self.block)
+        return range(whole - self.evicted(prompt), whole), range(first, newest)
+
+    def rule(self, given: Retention, prompt: int) -> Retention:
+        """A layer's rule with as many chosen tokens as the blocks of this prompt have room for."""
+        return given.model_copy(update={"keep": Budget(tokens=max(0, self.cached(prompt) - _unscored(given)))})
+
+
+def _unscored(rule: Retention) -> int:
+    """First and last tokens of a prompt, which stay whatever their score."""
+    return (rule.sink or 0) + (rule.recent or 0)
 
 
 @dataclass(frozen=True, slots=True)

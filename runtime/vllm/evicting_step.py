@@ -17,9 +17,7 @@ from sparsekv.kernels.keys import KeyView, Scales
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.roles import Evicting, rows_to_cache
 from sparsekv.runtime.core.state import Gather, Observed
-from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
-from sparsekv.runtime.vllm.evicted_tables import PromptRows, StepTables
-from sparsekv.runtime.vllm.request_lengths import Requests
+from sparsekv.runtime.vllm.evicted_tables import EvictedBlocks, PromptRows, Requests, StepTables
 
 Pages = tuple[torch.Tensor, torch.Tensor]  # keys and values
 _WARM_UP = "warm-up"  # no request, so that it is forgotten by the first one

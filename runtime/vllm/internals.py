@@ -1,19 +1,15 @@
 """Everything that is taken from inside vLLM, which promises none of it to stay: no other file imports it, but for
-cache_internals.py (eviction), releases.py (what differs between releases), and of exact output draft_internals.py,
-self_speculator.py and draft_scheduler.py. tools/vllm_contract.py names all of it, and tests look for it in each
-release that is supported.
+devices.py (caches and kernels by device), cache_internals.py (eviction), and of exact output self_speculator.py and
+draft_scheduler.py. tools/vllm_contract.py names all of it, and tests look for it in each release that is supported.
 
-What differs between the CPU and CUDA is in one small class each.
-
-Shapes: N pages, G KV heads, S tokens of a page, D head size, T tokens of a step.
+Shapes: T tokens of a step, H query heads, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from dataclasses import fields
-from functools import cache, partial
+from functools import cache, wraps
 from inspect import Parameter, isfunction, signature
 from types import SimpleNamespace
 from typing import Any
@@ -32,26 +28,26 @@ from vllm.distributed import (
     tensor_model_parallel_all_gather,
 )
 from vllm.distributed.utils import get_pp_indices
+from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from sparsekv.kernels.keys import FLOAT8, Scales
+from sparsekv.kernels.keys import Scales
 from sparsekv.kernels.prefill.flash.limits import FlashPackage, offer_package
 from sparsekv.plans.errors import BackendError, SparseKVError, UnsupportedError, UsageError
 from sparsekv.runtime.architecture import MODALITIES
 from sparsekv.runtime.core.program import Rank
 from sparsekv.runtime.quantised_files import quantisation_of
-from sparsekv.runtime.vllm.draft_internals import beside_drafts, follow_configs
+from sparsekv.runtime.vllm.devices import OnCpu, OnCuda, platform
 from sparsekv.runtime.vllm.engine_host import EngineModel
 from sparsekv.runtime.vllm.exact_engine import WORKER, ask_for_drafts
-from sparsekv.runtime.vllm.releases import empty_pages
 from sparsekv.runtime.vllm.settings import EngineFacts, connectors_of, plan_path, read_options
 from sparsekv.runtime.vllm.step_metadata import KNOWN, READ
 
-__all__ = ["AttentionType", "get_current_vllm_config", "release", "set_current_vllm_config"]
+__all__ = ["AttentionType", "get_current_vllm_config", "platform", "release", "set_current_vllm_config"]
 
 logger = init_logger("vllm.sparsekv")  # below "vllm", whose handler prints it
 # The flash-attn-4 that releases of vLLM bring along, and those whose copy was run over block lists.
@@ -60,187 +56,6 @@ _FLASH = FlashPackage("vllm.vllm_flash_attn.cute", "vllm", ("0.26.0", "0.33.0"),
 _OURS = f"{__package__}.attention_backend"
 _ANY = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _PREFERS_OTHERS = 10  # major compute capability of which vLLM prefers another backend where none is asked for
-
-
-class OnCpu:
-    """vLLM on a CPU. The platform chooses its own backend whatever is asked for."""
-
-    backend = planned = AttentionBackendEnum.CPU_ATTN
-    page = 128  # tokens, where nothing else is asked for
-    captures = False  # CUDA graphs
-    takes_empty = False  # rows without tokens, by its kernel
-    profiles = False  # runs the model without a cache first, and measures the memory that this takes
-
-    @staticmethod
-    def classes() -> tuple[Any, Any, Any]:
-        """vLLM's own backend, implementation and metadata builder."""
-        from vllm.v1.attention.backends.cpu_attn import (
-            CPUAttentionBackend,
-            CPUAttentionBackendImpl,
-            CPUAttentionMetadataBuilder,
-        )
-
-        return CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
-
-    @staticmethod
-    def empty_cache(pages: int, spec: Any, device: torch.device) -> torch.Tensor:
-        """A layer's cache as vLLM allocates it."""
-        sizes = (pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
-        return torch.zeros(sizes, dtype=spec.dtype, device=device)
-
-    @staticmethod
-    def pages_of(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in a layer's cache, [N, G, S, D] each: views.
-
-        A page holds, for each KV head, its keys transposed, then its values.
-        """
-        pages, heads, tokens, both = kv_cache.shape
-        parts = kv_cache.view(pages, heads, 2, tokens * both // 2)
-        k_NGSD = parts[:, :, 0].view(pages, heads, both // 2, tokens).transpose(2, 3)
-        return k_NGSD, parts[:, :, 1].view(pages, heads, tokens, both // 2)
-
-    @staticmethod
-    def of_lengths(metadata: Any, lengths_B: torch.Tensor) -> Any:
-        """The same rows: those that choose are computed in vain."""
-        return metadata
-
-    @staticmethod
-    def attention(
-        q_THD: torch.Tensor,
-        cache: torch.Tensor,
-        table_BP: torch.Tensor,
-        lengths: Sequence[int],
-        scale: float,
-        out_THD: torch.Tensor,
-        scales: Scales | None,
-    ) -> Callable[[], Any]:
-        """A launch of vLLM's own kernel. See `engine_dense_attention`."""
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa, envs, ops
-
-        (_, heads, size), (pages, kv_heads, tokens, _) = q_THD.shape, cache.shape
-        keys, values = cache.view(pages, kv_heads, 2 * tokens, size).chunk(2, dim=2)
-        starts, lengths_B, _ = _requests(q_THD, lengths)
-        stored: dict[str, Any] = {} if scales is None else {"kv_cache_dtype": "fp8"}
-        by = {} if scales is None else {"k_scale": float(scales.k_G[0]), "v_scale": float(scales.v_G[0])}  # of a tensor
-        schedule = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(lengths),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=size,
-            seq_lens=lengths_B,
-            dtype=q_THD.dtype,
-            query_start_loc=starts,
-            causal=True,
-            sliding_window_size=-1,
-            isa=_get_attn_isa(q_THD.dtype, tokens, size),
-            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-            **stored,
-        )
-        return partial(
-            ops.cpu_attention_with_kv_cache,
-            query=q_THD,
-            key_cache=keys,
-            value_cache=values,
-            output=out_THD,
-            query_start_loc=starts,
-            seq_lens=lengths_B,
-            scale=scale,
-            causal=True,
-            alibi_slopes=None,
-            sliding_window=-1,
-            block_table=table_BP,
-            softcap=0,
-            scheduler_metadata=schedule,
-            s_aux=None,
-            **stored,
-            **by,
-        )
-
-
-class OnCuda:
-    """vLLM on an NVIDIA GPU: its FlashAttention backend where there is a plan, and by the name CUSTOM."""
-
-    backend = AttentionBackendEnum.CUSTOM
-    planned = AttentionBackendEnum.FLASH_ATTN
-    page = 16
-    captures = True
-    takes_empty = True
-    profiles = True
-
-    @staticmethod
-    def classes() -> tuple[Any, Any, Any]:
-        """vLLM's own backend, implementation and metadata builder. Importing them reads the engine's configuration."""
-        from vllm.v1.attention.backends.flash_attn import (
-            FlashAttentionBackend,
-            FlashAttentionImpl,
-            FlashAttentionMetadataBuilder,
-        )
-
-        return FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadataBuilder
-
-    @staticmethod
-    def empty_cache(pages: int, spec: Any, device: torch.device) -> torch.Tensor:
-        """A layer's cache as vLLM allocates it: heads or tokens come first in memory, as its settings say."""
-        backend, *_ = OnCuda.classes()
-        shape = (pages, spec.num_kv_heads, spec.block_size, spec.head_size)
-        return empty_pages(backend, get_current_vllm_config(), *shape, spec.dtype, device)
-
-    @staticmethod
-    def pages_of(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in a layer's cache, [N, G, S, D] each: views. Those of a token lie side by side."""
-        k_NGSD, v_NGSD = kv_cache.split(kv_cache.shape[-1] // 2, -1)
-        return k_NGSD, v_NGSD
-
-    @staticmethod
-    def of_lengths(metadata: Any, lengths_B: torch.Tensor) -> Any:
-        """The metadata with other lengths; rows of length 0 read nothing and their output is 0. The schedule of a step,
-        made for the true lengths, remains: it says into how many parts a row is split at most."""
-        other = copy(metadata)
-        other.seq_lens = lengths_B
-        return other
-
-    @staticmethod
-    def attention(
-        q_THD: torch.Tensor,
-        cache: torch.Tensor,
-        table_BP: torch.Tensor,
-        lengths: Sequence[int],
-        scale: float,
-        out_THD: torch.Tensor,
-        scales: Scales | None,
-    ) -> Callable[[], Any]:
-        """A launch of vLLM's own kernel. See `engine_dense_attention`."""
-        from vllm.v1.attention.backends.flash_attn import flash_attn_varlen_func, get_flash_attn_version
-
-        starts, lengths_B, rows = _requests(q_THD, lengths)
-        size, by = q_THD.shape[-1], {}
-        keys, values = cache.transpose(1, 2).split(size, dim=-1)
-        if scales is not None:
-            keys, values = keys.view(FLOAT8), values.view(FLOAT8)
-            named = {"q_descale": scales.q_G, "k_descale": scales.k_G, "v_descale": scales.v_G}
-            by = {
-                name: None if scale_G is None else scale_G.expand(len(lengths), -1) for name, scale_G in named.items()
-            }
-        return partial(
-            flash_attn_varlen_func,
-            q=q_THD,
-            k=keys,
-            v=values,
-            out=out_THD,
-            cu_seqlens_q=starts,
-            max_seqlen_q=rows,
-            seqused_k=lengths_B,
-            max_seqlen_k=max(*lengths, 1),
-            softmax_scale=scale,
-            causal=True,
-            block_table=table_BP,
-            fa_version=get_flash_attn_version(head_size=size),
-            **by,
-        )
-
-
-# None on devices that no backend of ours was made for. AMD's devices are of type "cuda" as well.
-platform: Any = OnCpu if current_platform.is_cpu() else OnCuda if current_platform.is_cuda() else None
 
 
 def engine_facts(config: VllmConfig, *derived: type) -> EngineFacts:
@@ -444,13 +259,6 @@ def engine_dense_attention(
     return launch
 
 
-def _requests(q_THD: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Where requests of as many rows each begin and the last ends, their lengths, and the rows of one."""
-    like: Any = {"dtype": torch.int32, "device": q_THD.device}
-    rows = len(q_THD) // len(lengths)
-    return torch.arange(0, len(q_THD) + 1, rows, **like), torch.tensor(lengths, **like), rows
-
-
 def without_prefill(config: VllmConfig, support: AttentionCGSupport) -> AttentionCGSupport:
     """Returns what is captured in whole graphs at most: steps that only decode, or verify as many drafts of each
     request. Sparse prefill is launched anew each time."""
@@ -488,3 +296,52 @@ def _register(place: AttentionBackendEnum, ours: str) -> None:
 
 def _is_ours(place: AttentionBackendEnum) -> bool:
     return place.is_overridden() and place.get_path().startswith(_OURS)
+
+
+_REPLACED = "sparsekv_given"  # what a method that was replaced by ours was, on ours
+
+
+def follow_configs(before: Callable[[Any], None], after: Callable[[VllmConfig], None]) -> None:
+    """Has arguments of engines be changed by one function, and the configuration that is made of them be seen by the
+    other: nothing of vLLM lets a plugin choose a drafter."""
+    given = EngineArgs.create_engine_config
+    if hasattr(given, _REPLACED):  # once in a process
+        return
+
+    @wraps(given)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        before(self)
+        config = given(self, *args, **kwargs)
+        after(config)
+        return config
+
+    setattr(create_engine_config, _REPLACED, given)
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def worker_class() -> Any:
+    """Returns vLLM's own worker for this device."""
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker
+
+
+def beside_drafts(config: VllmConfig) -> tuple[str, ...]:
+    """Returns the settings of an engine that exact output does not run with."""
+    parallel, model = config.parallel_config, config.model_config
+    there = {
+        "--data-parallel-size": parallel.data_parallel_size > 1,
+        "--enable-eplb": parallel.enable_eplb,
+        "--enable-lora": config.lora_config is not None,
+        "positions of several axes (M-RoPE)": model.uses_mrope,
+        # Drafts begin with tokens, and a compiled model takes only one of the two.
+        "prompts as embeddings": model.enable_prompt_embeds or model.supports_multimodal_inputs,
+        # The target stands for its own draft model, whose configuration vLLM reads from its files alone.
+        "--hf-overrides": isinstance(model.hf_overrides, dict) and bool(model.hf_overrides),
+        "--max-model-len beyond what the model's files say": model.max_model_len < (model.original_max_model_len or 0),
+    }
+    return tuple(name for name, is_there in there.items() if is_there)

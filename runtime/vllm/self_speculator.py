@@ -21,8 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.vllm.attention_backend import SparseBuilder
-from sparsekv.runtime.vllm.draft_internals import worker_class
-from sparsekv.runtime.vllm.internals import changed_calls
+from sparsekv.runtime.vllm.internals import changed_calls, worker_class
 
 _Worker: Any = worker_class()
 

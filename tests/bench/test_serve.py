@@ -149,7 +149,7 @@ def test_an_engine_that_is_late_is_not_asked_more_often(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("sparsekv.bench.serve.serve", served)
     monkeypatch.setitem(
-        sys.modules, "sparsekv.runtime.vllm.counters",
+        sys.modules, "sparsekv.runtime.vllm.engine_host",
         SimpleNamespace(reset_stats=str, serving_stats=str, serving_backend=str),
     )  # fmt: skip
     loads = tuple(Load(4, 2, requests=2, per_minute=often) for often in (60, 90, 120))

@@ -9,6 +9,7 @@ import tomllib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from vllm_contract import Sources, undrafted, unfulfilled, unknown_metadata
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "tests/data/vllm").glob("*.json"))
 OURS = (
-    *("internals", "cache_internals", "releases", "step_metadata", "attention_backend"),
-    *("draft_internals", "draft_scheduler", "self_speculator"),
+    *("internals", "cache_internals", "devices", "step_metadata", "attention_backend"),
+    *("draft_scheduler", "self_speculator"),
 )
 FOLDER = ROOT / "runtime/vllm"
 
@@ -92,28 +93,12 @@ def defined_here() -> set[str]:
                 found.update(alias.asname or alias.name for alias in node.names)
             elif isinstance(node, ast.Assign):
                 found.update(one.id for one in node.targets if isinstance(one, ast.Name))
-    for kind in (
-        torch,
-        torch.Tensor,
-        torch.Size,
-        str,
-        dict,
-        list,
-        set,
-        frozenset,
-        tuple,
-        slice,
-        int,
-        BaseException,
-        logging.Logger,
-        type,
-        inspect.Parameter,
-        inspect.Signature,
-    ):
-        found.update(dir(kind))
-    return found.union(
-        dir(builtins), dir(torch.nn), dir(inspect), dir(weakref), ("format_exception", "monotonic", "num_hidden_layers")
-    )
+    sized = (str, dict, list, set, frozenset, tuple, torch.Size)
+    others = (torch, torch.Tensor, slice, int, BaseException, logging.Logger, type, Parameter, Signature)
+    modules = (builtins, torch.nn, inspect, weakref)
+    found.update(name for kind in (*sized, *others, *modules) for name in dir(kind))
+    scales = ("_k_scale", "_q_scale", "_v_scale")  # of a layer, by `set_default_quant_scales`
+    return found.union(scales, ("format_exception", "monotonic", "num_hidden_layers"))
 
 
 def _own_files() -> list[Path]:
@@ -148,7 +133,7 @@ def test_every_import_from_vllm_is_in_the_contract(name: str) -> None:
 DERIVED = {
     "attention_backend:SparseImpl": [impl for _, impl, _ in contract.CLASSES.values()],
     "attention_backend:SparseBuilder": [builder for *_, builder in contract.CLASSES.values()],
-    "block_manager:EvictingManager": ["vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"],
+    "cache_internals:EvictingManager": ["vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"],
     "self_speculator:SelfSpeculator": ["vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator"],
 }
 

@@ -114,7 +114,7 @@ def kept_engines() -> Iterator[list[Any]]:
 @pytest.fixture
 def engine(llm: Any) -> Any:
     """The engine with nothing cached and nothing counted."""
-    from sparsekv.runtime.vllm.counters import reset_stats
+    from sparsekv.runtime.vllm.engine_host import reset_stats
 
     assert llm.reset_prefix_cache()
     reset_stats(llm)

@@ -16,8 +16,7 @@ from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.vllm import attention_backend
 from sparsekv.runtime.vllm.attention_backend import SparseBuilder, SparseImpl
-from sparsekv.runtime.vllm.counters import serving_stats
-from sparsekv.runtime.vllm.engine_host import EngineHost
+from sparsekv.runtime.vllm.engine_host import EngineHost, serving_stats
 from sparsekv.runtime.vllm.settings import check_engine_layer
 
 Prompts = dict[int, list[int]]

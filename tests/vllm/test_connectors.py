@@ -19,7 +19,7 @@ from vllm_engine import NEW, TILE, Answer, Oracle, generate, make_engine, tokens
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.cache import handed_over
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.vllm.counters import serving_stats
+from sparsekv.runtime.vllm.engine_host import serving_stats
 from sparsekv.runtime.vllm.settings import store_name
 
 PAGE = 128
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     sys.path.insert(0, {support!r})
     from vllm import SamplingParams
     from vllm_engine import make_engine, tokens_and_logprobs
-    from sparsekv.runtime.vllm.counters import serving_stats
+    from sparsekv.runtime.vllm.engine_host import serving_stats
 
     def ask(engine, prompt, new, params):
         asked = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, logprobs=0,

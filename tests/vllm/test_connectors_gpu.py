@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path.insert(0, {support!r})
     from vllm import SamplingParams
     from vllm_engine import make_engine, tokens_of
-    from sparsekv.runtime.vllm.counters import serving_stats
+    from sparsekv.runtime.vllm.engine_host import serving_stats
 
     def ask(engine, prompt, new={new}, params=None):
         asked = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, logprobs=0,

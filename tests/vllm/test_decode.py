@@ -16,7 +16,7 @@ from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segmen
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.vllm.attention_backend import SparseBuilder
-from sparsekv.runtime.vllm.counters import serving_stats
+from sparsekv.runtime.vllm.engine_host import serving_stats
 
 Prompts = dict[int, list[int]]
 LONG = 64  # tokens of an answer

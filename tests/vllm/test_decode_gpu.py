@@ -10,7 +10,7 @@ from sparsekv.bench.vllm_engines import asking_for_ours
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
+from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
 
 pytestmark = pytest.mark.gpu
 Prompts = dict[int, list[int]]

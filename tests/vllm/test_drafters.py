@@ -18,7 +18,7 @@ from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import BlockSparse, fraction
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
+from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
 from sparsekv.runtime.vllm.internals import layers_so_far
 
 Prompts = dict[int, list[int]]

@@ -31,7 +31,7 @@ from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.paged.step_rows import PrefillRows, StepRows
-from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
+from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
 from sparsekv.runtime.vllm.internals import logger
 
 Prompts = dict[int, list[int]]

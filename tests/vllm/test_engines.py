@@ -16,7 +16,7 @@ from sparsekv.plans.patterns import AShape, TileShape, tokens
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.vllm.counters import serving_stats
+from sparsekv.runtime.vllm.engine_host import serving_stats
 
 Prompts = dict[int, list[int]]
 
@@ -74,7 +74,7 @@ STARTED_AGAIN = """
 import gc, json, sys
 sys.path.insert(0, {support!r})
 from vllm_engine import generate, make_engine, tokens_and_logprobs
-from sparsekv.runtime.vllm.counters import serving_stats
+from sparsekv.runtime.vllm.engine_host import serving_stats
 found = []
 for plan in {plans}:
     engine = make_engine({model!r}, additional_config={{"sparsekv": {{"plan": plan}}}})

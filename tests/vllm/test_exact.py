@@ -20,7 +20,7 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
+from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
 
 V2 = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 on_v2 = pytest.mark.skipif(any(os.environ.get(name) != one for name, one in V2.items()), reason="see the last test")
@@ -280,7 +280,7 @@ def test_model_runner_v1_is_refused(reference: LoadedModel, path: Path) -> None:
 
 
 def test_what_vllm_would_cut_a_context_to_is_refused() -> None:
-    from sparsekv.runtime.vllm.draft_internals import beside_drafts
+    from sparsekv.runtime.vllm.internals import beside_drafts
 
     parallel = SimpleNamespace(data_parallel_size=1, enable_eplb=False)
     model = SimpleNamespace(

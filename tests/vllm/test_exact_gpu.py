@@ -20,7 +20,7 @@ from vllm_engine import make_engine, preemptions, tokens_of
 from sparsekv.bench.vllm_engines import asking_for_ours
 from sparsekv.plans.files import write_plan
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.vllm.counters import serving_stats
+from sparsekv.runtime.vllm.engine_host import serving_stats
 
 pytestmark = pytest.mark.gpu
 STRICT = os.environ.get("VLLM_BATCH_INVARIANT") == "1"

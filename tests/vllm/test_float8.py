@@ -20,8 +20,8 @@ from sparsekv.runtime.paged.plan_host import Scratch
 from sparsekv.runtime.stores import float8
 from sparsekv.runtime.vllm import internals
 from sparsekv.runtime.vllm.attention_backend import SparseImpl
-from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
-from sparsekv.runtime.vllm.page_contents import check_pages, scales_of
+from sparsekv.runtime.vllm.devices import check_pages, scales_of
+from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
 
 Prompts = dict[int, list[int]]
 CUDA = internals.device_type() == "cuda"

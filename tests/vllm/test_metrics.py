@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 from vllm_engine import CROSSOVER, generate
 
-from sparsekv.runtime.vllm.counters import serving_stats
+from sparsekv.runtime.vllm.engine_host import serving_stats
 
 SAMPLES = {
     "sparse_tokens": ("sparsekv_prompt_tokens_total", {"plan": "sparse"}),

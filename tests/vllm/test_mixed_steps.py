@@ -6,7 +6,7 @@ from vllm import SamplingParams
 from vllm_engine import NEW, Oracle, chunks_of, generate, same
 from vllm_steps import SPARSE_FROM_DENSE, apart, recorded_choices
 
-from sparsekv.runtime.vllm.counters import serving_stats
+from sparsekv.runtime.vllm.engine_host import serving_stats
 
 Prompts = dict[int, list[int]]
 LENGTHS = (200, 2000, 700, 2700)  # tokens of the second are decoded while the last is a prompt

@@ -13,8 +13,7 @@ from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel, load_model
-from sparsekv.runtime.vllm.counters import serving_stats
-from sparsekv.runtime.vllm.engine_host import start_host
+from sparsekv.runtime.vllm.engine_host import serving_stats, start_host
 from sparsekv.runtime.vllm.internals import engine_facts, engine_model
 from sparsekv.runtime.vllm.settings import EngineOptions
 

@@ -30,7 +30,7 @@ if __name__ == "__main__":
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     sys.path.insert(0, {support!r})
     from vllm_engine import generate, make_engine, tokens_and_logprobs
-    from sparsekv.runtime.vllm.counters import serving_stats
+    from sparsekv.runtime.vllm.engine_host import serving_stats
     config = {{"sparsekv": {{"plan": {plan!r}}}}}
     engine = make_engine({model!r}, additional_config=config, tensor_parallel_size={ranks},
         worker_cls={worker!r})

@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm_engine import Oracle, preemptions
 from vllm_replay import PAGE, assert_replayed, recorded
 
-from sparsekv.runtime.vllm.counters import serving_stats
+from sparsekv.runtime.vllm.engine_host import serving_stats
 
 FUZZ_FIRST, FUZZ_COUNT = (
     int(os.environ.get(name, default)) for name, default in (("FUZZ_FIRST", 100), ("FUZZ_COUNT", 30))

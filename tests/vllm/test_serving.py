@@ -13,7 +13,7 @@ from sparsekv.bench import serve as serving
 from sparsekv.bench.serve import SPARSE, Load, ServeBench, ServedModel, bench_serve, serve
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.vllm.counters import serving_stats
+from sparsekv.runtime.vllm.engine_host import serving_stats
 
 
 def test_no_more_requests_than_asked_for_run_at_once_and_all_are_answered(

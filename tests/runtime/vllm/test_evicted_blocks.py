@@ -10,9 +10,15 @@ import torch
 from tiny_plans import drops
 
 from sparsekv.plans.patterns import fraction
-from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
-from sparsekv.runtime.vllm.evicted_tables import EvictedTable, StepTables, TableRows, moves
-from sparsekv.runtime.vllm.request_lengths import Requests, Scheduled
+from sparsekv.runtime.vllm.evicted_tables import (
+    EvictedBlocks,
+    EvictedTable,
+    Requests,
+    Scheduled,
+    StepTables,
+    TableRows,
+    moves,
+)
 
 
 def random_kept(draw: Random) -> EvictedBlocks:

@@ -12,8 +12,7 @@ from sparsekv.kernels.softmax import PLAIN
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.paged.plan_host import Scratch
-from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
-from sparsekv.runtime.vllm.evicted_tables import PromptRows
+from sparsekv.runtime.vllm.evicted_tables import EvictedBlocks, PromptRows
 from sparsekv.runtime.vllm.evicting_step import EvictingHost, move
 
 
