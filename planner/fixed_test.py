@@ -1,0 +1,275 @@
+"""The test that a plan is verified by: fixed before it runs, without a look in between.
+
+A cell is a task at a length. Its bound is of losses alone, among prompts that dense answers: wins elsewhere cannot hide
+a task that collapses. Over all judged cells the net loss is bounded, at each length the divergence. Every bound has to
+lie below its limit, so that each has the whole level of the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from statistics import NormalDist
+
+import numpy as np
+from scipy.stats import beta
+from scipy.stats import t as student
+
+from sparsekv.plans.types import format_length
+
+ERROR = 0.05  # of calling a plan verified by mistake, over the rungs of one `plan`
+RUNGS = (ERROR / 2, ERROR / 4, ERROR / 4)  # levels of the first plan that is tried, and of the denser ones behind it
+LONG = 65536  # tokens; a longer prompt takes minutes, so that one length is tested, with few prompts
+LEAST_TASKS = 3  # judged at each sparse length
+MEAN_NATS, WORST_NATS = 0.02, 0.2  # divergence beyond rounding at a length: its mean, and the mean of its worst tenth
+_WORST = 0.1
+_WORST_FROM = 0.05  # nats; each value gives a bound of the worst tenth, one near its lower end a tight one
+
+
+def level_of_run(number: int) -> float:
+    """The level of the n-th run on one plan, from 1; all together have 0.05, those behind the first one 0.025."""
+    return ERROR / (number * (number + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Numbers of prompts, and the losses that they exclude.
+
+    Attributes:
+        answered: prompts of a cell that dense answers; a cell with fewer is not judged.
+        tried: most dense runs of a cell to find them.
+        cell_loss: share of the answered ones in each cell.
+        judged: prompts of all judged cells together, at least.
+        net_loss: share of these: lost less won.
+        long_prompts: prompts of each task at the one length above `LONG`.
+        long_answered: of these over all tasks, at least.
+        long_loss: share of the answered ones over all tasks.
+        rounding: prompts of each task and length that run through the kernels with every tile and token computed.
+        texts: prompts of each task and length of which dense's own text is compared.
+    """
+
+    answered: int
+    tried: int
+    cell_loss: float
+    judged: int
+    net_loss: float
+    long_prompts: int = 12
+    long_answered: int = 48
+    long_loss: float = 0.20
+    rounding: int = 1
+    texts: int = 1
+
+
+# A cell: P(X <= 3 | 21, 0.40) = 0.011 and P(X <= 5 | 47, 0.25) = 0.012, so that 3 (5) may be lost at levels 0.025 and
+# 0.0125. Of a plan that loses 2% of prompts where dense answers 65% (3.1% of these), a cell fails with 0.0036 (0.0032).
+# One that dense answers in 65% has 21 among 40 with 0.96 and 47 among 86 with 0.98; among 35 (78) it would be 0.79.
+# Net loss, 2% lost and 2% won: its standard error is 1.18 points of 288 prompts and 0.75 of 720; the bound at level
+# 0.025 is below 5 (3) points up to a net loss of about 2.0 (1.3): 1.7 standard errors.
+# Of 72 long prompts 48 answered: P(X <= 4 | 48, 0.20) = 0.0248.
+SMALL = Sizes(answered=21, tried=40, cell_loss=0.40, judged=288, net_loss=0.05)
+FULL = Sizes(answered=47, tried=86, cell_loss=0.25, judged=720, net_loss=0.03)
+SIZES = {"small": SMALL, "full": FULL}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Right answers to one task at one length, dense beside the plan."""
+
+    task: str
+    length: int
+    prompts: int
+    answered: int
+    lost: int
+    won: int
+
+    def __str__(self) -> str:
+        return f"{self.task} at {format_length(self.length)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """An upper bound of a loss, a share or nats, beside the mean and the limit.
+
+    Attributes:
+        lengths: at which it was measured.
+    """
+
+    name: str
+    mean: float
+    upper: float
+    limit: float
+    lengths: tuple[int, ...]
+    prompts: int
+    unit: str = "%"
+
+    @property
+    def is_met(self) -> bool:
+        """Returns whether the limit is excluded."""
+        return self.upper <= self.limit
+
+    def __str__(self) -> str:
+        scale = 100.0 if self.unit == "%" else 1.0
+        mean, upper, limit = (f"{scale * one:.3g}{self.unit}" for one in (self.mean, self.upper, self.limit))
+        return f"{self.name} {mean} on {self.prompts} prompts, shown below {upper}, not {limit}"
+
+
+@dataclass(frozen=True)
+class FixedTest:
+    """The results of a run, and their bounds.
+
+    Attributes:
+        excess: divergence beyond rounding of each prompt, in nats, by length.
+    """
+
+    sizes: Sizes
+    level: float
+    cells: tuple[Cell, ...]
+    excess: Mapping[int, Sequence[float]]
+
+    @cached_property
+    def judged(self) -> tuple[Cell, ...]:
+        """The cells whose answers count."""
+        return tuple(one for one in self._short if one.answered >= self.sizes.answered) + self._long
+
+    @property
+    def not_judged(self) -> tuple[Cell, ...]:
+        """The cells that dense answers too seldom."""
+        return tuple(one for one in self._short if one.answered < self.sizes.answered)
+
+    @property
+    def unanswered_lengths(self) -> tuple[int, ...]:
+        """The lengths at which too few tasks are judged, so that nothing can be verified."""
+        counts = {one.length: 0 for one in self._short}
+        for one in self._short:
+            counts[one.length] += one.answered >= self.sizes.answered
+        long = self._long and sum(one.answered for one in self._long) < self.sizes.long_answered
+        few = [length for length, count in counts.items() if count < LEAST_TASKS]
+        return (*few, *([self._long[0].length] if long else []))
+
+    @property
+    def bounds(self) -> Iterator[Bound]:
+        """All of them."""
+        if any(one.length <= LONG for one in self.judged):
+            yield self.net_loss
+        yield from self.cell_losses
+        for length, excess in self.excess.items():
+            yield from divergence_bounds(length, excess)
+
+    @property
+    def is_passed(self) -> bool:
+        """Returns whether the plan is verified."""
+        return not self.unanswered_lengths and all(bound.is_met for bound in self.bounds)
+
+    @property
+    def missed(self) -> tuple[Bound, ...]:
+        """The bounds above their limits."""
+        return tuple(bound for bound in self.bounds if not bound.is_met)
+
+    @property
+    def net_loss(self) -> Bound:
+        """Lost less won answers, of all judged prompts."""
+        cells = self.judged
+        lost, won, prompts = (sum(getattr(one, name) for one in cells) for name in ("lost", "won", "prompts"))
+        upper = net_loss_bound(lost, won, prompts, self.level)
+        lengths = tuple(sorted({one.length for one in cells}))
+        mean = (lost - won) / max(1, prompts)
+        return Bound("net loss of right answers", mean, upper, self.sizes.net_loss, lengths, prompts)
+
+    @property
+    def cell_losses(self) -> tuple[Bound, ...]:
+        """Lost answers of each judged cell; of long prompts, of all tasks together."""
+        short = tuple(
+            self._loss(f"loss of {one}", one.lost, one.answered, one.length, self.sizes.cell_loss)
+            for one in self.judged
+            if one.length <= LONG
+        )
+        lost, answered = (sum(getattr(one, name) for one in self._long) for name in ("lost", "answered"))
+        pooled = (
+            self._loss(f"loss of all tasks at {format_length(length)}", lost, answered, length, self.sizes.long_loss)
+            for length in sorted({one.length for one in self._long})
+        )
+        return (*short, *pooled)
+
+    def _loss(self, name: str, lost: int, answered: int, length: int, limit: float) -> Bound:
+        upper = loss_bound(lost, answered, self.level)
+        return Bound(name, lost / max(1, answered), upper, limit, (length,), answered)
+
+    @property
+    def _short(self) -> tuple[Cell, ...]:
+        return tuple(one for one in self.cells if one.length <= LONG)
+
+    @property
+    def _long(self) -> tuple[Cell, ...]:
+        return tuple(one for one in self.cells if one.length > LONG)
+
+
+def missing_prompts(sizes: Sizes, tried: int, answered: int) -> int:
+    """Further prompts of a cell that dense is to run: none once it is judged, or cannot be."""
+    missing = sizes.answered - answered
+    return missing if 0 < missing <= sizes.tried - tried else 0
+
+
+def more_prompts(sizes: Sizes, judged: Sequence[Cell]) -> int:
+    """Further prompts of each judged cell, evenly, for all cells together."""
+    prompts = sum(one.prompts for one in judged)
+    return max(0, math.ceil((sizes.judged - prompts) / len(judged))) if judged else 0
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def loss_bound(lost: int, prompts: int, level: float) -> float:
+    """Clopper and Pearson's upper bound of a share: the largest one of which so few are lost with more than `level`."""
+    return 1.0 if lost >= prompts else float(beta.ppf(1.0 - level, lost + 1, prompts - lost))
+
+
+@cache
+def net_loss_bound(lost: int, won: int, prompts: int, level: float) -> float:
+    """Upper bound of the net loss of paired answers, from Tango's score test (Statistics in Medicine 17, 1998)."""
+    low, high, limit = (lost - won) / max(1, prompts), 1.0, -NormalDist().inv_cdf(1.0 - level)
+    for _ in range(40 if prompts else 0):
+        middle = (low + high) / 2.0
+        low, high = (low, middle) if net_loss_score(lost, won, prompts, middle) <= limit else (middle, high)
+    return high
+
+
+def net_loss_score(lost: int, won: int, prompts: int, share: float) -> float:
+    """Tango's score of the claim that the net loss is `share`; normal where it is."""
+    linear = (2 * prompts - lost + won) * share - lost - won
+    root = math.sqrt(linear**2 + 8 * prompts * won * share * (1.0 - share))
+    won_share = (root - linear) / (4 * prompts)  # likeliest under the claim
+    variance = prompts * (2 * won_share + share * (1.0 - share))
+    return (lost - won - prompts * share) / math.sqrt(variance) if variance > 0.0 else 0.0
+
+
+def divergence_bounds(length: int, excess: Sequence[float]) -> tuple[Bound, Bound]:
+    """95% upper bounds of the mean and of the worst tenth of prompts.
+
+    The mean of the worst tenth is at most t + E[max(x - t, 0)] / 0.1 for every t (Rockafellar and Uryasev, 2000).
+    """
+    values = np.asarray(excess, float)
+    at, count = format_length(length), len(values)
+    worst = np.sort(values)[-max(1, math.ceil(_WORST * count)) :]
+    beyond = _WORST_FROM + mean_bound(np.maximum(values - _WORST_FROM, 0.0)) / _WORST
+    mean = Bound(f"divergence at {at}", float(values.mean()), mean_bound(values), MEAN_NATS, (length,), count, " nats")
+    name = f"divergence of the worst tenth at {at}"
+    return mean, Bound(name, float(worst.mean()), beyond, WORST_NATS, (length,), count, " nats")
+
+
+def mean_bound(values: np.ndarray) -> float:
+    """95% upper bound of the mean of skewed values (Chen, JASA 90, 1995, equation 2.3)."""
+    count = len(values)
+    if count < 2 or float(np.ptp(values)) == 0.0:
+        return float(values.mean()) if count > 1 else math.inf
+    mean, spread, t = float(values.mean()), float(values.std(ddof=1)), _t95(count)
+    apart = (values - mean) / spread
+    skew = max(0.0, float((apart * apart) @ apart) / count) / (6.0 * math.sqrt(count))
+    return mean + (t + skew * (1.0 + 2.0 * t**2) + skew**2 * (t + 2.0 * t**3)) * spread / math.sqrt(count)
+
+
+@cache
+def _t95(count: int) -> float:
+    return float(student.ppf(0.95, count - 1))
