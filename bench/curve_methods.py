@@ -34,16 +34,25 @@ from sparsekv.bench.baselines import (
 )
 from sparsekv.bench.tile_rules import ScoreKind, cumulative_mass, max_threshold
 from sparsekv.planner.allocate import allocate
+from sparsekv.planner.common_options import Phase
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.cost.predict import DENSE, ScoreTables
 from sparsekv.planner.evaluation import Mode, PlanMode
 from sparsekv.planner.filter_layers import choose_filter_layers
-from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family, Phase, PlanOptions
+from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family, PlanOptions, density_for, settle
 from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, for_profile
-from sparsekv.planner.settled import density_for, mandatory_density, settle
 from sparsekv.plans.errors import UsageError, did_you_mean
-from sparsekv.plans.patterns import AShape, Budget, Pattern, TileShape, VerticalSlash, fraction, last_q_for
+from sparsekv.plans.patterns import (
+    AShape,
+    Budget,
+    Pattern,
+    TileShape,
+    VerticalSlash,
+    fraction,
+    last_q_for,
+    mandatory_density,
+)
 from sparsekv.plans.phases import DecodeBudget, PrefillPlan, Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel

@@ -24,9 +24,10 @@ import numpy as np
 
 from sparsekv.bench.curve_file import CurvePoint, CurveRun
 from sparsekv.bench.curve_methods import CurveInputs, CurveMode, curve_modes
+from sparsekv.planner.common_options import Phase
 from sparsekv.planner.evaluation import EvalSamples, evaluate
 from sparsekv.planner.evaluation.results import EvalResult
-from sparsekv.planner.options import Gate, Phase
+from sparsekv.planner.options import Gate
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.records import RunFile
 from sparsekv.plans.brief import percent

@@ -22,9 +22,8 @@ from sparsekv.kernels.backends import BACKENDS, USE_AUTO, choose_backend, prefil
 from sparsekv.kernels.index.build import BuilderName, build_index, builds_by_triton
 from sparsekv.kernels.tiles import AttentionOutput, TileIndex, computed_tiles, density
 from sparsekv.planner.progress import Progress, StageStep, prefill_work
-from sparsekv.planner.settled import mandatory_density
 from sparsekv.plans.errors import BackendError, UsageError
-from sparsekv.plans.patterns import MOST_SAMPLED, PATTERNS, TileShape
+from sparsekv.plans.patterns import MOST_SAMPLED, PATTERNS, TileShape, mandatory_density
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.model_config import device_name, dtype_name
 

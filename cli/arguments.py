@@ -16,8 +16,8 @@ import typer
 from pydantic import Field
 
 from sparsekv.cli.output import tell
+from sparsekv.planner.common_options import Hardware, KVPrecision, check_lengths
 from sparsekv.planner.flags import Flag, Options, text
-from sparsekv.planner.options import Hardware, KVPrecision, check_lengths
 from sparsekv.plans.aliases import (
     PLAN_NAME,
     ModelSource,

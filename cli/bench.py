@@ -23,8 +23,8 @@ from sparsekv.cli.benched import (
     subject_of,
     title_of,
 )
+from sparsekv.planner.common_options import KVPrecision
 from sparsekv.planner.flags import Count, Counts, Flag, Key, Lengths, Names, OneShare, Shares, Tile
-from sparsekv.planner.options import KVPrecision
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.model import ModelInfo
@@ -134,7 +134,7 @@ def measure_prefill(flags: PrefillFlags) -> BenchRun:
     wanted = flags.lengths or _PREFILL_LENGTHS[hardware.type]
     from sparsekv.bench.hand_plans import hand_plan
     from sparsekv.bench.prefill import COLUMNS, PrefillBench, bench_prefill
-    from sparsekv.planner.settled import density_for
+    from sparsekv.planner.options import density_for
 
     subject, words = subject_of(flags, named, hardware, precision, longest=max(wanted), seed=flags.seed), "given"
     if used is None:
@@ -281,7 +281,7 @@ def headline(flags: HeadlineFlags) -> None:
     attention checks, where 97.5% of drafts are taken to count.
     """
     from sparsekv.bench.random_model import describe_named
-    from sparsekv.planner.settled import density_for
+    from sparsekv.planner.options import density_for
 
     hardware, _ = device_and_dtype(settings_of(flags))
     lengths = flags.lengths or _PREFILL_LENGTHS[hardware.type]

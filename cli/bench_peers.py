@@ -21,8 +21,8 @@ from sparsekv.cli.benched import (
 )
 from sparsekv.cli.output import tell
 from sparsekv.cli.plan_files import check_writable, only_writer
+from sparsekv.planner.common_options import Tasks
 from sparsekv.planner.flags import MOST, Flag, Names, OneShare, Tile
-from sparsekv.planner.options import Tasks
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.errors import UsageError, did_you_mean, install_command
 from sparsekv.plans.files import executed_digest
@@ -103,8 +103,8 @@ def _peers(flags: PeersFlags) -> None:
     from sparsekv.bench.peers import COLUMNS, METHODS, PeersBench, bench_peers, left, table_rows
     from sparsekv.bench.peers_file import PeerRow
     from sparsekv.bench.random_model import describe_named
+    from sparsekv.planner.options import density_for
     from sparsekv.planner.records import RunFile
-    from sparsekv.planner.settled import density_for
 
     if unknown := [name for name in flags.methods if name not in METHODS]:
         found = f"{unknown[0]!r:.40}{did_you_mean(unknown[0], METHODS)}"

@@ -21,8 +21,8 @@ from sparsekv.cli.benched import (
     print_rows,
 )
 from sparsekv.cli.output import tell
+from sparsekv.planner.common_options import KVPrecision
 from sparsekv.planner.flags import Count, Counts, Flag, Key, Lengths, OneLength, Size
-from sparsekv.planner.options import KVPrecision
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.patterns import TileShape
 
@@ -87,7 +87,7 @@ def serve(flags: ServeFlags) -> None:
     from sparsekv.bench.hand_plans import HandDecode as DecodeByHand
     from sparsekv.bench.hand_plans import dense_up_to, dummy_plan, hand_plan, kept_by_hand
     from sparsekv.bench.serve import COLUMNS, ServeBench, bench_serve, served_model
-    from sparsekv.planner.settled import density_for
+    from sparsekv.planner.options import density_for
 
     hardware, precision = device_and_dtype(machine)
     wanted = flags.lengths or _SERVE_LENGTHS[hardware.type]

@@ -12,8 +12,8 @@ from pydantic import model_validator
 
 from sparsekv.cli.arguments import Subject, check_machine
 from sparsekv.cli.output import emit, emit_json, tell
+from sparsekv.planner.common_options import Hardware
 from sparsekv.planner.flags import Count, Flag, Key, Lengths, Options, Shares, TokenBudget
-from sparsekv.planner.options import Hardware
 
 if TYPE_CHECKING:
     import torch

@@ -29,8 +29,8 @@ from sparsekv.cli.arguments import (
 )
 from sparsekv.cli.output import FAILED, columns, emit, emit_json, placed, size, tell
 from sparsekv.cli.plan_choice import Candidate, best_of, candidates, described, device_called, plans_in
+from sparsekv.planner.common_options import Device
 from sparsekv.planner.flags import Chunk, Count, Flag, Key, Length, OneLength, Size
-from sparsekv.planner.options import Device
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.files import load_plan

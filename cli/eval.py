@@ -14,8 +14,8 @@ from sparsekv.cli.eval_table import DENSE, prompts_data, suite_data, suite_text,
 from sparsekv.cli.output import columns, emit, emit_json, tell
 from sparsekv.cli.plan_files import only_writer
 from sparsekv.cli.prompts import answered_prompts
+from sparsekv.planner.common_options import DEFAULT_TASKS, PHASES, Drawn, Hardware, Phase, check_lengths
 from sparsekv.planner.flags import MOST, Flag, Key, Lengths, Names, Shares
-from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Drawn, Hardware, Phase, check_lengths
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import executed_digest, load_plan
 from sparsekv.plans.model import ModelInfo

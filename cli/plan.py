@@ -14,8 +14,9 @@ from sparsekv.cli.arguments import Output, Subject, settings_of
 from sparsekv.cli.output import emit_json, emit_verdict, tell
 from sparsekv.cli.plan_files import PlanFiles, outcomes_beside
 from sparsekv.cli.prompts import own_prompts
+from sparsekv.planner.common_options import Hardware
 from sparsekv.planner.flags import MOST, Flag, Key
-from sparsekv.planner.options import HELD_OUT, DecodeSearch, Hardware, PlanOptions, Search
+from sparsekv.planner.options import HELD_OUT, DecodeSearch, PlanOptions, Search
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import GateError
 from sparsekv.plans.files import write_plan

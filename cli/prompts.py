@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparsekv.planner.own_prompts import GivenPrompt
+from sparsekv.planner.common_options import GivenPrompt
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.files import as_text, read_text
 

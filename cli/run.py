@@ -15,8 +15,8 @@ from sparsekv.cli.arguments import AllowMismatch, NewTokens, Output, PlacementFl
 from sparsekv.cli.doctor import MemoryEstimate, say_memory, tell_if_idle
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.cli.prompts import given_prompt, typed_prompt
+from sparsekv.planner.common_options import PHASES, Hardware, Phase, PrefillChunk, Seed
 from sparsekv.planner.flags import Flag, Key
-from sparsekv.planner.options import PHASES, Hardware, Phase, PrefillChunk, Seed
 from sparsekv.plans.brief import percent
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.model import ModelInfo

@@ -15,19 +15,9 @@ from sparsekv.cli.output import emit, emit_json, emit_verdict, quality_table, te
 from sparsekv.cli.plan_files import check_replaceable, check_writable, outcomes_beside
 from sparsekv.cli.prompts import answered_prompts, own_prompts
 from sparsekv.cli.verdict import DRAWN_BY, GATED_BY, Ended, denser_command, repeated, run_by, verdict
+from sparsekv.planner.common_options import DEFAULT_TASKS, Drawn, GivenPrompt, Hardware, digest_of_prompts, set_aside
 from sparsekv.planner.flags import MOST, Flag, Lengths
-from sparsekv.planner.options import (
-    DEFAULT_TASKS,
-    HELD_OUT,
-    VERIFY_TIME,
-    Drawn,
-    Gate,
-    Gated,
-    Hardware,
-    PlanOptions,
-    lengths_to_verify,
-)
-from sparsekv.planner.own_prompts import GivenPrompt, digest_of_prompts, set_aside
+from sparsekv.planner.options import HELD_OUT, VERIFY_TIME, Gate, Gated, PlanOptions, lengths_to_verify
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import executed_digest, parse_plan, read_text, rewrite_plan
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo, same_architecture
@@ -35,8 +25,8 @@ from sparsekv.plans.schema import NOTHING_SPARSE, Plan, check_model, to_data
 from sparsekv.plans.show import claims
 
 if TYPE_CHECKING:
+    from sparsekv.planner.options import Settled
     from sparsekv.planner.outcomes_file import OutcomesRecord
-    from sparsekv.planner.settled import Settled
     from sparsekv.planner.verify import Verification
 
 
@@ -138,8 +128,8 @@ def _verify(flags: VerifyFlags, subject: Subject, found: Plan, file: Path | None
     calibrated, aside = _set_aside(found, flags.prompts_file)
     prompts = answered_prompts(flags.prompts_file) if flags.prompts_file and not aside else ()
     from sparsekv.planner.evaluation.given import HeldOut
+    from sparsekv.planner.options import settle
     from sparsekv.planner.progress import BarProgress
-    from sparsekv.planner.settled import settle
     from sparsekv.planner.verify import verify as measure
 
     def check(info: ModelInfo, hardware: str) -> None:

@@ -31,26 +31,24 @@ from sparsekv.planner.cost.predict import (
     Mask,
     Savings,
     ScoreTables,
-    head_times,
     layer_times,
     longest_losing,
     pays,
     predicted_gain,
     prefill_estimate,
 )
-from sparsekv.planner.options import Family
+from sparsekv.planner.options import Family, Settled
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.profile.search_space import ROUNDING, too_low
 from sparsekv.planner.relaxation import Allocation, solve
-from sparsekv.planner.settled import ROUNDING, Settled, mandatory_density, too_low
-from sparsekv.plans.errors import GateError, UsageError
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import content_digest
-from sparsekv.plans.patterns import Pattern, TileShape
+from sparsekv.plans.patterns import Pattern, TileShape, mandatory_density
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.types import format_length
 
 # Candidates of a preset are fitted on one prompt; on the mean of all they may cost this much more than the target.
 TOLERANCE = 1.1
-_SPEEDUP_STEPS = 24  # of the bisection for a budget that comes to a speedup
 
 
 def allocate(
@@ -66,13 +64,12 @@ def allocate(
 
     Args:
         options: settled for the profile: `target_density` has one entry a profiled length, or none where the profile
-            has one density a length (the preset), or `target_speedup` is set.
+            has one density a length (the preset).
         say: gets a line a length: the damage of the allocation, and how far above the least possible it may be.
         timed: `timed_candidates` of the same; at their lengths what was timed decides between dense and sparse.
 
     Raises:
         UsageError: a target lies below all that was profiled.
-        GateError: no density reaches the target speedup at the longest length.
     """
     work, choices = [], []
     for entry, target in _targets(profile, options):
@@ -127,7 +124,7 @@ def candidates(profile: Profile, cost: DeviceCost, options: Settled) -> tuple[Bu
     for another reason.
 
     Raises:
-        UsageError, GateError: see `allocate`.
+        UsageError: see `allocate`.
     """
     if not options.crossover or "prefill" not in options.phases:
         return ()
@@ -247,25 +244,20 @@ class _Length:
     ) -> None:
         self._strict = strict
         self._profile, self._entry, self._cost = profile, entry, cost
-        self._longest = entry is profile.lengths[-1]
         self._tile: TileShape = profile.tile
         self.tables = ScoreTables.of(entry)
         self._savings = Savings(cost, self.tables, profile.tile) if options.crossover else None
         self._own_LCH = self.tables.of_families(options.families)
         self._families = options.families
-        self._cost_LCH = self.tables.density_LCH  # of each slot; a dense head costs 1
-        if options.target_speedup is not None:
-            times = head_times(cost, self.tables, profile.tile)
-            # A device on which no tile has a price saves nothing: tiles then stand in for time.
-            self._cost_LCH = times.sparse_LCH / times.dense_us if times.dense_us else self._cost_LCH
-        self._budget = "density" if options.target_speedup is None else "time"
         self._found: Allocation | None = None  # of the last budget that was asked for
 
     def chosen(self, options: Settled, target: float) -> Choice:
         """The least damage at the target that the options have; dense where they say so."""
         if self._entry.length in options.dense_at("prefill"):
             return self._dense
-        return self.at_density(target) if options.target_speedup is None else self.at_speedup(options.target_speedup)
+        if self._profile.preset is None and self._least > target * (1.0 + ROUNDING):
+            raise self._unreached(target, self._least)
+        return self._at(target)
 
     def decided(self, *choices: tuple[Choice, str | None]) -> tuple[Choice, str | None]:
         """Returns the first of these choices that surely gains, and what is told of it; dense where none does."""
@@ -274,12 +266,6 @@ class _Length:
     @property
     def _dense(self) -> Choice:
         return np.where(self.tables.present_LH, DENSE, ABSENT)
-
-    def at_density(self, target: float) -> Choice:
-        """The least damage at a target density, and what of it the crossover leaves sparse."""
-        if self._profile.preset is None and self._least > target * (1.0 + ROUNDING):
-            raise self._unreached(target, self._least)
-        return self._at(target)
 
     def _at(self, target: float) -> Choice:
         """The least damage at a mean cost, and what of it the crossover leaves sparse."""
@@ -296,26 +282,6 @@ class _Length:
                 return choice
             sparse_LH &= ~((lasting == DENSE) & (choice >= 0)).any(1)[:, None]
 
-    def at_speedup(self, target: float) -> Choice:
-        """The least sparse choice that is predicted to be `target` times as fast as dense."""
-        low, high = self._least, 1.0
-        choice, speedup = self._speedup_at(low)
-        if speedup < target:
-            if self._longest and self._strict:
-                raise GateError(
-                    f"expected prefill attention {target:g} times as fast as dense at {self._entry.length} tokens, "
-                    f"found {speedup:.2f} with the fastest that was profiled; profile lower densities, or ask for less"
-                )
-            return choice
-        for _ in range(_SPEEDUP_STEPS):
-            middle = (low + high) / 2
-            denser, speedup = self._speedup_at(middle)
-            if speedup >= target:
-                low, choice = middle, denser
-            else:
-                high = middle
-        return choice
-
     def told(self) -> str | None:
         """Returns how good the allocation is, over the heads that the crossover leaves sparse; None of a preset."""
         if self._found is None:
@@ -324,7 +290,7 @@ class _Length:
         gap = (damage - bound) / damage if damage > 0.0 else 0.0
         return (
             f"allocation at {format_length(self._entry.length)}: damage {damage:.3g} nats, "
-            f"proven to be within {gap:.2%} of the least for its {self._budget}"
+            f"proven to be within {gap:.2%} of the least for its density"
         )
 
     def buckets(self, choice: Choice, above: int) -> list[PrefillBucket]:
@@ -380,18 +346,18 @@ class _Length:
         tables, sparse_LH = self.tables, self._affordable(allowed_LCH, sparse_LH, target)
         least = float(self._cheapest(allowed_LCH)[sparse_LH].sum())  # above the target only by rounding
         budget = max(target * int(sparse_LH.sum()), least)
-        found = solve(self._cost_LCH, tables.damage_LCH, allowed_LCH, sparse_LH, budget)
+        found = solve(tables.density_LCH, tables.damage_LCH, allowed_LCH, sparse_LH, budget)
         assert found is not None
         self._found = found
         return np.where(tables.present_LH & ~sparse_LH, DENSE, found.choice)
 
     @property
     def _least(self) -> float:
-        """The mean cost of the cheapest choice, whether it pays or not."""
+        """The mean density of the sparsest choice, whether it pays or not."""
         return float(self._cheapest(self._own_LCH)[self.tables.present_LH].mean())
 
     def _cheapest(self, allowed_LCH: Mask) -> Floats:
-        return np.asarray(np.minimum(np.where(allowed_LCH, self._cost_LCH, np.inf).min(1), 1.0))
+        return np.asarray(np.minimum(np.where(allowed_LCH, self.tables.density_LCH, np.inf).min(1), 1.0))
 
     def _affordable(self, allowed_LCH: Mask, sparse_LH: Mask, target: float) -> Mask:
         """Heads that fit into the target together. Where the crossover took what is cheap, the dearest go dense."""
@@ -423,10 +389,6 @@ class _Length:
                 allowed_LCH[row] &= ~self.tables.of_families((losing,))[row]
                 took = True
         return took
-
-    def _speedup_at(self, share: float) -> tuple[Choice, float]:
-        choice = self._at(share)
-        return choice, self._gain(choice)
 
     def _gain(self, choice: Choice) -> float:
         return predicted_gain(prefill_estimate(self._cost, self.tables, choice, self._profile))

@@ -27,9 +27,9 @@ from sparsekv.planner.cost.predict import ABSENT, Triangle, heads_by_pattern, sh
 from sparsekv.planner.cost.stopwatch import Launch, Stopwatch
 from sparsekv.planner.cost.timed_host import Host
 from sparsekv.planner.job import Job
+from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.progress import Progress, prefill_work
-from sparsekv.planner.settled import Settled
 from sparsekv.plans.patterns import Dense, Pattern
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 

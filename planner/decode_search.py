@@ -28,9 +28,9 @@ from sparsekv.planner.decode_candidates import CandidateSpace, Segments
 from sparsekv.planner.decode_trials import DecodeTrials, Prefix, decode_trials
 from sparsekv.planner.filter_layers import Floats
 from sparsekv.planner.job import Job
+from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.progress import Progress, StageStep
-from sparsekv.planner.settled import Settled
 from sparsekv.plans.model import ModelInfo
 
 _PREFIX_BYTES = 12 << 30  # keys and values of all prompts of a length together

@@ -24,8 +24,8 @@ from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.scores import scaled_scores
 from sparsekv.kernels.topk import blocks, top_mask
 from sparsekv.planner.evaluation.predictions import divergence, prefill
+from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.calibration import CalibrationPrompt
-from sparsekv.planner.settled import Settled
 from sparsekv.plans.phases import Segment
 from sparsekv.runtime.hf.cache import SparseLayer, States, put_back, reserve, states_of
 from sparsekv.runtime.hf.load import LoadedModel

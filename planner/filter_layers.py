@@ -27,8 +27,8 @@ import numpy.typing as npt
 
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import decode_share, dense_step_us, longest_losing, pays, step_us, visible_tokens
+from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile, Reuse, TokenChoice
-from sparsekv.planner.settled import Settled
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, tokens

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sparsekv.planner.allocate import check_profiled
+from sparsekv.planner.common_options import set_aside
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
 from sparsekv.planner.cost.fit import free_work
 from sparsekv.planner.cost.timed_host import Host
@@ -24,12 +25,10 @@ from sparsekv.planner.evaluation.batches import batches
 from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.evaluation.predictions import answered, prefill
 from sparsekv.planner.filter_layers import check_budget, check_filters, check_trials
-from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.own_prompts import set_aside
+from sparsekv.planner.options import PlanOptions, Settled, settle
 from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, held_out
 from sparsekv.planner.profile.profile_data import Profile, check_model, narrowed
 from sparsekv.planner.progress import Progress
-from sparsekv.planner.settled import Settled, settle
 from sparsekv.planner.tasks import QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
@@ -230,7 +229,7 @@ def _check(model: ModelInfo, options: Settled, profile: Profile | None, cost: De
         if profile is not None:
             check_budget(profile, options)
             check_trials(profile, options)
-    if "prefill" in options.phases and profile is not None and options.target_speedup is None:
+    if "prefill" in options.phases and profile is not None:
         check_profiled(profile, options)
     if cost is not None:
         _check_cost(cost, model, options)

@@ -1,21 +1,29 @@
-"""Says what `plan`, `verify` and `eval` are asked to do, in groups that commands share. What is left open is settled
-for a model and a device by `settle` (settled.py).
-
-A field says its type, bounds, default and help here and nowhere else: the command line is generated from it
-(cli/commands.py). One with a `Flag` is a flag, one with a `Key` a key of `--set`; others are for programs.
+"""Options of `plan`, `verify` and `eval`, in groups that commands share, and their defaults for a model and a device
+(`settle`).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from sparsekv.planner.common_options import (
+    PHASES,
+    Drawn,
+    GivenPrompt,
+    Hardware,
+    KVPrecision,
+    PartOfAll,
+    Phase,
+    as_prompts,
+    check_lengths,
+)
 from sparsekv.planner.flags import (
     MOST,
-    Chunk,
     Flag,
     Key,
     Layers,
@@ -26,73 +34,22 @@ from sparsekv.planner.flags import (
     Tile,
     TokenBudget,
     each_once,
+    one_of,
     text,
     words,
 )
-from sparsekv.planner.own_prompts import GivenPrompt, as_prompts
-from sparsekv.plans.errors import UsageError, did_you_mean
-from sparsekv.plans.patterns import PATTERNS, TileShape, fraction
-from sparsekv.plans.schema import HostName, Plan
-from sparsekv.plans.types import KVDtype, format_length
-from sparsekv.runtime.settings import Backend, DeviceMap, Dtype
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import PATTERNS, TileShape, fraction, mandatory_density
+from sparsekv.plans.schema import HURT_BY_EVICTION, HostName, Plan
+from sparsekv.runtime.settings import DeviceMap
 
 _SEARCHED = [name for name, kind in PATTERNS.items() if kind.ranges(TileShape(), 1)]
 FAMILIES = tuple(name for name in _SEARCHED if PATTERNS[name].by_default)
 KNOWN_FAMILIES = (*FAMILIES, *(name for name in _SEARCHED if name not in FAMILIES))  # the others when asked for
 PRESET_FAMILIES = tuple(name for name, kind in PATTERNS.items() if kind.published(TileShape()))
 
-
-def _known(name: str) -> str:
-    if name not in KNOWN_FAMILIES:
-        meant = did_you_mean(name, KNOWN_FAMILIES)
-        raise ValueError(
-            f"expected a pattern that is searched ({', '.join(KNOWN_FAMILIES)}), found {name!r:.40}{meant}"
-        )
-    return name
-
-
-Family = Annotated[str, AfterValidator(_known)]
-Phase = Literal["prefill", "decode"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
+Family = Annotated[str, one_of(KNOWN_FAMILIES)]
 Preset = Literal["minference"]
-# Written down here, since the tasks themselves bring numpy.
-Task = Literal[
-    "quote_text",
-    "quote_code",
-    "niah_single",
-    "niah_multikey",
-    "kv_retrieval",
-    "two_stage",
-    "variable_tracking",
-    "perplexity",
-    "niah_multivalue",
-    "niah_multiquery",
-    "vt",
-    "cwe",
-    "fwe",
-    "second_question",
-]
-TASKS: tuple[Task, ...] = get_args(Task)
-_OF_SUITE = re.compile("niah_(single|multikey)_[123]")
-
-
-def _no_task_of_suite(names: Any) -> Any:
-    """Says of RULER's other tasks what to do instead."""
-    for name in names if isinstance(names, tuple) else ():
-        if name in ("qa_1", "qa_2"):
-            raise ValueError(
-                f"expected a task that is generated, found {name}, which needs a corpus of questions that is not part "
-                "of sparsekv; use lm-evaluation-harness (examples/with_lm_eval.py)"
-            )
-        if isinstance(name, str) and _OF_SUITE.fullmatch(name):
-            raise ValueError(
-                f"expected one of {', '.join(TASKS)}, found {name}; `eval --suite ruler`, which runs all tasks of its "
-                "own and takes no tasks, has it"
-            )
-    return names
-
-
-DEFAULT_TASKS = TASKS[: TASKS.index("perplexity") + 1]  # what is published was measured on these
 DECODE_BUDGET = fraction(0.1)
 _DECODE_KL = 0.003
 _DECODE_LOSS = 0.02
@@ -102,8 +59,6 @@ _DECODE_LOSS = 0.02
 # tokens.
 MAX_PREFILL_KL = 0.05
 MAX_DECODE_KL = 0.005
-
-PartOfAll = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Gate(Options):
@@ -176,10 +131,6 @@ class Targets(Options):
         ),
     ] = ()
     target_density: Annotated[Shares, Key("Share of the causal tiles to compute: one, or one a length.", "SHARES")] = ()
-    target_speedup: Annotated[
-        float | None,
-        Field(gt=1.0, le=1e4, description="Instead of a density: how much faster prefill attention must become."),
-    ] = None
     host: Annotated[HostName, Flag("What will run the plan, whose attention is timed.")] = "transformers"
     phases: Annotated[
         tuple[Phase, ...],
@@ -266,35 +217,6 @@ class DecodeSearch(Options):
         return self.decode_budget == DECODE_BUDGET
 
 
-Seed = Annotated[int, Field(ge=0, le=(1 << 32) - 1), Key("Seed of samples and of sampling; 0 by default.", "N")]
-PrefillChunk = Annotated[
-    Chunk,
-    Flag("Prefill in pieces of so many tokens: bounds memory, or cuts prompts as a server does.", metavar="TOKENS"),
-]
-
-
-Tasks = Annotated[tuple[Task, ...], BeforeValidator(_no_task_of_suite), text(words), AfterValidator(each_once)]
-
-
-class Drawn(Options):
-    """Says which samples are drawn, and how they are fed."""
-
-    group: ClassVar = "Machine"
-    tasks: Annotated[
-        Tasks,
-        Key(
-            f"Tasks, of {', '.join(TASKS)}; by default the first {len(DEFAULT_TASKS)}, for `plan` quotations, plain "
-            "text and what the model can answer of them.",
-            "NAMES",
-        ),
-    ] = ()
-    seed: Seed = 0
-    batch: Annotated[int | None, Field(ge=1, le=MOST, description="Most samples run at once; as fits by default.")] = (
-        None
-    )
-    prefill_chunk: PrefillChunk = None
-
-
 class Gated(Options):
     """By what gate a plan is verified."""
 
@@ -303,52 +225,6 @@ class Gated(Options):
 
 HELD_OUT = "Most held-out samples a task and length; by default as many as decide, within --verify-time."
 VERIFY_TIME = "Seconds of drawing more samples than the first ones, unless all is decided; 90 on a CPU, 300 on a GPU."
-
-
-KVPrecision = Annotated[
-    KVDtype, Key("Cached keys and values in the model's precision (auto), or in 8 bits, half the bytes of 16.", "fp8")
-]
-
-
-class Device(Options):
-    """Says where something runs."""
-
-    group: ClassVar = "Machine"
-
-    device: Annotated[str, Flag("cpu, cuda, cuda:1 ..., or what there is.", metavar="NAME")] = "auto"
-
-
-class Precision(Options):
-    """In what precision."""
-
-    group: ClassVar = "Machine"
-
-    dtype: Annotated[Dtype, Flag("Precision, or what fits the machine.")] = "auto"
-
-
-class Kernels(Options):
-    """By which kernels."""
-
-    backend: Annotated[
-        Backend, Key(f"Kernels: {', '.join(get_args(Backend))}; the fastest that can run, see `doctor`.", "NAME")
-    ] = "auto"
-
-
-class Hardware(Device, Precision, Kernels):
-    """Where a model runs, in what precision, by which kernels."""
-
-
-def check_lengths(lengths: Sequence[int], context: int) -> None:
-    """Refuses lengths beyond a model's context.
-
-    Raises:
-        UsageError: one is.
-    """
-    if max(lengths, default=0) > context:
-        raise UsageError(
-            f"expected lengths within the model's context of {format_length(context)} tokens, found "
-            f"{format_length(max(lengths))}; leave it out, or choose a model with a longer context"
-        )
 
 
 class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
@@ -388,9 +264,8 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
 
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:
-        if self.preset is not None or self.target_speedup is not None:
-            switch = "preset" if self.preset is not None else "target_speedup"
-            self.refuse(("target_density", "levels", "target_speedup"), "each is a target", switch)
+        if self.preset is not None:
+            self.refuse(("target_density", "levels"), "each is a target", "preset")
         if self.filter_layers:
             bounds = ("decode_kl", "decode_loss")
             self.refuse(bounds, "layers that are given have no bound on what is lost", "filter_layers")
@@ -421,3 +296,156 @@ def lengths_to_verify(plan: Plan, asked: tuple[int, ...], context: int) -> dict[
     own = plan.planned_lengths
     is_chosen = bool(asked) and {*asked} != ({*own} or {context})
     return {"lengths": asked or own, "verify_chosen": ("--lengths",) if is_chosen else ()}
+
+
+# --- defaults of a model and a device ---------------------------------------------------------------------------------
+
+# Density by length, between which density_for interpolates in log length. Attention grows sparser with length.
+_DENSITIES = ((1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072, 0.12), (1048576, 0.06))
+
+
+def density_for(length: int) -> float:
+    """The default target density at a length: interpolated in log length, flat outside the known range."""
+    length = min(max(length, _DENSITIES[0][0]), _DENSITIES[-1][0])
+    (low, dense), (high, sparse) = next(pair for pair in pairwise(_DENSITIES) if length <= pair[1][0])
+    share = math.log(length / low) / math.log(high / low)
+    return round(math.exp(math.log(dense) + share * math.log(sparse / dense)), 4)
+
+
+# Heads end between a fraction of the mean and several times as much. On a CPU each level takes half a minute.
+_LEVELS = {
+    "cpu": (0.4, 0.7, 1.1, 1.8),
+    "cuda": (0.125, 0.17, 0.22, 0.3, 0.4, 0.54, 0.73, 1.0, 1.3, 1.7, 2.2, 2.9),
+}
+_ROUNDS = {"cuda": 1}  # of refinement
+# Up to the last, or up to the model's own context where that is shorter. On a CPU 32K tokens take hours to profile.
+_LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
+_APART = 0.75  # of the longest length: what lies closer to it is left out
+# Calibration samples a length where the tasks are found out; of long prompts fewer. One of 128K tokens takes an 8B
+# model a minute on an H200.
+_SAMPLES = {"cpu": 3, "cuda": 8}
+_LONG, _LONG_SAMPLES = 65536, 5
+_SCORED_ROWS = 32768  # of longer prompts a sample of about so many
+_VERIFY_TIME = {"cpu": 90.0, "cuda": 300.0}
+
+
+class Settled(PlanOptions):
+    """Options that leave nothing open, made by `settle` alone.
+
+    Attributes:
+        density_is_default: nobody asked for `target_density`, which gives way to what the tiles that every pattern
+            computes take of the prompts at hand.
+        samples_are_default: nobody asked for `calibration_samples`, of which long prompts get fewer.
+        dense: the profiled lengths at which a phase is dense, since every sparser plan missed its gate.
+    """
+
+    tile: TileShape
+    refine_rounds: int
+    calibration_samples: int
+    verify_time: float
+    density_is_default: bool
+    samples_are_default: bool
+    dense: Mapping[Phase, tuple[int, ...]] = {}
+
+    def but(self, **changes: Any) -> Settled:
+        """These options, some of them others, which are not checked again."""
+        return self.model_copy(update=changes)
+
+    def dense_at(self, phase: Phase) -> tuple[int, ...]:
+        """The lengths at which a phase is dense whatever else is asked for."""
+        return self.dense.get(phase, ())
+
+    def samples_at(self, length: int) -> int:
+        """Calibration samples of a length."""
+        samples = self.calibration_samples
+        return min(samples, _LONG_SAMPLES) if self.samples_are_default and length > _LONG else samples
+
+    def verified_tasks(self, *, evicts: bool) -> tuple[str, ...]:
+        """The tasks that a plan is verified on: where its layers evict tokens, also those that show that, unless tasks
+        were asked for."""
+        shows = () if "--set tasks" in self.verify_chosen or not evicts else HURT_BY_EVICTION
+        return (*self.tasks, *(task for task in shows if task not in self.tasks))
+
+    def row_stride_at(self, length: int) -> int:
+        """`row_stride`, or its default on CUDA at a length."""
+        return self.row_stride or max(1, round(length / _SCORED_ROWS))
+
+
+def settle(options: PlanOptions, context_length: int, device_type: str) -> Settled:
+    """Options with every default filled in.
+
+    Raises:
+        UsageError: a length is beyond the model's context, or lengths and densities do not pair up.
+    """
+    on_gpu, preset = device_type == "cuda", options.preset is not None
+    lengths = _lengths(options, context_length, device_type)
+    tile = options.tile or (TileShape(query=64, key=64) if preset else TileShape())
+    families = options.families or (PRESET_FAMILIES if preset else FAMILIES)
+    tasks = ("kv_retrieval",) if preset and not options.tasks else options.tasks
+    every = len(tasks) or _SAMPLES["cuda"]
+    samples = 1 if preset else every if on_gpu else min(_SAMPLES["cpu"], every)
+    filled: dict[str, Any] = {
+        "phases": options.profiled_phases,
+        "lengths": lengths,
+        "target_density": () if preset else _densities(options, lengths, tile, families),
+        "families": families,
+        "tile": tile,
+        "levels": (1.0,) if preset else options.levels or _LEVELS["cuda" if on_gpu else "cpu"],
+        "row_stride": options.row_stride or (4 if not on_gpu else 1 if preset else None),
+        "refine_rounds": _ROUNDS.get(device_type, 0) if options.refine_rounds is None else options.refine_rounds,
+        "tasks": tasks,
+        "calibration_samples": options.calibration_samples or len(options.prompts) or samples,
+        "verify_time": _time(options, device_type),
+        "verify_lengths": options.verify_lengths or lengths,
+        "verify_chosen": tuple(_chosen(options)),
+        "density_is_default": not (options.target_density or preset),
+        "samples_are_default": not (options.calibration_samples or options.prompts or options.tasks or preset),
+    }
+    return Settled.model_construct(**{name: getattr(options, name) for name in PlanOptions.model_fields} | filled)
+
+
+def _chosen(options: PlanOptions) -> Iterator[str]:
+    """By what held-out samples were chosen: whoever tries others could go on until some pass."""
+    yield from options.verify_chosen
+    yield from ("--set tasks",) if options.tasks else ()
+    yield from () if options.verify_seed is None else ("--set seed",)
+
+
+def _time(options: PlanOptions, device_type: str) -> float:
+    """Seconds; no limit where a number of samples was asked for alone."""
+    if options.verify_time is None and options.verify_samples:
+        return math.inf
+    return options.verify_time or _VERIFY_TIME.get(device_type, _VERIFY_TIME["cpu"])
+
+
+def lengths_up_to(context_length: int, planned: Sequence[int]) -> tuple[int, ...]:
+    """The lengths that plan a context to its end: those planned, the usual ones beyond them, and its own."""
+    usual = (length for length in _LENGTHS["cuda"] if planned[-1] < length <= _APART * context_length)
+    return (*planned, *usual, context_length)
+
+
+def _lengths(options: PlanOptions, context_length: int, device_type: str) -> tuple[int, ...]:
+    if not options.lengths:
+        usual = _LENGTHS.get(device_type, _LENGTHS["cpu"])
+        longest = min(context_length, usual[-1])
+        return (*(length for length in usual if length <= _APART * longest), longest)
+    check_lengths(options.lengths, context_length)
+    return tuple(sorted(options.lengths))
+
+
+def _densities(
+    options: PlanOptions, lengths: tuple[int, ...], tile: TileShape, families: Sequence[Family]
+) -> tuple[float, ...]:
+    """One a length."""
+    given = options.target_density
+    if not given:
+        least = (min(mandatory_density(length, tile, family) for family in families) for length in lengths)
+        return tuple(max(density_for(length), floor) for length, floor in zip(lengths, least, strict=True))
+    if len(given) == 1:
+        return given * len(lengths)
+    if len(given) != len(lengths):
+        raise UsageError(
+            f"expected one target density, or one for each of the {len(lengths)} lengths, found {len(given)}"
+        )
+    paired = sorted(zip(options.lengths or lengths, given, strict=True))
+    return tuple(density for _, density in paired)

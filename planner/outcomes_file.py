@@ -17,10 +17,9 @@ from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.evaluation import PhaseName
 from sparsekv.planner.evaluation.results import EvalResult, LongText, Outcome, Spent, TaskResult
 from sparsekv.planner.gates import Wanted
-from sparsekv.planner.options import Gate
+from sparsekv.planner.options import Gate, Settled
 from sparsekv.planner.outcomes import PHASES, Outcomes, floor_of
 from sparsekv.planner.records import RunSettings, difference, read_measured, versions, write_measured
-from sparsekv.planner.settled import Settled
 from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import (

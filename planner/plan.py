@@ -19,6 +19,7 @@ import torch
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.allocate import TimedCandidate, allocate, timed_candidates, with_reached_densities
 from sparsekv.planner.bucket_times import time_buckets
+from sparsekv.planner.common_options import Phase
 from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost
 from sparsekv.planner.cost.measure import measure_cost
 from sparsekv.planner.cost.predict import predict, predicted_gain
@@ -27,15 +28,15 @@ from sparsekv.planner.decode_search import measure_trials, tries_decode
 from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
 from sparsekv.planner.job import Job, head_shape, job_of
-from sparsekv.planner.options import Gate, Phase, PlanOptions
+from sparsekv.planner.options import Gate, PlanOptions, Settled, lengths_up_to
 from sparsekv.planner.profile.calibration import mix_of
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.profile.search_space import ROUNDING
 from sparsekv.planner.progress import Progress, Stages
 from sparsekv.planner.records import digest_of, versions, write_measured
 from sparsekv.planner.refine import refine, refines
 from sparsekv.planner.retain_search import search_retention
-from sparsekv.planner.settled import ROUNDING, Settled, lengths_up_to
 from sparsekv.planner.tighten import (
     after_a_missed_gate,
     dense_remarks,
@@ -350,7 +351,6 @@ def _provenance(options: Settled, measured: Profile, cost: DeviceCost, held_out:
     by_trials, by_loss = takes_trials(measured, options), not options.filter_layers
     settings: dict[str, Any] = {
         "target_density": list(options.target_density),
-        "target_speedup": options.target_speedup,
         "crossover": options.crossover,
         "dense": {phase: sorted(lengths) for phase, lengths in options.dense.items()} or None,
         "decode_budget": options.decode_budget.model_dump(exclude_none=True) if options.retain is None else None,
@@ -420,15 +420,11 @@ def _prefill_remarks(
     dense = [entry.length for entry in entries if prefill.bucket(entry.length).dense]
     if slower := [length for length in dense if length not in options.dense_at("prefill")]:
         yield f"prefill at {_listed(slower)}: dense is faster here"
-    speedup = options.target_speedup
     targets: Sequence[float] = options.target_density or [entry.densities[-1] for entry in entries]
-    sparse = [pair for pair in zip(entries, targets, strict=speedup is None) if pair[0].length in found]
+    sparse = [pair for pair in zip(entries, targets, strict=True) if pair[0].length in found]
     sparse = [pair for pair in sparse if pair[0].length not in dense]
-    gains = {entry.length: predicted_gain(found[entry.length]) for entry, _ in sparse}
-    if speedup is not None and (less := [length for length, gain in gains.items() if gain < speedup]):
-        yield f"prefill at {_listed(less)} gains less than {speedup:g}x: the sparsest that was profiled"
     above = [one.length for one, target in sparse if found[one.length].density > target * (1.0 + ROUNDING)]
-    if options.crossover and speedup is None and above:
+    if options.crossover and above:
         yield f"prefill at {_listed(above)} computes more than asked: some heads are faster dense"
 
 

@@ -29,10 +29,10 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import at_target
 from sparsekv.planner.cost.predict import Choice, ScoreTables
 from sparsekv.planner.job import Job
+from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.progress import Progress, prefill_work
-from sparsekv.planner.settled import Settled
 from sparsekv.plans.patterns import Pattern, TileShape
 from sparsekv.plans.types import rounded
 from sparsekv.runtime.core.prefill import prefill

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from sparsekv.planner.cost.predict import ABSENT, DENSE, Choice, Floats, Mask
-from sparsekv.planner.settled import ROUNDING
+from sparsekv.planner.profile.search_space import ROUNDING
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,10 +26,10 @@ import torch
 from sparsekv.planner.decode_trials import DecodeTrials, Prefix, Steps
 from sparsekv.planner.evaluation.predictions import divergence
 from sparsekv.planner.job import Job
+from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.relaxation import solve
-from sparsekv.planner.settled import Settled
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import fraction, tokens

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
+from sparsekv.planner.common_options import PHASES, Phase
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.evaluation import PhaseName
 from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
-from sparsekv.planner.options import PHASES, Phase
+from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.profile_data import Profile
-from sparsekv.planner.settled import Settled
 from sparsekv.plans.patterns import Budget
 from sparsekv.plans.schema import Measurement, Plan, Quality
 from sparsekv.plans.types import format_length
@@ -38,8 +38,6 @@ def after_a_missed_gate(options: Settled, dense: Set[Phase]) -> tuple[str, ...]:
 def _others(options: Settled, phases: Set[Phase]) -> Iterator[str]:
     if "prefill" in phases and options.preset is not None:
         yield f"the search in place of the {options.preset} preset, which has one density a length"
-    if "prefill" in phases and options.target_speedup is not None:
-        yield "less than this target_speedup"
     if "decode" in phases and options.filter_layers:
         yield "other filter_layers"
     elif "decode" in phases and not options.any_budget:
@@ -119,7 +117,7 @@ def _stricter(options: Settled, profile: Profile, cost: DeviceCost, phase: Phase
 
 def _denser(options: Settled, profile: Profile, lengths: Collection[int]) -> Settled:
     """A larger budget at the lengths that missed, which the allocation spends on the heads that it helps most."""
-    if not options.target_density or options.target_speedup is not None:  # denser would miss the speedup
+    if not options.target_density:
         return options
     entries = [entry for entry in profile.lengths if entry.layers]
     targets = list(options.target_density)

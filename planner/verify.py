@@ -24,16 +24,15 @@ from functools import reduce
 
 import torch
 
+from sparsekv.planner.common_options import GivenPrompt, digest_of_prompts
 from sparsekv.planner.evaluation import DENSE, EvalSamples, Evaluator, Mode, PhaseName, PlanMode, opened
 from sparsekv.planner.evaluation.given import NEAR_END, GivenSamples, HeldOut, samples_of
 from sparsekv.planner.evaluation.results import Comparison, EvalResult, measurement_of, merged
 from sparsekv.planner.gates import Wanted, fails_at, level_of, line_of, lost_tasks
-from sparsekv.planner.options import Gate
+from sparsekv.planner.options import Gate, Settled
 from sparsekv.planner.outcomes import Outcomes, Pace, floor_of
 from sparsekv.planner.outcomes_file import OutcomesRecord, OutcomesSettings
-from sparsekv.planner.own_prompts import GivenPrompt, digest_of_prompts
 from sparsekv.planner.progress import Progress, StageStep, prefill_work
-from sparsekv.planner.settled import Settled
 from sparsekv.planner.tasks import Kit, Split, prepare
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.files import executed_digest

@@ -6,10 +6,10 @@ import os
 import warnings
 from typing import Any
 
-from sparsekv.planner.options import DEFAULT_TASKS, PlanOptions, lengths_to_verify
+from sparsekv.planner.common_options import DEFAULT_TASKS
+from sparsekv.planner.options import PlanOptions, Settled, lengths_to_verify, settle
 from sparsekv.planner.plan import loaded_from
 from sparsekv.planner.progress import Progress
-from sparsekv.planner.settled import Settled, settle
 from sparsekv.planner.verify import Verification, verify
 from sparsekv.plans.errors import PlanWarning, UsageError
 from sparsekv.plans.files import load_plan

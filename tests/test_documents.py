@@ -9,10 +9,9 @@ from typing import get_args
 
 import pytest
 
-from sparsekv.planner.options import Backend
 from sparsekv.plans.patterns import PATTERNS
 from sparsekv.plans.schema import Status
-from sparsekv.runtime.settings import Settings
+from sparsekv.runtime.settings import Backend, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -115,7 +115,7 @@ WANTED = tuple(
         {"target_density": (0.3,), "decode_loss": 1.0},
         {"target_density": (0.4,), "crossover": False},
         {"target_density": (0.3,), "filter_layers": (0,), "decode_budget": tokens(100)},
-        {"target_speedup": 1.2, "decode_loss": 0.5, "decode_budget": fraction(0.2)},
+        {"decode_loss": 0.5, "decode_budget": fraction(0.2)},
         {"target_density": (0.25,), "offload": True, "decode_loss": 1.0, "crossover": False},
         {"target_density": (0.3,), "families": ("a_shape", "vertical_slash"), "phases": ("prefill",)},
         {"phases": ("decode",), "decode_loss": 1.0, "lengths": (4096,)},

@@ -38,7 +38,6 @@ COMPILED: dict[str, dict[str, Any]] = {
     "default": {},
     "sparse_everywhere": {"crossover": False},
     "density": {"phases": "prefill", "target_density": "0.7"},
-    "speedup": {"phases": "prefill", "target_speedup": 1.4},
     "lines": {"families": "vertical_slash", "target_density": "0.7,0.5"},
     "mass": {"phases": "decode", "decode_budget": "256", "decode_loss": 0.2},
     "fixed_filters": {"phases": "decode", "filter_layers": "1,6", "offload": True},

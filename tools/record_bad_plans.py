@@ -13,8 +13,8 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from sparsekv.planner.common_options import DEFAULT_TASKS
 from sparsekv.planner.evaluation import EvalSamples, PlanMode, evaluate
-from sparsekv.planner.options import DEFAULT_TASKS
 from sparsekv.planner.outcomes_file import ModeOutcomes
 from sparsekv.planner.records import versions
 from sparsekv.plans.files import load_plan

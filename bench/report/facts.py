@@ -314,11 +314,9 @@ def _measured_densities(plan: Plan, phase: str) -> dict[int, float]:
 
 
 def _asked(plan: Plan) -> dict[int, str]:
-    """The target at each profiled length: a density, or the speedup that was asked for in its place."""
+    """The target density at each profiled length."""
     lengths = [entry.length for entry in plan.cost.lengths] if plan.cost else []
     settings = plan.provenance.settings
-    if "target_speedup" in settings:
-        return dict.fromkeys(lengths, f"{settings['target_speedup']}x as fast")
     targets = settings.get("target_density")
     if not isinstance(targets, list) or len(targets) != len(lengths):
         return {}

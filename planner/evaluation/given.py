@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from sparsekv.planner.common_options import GivenPrompt, digest_of_prompts
 from sparsekv.planner.copies import Seen
 from sparsekv.planner.evaluation.batches import MOST_TEXT, EvalSamples
 from sparsekv.planner.evaluation.evaluator import compare
 from sparsekv.planner.evaluation.modes import DENSE, Mode
 from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.gates import fewest_prompts
-from sparsekv.planner.own_prompts import GivenPrompt, digest_of_prompts
+from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.calibration import OWN_ANSWER, whole_prompt
 from sparsekv.planner.progress import Progress, prefill_work
-from sparsekv.planner.settled import Settled
 from sparsekv.planner.tasks import Kit, PieceEncoder, Sample
 from sparsekv.planner.tasks.text import Ids
 from sparsekv.plans.errors import PlanWarning, PromptError

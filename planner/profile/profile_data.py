@@ -243,11 +243,10 @@ def _check_agrees(options: PlanOptions, profile: Profile, fixed: dict[str, Any])
                 f"expected {options.flag_of(name)} as in the profile ({found or 'none'}), found {given!r:.80}; leave "
                 "it out, or profile again (leave --profile out)"
             )
-    targets = [options.flag_of(name) for name in ("target_density", "target_speedup") if options.is_given(name)]
-    if profile.preset and targets:
+    if profile.preset and options.is_given("target_density"):
         raise UsageError(
-            f"expected no {targets[0]} beside --profile of a search with --preset {profile.preset}, which has a target "
-            "of its own; leave it out, or profile again without the preset"
+            f"expected no {options.flag_of('target_density')} beside --profile of a search with --preset "
+            f"{profile.preset}, which has a target of its own; leave it out, or profile again without the preset"
         )
 
 

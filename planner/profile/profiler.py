@@ -11,7 +11,7 @@ Shapes: B batch (1), H query heads, R candidates a head, S rows, D head size, E 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,11 +24,13 @@ from transformers import PreTrainedModel
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.job import Job
+from sparsekv.planner.options import Family, Settled
 from sparsekv.planner.profile.calibration import CalibrationPrompt, digest_of_calibration
 from sparsekv.planner.profile.head_errors import Layer, SampledRows, score_candidates
 from sparsekv.planner.profile.profile_data import SCORES, Profile, StepReads
 from sparsekv.planner.profile.resume import Key, LayerRecord, ProfileRun, as_table, length_means, records_at
 from sparsekv.planner.profile.search_space import (
+    ROUNDING,
     Aim,
     CommonPrefix,
     Numbers,
@@ -37,12 +39,13 @@ from sparsekv.planner.profile.search_space import (
     fit_to_target,
     screened,
     slots,
+    too_low,
 )
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
 from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores, token_choice
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.records import RunFile, versions
-from sparsekv.planner.settled import Settled, check_targets
+from sparsekv.plans.patterns import TileShape, mandatory_density
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.architecture import architecture_of, experts_per_token
 from sparsekv.runtime.hf.describe import attention_modules, config_of, decoder_of
@@ -141,9 +144,29 @@ def step_reads(model: PreTrainedModel) -> StepReads | None:
 
 
 def _check_targets(prompts: Prompts, options: Settled) -> None:
-    if "prefill" in options.phases and options.target_speedup is None and not options.density_is_default:
+    if "prefill" in options.phases and not options.density_is_default:
         tokens = {length: [len(prompt.ids) for prompt in some] for length, some in prompts.items()}
         check_targets(tokens, options.target_density, options.tile, options.families)
+
+
+def check_targets(
+    prompts: Mapping[int, Sequence[int]], targets: Sequence[float], tile: TileShape, families: Collection[Family]
+) -> None:
+    """Refuses a target density that no pattern of these families can reach.
+
+    Args:
+        prompts: for each length to be planned, ascending, how many tokens its prompts have.
+        targets: the target density of each length; empty where there is none.
+
+    Raises:
+        UsageError: naming the length, and the least density there.
+    """
+    if not targets:
+        return
+    for (length, tokens), target in zip(prompts.items(), targets, strict=True):
+        means = [sum(mandatory_density(n, tile, family) for n in tokens) / len(tokens) for family in families]
+        if min(means) > target * (1.0 + ROUNDING):
+            raise too_low(target, length, min(means))
 
 
 def _identity(loaded: LoadedModel, options: Settled, prompts: Prompts, backend: BackendName) -> dict[str, Any]:

@@ -25,11 +25,11 @@ from sparsekv.bench.curves import measure_curves
 from sparsekv.bench.tile_rules import cumulative_mass, max_threshold
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.evaluation import EvalSamples, Mode, compare
+from sparsekv.planner.options import settle
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.records import RunFile
-from sparsekv.planner.settled import settle
 from sparsekv.planner.tasks import Sample, Split, prepare
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, fraction, tokens

@@ -135,7 +135,6 @@ def test_the_agreement_table_has_every_phase_length_and_task() -> None:
     ("settings", "asked"),
     [
         ({"target_density": [0.5, 0.3]}, ("0.5", "0.3")),
-        ({"target_density": [0.5, 0.3], "target_speedup": 2.0}, ("2.0x as fast", "2.0x as fast")),
         ({"target_density": 0.3}, ("-", "-")),
         ({}, ("-", "-")),
     ],

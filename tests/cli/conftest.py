@@ -19,7 +19,7 @@ from quick_timings import quick_timings as quick_timings
 from short_filler import short_filler as short_filler
 from tiny_models import tiny_model
 
-from sparsekv.planner.settled import Settled, settle
+from sparsekv.planner.options import Settled, settle
 from sparsekv.plans.files import write_plan
 
 
@@ -33,7 +33,7 @@ def loose_gates() -> Iterator[None]:
         return found.but(gate=found.gate.but(**own)) if (found.gate.max_kl or 0.0) >= 100.0 else found
 
     with pytest.MonkeyPatch.context() as patch:
-        for home in ("settled", "job"):
+        for home in ("options", "job"):
             patch.setattr(f"sparsekv.planner.{home}.settle", loosened)
         yield
 

@@ -15,7 +15,6 @@ from own_texts import text_of
 from tiny_models import tiny_model
 
 from sparsekv.cli.arguments import Subject
-from sparsekv.cli.plan import PlanFlags, plan
 from sparsekv.planner.verify import Verification
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.schema import Measurement, Quality
@@ -178,17 +177,6 @@ def test_a_plan_that_must_be_verified_and_is_exits_with_0(sparsekv, model, measu
     )
     assert done.code == 0, done.err
     assert load_plan(out).status == "verified"
-
-
-def test_a_speedup_out_of_reach_is_an_error_that_does_not_send_back_to_the_same_command(asked, model, priced, out):
-    own = {"model": str(model), "out": out, "cost": priced[1], "phases": "prefill", "target_speedup": 1000.0}
-    fast = {"lengths": "1k", "crossover": False, "tasks": "kv_retrieval", "calibration_samples": 1}
-    done = asked(plan, PlanFlags, **own, **fast)
-    assert done.code == 1
-    assert "1000" in done.err
-    assert f"{out}.profile.partial" in done.err
-    assert "same command" not in done.err
-    assert not out.exists()
 
 
 def test_ctrl_c_before_anything_was_measured_leaves_nothing_and_says_so(sparsekv, model, priced, out, ctrl_c_in):

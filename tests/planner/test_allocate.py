@@ -10,12 +10,11 @@ from planner_models import made_up_cost
 from planner_profiles import made_up_length, made_up_model, made_up_profile, options_for, rows
 
 from sparsekv.planner.allocate import Allocation, allocate, solve, with_reached_densities
-from sparsekv.planner.cost.device_cost import Line
 from sparsekv.planner.cost.predict import ABSENT, DENSE, WORST_WEIGHT, ScoreTables, choice_of, predict
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import PlanOptions, settle
 from sparsekv.planner.profile.profile_data import LayerScores, Profile
-from sparsekv.planner.settled import ROUNDING, settle
-from sparsekv.plans.errors import GateError, UsageError
+from sparsekv.planner.profile.search_space import ROUNDING
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Dense, Pattern
 
 SCORES = ("candidates", "patterns", "damage", "worst", "tiles", "columns")
@@ -234,61 +233,14 @@ def test_under_the_preset_each_head_takes_the_least_damage_at_the_target_cost() 
         ((4096, 8192, 16384), [(None, True)]),
     ],
 )
-@pytest.mark.parametrize("target", [{"target_density": (0.3,) * 3}, {"target_speedup": 2.0}], ids=str)
-def test_lengths_that_are_to_be_dense_are_and_the_others_stay_as_they_are(target, dense, found) -> None:
+def test_lengths_that_are_to_be_dense_are_and_the_others_stay_as_they_are(dense, found) -> None:
     profile = made_up_profile(*(made_up_length(n, np.random.default_rng(0)) for n in (4096, 8192, 16384)))
-    options = options_for(**target, crossover=False)
+    options = options_for(target_density=(0.3,) * 3, crossover=False)
     before, plan = (allocate(profile, made_up_cost(), one) for one in (options, options.but(dense={"prefill": dense})))
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == found
     for length in (4096, 8192, 16384):
         assert plan.bucket(length).dense == (length in dense)
         assert plan.bucket(length).dense or plan.bucket(length) == before.bucket(length)
-
-
-@pytest.mark.parametrize("speedup", [2.0, 3.0, 4.5])
-@pytest.mark.parametrize("crossover", [True, False])
-def test_a_target_speedup_takes_the_densest_choice_that_reaches_it(speedup: float, crossover: bool) -> None:
-    profile, cost = profile_with(drift=0.1), made_up_cost()
-    plan = allocate(profile, cost, options_for(target_speedup=speedup, crossover=crossover))
-    found = predict(profile, cost, plan, None).lengths[0].prefill
-    assert found.dense_us / found.sparse_us >= speedup
-    # A tile takes as long either way: the speedup is one over the density, and a head is as much as is left over.
-    assert 1.0 / speedup - 1.0 / 12 < found.density <= 1.0 / speedup + 1e-6
-    denser = options_for(target_density=(found.density + 0.1,), crossover=crossover)
-    above = predict(profile, cost, allocate(profile, cost, denser), None).lengths[0].prefill
-    assert above.dense_us / above.sparse_us < speedup
-
-
-def test_a_target_speedup_is_a_budget_of_time_in_which_dear_columns_count_as_what_they_cost() -> None:
-    profile = profile_with(levels=(0.1, 0.2, 0.3, 0.45, 0.6))
-    dear, rng = {"prefill_sparse": Line(prices=(0.0, 0.0, 1.0, 6.0, 1.0))}, np.random.default_rng(0)
-    for layer, scores in enumerate(profile.lengths[0].layers):
-        density = np.array(scores.tiles) + np.array(scores.columns)
-        columns = density * rng.uniform(0.0, 0.9, density.shape)
-        profile = changed(profile, layer, tiles=density - columns, columns=columns)
-
-    def speedup(options: PlanOptions) -> float:
-        plan = allocate(profile, made_up_cost(**dear), options)
-        found = predict(profile, made_up_cost(**dear), plan, None).lengths[0].prefill
-        return found.dense_us / found.sparse_us
-
-    wanted = options_for(target_speedup=1.8, crossover=False)
-    assert 1.8 <= speedup(wanted) < 1.9
-    by_density = [options_for(target_density=(share / 100,), crossover=False) for share in range(12, 80, 2)]
-    damages = [damage_of(profile, options, **dear) for options in by_density if speedup(options) >= 1.8]
-    assert damage_of(profile, wanted, **dear) < 0.7 * min(damages)
-
-
-def test_a_speedup_is_reached_above_levels_that_mandatory_tiles_leave_no_room_for() -> None:
-    profile = profile_with(levels=(0.2, 0.4))
-    scores = [
-        s.model_copy(update={"tiles": tuple((max(row[0], 0.35),) * 4 for row in s.tiles), "columns": ((0.0,) * 4,) * 8})
-        for s in profile.lengths[0].layers
-    ]
-    profile = made_up_profile(profile.lengths[0].model_copy(update={"layers": tuple(scores)}))
-    assert 0.4 < density_of(profile, options_for(target_speedup=2.0)) <= 0.5
-    with pytest.raises(GateError, match=r"found 2\.\d+"):
-        allocate(profile, made_up_cost(), options_for(target_speedup=4.0))
 
 
 def test_candidates_that_cost_more_on_other_prompts_than_fitted_are_told_from_too_low_a_target() -> None:

@@ -14,8 +14,7 @@ from torch_threads import torch_threads
 
 from sparsekv.planner.evaluation import DENSE, PlanMode, compare, opened
 from sparsekv.planner.evaluation.results import LongText
-from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.settled import settle
+from sparsekv.planner.options import PlanOptions, settle
 from sparsekv.planner.tasks import Kit, Sample, Split, Turn, prepare
 from sparsekv.planner.verify import verify
 from sparsekv.plans.brief import eviction_losses

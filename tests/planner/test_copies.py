@@ -10,12 +10,12 @@ from own_texts import text_of
 from planner_models import quick_options
 from tiny_models import tiny_tokenizer
 
+from sparsekv.planner.common_options import GivenPrompt, set_aside
 from sparsekv.planner.copies import Seen
 from sparsekv.planner.evaluation.batches import EvalSamples
 from sparsekv.planner.evaluation.given import GivenSamples, HeldOut, samples_of
-from sparsekv.planner.own_prompts import GivenPrompt, set_aside
+from sparsekv.planner.options import Settled, settle
 from sparsekv.planner.profile.calibration import Calibration
-from sparsekv.planner.settled import Settled, settle
 from sparsekv.planner.tasks import Sample
 from sparsekv.plans.errors import PlanWarning, PromptError
 

@@ -19,13 +19,12 @@ from sparsekv.planner.decode_search import Effort, measure_trials, upper_bound
 from sparsekv.planner.decode_trials import decode_trials
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.job import job_of, job_of_files
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import PlanOptions, settle
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.records import read_measured
-from sparsekv.planner.settled import settle
 from sparsekv.plans.files import dump_plan
 from sparsekv.plans.model import check_fit
 from sparsekv.plans.patterns import fraction

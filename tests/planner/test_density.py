@@ -8,9 +8,9 @@ from planner_models import TILE, bare_job, made_up_cost, quick_options
 from tiny_models import tiny_model, tiny_tokenizer
 
 from sparsekv.kernels.tiles import Chunk
+from sparsekv.planner.options import settle
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profiler import profile
-from sparsekv.planner.settled import settle
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import describe_model

@@ -29,7 +29,6 @@ DECODE_ONLY = made_up_profile(
         ({"calibration_samples": 99}, PROFILE, "calibration_samples"),
         ({"prompts": ("a",)}, PROFILE, "prompts"),
         ({"target_density": (0.3,)}, PRESET, "target_density beside --profile"),
-        ({"target_speedup": 2.0}, PRESET, "target_speedup beside --profile"),
         ({}, PREFILL_ONLY, "--only prefill"),
         ({}, DECODE_ONLY, "--only decode"),
         ({"phases": ("decode",)}, PREFILL_ONLY, "profile again"),
@@ -68,8 +67,6 @@ def test_a_device_cost_of_vllm_makes_it_the_host() -> None:
     ("asked", "dense", "flags"),
     [
         ({"preset": "minference"}, {"prefill"}, ("minference",)),
-        ({"target_speedup": 2.0}, {"prefill", "decode"}, ("target_speedup",)),
-        ({"target_speedup": 2.0}, {"decode"}, ()),
         ({"filter_layers": (1,)}, {"decode"}, ("filter_layers",)),
         ({"decode_budget": tokens(64)}, {"decode"}, ("decode_budget",)),
         ({}, {"prefill", "decode"}, ()),

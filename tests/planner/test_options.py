@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from sparsekv.planner.options import TASKS, Gate, PlanOptions
-from sparsekv.planner.settled import check_targets, density_for, lengths_up_to, settle
+from sparsekv.planner.common_options import TASKS
+from sparsekv.planner.options import Gate, PlanOptions, density_for, lengths_up_to, settle
+from sparsekv.planner.profile.profiler import check_targets
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape, fraction, tokens
@@ -20,7 +21,6 @@ NAN = float("nan")
         ({"target_density": (1.5,)}, "target_density"),
         ({"target_density": (NAN,)}, "target_density"),
         ({"target_density": 0.3}, "target_density"),
-        ({"target_speedup": 1.0}, "target_speedup"),
         ({"lengths": (4096, 4096)}, "--lengths"),
         ({"lengths": 4096}, "--lengths"),
         ({"lengths": "4q"}, "--lengths"),
@@ -58,8 +58,6 @@ def test_what_makes_no_sense_is_refused_by_the_name_of_its_flag(asked: dict[str,
     ("asked", "flags"),
     [
         ({"preset": "minference", "target_density": (0.3,)}, ("--set target_density", "--preset minference")),
-        ({"preset": "minference", "target_speedup": 2.0}, ("target_speedup", "--preset minference")),
-        ({"target_speedup": 2.0, "target_density": (0.3,)}, ("--set target_density", "target_speedup")),
         ({"decode_kl": 0.1, "decode_loss": 0.1}, ("decode_kl", "decode_loss")),
         ({"decode_kl": 0.1, "filter_layers": (2,)}, ("decode_kl", "filter_layers")),
         ({"decode_loss": 0.1, "filter_layers": (2,)}, ("decode_loss", "filter_layers")),

@@ -12,15 +12,14 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 import sparsekv
 from sparsekv.planner import plan as planning
+from sparsekv.planner.common_options import GivenPrompt, digest_of_prompts, set_aside
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.job import job_of
-from sparsekv.planner.options import Gate
-from sparsekv.planner.own_prompts import GivenPrompt, digest_of_prompts, set_aside
+from sparsekv.planner.options import Gate, settle
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.records import read_measured
-from sparsekv.planner.settled import settle
 from sparsekv.planner.verify import Verification, verify
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.patterns import TileShape, tokens

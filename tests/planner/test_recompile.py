@@ -8,11 +8,11 @@ from planner_models import bare_job, made_up_cost, quick_options
 
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.job import job_of, job_of_files
+from sparsekv.planner.options import settle
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.records import read_measured
-from sparsekv.planner.settled import settle
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import dump_plan
 from sparsekv.runtime.hf.load import LoadedModel

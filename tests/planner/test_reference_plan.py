@@ -11,10 +11,9 @@ from sparsekv.planner.cost.device_cost import HeadShape
 from sparsekv.planner.evaluation import EvalSamples, PlanMode, evaluate
 from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.gates import Measured, claims_of
-from sparsekv.planner.options import Gate, PlanOptions
+from sparsekv.planner.options import Gate, PlanOptions, settle
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profiler import profile
-from sparsekv.planner.settled import settle
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel, load_model

@@ -7,12 +7,12 @@ import pytest
 from planner_models import bare_job, made_up_cost, quick_options
 
 from sparsekv.planner.job import Job
+from sparsekv.planner.options import settle
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profile_data import LayerScores, Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.records import read_measured, write_measured
 from sparsekv.planner.refine import refine
-from sparsekv.planner.settled import settle
 from sparsekv.runtime.hf.load import LoadedModel
 
 LEVELS = (0.6, 0.8, 1.0, 1.2)

@@ -10,7 +10,7 @@ from tiny_plans import plan_for
 
 from sparsekv.planner import retain_search
 from sparsekv.planner.job import job_of
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import PlanOptions, settle
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.retain_search import (
     allocated,
@@ -21,7 +21,6 @@ from sparsekv.planner.retain_search import (
     rule_of,
     rules_of,
 )
-from sparsekv.planner.settled import settle
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.phases import Retention
 from sparsekv.plans.schema import Plan

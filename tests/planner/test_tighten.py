@@ -8,8 +8,8 @@ from planner_models import made_up_cost
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse, options_for
 from tiny_plans import segment
 
+from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.profile_data import DecodeTrial, Profile
-from sparsekv.planner.settled import Settled
 from sparsekv.planner.tighten import tightened
 from sparsekv.plans.patterns import fraction
 from sparsekv.plans.schema import Agreement, LengthMeasurement, Measurement, Quality

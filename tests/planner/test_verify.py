@@ -11,11 +11,10 @@ from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 from tiny_plans import EVERYTHING, decode_plan, drops, every_head, plan_for, segment
 
 from sparsekv.kernels.prefill import cpu
+from sparsekv.planner.common_options import GivenPrompt
 from sparsekv.planner.evaluation.given import HeldOut
-from sparsekv.planner.options import Gate, PlanOptions
-from sparsekv.planner.own_prompts import GivenPrompt
+from sparsekv.planner.options import Gate, PlanOptions, settle
 from sparsekv.planner.profile.profile_data import for_profile
-from sparsekv.planner.settled import settle
 from sparsekv.planner.verify import content_seed, planned_phases, verify
 from sparsekv.planner.verify_plan import verify_plan
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError

@@ -17,8 +17,8 @@ from tiny_plans import decode_plan, every_head, plan_for, segment
 from sparsekv.planner import verify as verification
 from sparsekv.planner.evaluation import DENSE, EvalSamples
 from sparsekv.planner.evaluation.results import Comparison, Outcome, Spent
+from sparsekv.planner.options import settle
 from sparsekv.planner.outcomes_file import OutcomesRecord
-from sparsekv.planner.settled import settle
 from sparsekv.planner.tasks import Sample
 from sparsekv.planner.verify import Verification, verify
 from sparsekv.plans.patterns import AShape, tokens

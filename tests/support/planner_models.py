@@ -13,10 +13,9 @@ from tiny_models import tiny_model, tiny_tokenizer
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.job import Job
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import PlanOptions, Settled
 from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.profile.search_space import CommonPrefix
-from sparsekv.planner.settled import Settled
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel

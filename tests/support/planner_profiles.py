@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions
+from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions, Settled
 from sparsekv.planner.profile.profile_data import Candidate, LayerScores, LengthProfile, Profile, Reuse
-from sparsekv.planner.settled import Settled
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
 from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash, fraction, tokens
 

@@ -3,7 +3,8 @@
 import pytest
 from task_tokenizers import tokenizer_named
 
-from sparsekv.planner.options import DEFAULT_TASKS, PlanOptions
+from sparsekv.planner.common_options import DEFAULT_TASKS
+from sparsekv.planner.options import PlanOptions, settle
 from sparsekv.planner.profile.calibration import (
     Calibration,
     CalibrationPrompt,
@@ -11,7 +12,6 @@ from sparsekv.planner.profile.calibration import (
     mix_of,
     task_of_each,
 )
-from sparsekv.planner.settled import settle
 
 
 def prompts(**options: object) -> tuple[CalibrationPrompt, ...]:

@@ -14,12 +14,12 @@ from poison import poisoned_memory
 from torch import nn
 
 from sparsekv.kernels.tiles import Chunk
+from sparsekv.planner.options import settle
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.head_errors import CandidateScore, Layer, SampledRows, score_candidates
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.profile.search_space import CommonPrefix
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
-from sparsekv.planner.settled import settle
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.files import dump_plan, parse_plan
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, tokens

@@ -5,8 +5,7 @@ from progress import Counting
 from task_tokenizers import REFERENCE_MODEL, kit_named
 
 from sparsekv.planner.job import solved_tasks, with_tasks
-from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.settled import settle
+from sparsekv.planner.options import PlanOptions, settle
 from sparsekv.planner.tasks import RETRIEVAL_TASKS, Split
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 

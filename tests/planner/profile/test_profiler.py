@@ -11,12 +11,11 @@ from progress import Counting, CtrlC
 from tiny_models import tiny_model, tiny_tokenizer
 
 from sparsekv.planner.cost.predict import ScoreTables
-from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions
+from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions, settle
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import fitted_at_once, profile, step_reads
 from sparsekv.planner.profile.resume import LayerRecord, ProfileRun
 from sparsekv.planner.records import RunFile, write_measured
-from sparsekv.planner.settled import settle
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel

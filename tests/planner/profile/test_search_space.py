@@ -8,7 +8,7 @@ from planner_profiles import as_settled, made_up_model, made_up_profile
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions
+from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions, settle
 from sparsekv.planner.profile.head_errors import CandidateScore, Layer, SampledRows, score_candidates
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.resume import LayerRecord, length_means
@@ -22,7 +22,6 @@ from sparsekv.planner.profile.search_space import (
     search_space,
     slots,
 )
-from sparsekv.planner.settled import settle
 from sparsekv.plans.patterns import AShape, BlockSparse, PatternRange, VerticalSlash
 
 (TILES_KEPT,) = BlockSparse.ranges(TILE, 0)
