@@ -42,7 +42,7 @@ from sparsekv.bench.token_runs import (
     median_replay_ms,
 )
 from sparsekv.kernels.backends import choose_backend
-from sparsekv.kernels.softmax import Softmax
+from sparsekv.kernels.keys import Softmax
 from sparsekv.planner.common_options import check_lengths
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.errors import UsageError

@@ -37,10 +37,9 @@ from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.kernels.index.build import build_index, empty_index
 from sparsekv.kernels.index.layout import FamilyHeads, IndexCall
 from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
-from sparsekv.kernels.keys import COLUMNS, KeyView, full_view
+from sparsekv.kernels.keys import COLUMNS, PLAIN, KeyView, full_view
 from sparsekv.kernels.prefill import columns as column_pass
 from sparsekv.kernels.prefill import triton as triton_prefill
-from sparsekv.kernels.softmax import PLAIN
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 

@@ -27,10 +27,9 @@ from transformers import Cache
 from sparsekv.bench.harness import Columns, Row, is_out_of_memory, number, once, repeat_in_turn, replayed, try_each
 from sparsekv.bench.random_model import BenchModel
 from sparsekv.bench.token_runs import DecodeBench, DecodeRuns, Run, median_ms, median_replay_ms
-from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.gather import gather_missed
 from sparsekv.kernels.decode.place import PlacedStep
-from sparsekv.kernels.decode.selection import ALL
+from sparsekv.kernels.decode.selection import ALL, choose
 from sparsekv.kernels.keys import COLUMNS as TABLE_COLUMNS
 from sparsekv.kernels.keys import HEAD, HOST, HOST_TOKENS, ROWS
 from sparsekv.planner.progress import Progress

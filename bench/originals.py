@@ -29,7 +29,7 @@ from unittest import mock
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.kernels.softmax import PLAIN
+from sparsekv.kernels.keys import PLAIN
 from sparsekv.planner.evaluation.results import Spent
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention

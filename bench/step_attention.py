@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.bench.dense_kernels import FLASH_ATTN, TORCH_KERNELS, flash_attn_4, torch_kernel
 from sparsekv.bench.harness import wait_for
-from sparsekv.kernels.softmax import PLAIN, Softmax
+from sparsekv.kernels.keys import PLAIN, Softmax
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.runtime.core.decode import Seen, count_step, decode

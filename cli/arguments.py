@@ -317,8 +317,7 @@ class Subject:
         from sparsekv.runtime.hf.dequantise import is_dequantised
         from sparsekv.runtime.hf.load import load_config, load_model, torch_dtype
         from sparsekv.runtime.hf.memory import Available, ModelSize
-        from sparsekv.runtime.model_config import describe_config, dtype_name, torch_device
-        from sparsekv.runtime.quantised_files import quantisation_of
+        from sparsekv.runtime.model_config import describe_config, dtype_name, quantisation_of, torch_device
 
         if not sys.stderr.isatty():
             logging.disable_progress_bar()

@@ -321,8 +321,7 @@ class MemoryEstimate:
         from sparsekv.runtime.hf.load import torch_dtype
         from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize
         from sparsekv.runtime.hf.placement import warn_of_host_layers
-        from sparsekv.runtime.model_config import torch_device
-        from sparsekv.runtime.quantised_files import quantisation_of
+        from sparsekv.runtime.model_config import quantisation_of, torch_device
         from sparsekv.runtime.stores.page_pool import page_bytes
 
         if device_bytes is not None and machine.device == "cpu":

@@ -22,9 +22,8 @@ import torch
 
 from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.index.build import BuilderName, builds_by_triton
-from sparsekv.kernels.keys import MOST_QUERIES, KeyView, check_keys
+from sparsekv.kernels.keys import MOST_QUERIES, PLAIN, KeyView, Softmax, check_keys
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle, untested
-from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, check_chunk, check_index, check_qkv
 from sparsekv.plans.errors import BackendError, SparseKVError
 from sparsekv.plans.patterns import TileShape

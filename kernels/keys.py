@@ -1,8 +1,9 @@
-"""Where the keys and values of a layer lie, for kernels that read them by logical token position.
+"""Where the keys and values of a layer lie, for kernels that read them by logical token position, and its softmax.
 
 Keys and values may be stored in 8 bits (e4m3): what they stand for is each number times the scale of its KV head.
 
-Shapes: B batch, G KV heads, S tokens in memory, D head size, N pages in memory, T tokens of a page, P pages of a row.
+Shapes: B batch, H query heads, G KV heads, S tokens in memory (of a softmax: queries), K keys, D head size, N pages in
+memory, T tokens of a page, P pages of a row.
 """
 
 from __future__ import annotations
@@ -11,9 +12,47 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparsekv.kernels.softmax import PLAIN, Softmax
 from sparsekv.kernels.tiles import check_heads, check_layouts, check_qkv, check_scale
 from sparsekv.plans.errors import ShapeError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Softmax:
+    """Holds what a layer's softmax has besides its scores.
+
+    Attributes:
+        cap: scores are cap * tanh(scaled score / cap); 0 where they are the scaled scores (Gemma-2).
+        sinks_H: a learned logit of each query head, which takes part in the softmax of all its queries and gives no
+            value (gpt-oss).
+    """
+
+    cap: float = 0.0
+    sinks_H: torch.Tensor | None = None
+
+    def kept(self, lse_BHS: torch.Tensor) -> torch.Tensor:
+        """The share of the weights that sinks leave to keys with this log-sum-exp, float32 [B, H, S]."""
+        assert self.sinks_H is not None
+        return torch.sigmoid(lse_BHS - self.sinks_H.float()[:, None])
+
+    def weights(self, scores_BHSK: torch.Tensor, heads: slice) -> torch.Tensor:
+        """Returns the weights of capped scores of these query heads, -inf where hidden; not those of the sinks."""
+        weights_BHSK = scores_BHSK.softmax(-1)
+        if self.sinks_H is None:
+            return weights_BHSK
+        return weights_BHSK * self.heads(heads).kept(scores_BHSK.logsumexp(-1))[..., None]
+
+    def heads(self, queries: slice) -> Softmax:
+        """Returns the softmax of neighbouring query heads alone."""
+        return self if self.sinks_H is None else Softmax(self.cap, self.sinks_H[queries])
+
+
+def capped_(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """Scaled scores under a soft cap, in place."""
+    return scores.div_(cap).tanh_().mul_(cap) if cap else scores
+
+
+PLAIN = Softmax()
+
 
 MOST_QUERIES = 16  # of a row in one call of decode attention
 FLOAT8 = torch.float8_e4m3fn

@@ -4,7 +4,7 @@ The first pass gives the maximum and the sum of the softmax of every query, over
 the GPU, and joins the ranges; the second computes the scores again and sums the weights of each key. No two programs
 add to one number: results are the same run to run.
 
-Shapes: as in observed.py; X = N W rows of a KV head (head by head), R key ranges; in kernels M rows and N keys at a
+Shapes: as in scores.py; X = N W rows of a KV head (head by head), R key ranges; in kernels M rows and N keys at a
 time, D padded to a power of two.
 """
 
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.softmax import Softmax
+from sparsekv.kernels.keys import Softmax
 from sparsekv.kernels.triton_support import soft_cap
 
 _LOG2_E = math.log2(math.e)

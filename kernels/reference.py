@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from sparsekv.kernels.softmax import capped_
+from sparsekv.kernels.keys import capped_
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, unpack_bits
 
 

@@ -1,7 +1,9 @@
-"""Computes how much attention a window of queries pays to each key, and the tokens that get most of it.
+"""How much attention a window of queries pays to each key.
 
-The choice of a filter layer (OmniKV, section 3.2): softmax over the keys for each query of the window, maximum over
-heads, weighted sum over the window, top-k.
+A filter layer chooses by it (OmniKV, section 3.2): softmax over the keys for each query of the window, maximum over
+heads, weighted sum over the window. Eviction chooses by the mean over the last queries and over the query heads of a KV
+head, summed over neighbouring keys, as single keys of a phrase stand out by chance (SnapKV, 2024, section 4; PyramidKV,
+2024).
 
 Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, W window queries, S keys, D head size.
 """
@@ -12,8 +14,9 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+from torch.nn.functional import avg_pool1d
 
-from sparsekv.kernels.softmax import PLAIN, Softmax, capped_
+from sparsekv.kernels.keys import PLAIN, Softmax, capped_
 from sparsekv.kernels.topk import blocks
 
 HeadReduction = Literal["max", "per_kv_head"]
@@ -81,3 +84,56 @@ def token_scores(
         return torch.cat(rows, 1)
     best_B1WS = best_BWS[:, None] if reduce_max is None else reduce_max(best_BWS[:, None])
     return (best_B1WS * weights_BW1[:, None]).sum(-2)
+
+
+NEIGHBOURS = 2  # keys on either side whose attention counts for a key
+
+
+def observed_attention(
+    q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, *, scale: float, softmax: Softmax = PLAIN, together: bool = False,
+    backend: str,
+) -> torch.Tensor:  # fmt: skip
+    """The attention of the last W of S tokens to each of them and its neighbours.
+
+    Args:
+        q_BHWD: queries of the last W tokens; W is at most S.
+        k_BGSD: keys of all tokens.
+        scale: softmax scale.
+        softmax: of the layer.
+        together: the most of all KV heads.
+        backend: of decode; "reference" is torch on any device.
+
+    Returns:
+        float32 [B, g, S], from 0 to 1; g is 1 if `together`, else G.
+    """
+    factor = k_BGSD.shape[1] / (q_BHWD.shape[1] * q_BHWD.shape[2])
+    if not k_BGSD.is_cuda or backend == "reference":
+        return near_by_torch(sums_by_torch(q_BHWD, k_BGSD, scale, softmax), factor, together)
+    from sparsekv.kernels.observed_triton import attention_sums, near_sums  # loads Triton
+
+    return near_sums(attention_sums(q_BHWD, k_BGSD, scale, softmax), factor, NEIGHBOURS, together)
+
+
+def sums_by_torch(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, softmax: Softmax) -> torch.Tensor:
+    """Attention weights summed over queries and the query heads of a KV head, float32 [B, G, S]."""
+    (batch, groups, keys, _), (heads, window) = k_BGSD.shape, q_BHWD.shape[1:3]
+    per_group = heads // groups
+    sums_BGS = torch.zeros((batch, groups, keys), dtype=torch.float32, device=k_BGSD.device)
+    key_S, position_W = (torch.arange(start, keys, device=k_BGSD.device) for start in (0, keys - window))
+    for group in range(groups):
+        own = slice(group * per_group, (group + 1) * per_group)
+        for part in blocks(window, batch * per_group * keys):
+            q_B1XD = q_BHWD[:, own, part].flatten(1, 2)[:, None]
+            scores_B1XS = scaled_scores(q_B1XD, k_BGSD[:, group : group + 1], scale, softmax.cap)
+            scores_BNWS = scores_B1XS[:, 0].unflatten(1, (per_group, -1))
+            scores_BNWS.masked_fill_(key_S > position_W[part, None], -torch.inf)
+            sums_BGS[:, group] += softmax.weights(scores_BNWS, own).sum((1, 2))
+    return sums_BGS
+
+
+def near_by_torch(sums_BGS: torch.Tensor, factor: float, together: bool) -> torch.Tensor:
+    """Returns the scores of each key and its neighbours, times a factor: of each KV head, or the most of them, [B, g,
+    S]."""
+    near = 2 * NEIGHBOURS + 1
+    near_BGS = avg_pool1d(sums_BGS, near, stride=1, padding=NEIGHBOURS) * (factor * near)
+    return near_BGS.amax(1, keepdim=True) if together else near_BGS

@@ -19,7 +19,7 @@ import torch
 
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.softmax import PLAIN
+from sparsekv.kernels.keys import PLAIN
 from sparsekv.kernels.tiles import Chunk, TileIndex, density
 from sparsekv.planner.allocate import BucketChoice, candidates
 from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost, LayerWork

@@ -36,8 +36,7 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.hf.cache_inputs import takes_one_piece
 from sparsekv.runtime.hf.dequantise import is_dequantised
 from sparsekv.runtime.hf.load import LoadedModel, load_config
-from sparsekv.runtime.model_config import describe_config
-from sparsekv.runtime.quantised_files import quantisation_of
+from sparsekv.runtime.model_config import describe_config, quantisation_of
 from sparsekv.runtime.vllm.settings import check_installed
 
 _NO_WEIGHTS = "the weights of {name} were not read: the plan is for those that were profiled, and warns on others"

@@ -17,9 +17,8 @@ import torch
 
 from sparsekv.kernels.cpu_threads import one_thread, spread
 from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
-from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.keys import PLAIN, KeyView, capped_
 from sparsekv.kernels.prefill.dense import attend_newest, dense_attention
-from sparsekv.kernels.softmax import PLAIN, capped_
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
 from sparsekv.kernels.topk import blocks
 

@@ -35,7 +35,7 @@ def choose(
     sink: int,
     recent: int,
 ) -> torch.Tensor:
-    """As `choose` of choose.py, for tensors on a GPU."""
+    """As `choose` of selection.py, for tensors on a GPU."""
     lists, tokens = scores_gT.shape
     batch, device = starts_B.shape[0], scores_gT.device
     blocks = max(1, triton.cdiv(min(capacity, tokens), _BLOCK))

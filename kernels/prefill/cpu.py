@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from sparsekv.kernels.cpu_threads import for_each
-from sparsekv.kernels.softmax import capped_
+from sparsekv.kernels.keys import capped_
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, unpack_bits
 from sparsekv.kernels.topk import blocks
 

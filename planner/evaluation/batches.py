@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.tasks import Kit, Sample
 from sparsekv.planner.tasks.text import Ids
-from sparsekv.runtime.architecture import architecture_of
+from sparsekv.runtime.architecture import architecture_of, recurrence_of
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.model_config import attention_groups
-from sparsekv.runtime.recurrence import recurrence_of
 
 # Tokens that are fed of a text that is no answer: each is a decode step of every mode. No answer of a task is longer
 # where the vocabulary holds words.

@@ -24,7 +24,7 @@ import torch
 
 from sparsekv.kernels.index.build import build_index, layer_lines
 from sparsekv.kernels.index.layout import LineScores
-from sparsekv.kernels.softmax import PLAIN, Softmax
+from sparsekv.kernels.keys import PLAIN, Softmax
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
 from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.profile_data import Candidate

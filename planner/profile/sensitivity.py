@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from sparsekv.kernels.softmax import PLAIN
+from sparsekv.kernels.keys import PLAIN
 from sparsekv.kernels.topk import blocks
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.hf.generate import check_numbers

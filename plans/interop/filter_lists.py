@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsekv.plans.errors import PlanError, PlanMismatchError
-from sparsekv.plans.interop.losses import Format
-from sparsekv.plans.interop.source import Exported, Imported, Source, as_json, layers_of, whole
+from sparsekv.plans.interop.source import Exported, Format, Imported, Source, as_json, layers_of, whole
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment, followers
 from sparsekv.plans.schema import Plan

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sparsekv.plans.errors import PlanError, PlanMismatchError
-from sparsekv.plans.interop.losses import Format
-from sparsekv.plans.interop.source import Exported, Imported, Source, as_json, whole
+from sparsekv.plans.interop.source import Exported, Format, Imported, Source, as_json, whole
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan

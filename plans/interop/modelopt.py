@@ -12,8 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sparsekv.plans.errors import PlanError, UnsupportedError
-from sparsekv.plans.interop.losses import Format
-from sparsekv.plans.interop.source import Exported, Imported, Source, as_json
+from sparsekv.plans.interop.source import Exported, Format, Imported, Source, as_json
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import PATTERNS
 from sparsekv.plans.phases import PrefillPlan

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from sparsekv.kernels.observed import observed_attention
+from sparsekv.kernels.scores import observed_attention
 from sparsekv.runtime.core.state import Observed
 
 

@@ -11,9 +11,8 @@ import torch
 
 from sparsekv.kernels.backends import Fallback, dense_by_flash, dense_by_triton, dense_prefill, prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.keys import PLAIN, KeyView
 from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.kernels.softmax import PLAIN
 from sparsekv.kernels.tiles import Chunk, spent_tiles
 from sparsekv.plans.errors import ShapeError
 from sparsekv.plans.patterns import Dense

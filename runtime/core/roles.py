@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.backends import decode_attention, decode_scores
-from sparsekv.kernels.decode.choose import choose
-from sparsekv.kernels.decode.selection import Scoring, Selection
+from sparsekv.kernels.decode.selection import Scoring, Selection, choose
 from sparsekv.kernels.keys import KeyView, Scales, scaled
 from sparsekv.plans.phases import Retention
 from sparsekv.runtime.core.eviction_scores import SCORES

@@ -14,8 +14,7 @@ from functools import partial
 
 import torch
 
-from sparsekv.kernels.decode.choose import choose
-from sparsekv.kernels.decode.selection import Scoring, Selection
+from sparsekv.kernels.decode.selection import Scoring, Selection, choose
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.scores import token_scores
 from sparsekv.runtime.core.segments import SegmentProgram

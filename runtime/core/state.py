@@ -13,7 +13,7 @@ import torch
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.device_cache import on_device
-from sparsekv.kernels.softmax import Softmax
+from sparsekv.kernels.keys import Softmax
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core.budgets import Budgets, scored_tokens
 from sparsekv.runtime.core.segments import SegmentProgram

@@ -21,8 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 
 from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.device_cache import on_device
-from sparsekv.kernels.keys import KeyView
-from sparsekv.kernels.softmax import PLAIN, Softmax
+from sparsekv.kernels.keys import PLAIN, KeyView, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.model import AttentionGroup

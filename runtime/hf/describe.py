@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from sparsekv.kernels.softmax import capped_
+from sparsekv.kernels.keys import capped_
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import ModelInfo, weights_fingerprint
 from sparsekv.runtime.architecture import architecture_of
-from sparsekv.runtime.model_config import attention_groups, describe_config, linear_layers
-from sparsekv.runtime.quantised_files import files_fingerprint
+from sparsekv.runtime.model_config import attention_groups, describe_config, files_fingerprint, linear_layers
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -37,8 +37,14 @@ from sparsekv.runtime.hf.dequantise import check_quantisation, dense_tensors, is
 from sparsekv.runtime.hf.describe import describe_by_files, describe_model
 from sparsekv.runtime.hf.gguf_header import GGUFHeader
 from sparsekv.runtime.hub import needs_cache, without_model
-from sparsekv.runtime.model_config import config_of_layer, decoder_config, rope_of_text, torch_device
-from sparsekv.runtime.quantised_files import quantisation_of, weight_files
+from sparsekv.runtime.model_config import (
+    config_of_layer,
+    decoder_config,
+    quantisation_of,
+    rope_of_text,
+    torch_device,
+    weight_files,
+)
 from sparsekv.runtime.settings import DEVICE_MAPS, DeviceMap
 
 _NAMED = 3  # tensors that a message names

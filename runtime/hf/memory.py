@@ -23,7 +23,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
 from sparsekv.plans.types import format_ids
-from sparsekv.runtime.architecture import architecture_of
+from sparsekv.runtime.architecture import Recurrence, architecture_of, recurrence_of
 from sparsekv.runtime.core.budgets import scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import Filter, Follower
@@ -34,7 +34,6 @@ from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, reads_of, spill_order
 from sparsekv.runtime.model_config import describe_config
-from sparsekv.runtime.recurrence import Recurrence, recurrence_of
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.float8 import Float8
 from sparsekv.runtime.stores.page_pool import pool_of

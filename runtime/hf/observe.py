@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from sparsekv.kernels.softmax import PLAIN, Softmax
+from sparsekv.kernels.keys import PLAIN, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.hf.attach import attach
 from sparsekv.runtime.hf.attention import NAME, DenseEngine, LayerCall

@@ -30,8 +30,7 @@ from sparsekv.runtime.hf.cache import (
 )
 from sparsekv.runtime.hf.fixed_rows import FixedRows
 from sparsekv.runtime.hf.long_inputs import asks_for_more
-from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.row import RowStore
+from sparsekv.runtime.stores.device import DeviceStore, RowStore
 from sparsekv.runtime.stores.store import Bytes, KVStore
 
 

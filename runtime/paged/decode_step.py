@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.kernels.keys import FLOAT8, KeyView, Scales
-from sparsekv.kernels.softmax import PLAIN, Softmax
+from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax
 from sparsekv.runtime.core import budgets
 from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import LayerProgram, Program

@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 
 from sparsekv.kernels.backends import Fallback
-from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, full_view
-from sparsekv.kernels.softmax import Softmax
+from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, Softmax, full_view
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.prefill import prefill

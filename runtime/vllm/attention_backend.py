@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.backends import is_backend_failure
-from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, full_view
-from sparsekv.kernels.softmax import PLAIN, Softmax
+from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax, full_view
 from sparsekv.plans.errors import SparseKVError, UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.roles import Evicting, Filter, Follower

@@ -11,8 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from sparsekv.plans.files import load_plan
 from sparsekv.runtime.paged.metrics import publish_drafts
 from sparsekv.runtime.vllm import internals as vllm
-from sparsekv.runtime.vllm.drafting import Drafting, Step
-from sparsekv.runtime.vllm.exact_engine import dense_up_to
+from sparsekv.runtime.vllm.exact_engine import Drafting, Step, dense_up_to
 from sparsekv.runtime.vllm.settings import plan_path, read_options
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.backends import choose_backend
-from sparsekv.kernels.softmax import Softmax
+from sparsekv.kernels.keys import Softmax
 from sparsekv.plans.errors import PlanWarning, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo, weights_fingerprint
@@ -19,12 +19,11 @@ from sparsekv.runtime.core.program import LayerProgram, Program, Rank
 from sparsekv.runtime.core.roles import Evicting
 from sparsekv.runtime.core.state import Gather, Observed
 from sparsekv.runtime.hub import model_folder
-from sparsekv.runtime.model_config import describe_config, device_name, dtype_name, has_soft_cap
+from sparsekv.runtime.model_config import describe_config, device_name, dtype_name, files_fingerprint, has_soft_cap
 from sparsekv.runtime.paged.decode_step import DecodeHost
 from sparsekv.runtime.paged.metrics import ServingStats
 from sparsekv.runtime.paged.plan_host import PlanHost, Scratch
 from sparsekv.runtime.plan_checks import check_cut, check_plan, check_target
-from sparsekv.runtime.quantised_files import files_fingerprint
 from sparsekv.runtime.vllm.evicting_step import EvictingHost
 from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions, check_engine, check_layers
 

@@ -40,7 +40,7 @@ from sparsekv.kernels.prefill.flash.limits import FlashPackage, offer_package
 from sparsekv.plans.errors import BackendError, SparseKVError, UnsupportedError, UsageError
 from sparsekv.runtime.architecture import MODALITIES
 from sparsekv.runtime.core.program import Rank
-from sparsekv.runtime.quantised_files import quantisation_of
+from sparsekv.runtime.model_config import quantisation_of
 from sparsekv.runtime.vllm.devices import OnCpu, OnCuda, platform
 from sparsekv.runtime.vllm.engine_host import EngineModel
 from sparsekv.runtime.vllm.exact_engine import WORKER, ask_for_drafts

@@ -181,4 +181,4 @@ def test_a_list_keeps_its_other_tokens_and_has_none_twice(share, monkeypatch):
                 new = listed.difference(*lists[-3:])
                 assert not lists or len(new) == -(-count * round(1000 * share) // 1000)
                 lists.append(listed)
-    assert select.choose.__module__ == "sparsekv.kernels.decode.choose"
+    assert select.choose.__module__ == "sparsekv.kernels.decode.selection"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsekv.kernels.observed import NEIGHBOURS, near_by_torch, observed_attention, sums_by_torch
-from sparsekv.kernels.softmax import Softmax
+from sparsekv.kernels.keys import Softmax
+from sparsekv.kernels.scores import NEIGHBOURS, near_by_torch, observed_attention, sums_by_torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {  # batch, heads, kv heads, observed, keys, head size, dtype, soft cap, sinks

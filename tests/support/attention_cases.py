@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.kernels.softmax import PLAIN, Softmax
+from sparsekv.kernels.keys import PLAIN, Softmax
 from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, AttentionOutput, Chunk, TileIndex
 from sparsekv.plans.patterns import TileShape
 

@@ -10,8 +10,7 @@ from brute_force import capped
 
 from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.selection import ALL, Selection
-from sparsekv.kernels.keys import FLOAT8, KeyView, Scales
-from sparsekv.kernels.softmax import PLAIN, Softmax
+from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax
 from sparsekv.kernels.tiles import AttentionOutput
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.stores.device import RowStore
 from sparsekv.runtime.stores.page_driver import PageError
 from sparsekv.runtime.stores.page_pool import PagePool
-from sparsekv.runtime.stores.row import RowStore
 from sparsekv.runtime.stores.store import Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
 

@@ -10,8 +10,7 @@ from torch_threads import torch_threads
 
 from sparsekv.kernels import cpu_threads
 from sparsekv.kernels.backends import decode_attention, decode_scores
-from sparsekv.kernels.decode.choose import choose
-from sparsekv.kernels.decode.selection import Scoring
+from sparsekv.kernels.decode.selection import Scoring, choose
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 CASES = [

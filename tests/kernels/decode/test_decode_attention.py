@@ -12,8 +12,7 @@ from torch_threads import torch_threads
 
 from sparsekv.kernels import cpu_threads
 from sparsekv.kernels.backends import decode_attention, decode_scores
-from sparsekv.kernels.decode.choose import choose
-from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
+from sparsekv.kernels.decode.selection import ALL, Scoring, Selection, choose
 from sparsekv.kernels.keys import (
     COLUMNS,
     HEAD,

@@ -7,8 +7,8 @@ import torch
 from key_norm import key_norm
 from tiny_plans import drops
 
-from sparsekv.kernels.observed import NEIGHBOURS
-from sparsekv.kernels.softmax import PLAIN
+from sparsekv.kernels.keys import PLAIN
+from sparsekv.kernels.scores import NEIGHBOURS
 from sparsekv.plans.phases import ScoreName
 from sparsekv.runtime.core import roles
 from sparsekv.runtime.core.eviction_scores import SCORES

@@ -13,11 +13,11 @@ from store_operations import run_operations
 
 from sparsekv.kernels.backends import Fallback
 from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.stores.device import RowStore
 from sparsekv.runtime.stores.page_driver import PageError
 from sparsekv.runtime.stores.page_pool import LARGE, PageWarning
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES, OutsideCaptures
 from sparsekv.runtime.stores.reservation import Reservation
-from sparsekv.runtime.stores.row import RowStore
 from sparsekv.runtime.stores.store import Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from sparsekv.runtime.vllm.drafting import Drafted, Drafting, Step
+from sparsekv.runtime.vllm.exact_engine import Drafted, Drafting, Step
 
 MANY = 4
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tiny_models import tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 
-from sparsekv.kernels.softmax import PLAIN
+from sparsekv.kernels.keys import PLAIN
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import PlanMismatchError, PlanWarning, UnsupportedError
 from sparsekv.plans.files import write_plan
@@ -19,7 +19,7 @@ from sparsekv.plans.model import Fingerprint
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import Offload
 from sparsekv.plans.schema import Measurement, Plan, Quality
-from sparsekv.runtime.quantised_files import files_fingerprint
+from sparsekv.runtime.model_config import files_fingerprint
 from sparsekv.runtime.vllm.engine_host import EngineHost, EngineModel, start_host
 from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions
 

@@ -6,9 +6,8 @@ from plans_samples import model_info
 from tiny_plans import drops
 
 from sparsekv.kernels.backends import Fallback
-from sparsekv.kernels.keys import Scales, scaled
+from sparsekv.kernels.keys import PLAIN, Scales, scaled
 from sparsekv.kernels.pages import move_rows
-from sparsekv.kernels.softmax import PLAIN
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.paged.plan_host import Scratch
