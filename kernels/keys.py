@@ -42,7 +42,6 @@ class Softmax:
         return weights_BHSK * self.heads(heads).kept(scores_BHSK.logsumexp(-1))[..., None]
 
     def heads(self, queries: slice) -> Softmax:
-        """Returns the softmax of neighbouring query heads alone."""
         return self if self.sinks_H is None else Softmax(self.cap, self.sinks_H[queries])
 
 
@@ -77,7 +76,6 @@ class Scales:
     q_G: torch.Tensor | None = None
 
     def heads(self, kv: slice) -> Scales:
-        """Those of these KV heads alone."""
         return replace(self, k_G=self.k_G[kv], v_G=self.v_G[kv], q_G=None if self.q_G is None else self.q_G[kv])
 
     @property
@@ -126,12 +124,10 @@ class KeyView:
 
     @property
     def batch(self) -> int:
-        """B."""
         return self.lengths_B.shape[0]
 
     @property
     def kv_heads(self) -> int:
-        """G."""
         return self.k.shape[1]
 
     @property
@@ -179,7 +175,6 @@ class KeyView:
         return self.contiguous_keys(longest), v_BGSD
 
     def contiguous_keys(self, longest: int) -> torch.Tensor:
-        """The keys of `contiguous` alone."""
         k_BGSD = self._rows(stored_as_bytes(self.k), longest)
         return k_BGSD if self.scales is None else scaled(k_BGSD, self.scales.k_G, self.scales.dtype)
 

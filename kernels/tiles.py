@@ -109,8 +109,6 @@ class TileIndex:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOutput:
-    """Holds what every attention function here returns."""
-
     out_BHSD: torch.Tensor  # dtype of q; padding rows are 0
     lse_BHS: torch.Tensor | None  # float32 natural log-sum-exp of the scaled scores; padding rows are -inf
     scores_gT: torch.Tensor | None = None  # of decode with `Scoring`

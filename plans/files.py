@@ -219,7 +219,6 @@ def executed_digest(plan: Plan) -> str:
 
 
 def with_digest(plan: Plan) -> Plan:
-    """`plan` with the digest of its content."""
     return plan.model_copy(update={_INTEGRITY: content_digest(to_data(plan))})
 
 

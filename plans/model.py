@@ -138,12 +138,10 @@ class ModelInfo(Part):
 
     @property
     def layers(self) -> int:
-        """Returns how many layers the model has."""
         return sum(len(group.layers) for group in self.attention)
 
     @property
     def by_layer(self) -> dict[int, AttentionGroup]:
-        """Returns what each layer is."""
         return {layer: group for group in self.attention for layer in group.layers}
 
     @property

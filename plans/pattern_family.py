@@ -138,7 +138,6 @@ class PatternFamily(Part):
         raise NotImplementedError
 
     def most_columns(self, length: int) -> int:
-        """Most columns computed singly."""
         return 0
 
     def listed_tiles(self, length: int, tile: TileShape) -> int:

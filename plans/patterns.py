@@ -51,7 +51,6 @@ class Dense(PatternFamily):
     pattern: Literal["dense"] = "dense"
 
     def tile_tokens(self, length: int) -> int:
-        """All of them."""
         return length
 
     def listed_tiles(self, length: int, tile: TileShape) -> int:
@@ -87,7 +86,6 @@ class AShape(PatternFamily):
 
     @classmethod
     def ranges(cls, tile: TileShape, length: int) -> tuple[SizeRange[Self], ...]:
-        """The smallest sink."""
         return (cls.widening(tile.key, 4096),)
 
     @classmethod
@@ -97,7 +95,6 @@ class AShape(PatternFamily):
 
     @classmethod
     def timed(cls, length: int) -> tuple[Self, ...]:
-        """A narrow window and a wide one."""
         return tuple(cls(sink=tokens(128), window=tokens(length // part)) for part in (16, 4))
 
 
@@ -130,11 +127,9 @@ class VerticalSlash(PatternFamily):
     by_default: ClassVar[bool] = True  # no other one improved on it in any model measured (EXPERIMENTS.md)
 
     def tile_tokens(self, length: int) -> int:
-        """The bound on a row."""
         return self.max_tiles.resolve(length)
 
     def most_columns(self, length: int) -> int:
-        """Those chosen."""
         return self.vertical.resolve(length)
 
     @classmethod
@@ -160,13 +155,11 @@ class VerticalSlash(PatternFamily):
 
     @classmethod
     def ranges(cls, tile: TileShape, length: int) -> tuple[SizeRange[Self], ...]:
-        """Ratios from nearly all diagonals to columns alone."""
         ratios = ((30, 2048), (1000, 1000), (2000, 500), (3000, 200), (4096, 0))
         return tuple(cls.in_ratio(*ratio, last_q=last_q_for(length)) for ratio in ratios)
 
     @classmethod
     def published(cls, tile: TileShape) -> tuple[SizeRange[Self], ...]:
-        """Four ratios."""
         ratios = ((30, 2048), (100, 1800), (500, 1500), (3000, 200))
         return tuple(cls.in_ratio(*ratio, _PUBLISHED_STEP) for ratio in ratios)
 
@@ -187,7 +180,6 @@ class BlockSparse(PatternFamily):
     keep: Budget
 
     def tile_tokens(self, length: int) -> int:
-        """Those kept."""
         return self.keep.resolve(length)
 
     @classmethod
@@ -209,12 +201,10 @@ class BlockSparse(PatternFamily):
 
     @classmethod
     def published(cls, tile: TileShape) -> tuple[SizeRange[Self], ...]:
-        """The paper has no other numbers."""
         return cls.ranges(tile, 0)
 
     @classmethod
     def timed(cls, length: int) -> tuple[Self, ...]:
-        """Few tiles and many."""
         return tuple(cls(keep=tokens(max(least, length // part))) for least, part in ((256, 16), (512, 4)))
 
 

@@ -177,7 +177,6 @@ def rope_switch(config: PreTrainedConfig) -> int:
 
 
 def has_soft_cap(config: PreTrainedConfig) -> bool:
-    """Returns whether scores of its attention are capped."""
     return bool(getattr(config, "attn_logit_softcapping", None))
 
 

@@ -266,8 +266,6 @@ _BUILDER_CALLS = {
 
 
 class Release(Protocol):
-    """Says what one release of vLLM has."""
-
     def names(self, place: str) -> frozenset[str] | None:
         """Returns the names of a class, those that are set on its instances included, or of a module; None where there
         is none."""
@@ -352,8 +350,6 @@ class Sources:
 
     @classmethod
     def of_folder(cls, folder: Path) -> Sources:
-        """The folder that the package lies in."""
-
         def read(module: str) -> str | None:
             base = folder.joinpath(*module.split("."))
             files = (base / "__init__.py", base.with_suffix(".py"))

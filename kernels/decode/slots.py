@@ -89,7 +89,6 @@ class SlotTable:
         self.slot_of_BgC.scatter_(2, column_BgH, slot_H.expand_as(present_BgH))
 
     def clear(self) -> None:
-        """From here on the slots are empty."""
         self.slot_of_BgC.fill_(NO_SLOT)
         self.token_BgH.fill_(NO_TOKEN)
         self.worth_BgH.zero_()

@@ -160,7 +160,6 @@ def _table_of(keys: KeyView) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 def _scales_of(keys: KeyView) -> tuple[torch.Tensor, ...]:
-    """Returns the scales of keys, values and queries."""
     scales, unused = keys.scales, keys.lengths_B
     return (unused,) * 3 if scales is None else (scales.k_G, scales.v_G, unused if scales.q_G is None else scales.q_G)
 

@@ -219,13 +219,11 @@ class HeadIndex:
 
     @classmethod
     def of_tiles(cls, heads: tuple[int, ...], tiles_BhTW: torch.Tensor, counts_BhT: torch.Tensor) -> HeadIndex:
-        """Heads that compute no single columns."""
         new = counts_BhT.new_empty
         return cls(heads, tiles_BhTW, counts_BhT, new((*counts_BhT.shape[:2], 0)), new((*counts_BhT.shape, 0)))
 
     @property
     def widths(self) -> IndexWidths:
-        """Returns how wide it is."""
         return IndexWidths(self.tiles_BhTW.shape[3], self.columns_BhC.shape[2])
 
     def fill(self, into: TileIndex) -> None:

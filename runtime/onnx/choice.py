@@ -88,7 +88,6 @@ class ChoiceStep:
         return self._chosen[segment.filter]
 
     def remember(self, segment: SegmentProgram, chosen_BgK: str) -> None:
-        """The choice of a filter layer."""
         self._chosen[segment.filter] = chosen_BgK
 
     def choose(self, n: Nodes, layer: LayerProgram, segment: SegmentProgram, weights_BH1C: str) -> str:

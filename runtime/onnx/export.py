@@ -190,8 +190,6 @@ def _facts(plan: Plan) -> dict[str, str]:
 
 
 class _Decoder:
-    """The graph of a model, written once."""
-
     def __init__(self, model: Any, program: Program) -> None:
         self._model, self._program, self._n = model, program, Nodes()
         self._kind = _KINDS[model.dtype]
@@ -199,7 +197,6 @@ class _Decoder:
         self._caches: list[tuple[str, str, str, str]] = []
 
     def graph(self) -> onnx.GraphProto:
-        """All of it."""
         n, decoder = self._n, self._model.model
         steps = n.dimension("input_ids", 1)
         lengths_B = n.op("Add", "past", steps)
@@ -284,7 +281,6 @@ class _Decoder:
             )
 
         def filtering(n: Nodes, role: Filter) -> list[str]:
-            """The output and the choice."""
             if role.itself is None:
                 out, weights = weighed(n)
                 return [out, step.choose(n, program, role.segment, weights)]

@@ -28,7 +28,6 @@ class Nodes:
         self._count = 0
 
     def name(self, stem: str) -> str:
-        """A new one."""
         self._root._count += 1
         return f"{stem}_{self._root._count}"
 
@@ -44,17 +43,14 @@ class Nodes:
         return found
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
-        """The first output of a node."""
         return self.ops(kind, *inputs, outputs=1, **attributes)[0]
 
     def ops(self, kind: str, *inputs: str, outputs: int, **attributes: Any) -> list[str]:
-        """All outputs of a node."""
         names = [self.name(kind.lower()) for _ in range(outputs)]
         self.nodes.append(helper.make_node(kind, inputs, names, **attributes))
         return names
 
     def skipping(self, kind: str, *inputs: str, outputs: Sequence[bool], **attributes: Any) -> list[str]:
-        """The outputs of a node that are wanted."""
         names = [self.name(kind.lower()) if wanted else "" for wanted in outputs]
         self.nodes.append(helper.make_node(kind, inputs, names, **attributes))
         return [name for name in names if name]
@@ -76,7 +72,6 @@ class Nodes:
         return self.ops("If", condition, outputs=len(kinds), then_branch=then_branch, else_branch=else_branch)
 
     def cast(self, value: str, kind: int) -> str:
-        """The value as another type."""
         return self.op("Cast", value, to=kind)
 
     def reshape(self, value: str, *shape: int) -> str:
@@ -84,7 +79,6 @@ class Nodes:
         return self.op("Reshape", value, self.constant(shape))
 
     def transpose(self, value: str, *order: int) -> str:
-        """Dimensions in another order."""
         return self.op("Transpose", value, perm=list(order))
 
     def dimension(self, value: str, axis: int) -> str:

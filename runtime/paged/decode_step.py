@@ -117,7 +117,6 @@ class DecodeRows:
 
     @property
     def requests(self) -> range:
-        """The numbers of the step's requests."""
         return range(len(self.lengths_B))
 
     def rest(self, layer: LayerProgram, metadata: Any, without: Callable[[Any, torch.Tensor], Any]) -> Any:

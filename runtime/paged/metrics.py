@@ -56,7 +56,6 @@ class ServingStats:
 
     @property
     def tokens(self) -> int:
-        """All that were counted."""
         return self.sparse_tokens + self.dense_tokens + self.decode_sparse + self.decode_dense
 
 
@@ -64,13 +63,10 @@ _NONE = ServingStats(0.0, 0, 0, 0, 0)
 
 
 class Counters:
-    """The running counts of one engine."""
-
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Starts counting anew."""
         self.meter = Meter()
         self.sparse_tokens = self.dense_tokens = self.failures = 0
         self.decode_sparse = self.decode_dense = self.decode_left = 0

@@ -37,12 +37,10 @@ class Scratch:
 
     @property
     def kind(self) -> tuple[torch.dtype, torch.device]:
-        """The data type and device of the buffers."""
         return self._k.dtype, self._k.device
 
     @property
     def bytes(self) -> int:
-        """The size of both buffers."""
         return 2 * self._k.nbytes
 
     def copy(
@@ -135,15 +133,12 @@ class PlanHost:
 
     @property
     def backend(self) -> str:
-        """The kernels that prefill at present."""
         return self.fallback.backend
 
     def is_sparse(self, chunk: Chunk) -> bool:
-        """Returns whether any layer prefills this chunk sparse."""
         return any(layer.patterns_for(chunk) for layer in self.program.layers)
 
     def count_step(self, prefill: Sequence[PrefillRows]) -> None:
-        """Counts the prompt tokens of a step."""
         for rows in prefill:
             if self.is_sparse(rows.chunk):
                 self.counters.sparse_tokens += rows.chunk.rows[0]

@@ -131,7 +131,6 @@ class HostStore:
         return unpacked(empty_packed(tokens, layout))
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Appends what was written."""
         if self._whole is None or self.length + k_BGSD.shape[2] > self.hot_set.whole:
             self.append(k_BGSD, v_BGSD)
         else:
@@ -153,7 +152,6 @@ class HostStore:
 
     @property
     def cached(self) -> tuple[int, ...]:
-        """All tokens."""
         return self.lengths
 
     def truncate(self, lengths: Sequence[int]) -> None:
@@ -210,7 +208,6 @@ class HostStore:
         return keys, Selection(rows_BgM, step.counts_B, 0, 0), None
 
     def _follow(self, step: SlotStep) -> None:
-        """Fetches what the slots lack of the step."""
         self.counts.steps += 1
         self.counts.chosen += step.slotted
         if self.rows.slot_state is step.state:
@@ -228,7 +225,6 @@ class HostStore:
 
     @property
     def capacity(self) -> int:
-        """Tokens that there is room for."""
         if self._whole is None:
             return self._capacity
         return min(self._capacity, self._whole.capacity, self.hot_set.whole)
@@ -249,7 +245,6 @@ class HostStore:
 
     @property
     def bound(self) -> object:
-        """See `bind`."""
         return self.rows.bound_to if self._whole is None else self.keys
 
     def prepare(self, length: int) -> None:
@@ -268,7 +263,6 @@ class HostStore:
         self.rows.settle()
 
     def advance(self, tokens: int) -> None:
-        """Counts what a captured step has written."""
         self.length += tokens
         if self._whole is None:
             self.rows.hot_from = self.rows.first_hot(self.length)

@@ -75,7 +75,6 @@ class DeviceStore:
 
     @property
     def cached(self) -> tuple[int, ...]:
-        """All tokens."""
         return self.lengths
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
@@ -108,7 +107,6 @@ class DeviceStore:
         self._grow(tokens, layout)
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Counts the tokens written."""
         if self._is_ragged:
             self.append(k_BGSD, v_BGSD)
         else:
@@ -181,7 +179,6 @@ class DeviceStore:
 
     @property
     def capacity(self) -> int:
-        """Tokens that there is room for."""
         return 0 if self._k_BGCD is None else self._k_BGCD.shape[2]
 
     def prepare(self, length: int) -> None:
@@ -189,14 +186,12 @@ class DeviceStore:
         self.reserve(length)
 
     def advance(self, tokens: int) -> None:
-        """Counts what a captured step has written."""
         self._count(tokens)
 
     def step_rows(self, length: int = 0) -> None:
         """All tokens of the capacity."""
 
     def step_memory(self) -> StepMemory:
-        """The tensors."""
         return StepMemory(*self.tensors)
 
     def bind(self, binding: Binding) -> object:
@@ -205,7 +200,6 @@ class DeviceStore:
 
     @property
     def bound(self) -> object:
-        """The keys."""
         return self.keys
 
     @property
@@ -245,12 +239,10 @@ class RowStore:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of the row."""
         return (self._whole.lengths[self._row] if self._whole.lengths else 0,)
 
     @property
     def cached(self) -> tuple[int, ...]:
-        """All tokens."""
         return self.lengths
 
     def append(self, k_1GSD: torch.Tensor, v_1GSD: torch.Tensor) -> None:
@@ -269,7 +261,6 @@ class RowStore:
         return k_1GCD.narrow(2, length, tokens), v_1GCD.narrow(2, length, tokens)
 
     def commit(self, k_1GSD: torch.Tensor, v_1GSD: torch.Tensor) -> None:
-        """Counts the tokens written."""
         self.truncate((self.lengths[0] + k_1GSD.shape[2],))
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:

@@ -60,7 +60,6 @@ class EvictingStore:
 
     @property
     def cached(self) -> tuple[int, ...]:
-        """Tokens in memory."""
         return (self.rows,) * len(self.lengths)
 
     @property
@@ -79,12 +78,10 @@ class EvictingStore:
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """As of DeviceStore, of the rows."""
         return self._rows.keys
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of DeviceStore, of the rows."""
         return self._rows.tensors
 
     @property
@@ -94,24 +91,19 @@ class EvictingStore:
 
     @property
     def capacity(self) -> int:
-        """Rows that there is memory for."""
         return self._rows.capacity
 
     def step_rows(self, length: int = 0) -> CachedRows:
-        """Those of the capacity."""
         return CachedRows.of(self.capacity)
 
     def step_memory(self) -> StepMemory:
-        """The tensors."""
         return StepMemory(*self.tensors)
 
     def bind(self, binding: Binding) -> object:
-        """The keys, until the store has grown."""
         return self.keys
 
     @property
     def bound(self) -> object:
-        """The keys."""
         return self.keys
 
     def prepare(self, length: int) -> None:
@@ -192,7 +184,6 @@ class EvictingStore:
         return self._rows.room(tokens, layout)
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Counts the tokens written."""
         self._rows.commit(k_BGSD, v_BGSD)
         self._count(k_BGSD)
 
@@ -265,7 +256,6 @@ class StepEviction:
         return _generated(stores) == self._bound
 
     def bind(self, stores: Sequence[WholeStore]) -> None:
-        """The next steps are of these stores."""
         self._bound = _generated(stores)
         generated_R3 = torch.tensor(self._bound, dtype=torch.int32, device="cpu").view(-1, 3)
         generated_3R1 = generated_R3.T.contiguous()[..., None]
@@ -274,7 +264,6 @@ class StepEviction:
         self._generated_3R1.copy_(generated_3R1, non_blocking=True)
 
     def begin(self) -> None:
-        """A step begins."""
         if not self._numbers:
             return
         first_R1, begin_R1, count_R1 = self._generated_3R1

@@ -44,7 +44,6 @@ class Float8:
         return _in_pieces(k_BGSD, self.scales.k_G), _in_pieces(v_BGSD, self.scales.v_G)
 
     def read(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Pair:
-        """Returns the numbers of stored bytes."""
         assert self.scales is not None, "there are tokens"
         k_G, v_G, dtype = self.scales.k_G, self.scales.v_G, self.scales.dtype
         return scaled(k_BGSD, k_G, dtype), scaled(v_BGSD, v_G, dtype)
@@ -59,7 +58,6 @@ class Float8:
                 own.copy_(read)
 
     def view(self, keys: KeyView) -> KeyView:
-        """Bytes of a store, with their scales."""
         return replace(keys, k=keys.k.view(FLOAT8), v=keys.v.view(FLOAT8), scales=self.scales)
 
 

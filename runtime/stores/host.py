@@ -91,7 +91,6 @@ class LongRows:
 
     @property
     def stream(self) -> CopyStream:
-        """Returns what copies to the host run on."""
         return self._memory.stream(self.on_device.device)
 
     def first_hot(self, length: int) -> int:
@@ -206,7 +205,6 @@ class LongRows:
         return KeyView(*unpacked(whole_SBPGD), lengths_B)
 
     def fetch(self, fetch: Fetch) -> None:
-        """Copies these tokens of the host into slots."""
         if fetch.newest >= self._arrived:
             self.stream.finish(self._written)
             self._arrived = self.hot_from

@@ -79,8 +79,6 @@ class Pages:
 
 
 class CudaPages:
-    """The driver of CUDA, by `cuda.bindings`."""
-
     def __init__(self, device: torch.device) -> None:
         from cuda.bindings import driver
 
@@ -183,5 +181,4 @@ def why_not(device: torch.device) -> str:
 
 
 def index_of(device: torch.device) -> int:
-    """The number of a CUDA device."""
     return torch.cuda.current_device() if device.index is None else device.index

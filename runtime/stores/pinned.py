@@ -137,7 +137,6 @@ class OutsideCaptures:
             raise
 
     def leave(self) -> None:
-        """As `none_under_way` ends."""
         self._lock.release()
         self._run_waiting()
 
@@ -195,8 +194,6 @@ OnBytes = Callable[[int], None]
 
 
 class Block:
-    """Bytes in host memory."""
-
     def __init__(self, data: torch.Tensor, registered: bool = False) -> None:
         self.data = data  # uint8, one dimension
         self.registered = registered  # pinned here, and unpinned when the block ceases to be
@@ -221,7 +218,6 @@ class HostMemory:
         self._streams: dict[torch.device, CopyStream] = {}
 
     def stream(self, device: torch.device) -> CopyStream:
-        """The stream of copies from `device`."""
         if device not in self._streams:
             self._streams[device] = stream_for(device)
         return self._streams[device]
@@ -269,7 +265,6 @@ class HostMemory:
             self._on_bytes(nbytes)
 
     def give(self, block: Block, device: torch.device) -> None:
-        """Takes a block back for reuse."""
         if self._keeps:
             self._free.setdefault(device, []).append(block)
 

@@ -51,11 +51,9 @@ class Reservation:
         return self._bytes
 
     def pages(self, row: int) -> Sequence[Pages]:
-        """Returns the pages of a row, in order."""
         return self._rows[row]
 
     def size(self, row: int) -> int:
-        """Bytes that a row has pages for."""
         return self._ends[row] - self.address - row * self.row_bytes
 
     def up_to(self, row: int, nbytes: int) -> tuple[int, int]:
@@ -142,7 +140,6 @@ class Reservation:
 
 
 def total(pages: Iterable[Pages]) -> int:
-    """Bytes."""
     return sum(one.nbytes for one in pages)
 
 

@@ -42,7 +42,6 @@ class Layout:
 
     @classmethod
     def of(cls, k_BGSD: torch.Tensor) -> Layout:
-        """Returns that of these keys."""
         batch, heads, _, size = k_BGSD.shape
         return cls(batch, heads, size, k_BGSD.dtype, k_BGSD.device)
 
@@ -116,7 +115,6 @@ class HostReads:
                 counts_3.copy_(before[device]) if device in before else counts_3.zero_()
 
     def reset(self) -> None:
-        """Counts anew."""
         self.steps = self.chosen = self.fetched = 0
         for counts_3 in self._on_device.values():
             counts_3.zero_()
@@ -147,8 +145,6 @@ class KeySource(Protocol):
 
 
 class KVStore(KeySource, Protocol):
-    """Keys and values of one layer."""
-
     bytes: Bytes  # allocated now
 
     @property
@@ -205,7 +201,6 @@ class HotRows(NamedTuple):
 
     @property
     def all(self) -> int:
-        """Returns how many."""
         return self.slots + self.ring
 
 
@@ -344,7 +339,6 @@ class HotSet:
 
     @property
     def rows(self) -> int:
-        """Returns the rows of a longer context."""
         return self.slots + self.ring
 
 

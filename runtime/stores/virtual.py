@@ -168,7 +168,6 @@ class VirtualStore(DeviceStore):
         return k_BGCD[:, :, :extent], v_BGCD[:, :, :extent]
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
-        """All tokens without a copy."""
         return replace(super().view(lengths_B), held=self.lengths if self._is_ragged else None)
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
@@ -252,7 +251,6 @@ class VirtualStore(DeviceStore):
         return memory
 
     def _measure(self) -> None:
-        """Takes note of what is mapped now."""
         memory = self._memory
         if memory is None:
             return

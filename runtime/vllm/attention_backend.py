@@ -55,17 +55,14 @@ class SparseBackend(_Backend):
 
     @staticmethod
     def get_name() -> str:
-        """The name."""
         return vllm.platform.backend.name
 
     @staticmethod
     def get_impl_cls() -> type[SparseImpl]:
-        """Returns what attends."""
         return SparseImpl
 
     @staticmethod
     def get_builder_cls() -> type[SparseBuilder]:
-        """Returns what prepares a step."""
         return SparseBuilder
 
 
@@ -78,7 +75,6 @@ class PlannedBackend(_Backend):
 
     @staticmethod
     def get_name() -> str:
-        """The name."""
         return vllm.platform.planned.name
 
     @staticmethod
@@ -93,8 +89,6 @@ class PlannedBackend(_Backend):
 
 
 class SparseImpl(_Impl):
-    """Attention of one layer."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = vllm.get_current_vllm_config()
@@ -306,7 +300,6 @@ class SparseBuilder(_Builder):
         return metadata
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
-        """vLLM's metadata of a drafter's own layers."""
         return super().build(0, common_attn_metadata, fast_build=True)
 
     def _step(self, host: EngineHost, common: Any, evicted: EvictedLengths | None) -> StepRows | None:

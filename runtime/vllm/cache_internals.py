@@ -71,14 +71,12 @@ class EvictingManager(SingleTypeKVCacheManager):
     def find_longest_cache_hit(
         cls, *args: Any, kv_cache_group_ids: Sequence[int], **settings: Any
     ) -> tuple[tuple[list[Any], ...], int]:
-        """None."""
         return tuple([] for _ in kv_cache_group_ids), 0
 
     def cache_blocks(self, *args: Any, **settings: Any) -> None:
         """Nothing is cached for other requests."""
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        """None."""
         return 0
 
 
@@ -215,7 +213,6 @@ def _launched(runner: Any, graphs: tuple[str, str], launch: bool) -> Iterator[No
 
 
 def scheduled(output: SchedulerOutput) -> Scheduled:
-    """Returns what a step schedules, in our words."""
     return Scheduled(
         rows=output.num_scheduled_tokens,
         prompts={

@@ -26,8 +26,6 @@ from sparsekv.plans.phases import Retention
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """Holds what a step schedules."""
-
     rows: Mapping[str, int]  # of each request
     prompts: Mapping[str, int]  # tokens of the prompts of requests that are new to the worker
     computed: Mapping[str, int]  # of these, tokens before the step
@@ -36,8 +34,6 @@ class Scheduled:
 
 
 class Requests:
-    """The requests that a worker knows of."""
-
     def __init__(self) -> None:
         self._prompts: dict[str, int] = {}
         self._open: dict[str, int] = {}  # tokens computed of prompts that are not complete
@@ -75,7 +71,6 @@ class Requests:
         return single and max(rows.values()) == 1
 
     def knows(self, request: str) -> bool:
-        """Returns whether the worker still has a request."""
         return request in self._prompts
 
     def order(self, requests: Sequence[str]) -> None:
@@ -108,7 +103,6 @@ class EvictedBlocks:
 
     @classmethod
     def of(cls, rule: Retention, block: int) -> EvictedBlocks:
-        """Those of a rule that evicts tokens."""
         assert isinstance(rule.keep, Budget)
         assert rule.generated is not None
         fixed = _unscored(rule) + (rule.keep.tokens or 0)

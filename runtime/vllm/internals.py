@@ -96,7 +96,6 @@ def _cache_dtype(cache: Any) -> str:
 
 
 def _modalities(model: Any) -> tuple[str, ...]:
-    """Returns what requests may hold beside text."""
     limits = model.multimodal_config
     if limits is None:
         return ()
@@ -320,7 +319,6 @@ def follow_configs(before: Callable[[Any], None], after: Callable[[VllmConfig], 
 
 
 def worker_class() -> Any:
-    """Returns vLLM's own worker for this device."""
     if current_platform.is_cpu():
         from vllm.v1.worker.cpu_worker import CPUWorker
 

@@ -30,7 +30,6 @@ class ExactWorker(_Worker):
     """vLLM's own worker, whose model runner drafts by the plan."""
 
     def init_device(self) -> None:
-        """Makes the model runner."""
         super().init_device()
         if not self.vllm_config.use_v2_model_runner:
             raise UnsupportedError(
@@ -58,7 +57,6 @@ class SelfSpeculator(DraftModelSpeculator):
         self._starts = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
-        """Returns the target."""
         return target_model
 
     def set_attn(
@@ -85,7 +83,6 @@ class SelfSpeculator(DraftModelSpeculator):
         self._graphs = SpeculatorCudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
 
     def capture(self) -> None:
-        """Captures it."""
         self.idx_mapping.zero_()
         self._graphs.capture(
             self._step, self.model_state, self.input_buffers, self.block_tables, self.attn_groups,

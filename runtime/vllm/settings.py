@@ -57,7 +57,6 @@ _SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")  # by which OffloadingCo
 
 
 def known_releases() -> str:
-    """The releases that were tested, by device."""
     return "; ".join(f"{', '.join(releases)} on {device}" for device, releases in TESTED.items())
 
 
@@ -361,7 +360,6 @@ def _inexact(facts: EngineFacts, plan: Plan) -> dict[str, object]:
 
 
 def segments_of(plan: Plan) -> list[Segment]:
-    """Returns the segments of all lengths."""
     return [segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments]
 
 

@@ -91,7 +91,6 @@ def kth_largest(row_ptr, count, k, BLOCK: tl.constexpr):
 @triton.jit
 @no_type_check
 def count_equal(row_ptr, count, number, BLOCK: tl.constexpr):
-    """Returns how many entries equal `number`."""
     lane = tl.arange(0, BLOCK)
     equal = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(0, count, BLOCK):

@@ -32,8 +32,6 @@ class Strips:
 
 @dataclass(frozen=True, slots=True)
 class KeyPass:
-    """One pass over the keys."""
-
     heads: int  # stacked in a product, at most
     keys: int  # of a step
     least_range: int  # keys of a program, at least

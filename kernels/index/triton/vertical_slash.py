@@ -109,8 +109,6 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
-    """One pass over the keys."""
-
     grid: tuple[int, int, int]  # units, key ranges, batch
     range: int  # keys of a program
     options: Mapping[str, Any]  # what it is compiled for
@@ -244,7 +242,6 @@ def score(plan: HeadsPlan, call: IndexCall, numbers: Numbers) -> LineScores:
 def choose(
     plan: HeadsPlan, call: IndexCall, sizes: Sizes, numbers: Numbers, lines: LineScores, into: TileIndex
 ) -> None:
-    """Lists columns and tiles by these scores."""
     layout, n, h, entries = call.layout, numbers, plan.count, plan.entries
     vertical_BhS, slash_BhS = lines.vertical_BhS.view(torch.int32), lines.slash_BhS.view(torch.int32)
     _, all_heads, row_tiles, width = into.tiles_BHTW.shape

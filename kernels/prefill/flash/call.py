@@ -218,7 +218,6 @@ class Span:
 
     @property
     def queries(self) -> int:
-        """Query rows that are not padding."""
         return self.length - self.past
 
 
@@ -300,7 +299,6 @@ class CallPart:
         )
 
     def of(self, own: HeadRange) -> CallPart:
-        """These heads."""
         return replace(
             self,
             q_BHSD=self.q_BHSD[:, own.heads],

@@ -30,8 +30,6 @@ _ALIGNED_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class FlashPackage:
-    """A package that has the kernels."""
-
     module: str
     distribution: str  # whose release counts
     # What the block lists mean is not part of flash-attn-4's public interface: another release could read them
