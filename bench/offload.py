@@ -39,11 +39,10 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.core import select
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.core.roles import Follower
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import SparseLayer
-from sparsekv.runtime.hf.placement import OffloadMode, reads_of, warn_of_host_layers
+from sparsekv.runtime.hf.placement import OffloadMode, warn_of_host_layers
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.stores.bank import in_host_memory
 from sparsekv.runtime.stores.pinned import HostMemory
@@ -253,12 +252,12 @@ def check_miss_rate(info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBen
         assert plan.decode.offload is not None, "checked before"
         program = Program.of(None, plan.decode, info)
         for layer in map(program.layers.__getitem__, plan.decode.offload.layers):
-            segment = layer.role.choice
-            chosen = ALL if segment is None else segment.count(length)
-            if segment is None or chosen == ALL:
+            follower = layer.role.follows
+            chosen = ALL if follower is None else follower.segment.count(length)
+            if follower is None or chosen == ALL:
                 continue
-            span = span_of(segment, cached_tokens(bench, length))
-            needed = max(2 * chosen, 1 + allocated_slots(plan.decode.offload.hot, reads_of(layer.role), length))
+            span = span_of(follower.segment, cached_tokens(bench, length))
+            needed = max(2 * chosen, 1 + allocated_slots(plan.decode.offload.hot, layer.role.hot_reads, length))
             if span < needed:
                 raise UsageError(
                     f"expected {needed} tokens or more to draw new ones from for miss_rate, found {span} at "
@@ -370,7 +369,7 @@ def _fetched_bytes(plan: Plan, info: ModelInfo, run: OffloadRun) -> float | None
         return None
     offload = plan.decode.offload
     layers = [Program.of(None, plan.decode, info).layers[at] for at in (offload.layers if offload else ())]
-    lists = {layer.role.lists for layer in layers if isinstance(layer.role, Follower)}
+    lists = {layer.role.follows.lists for layer in layers if layer.role.follows is not None}
     if len(lists) != 1:
         return None
     return run.stats.misses_a_step * run.host_layers * run.link.row_bytes / lists.pop()

@@ -280,6 +280,36 @@ def test_the_rule_finds_handlers_that_hide_what_they_caught() -> None:
     assert found == CAUGHT
 
 
+ROLES = {node.name for node in tree_of(ROOT / "runtime/core/roles.py").body if isinstance(node, ast.ClassDef)} - {
+    "Step"
+}
+
+
+def role_questions(tree: ast.AST) -> list[int]:
+    """Lines that ask for the class of a role, by isinstance or a pattern of match."""
+    lines = []
+    for node in ast.walk(tree):
+        called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        if called == "isinstance":
+            asked = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
+        else:
+            asked = {ast.unparse(node.cls)} if isinstance(node, ast.MatchClass) else set()
+        lines += [node.lineno] if ROLES & asked else []
+    return lines
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.name != "roles.py"], ids=str)
+def test_a_role_answers_for_itself_and_nobody_asks_for_its_class(path: Path) -> None:
+    assert role_questions(tree_of(path)) == []
+
+
+def test_the_rule_finds_each_way_to_ask_for_the_class_of_a_role() -> None:
+    assert {"Role", "Filter", "Follower", "Evicting", "Recurrent"} <= ROLES
+    lines = ("isinstance(x, Follower)", "isinstance(x, Filter | int)", "isinstance(x, int)", "Filter(segment)")
+    assert role_questions(ast.parse("\n".join(lines))) == [1, 2]
+    assert role_questions(ast.parse("match x:\n    case Evicting(rule):\n        pass")) == [2]
+
+
 def test_the_hosts_do_not_know_each_other() -> None:
     other = {"hf": "sparsekv.runtime.vllm", "vllm": "sparsekv.runtime.hf"}
     files = [(path, name) for host, name in other.items() for path in (ROOT / "runtime" / host).glob("*.py")]

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sparsekv.kernels.decode.selection import ALL, Selection
+from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
-from sparsekv.runtime.core.budgets import counts_of
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import Step
 from sparsekv.runtime.core.state import DecodeState
@@ -99,10 +98,6 @@ def decode(
 def count_step(program: Program, lengths: Sequence[int], meter: Meter) -> None:
     """Counts what one decode step attends to, at lengths with the new tokens included."""
     for layer, layers in program.alike_in_decode:
-        segment, window = layer.role.choice, layer.window
-        counts = [ALL] * len(lengths) if segment is None else counts_of(segment, lengths)
-        for length, chosen in zip(lengths, counts, strict=True):
-            visible = attended = length if window is None else min(length, window)
-            if segment is not None and chosen != ALL:
-                attended = min(visible, segment.read_tokens(layer.layer, length))
-            meter.add_decode(layers * attended, layers * visible)
+        for length, read in zip(lengths, layer.role.reads(lengths), strict=True):
+            visible = length if layer.window is None else min(length, layer.window)
+            meter.add_decode(layers * min(visible, read), layers * visible)

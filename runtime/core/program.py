@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
@@ -19,6 +21,7 @@ from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention, Segment
 from sparsekv.runtime.core.roles import DENSE, Evicting, Filter, Follower, Recurrent, Role
 from sparsekv.runtime.core.segments import SegmentProgram
+from sparsekv.runtime.core.state import NewCarried
 
 DEFAULT_TILE = TileShape()
 
@@ -119,7 +122,7 @@ class Program:
     @cached_property
     def attending(self) -> tuple[LayerProgram, ...]:
         """The layers that attend to keys and values; the others have a recurrent state."""
-        return tuple(layer for layer in self.layers if not isinstance(layer.role, Recurrent))
+        return tuple(layer for layer in self.layers if layer.role.attends)
 
     @cached_property
     def caching(self) -> tuple[LayerProgram, ...]:
@@ -131,34 +134,41 @@ class Program:
         """One of the layers that read as much in every step, and how many of them there are; none that evicts."""
         kinds: dict[object, list[LayerProgram]] = {}
         for layer in self.attending:
-            if isinstance(layer.role, Evicting):
-                continue
-            segment, itself = layer.role.choice, isinstance(layer.role, Filter)
-            kinds.setdefault((segment and (segment.filter, itself), layer.window), []).append(layer)
+            if layer.role.evicts is None:
+                kinds.setdefault((type(layer.role), layer.role.rows_key, layer.window), []).append(layer)
         return tuple((layers[0], len(layers)) for layers in kinds.values())
 
     @property
     def dense_in_decode(self) -> Program:
         """The same model and prefill; every step attends to everything."""
-        layers = (
-            replace(layer, role=DENSE) if isinstance(layer.role, Filter | Follower) else layer for layer in self.layers
-        )
+        layers = (replace(layer, role=DENSE) if layer.role.is_sparse else layer for layer in self.layers)
         return replace(self, layers=tuple(layers))
 
     @property
     def segments(self) -> tuple[SegmentProgram, ...]:
         """Returns the segments of all filter layers, in their order."""
-        return tuple(layer.role.segment for layer in self.layers if isinstance(layer.role, Filter))
+        return tuple(layer.role.filters for layer in self.layers if layer.role.filters is not None)
 
     @property
     def evicting(self) -> tuple[int, ...]:
         """The layers that evict."""
-        return tuple(layer.layer for layer in self.layers if isinstance(layer.role, Evicting))
+        return tuple(layer.layer for layer in self.layers if layer.role.evicts is not None)
+
+    @property
+    def sparse(self) -> tuple[LayerProgram, ...]:
+        """The layers whose decode steps leave out cached tokens, or choose them for others."""
+        return tuple(layer for layer in self.layers if layer.role.is_sparse)
 
     @property
     def remembers(self) -> tuple[int, ...]:
-        """The filter layers whose selector looks at older queries than the newest, which a prompt leaves behind."""
-        return tuple(segment.filter for segment in self.segments if segment.queries > 1)
+        """The layers whose steps need queries of earlier ones, and of a prompt."""
+        return tuple(layer.layer for layer in self.layers if layer.role.remembers)
+
+    @cached_property
+    def carried(self) -> dict[int, NewCarried]:
+        """By layer, the makers of tensors that decode steps carry on."""
+        meta = torch.device("meta")
+        return {at.layer: at.role.new_carried for at in self.layers if at.role.new_carried(meta) is not None}
 
 
 def _roles(

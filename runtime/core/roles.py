@@ -1,7 +1,7 @@
-"""Says what a layer is in decode: dense, a filter layer, a follower of one, evicting, or recurrent.
+"""The role of a layer in decode: dense, a filter layer, a follower of one, evicting, or recurrent.
 
-A role holds what runs: the begin and the end of a prompt, and the step. What is read and cached at a length is said by
-the plan's `Segment` and `Retention`.
+A role answers every question that hosts, stores, estimates and exports ask of a layer in decode; none of them looks at
+its class. A decode method is a class of this file.
 
 Sources: filter layers are OmniKV's (ICLR 2025, algorithm 1), whose wait layers, between a filter layer and the first
 layer of its segment, are dense; eviction is SnapKV's (2024) and PyramidKV's (2024).
@@ -12,23 +12,25 @@ that stay cached, D head size; g is 1 or G.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sparsekv.kernels.backends import decode_attention, decode_scores
-from sparsekv.kernels.decode.selection import Scoring, Selection, choose
+from sparsekv.kernels.decode.selection import ALL, Scoring, Selection, choose
+from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView, Scales, scaled
 from sparsekv.plans.phases import Retention
+from sparsekv.runtime.core.budgets import counts_of
 from sparsekv.runtime.core.eviction_scores import SCORES
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.select import choose_tokens, scoring_for, selected_for
 from sparsekv.runtime.core.state import DecodeState, Observed
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.stores.evicting import EvictingStore
-from sparsekv.runtime.stores.store import KeySource, KVStore
+from sparsekv.runtime.stores.store import Bytes, KeySource, KVStore, Layout, Reads, WholeStore
 
 Attempt = Callable[[Callable[[str], Any], torch.device], Any]
 """Calls a function of a backend's name, for tensors on that device."""
@@ -59,25 +61,95 @@ class Step:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[B, H, Q, D] over the keys, and the scores where they are asked for."""
         new_B = None if self.new_B is None else self.new_B.to(self.q_BHQD.device)
-        found = decode_attention(
+        attended = decode_attention(
             self.q_BHQD, keys, selection, scoring=scoring, window=window, new_B=new_B, scale=self.scale,
             backend=self.backend, out=self.out_BHQD,
         )  # fmt: skip
-        return found.out_BHSD, found.scores_gT
+        return attended.out_BHSD, attended.scores_gT
 
     def attend_all(self) -> torch.Tensor:
         """[B, H, Q, D] over everything that is cached."""
         return self.attend(self.source.view(self.lengths_B), window=self.window)[0]
 
+    def attend_to(self, selection: Selection, slots: SlotMap | None = None) -> torch.Tensor:
+        """[B, H, Q, D] over the selected tokens; layers in host memory with one choice share `slots`."""
+        keys, selected, window = self.source.gather(selection, self.lengths_B, self.window, slots)
+        return self.attend(keys, selected, window=window)[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A layer that attends to everything, and to which a prompt means nothing more."""
+    """A dense layer, and the answers of every other role where it gives none of its own."""
 
     @property
-    def choice(self) -> SegmentProgram | None:
-        """The segment whose chosen tokens the layer attends to; None where it attends to everything that it has."""
+    def attends(self) -> bool:
+        """Whether the layer has keys and values."""
+        return True
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether its steps leave out cached tokens, or choose them for other layers."""
+        return False
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its step runs from tensors of fixed address alone."""
+        return True
+
+    @property
+    def remembers(self) -> bool:
+        """Whether its steps need queries of earlier ones, and of a prompt."""
+        return False
+
+    @property
+    def filters(self) -> SegmentProgram | None:
+        """The segment that it chooses for."""
         return None
+
+    @property
+    def follows(self) -> Follower | None:
+        """How it attends to the choice of a filter layer."""
+        return None
+
+    @property
+    def evicts(self) -> Retention | None:
+        """The rule by which it evicts."""
+        return None
+
+    # --- what it reads and stores -------------------------------------------------------------------------------------
+
+    def reads(self, lengths: Sequence[int]) -> list[int]:
+        """Tokens of each row that a step attends to, without a window; one of which only the key is read counts
+        half."""
+        return list(lengths)
+
+    def gathers(self, lengths: Sequence[int]) -> bool:
+        """Whether a step at these lengths reads by `KeySource.gather` alone, and no row as a whole."""
+        return False
+
+    @property
+    def dense_up_to(self) -> int:
+        """The longest length such that it, and every shorter one, is attended to as a whole."""
+        return 0
+
+    @property
+    def hot_reads(self) -> Reads:
+        """Tokens of a long context that steps read, for the room of a hot set."""
+        return Reads()
+
+    def new_store(self) -> WholeStore | None:
+        """A store of its own kind; None where the host's does."""
+        return None
+
+    def bytes(self, layout: Layout, prompt: int) -> Bytes | None:
+        """The size of `new_store` behind a prompt of so many tokens."""
+        return None
+
+    def new_carried(self, device: torch.device) -> torch.Tensor | None:
+        """A tensor that all rows share and that steps carry on, written in place; see `DecodeState.carried`."""
+        return None
+
+    # --- what runs ----------------------------------------------------------------------------------------------------
 
     def begin_prompt(self, layer: int, store: KVStore, state: DecodeState) -> None:
         """A pass over tokens of a prompt is about to run."""
@@ -91,65 +163,107 @@ class Role:
         """The prompt under way, if there is one, is complete; `scales` are those of keys in 8 bits."""
 
     def count_step(self, store: KVStore, meter: Meter) -> None:
-        """Counts what the next step attends to, where that depends on the store."""
+        """Counts the next step, where `reads` depends on the store."""
+
+    def can_step(self, state: DecodeState) -> bool:
+        """Whether the layers whose results its step needs came before in the step under way."""
+        return True
+
+    @property
+    def rows_key(self) -> Hashable:
+        """Equal in layers with the same `sparse_lengths`; those of one class then also read as much."""
+        return None
+
+    def sparse_lengths(self, state: DecodeState, backend: str) -> torch.Tensor:
+        """int32 [B]: lengths of the rows that a step does not attend to as a whole, 0 for the others."""
+        return torch.zeros_like(state.lengths_B)
 
     def step(self, step: Step) -> torch.Tensor:
         """[B, H, Q, D]: attention of the new tokens, by the plan or, to verify a draft, to everything."""
         return step.attend_all()
 
 
-@dataclass(frozen=True, slots=True)
-class Dense(Role):
-    """A layer that attends to everything."""
-
-
-DENSE = Dense()
+DENSE = Role()
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrent(Role):
-    """A layer with a recurrent state, which has neither keys nor steps here."""
+    """A layer with a recurrent state, which has no step here."""
+
+    @property
+    def attends(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
-class Follower(Role):
-    """A layer that attends to what its filter layer chose.
+class _InSegment(Role):
+    """A layer that chooses for a segment or belongs to it."""
+
+    segment: SegmentProgram
+
+    @property
+    def is_sparse(self) -> bool:
+        return True
+
+    @property
+    def dense_up_to(self) -> int:
+        return self.segment.whole_up_to
+
+    @property
+    def rows_key(self) -> Hashable:
+        return self.segment.filter
+
+    def sparse_lengths(self, state: DecodeState, backend: str) -> torch.Tensor:
+        return state.choosing(self.segment, backend)
+
+    @property
+    def hot_reads(self) -> Reads:
+        return Reads() if self.follows is None else self.segment.reads
+
+
+@dataclass(frozen=True, slots=True)
+class Follower(_InSegment):
+    """A layer that attends to the choice of its filter layer.
 
     Attributes:
         segment: that it belongs to.
         kv_map: for each KV head, the filter layer's KV head whose choice it takes; its own number's where None.
     """
 
-    segment: SegmentProgram
     kv_map: tuple[int, ...] | None = None
 
     @property
-    def choice(self) -> SegmentProgram:
-        """The segment."""
-        return self.segment
+    def follows(self) -> Follower:
+        return self
 
     @property
     def lists(self) -> int:
         """Lists of chosen tokens that it attends to."""
         return self.segment.lists if self.kv_map is None else len(self.kv_map)
 
+    def reads(self, lengths: Sequence[int]) -> list[int]:
+        return _attended(self.segment, lengths, scores=False)
+
+    def gathers(self, lengths: Sequence[int]) -> bool:
+        return ALL not in counts_of(self.segment, lengths)
+
+    def can_step(self, state: DecodeState) -> bool:
+        return state.has_chosen(self.segment)
+
     def slots_key(self, layer: int) -> int:
         """The layer whose number stands for the choice: followers of an equal one share a hot set's slots."""
         return self.segment.filter if self.kv_map is None else layer
 
     def step(self, step: Step) -> torch.Tensor:
-        """See `Role.step`."""
         device = step.q_BHQD.device
         selection = None if step.verifies else selected_for(self.segment, self.kv_map, step.state, device)
         if selection is None:
             return step.attend_all()
-        slots = step.state.slots(self.slots_key(step.layer), device)
-        keys, found, window = step.source.gather(selection, step.lengths_B, step.window, slots)
-        return step.attend(keys, found, window=window)[0]
+        return step.attend_to(selection, step.state.slots(self.slots_key(step.layer), device))
 
 
 @dataclass(frozen=True, slots=True)
-class Filter(Role):
+class Filter(_InSegment):
     """A layer that chooses tokens for its segment.
 
     Attributes:
@@ -157,20 +271,32 @@ class Filter(Role):
         itself: how it attends to its own choice; None where it attends to everything.
     """
 
-    segment: SegmentProgram
     itself: Follower | None = None
 
     @property
-    def choice(self) -> SegmentProgram | None:
-        """The segment, where the layer is in it."""
-        return None if self.itself is None else self.segment
+    def capturable(self) -> bool:
+        return not self.remembers
+
+    @property
+    def remembers(self) -> bool:
+        return self.segment.queries > 1
+
+    @property
+    def filters(self) -> SegmentProgram:
+        return self.segment
+
+    @property
+    def follows(self) -> Follower | None:
+        return self.itself
+
+    def reads(self, lengths: Sequence[int]) -> list[int]:
+        return list(lengths) if self.itself is None else _attended(self.segment, lengths, scores=True)
 
     def observe(self, layer: int, new: Observed, state: DecodeState) -> None:
         """Remembers the newest queries, where the selector looks at older ones."""
         state.remember(self.segment, new.q_BHWD)
 
     def step(self, step: Step) -> torch.Tensor:
-        """See `Role.step`."""
         if step.verifies:
             return step.attend_all()
         step.state.remember_step(self.segment, step.q_BHQD)
@@ -209,17 +335,27 @@ class Filter(Role):
         return True
 
 
+def _attended(segment: SegmentProgram, lengths: Sequence[int], scores: bool) -> list[int]:
+    chosen = zip(lengths, counts_of(segment, lengths), strict=True)
+    return [length if count == ALL else segment.read_tokens(length, scores) for length, count in chosen]
+
+
 @dataclass(frozen=True, slots=True)
 class Evicting(Role):
-    """A layer that evicts what its rule does not keep of a prompt once that is complete, and the oldest of the tokens
-    generated behind it. It attends to everything that is cached."""
+    """A layer that evicts the prompt's tokens that its rule does not keep, once the prompt is complete, and then the
+    oldest generated ones. It attends to everything that is cached."""
 
     rule: Retention
 
     @property
-    def observed(self) -> int:
-        """Queries at the end of a prompt whose attention is the score."""
-        return self.rule.observe or 0
+    def evicts(self) -> Retention:
+        return self.rule
+
+    def new_store(self) -> EvictingStore:
+        return EvictingStore(self.rule.generated or 1)
+
+    def bytes(self, layout: Layout, prompt: int) -> Bytes:
+        return Bytes(layout.bytes(self.rule.cached_tokens(prompt)))
 
     def begin_prompt(self, layer: int, store: KVStore, state: DecodeState) -> None:
         """Generated tokens are put in their order, and queries of the prompt before are forgotten."""
@@ -230,12 +366,12 @@ class Evicting(Role):
 
     def observe(self, layer: int, new: Observed, state: DecodeState) -> None:
         """Remembers the newest queries of the prompt."""
-        state.observe(layer, new, self.observed)
+        state.observe(layer, new, self.rule.observe or 0)
 
     def end_prompt(
         self, layer: int, store: KVStore, state: DecodeState, attempt: Attempt, scales: Scales | None = None
     ) -> None:
-        """Evicts what the rule does not keep."""
+        """Evicts the tokens that the rule does not keep."""
         own, observed = _own(store), state.observed(layer)
         if not own.prompt_tokens:
             return own.resume()

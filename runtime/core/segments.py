@@ -50,10 +50,11 @@ class SegmentProgram:
         chosen = None if segment is None else segment.chosen_tokens(length)
         return ALL if chosen is None else chosen
 
-    def read_tokens(self, layer: int, length: int) -> int:
-        """Tokens that one of the layers reads where it attends to the choice; see `Segment.read_tokens`."""
+    def read_tokens(self, length: int, scores: bool) -> int:
+        """Tokens that one of the layers reads where it attends to the choice, the filter layer with the keys that it
+        scores; see `Segment.read_tokens`."""
         segment = self.bucket(length)
-        return length if segment is None else segment.read_tokens(layer, length)
+        return length if segment is None else segment.read_tokens(self.filter if scores else -1, length)
 
     def all_whole(self, lengths: Sequence[int] | None) -> bool:
         """Returns whether all rows are known to attend to everything; lengths that the host does not know are None."""

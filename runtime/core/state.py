@@ -5,8 +5,9 @@ Shapes: B batch, H query heads, S queries, W queries of a selector, D head size;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +21,9 @@ from sparsekv.runtime.core.segments import SegmentProgram
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """The tensors that all ranks give, [ranks, ...], in the order of the ranks."""
+
+NewCarried = Callable[[torch.device], torch.Tensor | None]
+"""Makes the tensor that a role carries from step to step."""
 
 OnChoice = Callable[[SegmentProgram, Selection], None]
 """Is told what a segment's filter layer chose, before its layers follow."""
@@ -39,7 +43,16 @@ class Observed:
         return replace(self, q_BHWD=q_BHWD[:, :, -most:])
 
 
-Remembered = tuple[dict[int, torch.Tensor], dict[int, Observed]]
+Kept = TypeVar("Kept")
+
+
+class Remembered(NamedTuple):
+    """By layer, the newest queries [B, H, W, D] and those of a prompt, neither ever written to in place; copies of what
+    roles carry."""
+
+    queries: dict[int, torch.Tensor]
+    observed: dict[int, Observed]
+    carried: dict[int, torch.Tensor]
 
 
 class DecodeState:
@@ -50,6 +63,7 @@ class DecodeState:
         gather: over the ranks; needed where filter layers choose across them.
         on_choice: what to do right behind every choice.
         scratch: float32 memory of the host for the scores of one filter layer after another; its size bounds them.
+        carried: makers of what roles carry from step to step, by layer.
 
     Raises:
         UsageError: a segment is chosen for across ranks and there is no `gather`.
@@ -61,6 +75,7 @@ class DecodeState:
         gather: Gather | None = None,
         on_choice: OnChoice | None = None,
         scratch: torch.Tensor | None = None,
+        carried: Mapping[int, NewCarried] | None = None,
     ) -> None:
         if gather is None and any(segment.across_ranks for segment in segments):
             raise UsageError(
@@ -70,6 +85,7 @@ class DecodeState:
         self.gather = gather
         self.scratch = scratch
         self._on_choice = on_choice
+        self._new_carried = carried or {}
         self._segments = tuple(segments)
         self._numbers = {segment.filter: number for number, segment in enumerate(segments)}
         self._tables: dict[torch.device, Budgets] = {}
@@ -87,6 +103,7 @@ class DecodeState:
         self._slots: dict[tuple[int, torch.device], SlotMap] = {}
         self._remembered: set[int] = set()
         self._queries: dict[int, torch.Tensor] = {}
+        self.carried: dict[int, torch.Tensor] = {}  # what the role of a layer carries from step to step
         self._observed: dict[int, Observed] = {}  # of the prompt under way, of evicting layers
 
     @torch.inference_mode(False)  # else what is allocated there could not be written to under torch.no_grad()
@@ -103,6 +120,9 @@ class DecodeState:
         self._moved.clear()
         self._remembered.clear()
         self._budgets_2FB = self._choosing_FB = None
+        for layer, make in self._new_carried.items():
+            if layer not in self.carried and (made := make(device)) is not None:
+                self.carried[layer] = made
         if isinstance(lengths, torch.Tensor):
             self._lengths_B = lengths
             return
@@ -190,22 +210,20 @@ class DecodeState:
 
     @property
     def remembered(self) -> Remembered:
-        """The newest queries of each layer whose queries are remembered, [B, H, W, D]: never written to in place."""
-        return dict(self._queries), dict(self._observed)
+        """The state of this moment that lasts between steps."""
+        carried = {layer: tensor.clone() for layer, tensor in self.carried.items()}
+        return Remembered(dict(self._queries), dict(self._observed), carried)
 
     @remembered.setter
-    def remembered(self, queries: Remembered) -> None:
-        self._queries, self._observed = dict(queries[0]), dict(queries[1])
+    def remembered(self, before: Remembered) -> None:
+        self._queries, self._observed, self.carried = dict(before.queries), dict(before.observed), dict(before.carried)
 
     def restore(self, layer: int, before: Remembered) -> None:
-        """What is remembered of a layer becomes what it was."""
-        queries, observed = before
-        self._queries.pop(layer, None)
-        self._observed.pop(layer, None)
-        if layer in queries:
-            self._queries[layer] = queries[layer]
-        if layer in observed:
-            self._observed[layer] = observed[layer]
+        """Takes a layer back to an earlier moment."""
+        _put_back(self._queries, before.queries, layer)
+        _put_back(self._observed, before.observed, layer)
+        if layer in before.carried:
+            self.carried[layer].copy_(before.carried[layer])
 
     def select(self, layer: int, rows_B: torch.Tensor) -> None:
         """Row i of the sequences becomes a copy of row `rows_B[i]`, in what is remembered of a layer."""
@@ -244,3 +262,9 @@ class DecodeState:
         """The slots of hot sets that layers on the device share, which take the very same choice; see
         `Follower.slots_key`."""
         return self._slots.setdefault((choice, device), SlotMap())
+
+
+def _put_back(now: dict[int, Kept], then: dict[int, Kept], layer: int) -> None:
+    now.pop(layer, None)
+    if layer in then:
+        now[layer] = then[layer]

@@ -23,7 +23,6 @@ from sparsekv.kernels.decode.slots import MOST_SLOTS, SlotState, SlotTable
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.core.budgets import counts_of
 from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.core.roles import Follower
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.stores.bank import HostStore, in_host_memory
 from sparsekv.runtime.stores.pinned import CopyDone, stream_for
@@ -36,24 +35,17 @@ class FetchError(SparseKVError):
 
 def fetch_obstacle(layer: LayerProgram, hot: HotRows, lengths: tuple[int, ...]) -> str:
     """Returns why a layer in host memory cannot be fetched for a captured step."""
-    role = layer.role
-    if not isinstance(role, Follower):
-        return "reads all of its tokens, which are in host memory"
-    if _reads_all(role.segment, lengths):
+    if not layer.role.gathers(lengths):
         return "reads all of its tokens at this length, which are in host memory"
-    if role.kv_map is not None or layer.window is not None:
-        return "is in host memory and has a head map or a sliding window"
-    if role.segment.recent < 2 or not 1 <= hot.slots <= MOST_SLOTS:
+    follower = layer.role.follows
+    if follower is None or follower.kv_map is not None or layer.window is not None:
+        return "is in host memory and has a choice of its own, a head map or a sliding window"
+    if follower.segment.recent < 2 or not 1 <= hot.slots <= MOST_SLOTS:
         return (
             f"is in host memory: expected 2 recent tokens or more and 1 to {MOST_SLOTS} slots, found "
-            f"{role.segment.recent} and {hot.slots} (0 while the largest budget of the layer covers its context)"
+            f"{follower.segment.recent} and {hot.slots} (0 while the largest budget of the layer covers its context)"
         )
     return ""
-
-
-def _reads_all(segment: SegmentProgram, lengths: tuple[int, ...]) -> bool:
-    """Returns whether some row of the segment's layers attends to all of its tokens."""
-    return ALL in counts_of(segment, lengths)
 
 
 @dataclass(slots=True)
@@ -131,8 +123,8 @@ class StepFetches:
         alike: dict[tuple[SegmentProgram, HotRows], list[int]] = {}
         for position, (layer, hot) in enumerate(zip(program.caching, kinds, strict=True)):
             if isinstance(hot, HotRows):
-                assert isinstance(layer.role, Follower), "fetch_obstacle() has seen it"
-                alike.setdefault((layer.role.segment, hot), []).append(position)
+                assert layer.role.follows is not None, "fetch_obstacle() has seen it"
+                alike.setdefault((layer.role.follows.segment, hot), []).append(position)
         found: dict[int, list[_Group]] = {}
         for (segment, hot), layers in alike.items():
             found.setdefault(segment.filter, []).append(self._group(segment, tuple(layers), hot, capacity))
@@ -149,7 +141,7 @@ class StepFetches:
 
     def reads_all(self, lengths: tuple[int, ...]) -> bool:
         """Returns whether some layer reads all of its tokens, which then cannot be fetched by choice."""
-        return any(_reads_all(segment, lengths) for segment in self._segments)
+        return any(ALL in counts_of(segment, lengths) for segment in self._segments)
 
     def bind(self, stores: Sequence[WholeStore]) -> None:
         """The next step is of these stores. Slots begin empty, unless they are still as the last step left them."""

@@ -1,4 +1,4 @@
-"""Recurrent states of a captured decode step, which are read and written where they lie.
+"""Recurrent states of a captured decode step, and what roles carry, which are read and written where they lie.
 
 The step has tensors of its own. The cache that it serves takes them in place of its own, with what was in those, so
 that nothing is copied from step to step, and steps that are not captured go on from the same tensors. A cache that
@@ -15,7 +15,10 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
+from sparsekv.runtime.hf.cache import first_of
+
 _KINDS = ("conv_states", "recurrent_states")
+_CARRIED = "carried"
 _Slot = tuple[int, str, int]  # layer, kind, number
 
 
@@ -27,7 +30,8 @@ class StepStates:
     """
 
     def __init__(self, cache: Cache) -> None:
-        self._own = {slot: torch.empty_like(found) for slot, found in _states(cache).items()}
+        self._own = {slot: torch.empty_like(state) for slot, state in _states(cache).items()}
+        self.carried = {layer: own for (layer, kind, _), own in self._own.items() if kind == _CARRIED}
         self._bound: Callable[[], Cache | None] = lambda: None
 
     def __bool__(self) -> bool:
@@ -77,7 +81,8 @@ class StepStates:
 
 
 def _states(cache: Cache) -> dict[_Slot, torch.Tensor]:
-    return {
+    carried = {(layer, _CARRIED, 0): tensor for layer, tensor in first_of(cache).state.carried.items()}
+    return carried | {
         (at, kind, number): tensor
         for at, layer in enumerate(cache.layers)
         if isinstance(layer, LinearAttentionLayer)
@@ -89,4 +94,7 @@ def _states(cache: Cache) -> dict[_Slot, torch.Tensor]:
 
 def _put(cache: Cache, slot: _Slot, tensor: torch.Tensor) -> None:
     at, kind, number = slot
+    if kind == _CARRIED:
+        first_of(cache).state.carried[at] = tensor
+        return
     getattr(cache.layers[at], kind)[number] = tensor

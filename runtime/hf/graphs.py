@@ -34,7 +34,6 @@ from sparsekv.kernels.keys import Scales
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.architecture import ARCHITECTURES
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.core.roles import Recurrent
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
@@ -104,6 +103,7 @@ class StepGraph:
         self._program = program
         # no method of this object: in a reference cycle, a graph would outlive its handle until garbage is collected
         self._state = DecodeState(program.segments, on_choice=partial(_fetch, self.stores))
+        self._state.carried = self.states.carried
         self._graph = torch.cuda.CUDAGraph()
         # who lets go of the last reference may be in the midst of another capture, and torch would destroy it there
         weakref.finalize(self, OUTSIDE_CAPTURES.run, self._graph.reset).atexit = False
@@ -143,9 +143,7 @@ class StepGraph:
         cache = DynamicCache()
         progress = CacheProgress(self._state)
         cache.layers = [
-            self.states.layer(layer.layer)
-            if isinstance(layer.role, Recurrent)
-            else SparseLayer(self, layer.layer, progress)
+            self.states.layer(layer.layer) if not layer.role.attends else SparseLayer(self, layer.layer, progress)
             for layer in self._program.layers
             if layer.keys_of is None
         ]
@@ -300,8 +298,8 @@ class StepGraphs:
         ids = inputs.get("input_ids")
         if ids is None or inputs.get("inputs_embeds") is not None or asks_for_more(decoder, inputs):
             return "more is asked of the model than the next token of token ids"
-        if program.remembers:
-            return f"the selector of filter layer {program.remembers[0]} looks at older queries"
+        if waits := [layer.layer for layer in program.sparse if not layer.role.capturable]:
+            return f"layer {waits[0]} looks at older queries, which are copied from step to step"
         if ids.shape[0] > MOST_ROWS:
             return f"expected at most {MOST_ROWS} rows, found {ids.shape[0]}"
         if cast(Any, decoder).config.num_hidden_layers != len(program.layers):

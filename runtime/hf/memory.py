@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from sparsekv.kernels.decode.selection import ALL
 from sparsekv.kernels.topk import BLOCK_ELEMENTS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
@@ -26,19 +25,18 @@ from sparsekv.plans.types import format_ids
 from sparsekv.runtime.architecture import Recurrence, architecture_of, recurrence_of
 from sparsekv.runtime.core.budgets import scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.core.roles import Filter, Follower
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.hf.cache_inputs import takes_one_piece
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
-from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, reads_of, spill_order
+from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, spill_order
 from sparsekv.runtime.model_config import describe_config
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.float8 import Float8
 from sparsekv.runtime.stores.page_pool import pool_of
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, spare_beside
-from sparsekv.runtime.stores.store import Bytes, Layout, Reads, allocated_slots, grown
+from sparsekv.runtime.stores.store import Bytes, Layout, allocated_slots, grown
 from sparsekv.runtime.stores.virtual import VirtualStore, pages_pay
 
 _LONGEST = 1 << 30  # tokens: where the search for a length ends
@@ -267,7 +265,7 @@ class MemoryModel:
         prefill = self._prefill(request, on_host)
         return MemoryUse(
             weights=self.size.weights,
-            kv_device=sum(stores[layer].device for layer in stores.keys() - placement.layers),
+            kv_device=sum(stores[layer].device for layer in stores.keys() - placement.layers) + self._carried,
             hot_set=sum(stores[layer].device for layer in placed),
             kv_host=sum(stores[layer].host for layer in on_host),
             prefill=prefill,
@@ -326,17 +324,17 @@ class MemoryModel:
         return self.on_cpu or available.device is None or use.device <= available.device
 
     def _store(self, layer: int, request: Request, placement: Placement) -> Bytes:
-        """Returns what the store of a layer allocates."""
-        layout = self._layout(layer, request.batch)
+        """The size of a layer's store."""
+        layout, role = self._layout(layer, request.batch), self._program.layers[layer].role
         if self._groups[layer].kind == "linear":
             assert self.size.recurrence is not None
             return Bytes(request.batch * self.size.recurrence.state_bytes)
         if self._groups[layer].keys_of is not None:
             return Bytes()
-        if rule := self.evicting.get(layer):
-            return Bytes(layout.bytes(rule.cached_tokens(request.prompt)))
+        if (own := role.bytes(layout, request.prompt)) is not None:
+            return own
         if layer in placement.layers:
-            return HostStore.allocated(layout, placement.hot, self._reads[layer], request.tokens)
+            return HostStore.allocated(layout, placement.hot, role.hot_reads, request.tokens)
         if layer in self.paged:
             return VirtualStore.allocated(layout, request.filled, self.page)
         return Bytes(layout.bytes(request.tokens))
@@ -362,12 +360,14 @@ class MemoryModel:
         return self.size.info.by_layer
 
     @cached_property
-    def _reads(self) -> list[Reads]:
-        return [reads_of(layer.role) for layer in self._program.layers]
+    def _carried(self) -> int:
+        """Bytes that roles carry from step to step."""
+        made = (make(torch.device("meta")) for make in self._program.carried.values())
+        return sum(0 if tensor is None else tensor.nbytes for tensor in made)
 
     @cached_property
     def _program(self) -> Program:
-        return Program.of(self.prefill, self.decode, self.size.info)
+        return Program.of(self.prefill, self.decode, self.size.info, evicting=self.evicting)
 
     # --- what is made on the way --------------------------------------------------------------------------------------
 
@@ -420,13 +420,10 @@ class MemoryModel:
         """The logits and scores of a filter layer; all tokens of a layer in host memory that reads them all."""
         tokens = request.tokens if self.on_cpu else bucketed_capacity(request.tokens)
         scores = [self._scores(segment, request.batch, tokens) for segment in self._program.segments]
-        whole = [layer for layer in on_host if self._reads_all(self._program.layers[layer], request.tokens)]
+        roles = {layer: self._program.layers[layer].role for layer in on_host}
+        whole = [layer for layer, role in roles.items() if not role.gathers((request.tokens,))]
         copied = max((self._layout(layer).bytes(request.tokens) for layer in whole), default=0)
         return max(scores, default=0) + request.batch * copied
-
-    @staticmethod
-    def _reads_all(layer: LayerProgram, length: int) -> bool:
-        return not isinstance(layer.role, Follower) or layer.role.segment.count(length) == ALL
 
     def _scores(self, segment: SegmentProgram, batch: int, tokens: int) -> int:
         """Returns what a filter layer makes to choose among so many tokens of each row."""
@@ -444,9 +441,8 @@ class MemoryModel:
         tables: dict[int, int] = {}
         for layer in on_host:
             role = self._program.layers[layer].role
-            follower = role.itself if isinstance(role, Filter) else role
-            slots = allocated_slots(placement.hot, self._reads[layer], request.tokens)
-            if not isinstance(follower, Follower) or not slots:
+            follower, slots = role.follows, allocated_slots(placement.hot, role.hot_reads, request.tokens)
+            if follower is None or not slots:
                 continue
             choice = follower.slots_key(layer)
             tables[choice] = max(tables.get(choice, 0), 4 * follower.lists * (columns + 1 + 2 * (slots + 1)))

@@ -20,10 +20,9 @@ from sparsekv.plans.errors import PlanWarning, UsageError
 from sparsekv.plans.patterns import Budget, tokens
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.types import format_ids
-from sparsekv.runtime.core.roles import Role
 from sparsekv.runtime.hf.describe import config_of, decoder_of
 from sparsekv.runtime.model_config import attention_groups
-from sparsekv.runtime.stores.store import Layout, Reads
+from sparsekv.runtime.stores.store import Layout
 
 # Recent tokens kept on the device where no plan says: a few MB a layer, and what decode adds leaves in no hurry.
 _HOT = tokens(1024)
@@ -129,8 +128,3 @@ def layouts_of(model: PreTrainedModel) -> list[Layout]:
         for layer, device in enumerate(devices)
         if groups[layer].keys_of is None
     ]
-
-
-def reads_of(role: Role) -> Reads:
-    """Returns what decode steps of a layer read of a long context."""
-    return Reads() if role.choice is None else role.choice.reads

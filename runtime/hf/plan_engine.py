@@ -15,7 +15,6 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.core.decode import Seen, count_step, decode
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.core.roles import Evicting
 from sparsekv.runtime.core.state import DecodeState, Observed
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
@@ -26,10 +25,9 @@ from sparsekv.runtime.hf.fixed_rows import FixedRows
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.paging import Paging
-from sparsekv.runtime.hf.placement import Placement, reads_of
+from sparsekv.runtime.hf.placement import Placement
 from sparsekv.runtime.hf.prompt_ends import begin_prompt, begin_step
 from sparsekv.runtime.stores.bank import HostStore
-from sparsekv.runtime.stores.evicting import EvictingStore
 from sparsekv.runtime.stores.pinned import HostMemory
 from sparsekv.runtime.stores.store import Bytes, HostReads, WholeStore
 
@@ -88,11 +86,11 @@ class PlanEngine:
     def new_store(self, layer: int) -> WholeStore:
         """Host memory for the layers that are placed there, else the device."""
         role = self.program.layers[layer].role
-        if isinstance(role, Evicting):
-            return EvictingStore(role.rule.generated or 1)
+        if (own := role.new_store()) is not None:
+            return own
         if layer not in self.placement.layers:
             return self.paging.new_store(layer)
-        return HostStore(self.placement.hot, self.memory, reads_of(role), self.host_reads)
+        return HostStore(self.placement.hot, self.memory, role.hot_reads, self.host_reads)
 
     @property
     def fixed_rows(self) -> FixedRows:
@@ -101,7 +99,7 @@ class PlanEngine:
 
     def new_state(self) -> DecodeState:
         """Returns what the layers of one cache share."""
-        return DecodeState(self.program.segments)
+        return DecodeState(self.program.segments, carried=self.program.carried)
 
     def executors(self) -> Sequence[Executor]:
         """Captured decode steps, where the device has them."""

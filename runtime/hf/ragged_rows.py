@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import PromptError, ShapeError, UnsupportedError
-from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.core.state import DecodeState, Remembered
 from sparsekv.runtime.hf.attention import Attachment, Pass, Phase
 from sparsekv.runtime.hf.cache import (
     CACHE_NAME,
@@ -254,9 +254,9 @@ class _RowOwner:
         """With the row of the queries that all rows remember."""
         first = self._whole[0]
         state = first.owner.new_state()
-        queries, observed = first.state.remembered  # layers that observe are refused by their stores
-        own = {layer: q_BHWD[self._row : self._row + 1] for layer, q_BHWD in queries.items()}
-        state.remembered = own, observed
+        before = first.state.remembered  # layers that observe are refused by their stores
+        mine = {layer: q_BHWD[self._row : self._row + 1] for layer, q_BHWD in before.queries.items()}
+        state.remembered = before._replace(queries=mine)
         return state
 
 
@@ -286,12 +286,12 @@ def _give_back(cache: Cache, rows: Sequence[Cache], columns: int) -> None:
         layer.is_initialized = True
         layer.dtype = next(one.dtype for one in mine if one.dtype is not None)
         layer.needs_grad |= any(one.needs_grad for one in mine)
-    found = [progress_of(row).state.remembered[0] for row in rows]
+    found = [progress_of(row).state.remembered.queries for row in rows]
     some = next(filter(None, found), {})
     queries = {
         layer: torch.cat([of_row.get(layer, torch.zeros_like(q_1HWD)) for of_row in found])
         for layer, q_1HWD in some.items()
     }
-    progress.state.remembered = queries, {}
+    progress.state.remembered = Remembered(queries, {}, progress.state.carried)
     for layer in whole:
         layer.set_columns(layer.get_seq_length() + columns)

@@ -26,8 +26,15 @@ def check_segments(program: Program) -> None:
     """Refuses what this graph cannot hold.
 
     Raises:
-        UnsupportedError: a segment chooses by older queries than the newest.
+        UnsupportedError: a segment chooses by older queries than the newest, or a layer reads fewer tokens by other
+            means than a segment.
     """
+    for layer in program.sparse:
+        if layer.role.filters is None and layer.role.follows is None:
+            raise UnsupportedError(
+                f"expected layers that choose for a segment or follow its choice, found layer {layer.layer} with a "
+                f"decode method ({type(layer.role).__name__}) that the ONNX graph does not have; plan without it"
+            )
     for segment in program.segments:
         if segment.queries > 1:
             raise UnsupportedError(

@@ -26,7 +26,8 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import dump_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.core.roles import Filter, Follower
+from sparsekv.runtime.core.roles import Follower
+from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.onnx.choice import ChoiceStep, check_segments
 from sparsekv.runtime.onnx.nodes import FLOAT, INT64, OPSET, Nodes
 
@@ -280,28 +281,28 @@ class _Decoder:
                 **everything,
             )
 
-        def filtering(n: Nodes, role: Filter) -> list[str]:
-            if role.itself is None:
+        def filtering(n: Nodes, segment: SegmentProgram, itself: Follower | None) -> list[str]:
+            if itself is None:
                 out, weights = weighed(n)
-                return [out, step.choose(n, program, role.segment, weights)]
-            chosen = step.choose(n, program, role.segment, weighed(n)[1])
-            return [step.attend(n, program, role.itself, chosen, qkv, scale), chosen]
+                return [out, step.choose(n, program, segment, weights)]
+            chosen = step.choose(n, program, segment, weighed(n)[1])
+            return [step.attend(n, program, itself, chosen, qkv, scale), chosen]
 
         def following(n: Nodes, role: Follower) -> list[str]:
             return [step.attend(n, program, role, step.chosen(role.segment), qkv, scale)]
 
-        match program.role:
-            case Filter(segment) as role:
-                out, chosen = self._n.either(
-                    step.is_sparse,
-                    (self._kind, INT64),
-                    lambda n: filtering(n, role),
-                    lambda n: [*dense(n), n.constant(np.zeros((1, segment.lists, 1), np.int64))],
-                )
-                step.remember(segment, chosen)
-                return out
-            case Follower() as own:
-                return self._n.either(step.is_sparse, (self._kind,), lambda n: following(n, own), dense)[0]
+        segment, follower = program.role.filters, program.role.follows
+        if segment is not None:
+            out, chosen = self._n.either(
+                step.is_sparse,
+                (self._kind, INT64),
+                lambda n: filtering(n, segment, follower),
+                lambda n: [*dense(n), n.constant(np.zeros((1, segment.lists, 1), np.int64))],
+            )
+            step.remember(segment, chosen)
+            return out
+        if follower is not None:
+            return self._n.either(step.is_sparse, (self._kind,), lambda n: following(n, follower), dense)[0]
         return dense(self._n)[0]
 
     def _rotated(self, module: Any, name: str, x: str, heads: int, angles: tuple[str, str]) -> str:

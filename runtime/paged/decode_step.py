@@ -9,7 +9,7 @@ Shapes: B decode rows, H query heads, G KV heads, N pages in memory, S tokens of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,6 @@ from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax
 from sparsekv.runtime.core import budgets
 from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.core.roles import Filter, Follower
-from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState, Gather
 from sparsekv.runtime.paged.metrics import Counters
 
@@ -32,7 +30,7 @@ class DecodeHost:
     one step to the next, as the engine may have moved the row.
 
     Args:
-        program: what every layer computes, with a segment at least.
+        program: what every layer computes, with a sparse decode step at least.
         backend: of the kernels.
         rows: of a step, at most.
         longest: tokens of the longest request.
@@ -47,21 +45,24 @@ class DecodeHost:
     ) -> None:  # fmt: skip
         self._backend, self._counters = backend, counters
         scratch = torch.empty(_scratch(program, rows * longest, device, gather), dtype=torch.float32, device=device)
-        self._state = DecodeState(program.segments, gather, scratch=scratch)
+        self._state = DecodeState(program.segments, gather, scratch=scratch, carried=program.carried)
         self._lengths_B = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._tally = self._state.budgets(torch.device("cpu"))
-        self._whole_up_to = min(segment.whole_up_to for segment in program.segments)
+        self._tally = self._state.budgets(torch.device("cpu")).tally if program.segments else self._longer
+        self._dense_up_to = min(layer.role.dense_up_to for layer in program.sparse)
 
     def chooses(self, lengths: Sequence[int]) -> bool:
         """Returns whether a row of such a step may attend to a choice, as far as the host knows."""
-        return max(lengths, default=0) > self._whole_up_to
+        return max(lengths, default=0) > self._dense_up_to
+
+    def _longer(self, lengths_B: torch.Tensor) -> tuple[int, int]:
+        return int((lengths_B > self._dense_up_to).sum()), 0
 
     def count(self, lengths: Sequence[int]) -> None:
         """Counts the decode rows of a step by lengths; those below 2 are of steps that an engine makes up."""
         real = [length for length in lengths if length > 1]
         chosen = left = 0
         if self.chooses(real):
-            chosen, left = self._tally.tally(torch.tensor(real, dtype=torch.int32, device="cpu"))
+            chosen, left = self._tally(torch.tensor(real, dtype=torch.int32, device="cpu"))
         self._counters.decode_sparse += chosen
         self._counters.decode_dense += len(real) - chosen
         self._counters.decode_left += left
@@ -96,9 +97,8 @@ class DecodeHost:
             table_BP = self._lengths_B.new_zeros((rows, -(-longest // page)))
             step = self.begin(table_BP[:, 0], (), table_BP, None)
             for layer in layers:
-                role = layer.role
                 # A filter layer may have another kind of cache than layers of its segment.
-                if isinstance(role, Filter) or (isinstance(role, Follower) and self._state.has_chosen(role.segment)):
+                if layer.role.is_sparse and layer.role.can_step(self._state):
                     q_BHD = pages[0].new_zeros((rows, layer.heads, size), dtype=q_dtype)
                     out_BHD = torch.empty_like(q_BHD, dtype=out_dtype)
                     step.attend(layer, q_BHD, pages, out_BHD, 1.0, softmax, scales)
@@ -113,7 +113,7 @@ class DecodeRows:
     lengths_B: torch.Tensor
     table_BP: torch.Tensor
     part_of: Callable[[], Any] | None
-    _rest: dict[int, Any] = field(default_factory=dict)
+    _rest: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def requests(self) -> range:
@@ -127,12 +127,12 @@ class DecodeRows:
             metadata: the engine's of the step.
             without: gives metadata other lengths, 0 for rows that choose.
         """
-        segment = _segment(layer)
-        if segment.filter not in self._rest:
+        key = layer.role.rows_key
+        if key not in self._rest:
             whole = metadata if self.part_of is None else self.part_of()
-            others_B = self.lengths_B - self.state.choosing(segment, self.backend)
-            self._rest[segment.filter] = without(whole, others_B)
-        return self._rest[segment.filter]
+            others_B = self.lengths_B - layer.role.sparse_lengths(self.state, self.backend)
+            self._rest[key] = without(whole, others_B)
+        return self._rest[key]
 
     def attend(
         self, layer: LayerProgram, q_BHD: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out_BHD: torch.Tensor,
@@ -150,17 +150,12 @@ class DecodeRows:
         """
         if scales is not None:
             pages = pages[0].view(FLOAT8), pages[1].view(FLOAT8)
-        lengths_B = self.state.choosing(_segment(layer), self.backend)
+        lengths_B = layer.role.sparse_lengths(self.state, self.backend)
         keys = KeyView(*pages, lengths_B, self.table_BP, softmax=softmax, scales=scales)
         decode(
             layer, q_BHD[:, :, None], Resident(keys), self.state, scale=scale, backend=self.backend,
             out_BHQD=out_BHD[:, :, None],
         )  # fmt: skip
-
-
-def _segment(layer: LayerProgram) -> SegmentProgram:
-    assert isinstance(layer.role, Filter | Follower)
-    return layer.role.segment
 
 
 def _scratch(program: Program, tokens: int, device: torch.device, gather: Gather | None) -> int:
@@ -169,7 +164,7 @@ def _scratch(program: Program, tokens: int, device: torch.device, gather: Gather
     memory = budgets.SCORE_BYTES
     if device.type == "cuda":
         memory = min(memory, torch.cuda.get_device_properties(device).total_memory // _SCRATCH_SHARE)
-    wanted = tokens * max(segment.query_heads + segment.lists for segment in program.segments)
+    wanted = tokens * max((segment.query_heads + segment.lists for segment in program.segments), default=0)
     own = min(wanted, memory // 4)
     if gather is None:
         return own

@@ -18,7 +18,6 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.core.roles import Recurrent
 from sparsekv.runtime.paged.decode_step import DecodeHost
 from sparsekv.runtime.paged.metrics import Counters
 from sparsekv.runtime.paged.step_rows import PrefillRows
@@ -113,7 +112,7 @@ class PlanHost:
         self.counters = Counters()
         self.longest = longest
         self.fallback = Fallback(backend)
-        self._missing = sum(not isinstance(layer.role, Recurrent) for layer in program.layers)
+        self._missing = len(program.attending)
         self._warm: set[frozenset[str]] = set()
         self._failures: set[type[Exception]] = set()
 

@@ -22,7 +22,6 @@ from sparsekv.kernels.backends import is_backend_failure
 from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax, full_view
 from sparsekv.plans.errors import SparseKVError, UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.core.roles import Evicting, Filter, Follower
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.paged.decode_step import DecodeHost, DecodeRows
 from sparsekv.runtime.paged.metrics import publish
@@ -144,7 +143,7 @@ class SparseImpl(_Impl):
         if host is None or self.program is None or step is None:
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)
         self._attend(host, self.program, step, dense, (layer, query, key, value, kv_cache, attn_metadata, output))
-        if host.evicting is not None and isinstance(self.program.role, Evicting):
+        if host.evicting is not None and self.program.role.evicts is not None:
             pages = vllm.platform.pages_of(kv_cache)
             for rows in step.prompts:
                 new = Observed(self._read(query[rows.tokens]).transpose(0, 1)[None], self.scale, self.softmax)
@@ -174,7 +173,7 @@ class SparseImpl(_Impl):
         given: tuple[Any, ...],
     ) -> None:  # fmt: skip
         layer, query, key, value, kv_cache, attn_metadata, output = given
-        decode = step.decode if isinstance(program.role, Filter | Follower) else None
+        decode = step.decode if program.role.is_sparse else None
         done = self._sparse(host, program, step, (query, key, value), kv_cache, output)
         if not done and decode is None:
             dense(*given)
@@ -256,7 +255,7 @@ class SparseBuilder(_Builder):
         self, host: EngineHost, own: list[Any], kv_cache_spec: Any, vllm_config: Any, device: torch.device
     ) -> None:
         ours = _planned(vllm_config)
-        ours.sort(key=lambda layer: isinstance(layer.impl.program_of(host, layer).role, Evicting))
+        ours.sort(key=lambda layer: layer.impl.program_of(host, layer).role.evicts is not None)
         self._counts = ours[0] in own  # of several kinds of cache, each of which has a builder, one counts the tokens
         for layer in own:
             layer.impl.scales = scales_of(vllm_config, layer.impl, layer)
@@ -466,12 +465,12 @@ def _spec_of(config: Any, layer: Any, spec: Any) -> Any:
     except SparseKVError as error:
         _leave_dense(config, error)
         return spec
-    role = impl.program_of(host, layer).role
-    if not isinstance(role, Evicting):
+    rule = impl.program_of(host, layer).role.evicts
+    if rule is None:
         return spec
     from sparsekv.runtime.vllm.cache_internals import evicting_spec  # as above
 
-    return evicting_spec(spec, EvictedBlocks.of(role.rule, spec.block_size))
+    return evicting_spec(spec, EvictedBlocks.of(rule, spec.block_size))
 
 
 def _requests_of(config: Any) -> Requests | None:

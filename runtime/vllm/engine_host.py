@@ -16,7 +16,6 @@ from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo, weights_fingerprint
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank
-from sparsekv.runtime.core.roles import Evicting
 from sparsekv.runtime.core.state import Gather, Observed
 from sparsekv.runtime.hub import model_folder
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name, files_fingerprint, has_soft_cap
@@ -52,9 +51,9 @@ class EngineHost(PlanHost):
 
     def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor, softmax: Softmax, scale: float) -> None:
         """See `PlanHost`. An evicting layer also chooses."""
-        if isinstance(layer.role, Evicting) and self.evicting:
+        if (rule := layer.role.evicts) is not None and self.evicting:
             keys = self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], self.longest)
-            q_1HWD = q_THD[-layer.role.observed :].transpose(0, 1)[None]
+            q_1HWD = q_THD[-(rule.observe or 0) :].transpose(0, 1)[None]
             self.evicting.warm_up(layer, Observed(q_1HWD, scale, softmax), keys)
         super().warm_up(layer, q_THD, softmax, scale)
 
@@ -101,7 +100,7 @@ def start_host(
     if plan.retained:
         ranks = gather if model.rank.count > 1 else None
         host.evicting = EvictingHost(choice.name, host.fallback, scratch.copy, model.rows, ranks)
-    if program.segments:
+    if program.sparse:
         room = (model.rows, model.longest, model.device)
         ranks = gather if model.rank.count > 1 else None
         host.decode = DecodeHost(program, choice.name, *room, host.counters, ranks)

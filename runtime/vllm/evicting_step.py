@@ -14,8 +14,9 @@ import torch
 
 from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.keys import KeyView, Scales
+from sparsekv.plans.phases import Retention
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.core.roles import Evicting, rows_to_cache
+from sparsekv.runtime.core.roles import rows_to_cache
 from sparsekv.runtime.core.state import Gather, Observed
 from sparsekv.runtime.vllm.evicted_tables import EvictedBlocks, PromptRows, Requests, StepTables
 
@@ -64,15 +65,15 @@ class EvictingHost:
             table_P: the request's pages.
             scales: of pages in e4m3.
         """
-        role = _role(layer)
+        seen = _rule(layer).observe or 0
         self._forget()
         saved = self._saved.get(rows.name, {}).pop(layer.layer, None)
         older = saved.queries if saved and saved.end == rows.past else None
         if rows.end == rows.prompt:
-            observed = new.before(older, role.observed)
+            observed = new.before(older, seen)
             self._evict(layer, rows, observed, pages, table_P, scales)
         else:
-            wanted = role.observed - (rows.prompt - rows.end)
+            wanted = seen - (rows.prompt - rows.end)
             if wanted > 0:
                 newest = new.before(older, wanted)
                 copied = Observed(newest.q_BHWD.clone(), newest.scale, newest.softmax)
@@ -96,7 +97,7 @@ class EvictingHost:
     def _choose(
         self, layer: LayerProgram, prompt: int, observed: Observed, k_1GKD: torch.Tensor, blocks: EvictedBlocks
     ) -> torch.Tensor | None:
-        rule = blocks.rule(_role(layer).rule, prompt)
+        rule = blocks.rule(_rule(layer), prompt)
 
         def call(backend: str) -> torch.Tensor | None:
             return rows_to_cache(rule, prompt, observed, k_1GKD, backend=backend, gather=self._gather)
@@ -114,14 +115,14 @@ class EvictingHost:
             observed: the last queries.
             keys: of the longest prompt.
         """
-        self._choose(layer, keys.k.shape[2], observed, keys.k, EvictedBlocks.of(_role(layer).rule, 1))
+        self._choose(layer, keys.k.shape[2], observed, keys.k, EvictedBlocks.of(_rule(layer), 1))
         copied = Observed(observed.q_BHWD.clone(), observed.scale, observed.softmax)
         self._saved.setdefault(_WARM_UP, {})[layer.layer] = Saved(copied, 0)
 
 
-def _role(layer: LayerProgram) -> Evicting:
-    assert isinstance(layer.role, Evicting)
-    return layer.role
+def _rule(layer: LayerProgram) -> Retention:
+    assert layer.role.evicts is not None
+    return layer.role.evicts
 
 
 def move(keys: Pages, rows_gK: torch.Tensor, pages: Pages, table_P: torch.Tensor, shared: int) -> None:

@@ -11,7 +11,7 @@ from sparsekv.kernels.keys import KeyView
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.runtime.core.decode import Resident, count_step, decode
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.core.roles import Dense, Evicting, Filter, Follower
+from sparsekv.runtime.core.roles import DENSE, Evicting, Filter, Follower, Role
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter
 
@@ -33,9 +33,9 @@ def test_a_layer_chooses_follows_or_is_dense_as_the_segments_say(plan: DecodePla
         role, mine = layer.role, [one for one in segments if layer.layer in (one.filter, *one.layers)]
         for one in mine:
             assert role.segment.filter == one.filter
-            assert isinstance(role, Filter if one.filter == layer.layer else Follower)
-            assert (role.choice is None) == (layer.layer not in one.layers)
-        assert isinstance(role, Dense) == (not mine)
+            assert (role.filters is not None) == (one.filter == layer.layer)
+            assert (role.follows is None) == (layer.layer not in one.layers)
+        assert (role is DENSE) == (not mine)
 
 
 @given(decode_plans())
@@ -57,7 +57,7 @@ def test_every_role_verifies_a_draft_by_dense_attention() -> None:
     state.begin(lengths_B, lengths_B.device)
     expected = decode_attention(q_BHQD, keys, scale=0.3, backend="cpu").out_BHSD
     kinds = {type(layer.role) for layer in MIXED.layers}
-    assert kinds == {Dense, Filter, Follower, Evicting}
+    assert kinds == {Role, Filter, Follower, Evicting}
     for layer in MIXED.layers:
         out = decode(layer, q_BHQD, Resident(keys), state, scale=0.3, backend="cpu", verifies=True)
         assert torch.equal(out, expected)
@@ -65,4 +65,4 @@ def test_every_role_verifies_a_draft_by_dense_attention() -> None:
 
 def test_what_verifies_runs_the_layers_that_do_not_choose_or_follow_unchanged() -> None:
     kinds = [type(layer.role) for layer in MIXED.dense_in_decode.layers]
-    assert kinds == [Dense] * 5 + [Evicting]
+    assert kinds == [Role] * 5 + [Evicting]

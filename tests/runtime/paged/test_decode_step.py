@@ -121,7 +121,7 @@ def test_rows_beyond_the_scratch_are_left_to_the_dense_kernel_and_counted(backen
     lengths, counters = (300, 80, 200, 120), Counters()
     rows, host = Rows(len(lengths)), host_of(backend, scratch=(HEADS + GROUPS) * 430)
     host._state._tables.clear()
-    host._tally, host._counters = host._state.budgets(torch.device("cpu")), counters
+    host._tally, host._counters = host._state.budgets(torch.device("cpu")).tally, counters
     rows.step(host, as_lengths(lengths))
     host.count(lengths)
     # Of the first segment, whose scores are one list, the scratch holds 516 tokens.
