@@ -1,4 +1,4 @@
-"""Points of `eval --curve`: what each method costs and keeps at a range of densities."""
+"""Points of curves: what each method costs and keeps at a range of densities."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class CurvePoint(RunRecord):
 
 
 class CurveRun(ModelRun):
-    """One run of `eval --curve`, with the digests of what its methods work from."""
+    """One run of curves.py, with the digests of what its methods work from."""
 
-    WHAT: ClassVar[str] = "points of `eval --curve`"
+    WHAT: ClassVar[str] = "points of curves"
     RECORDS: ClassVar[Any] = CurvePoint
     kind: Literal["sparsekv.curve"] = "sparsekv.curve"
     schema_version: Literal[1] = 1

@@ -1,4 +1,4 @@
-"""The methods of `sparsekv eval --curve`: which modes each has at a length, one a point of its curve.
+"""The methods of curves: which modes each has at a length, one a point of its curve.
 
 Ours: `plan` is the plan file as it is; `sparsekv` is compiled from a profile, for prefill at every density, for decode
 at every bound on the divergence, and beyond these with larger budgets in the densest and smaller ones in the sparsest.
@@ -42,17 +42,9 @@ from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family, PlanOptions, density_for, settle
 from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, for_profile
+from sparsekv.plans import patterns
 from sparsekv.plans.errors import UsageError, did_you_mean
-from sparsekv.plans.patterns import (
-    AShape,
-    Budget,
-    Pattern,
-    TileShape,
-    VerticalSlash,
-    fraction,
-    last_q_for,
-    mandatory_density,
-)
+from sparsekv.plans.patterns import AShape, Budget, Pattern, TileShape, VerticalSlash, fraction, last_q_for
 from sparsekv.plans.phases import DecodeBudget, PrefillPlan, Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
@@ -102,7 +94,7 @@ class CurveInputs:
     def ladder(self, length: int, family: Family) -> tuple[float, ...]:
         """The densities that were asked for, or a ladder around the default of the length and the mandatory tiles
         alone; these take the place of what is less."""
-        least = round(mandatory_density(length, self.tile, family) + 5e-5, 4)
+        least = round(patterns.mandatory_density(length, self.tile, family) + 5e-5, 4)
         low, high = (share * density_for(length) for share in _AROUND)
         ladder = np.geomspace(max(low, least), min(high, _MOST), _STEPS).tolist()
         asked = self.densities or (least, *ladder)

@@ -1,10 +1,12 @@
 """Curves: every method at every setting on the same held-out samples, dense once a length; and Markdown tables of them.
 
-    sparsekv eval MODEL --curve a.json --profile profile.json --length 16k,32k --samples 20
+    python -m sparsekv.bench.curves MODEL -o a.json --profile profile.json --length 16k,32k --samples 20
     python -m sparsekv.bench.curves a.json b.json --density 0.1,0.2,0.3 --kl 0.001,0.005
 
-A table has, for each phase and length, the divergence of every method at these densities, and the least density at
-which it stays within these divergences. Between two points of a curve, both are read off a straight line in logarithms;
+The first measures what the file does not hold yet, of plans compiled from the profile and of other methods; device,
+precision and kernels are those of SPARSEKV_*. `sparsekv report` draws it. A table has, for
+each phase and length, the divergence of every method at these densities, and the least density at which it stays
+within these divergences. Between two points of a curve, both are read off a straight line in logarithms;
 a method that starts above a density or does not reach a divergence has no number there. In brackets is what a curve has
 at its end: where it ends below a density, the divergence of its last point (and nothing at higher densities); where its
 first point already stays within a divergence, the density of that one. A point that another one beats in both density
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -23,15 +26,23 @@ from pathlib import Path
 import numpy as np
 
 from sparsekv.bench.curve_file import CurvePoint, CurveRun
-from sparsekv.bench.curve_methods import CurveInputs, CurveMode, curve_modes
-from sparsekv.planner.common_options import Phase
+from sparsekv.bench.curve_methods import BUDGETS, CurveInputs, CurveMode, check_profiled, chosen_methods, curve_modes
+from sparsekv.bench.harness import parse_lengths
+from sparsekv.planner.common_options import DEFAULT_TASKS, PHASES, Phase, check_lengths
 from sparsekv.planner.evaluation import EvalSamples, evaluate
 from sparsekv.planner.evaluation.results import EvalResult
+from sparsekv.planner.flags import shares, words
 from sparsekv.planner.options import Gate
-from sparsekv.planner.progress import Progress
-from sparsekv.planner.records import RunFile
-from sparsekv.plans.brief import percent
-from sparsekv.plans.types import format_length
+from sparsekv.planner.profile.profile_data import Profile
+from sparsekv.planner.profile.profile_data import check_model as check_profile
+from sparsekv.planner.progress import BarProgress, Progress
+from sparsekv.planner.records import RunFile, digest_of, only_run, read_measured
+from sparsekv.plans.errors import SparseKVError, UsageError
+from sparsekv.plans.files import executed_digest, load_plan
+from sparsekv.plans.schema import check_model
+from sparsekv.plans.types import format_length, parse_length
+from sparsekv.runtime.hf.load import load_model
+from sparsekv.runtime.settings import read_settings
 
 _LEAST = 1e-9  # nats: what is less is rounding
 Line = Sequence[tuple[float, float]]
@@ -95,44 +106,82 @@ def _is_solved(answers: Sequence[bool]) -> bool:
     return bool(np.mean(answers) >= Gate().solved)
 
 
-HEADER = (
-    "length", "phase", "method", "setting", "computed", "KL", "95%", "top-1", "exact", "accuracy", "of dense",
-)  # fmt: skip
-
-
-def cells(row: CurvePoint) -> tuple[str, ...]:
-    """A point as the table of `eval --curve` has it."""
-    interval = "" if row.kl_interval is None else "{:.2g} to {:.2g}".format(*row.kl_interval)
-    shares = (row.agreement, row.exact, row.accuracy, row.dense_accuracy)
-    return (
-        format_length(row.length),
-        row.phase,
-        row.method,
-        row.setting,
-        percent(row.density),
-        "" if row.kl is None else f"{row.kl:.3g}",
-        interval,
-        *("" if share is None else f"{share:.3f}" for share in shares),
-    )
-
-
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    """Prints the tables of curve files."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures a model into a file, or reads files; prints tables."""
+    try:
+        args = _arguments(argv)
+        curves = [_measured(args)] if args.out else [_read(Path(file)) for file in args.targets]
+    except SparseKVError as error:
+        raise SystemExit(f"curves: {error}") from None
+    for points in curves:
+        print(*tables(points, args.density, args.kl), sep="\n")
 
+
+def _read(path: Path) -> tuple[CurvePoint, ...]:
+    return tuple(RunFile.read(CurveRun, path).all(CurvePoint).values())
+
+
+def _measured(args: argparse.Namespace) -> tuple[CurvePoint, ...]:
+    (model,), plan, profiles = args.targets, load_plan(args.plan) if args.plan else None, _profiles(args.profile)
+    asked = EvalSamples(args.tasks, tuple(sorted(args.length)), args.samples, None, args.seed, args.prefill_chunk)
+    phases, given = (args.only,) if args.only else PHASES, [*profiles, *(["plan"] if plan else [])]
+    methods = chosen_methods(phases, args.methods, given)
+    check_profiled(methods, profiles, asked.lengths)
+    with only_run(args.out):
+        RunFile.earlier(CurveRun, args.out)
+        machine = read_settings()
+        loaded = load_model(model, device=machine.device, dtype=machine.dtype)
+        check_lengths(asked.lengths, loaded.info.context_length)
+        if plan:
+            check_model(plan, loaded.info)
+        for profile in profiles.values():
+            check_profile(profile, loaded.info)
+        drawn = {name: getattr(asked, name) for name in ("seed", "samples", "tasks", "prefill_chunk")}
+        digests = {name: digest_of(profile) for name, profile in profiles.items()}
+        run = CurveRun.of(loaded, plan=executed_digest(plan) if plan else None, **drawn, **digests)
+        own, preset = profiles.get("profile"), profiles.get("preset")
+        inputs = CurveInputs(loaded, plan, own, preset, args.densities, args.budgets, asked.tasks[0], asked.seed)
+        points = measure_curves(inputs, methods, asked, RunFile.of(run, args.out), BarProgress())
+    missing = {name for names in methods.values() for name in names} - {point.method for point in points}
+    if missing:
+        print(f"no point of {', '.join(sorted(missing))}: it finds nothing to leave out in this model", file=sys.stderr)
+    return points
+
+
+def _profiles(paths: Sequence[Path]) -> dict[str, Profile]:
+    """The profile of our search and that of the preset, as far as they are given."""
+    profiles: dict[str, Profile] = {}
+    for path in paths:
+        profile = read_measured(Profile, path)
+        if profiles.setdefault("preset" if profile.preset else "profile", profile) is not profile:
+            raise UsageError(f"expected one --profile of each search, found {path} beside another one; leave one out")
+    return profiles
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     def numbers(text: str) -> tuple[float, ...]:
         return tuple(map(float, filter(None, text.split(","))))
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--density", type=numbers, default=(0.1, 0.2, 0.3, 0.5))
-    parser.add_argument("--kl", type=numbers, default=(0.001, 0.002, 0.005))
-    args = parser.parse_args()
-    for path in args.files:
-        points = tuple(RunFile.read(CurveRun, path).all(CurvePoint).values())
-        print(*tables(points, args.density, args.kl), sep="\n")
+    parser.add_argument("targets", nargs="+", metavar="MODEL | FILE", help="a model beside --out, else files")
+    parser.add_argument("--out", "-o", type=Path, help="measure into this file, or go on with it")
+    parser.add_argument("--plan", type=Path)
+    parser.add_argument("--profile", type=Path, action="append", default=[], help="twice: one of --preset minference")
+    parser.add_argument("--length", "--lengths", type=parse_lengths, default=(4096,))
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--tasks", type=words, default=DEFAULT_TASKS)
+    parser.add_argument("--only", choices=PHASES)
+    parser.add_argument("--methods", type=words, default=(), help="by default all whose inputs are given")
+    parser.add_argument("--densities", type=shares, default=(), help="of prefill methods that take one")
+    parser.add_argument("--budgets", type=shares, default=BUDGETS, help="of decode methods, shares of the context")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prefill-chunk", type=parse_length)
+    parser.add_argument("--density", type=numbers, default=(0.1, 0.2, 0.3, 0.5), help="columns of the table")
+    parser.add_argument("--kl", type=numbers, default=(0.001, 0.002, 0.005), help="columns of the table")
+    return parser.parse_args(argv)
 
 
 def tables(points: Sequence[CurvePoint], densities: Sequence[float], kls: Sequence[float]) -> Iterator[str]:

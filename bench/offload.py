@@ -1,27 +1,22 @@
 """`sparsekv bench decode --offload`: whole tokens by a plan, with all keys and values on the device and with layers in
 host memory, in turn.
 
-With random weights a choice finds next to nothing in the hot set; `miss_rate` puts a list with a stated share of new
-tokens in its place, on the device as well: the choice is made and timed as always, and what is attended to is then a
-list of a kernel here, which changes by so many tokens a step.
+With random weights a choice finds next to nothing in the hot set: every step then fetches all that it reads.
 
-Shapes: B batch, G KV heads, g lists of a row, M or N tokens of a list, C tokens on the host, R rows on the device, D
-head size, P = 2 for key and value.
+Shapes: B batch, G KV heads, g lists of a row, M tokens of a list, C tokens on the host, R rows on the device, D head
+size, P = 2 for key and value.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from itertools import cycle, product
-from typing import Any, cast, no_type_check
-from unittest import mock
+from itertools import product
+from typing import cast
 
 import torch
-import triton
-import triton.language as tl
 from transformers import Cache
 
 from sparsekv.bench.harness import Columns, Row, is_out_of_memory, number, once, repeat_in_turn, replayed, try_each
@@ -29,7 +24,6 @@ from sparsekv.bench.random_model import BenchModel
 from sparsekv.bench.token_runs import DecodeBench, DecodeRuns, Run, median_ms, median_replay_ms
 from sparsekv.kernels.decode.gather import gather_missed
 from sparsekv.kernels.decode.place import PlacedStep
-from sparsekv.kernels.decode.selection import ALL, choose
 from sparsekv.kernels.keys import COLUMNS as TABLE_COLUMNS
 from sparsekv.kernels.keys import HEAD, HOST, HOST_TOKENS, ROWS
 from sparsekv.planner.progress import Progress
@@ -37,93 +31,19 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
-from sparsekv.runtime.core import select
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.placement import OffloadMode, warn_of_host_layers
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.stores.bank import in_host_memory
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.store import allocated_slots
-
-_STEP = 0x5E3779B1  # odd, so that multiples of it pass through all numbers below a power of two
-
-
-def span_of(segment: SegmentProgram, tokens: int) -> int:
-    """Tokens among which a list of this segment is drawn: the largest power of two of those that may be chosen."""
-    return _span(segment.sink, segment.recent, tokens)
-
-
-def _span(sink: int, recent: int, tokens: int) -> int:
-    return 1 << (max(2, tokens - sink - recent).bit_length() - 1)
-
-
-@contextmanager
-def swapped_choices(share: float, tokens: int, filters: int) -> Iterator[None]:
-    """Within it another list is in place of every choice, with `share` of new tokens in each step; the others are those
-    of the step before, and a token comes back after all others.
-
-    Args:
-        share: of the chosen tokens, above 0 and up to 1.
-        tokens: cached when the first step begins; new ones are drawn from `span_of` them.
-        filters: layers that choose in a step, one after the other.
-    """
-    millis, layers = max(1, round(1000 * share)), cycle(range(filters))
-    lists: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by filter layer: lists, and tokens so far
-
-    def swapped(
-        scores_gT: torch.Tensor, scoring: Any, lengths_B: torch.Tensor, counts_B: torch.Tensor, **how: Any
-    ) -> torch.Tensor:
-        chosen_BgN = choose(scores_gT, scoring, lengths_B, counts_B, **how)
-        layer = next(layers)
-        if layer not in lists:
-            with torch.inference_mode(False):
-                cursor_Bg = chosen_BgN.new_zeros(chosen_BgN.shape[:2], dtype=torch.int64)
-                lists[layer] = torch.full_like(chosen_BgN, -1), cursor_Bg
-        swap(*lists[layer], counts_B, how["sink"], _span(how["sink"], how["recent"], tokens), millis)
-        return lists[layer][0]
-
-    with mock.patch.object(select, "choose", swapped):
-        yield
-
-
-def swap(
-    list_BgN: torch.Tensor, cursor_Bg: torch.Tensor, counts_B: torch.Tensor, sink: int, span: int, millis: int
-) -> None:
-    """Makes room in lists for so many thousandths of new tokens, and writes these."""
-    batch, lists, most = list_BgN.shape
-    with torch.cuda.device_of(list_BgN):
-        swap_kernel[(lists, batch)](
-            list_BgN, cursor_Bg, counts_B, sink, span, most, millis,
-            STEP=_STEP, BLOCK_N=triton.next_power_of_2(most), num_warps=8,
-        )  # fmt: skip
-
-
-@no_type_check
-@triton.jit(do_not_specialize=["sink", "span", "most", "millis"])
-def swap_kernel(list_ptr, cursor_ptr, counts_ptr, sink, span, most, millis, STEP: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Grid: (lists, batch). The oldest tokens of a list make room for the next of a sequence without repetition."""
-    row = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    lanes_N = tl.arange(0, BLOCK_N)
-    count = tl.maximum(tl.load(counts_ptr + tl.program_id(1)), 0)
-    cursor = tl.load(cursor_ptr + row)
-    new = (count * millis + 999) // 1000
-    new = tl.where(cursor == 0, count, new)
-    age_N = (lanes_N - cursor % tl.maximum(count, 1) + count) % tl.maximum(count, 1)
-    token_N = sink + (((cursor + age_N) * STEP) & (span - 1))
-    at_N = list_ptr + row.to(tl.int64) * most + lanes_N
-    tl.store(at_N, token_N.to(tl.int32), mask=(lanes_N < count) & (age_N < new))
-    tl.store(at_N, tl.full([BLOCK_N], -1, tl.int32), mask=(lanes_N >= count) & (lanes_N < most))
-    tl.store(cursor_ptr + row, cursor + new)
-
 
 ON_DEVICE: OffloadMode = "never"
 _MANY, _FEW = 2048, 200  # tokens
 _LISTS = 8  # fetched one after the other, so that nothing is found in a cache of the GPU's
 _OWN = (
-    *("miss_rate", "device_ms", "device_replay_ms", "offloaded_ms", "offloaded_replay_ms", "slowdown"),
+    *("device_ms", "device_replay_ms", "offloaded_ms", "offloaded_replay_ms", "slowdown"),
     *("replay_slowdown", "misses", "miss_share", "fetched_bytes", "link_gbytes_per_second", "link_200_tokens_us"),
 )
 
@@ -164,11 +84,9 @@ class OffloadRuns(DecodeRuns):
     """Tokens of one model by one plan; a way to run is a mode of `--offload`.
 
     Attributes:
-        miss_rate: share of new tokens in each choice; None leaves the choices.
         memory: blocks of host memory, which all runs use in turn.
     """
 
-    miss_rate: float | None = None
     memory: HostMemory = field(default_factory=HostMemory)
 
     @property
@@ -179,26 +97,17 @@ class OffloadRuns(DecodeRuns):
 
     @contextmanager
     def applied(self, way: str, length: int) -> Iterator[Handle]:
-        """The plan at work, with choices as the miss rate has them."""
-        with ExitStack() as stack:
-            handle = stack.enter_context(
-                apply(
-                    self.model,
-                    self.plan,
-                    prefill=False,
-                    info=self.subject.info,
-                    backend=self.bench.backend,
-                    allow_mismatch=True,  # asked before anything was timed
-                    offload=cast(OffloadMode, way),
-                    memory=self.memory,
-                )
-            )
-            if self.miss_rate is not None:
-                if handle.steps is None:
-                    raise UsageError("expected captured steps for miss_rate, found none on this device; leave it out")
-                program = Program.of(None, self.plan.decode, self.subject.info)
-                tokens = cached_tokens(self.bench, length)
-                stack.enter_context(swapped_choices(self.miss_rate, tokens, len(program.segments)))
+        """The plan at work."""
+        with apply(
+            self.model,
+            self.plan,
+            prefill=False,
+            info=self.subject.info,
+            backend=self.bench.backend,
+            allow_mismatch=True,  # asked before anything was timed
+            offload=cast(OffloadMode, way),
+            memory=self.memory,
+        ) as handle:
             yield handle
 
     def result(self, handle: Handle, cache: Cache, milliseconds: float) -> OffloadRun:
@@ -210,60 +119,21 @@ class OffloadRuns(DecodeRuns):
         stores = [host_CBPGD for host_CBPGD in memories if host_CBPGD is not None]
         device = self.model.device
         link = link_rate(stores[0], device) if stores and device.type == "cuda" else None
-        # replays make one choice time and again, unless it is swapped: nothing would be fetched
-        replay_ms = None if stores and self.miss_rate is None else self.replay_ms(handle)
+        replay_ms = None if stores else self.replay_ms(handle)  # of one choice time and again: nothing is fetched
         return OffloadRun(milliseconds, replay_ms, None, stats, why_not, len(stores), link)
 
 
-def cached_tokens(bench: DecodeBench, length: int) -> int:
-    """That a row has before the first step, at least."""
-    return length - bench.fewest_tokens
-
-
-def check_offload(
-    info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBench, miss_rate: float | None = None
-) -> None:
-    """Refuses plans that permit no layer to be offloaded, and with a miss rate what `check_miss_rate` refuses.
+def check_offload(plans: Mapping[str, Plan]) -> None:
+    """Refuses plans that permit no layer to be offloaded.
 
     Raises:
-        UsageError: a plan that `check_decode` has seen permits none, or lengths are too short for the miss rate.
+        UsageError: a plan that `check_decode` has seen permits none.
     """
     if any(one.decode and one.decode.offload is None for one in plans.values()):
         raise UsageError(
             "expected a plan that permits layers to be in host memory, found one that does not; compile it with "
             "`plan --set offload=true`, or make one by hand: --set budget=2k"
         )
-    if miss_rate is not None:
-        check_miss_rate(info, plans, bench)
-
-
-def check_miss_rate(info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBench) -> None:
-    """Refuses lengths that have too few tokens to state how many of a choice are new: new tokens are drawn in turn from
-    a span of the context, and all that were chosen lately are in the hot set.
-
-    Args:
-        plans: `check_decode` has seen them, and their decode phases permit layers to be offloaded.
-
-    Raises:
-        UsageError: the span is not larger than the slots of a layer, or has not two choices.
-    """
-    for length, plan in product(bench.lengths, plans.values()):
-        assert plan.decode is not None, "check_decode has seen it"
-        assert plan.decode.offload is not None, "checked before"
-        program = Program.of(None, plan.decode, info)
-        for layer in map(program.layers.__getitem__, plan.decode.offload.layers):
-            follower = layer.role.follows
-            chosen = ALL if follower is None else follower.segment.count(length)
-            if follower is None or chosen == ALL:
-                continue
-            span = span_of(follower.segment, cached_tokens(bench, length))
-            needed = max(2 * chosen, 1 + allocated_slots(plan.decode.offload.hot, layer.role.hot_reads, length))
-            if span < needed:
-                raise UsageError(
-                    f"expected {needed} tokens or more to draw new ones from for miss_rate, found {span} at "
-                    f"{format_length(length)}: more than the hot set has slots, and twice the budget of layer "
-                    f"{layer.layer}; use longer --lengths, or a smaller budget"
-                )
 
 
 def bench_offload(
@@ -272,7 +142,6 @@ def bench_offload(
     words: str,
     bench: DecodeBench,
     mode: OffloadMode,
-    miss_rate: float | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Row]:
     """Times a token of the whole model at every length with every batch, and gives a row a plan as soon as it is known.
@@ -288,7 +157,6 @@ def bench_offload(
         plans: by name; `check_decode` has seen them, and their decode phases permit layers to be offloaded.
         words: what the plans are, for the rows.
         mode: which of these layers are.
-        miss_rate: share of new tokens in each choice, which `check_miss_rate` has seen; None leaves the choices.
     """
     model, cases = subject.model, list(product(bench.lengths, bench.batches, plans.items()))
     warn_of_host_layers(model.device, mode, None)
@@ -307,11 +175,11 @@ def bench_offload(
                 length=length,
                 device=device_name(model.device),
                 dtype=dtype_name(model.dtype),
-                own=own | {"miss_rate": miss_rate},
+                own=own,
                 note=subject.note,
             )
             lost: list[torch.AcceleratorError] = []
-            yield _timed(row, OffloadRuns(subject, {name: plan}, bench, miss_rate, memory), mode, lost)
+            yield _timed(row, OffloadRuns(subject, {name: plan}, bench, memory), mode, lost)
             if lost:
                 return
             step.advance()

@@ -1,48 +1,54 @@
-"""`sparsekv bench`: kernels, and prefill and decode of a whole model, against the fastest dense one of the process."""
+"""`sparsekv bench`: kernels, published methods, and the README's table; those of a whole model stand in bench_model."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Self
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sparsekv.cli import commands
-from sparsekv.cli.arguments import OffloadMode, Output, device_and_dtype, settings_of
-from sparsekv.cli.bench_peers import peers
-from sparsekv.cli.bench_serve import serve
-from sparsekv.cli.benched import (
-    LENGTHS,
+from sparsekv.cli.arguments import Output, device_and_dtype, settings_of
+from sparsekv.cli.bench_model import (
+    PREFILL_LENGTHS,
     Benched,
     BenchLengths,
     BenchRun,
-    HandDecode,
-    HandPrefill,
+    DecodeFlags,
+    PrefillFlags,
     Timed,
+    decode,
+    measure_decode,
+    measure_prefill,
     named_subject,
+    prefill,
     print_rows,
-    subject_of,
-    title_of,
+    serve,
+    show_rows,
 )
-from sparsekv.planner.common_options import KVPrecision
-from sparsekv.planner.flags import Count, Counts, Flag, Key, Lengths, Names, OneShare, Shares, Tile
+from sparsekv.cli.output import tell
+from sparsekv.cli.plan_files import check_writable, only_writer
+from sparsekv.planner.common_options import Tasks
+from sparsekv.planner.flags import MOST, Count, Flag, Names, OneShare, Shares, Tile, Unread
 from sparsekv.planner.progress import BarProgress
-from sparsekv.plans.errors import BackendError, UsageError
-from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.patterns import TileShape, tokens
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.errors import BackendError, UsageError, did_you_mean, install_command
+from sparsekv.plans.files import executed_digest
+from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-    from sparsekv.bench.random_model import BenchModel
-    from sparsekv.bench.token_runs import DecodeBench
+    from sparsekv.bench.peers import PeersBench
+    from sparsekv.bench.peers_file import PeersFile, PeersRun
+    from sparsekv.plans.schema import Plan
+    from sparsekv.runtime.hf.load import LoadedModel
 
-# --- kernels and prefill ----------------------------------------------------------------------------------------------
+# --- kernels ----------------------------------------------------------------------------------------------------------
 
 _KERNEL_LENGTHS = {"cuda": (8192, 32768, 131072), "cpu": (4096, 8192)}
-_PREFILL_LENGTHS = {"cuda": (8192, 32768), "cpu": (4096,)}
 
 
 class KernelFlags(Timed, Output):
@@ -111,151 +117,157 @@ def _check_backends(flags: KernelFlags, device: torch.device) -> None:
             return
 
 
-class PrefillFlags(Benched, HandPrefill, Timed, Output):
-    """Holds what `bench prefill` is asked to do."""
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+_PEER_LENGTHS = {"cuda": (32768, 131072), "cpu": (4096,)}
+_Many = Annotated[int, Field(ge=0, le=MOST)]
+
+
+class PeersFlags(Benched, Timed, Output):
+    """Holds what `bench peers` is asked to do."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(("picture", "tasks", "samples", "ruler_samples"), "random weights have no quality", ("random_weights",)),
+    )
 
     lengths: BenchLengths = ()
-    dense_layers: Annotated[Count | None, Key("Measure dense on N layers and multiply; rows say so.", "N")] = None
-    kv_host_layers: Annotated[
-        int | None, Field(ge=0, le=1024), Key("Layers whose keys and values go to host memory.", "N")
-    ] = None
-
-
-def prefill(flags: PrefillFlags) -> None:
-    """A model from its tokens to the last logits, by its plan and dense, in turn."""
-    print_rows(measure_prefill(flags), as_json=flags.as_json)
-
-
-def measure_prefill(flags: PrefillFlags) -> BenchRun:
-    """Returns the rows of `bench prefill`."""
-    named, machine = named_subject(flags, flags.lengths), settings_of(flags)
-    used = named.plan
-    hardware, precision = device_and_dtype(machine)
-    wanted = flags.lengths or _PREFILL_LENGTHS[hardware.type]
-    from sparsekv.bench.hand_plans import hand_plan
-    from sparsekv.bench.prefill import COLUMNS, PrefillBench, bench_prefill
-    from sparsekv.planner.options import density_for
-
-    subject, words = subject_of(flags, named, hardware, precision, longest=max(wanted), seed=flags.seed), "given"
-    if used is None:
-        used, words = hand_plan(subject.info, wanted, flags.density or tuple(map(density_for, wanted)), TileShape())
-    bench = PrefillBench(
-        wanted,
-        flags.repeats,
-        None,
-        machine.backend,
-        flags.kv_host_layers,
-        flags.dense_layers,
-        flags.seed,
-        flags.random_weights,
-    )
-    rows = list(bench_prefill(subject, used, words, bench, BarProgress()))
-    return BenchRun(rows, title_of(subject, rows[0], words), COLUMNS)
-
-
-# --- decode -----------------------------------------------------------------------------------------------------------
-
-_DECODE_LENGTHS = {"cuda": (8192, 32768, 131072, 524288), "cpu": (8192,)}
-
-
-class DecodeFlags(Benched, HandDecode, Timed, Output):
-    """Holds what `bench decode` is asked to do."""
-
-    lengths: Annotated[
-        Lengths,
-        Flag("Cached tokens a row, such as 8k,512k; by default as fits model and device.", *LENGTHS),
-    ] = ()
-    batch: Annotated[Counts, Flag("Rows decoded at once, such as 1,4; 1 by default.", metavar="LIST")] = (1,)
-    offload: Annotated[
-        OffloadMode | None,
+    out: Annotated[
+        Path,
         Flag(
-            "In place of dense: the plan with layers in host memory (as `run --offload`) against the plan with "
-            "everything on the device."
+            "A file of results, to which each row is added; what is in it is not measured again.",
+            ("--out", "-o"),
+            "FILE",
+        ),
+    ] = Path("peers.json")
+    picture: Annotated[Path | None, Flag("Draw time against divergence into this SVG.", metavar="FILE")] = None
+    originals: Annotated[
+        Path | None,
+        Flag(
+            "Also run the authors' own code, from this folder (python -m sparsekv.bench.originals fetches it).",
+            metavar="FOLDER",
         ),
     ] = None
-    miss_rate: OneShare | None = None  # with `offload` on a GPU: share of the chosen tokens that is new in each step
-    exact: bool = False  # also tokens that the plan drafts and dense attention checks
-    acceptance: OneShare | None = None  # share of drafts that is taken to count
-    kv_dtype: KVPrecision = "auto"
-
-    @model_validator(mode="after")
-    def _every_flag_is_read(self) -> Self:
-        if self.exact:
-            self.refuse(("offload",), "checks read all keys and values", "exact")
-        if self.offload is not None:
-            self.refuse(("kv_dtype",), "both sides have keys and values as the model makes them", "offload")
-        elif self.miss_rate is not None:
-            raise UsageError("expected miss_rate beside --offload, found it alone; add --offload always")
-        return self
+    methods: Names = ()  # all
+    density: OneShare | None = None  # of the rows at equal density; the plan's own by default
+    planted: OneShare = 0.05  # of the structure in the layer that is timed
+    shape: str | None = None  # time a layer of this model's shape; by default of MODEL's
+    tile: Tile = None
+    tasks: Tasks = ("quote_text",)  # whose samples give the divergence
+    samples: _Many = 5  # of each of these tasks
+    ruler_samples: _Many = 5  # of each of RULER's tasks; 0 leaves RULER out
+    max_seconds: Annotated[float, Field(gt=0)] | None = None  # after which no row begins
 
 
-def decode(flags: DecodeFlags) -> None:
-    """Attention of one step, and whole tokens, by a plan and dense, in turn."""
-    print_rows(measure_decode(flags), as_json=flags.as_json)
+def peers(flags: PeersFlags) -> None:
+    """Published methods of sparse prefill beside a plan and dense kernels, in one process.
+
+    MInference, XAttention, FlexPrefill and FlashPrefill run as published and at the plan's density, by their published
+    algorithms on our kernels; with --originals also by their authors' code. Time is that of one layer, on planted
+    structure; divergence and RULER are those of MODEL. FlashAttention-2 is the one that torch ships.
+    """
+    with only_writer(flags.out):
+        _peers(flags)
 
 
-def measure_decode(flags: DecodeFlags) -> BenchRun:
-    """Returns the rows of `bench decode`."""
-    named, machine = named_subject(flags, flags.lengths), settings_of(flags)
-    used = named.plan
-    hardware, precision = device_and_dtype(machine)
-    if flags.miss_rate is not None and hardware.type != "cuda":
-        raise UsageError(f"expected a GPU for miss_rate, whose kernel runs there, found {hardware}; leave it out")
-    from sparsekv.bench.decode import COLUMNS, RANDOM_NOTE, bench_decode, check_decode
-    from sparsekv.bench.hand_plans import HandDecode as DecodeByHand
-    from sparsekv.bench.offload import check_offload
-    from sparsekv.bench.random_model import describe_named
-    from sparsekv.bench.token_runs import NEW_EXACT, NEW_TOKENS, DecodeBench
-
-    info = describe_named(flags.model, flags.random_weights)
-    wanted, info = _decode_lengths(flags, info, _DECODE_LENGTHS[hardware.type])
-    bench = DecodeBench(
-        wanted,
-        flags.batch,
-        flags.repeats,
-        NEW_EXACT if flags.exact else NEW_TOKENS,
-        backend=machine.backend,
-        seed=flags.seed,
-        allow_mismatch=flags.random_weights,
-        exact=flags.exact,
-        acceptance=flags.acceptance,
-        kv_dtype=flags.kv_dtype,
+def _peers(flags: PeersFlags) -> None:
+    deadline = time.monotonic() + flags.max_seconds if flags.max_seconds else float("inf")
+    if flags.picture is not None:
+        check_writable(flags.picture)
+    named, machine = (
+        named_subject(flags, flags.lengths, flags.random_weights and flags.plan is None),
+        settings_of(flags),
     )
-    hand = DecodeByHand(flags.budget or tokens(2048), offload=flags.offload is not None)
-    plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(wanted))
-    check_decode(info, plans, bench)
-    if flags.offload is not None:
-        check_offload(info, plans, bench, flags.miss_rate)
-    # Larger cases may not fit, or only those by a plan that offloads: their rows say so.
-    offloads = any(one.decode and one.decode.offload for one in plans.values())
-    room = 0 if offloads else min(wanted) * min(flags.batch)
-    subject = subject_of(flags, named, hardware, precision, longest=max(wanted), seed=flags.seed, cached=room)
-    if flags.offload is not None:
-        return _offloaded(flags, subject, plans, words, bench)
-    rows = list(bench_decode(subject, plans, words, bench, BarProgress()))
-    return BenchRun(rows, f"{title_of(subject, rows[0], words)}\n{RANDOM_NOTE}", COLUMNS, note=RANDOM_NOTE)
+    hardware, precision = device_and_dtype(machine)
+    lengths, folder = flags.lengths or _PEER_LENGTHS[hardware.type], flags.originals
+    if folder is not None:
+        sys.path.append(str(folder.resolve()))
+    from sparsekv.bench.peers import COLUMNS, METHODS, PeersBench, bench_peers, left, table_rows
+    from sparsekv.bench.peers_file import PeerRow
+    from sparsekv.bench.random_model import describe_named
+    from sparsekv.planner.options import density_for
+    from sparsekv.planner.records import RunFile
+
+    if unknown := [name for name in flags.methods if name not in METHODS]:
+        found = f"{unknown[0]!r:.40}{did_you_mean(unknown[0], METHODS)}"
+        raise UsageError(f"methods: expected some of {', '.join(METHODS)}, found {found}")
+    plan, loaded = named.plan, None if flags.random_weights else named.load(flags)
+    shape = describe_named(flags.shape or flags.model, flags.random_weights or flags.shape is not None)
+    group = shape.attention[0]
+    if plan is None:
+        tell("without --plan sparsekv is timed alone, with budgets for the planted structure: no divergence")
+    bench = PeersBench(
+        lengths=lengths,
+        heads=group.heads,
+        kv_heads=group.kv_heads,
+        head_dim=group.head_dim,
+        device=hardware,
+        dtype=loaded.model.dtype if loaded else precision,
+        tile=plan.prefill.tile if plan and plan.prefill else flags.tile or TileShape(),
+        planted_density=flags.planted,
+        methods=flags.methods or tuple(METHODS),
+        density=flags.density or (None if plan or not loaded else density_for(max(lengths))),
+        tasks=flags.tasks,
+        samples=flags.samples,
+        ruler_samples=flags.ruler_samples,
+        rounds=flags.repeats,
+        seed=flags.seed,
+        originals=folder,
+        deadline=deadline,
+    )
+    file = RunFile.of(_run(bench, shape.id, loaded, plan), flags.out)
+
+    def rows() -> BenchRun:
+        title = f"{file.settings.shape}, {file.settings.device}, {file.settings.dtype}; {flags.out}"
+        return BenchRun(table_rows(file, lengths), title, COLUMNS)
+
+    try:
+        bench_peers(bench, file, loaded, plan, BarProgress())
+    except BaseException as error:
+        if file.all(PeerRow):
+            error.add_note(f"what was measured until then is in {flags.out}; the same command goes on from there")
+            if not flags.as_json:  # standard output is then the error
+                show_rows(rows(), as_json=False)
+        raise
+    if flags.picture is not None:
+        _draw(file, flags.picture)
+    if open_ := left(bench, file.all(PeerRow)):
+        tell(f"{len(open_)} rows are left, from {open_[0].name} at {format_length(open_[0].length)} on: rerun to go on")
+    print_rows(rows(), as_json=flags.as_json)
 
 
-def _decode_lengths(flags: DecodeFlags, info: ModelInfo, usual: tuple[int, ...]) -> tuple[tuple[int, ...], ModelInfo]:
-    """Those to time, and the model with room for them where its weights are random."""
-    if flags.random_weights:
-        wanted = flags.lengths or usual
-        return wanted, info.model_copy(update={"context_length": max(*wanted, info.context_length)})
-    fitting = tuple(length for length in usual if length <= info.context_length)
-    return flags.lengths or fitting or (info.context_length,), info
+def _run(bench: PeersBench, shape: str, loaded: LoadedModel | None, plan: Plan | None) -> PeersRun:
+    from sparsekv.bench.peers_file import PeersRun
+    from sparsekv.planner.records import versions
+    from sparsekv.runtime.model_config import device_name, dtype_name
+
+    quality: dict[str, Any] = {}
+    if loaded is not None:
+        fingerprint = loaded.info.fingerprint
+        quality = {"model": fingerprint.architecture, "weights": fingerprint.weights, "tasks": bench.tasks}
+        quality |= {"samples": bench.samples, "ruler_samples": bench.ruler_samples}
+    same = ("heads", "kv_heads", "head_dim", "planted_density", "rounds", "seed")
+    return PeersRun(
+        shape=shape,
+        dtype=dtype_name(bench.dtype),
+        device=device_name(bench.device),
+        tile=str(bench.tile.key),
+        plan=executed_digest(plan) if plan else None,
+        versions=versions(),
+        **{name: getattr(bench, name) for name in same},
+        **quality,
+    )
 
 
-def _offloaded(
-    flags: DecodeFlags, subject: BenchModel, plans: Mapping[str, Plan], words: str, bench: DecodeBench
-) -> BenchRun:
-    from sparsekv.bench.offload import COLUMNS, bench_offload
-
-    assert flags.offload is not None
-    share = flags.miss_rate
-    rows = list(bench_offload(subject, plans, words, bench, flags.offload, share, BarProgress()))
-    title = f"{title_of(subject, rows[0], words)}; --offload {flags.offload}"
-    title += f"; choices swapped for lists with {share:.3g} of new tokens a step" if share else ""
-    return BenchRun(rows, title, COLUMNS, "device_ms" if flags.offload == "never" else "offloaded_ms")
+def _draw(result: PeersFile, path: Path) -> None:
+    try:
+        from sparsekv.bench.peers_picture import write_picture
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"expected the packages that --picture needs, found no {error.name}; install them: "
+            f"{install_command('report')}; the rows are in the file"
+        ) from error
+    drawn = write_picture(result, path)
+    tell(f"{path}: {drawn} points" if drawn else "no row has both a time and a divergence at one density: no picture")
 
 
 # --- headline ---------------------------------------------------------------------------------------------------------
@@ -284,7 +296,7 @@ def headline(flags: HeadlineFlags) -> None:
     from sparsekv.planner.options import density_for
 
     hardware, _ = device_and_dtype(settings_of(flags))
-    lengths = flags.lengths or _PREFILL_LENGTHS[hardware.type]
+    lengths = flags.lengths or PREFILL_LENGTHS[hardware.type]
     (group, *_) = describe_named(flags.model, True).attention
     timed: dict[str, Any] = {"lengths": lengths, "repeats": flags.repeats, "seed": flags.seed}
     shape: dict[str, Any] = {"heads": group.heads, "kv_heads": group.kv_heads, "head_dim": group.head_dim}

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
-from pydantic import model_validator
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import (
@@ -30,7 +29,7 @@ from sparsekv.cli.arguments import (
 from sparsekv.cli.output import FAILED, columns, emit, emit_json, placed, size, tell
 from sparsekv.cli.plan_choice import Candidate, best_of, candidates, described, device_called, plans_in
 from sparsekv.planner.common_options import Device
-from sparsekv.planner.flags import Chunk, Count, Flag, Key, Length, OneLength, Size
+from sparsekv.planner.flags import Chunk, Count, Flag, Key, Length, OneLength, Size, Unread
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.files import load_plan
@@ -64,6 +63,10 @@ MemorySize = Annotated[Size | None, Flag("Such as 80GiB; what this machine has b
 class DoctorFlags(PlacementFlags, Device, Output):
     """Holds what `doctor` is asked to do."""
 
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(("memory",), "one is about plans, the other about memory", ("target",)),
+    )
+
     memory: Annotated[
         tuple[str, OneLength] | None,
         Flag(
@@ -86,12 +89,6 @@ class DoctorFlags(PlacementFlags, Device, Output):
     max_new_tokens: Annotated[Length, Key("Most tokens to generate; 256 by default.", "N")] = 256
     batch: Annotated[Count, Key("Prompts run at once; 1 by default.", "N")] = 1
     chunk: Annotated[Chunk, Key("Most tokens prefilled at once.", "TOKENS")] = None
-
-    @model_validator(mode="after")
-    def _every_flag_is_read(self) -> Self:
-        if self.target is not None:
-            self.refuse(("memory",), "one is about plans, the other about memory", "target")
-        return self
 
 
 def doctor(flags: DoctorFlags) -> None:

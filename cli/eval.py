@@ -1,8 +1,9 @@
-"""`sparsekv eval`: a model on tasks, on own prompts, on RULER's tasks (--suite), or at many densities (--curve)."""
+"""`sparsekv eval`: a model on tasks, on own prompts, or on RULER's tasks (--suite)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -10,39 +11,42 @@ from pydantic import Field, model_validator
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, plan_file, settings_of
-from sparsekv.cli.eval_table import DENSE, prompts_data, suite_data, suite_text, tasks_data, tasks_text
-from sparsekv.cli.output import columns, emit, emit_json, tell
+from sparsekv.cli.output import agreement_table, columns, emit, emit_json, tell
 from sparsekv.cli.plan_files import only_writer
 from sparsekv.cli.prompts import answered_prompts
-from sparsekv.planner.common_options import DEFAULT_TASKS, PHASES, Drawn, Hardware, Phase, check_lengths
-from sparsekv.planner.flags import MOST, Flag, Key, Lengths, Names, Shares
+from sparsekv.planner.common_options import DEFAULT_TASKS, Drawn, Hardware, Phase, check_lengths
+from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Unread
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import executed_digest, load_plan
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Plan, check_model
+from sparsekv.plans.schema import Plan, Quality, check_model, to_data
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
     from sparsekv.planner.evaluation import EvalSamples, PlanMode
-    from sparsekv.planner.profile.profile_data import Profile
+    from sparsekv.planner.evaluation.results import EvalResult
+    from sparsekv.planner.evaluation.suite_results import Metric, Paired, SuiteTable
     from sparsekv.runtime.hf.load import LoadedModel
 
 PhaseName = Literal["prefill", "decode", "both"]
 Suite = Literal["ruler"]
 PLAN = "plan"
 _OF_PLAN = ("only", "backend")
-_OF_SUITE = ("out", "beside")
-_OF_CURVE = ("profile", "methods", "densities", "budgets")
 
 
 class EvalFlags(Subjects, Drawn, Hardware, Output):
     """The arguments of `eval`."""
 
     group: ClassVar = "Samples"
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(("tasks", "prompts_file"), "a suite has tasks and tables of its own", ("suite",)),
+        Unread(("tasks", "lengths", "samples", "seed"), "no samples are drawn", ("prompts_file",)),
+        Unread(("out", "beside"), "--suite reads it", without=("suite",)),
+    )
     lengths: Annotated[
         Lengths,
         Flag(
-            "Most tokens of a prompt and its answer, by default 4k; several for --suite and --curve.",
+            "Most tokens of a prompt and its answer, by default 4k; several for --suite.",
             ("--length", "--lengths"),
             "TOKENS",
         ),
@@ -78,34 +82,10 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
         Names,
         Flag("For --suite: further plans to measure, such as minference=preset.yaml, by a name.", metavar="NAME=FILE"),
     ] = ()
-    curve: Annotated[
-        Path | None, Flag("Measure many densities of the plan and of other methods into this file.", metavar="FILE")
-    ] = None
-    profile: Annotated[
-        tuple[Path, ...],
-        Flag(
-            "For --curve: what `plan --profile-out` wrote. Given twice, one is of --preset minference.",
-            metavar="FILE",
-            reads=list[Path],
-        ),
-    ] = ()
-    methods: Annotated[Names, Key("For --curve, such as sparsekv,streamingllm,quest; all by default.", "NAMES")] = ()
-    densities: Shares = ()  # for a curve: of the prefill methods that take one
-    budgets: Shares = ()  # of the context, of the decode methods
 
     @model_validator(mode="after")
-    def _every_flag_is_read(self) -> Self:
-        if self.suite is not None:
-            self.refuse(("tasks", "prompts_file", "curve"), "a suite has tasks and tables of its own", "suite")
-        if self.prompts_file is not None:
-            self.refuse(("tasks", "lengths", "samples", "seed", "curve"), "no samples are drawn", "prompts_file")
-        if self.curve is not None:
-            self.refuse(("backend",), "a curve is measured by what is fastest", "curve")
-        for needed, names in (("suite", _OF_SUITE), ("curve", _OF_CURVE)):
-            if getattr(self, needed) is None and (unread := next(filter(self.is_given, names), None)):
-                flags = self.flag_of(needed), self.flag_of(unread)
-                raise UsageError("expected {0} beside {1}, found none; leave {1} out, or add {0}".format(*flags))
-        if len(self.lengths) != 1 and self.suite is None and self.curve is None:
+    def _has_one_length(self) -> Self:
+        if len(self.lengths) != 1 and self.suite is None:
             raise UsageError(f"expected one --length, found {self.lengths}; call eval once for each")
         return self
 
@@ -128,17 +108,16 @@ def evaluate(flags: EvalFlags) -> None:
     """Measure the tasks on held-out samples, or own prompts: answers by exact match, text by perplexity.
 
     Without a plan (--plan, or sparsekv.yaml in the model's folder or hub repository) dense is measured alone. With
-    --curve FILE the divergence from dense is measured at many densities, of plans compiled from --profile and of other
-    methods, on the same samples; `report PLAN FILE` draws it. With --suite ruler the tasks of RULER are run by
-    its names, sizes and metric: dense and plan generate freely, and what each task loses is told, worst first.
+    --suite ruler the tasks of RULER are run by its names, sizes and metric: dense and plan generate freely, and what
+    each task loses is told, worst first.
     """
     subject = flags.subject
     unread = next(filter(flags.is_given, _OF_PLAN), None)
-    if unread and not (subject.plan or flags.beside or flags.curve):
+    if unread and not (subject.plan or flags.beside):
         raise UsageError(f"expected a plan beside {flags.flag_of(unread)}, found none; name one with --plan FILE")
     subject = subject.checked(flags, () if flags.prompts_file else flags.lengths)
-    with only_writer(flags.out or flags.curve):
-        (_suite if flags.suite else _curve if flags.curve else _tasks)(subject, flags)
+    with only_writer(flags.out):
+        (_suite if flags.suite else _tasks)(subject, flags)
 
 
 def _all_dense(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> str | None:
@@ -239,66 +218,133 @@ def _plans(subject: Subject, flags: EvalFlags) -> dict[str, Plan]:
     return found
 
 
-# --- curve ------------------------------------------------------------------------------------------------------------
+# --- the table, and its JSON ------------------------------------------------------------------------------------------
+
+Row = tuple[str, ...]  # of those cells of the header that it has
+DENSE = "dense"
+_HEADER = ("task", "length", "score", DENSE, "", "difference", "95%", "tiles", "tokens")
+_SHARES: tuple[Literal["prefill_density"], Literal["decode_share"]] = ("prefill_density", "decode_share")
+METRICS: dict[Metric, str] = {"recall": "RULER's string match", "exact": "the text begins with the answer"}
 
 
-def _curve(subject: Subject, flags: EvalFlags) -> None:
-    """Measures the points that the file does not hold yet, and prints those that were asked for."""
-    from sparsekv.bench.curve_file import CurveRun
-    from sparsekv.bench.curve_methods import BUDGETS, CurveInputs, check_profiled, chosen_methods
-    from sparsekv.bench.curves import HEADER, cells, measure_curves
-    from sparsekv.planner.profile.profile_data import check_model as check_profile
-    from sparsekv.planner.progress import BarProgress
-    from sparsekv.planner.records import RunFile, digest_of
-
-    (profile, preset), drawn, plan = _profiles(flags.profile), flags.drawn, subject.plan
-    profiles = {name: one for name, one in (("profile", profile), ("preset", preset)) if one is not None}
-    phases = PHASES if flags.only is None else (flags.only,)
-    methods = chosen_methods(phases, flags.methods, [*profiles, *(["plan"] if plan else [])])
-    check_profiled(methods, profiles, drawn.lengths)
-    RunFile.earlier(CurveRun, flags.curve)
-
-    def check(info: ModelInfo, _: str) -> None:
-        check_lengths(drawn.lengths, info.context_length)
-        if plan:
-            check_model(plan, info)
-        for one in profiles.values():
-            check_profile(one, info, weights=False)
-
-    loaded = subject.load(flags, check)
-    for one in profiles.values():
-        check_profile(one, loaded.info)
-    asked = {"seed": drawn.seed, "samples": drawn.samples, "tasks": drawn.tasks, "prefill_chunk": drawn.prefill_chunk}
-    digests = {name: digest_of(one) for name, one in profiles.items()}
-    settings = CurveRun.of(loaded, plan=executed_digest(plan) if plan else None, **asked, **digests)
-    file, budgets = RunFile.of(settings, flags.curve), flags.budgets or BUDGETS
-    inputs = CurveInputs(loaded, plan, profile, preset, flags.densities, budgets, drawn.tasks[0], drawn.seed)
-    rows = measure_curves(inputs, methods, drawn, file, BarProgress())
-    missing = {name for names in methods.values() for name in names} - {row.method for row in rows}
-    if missing:
-        tell(f"no point of {', '.join(sorted(missing))}: it finds nothing to leave out in this model")
-    if flags.as_json:
-        emit_json({"path": str(flags.curve), "rows": [row.model_dump(mode="json") for row in rows]})
-    else:
-        emit(f"{columns([HEADER, *map(cells, rows)], right=range(4, len(HEADER)))}\n")
-        told = f"{len(rows)} points, samples of each: {rows[0].samples}" if rows else "no method, no point"
-        emit(f"{flags.curve}: {told}")
+def _table(rows: Sequence[Row], name: str) -> str:
+    """Dense beside one method, task by task."""
+    most = max(map(len, rows))
+    every = [tuple(cell or name for cell in _HEADER[:most]), *(row + ("",) * (most - len(row)) for row in rows)]
+    return columns(every, right=range(3, most))
 
 
-def _profiles(paths: Sequence[Path]) -> tuple[Profile | None, Profile | None]:
-    """The profile of our search and that of the preset, as far as they are given."""
-    from sparsekv.planner.profile.profile_data import Profile
-    from sparsekv.planner.records import read_measured
+def _task_row(name: str, result: EvalResult, has_plan: bool) -> Row:
+    task = result.tasks[name]
+    score, kind = task.score, "exact match" if task.is_accuracy else "perplexity"
+    row = (name, format_length(result.lengths[0]), kind, f"{score.dense:.4g}")
+    interval = "-" if score.interval is None else "{:+.3g} to {:+.3g}".format(*score.interval)
+    return (*row, f"{score.sparse:.4g}", f"{score.sparse - score.dense:+.3g}", interval) if has_plan else row
 
-    found: dict[bool, Profile] = {}
-    for path in paths:
-        one = read_measured(Profile, path)
-        if found.setdefault(one.preset is not None, one) is not one:
-            raise UsageError(
-                f"expected one --profile of our search and one of --preset minference at most, found two of a kind: "
-                f"{path} and another; leave one out"
-            )
-    return found.get(False), found.get(True)
+
+def _suite_rows(table: SuiteTable, method: str) -> Iterator[Row]:
+    """All tasks at each length and at all; then each task, the worst first."""
+    lengths = [*((one,) for one in table.lengths), *([table.lengths] if len(table.lengths) > 1 else [])]
+    for metric, some in product(METRICS, lengths):
+        shares = (f"{table.share(method, name, some[0]):.3f}" for name in _SHARES if len(some) == 1)
+        at = format_length(some[0]) if len(some) == 1 else "all"
+        yield ("all", at, metric, *_compared(table.paired(method, metric, (), some)), *shares)
+    for task, length in product(table.worst_first(method), table.lengths):
+        yield (task, format_length(length), "recall", *_compared(table.paired(method, "recall", (task,), (length,))))
+
+
+def _compared(pair: Paired) -> Iterator[str]:
+    low, high = (100.0 * bound for bound in pair.interval)
+    yield from (f"{100.0 * pair.dense:.1f}", f"{100.0 * pair.own:.1f}", f"{100.0 * pair.difference:+.1f}")
+    yield f"{low:+.1f} to {high:+.1f}"
+
+
+def tasks_text(results: Sequence[EvalResult], count: str, phase: PhaseName | None, chunk: int | None) -> str:
+    """Tasks at each length, and what a plan computed of them; without a phase dense alone."""
+    from sparsekv.planner.evaluation.results import measurement_of, merged
+
+    whole = merged(results)
+    parts = [_table([_task_row(name, one, phase is not None) for one in results for name in one.tasks], "sparse")]
+    facts = f"samples: {count}, of up to {whole.lengths[-1]:,} tokens"
+    if phase is not None:
+        parts.append(agreement_table(Quality.model_validate({phase: measurement_of(results, phase, chunk)})))
+        facts += f"; prefill computed {whole.prefill_density:.3f} of the tiles"
+        facts += f", decode attended to {whole.decode_share:.3f} of the tokens; KL {whole.kl:.3g}"
+    return "\n\n".join((*parts, facts))
+
+
+def prompts_data(results: Sequence[EvalResult], has_plan: bool) -> dict[str, Any]:
+    """The JSON of own prompts, of all lengths together and of each."""
+    from sparsekv.planner.evaluation.results import merged
+
+    whole, *each = [tasks_data(one, len(one.outcomes), has_plan) for one in (merged(results), *results)]
+    return whole | {"by_length": each}
+
+
+def tasks_data(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:
+    """The JSON of tasks at one length."""
+    scores = {name: task.score for name, task in result.tasks.items()}
+    tasks: dict[str, Any] = {name: {"dense": score.dense, "sparse": None} for name, score in scores.items()}
+    measured: dict[str, Any] = {"prefill_density": None}
+    if has_plan:
+        for name, score in scores.items():
+            tasks[name] |= {"sparse": score.sparse, "interval": score.interval}
+            tasks[name] |= {"agreement": to_data(score.agreement) if score.agreement else None}
+        measured = {"prefill_density": result.prefill_density, "decode_share": result.decode_share, "kl": result.kl}
+        measured |= {"agreement": to_data(result.agreement)}
+    return {"tasks": tasks, "samples": samples, "length": result.lengths[-1], **measured}
+
+
+def suite_text(table: SuiteTable) -> str:
+    """A table of each plan, and what the tasks are."""
+    from sparsekv.planner.tasks.ruler_suite import ABSENT
+
+    tables = [_table([*_suite_rows(table, method)], method) for method in table.methods]
+    tables = tables or [_table([row[:4] for row in _suite_rows(table, DENSE)], "")]
+    facts = f"{len(table.tasks)} tasks of RULER, {table.file.settings.samples} samples of each a length, in percent\n"
+    facts += "; ".join(f"{name}: {what}" for name, what in METRICS.items())
+    haystacks = (f"haystack of {', '.join(tasks)}: {what}" for what, tasks in table.haystacks.items())
+    absent = f"absent: {', '.join(ABSENT)}, which need a corpus of questions; use lm-evaluation-harness"
+    return "\n\n".join((*tables, "\n".join((facts, *haystacks, absent))))
+
+
+def suite_data(table: SuiteTable) -> dict[str, Any]:
+    """The JSON of the tables: scores in percent, differences in points."""
+    from sparsekv.planner.tasks.ruler_suite import ABSENT
+
+    lengths, settings = table.lengths, table.file.settings
+
+    def pairs(method: str, tasks: tuple[str, ...], some: tuple[int, ...]) -> dict[str, Any]:
+        return {metric: _pair_data(table.paired(method, metric, tasks, some)) for metric in METRICS}
+
+    def method_data(method: str) -> dict[str, Any]:
+        data: dict[str, Any] = {"method": method}
+        for metric in METRICS:
+            each = {str(n): 100.0 * table.paired(method, metric, (), (n,)).own for n in lengths}
+            data[metric] = each | {"mean": 100.0 * table.paired(method, metric).own}
+        return data | {name: {str(n): table.share(method, name, n) for n in lengths} for name in _SHARES}
+
+    return {
+        "suite": settings.suite,
+        "model": settings.model,
+        "settings": to_data(settings),
+        "devices": list(dict.fromkeys(cell.device for cell in table.cells.values())),
+        "lengths": list(lengths),
+        "absent": list(ABSENT),
+        "haystacks": {task: what for what, tasks in table.haystacks.items() for task in tasks},
+        "methods": [method_data(method) for method in (DENSE, *table.methods)],
+        "differences": {method: pairs(method, (), lengths) for method in table.methods},
+        "tasks": [
+            {"method": method, "task": task, "lengths": {str(n): pairs(method, (task,), (n,)) for n in lengths}}
+            for method in table.methods
+            for task in table.worst_first(method)
+        ],
+    }
+
+
+def _pair_data(pair: Paired) -> dict[str, Any]:
+    percent = {name: 100.0 * getattr(pair, name) for name in ("dense", "own", "difference")}
+    return {**percent, "interval": [100.0 * bound for bound in pair.interval]}
 
 
 app = commands.app(

@@ -56,7 +56,7 @@ SUMMARIES = {
 }
 
 _MODULES = dict.fromkeys(("show", "report", "diff", "validate", "seal", "schema"), "plan_commands")
-_MODULES |= {"import": "exchange", "export": "exchange"}
+_MODULES |= dict.fromkeys(("import", "export", "publish"), "exchange")
 
 
 class _Modules(Mapping[str, Any]):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, settings_of
@@ -15,7 +15,7 @@ from sparsekv.cli.output import emit_json, emit_verdict, tell
 from sparsekv.cli.plan_files import PlanFiles, outcomes_beside
 from sparsekv.cli.prompts import own_prompts
 from sparsekv.planner.common_options import Hardware
-from sparsekv.planner.flags import MOST, Flag, Key
+from sparsekv.planner.flags import MOST, Flag, Key, Unread
 from sparsekv.planner.options import HELD_OUT, DecodeSearch, PlanOptions, Search
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import GateError
@@ -32,12 +32,22 @@ if TYPE_CHECKING:
     Measured = tuple[Profile | None, DeviceCost | None]
 
 _HOW_SPARSE = "longer --lengths or --no-crossover leave more of it sparse, looser gates where it missed them"
+_PROFILED = ("preset", "calibration_samples", "prompts_file")
+_GATED = ("max_accuracy_drop", "max_kl", "max_decode_kl", "verify_samples", "require_verified")
+_MACHINE = (*Hardware.model_fields, "device_map")
 
 
 class PlanFlags(PlanFiles, PlanOptions, Output):
     """Holds what `plan` is asked to do."""
 
     group: ClassVar = "Verification"
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(_PROFILED, "a profile brings what it was made with", ("profile",)),
+        Unread(_GATED, "nothing is verified", ("no_verify",)),
+        Unread(_MACHINE, "no model runs", ("profile", "cost", "no_verify"), without=("retain",)),
+        Unread(DecodeSearch.model_fields, "only prefill is planned", (("phases", ("prefill",)),)),
+        Unread((*Search.model_fields, "target_density"), "only decode is planned", (("phases", ("decode",)),)),
+    )
     no_verify: Annotated[bool, Flag("Leave the plan unverified.")] = False
     verify_samples: Annotated[int | None, Field(ge=1, le=MOST), Key(HELD_OUT, "N")] = None
     require_verified: Annotated[
@@ -56,22 +66,6 @@ class PlanFlags(PlanFiles, PlanOptions, Output):
         given |= {"prompts": own_prompts(self.prompts_file)} if self.prompts_file else {}
         given |= {"verify_samples": 0} if self.no_verify else {}
         return PlanOptions(**given | {"backend": settings_of(self).backend})
-
-    @model_validator(mode="after")
-    def _every_flag_is_read(self) -> Self:
-        if self.profile:
-            own = ("preset", "calibration_samples", "prompts_file")
-            self.refuse(own, "a profile brings what it was made with", "profile")
-        if self.no_verify:
-            gates = ("max_accuracy_drop", "max_kl", "max_decode_kl", "verify_samples", "require_verified")
-            self.refuse(gates, "nothing is verified", "no_verify")
-        if not self.needs_model:
-            self.refuse((*Hardware.model_fields, "device_map"), "no model runs", "profile", "cost", "no_verify")
-        if self.phases == ("prefill",):
-            self.refuse(DecodeSearch.model_fields, "only prefill is planned", "phases")
-        if self.phases == ("decode",):
-            self.refuse((*Search.model_fields, "target_density"), "only decode is planned", "phases")
-        return self
 
 
 def plan(flags: PlanFlags) -> None:

@@ -109,7 +109,7 @@ def report(
         list[Path] | None,
         typer.Argument(
             metavar="FILE",
-            help="Its profile, and what `eval --curve` and `eval --suite` wrote.",
+            help="Its profile, curves of its model, and what `eval --suite` wrote.",
             show_default=False,
         ),
     ] = None,

@@ -191,7 +191,7 @@ _WHAT = {
     "cost": "a device cost",
     "page": "a page of `sparsekv report`",
     "outcomes": "outcomes of a verification",
-    "curve": "what `eval --curve` wrote",
+    "curve": "curves of a model",
     "suite": "what `eval --suite` wrote",
 }
 

@@ -16,7 +16,7 @@ from sparsekv.cli.doctor import MemoryEstimate, say_memory, tell_if_idle
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.cli.prompts import given_prompt, typed_prompt
 from sparsekv.planner.common_options import PHASES, Hardware, Phase, PrefillChunk, Seed
-from sparsekv.planner.flags import Flag, Key
+from sparsekv.planner.flags import Flag, Key, Unread
 from sparsekv.plans.brief import percent
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.model import ModelInfo
@@ -34,6 +34,11 @@ class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
     """Arguments and options of `run`."""
 
     group: ClassVar = "Prompt and answer"
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(("only", "exact", "compare", "offload", "kv_dtype", "dry_run"), "no plan is applied", ("dense",)),
+        Unread(("only",), "it says what each phase does", ("exact",)),
+        Unread(("compare",), "nothing is run", ("dry_run",)),
+    )
     prompt: Annotated[str | None, Flag("The prompt.", ("--prompt", "-p"), "TEXT")] = None
     prompt_file: Annotated[
         Path | None,
@@ -81,19 +86,12 @@ class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
         return {phase: self.only in (None, phase) for phase in PHASES}
 
     @model_validator(mode="after")
-    def _every_flag_is_read(self) -> Self:
+    def _is_greedy_or_warm(self) -> Self:
         if 0.0 < self.temperature < _COLDEST:
             raise UsageError(
                 f"expected a temperature of 0, which is greedy, or one from {_COLDEST} to {_HOTTEST:g}, found "
                 f"{self.temperature:g}"
             )
-        if self.dense:
-            unread = ("only", "exact", "compare", "offload", "kv_dtype", "dry_run")
-            self.refuse(unread, "no plan is applied", "dense")
-        if self.exact:
-            self.refuse(("only",), "it says what each phase does", "exact")
-        if self.dry_run:
-            self.refuse(("compare",), "nothing is run", "dry_run")
         return self
 
 

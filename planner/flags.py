@@ -8,14 +8,14 @@ line takes: `lengths="4k,16k"`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import get_annotations
 from itertools import chain
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from sparsekv.plans.errors import UsageError, did_you_mean
@@ -50,6 +50,34 @@ class Key:
     metavar: str
 
 
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Options that nothing reads, and so are refused.
+
+    Attributes:
+        names: the options.
+        because: why nothing reads them.
+        beside: the options that leave them unread together; a pair is one with that value.
+        without: options any of which has them read.
+    """
+
+    names: Collection[str]
+    because: str
+    beside: tuple[str | tuple[str, Any], ...] = ()
+    without: tuple[str, ...] = ()
+
+    def check(self, asked: Options) -> None:
+        """Refuses them.
+
+        Raises:
+            UsageError: naming one that was asked for, and those that leave it unread.
+        """
+        names = [one if isinstance(one, str) else one[0] for one in self.beside]
+        values = [getattr(asked, one[0]) == one[1] for one in self.beside if not isinstance(one, str)]
+        if all((*map(asked.is_given, names), *values)) and not any(map(asked.is_given, self.without)):
+            asked.refuse(self.names, self.because, *names)
+
+
 class Spelled(NamedTuple):
     """A field that has a flag.
 
@@ -80,12 +108,14 @@ class Options(BaseModel):
 
     Attributes:
         group: what `--help` lists the flags of this class under.
+        unread: options that are refused, beside those of its bases.
 
     Raises:
         UsageError: naming the first one that cannot be meant.
     """
 
     group: ClassVar[str] = "Options"
+    unread: ClassVar[tuple[Unread, ...]] = ()
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def __init__(self, **values: Any) -> None:
@@ -97,6 +127,13 @@ class Options(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise UsageError(self._told(error)) from None
+
+    @model_validator(mode="after")
+    def _every_option_is_read(self) -> Self:
+        for base in reversed(type(self).__mro__):
+            for rule in vars(base).get("unread", ()):
+                rule.check(self)
+        return self
 
     def but(self, **changes: Any) -> Self:
         """These options, some of them others."""
@@ -193,6 +230,8 @@ class Options(BaseModel):
         unread = next((name for name in names if name not in switches and self.is_given(name)), None)
         if unread is not None:
             given, *others = (self.flag_of(name, getattr(self, name, None)) for name in (unread, *switches))
+            if not others:
+                raise UsageError(f"expected no {given}: {because}; leave it out")
             raise UsageError(f"expected {given} or {' and '.join(others)}, found both: {because}; leave one out")
 
     @classmethod

@@ -33,6 +33,7 @@ from sparsekv.planner.flags import (
     Shares,
     Tile,
     TokenBudget,
+    Unread,
     each_once,
     one_of,
     text,
@@ -227,6 +228,10 @@ HELD_OUT = "Most held-out samples a task and length; by default as many as decid
 VERIFY_TIME = "Seconds of drawing more samples than the first ones, unless all is decided; 90 on a CPU, 300 on a GPU."
 
 
+_LOSSES = ("decode_kl", "decode_loss")
+_OF_SEGMENTS = ("filter_layers", "decode_budget", *_LOSSES, "decode_sink", "decode_recent", "offload")
+
+
 class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
     """Says how to plan.
 
@@ -235,6 +240,14 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
     """
 
     group: ClassVar = "Verification"
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(("target_density", "levels"), "each is a target", ("preset",)),
+        Unread(_LOSSES, "layers that are given have no bound on what is lost", ("filter_layers",)),
+        Unread(("decode_kl",), "each is a bound on what is lost", ("decode_loss",)),
+        Unread(("offload",), "vLLM keeps all pages on the device", (("host", "vllm"),)),
+        Unread(_OF_SEGMENTS, "an evicting layer is in no segment", ("retain",)),
+        Unread(("retain",), "the decode that is planned alone is that of filter layers", (("phases", ("decode",)),)),
+    )
     # The caller's own, instead of samples of tasks: half of them are set aside, to verify the plan on.
     prompts: Annotated[tuple[GivenPrompt, ...], BeforeValidator(as_prompts)] = ()
     verify_samples: Annotated[int | None, Field(ge=0, le=MOST), Key(HELD_OUT, "N")] = None
@@ -261,24 +274,6 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
     def profiled_phases(self) -> tuple[Phase, ...]:
         """Returns the phases whose profile is needed: what layers keep is searched on the model itself."""
         return self.phases if self.retain is None else ("prefill",)
-
-    @model_validator(mode="after")
-    def _every_option_is_read(self) -> Self:
-        if self.preset is not None:
-            self.refuse(("target_density", "levels"), "each is a target", "preset")
-        if self.filter_layers:
-            bounds = ("decode_kl", "decode_loss")
-            self.refuse(bounds, "layers that are given have no bound on what is lost", "filter_layers")
-        if self.decode_loss is not None:
-            self.refuse(("decode_kl",), "each is a bound on what is lost", "decode_loss")
-        if self.host == "vllm":
-            self.refuse(("offload",), "vLLM keeps all pages on the device", "host")
-        if self.retain is not None:
-            reads = ("decode_budget", "decode_loss", "decode_kl", "decode_sink", "decode_recent")
-            self.refuse(("filter_layers", *reads, "offload"), "an evicting layer is in no segment", "retain")
-        if self.retain is not None and self.phases == ("decode",):
-            self.refuse(("phases",), "the decode that is planned alone is that of filter layers", "retain")
-        return self
 
     @model_validator(mode="after")
     def _verified_lengths_are_planned(self) -> Self:

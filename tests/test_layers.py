@@ -22,10 +22,7 @@ MAY_IMPORT = {
 # The only files that import bench/, when their command runs.
 MEASURE = {
     "cli/bench.py",
-    "cli/bench_peers.py",
-    "cli/bench_serve.py",
-    "cli/benched.py",
-    "cli/eval.py",
+    "cli/bench_model.py",
     "cli/plan_commands.py",
 }
 # plans/ starts in a fraction of a second because of what is not here.

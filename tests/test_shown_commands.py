@@ -13,7 +13,7 @@ import runpy
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -29,9 +29,8 @@ from shown_commands import Shown, shown
 from stand_ins import StandIns
 from stand_ins import stand_ins as stand_ins
 
-from sparsekv.bench.curve_file import CurvePoint
 from sparsekv.bench.random_model import BenchModel
-from sparsekv.cli.benched import Benched
+from sparsekv.cli.bench_model import Benched
 from sparsekv.cli.main import app
 from sparsekv.kernels import backends
 from sparsekv.planner.plan import PlanResult
@@ -72,9 +71,6 @@ def stages(monkeypatch: pytest.MonkeyPatch, stand_ins: StandIns) -> None:
                 stand_ins.put(str(path), flag)
         return PlanResult(stand_ins.plan, 1.0, 1, ("nothing was measured",))
 
-    def curves(*_: object) -> Sequence[CurvePoint]:
-        return [stand_ins.row]
-
     def benched(flags: Benched, *_: object, **__: object) -> BenchModel:
         return BenchModel(stand_ins.loaded.model, stand_ins.loaded.info, flags.model, "loaded")
 
@@ -82,9 +78,9 @@ def stages(monkeypatch: pytest.MonkeyPatch, stand_ins: StandIns) -> None:
     for stage in STAGES:
         monkeypatch.setattr(stage, stop)
     monkeypatch.setattr("sparsekv.planner.plan.compile_plan", planned)
-    monkeypatch.setattr("sparsekv.bench.curves.measure_curves", curves)
-    monkeypatch.setattr("sparsekv.cli.bench.subject_of", benched)
-    monkeypatch.setattr("sparsekv.cli.bench.device_and_dtype", lambda _: (torch.device("cuda"), torch.bfloat16))
+    monkeypatch.setattr("sparsekv.cli.bench_model.subject_of", benched)
+    on_cuda = torch.device("cuda"), torch.bfloat16
+    monkeypatch.setattr("sparsekv.cli.bench_model.device_and_dtype", lambda _: on_cuda)
     monkeypatch.setattr("sparsekv.bench.originals.fetch", lambda _: ())
     monkeypatch.setattr(backends, "check_backend", lambda *_: None)
     monkeypatch.setattr(backends, "choose_backend", lambda *shape: choose_backend(*shape[:3]))
@@ -197,9 +193,7 @@ def test_what_a_page_shows_runs(
         for words in commands:
             has_shape = bool({"--random-weights", "--memory"} & {*words})
             for before, word in pairwise(words):
-                if not (
-                    before in OUTPUTS or (before == "--curve" and "eval" in words) or (has_shape and is_alias(word))
-                ):
+                if not (before in OUTPUTS or (has_shape and is_alias(word))):
                     stand_ins.put(word, before)
             if words[1:2] == ["plan"]:  # which replaces none
                 for plan in (*Path().glob(f"*/{PLAN_NAME}"), Path("plan.yaml")):

@@ -1,4 +1,4 @@
-"""`sparsekv bench` and `eval --curve`: rows that scripts rely on, and what is refused."""
+"""`sparsekv bench`: rows that scripts rely on, and what is refused."""
 
 from importlib.util import find_spec
 from shutil import copyfile
@@ -8,10 +8,9 @@ from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
-from sparsekv.bench.curve_file import CurvePoint, CurveRun
-from sparsekv.cli.bench import DecodeFlags, HeadlineFlags, KernelFlags, decode, headline, kernels
-from sparsekv.cli.eval import EvalFlags, evaluate
-from sparsekv.planner.records import RunFile, only_run
+from sparsekv.cli.bench import HeadlineFlags, KernelFlags, headline, kernels
+from sparsekv.cli.bench_model import DecodeFlags, decode
+from sparsekv.planner.records import only_run
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
@@ -20,7 +19,6 @@ RELIED_ON = ["name", "length", "dense_ms", "sparse_ms", "speedup", "density", "t
 KERNELS = {"lengths": (512,), "heads": 2, "kv_heads": 1, "head_dim": 32, "tile": "64", "repeats": 1, "backend": "cpu"}
 KERNELS |= {"patterns": "a_shape"}
 BY_HAND = ("--set", "budget=32")
-CURVE = {"lengths": "1k", "tasks": "kv_retrieval", "samples": 1, "densities": "0.6", "budgets": "20%"}
 
 
 @pytest.fixture(scope="module")
@@ -185,60 +183,10 @@ def test_serve_without_vllm_says_what_to_install(sparsekv):
     assert "pip install 'vllm" in done.data["error"]["message"]
 
 
-# --- eval --curve -----------------------------------------------------------------------------------------------------
-
-
-def test_a_curve_is_written_and_printed(asked, folder, tmp_path):
-    path = tmp_path / "curve.json"
-    own = {"target": str(folder), "curve": path, **CURVE}
-    done = asked(evaluate, EvalFlags, **own, methods="plan,streamingllm,quest", as_json=True)
-    assert done.code == 0, done.err
-    points = [*RunFile.read(CurveRun, path).all(CurvePoint).values()]
-    cases = [(point.phase, point.method) for point in points]
-    assert cases == [("prefill", "plan"), ("prefill", "streamingllm"), ("decode", "plan"), ("decode", "quest")]
-    assert [row["density"] for row in done.data["rows"]] == [point.density for point in points]
-    assert all(0 < point.density < 1 and point.kl > 0 and point.length == 1024 for point in points)
-    before = path.read_bytes()
-    again = asked(evaluate, EvalFlags, **own, methods="quest", only="decode")
-    assert again.code == 0, again.err
-    assert path.read_bytes() == before
-    header, row = (line for line in again.out.splitlines() if "length" in line or "quest" in line)
-    point = points[-1]
-    column = header.index("computed") + len("computed")  # of numbers, at the right
-    assert row[:column].endswith(f" {point.density:.0%}")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("--set", "methods=juggling"), "juggling"),
-        (("--set", "methods=streamingllmm"), "did you mean streamingllm?"),
-        (("--set", "methods=kascade"), "--profile"),
-        (("--only", "both"), "--only"),
-        (("--only", "prefill", "--set", "methods=quest"), "quest"),
-        (("--length", "4k"), "2k"),
-    ],
-)
-def test_what_no_curve_can_be_made_of_is_refused(sparsekv, folder, tmp_path, arguments, word):
-    done = sparsekv("eval", folder, "--curve", tmp_path / "curve.json", "--length", "1k", *arguments)
-    assert (done.code, done.out) == (2, "")
-    assert word in done.err
-    assert not (tmp_path / "curve.json").exists()
-
-
-def test_no_other_file_is_replaced_and_options_of_a_curve_need_one(sparsekv, folder, tmp_path):
-    (tmp_path / "notes.json").write_text("{}")
-    assert sparsekv("eval", folder, "--curve", tmp_path / "notes.json").code == 2
-    assert (tmp_path / "notes.json").read_text() == "{}"
-    done = sparsekv("eval", folder, "--set", "methods=quest")
-    assert done.code == 2
-    assert "--curve" in done.err
-
-
 @pytest.mark.parametrize(
     "command",
-    [("eval", "--suite", "ruler", "-o"), ("eval", "--curve"), ("bench", "peers", "-o")],
-    ids=["suite", "curve", "peers"],
+    [("eval", "--suite", "ruler", "-o"), ("bench", "peers", "-o")],
+    ids=["suite", "peers"],
 )
 def test_a_second_run_into_one_file_is_refused_before_it_measures(sparsekv, folder, tmp_path, command):
     out = tmp_path / "results.json"

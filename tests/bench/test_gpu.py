@@ -16,7 +16,7 @@ from sparsekv.bench.random_model import random_model
 from sparsekv.bench.step_attention import StepAttention
 from sparsekv.bench.structure import FAMILIES
 from sparsekv.bench.token_runs import DecodeBench
-from sparsekv.cli import bench_peers
+from sparsekv.cli import bench
 from sparsekv.plans.patterns import TileShape, tokens
 from sparsekv.runtime.hf.placement import layouts_of
 
@@ -84,7 +84,7 @@ def test_decode_steps_are_captured_unless_the_selector_looks_back():
 def test_published_methods_and_dense_kernels_are_timed_side_by_side(asked, tmp_path):
     out = tmp_path / "peers.json"
     call = {"model": "llama3-8b", "random_weights": True, "lengths": "16k", "density": "10%", "repeats": 1, "out": out}
-    done = asked(bench_peers.peers, bench_peers.PeersFlags, **call)
+    done = asked(bench.peers, bench.PeersFlags, **call)
     assert done.code == 0, done.err
     rows = {(row.method, row.at): row for row in PeersFile.read(PeersRun, out).all(PeerRow).values()}
     assert rows["FlashAttention-2 (torch's)", "dense"].whole_ms > 0

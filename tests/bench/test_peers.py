@@ -15,8 +15,8 @@ from tiny_models import tiny_model
 from sparsekv.bench import originals, peers
 from sparsekv.bench.originals import Original, OriginalMode, Ready, fetch
 from sparsekv.bench.peers_file import PeerRow, PeersFile, PeersRun
-from sparsekv.cli import bench_peers
-from sparsekv.cli.bench_peers import PeersFlags
+from sparsekv.cli import bench
+from sparsekv.cli.bench import PeersFlags
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.evaluation import compare
 from sparsekv.planner.evaluation import suite as suites
@@ -34,7 +34,7 @@ FEW = {"lengths": "1k", "samples": 1, "tasks": "kv_retrieval", "repeats": 1}
 @pytest.fixture
 def called(asked, folder):
     """Calls `bench peers`, on the model of the folder unless another one is named."""
-    return lambda **options: asked(bench_peers.peers, PeersFlags, **{"model": str(folder)} | options)
+    return lambda **options: asked(bench.peers, PeersFlags, **{"model": str(folder)} | options)
 
 
 def rows_in(out):

@@ -21,7 +21,7 @@ from sparsekv.bench.serve import (
     serve,
     served_model,
 )
-from sparsekv.cli.bench_serve import ServeFlags, loads_of
+from sparsekv.cli.bench_model import ServeFlags, loads_of
 from sparsekv.planner.progress import StageStep
 
 

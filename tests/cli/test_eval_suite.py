@@ -148,16 +148,15 @@ def test_without_a_plan_dense_is_run_alone(sparsekv, copy, few):
     [
         (("--suite", "longbench"), ("--suite", "'ruler'", "longbench")),
         (("--suite", "ruler", "--set", "tasks=vt"), ("--set tasks", "--suite ruler", "found both")),
-        (("--suite", "ruler", "--curve", "a.json"), ("--curve", "--suite ruler")),
         (("--suite", "ruler", "--length", "64k"), ("context of 2k", "64k")),
         (("--suite", "ruler", "--length", "96"), ("niah_single_1 of --suite ruler at 96", "longer length")),
         (("--suite", "ruler", "--length", "1k", "--beside", "plan=a.yaml"), ("--beside NAME=FILE", "plan=a.yaml")),
         (("--suite", "ruler", "--length", "1k", "--beside", "other"), ("--beside NAME=FILE", "'other'")),
         (("--set", "tasks=qa_1"), ("corpus of questions", "lm-evaluation-harness")),
-        (("--set", "tasks=vt,qa_2"), ("found qa_2", "lm-evaluation-harness")),
+        (("--set", "tasks=vt,qa_2"), ("found 'qa_2'", "lm-evaluation-harness")),
         (("--set", "tasks=niah_single_2"), ("niah_single_2", "--suite ruler")),
-        (("-o", "a.json"), ("--suite beside --out",)),
-        (("--beside", "a=b.yaml"), ("--suite beside --beside",)),
+        (("-o", "a.json"), ("no --out", "--suite")),
+        (("--beside", "a=b.yaml"), ("no --beside", "--suite")),
     ],
 )
 def test_what_cannot_be_run_is_told(sparsekv, folder, arguments, words):

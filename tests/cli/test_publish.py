@@ -9,7 +9,7 @@ from model_folders import sparse_plan
 from plans_samples import full_plan, small_plan
 from tiny_models import tiny_model
 
-from sparsekv.cli import publish
+from sparsekv.cli import exchange
 from sparsekv.plans.aliases import ModelSource
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import write_plan
@@ -27,7 +27,7 @@ def plan(tmp_path: Path) -> Path:
 
 
 def section(plan: Plan, source: ModelSource = FOLDER) -> str:
-    return "\n".join(publish.section(plan, source))
+    return "\n".join(exchange.section(plan, source))
 
 
 def test_a_published_plan_is_found_beside_its_model_and_again_changes_nothing(sparsekv, plan, copy):

@@ -105,7 +105,6 @@ REFUSED = (
     ("run", "nobody/nothing", "--dense", "--prompt", "a"),
     ("verify", "tiny-retriever", "--plan", "small.yaml", "--lengths", "64k"),
     ("eval", "tiny-retriever", "--length", "64k"),
-    ("eval", "tiny-retriever", "--curve", "new.json", "--lengths", "64k"),
     ("bench", "prefill", "tiny-retriever", "--lengths", "64k"),
     ("bench", "decode", "tiny-retriever", "--lengths", "64k"),
 )

@@ -9,7 +9,7 @@ import pytest
 from plans_samples import full_plan, large_plan, model_info, small_plan
 from rich.console import Console
 
-from sparsekv.cli.publish import section
+from sparsekv.cli.exchange import section
 from sparsekv.cli.verdict import Ended, next_command, verdict
 from sparsekv.plans.aliases import ModelSource
 from sparsekv.plans.brief import length_rows

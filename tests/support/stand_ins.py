@@ -36,7 +36,7 @@ _FILES = {
     "preset": r".* (preset|minference)\.profile",
     "profile": r"--profile .+|.* .+\.profile",
     "cost": r"--cost .+",
-    "curve": r"--curve .+|.* (.+\.16k|curve)\.json|report\.html FILE",
+    "curve": r".* (.+\.16k|curve)\.json|report\.html FILE",
     "suite": r".* ruler\.jsonl",
     "own": r"--prompts .+",
     "pattern": r".* best_pattern\.json",

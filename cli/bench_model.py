@@ -1,0 +1,384 @@
+"""`sparsekv bench prefill`, `decode` and `serve`: a whole model by its plan, or one made by hand, and dense."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+from pydantic import Field
+
+from sparsekv.cli.arguments import OffloadMode, Output, Subject, check_machine, device_and_dtype, settings_of
+from sparsekv.cli.output import emit, emit_json, tell
+from sparsekv.planner.common_options import Hardware, KVPrecision
+from sparsekv.planner.flags import (
+    Count,
+    Counts,
+    Flag,
+    Key,
+    Lengths,
+    OneLength,
+    OneShare,
+    Options,
+    Shares,
+    Size,
+    TokenBudget,
+    Unread,
+)
+from sparsekv.planner.progress import BarProgress
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.patterns import TileShape, tokens
+from sparsekv.plans.schema import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+    from sparsekv.bench.harness import Columns, Row
+    from sparsekv.bench.random_model import BenchModel
+    from sparsekv.bench.serve import Load
+    from sparsekv.bench.token_runs import DecodeBench
+
+LENGTHS = (("--lengths", "--length"), "LIST")
+BenchLengths = Annotated[Lengths, Flag("Tokens, such as 8k,32k; by default as fits the device.", *LENGTHS)]
+
+
+_BY_HAND = ("density", "budget", "keep")  # options of plans made by hand
+
+
+class Timed(Options):
+    """Says how often, and on what."""
+
+    repeats: Count = 3
+    seed: int = 0
+
+
+class Benched(Options):
+    """Says which model."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (Unread(_BY_HAND, "each says what the plan is", ("plan",)),)
+
+    model: Annotated[str, Flag("Alias, hub id, folder or GGUF file.", metavar="MODEL", is_argument=True)]
+    plan: Annotated[
+        Path | None, Flag("The plan; by default that in the model's folder or repository.", metavar="FILE")
+    ] = None
+    random_weights: Annotated[bool, Flag("Random weights of the model's shape, made on the device.")] = False
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Returns whether a plan made by hand was asked for."""
+        return any(map(self.is_given, _BY_HAND))
+
+
+class HandPrefill(Options):
+    """Says how sparse a plan made by hand is in prefill."""
+
+    density: Annotated[Shares, Key("Without a plan, of one made by hand: one, or one a length.", "SHARES")] = ()
+
+
+class HandDecode(Options):
+    """Says how many tokens filter layers choose by a plan made by hand; three by depth do."""
+
+    budget: Annotated[TokenBudget | None, Key("Without a plan: tokens that a filter layer chooses.", "N")] = None
+
+
+def named_subject(flags: Benched, lengths: Sequence[int], by_hand: bool | None = None) -> Subject:
+    """The model and its plan, unless one is made by hand; random weights take any length, of a model that need not be
+    there."""
+    by_hand = flags.is_by_hand if by_hand is None else by_hand
+    named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan)
+    if not flags.random_weights:
+        return named.checked(flags, tuple(lengths))
+    check_machine(flags)
+    return named
+
+
+def subject_of(flags: Benched, named: Subject, device: torch.device, dtype: torch.dtype, **how: Any) -> BenchModel:
+    """The model, for a run of which `random_model` says `how`."""
+    from sparsekv.bench.random_model import BenchModel, random_model
+    from sparsekv.runtime.model_config import dtype_name
+
+    if flags.random_weights:
+        subject = random_model(flags.model, device=device, dtype=dtype, **how)
+        tell(subject.note)
+        return subject
+    loaded = named.load(Hardware(device=str(device), dtype=dtype_name(dtype)))
+    return BenchModel(loaded.model, loaded.info, flags.model, "loaded")
+
+
+def title_of(subject: BenchModel, row: Row, words: str) -> str:
+    """Returns what stands above the rows."""
+    return f"{subject.name}, {row.device}, {row.dtype}; weights: {subject.weights}; plan: {words}"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRun:
+    """Rows of one bench, and how they are shown.
+
+    Attributes:
+        title: stands above them.
+        number: the one that is measured; rows without it failed.
+        note: beside rows in JSON, which have no title.
+    """
+
+    rows: Sequence[Row]
+    title: str
+    columns: Columns
+    number: str = "sparse_ms"
+    note: str = ""
+
+
+def print_rows(*parts: BenchRun, as_json: bool) -> None:
+    """The rows, as one list of JSON, or for people.
+
+    Raises:
+        typer.Exit: no row of a part has the number that is to be measured, which is a failure.
+    """
+    show_rows(*parts, as_json=as_json)
+    if any(all(row.data()[part.number] is None for row in part.rows) for part in parts):
+        tell("nothing could be measured; the notes say why")
+        raise typer.Exit(1)
+
+
+def show_rows(*parts: BenchRun, as_json: bool) -> None:
+    """Prints the rows of a run, whatever has become of it."""
+    from sparsekv.bench.harness import report
+
+    if as_json:
+        for note in dict.fromkeys(part.note for part in parts if part.note):
+            tell(note)
+        emit_json([row.data() for part in parts for row in part.rows])
+    else:
+        emit("\n".join(report(part.rows, part.title, part.columns) for part in parts))
+
+
+# --- prefill ----------------------------------------------------------------------------------------------------------
+
+PREFILL_LENGTHS = {"cuda": (8192, 32768), "cpu": (4096,)}
+
+
+class PrefillFlags(Benched, HandPrefill, Timed, Output):
+    """Holds what `bench prefill` is asked to do."""
+
+    lengths: BenchLengths = ()
+    dense_layers: Annotated[Count | None, Key("Measure dense on N layers and multiply; rows say so.", "N")] = None
+    kv_host_layers: Annotated[
+        int | None, Field(ge=0, le=1024), Key("Layers whose keys and values go to host memory.", "N")
+    ] = None
+
+
+def prefill(flags: PrefillFlags) -> None:
+    """A model from its tokens to the last logits, by its plan and dense, in turn."""
+    print_rows(measure_prefill(flags), as_json=flags.as_json)
+
+
+def measure_prefill(flags: PrefillFlags) -> BenchRun:
+    """Returns the rows of `bench prefill`."""
+    named, machine = named_subject(flags, flags.lengths), settings_of(flags)
+    used = named.plan
+    hardware, precision = device_and_dtype(machine)
+    wanted = flags.lengths or PREFILL_LENGTHS[hardware.type]
+    from sparsekv.bench.hand_plans import hand_plan
+    from sparsekv.bench.prefill import COLUMNS, PrefillBench, bench_prefill
+    from sparsekv.planner.options import density_for
+
+    subject, words = subject_of(flags, named, hardware, precision, longest=max(wanted), seed=flags.seed), "given"
+    if used is None:
+        used, words = hand_plan(subject.info, wanted, flags.density or tuple(map(density_for, wanted)), TileShape())
+    bench = PrefillBench(
+        wanted,
+        flags.repeats,
+        None,
+        machine.backend,
+        flags.kv_host_layers,
+        flags.dense_layers,
+        flags.seed,
+        flags.random_weights,
+    )
+    rows = list(bench_prefill(subject, used, words, bench, BarProgress()))
+    return BenchRun(rows, title_of(subject, rows[0], words), COLUMNS)
+
+
+# --- decode -----------------------------------------------------------------------------------------------------------
+
+_DECODE_LENGTHS = {"cuda": (8192, 32768, 131072, 524288), "cpu": (8192,)}
+
+
+class DecodeFlags(Benched, HandDecode, Timed, Output):
+    """Holds what `bench decode` is asked to do."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(("offload",), "checks read all keys and values", ("exact",)),
+        Unread(("kv_dtype",), "both sides have keys and values as the model makes them", ("offload",)),
+    )
+
+    lengths: Annotated[
+        Lengths,
+        Flag("Cached tokens a row, such as 8k,512k; by default as fits model and device.", *LENGTHS),
+    ] = ()
+    batch: Annotated[Counts, Flag("Rows decoded at once, such as 1,4; 1 by default.", metavar="LIST")] = (1,)
+    offload: Annotated[
+        OffloadMode | None,
+        Flag(
+            "In place of dense: the plan with layers in host memory (as `run --offload`) against the plan with "
+            "everything on the device."
+        ),
+    ] = None
+    exact: bool = False  # also tokens that the plan drafts and dense attention checks
+    acceptance: OneShare | None = None  # share of drafts that is taken to count
+    kv_dtype: KVPrecision = "auto"
+
+
+def decode(flags: DecodeFlags) -> None:
+    """Attention of one step, and whole tokens, by a plan and dense, in turn."""
+    print_rows(measure_decode(flags), as_json=flags.as_json)
+
+
+def measure_decode(flags: DecodeFlags) -> BenchRun:
+    """Returns the rows of `bench decode`."""
+    named, machine = named_subject(flags, flags.lengths), settings_of(flags)
+    used = named.plan
+    hardware, precision = device_and_dtype(machine)
+    from sparsekv.bench.decode import COLUMNS, RANDOM_NOTE, bench_decode, check_decode
+    from sparsekv.bench.hand_plans import HandDecode as DecodeByHand
+    from sparsekv.bench.offload import check_offload
+    from sparsekv.bench.random_model import describe_named
+    from sparsekv.bench.token_runs import NEW_EXACT, NEW_TOKENS, DecodeBench
+
+    info = describe_named(flags.model, flags.random_weights)
+    wanted, info = _decode_lengths(flags, info, _DECODE_LENGTHS[hardware.type])
+    bench = DecodeBench(
+        wanted,
+        flags.batch,
+        flags.repeats,
+        NEW_EXACT if flags.exact else NEW_TOKENS,
+        backend=machine.backend,
+        seed=flags.seed,
+        allow_mismatch=flags.random_weights,
+        exact=flags.exact,
+        acceptance=flags.acceptance,
+        kv_dtype=flags.kv_dtype,
+    )
+    hand = DecodeByHand(flags.budget or tokens(2048), offload=flags.offload is not None)
+    plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(wanted))
+    check_decode(info, plans, bench)
+    if flags.offload is not None:
+        check_offload(plans)
+    # Larger cases may not fit, or only those by a plan that offloads: their rows say so.
+    offloads = any(one.decode and one.decode.offload for one in plans.values())
+    room = 0 if offloads else min(wanted) * min(flags.batch)
+    subject = subject_of(flags, named, hardware, precision, longest=max(wanted), seed=flags.seed, cached=room)
+    if flags.offload is not None:
+        return _offloaded(flags, subject, plans, words, bench)
+    rows = list(bench_decode(subject, plans, words, bench, BarProgress()))
+    return BenchRun(rows, f"{title_of(subject, rows[0], words)}\n{RANDOM_NOTE}", COLUMNS, note=RANDOM_NOTE)
+
+
+def _decode_lengths(flags: DecodeFlags, info: ModelInfo, usual: tuple[int, ...]) -> tuple[tuple[int, ...], ModelInfo]:
+    """Those to time, and the model with room for them where its weights are random."""
+    if flags.random_weights:
+        wanted = flags.lengths or usual
+        return wanted, info.model_copy(update={"context_length": max(*wanted, info.context_length)})
+    fitting = tuple(length for length in usual if length <= info.context_length)
+    return flags.lengths or fitting or (info.context_length,), info
+
+
+def _offloaded(
+    flags: DecodeFlags, subject: BenchModel, plans: Mapping[str, Plan], words: str, bench: DecodeBench
+) -> BenchRun:
+    from sparsekv.bench.offload import COLUMNS, bench_offload
+
+    assert flags.offload is not None
+    rows = list(bench_offload(subject, plans, words, bench, flags.offload, BarProgress()))
+    title = f"{title_of(subject, rows[0], words)}; --offload {flags.offload}"
+    return BenchRun(rows, title, COLUMNS, "device_ms" if flags.offload == "never" else "offloaded_ms")
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+_SERVE_LENGTHS = {"cuda": (32768, 131072), "cpu": (4096,)}
+_CROSSOVER = 8192  # up to which a plan made by hand is dense
+_GENERATED = 256  # the newest tokens of an answer that layers keep by a plan made by hand
+
+
+class ServeFlags(Benched, HandPrefill, HandDecode, Timed, Output):
+    """Holds what `bench serve` is asked to do."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (Unread(("budget",), "an evicting layer is in no segment", ("keep",)),)
+
+    lengths: Annotated[
+        Lengths,
+        Flag("Tokens of a prompt, such as 4k,32k; by default as fits the device.", *LENGTHS),
+    ] = ()
+    at_once: Annotated[
+        Counts, Flag("Requests that the engine has at a time, each a row; 1 by default.", metavar="LIST")
+    ] = (1,)
+    answer: Annotated[Count, Key("Tokens of an answer; 64 by default.", "N")] = 64
+    requests: Annotated[Count | None, Key("In all; as many as at once by default.", "N")] = None
+    per_minute: Annotated[Counts, Key("Requests that come at random in a minute; each is a row.", "LIST")] = ()
+    step_tokens: Annotated[OneLength, Key("Of a step at most (max_num_batched_tokens); 8k by default.", "N")] = 8192
+    alone: Annotated[bool, Key("One engine at a time, for loads that do not fit the device twice.", "true")] = False
+    tensor_parallel: Annotated[Count, Key("GPUs of each engine, one engine at a time; 1 by default.", "N")] = 1
+    kv_dtype: KVPrecision = "auto"
+    cache_memory: Annotated[Size | None, Key("For keys and values, of each engine.", "SIZE")] = None
+    drafted: Annotated[Count | None, Key("Tokens that a look-up (ngram) drafts, in both engines.", "N")] = None
+    keep: Annotated[Count | None, Key("Without a plan: tokens that all layers but three keep.", "N")] = None
+
+
+def loads_of(flags: ServeFlags, lengths: Sequence[int]) -> tuple[Load, ...]:
+    """Returns every length, with every number of requests at once, at every rate."""
+    from sparsekv.bench.serve import Load
+
+    return tuple(
+        Load(length, flags.answer, at_once, flags.requests or at_once, rate)
+        for length, at_once, rate in product(lengths, flags.at_once, flags.per_minute or (None,))
+    )
+
+
+def serve(flags: ServeFlags) -> None:
+    """Requests through two engines of vLLM in this process, by a plan and dense, in turn."""
+    machine = settings_of(flags)
+    from sparsekv.runtime.vllm.settings import check_installed
+
+    check_installed()
+    used = named_subject(flags, flags.lengths).plan
+    from sparsekv.bench.hand_plans import HandDecode as DecodeByHand
+    from sparsekv.bench.hand_plans import dense_up_to, dummy_plan, hand_plan, kept_by_hand
+    from sparsekv.bench.serve import COLUMNS, ServeBench, bench_serve, served_model
+    from sparsekv.planner.options import density_for
+
+    hardware, precision = device_and_dtype(machine)
+    wanted = flags.lengths or _SERVE_LENGTHS[hardware.type]
+    loads = loads_of(flags, wanted)
+    drawn = (flags.repeats, flags.step_tokens, machine.backend, flags.seed)
+    alone = flags.alone or flags.tensor_parallel > 1  # ranks are processes, and so is each of two engines then
+    engines = (flags.cache_memory, flags.tensor_parallel, flags.kv_dtype, flags.drafted or 0)
+    bench = ServeBench(loads, hardware, precision, *drawn, alone, *engines)
+    words = "given"
+    with served_model(flags.model, flags.random_weights, bench.longest) as subject:
+        if used is None:
+            shares = flags.density or tuple(map(density_for, wanted))
+            make = dummy_plan if flags.random_weights else hand_plan
+            used, words = make(subject.info, wanted, shares, TileShape())
+            if flags.budget is not None:
+                plans, chosen = DecodeByHand(flags.budget).plans(subject.info, bench.longest)
+                used, words = used.model_copy(update={"decode": plans["last"].decode}), f"{words}; {chosen}"
+            used, words = dense_up_to(used, _CROSSOVER), f"{words}, dense up to {_CROSSOVER}"
+            if flags.keep is not None:
+                rules, kept = kept_by_hand(subject.info, flags.keep, _GENERATED)
+                used, words = used.model_copy(update={"kv_cache": rules}), f"{words}; {kept}"
+        if subject.note:
+            tell(subject.note)
+        rows = list(bench_serve(subject, used, words, bench, BarProgress()))
+    own = rows[0].data()
+    what = ", ".join(str(own[name]) for name in ("model", "device", "dtype", "host"))
+    what += f", {own['backend']} kernels, steps of {flags.step_tokens}"
+    what += f", {flags.tensor_parallel} ranks" if flags.tensor_parallel > 1 else ""
+    what += f", keys and values in {flags.kv_dtype}" if flags.kv_dtype != "auto" else ""
+    title = f"{what}; weights: {own['weights']}; plan: {words}"
+    print_rows(BenchRun(rows, title, COLUMNS), as_json=flags.as_json)
+    if failures := sum(row.own["failures"] for row in rows):
+        tell(f"{failures} chunks of a layer ran dense after an error: the log says why, and the times mean nothing")
+        raise typer.Exit(1)
