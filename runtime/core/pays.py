@@ -1,0 +1,197 @@
+"""From how many tokens on sparse attention is faster than dense attention on the device at hand.
+
+A host measures both for a few sizes of step, before the first prompt, and keeps the thresholds: a chunk or a decode
+step with at least so many rows is sparse from that context on. More rows never raise a threshold, as they share an
+index or the launches of a step. Thresholds lie on powers of sqrt(2), so that noise moves them by one step at most.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.types import format_length, parse_length
+
+Gain = Callable[[int, int], float]
+"""Dense time over sparse time of a step with so many rows at a context of so many tokens."""
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """The contexts from which steps of each size are sparse.
+
+    Attributes:
+        rows: sizes of step, ascending; smaller steps than the first are dense.
+        tokens: the context of each size, descending or equal.
+    """
+
+    rows: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+
+    def at(self, rows: int) -> int | None:
+        """The context from which a step with so many rows is sparse; None where it is dense at every length."""
+        position = bisect_right(self.rows, rows)
+        return self.tokens[position - 1] if position else None
+
+    def pays(self, rows: int, tokens: int) -> bool:
+        """Returns whether a step of this size is sparse at this context."""
+        least = self.at(rows)
+        return least is not None and tokens >= least
+
+    def __str__(self) -> str:
+        return ",".join(f"{format_length(t)}x{r}" for r, t in zip(self.rows, self.tokens, strict=True)) or "never"
+
+
+EVERYWHERE = Thresholds((1,), (0,))
+
+
+@dataclass(frozen=True, slots=True)
+class Pays:
+    """Where sparse attention is faster: prompts by rows of a chunk, decode by rows of a step."""
+
+    prefill: Thresholds = EVERYWHERE
+    decode: Thresholds = EVERYWHERE
+
+    def __str__(self) -> str:
+        """As `parse` reads it, such as `prefill=18kx512,8kx4k decode=40kx1,11kx4`."""
+        return f"prefill={self.prefill} decode={self.decode}"
+
+    @property
+    def told(self) -> str:
+        """The rule in words."""
+        prefill, decode = (
+            ", ".join(
+                f"{_about(tokens)} {_BY[phase](rows)}" for rows, tokens in zip(part.rows, part.tokens, strict=True)
+            )
+            for phase, part in (("prefill", self.prefill), ("decode", self.decode))
+        )
+        return "; ".join(
+            f"sparse {phase} from {where}" if where else f"{phase} is dense at every length"
+            for phase, where in (("prefill", prefill), ("decode", decode))
+        )
+
+
+def _about(tokens: int) -> str:
+    return f"{tokens / 1024:.0f}k tokens" if tokens >= 1024 else f"{tokens} tokens"
+
+
+_BY: dict[str, Callable[[int], str]] = {
+    "prefill": lambda rows: f"in chunks of {rows} rows or more",
+    "decode": lambda rows: f"x {rows}",
+}
+
+ALWAYS = Pays()
+NEVER = Pays(Thresholds(), Thresholds())
+
+_RULE = re.compile(r"prefill=(\S+) decode=(\S+)")
+
+
+def parse(text: str) -> Pays:
+    """Reads `always`, `never`, or thresholds as `str` of them writes.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if text in ("always", "never"):
+        return ALWAYS if text == "always" else NEVER
+    try:
+        match = _RULE.fullmatch(text)
+        if match is None:
+            raise ValueError
+        return Pays(*map(_thresholds, match.groups()))
+    except (ValueError, UsageError):
+        raise UsageError(
+            "expected always, never, or thresholds such as 'prefill=18kx512,8kx4k decode=40kx1,11kx4' (context x "
+            f"rows, rows ascending, contexts descending), found {text!r:.120}"
+        ) from None
+
+
+def _thresholds(text: str) -> Thresholds:
+    if text == "never":
+        return Thresholds()
+    pairs = [part.split("x") for part in text.split(",")]
+    tokens, rows = zip(*((_tokens(context), _tokens(size)) for context, size in pairs), strict=True)
+    if list(rows) != sorted(set(rows)) or list(tokens) != sorted(tokens, reverse=True):
+        raise ValueError
+    return Thresholds(rows, tokens)
+
+
+def _tokens(text: str) -> int:
+    return 0 if text == "0" else parse_length(text)
+
+
+def contexts(shortest: int, longest: int) -> tuple[int, ...]:
+    """Powers of sqrt(2), rounded up to whole tokens, from `shortest` to `longest`."""
+    first, last = (round(2 * math.log2(max(1, length)) + up, 6) for length, up in ((shortest, 0), (longest, 1e-9)))
+    return tuple(math.ceil(2 ** (half / 2)) for half in range(math.ceil(first), math.floor(last) + 1))
+
+
+def measure(
+    sizes: Iterable[int], lengths: Sequence[int], gain: Gain, *, margin: float = 1.0, until: Clock | None = None
+) -> Thresholds:
+    """Finds the threshold of each size by bisection, the largest size first.
+
+    Args:
+        sizes: rows of the steps.
+        lengths: contexts to choose from, ascending.
+        gain: measures; a size with more rows than the context is never asked.
+        margin: the gain from which sparse is taken.
+        until: seconds that are left; sizes whose turn comes later are dense.
+    """
+    thresholds: list[tuple[int, int]] = []
+    least = 0  # a smaller step never has a lower threshold
+    for size in sorted(set(sizes), reverse=True):
+        if until is not None and until() <= 0:
+            break
+        at = [length for length in lengths if length >= max(least, size)]
+        position = _first(at, lambda length, size=size: gain(size, length) >= margin)
+        if position is None:
+            break  # nor does any smaller step gain
+        # At the shortest context that so many rows can have, nothing is said of shorter ones.
+        least = at[position] if position else least
+        thresholds.append((size, at[position]))
+    return _descending(reversed(thresholds))
+
+
+def _first(lengths: Sequence[int], is_faster: Callable[[int], bool]) -> int | None:
+    """The position of the first length at which sparse is faster, taken to be so at all longer ones."""
+    if not lengths or not is_faster(lengths[-1]):
+        return None
+    low, high = 0, len(lengths) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if is_faster(lengths[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def _descending(thresholds: Iterable[tuple[int, int]]) -> Thresholds:
+    """Each size that lowers the threshold, of sizes in ascending order."""
+    lower: list[tuple[int, int]] = []
+    for size, tokens in thresholds:
+        if not lower or tokens < lower[-1][1]:
+            lower.append((size, tokens))
+    return Thresholds(tuple(size for size, _ in lower), tuple(tokens for _, tokens in lower))
+
+
+def raised(measured: Pays, least: Pays) -> Pays:
+    """The rule under which both are sparse: of each size the longer context."""
+    return Pays(_both(measured.prefill, least.prefill), _both(measured.decode, least.decode))
+
+
+def _both(first: Thresholds, second: Thresholds) -> Thresholds:
+    def pairs() -> Iterator[tuple[int, int]]:
+        for size in sorted({*first.rows, *second.rows}):
+            contexts = first.at(size), second.at(size)
+            if None not in contexts:
+                yield size, max(context for context in contexts if context is not None)
+
+    return _descending(pairs())

@@ -1,0 +1,98 @@
+"""The rule of where sparse attention is faster, from times that are given."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds, contexts, measure, parse, raised
+
+LENGTHS = contexts(2048, 131072)
+SIZES = (128, 512, 2048, 8192, 16384)
+SMALL = st.lists(st.tuples(st.integers(1, 1 << 17), st.integers(0, 1 << 20)), max_size=6)
+
+
+def thresholds(pairs):
+    rows = sorted({rows for rows, _ in pairs})
+    tokens = sorted((tokens for _, tokens in pairs), reverse=True)[: len(rows)]
+    return Thresholds(tuple(rows), tuple(tokens))
+
+
+def gain_of(rows, tokens, noise=0.0, rng=random):
+    """An index of 30 us and 0.05 us a key; attention at 0.2 of the tiles."""
+    work = 2e-3 * rows * tokens / 128
+    return (1 + noise * rng.uniform(-1, 1)) * (10 + work) / (40 + 0.02 * tokens + 0.2 * work)
+
+
+def test_contexts_are_powers_of_the_root_of_two():
+    assert contexts(1024, 4096) == (1024, 1449, 2048, 2897, 4096)
+    assert contexts(1000, 1100) == (1024,)
+    assert contexts(1025, 1100) == ()
+
+
+def test_the_threshold_is_the_first_context_that_gains_and_more_rows_never_raise_it():
+    rule = measure(SIZES, LENGTHS, gain_of)
+    assert rule.rows
+    assert list(rule.tokens) == sorted(rule.tokens, reverse=True)
+    for rows, tokens in zip(rule.rows, rule.tokens, strict=True):
+        shorter = [length for length in LENGTHS if rows <= length < tokens]
+        assert gain_of(rows, max(rows, tokens)) >= 1.0
+        assert all(gain_of(rows, length) < 1.0 for length in shorter)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_twenty_noisy_measurements_give_each_size_at_most_two_neighbouring_thresholds(seed):
+    rng = random.Random(seed)
+    rules = [measure(SIZES, LENGTHS, lambda r, t: gain_of(r, t, 0.03, rng)) for _ in range(20)]
+    for size in SIZES:
+        places = {LENGTHS.index(context) if (context := rule.at(size)) else len(LENGTHS) for rule in rules}
+        assert max(places) - min(places) <= 1
+
+
+def test_where_nothing_gains_every_step_is_dense():
+    assert measure(SIZES, LENGTHS, lambda rows, tokens: 0.99) == Thresholds()
+    assert not NEVER.prefill.pays(1 << 20, 1 << 20)
+
+
+def test_sizes_that_time_did_not_reach_are_dense():
+    left = iter([1.0, 1.0, 0.0])
+    rule = measure(SIZES, LENGTHS, lambda rows, tokens: 2.0, until=lambda: next(left))
+    assert rule.at(16384) == rule.at(8192) == 8192
+    assert rule.at(8191) is None
+
+
+def test_a_step_between_two_sizes_has_the_longer_context():
+    rule = Thresholds((512, 4096), (18000, 9000))
+    assert (rule.at(511), rule.at(4095), rule.at(4096), rule.at(1 << 20)) == (None, 18000, 9000, 9000)
+    assert rule.pays(600, 18000)
+    assert not rule.pays(600, 17999)
+
+
+@given(SMALL, SMALL)
+def test_a_rule_is_read_as_it_was_written(prefill, decode):
+    rule = Pays(thresholds(prefill), thresholds(decode))
+    assert parse(str(rule)) == rule
+
+
+@given(SMALL, SMALL, st.integers(1, 1 << 18), st.integers(1, 1 << 21))
+def test_a_raised_rule_is_sparse_where_both_are(first, second, rows, tokens):
+    both = raised(Pays(prefill=thresholds(first)), Pays(prefill=thresholds(second))).prefill
+    assert both.pays(rows, tokens) == (thresholds(first).pays(rows, tokens) and thresholds(second).pays(rows, tokens))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "sometimes", "prefill=8kx1", "prefill=8k decode=never", "prefill=8kx4,9kx8 decode=never",
+             "prefill=8kx4,7kx2 decode=never", "prefill=-1x4 decode=never"],
+)  # fmt: skip
+def test_a_rule_of_another_form_is_refused(text):
+    with pytest.raises(UsageError, match="expected always, never, or thresholds"):
+        parse(text)
+
+
+def test_always_and_never_are_words():
+    assert (parse("always"), parse("never")) == (ALWAYS, NEVER)
+    assert parse("prefill=18kx512 decode=never").told == (
+        "sparse prefill from 18k tokens in chunks of 512 rows or more; decode is dense at every length"
+    )
