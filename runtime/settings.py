@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sparsekv.plans.errors import UsageError
@@ -75,3 +76,9 @@ def preset_vllm() -> None:
     }
     for name, value in given.items():
         os.environ.setdefault(name, value)
+
+
+def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
+    """The folder of what may be measured again, as the XDG base directory specification has it."""
+    source = os.environ if environment is None else environment
+    return Path(source.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekv"

@@ -1,0 +1,60 @@
+"""Rules on disk: measured once a place, and again where the file is none of ours."""
+
+import json
+import multiprocessing
+import time
+
+import pytest
+
+from sparsekv.runtime.core.pays import ALWAYS, Pays, Thresholds
+from sparsekv.runtime.pays_cache import measured_once
+
+PLACE = {"plan": "sha256:1", "device": "NVIDIA H200", "ranks": 1}
+RULE = Pays(Thresholds((512, 4096), (16384, 8192)), Thresholds())
+
+
+def test_the_second_start_reads_what_the_first_measured(tmp_path):
+    assert measured_once(PLACE, lambda: RULE, tmp_path) == (RULE, True)
+    assert measured_once(PLACE, lambda: ALWAYS, tmp_path) == (RULE, False)
+    assert measured_once(PLACE | {"ranks": 2}, lambda: ALWAYS, tmp_path) == (ALWAYS, True)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff\xfe", b"{}" + b" " * (1 << 17), b'{"place": 3, "rule": "always"}',
+                json.dumps({"place": PLACE, "rule": "sometimes"}).encode(),
+                json.dumps({"place": PLACE | {"device": "H100"}, "rule": "always"}).encode(),
+                json.dumps({"place": PLACE, "rule": 7}).encode()],
+)  # fmt: skip
+def test_a_file_that_is_no_rule_of_the_place_is_measured_anew(tmp_path, content):
+    measured_once(PLACE, lambda: RULE, tmp_path)
+    (path,) = tmp_path.glob("*.json")
+    path.write_bytes(content)
+    assert measured_once(PLACE, lambda: RULE, tmp_path) == (RULE, True)
+    assert measured_once(PLACE, lambda: ALWAYS, tmp_path) == (RULE, False)
+
+
+def test_without_a_folder_to_write_to_every_start_measures(tmp_path):
+    (tmp_path / "file").write_text("")
+    for _ in range(2):
+        assert measured_once(PLACE, lambda: RULE, tmp_path / "file" / "folder") == (RULE, True)
+
+
+def _start(folder, counts):
+    def measure():
+        time.sleep(0.2)
+        counts.put(1)
+        return RULE
+
+    measured_once(PLACE, measure, folder)
+
+
+def test_engines_that_start_together_measure_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    counts = context.Queue()
+    starts = [context.Process(target=_start, args=(tmp_path, counts)) for _ in range(4)]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join()
+    counts.get(timeout=10)
+    assert counts.empty()
