@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -20,34 +21,53 @@ from sparsekv.runtime.core.pays import Pays, parse
 _LONGEST_WAIT = 60.0  # seconds for another engine's measurement
 _MAX_BYTES = 1 << 16
 
+Place = Mapping[str, str | int]
+"""All that a rule depends on: the plan's digest, device, versions, precision, page and step size, ranks."""
 
-def measured_once(place: Mapping[str, str | int], measure: Callable[[], Pays], folder: Path) -> tuple[Pays, bool]:
-    """The rule of a place, measured unless an earlier start did that.
 
-    Args:
-        place: all that the rule depends on: the plan's digest, device, driver, versions, precision, page and step size,
-            ranks.
-        measure: takes seconds.
-        folder: of the rules.
+@dataclass(frozen=True, slots=True)
+class RuleFile:
+    """The rule of one place.
 
-    Returns:
-        The rule, and whether it was measured now.
+    Attributes:
+        folder: of all rules.
     """
-    path = folder / f"pays-{content_digest(place).removeprefix('sha256:')[:24]}.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock", timeout=_LONGEST_WAIT):
-            return _read_or_measure(path, place, measure)
-    except (OSError, Timeout):  # no folder to write to, or an engine that hangs
-        return measure(), True
 
+    place: Place
+    folder: Path
 
-def _read_or_measure(path: Path, place: Mapping[str, str | int], measure: Callable[[], Pays]) -> tuple[Pays, bool]:
-    with suppress(SparseKVError, ValueError, KeyError, TypeError, RecursionError):
-        content = json.loads(read_text(path, _MAX_BYTES))
-        if content["place"] == dict(place):
-            return parse(content["rule"]), False
-    rule = measure()
-    with suppress(SparseKVError):  # a full disk
-        write_bytes(path, json.dumps({"place": dict(place), "rule": str(rule)}).encode())
-    return rule, True
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return self.folder / f"pays-{content_digest(self.place).removeprefix('sha256:')[:24]}.json"
+
+    def read(self) -> Pays | None:
+        """The rule; None where none of this place can be read."""
+        with suppress(SparseKVError, ValueError, KeyError, TypeError, RecursionError):
+            content = json.loads(read_text(self.path, _MAX_BYTES))
+            if content["place"] == dict(self.place):
+                return parse(content["rule"])
+        return None
+
+    def write(self, rule: Pays) -> None:
+        """Keeps the rule, if the folder can be written to."""
+        with suppress(SparseKVError, OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_bytes(self.path, json.dumps({"place": dict(self.place), "rule": str(rule)}).encode())
+
+    def read_or(self, measure: Callable[[], Pays]) -> tuple[Pays, bool]:
+        """The rule, and whether it was measured now; one process at a time."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(f"{self.path}.lock", timeout=_LONGEST_WAIT)
+            lock.acquire()
+        except (OSError, Timeout):  # no folder to write to, or an engine that hangs
+            return measure(), True
+        try:
+            known = self.read()
+            rule = measure() if known is None else known
+            if known is None:
+                self.write(rule)
+            return rule, known is None
+        finally:
+            lock.release()

@@ -50,25 +50,32 @@ class DecodeHost:
         self._tally = self._state.budgets(torch.device("cpu")).tally if program.segments else self._longer
         self._dense_up_to = min(layer.role.dense_up_to for layer in program.sparse)
 
-    def chooses(self, lengths: Sequence[int]) -> bool:
-        """Returns whether a row of such a step may attend to a choice, as far as the host knows."""
-        return max(lengths, default=0) > self._dense_up_to
+    def chooses(self, lengths: Sequence[int], least: int | None = 0) -> bool:
+        """Returns whether a row of such a step may attend to a choice, as far as the host knows; `least` as in
+        `begin`."""
+        return least is not None and max(lengths, default=0) >= max(least, self._dense_up_to + 1)
 
     def _longer(self, lengths_B: torch.Tensor) -> tuple[int, int]:
         return int((lengths_B > self._dense_up_to).sum()), 0
 
-    def count(self, lengths: Sequence[int]) -> None:
+    def count(self, lengths: Sequence[int], least: int | None = 0) -> None:
         """Counts the decode rows of a step by lengths; those below 2 are of steps that an engine makes up."""
         real = [length for length in lengths if length > 1]
         chosen = left = 0
-        if self.chooses(real):
-            chosen, left = self._tally(torch.tensor(real, dtype=torch.int32, device="cpu"))
+        if least is not None and self.chooses(real, least):
+            long = [length for length in real if length >= least]
+            chosen, left = self._tally(torch.tensor(long, dtype=torch.int32, device="cpu"))
         self._counters.decode_sparse += chosen
         self._counters.decode_dense += len(real) - chosen
         self._counters.decode_left += left
 
     def begin(
-        self, lengths_B: torch.Tensor, prompts: Sequence[int], table_BP: torch.Tensor, part_of: Callable[[], Any] | None
+        self,
+        lengths_B: torch.Tensor,
+        prompts: Sequence[int],
+        table_BP: torch.Tensor,
+        part_of: Callable[[], Any] | None,
+        least: int | None = 0,
     ) -> DecodeRows:
         """The decode rows of a step that begins.
 
@@ -77,9 +84,13 @@ class DecodeHost:
             prompts: rows that are the end of a prompt: they attend to everything.
             table_BP: their pages.
             part_of: builds the engine's metadata of these rows where the step has others.
+            least: tokens of the shortest row that may choose; None where no row may.
         """
         own_B = self._lengths_B[: len(lengths_B)]
-        own_B.copy_(lengths_B)
+        if least is None:
+            own_B.zero_()
+        else:
+            torch.mul(lengths_B, lengths_B >= least, out=own_B)
         for row in prompts:
             own_B[row].zero_()
         self._state.begin(own_B, own_B.device)

@@ -16,8 +16,10 @@ from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, Softmax, full_view
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.types import format_ids
+from sparsekv.runtime.core.pays import ALWAYS
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.paged.decode_step import DecodeHost
 from sparsekv.runtime.paged.metrics import Counters
 from sparsekv.runtime.paged.step_rows import PrefillRows
@@ -109,6 +111,7 @@ class PlanHost:
         self.scratch = scratch
         self.decode: DecodeHost | None = None  # where the plan has a sparse one
         self.drafts = False  # which drafts alone: what counts is decoded dense
+        self.pays = ALWAYS  # until it is measured
         self.counters = Counters()
         self.longest = longest
         self.fallback = Fallback(backend)
@@ -135,7 +138,9 @@ class PlanHost:
         return self.fallback.backend
 
     def is_sparse(self, chunk: Chunk) -> bool:
-        return any(layer.patterns_for(chunk) for layer in self.program.layers)
+        """Returns whether any layer prefills this chunk sparse, and that pays here."""
+        pays = self.pays.prefill.pays(max(chunk.rows), chunk.longest)
+        return pays and any(layer.patterns_for(chunk) for layer in self.program.layers)
 
     def count_step(self, prefill: Sequence[PrefillRows]) -> None:
         for rows in prefill:
@@ -157,8 +162,18 @@ class PlanHost:
             chunk: where the rows lie.
             scale: softmax scale.
         """
+        return self._attend(layer, q_THD, keys, chunk, scale, self.counters.meter)
+
+    def timed_prefill(
+        self, layer: LayerProgram, q_THD: torch.Tensor, keys: KeyView, chunk: Chunk, scale: float
+    ) -> torch.Tensor:
+        """`prefill`, without counting."""
+        return self._attend(layer, q_THD, keys, chunk, scale, None)
+
+    def _attend(
+        self, layer: LayerProgram, q_THD: torch.Tensor, keys: KeyView, chunk: Chunk, scale: float, meter: Meter | None
+    ) -> torch.Tensor:
         q_BHTD = q_THD.transpose(0, 1)[None]
-        meter = self.counters.meter
         out_BHTD = prefill(layer, q_BHTD, keys, chunk, scale=scale, fallback=self.fallback, meter=meter)
         return out_BHTD[0].transpose(0, 1)
 

@@ -21,6 +21,7 @@ import torch
 from sparsekv.kernels.backends import is_backend_failure
 from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax, full_view
 from sparsekv.plans.errors import SparseKVError, UnsupportedError
+from sparsekv.runtime.core.pays import Thresholds
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.paged.decode_step import DecodeHost, DecodeRows
@@ -40,6 +41,7 @@ from sparsekv.runtime.vllm.devices import check_pages, scales_of
 from sparsekv.runtime.vllm.engine_host import EngineHost, start_host
 from sparsekv.runtime.vllm.evicted_tables import EvictedBlocks, EvictedLengths, EvictedTable, Requests, TableRows
 from sparsekv.runtime.vllm.evicting_step import move
+from sparsekv.runtime.vllm.pays_here import VllmKernels, measured_rule
 from sparsekv.runtime.vllm.settings import check_engine_layer, plan_of, read_options
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
@@ -273,6 +275,10 @@ class SparseBuilder(_Builder):
         elif host.decode is not None:
             longest, softmax = vllm_config.model_config.max_model_len, own[0].impl.softmax
             host.decode.warm_up(self._programs, pages, longest, softmax, scales)
+        if self._counts and host.measures and vllm.platform.captures:
+            impl = own[0].impl
+            kernels = VllmKernels(device, impl.head_size, host.scratch.kind[0], host.program.rank.count, scales)
+            host.pays, host.measures = measured_rule(host, kernels), False
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -317,29 +323,34 @@ class SparseBuilder(_Builder):
             prefill = tuple(rows for rows in prefill if not evicted.shortened[rows.request])
         decode = None
         if host.decode is not None and evicted is None and self.drafts == host.drafts:
-            decode = self._decode(host.decode, common, lengths, unfinished, decoding)
-        if not any(host.is_sparse(rows.chunk) for rows in prefill):
-            for rows in prefill:
+            decode = self._decode(host.decode, host.pays.decode, common, lengths, unfinished, decoding)
+        paying = tuple(rows for rows in prefill if host.is_sparse(rows.chunk))
+        for rows in prefill:
+            if rows not in paying:
                 host.count_dense(self._programs, rows.chunk)
-            prefill = ()
+        prefill = paying
         if not prefill and decode is None and not prompts:
             return None
         part_of = partial(self._part_of, common)
         return StepRows(tuple(starts), prefill, common.block_table_tensor, part_of, decode, prompts)
 
     def _decode(
-        self, decode: DecodeHost, common: Any, lengths: list[int], unfinished: list[bool], rows: int
+        self, decode: DecodeHost, pays: Thresholds, common: Any, lengths: list[int], unfinished: list[bool], rows: int
     ) -> DecodeRows | None:
         """The decode rows of a step, the first of its requests. What graphs read is there whatever the lengths are."""
         prompts = [row for row in range(rows) if unfinished[row]]
         seen = [length for length, is_prompt in zip(lengths[:rows], unfinished, strict=False) if not is_prompt]
+        least = pays.at(rows)
         if self._counts:
-            decode.count(seen)
+            decode.count(seen, least)
         alone = rows == len(lengths)
-        if not rows or not (decode.chooses(seen) or (alone and rows <= self._graph_rows)):
+        captured = alone and rows <= self._graph_rows and bool(pays.rows)
+        if not rows or not (decode.chooses(seen, least) or captured):
             return None
         part_of = None if alone else partial(self._part_of, common, 0, rows)
-        return decode.begin(common.seq_lens[:rows], prompts, common.block_table_tensor[:rows], part_of)
+        step = decode.begin(common.seq_lens[:rows], prompts, common.block_table_tensor[:rows], part_of, least)
+        # A graph of so many rows, where no length pays, holds the engine's kernel alone; one of more rows reads zeros.
+        return None if least is None else step
 
     @staticmethod
     def _report(host: EngineHost, prefilling: bool) -> None:

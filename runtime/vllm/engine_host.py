@@ -15,12 +15,14 @@ from sparsekv.plans.errors import PlanWarning, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo, weights_fingerprint
 from sparsekv.plans.schema import Plan
+from sparsekv.runtime.core.pays import ALWAYS
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank
 from sparsekv.runtime.core.state import Gather, Observed
 from sparsekv.runtime.hub import model_folder
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name, files_fingerprint, has_soft_cap
 from sparsekv.runtime.paged.decode_step import DecodeHost
 from sparsekv.runtime.paged.metrics import ServingStats
+from sparsekv.runtime.paged.pays_here import Place
 from sparsekv.runtime.paged.plan_host import PlanHost, Scratch
 from sparsekv.runtime.plan_checks import check_cut, check_plan, check_target
 from sparsekv.runtime.vllm.evicting_step import EvictingHost
@@ -48,6 +50,8 @@ class EngineHost(PlanHost):
     """A plan at work in one worker, of which layers may evict tokens."""
 
     evicting: EvictingHost | None = None  # where layers do
+    measures = False  # where the plan is faster, before anything is captured
+    place: Place
 
     def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor, softmax: Softmax, scale: float) -> None:
         """See `PlanHost`. An evicting layer also chooses."""
@@ -97,6 +101,9 @@ def start_host(
     program = Program.of(plan.prefill, plan.decode, found, model.rank, plan.retained)
     host = EngineHost(program, choice.name, scratch, model.longest, facts.drafted)
     host.drafts = bool(options.exact)
+    host.place = Place.of(plan, model.longest, model.step, model.rows)
+    host.measures = options.pays is None
+    host.pays = options.pays or ALWAYS
     if plan.retained:
         ranks = gather if model.rank.count > 1 else None
         host.evicting = EvictingHost(choice.name, host.fallback, scratch.copy, model.rows, ranks)

@@ -25,6 +25,7 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_ids
+from sparsekv.runtime.core.pays import Pays, parse
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.hub import find_plan
 
@@ -136,12 +137,20 @@ class EngineOptions(BaseModel):
     allow_mismatch: StrictBool = False
     dense: StrictBool = False
     decode: StrictBool = True
+    sparse: StrictStr = "auto"
     require: StrictBool | None = None
     exact: StrictBool | Literal["decode"] = False
     draft: Annotated[StrictInt, Field(ge=1, le=16)] | None = None
 
+    @property
+    def pays(self) -> Pays | None:
+        """Where the engine is sparse; None where that is to be measured."""
+        return None if self.sparse == "auto" else parse(self.sparse)
+
     @model_validator(mode="after")
     def _consistent(self) -> EngineOptions:
+        if self.sparse != "auto":
+            parse(self.sparse)
         if self.exact and not self.decode:
             raise ValueError('expected "exact" with the decode of the plan, which drafts, found "decode": false')
         if self.draft is not None and not self.exact:
@@ -163,6 +172,8 @@ def read_options(additional_config: Any) -> EngineOptions:
     given = additional_config.get(KEY) if isinstance(additional_config, dict) else None
     try:
         return EngineOptions.model_validate({} if given is None else given)
+    except UsageError as error:
+        raise UsageError(f'{KEY} in --additional-config, "sparse": {error}') from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join((KEY, *map(str, first["loc"])))

@@ -7,16 +7,16 @@ import time
 import pytest
 
 from sparsekv.runtime.core.pays import ALWAYS, Pays, Thresholds
-from sparsekv.runtime.pays_cache import measured_once
+from sparsekv.runtime.pays_cache import RuleFile
 
 PLACE = {"plan": "sha256:1", "device": "NVIDIA H200", "ranks": 1}
 RULE = Pays(Thresholds((512, 4096), (16384, 8192)), Thresholds())
 
 
 def test_the_second_start_reads_what_the_first_measured(tmp_path):
-    assert measured_once(PLACE, lambda: RULE, tmp_path) == (RULE, True)
-    assert measured_once(PLACE, lambda: ALWAYS, tmp_path) == (RULE, False)
-    assert measured_once(PLACE | {"ranks": 2}, lambda: ALWAYS, tmp_path) == (ALWAYS, True)
+    assert RuleFile(PLACE, tmp_path).read_or(lambda: RULE) == (RULE, True)
+    assert RuleFile(PLACE, tmp_path).read_or(lambda: ALWAYS) == (RULE, False)
+    assert RuleFile(PLACE | {"ranks": 2}, tmp_path).read_or(lambda: ALWAYS) == (ALWAYS, True)
 
 
 @pytest.mark.parametrize(
@@ -26,17 +26,17 @@ def test_the_second_start_reads_what_the_first_measured(tmp_path):
                 json.dumps({"place": PLACE, "rule": 7}).encode()],
 )  # fmt: skip
 def test_a_file_that_is_no_rule_of_the_place_is_measured_anew(tmp_path, content):
-    measured_once(PLACE, lambda: RULE, tmp_path)
+    RuleFile(PLACE, tmp_path).read_or(lambda: RULE)
     (path,) = tmp_path.glob("*.json")
     path.write_bytes(content)
-    assert measured_once(PLACE, lambda: RULE, tmp_path) == (RULE, True)
-    assert measured_once(PLACE, lambda: ALWAYS, tmp_path) == (RULE, False)
+    assert RuleFile(PLACE, tmp_path).read_or(lambda: RULE) == (RULE, True)
+    assert RuleFile(PLACE, tmp_path).read_or(lambda: ALWAYS) == (RULE, False)
 
 
 def test_without_a_folder_to_write_to_every_start_measures(tmp_path):
     (tmp_path / "file").write_text("")
     for _ in range(2):
-        assert measured_once(PLACE, lambda: RULE, tmp_path / "file" / "folder") == (RULE, True)
+        assert RuleFile(PLACE, tmp_path / "file" / "folder").read_or(lambda: RULE) == (RULE, True)
 
 
 def _start(folder, counts):
@@ -45,7 +45,7 @@ def _start(folder, counts):
         counts.put(1)
         return RULE
 
-    measured_once(PLACE, measure, folder)
+    RuleFile(PLACE, folder).read_or(measure)
 
 
 def test_engines_that_start_together_measure_once(tmp_path):

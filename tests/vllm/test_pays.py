@@ -1,0 +1,129 @@
+"""The rule of where a plan is faster, in vLLM's engine: steps outside of it are vLLM's own."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_engine import BUDGET, CROSSOVER, NEW, Oracle, generate, make_engine, same
+from vllm_replay import plan_host_of
+
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.tiles import Chunk, density
+from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
+from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.paged.pays_here import Place, Timers, Work, measure_here
+from sparsekv.runtime.vllm.engine_host import serving_stats
+from sparsekv.runtime.vllm.pays_here import VllmKernels
+from sparsekv.runtime.vllm.settings import read_options
+
+Prompts = dict[int, list[int]]
+
+
+@pytest.fixture
+def host(engine: Any) -> Iterator[Any]:
+    """The plan of the engine, whose rule a test sets."""
+    found = plan_host_of(engine)
+    before = found.pays
+    yield found
+    found.pays = before
+
+
+def test_where_nothing_pays_all_steps_are_dense(engine: Any, host: Any, dense: Oracle, prompts: Prompts) -> None:
+    host.pays = NEVER
+    asked = [prompts[1100], prompts[2700]]
+    outputs = generate(engine, asked)
+    assert [same(output, dense(prompt, ())) for output, prompt in zip(outputs, asked, strict=True)] == [True, True]
+    stats = serving_stats(engine)
+    assert (stats.prefill_density, stats.sparse_tokens, stats.decode_sparse) == (1.0, 0, 0)
+    assert stats.decode_dense == len(asked) * (NEW - 1)
+
+
+def test_chunks_are_sparse_from_the_context_and_the_rows_of_the_rule(engine: Any, host: Any, prompts: Prompts) -> None:
+    host.pays = Pays(prefill=Thresholds((BUDGET,), (2 * BUDGET,)))
+    generate(engine, [prompts[2700]])
+    ends = [*range(BUDGET, 2700, BUDGET), 2700]
+    sparse = [end for end in ends if end % BUDGET == 0 and end >= 2 * BUDGET]
+    stats = serving_stats(engine)
+    assert stats.sparse_tokens == len(sparse) * BUDGET > 0
+    assert stats.dense_tokens == 2700 - stats.sparse_tokens > 0
+
+
+def test_rows_decode_sparse_from_the_context_of_so_many_rows(engine: Any, host: Any, prompts: Prompts) -> None:
+    host.pays = Pays(decode=Thresholds((1, 2), (1 << 20, 1500)))
+    generate(engine, [prompts[2000]])
+    alone = serving_stats(engine)
+    assert (alone.decode_sparse, alone.decode_dense) == (0, NEW - 1)
+    generate(engine, [prompts[1100], prompts[2000]])
+    both = serving_stats(engine).since(alone)
+    assert 0 < both.decode_sparse <= NEW - 1
+    assert both.decode_dense >= NEW - 1
+
+
+def test_rows_that_choose_beside_rows_that_may_not_are_answered_alike(
+    engine: Any, host: Any, sparse: Oracle, prompts: Prompts
+) -> None:
+    """Prompts are sparse as ever, so that only what a row of decode attends to can differ."""
+    host.pays = Pays(decode=Thresholds((1,), (1800,)))
+    outputs = generate(engine, [prompts[2000], prompts[700]])
+    answer = sparse(prompts[2000], range(BUDGET, 2000, BUDGET))
+    assert same(outputs[0], answer)
+
+
+def test_an_engine_is_given_a_rule(
+    reference: LoadedModel, plan_file: Path, prompts: Prompts, kept_engines: Any
+) -> None:
+    options = {"plan": str(plan_file), "sparse": "prefill=2kx256 decode=never"}
+    made = make_engine(str(reference.model.name_or_path), additional_config={"sparsekv": options})
+    kept_engines.append(made)
+    assert plan_host_of(made).pays == Pays(Thresholds((256,), (2048,)), Thresholds())
+    generate(made, [prompts[1500]])
+    stats = serving_stats(made)
+    assert (stats.sparse_tokens, stats.decode_sparse) == (0, 0)
+
+
+def test_a_rule_is_always_never_or_thresholds() -> None:
+    given = {word: read_options({"sparsekv": {"sparse": word}}).pays for word in ("auto", "always", "never")}
+    assert given == {"auto": None, "always": ALWAYS, "never": NEVER}
+    with pytest.raises(UsageError, match='"sparse": expected always, never, or thresholds'):
+        read_options({"sparsekv": {"sparse": "sometimes"}})
+
+
+def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(engine: Any, host: Any) -> None:
+    device, shares = torch.device("cpu"), {1536: 0.5, 3072: 0.4}
+    seen: list[float] = []
+
+    def launched(launches: Any, device: torch.device) -> list[float]:
+        before = host.counters.read()
+        for launch in launches:
+            launch()
+        assert host.counters.read() == before
+        seen.append(1.0)
+        return [2.0, 1.0]
+
+    def replayed(launches: Any, device: torch.device) -> list[float]:
+        for launch in launches:
+            launch()
+        return [1.0, *[0.5] * (len(launches) - 1)]
+
+    kernels, place = VllmKernels(device, 64, torch.float32, 1), Place("sha256:", 3072, BUDGET, 4, shares)
+    rule = measure_here(host, kernels, place, Timers(launched, replayed))
+    assert len(seen) > 2
+    assert rule.prefill.pays(BUDGET, CROSSOVER + 200)
+    assert not rule.prefill.pays(BUDGET, CROSSOVER)
+    assert rule.decode.pays(4, 2048)
+
+
+def test_a_layer_of_random_keys_computes_the_share_of_the_plan(engine: Any, host: Any) -> None:
+    kernels = VllmKernels(torch.device("cpu"), 64, torch.float32, 1)
+    layer, chunk = host.program.layers[1], Chunk.uniform(1, 2560, 3072)
+    heads = replace(layer, bounds=(), patterns=(tuple(layer.patterns_at(3072)[:1] * 4),))  # lines alone
+    work = Work(host, kernels, Place("sha256:", 3072, BUDGET, 4, {3072: 0.25}), Timers())
+    q_THD, pages = kernels.queries(512, heads.heads), kernels.pages(1, 3072, heads.kv_heads, 1 << 30)
+    keys = host.scratch.copy(pages.pages, pages.table_BP[0], 3072)
+    alike = work.alike(heads, q_THD, keys, chunk, 0.125)
+    index = build_index(alike.patterns_at(3072), q_THD.transpose(0, 1)[None], keys.k, chunk, layer.tile, scale=0.125)
+    assert float(density(index, chunk)) == pytest.approx(0.25, rel=0.1)
