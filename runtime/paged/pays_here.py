@@ -25,6 +25,7 @@ from sparsekv.plans.patterns import Pattern, VerticalSlash, tokens
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.pays import Pays, Thresholds, contexts, measure
 from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.core.roles import Filter, Follower
 from sparsekv.runtime.core.timing import Launch, launched_us, replayed_us
 from sparsekv.runtime.paged.plan_host import PlanHost
 
@@ -123,6 +124,8 @@ def measure_here(host: PlanHost, kernels: EngineKernels, place: Place, timers: T
 
 @dataclass(frozen=True, slots=True)
 class Work:
+    """One layer's launches, by sizes of step."""
+
     host: PlanHost
     kernels: EngineKernels
     place: Place
@@ -212,9 +215,9 @@ class Work:
 
 def step_kinds(layers: Sequence[LayerProgram]) -> tuple[tuple[LayerProgram, int], ...]:
     """The first filter layer and the first follower of its segment, each with the number of such layers."""
-    filters = [layer for layer in layers if layer.role.filters is not None]
-    followers = [layer for layer in layers if layer.role.filters is None and layer.role.follows is not None]
-    first = next(layer for layer in followers if layer.role.follows.segment == filters[0].role.filters)
+    filters = [layer for layer in layers if isinstance(layer.role, Filter)]
+    followers = [layer for layer in layers if isinstance(layer.role, Follower)]
+    first = next(layer for layer in followers if layer.role.choice == filters[0].role.segment)
     return ((filters[0], len(filters)), (first, len(followers)))
 
 
