@@ -12,6 +12,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.types import format_length, parse_length
@@ -150,13 +151,17 @@ def measure(
         if until is not None and until() <= 0:
             break
         at = [length for length in lengths if length >= max(least, size)]
-        position = _first(at, lambda length, size=size: gain(size, length) >= margin)
+        position = _first(at, partial(_gains, gain, margin, size))
         if position is None:
             break  # nor does any smaller step gain
         # At the shortest context that so many rows can have, nothing is said of shorter ones.
         least = at[position] if position else least
         thresholds.append((size, at[position]))
     return _descending(reversed(thresholds))
+
+
+def _gains(gain: Gain, margin: float, size: int, length: int) -> bool:
+    return gain(size, length) >= margin
 
 
 def _first(lengths: Sequence[int], is_faster: Callable[[int], bool]) -> int | None:

@@ -58,4 +58,4 @@ def _elapsed_us(launch: Launch) -> float:
     launch()
     end.record()
     end.synchronize()
-    return 1e3 * start.elapsed_time(end)
+    return 1e3 * float(start.elapsed_time(end))

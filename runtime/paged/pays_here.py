@@ -55,7 +55,9 @@ class Pages:
 class EngineKernels(Protocol):
     """Allocates and attends as the engine does."""
 
-    device: torch.device
+    @property
+    def device(self) -> torch.device:
+        """The engine's."""
 
     def queries(self, rows: int, heads: int) -> torch.Tensor:
         """[rows, H, D], random."""
@@ -217,7 +219,8 @@ def step_kinds(layers: Sequence[LayerProgram]) -> tuple[tuple[LayerProgram, int]
     """The first filter layer and the first follower of its segment, each with the number of such layers."""
     filters = [layer for layer in layers if isinstance(layer.role, Filter)]
     followers = [layer for layer in layers if isinstance(layer.role, Follower)]
-    first = next(layer for layer in followers if layer.role.choice == filters[0].role.segment)
+    chosen = next(layer.role.segment for layer in filters if isinstance(layer.role, Filter))
+    first = next(layer for layer in followers if layer.role.choice == chosen)
     return ((filters[0], len(filters)), (first, len(followers)))
 
 

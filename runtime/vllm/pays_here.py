@@ -16,10 +16,10 @@ from sparsekv.runtime.core.pays import Pays, parse
 from sparsekv.runtime.core.timing import Launch
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.paged.pays_here import Pages, measure_here
-from sparsekv.runtime.paged.plan_host import PlanHost
 from sparsekv.runtime.pays_cache import RuleFile
 from sparsekv.runtime.settings import cache_folder
 from sparsekv.runtime.vllm import internals as vllm
+from sparsekv.runtime.vllm.engine_host import EngineHost
 
 _MOST_TEXT = 1024  # bytes of a rule
 _FINITE = 0x7F  # bytes below it are numbers in e4m3
@@ -72,7 +72,7 @@ class VllmKernels:
         return float(vllm.gather(torch.tensor([gain], dtype=torch.float32, device=self.device))[0, 0])
 
 
-def measured_rule(host: PlanHost, kernels: VllmKernels) -> Pays:
+def measured_rule(host: EngineHost, kernels: VllmKernels) -> Pays:
     """The rule of this engine, from disk where it was measured before. Where memory is short the plan is sparse
     wherever it may be."""
     started, place = time.monotonic(), host.place
