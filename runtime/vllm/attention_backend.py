@@ -41,8 +41,8 @@ from sparsekv.runtime.vllm.devices import check_pages, scales_of
 from sparsekv.runtime.vllm.engine_host import EngineHost, start_host
 from sparsekv.runtime.vllm.evicted_tables import EvictedBlocks, EvictedLengths, EvictedTable, Requests, TableRows
 from sparsekv.runtime.vllm.evicting_step import move
-from sparsekv.runtime.vllm.pays_here import VllmKernels, measured_rule
 from sparsekv.runtime.vllm.settings import check_engine_layer, plan_of, read_options
+from sparsekv.runtime.vllm.timed_kernels import VllmKernels, measured_rule
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
 _Backend: Any

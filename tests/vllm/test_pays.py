@@ -17,8 +17,8 @@ from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.paged.pays_here import Place, Timers, Work, measure_here
 from sparsekv.runtime.vllm.engine_host import serving_stats
-from sparsekv.runtime.vllm.pays_here import VllmKernels
 from sparsekv.runtime.vllm.settings import read_options
+from sparsekv.runtime.vllm.timed_kernels import VllmKernels
 
 Prompts = dict[int, list[int]]
 
