@@ -25,7 +25,6 @@ from sparsekv.plans.patterns import Pattern, VerticalSlash, tokens
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.pays import Pays, Thresholds, contexts, measure
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.core.roles import Filter, Follower
 from sparsekv.runtime.core.timing import Launch, launched_us, replayed_us
 from sparsekv.runtime.paged.plan_host import PlanHost
 
@@ -186,16 +185,16 @@ class Work:
         decode = self.host.decode
         if decode is None:
             return Thresholds()
-        shortest = min(segment.whole_up_to for segment in self.host.program.segments) + 1
+        shortest = min(layer.role.dense_up_to for layer in self.host.program.sparse) + 1
         lengths = sorted({*contexts(shortest, self.place.longest), self.place.longest})
         sizes = [rows for rows in (*_DECODE_ROWS, self.place.rows) if rows <= self.place.rows]
         return measure(sizes, lengths, self._decode_gain, margin=_MARGIN, until=left)
 
     def _decode_gain(self, rows: int, length: int) -> float:
-        """All layers of a step, of which one of each kind is timed."""
+        """All layers of a step, of which one of each kind is timed, filter layers first."""
         assert self.host.decode is not None
-        kernels, layers = self.kernels, self.host.program.attending
-        kinds = step_kinds(layers)
+        kernels, program = self.kernels, self.host.program
+        kinds = [(layer, count) for layer, count in program.alike_in_decode if layer.role.is_sparse]
         layer = kinds[0][0]
         pages, q_BHD = kernels.pages(rows, length, layer.kv_heads, _MOST_PAGES), kernels.queries(rows, layer.heads)
         out_BHD, scale = torch.empty_like(q_BHD), q_BHD.shape[2] ** -0.5
@@ -209,19 +208,10 @@ class Work:
             step.attend(layer, q_BHD, pages.pages, out_BHD, scale)
 
         times = self.timers.replayed([dense, *(partial(sparse, layer) for layer, _ in kinds)], kernels.device)
-        whole = times[0] * len(layers)
         counts = [count for _, count in kinds]
         ours = sum(us * count for us, count in zip(times[1:], counts, strict=True))
-        return kernels.agreed(whole / (ours + times[0] * (len(layers) - sum(counts))))
-
-
-def step_kinds(layers: Sequence[LayerProgram]) -> tuple[tuple[LayerProgram, int], ...]:
-    """The first filter layer and the first follower of its segment, each with the number of such layers."""
-    filters = [layer for layer in layers if isinstance(layer.role, Filter)]
-    followers = [layer for layer in layers if isinstance(layer.role, Follower)]
-    chosen = next(layer.role.segment for layer in filters if isinstance(layer.role, Filter))
-    first = next(layer for layer in followers if layer.role.choice == chosen)
-    return ((filters[0], len(filters)), (first, len(followers)))
+        layers = len(program.attending)
+        return kernels.agreed(layers * times[0] / (ours + (layers - sum(counts)) * times[0]))
 
 
 def _typical(layers: Sequence[LayerProgram], longest: int) -> LayerProgram | None:
