@@ -1,39 +1,106 @@
-"""Checks whether a plan may run on a model: what every host refuses, and what it warns of, before anything runs; other
-work on the cores that we compute on, which slows a CPU down by more than its share, included."""
+"""Checks whether a host may run a plan on a model, before anything runs: refusals and warnings, among them of other
+work on the cores of a CPU, which slows it down by more than its share."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from sparsekv.plans.errors import PlanWarning, UnsupportedError
 from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.phases import Segment
 from sparsekv.plans.schema import HostName, Plan, check_model, cut_text, unsupported
+from sparsekv.plans.types import format_ids
 from sparsekv.runtime.settings import threads_spin
 
 
-def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False, option: str = "") -> None:
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What a host can do with a plan, as far as hosts differ.
+
+    Attributes:
+        name: as messages have it.
+        older_queries: filter layers may choose by more than the newest query.
+        windows: layers with a sliding window may prefill sparse.
+        evicts: layers may evict tokens.
+        mixed_caches: they may beside layers whose caches have another shape.
+        drafts: decode drafts only, and the output is that of dense attention (exact output).
+        obstacles: a sentence for each of its own settings that stands in the way of the plan.
+        way_out: ends a refusal.
+    """
+
+    name: str = "transformers"
+    older_queries: bool = True
+    windows: bool = True
+    evicts: bool = True
+    mixed_caches: bool = True
+    drafts: bool = False
+    obstacles: tuple[str, ...] = ()
+    way_out: str = "Make a plan without it."
+
+
+def check_plan(
+    plan: Plan, found: ModelInfo, allow_mismatch: bool = False, option: str = "", host: Host | None = None
+) -> None:
     """Refuses a plan that would run wrongly, and warns (`PlanWarning`) of one whose quality was measured elsewhere.
 
     Args:
+        plan: the phases that will run.
         option: see `check_model`.
 
     Raises:
         PlanMismatchError: `found` is of another architecture and `allow_mismatch` is off, or lacks layers or heads.
-        UnsupportedError: the plan has a field that this version does not execute.
+        UnsupportedError: see `refuse`.
     """
     for line in check_model(plan, found, allow_mismatch, option):
         warnings.warn(line, PlanWarning, stacklevel=3)
-    refused = unsupported(plan)
+    refuse(plan, found, host or Host())
+
+
+def refuse(plan: Plan, model: ModelInfo, host: Host) -> None:
+    """Raises UnsupportedError with a sentence for everything in a plan that a host cannot run on a model."""
+    refused = [*unsupported(plan), *_beyond(plan, model, host), *host.obstacles]
     if refused:
         listed = "\n".join(f"  {line}" for line in refused)
-        raise UnsupportedError(
-            f"expected a plan that this version executes in full, found:\n{listed}\nMake a plan without it."
-        )
+        raise UnsupportedError(f"expected a plan that {host.name} executes in full, found:\n{listed}\n{host.way_out}")
+
+
+def _beyond(plan: Plan, model: ModelInfo, host: Host) -> Iterator[str]:
+    shapes = {(group.kv_heads, group.head_dim) for group in model.attention}
+    linear = [layer for group in model.attention if group.kind == "linear" for layer in group.layers]
+    sliding = {layer for group in model.attention if group.kind == "sliding" for layer in group.layers}
+    sparse = {group.layer for bucket in (plan.prefill.lengths if plan.prefill else ()) for group in bucket.heads}
+    segments = segments_of(plan)
+    looking_back = {one.filter for one in segments if one.selector != "last" and one.window > 1}
+    evicting = format_ids(plan.retained)
+    sentences = {
+        f"filter layers {format_ids(sorted(looking_back))} that choose by more than the newest query, which "
+        f"{host.name} does not keep: plan with the selector `last`": looking_back and not host.older_queries,
+        f"prefill patterns in layers with a sliding window ({format_ids(sorted(sliding & sparse))}), behind which "
+        f"{host.name} frees the keys: leave these dense": sliding & sparse and not host.windows,
+        f"layers {evicting} that evict tokens, which {host.name} cannot: plan without `kv_cache`": plan.retained
+        and not host.evicts,
+        f"layers {evicting} that evict tokens beside caches of another shape: plan without `kv_cache`": plan.retained
+        and (len(shapes) > 1 or linear)
+        and not host.mixed_caches,
+        "exact output by a plan whose decode is dense, which drafts nothing: plan longer --lengths, or with "
+        "--no-crossover": host.drafts and not segments,
+        f"exact output where layers {evicting} evict tokens: plan without `kv_cache`": host.drafts and plan.retained,
+        f"exact output by layers with a recurrent state ({format_ids(linear)}), from which drafts cannot be taken "
+        "back": host.drafts and linear,
+    }
+    return (sentence for sentence, holds in sentences.items() if holds)
+
+
+def segments_of(plan: Plan) -> list[Segment]:
+    """Returns the segments of all lengths."""
+    return [segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments]
 
 
 def check_target(

@@ -21,7 +21,7 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import KVDtype
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.stats import Meter, RunStats
-from sparsekv.runtime.hf.apply_checks import check_exact, check_kv_dtype, check_offload, check_sizes, check_type
+from sparsekv.runtime.hf.apply_checks import check_kv_dtype, check_offload, check_sizes, check_type, host_of
 from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.cache import Given, SparseLayer, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import config_of, describe_model
@@ -332,8 +332,12 @@ def apply(
     check_offload(offload, kv_host_layers)
     warn_of_host_layers(model.device, offload, kv_host_layers)
     info = info or describe_model(model)
-    check_plan(plan, info, allow_mismatch, "allow_mismatch=True")
     phases = plan.prefill if prefill and exact is not True else None, plan.decode if decode else None
+    evicting = plan.retained if decode else {}
+    executed = plan.model_copy(
+        update={"prefill": phases[0], "decode": phases[1], "kv_cache": plan.kv_cache if decode else None}
+    )
+    check_plan(executed, info, allow_mismatch, "allow_mismatch=True", host_of(model, bool(exact)))
     tile = phases[0].tile if phases[0] else None
     capped = has_soft_cap(config_of(model))
     choice = choose_backend(model.device, model.dtype, info.largest_head, backend, tile, capped)
@@ -342,15 +346,12 @@ def apply(
         check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), float8=float8)
     loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
-    evicting = plan.retained if decode else {}
     page = page_bytes(model.device)
     sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, evicting, page, float8)
     check_evicting(frozenset(evicting), sizes.permitted.layers)
     program = Program.of(*phases, info, evicting=evicting)
-    if exact:
-        check_exact(program, model)
     paging = Paging.of(model, sizes)
-    cut = partial(check_cut, plan.model_copy(update={"prefill": phases[0]}))
+    cut = partial(check_cut, executed)
     engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, paging, cut, memory, exact=bool(exact))
     return Handle(model, engine, choice, sizes)
 

@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from sparsekv.kernels.backends import float8_obstacle
-from sparsekv.plans.errors import BackendError, UnsupportedError, UsageError
+from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.types import KVDtype
-from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.placement import OffloadMode
-from sparsekv.runtime.model_config import linear_layers, rope_switch
+from sparsekv.runtime.model_config import rope_switch
+from sparsekv.runtime.plan_checks import Host
 
 
 def check_sizes(answer: object, *, tokens: int, **sizes: object) -> None:
@@ -50,38 +50,11 @@ def check_kv_dtype(kv_dtype: object, backend: str, device: torch.device) -> bool
     return kv_dtype == "fp8"
 
 
-def check_exact(program: Program, model: PreTrainedModel) -> None:
-    """Refuses what drafts cannot be made with, or not be taken back.
-
-    Raises:
-        UsageError: decode is dense.
-        UnsupportedError: selectors look back, layers evict tokens or have a recurrent state, angles change.
-    """
-    if program.evicting:
-        raise UnsupportedError(
-            f"expected layers that evict nothing, as dense attention has it, found that layer {program.evicting[0]} "
-            "does; leave exact out, or make a plan without kv_cache"
-        )
-    if not program.segments:
-        raise UsageError(
-            "expected a plan whose decode is sparse, to draft with, found decode dense at every length; plan longer "
-            "--lengths, or with --no-crossover, or leave exact out"
-        )
-    if program.remembers:
-        raise UnsupportedError(
-            f"expected filter layers that choose by the newest query alone, found that layer {program.remembers[0]} "
-            "looks at older ones, which drafts would leave behind; compile the plan with the selector `last`"
-        )
-    if linear := linear_layers(config_of(model)):
-        raise UnsupportedError(
-            f"expected layers with keys and values, found a recurrent state in layer {linear[0]}: drafts cannot be "
-            "taken back; leave exact out"
-        )
-    if switch := rope_switch(config_of(model)):
-        raise UnsupportedError(
-            f"expected rotary angles that do not depend on the length, found others from {switch + 1} tokens on; leave "
-            "exact out"
-        )
+def host_of(model: PreTrainedModel, exact: bool) -> Host:
+    """Drafts would leave older queries behind, and cannot be taken back where rotary angles change."""
+    switch = rope_switch(config_of(model)) if exact else 0
+    changes = f"exact output where rotary angles are others from {switch + 1} tokens on: leave exact out"
+    return Host(older_queries=not exact, drafts=exact, obstacles=(changes,) if switch else ())
 
 
 def check_type(kind: type | UnionType, expected: str, **arguments: object) -> None:

@@ -26,7 +26,7 @@ from sparsekv.runtime.paged.pays_here import Place
 from sparsekv.runtime.paged.plan_host import PlanHost, Scratch
 from sparsekv.runtime.plan_checks import check_cut, check_plan, check_target
 from sparsekv.runtime.vllm.evicting_step import EvictingHost
-from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions, check_engine, check_layers
+from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions, host_of, warn_of_release
 
 _ALLOW_MISMATCH = '--additional-config \'{"sparsekv": {"allow_mismatch": true}}\''
 
@@ -83,10 +83,9 @@ def start_host(
         plan = plan.model_copy(update={"prefill": None})
     if facts.speculative is not None:
         plan = plan.model_copy(update={"decode": None})  # what was drafted is verified by vLLM's own kernel
-    check_engine(facts, plan, options)
     found = _described(plan, model, facts)
-    check_plan(plan, found, options.allow_mismatch, _ALLOW_MISMATCH)
-    check_layers(plan, found)
+    check_plan(plan, found, options.allow_mismatch, _ALLOW_MISMATCH, host_of(facts, plan, options))
+    warn_of_release(facts, options)
     attending = (group for group in found.attention if group.kind != "linear")
     group = max(attending, key=lambda group: group.kv_heads * group.head_dim)
     tile = plan.prefill.tile if plan.prefill else None

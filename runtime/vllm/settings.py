@@ -21,13 +21,13 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from sparsekv.plans.aliases import PLAN_NAME, is_hub_id
 from sparsekv.plans.errors import PlanWarning, SparseKVError, UnsupportedError, UsageError, install_command
 from sparsekv.plans.files import executed_digest
-from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.pays import Pays, parse
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.hub import find_plan
+from sparsekv.runtime.plan_checks import Host, segments_of
 
 KEY = "sparsekv"
 _ANYWAY = ', or take the risk with "allow_untested": true'
@@ -266,19 +266,19 @@ def plan_of(
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def check_engine(facts: EngineFacts, plan: Plan, options: EngineOptions) -> None:
-    """Refuses an engine that would run the plan wrongly, or that this version was not tested on.
+def host_of(facts: EngineFacts, plan: Plan, options: EngineOptions) -> Host:
+    """Returns what an engine can do with a plan, with everything in its settings that would run it wrongly, or that
+    this version was not tested on."""
+    return Host(
+        "vLLM", older_queries=False, windows=False, mixed_caches=False, drafts=bool(options.exact),
+        obstacles=tuple(_obstacles(facts, plan, options)),
+        way_out="Change these settings, make another plan, or run without one: --additional-config "
+        '\'{"sparsekv": {"dense": true}}\'',
+    )  # fmt: skip
 
-    Raises:
-        UnsupportedError: it names everything that stands in the way, and what to do.
-    """
-    found = list(_refused(facts, plan, options))
-    if found:
-        listed = "\n".join(f"  {line}" for line in found)
-        raise UnsupportedError(
-            f"expected an engine that can run the plan of {plan.model.id}, found:\n{listed}\nChange these settings, or "
-            'run without the plan: --additional-config \'{"sparsekv": {"dense": true}}\''
-        )
+
+def warn_of_release(facts: EngineFacts, options: EngineOptions) -> None:
+    """Warns (`PlanWarning`) of a release that was not tested and is not refused."""
     if facts.release not in TESTED.get(facts.device, ()) and not options.allow_untested:
         warnings.warn(
             f"vLLM {facts.release} on {facts.device}: tested are {known_releases()}; the names that are used of it are "
@@ -287,14 +287,14 @@ def check_engine(facts: EngineFacts, plan: Plan, options: EngineOptions) -> None
         )  # fmt: skip
 
 
-def _refused(facts: EngineFacts, plan: Plan, options: EngineOptions) -> Iterator[str]:
+def _obstacles(facts: EngineFacts, plan: Plan, options: EngineOptions) -> Iterator[str]:
     if not options.allow_untested:
         yield from (f"{line}{_ANYWAY}" for line in _chosen(_untested(facts)))
     yield from _chosen(_wrong(facts, plan))
     executed = plan.model_copy(update={"decode": None}) if facts.self_drafting else plan  # by what writes pages
     yield from _unnamed_stores(facts, store_name(executed)) if not plan.retained else ()
     if options.exact:
-        yield from _chosen(_inexact(facts, plan))
+        yield from _chosen(_inexact(facts))
 
 
 def _chosen(refused: Mapping[str, object]) -> Iterator[str]:
@@ -317,15 +317,10 @@ def _untested(facts: EngineFacts) -> dict[str, object]:
 def _wrong(facts: EngineFacts, plan: Plan) -> dict[str, object]:
     """Everything that would run, and wrong."""
     evicts = f", where layers {format_ids(plan.retained)} evict tokens" if plan.retained else ""
-    segments, shapes = segments_of(plan), plan.model.attention
-    fewest = min(shape.kv_heads for shape in shapes)
-    mixed = len({(shape.kv_heads, shape.head_dim) for shape in shapes}) > 1 or any(x.kind == "linear" for x in shapes)
-    windows = any(segment.selector != "last" and segment.window > 1 for segment in segments)
+    segments = segments_of(plan)
+    fewest = min(group.kv_heads for group in plan.model.attention)
     names, none = ", ".join(one.name for one in facts.connectors), json.dumps(dict.fromkeys(facts.modalities, 0))
     return {
-        'a plan whose filter layers choose by several queries, which vLLM does not keep: plan with the selector "last",'
-        ' or decode dense with "decode": false': windows,
-        f"layers with caches of several shapes{evicts}: plan without `kv_cache`": evicts and mixed,
         f"{facts.tensor_parallel} ranks that share {fewest} KV heads{evicts}: use --tensor-parallel-size {fewest} or "
         "less": evicts and facts.tensor_parallel > fewest,
         **_parted(facts, segments),
@@ -355,23 +350,13 @@ def _parted(facts: EngineFacts, segments: Sequence[Segment]) -> dict[str, object
     }
 
 
-def _inexact(facts: EngineFacts, plan: Plan) -> dict[str, object]:
-    """Everything that stands in the way of exact output."""
+def _inexact(facts: EngineFacts) -> dict[str, object]:
     return {
         "exact output in an engine whose configuration was not made by `vllm serve`, `vllm.LLM` or `EngineArgs` with "
         "sparsekv installed: nothing drafts there": not facts.self_drafting,
-        "exact output by a plan whose decode is dense: it drafts nothing": not segments_of(plan),
-        "exact output where layers evict tokens: plan without `kv_cache`": plan.retained,
-        "exact output by layers with a recurrent state, which drafts cannot be taken back from": any(
-            group.kind == "linear" for group in plan.model.attention
-        ),
         "exact output over pipeline stages: use --pipeline-parallel-size 1": facts.stages,
         f"exact output beside {', '.join(facts.beside)}: turn that off": facts.beside,
     }
-
-
-def segments_of(plan: Plan) -> list[Segment]:
-    return [segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments]
 
 
 def _unknown_connectors(connectors: Sequence[Connector]) -> Iterator[str]:
@@ -405,21 +390,6 @@ def _unnamed_stores(facts: EngineFacts, name: str) -> Iterator[str]:
             ways = [f'"{option}": "...{name}"'] if option else []
             ways += [f"a model folder (or a link to it) whose name ends in {name}"] if by_model else []
             yield f"{store} without the plan's name in its keys: use {' or '.join(ways)}"
-
-
-def check_layers(plan: Plan, model: ModelInfo) -> None:
-    """Refuses sparse prefill in layers with a sliding window, as vLLM frees the pages behind the window.
-
-    Raises:
-        UnsupportedError: it names the layers.
-    """
-    sliding = {layer for group in model.attention if group.kind == "sliding" for layer in group.layers}
-    sparse = {group.layer for bucket in (plan.prefill.lengths if plan.prefill else ()) for group in bucket.heads}
-    if sliding & sparse:
-        raise UnsupportedError(
-            "expected prefill patterns in layers with full attention alone, found them in layers with a sliding window "
-            f"({format_ids(sorted(sliding & sparse))}); make a plan that leaves these dense"
-        )
 
 
 def check_engine_layer(

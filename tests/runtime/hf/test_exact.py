@@ -283,10 +283,9 @@ def test_what_drafts_cannot_follow_is_refused_by_name(model, options):
 
 def test_plans_that_cannot_draft_are_refused(model):
     looks_back = decode_plan(segment(0, (1, 2, 3), 12, selector="uniform", window=5))
-    with pytest.raises(UnsupportedError, match="layer 0"):
-        apply(model, plan_for(model, None, looks_back), exact=True)
-    with pytest.raises(UsageError):
-        apply(model, plan_for(model, None, None), exact=True)
+    for decode, word in ((looks_back, "filter layers 0"), (None, "drafts nothing")):
+        with pytest.raises(UnsupportedError, match=word):
+            apply(model, plan_for(model, None, decode), exact=True)
     with pytest.raises(UsageError):
         apply(model, plan_for(model, None, GOOD), exact="prefill")
 

@@ -13,6 +13,7 @@ from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
 from sparsekv.plans.schema import Agreement, Cost, Measurement, Plan, Prediction, Quality, WholeStep
+from sparsekv.runtime.plan_checks import refuse
 from sparsekv.runtime.vllm.exact_engine import (
     DRAFTED,
     SCHEDULER,
@@ -21,9 +22,7 @@ from sparsekv.runtime.vllm.exact_engine import (
     dense_up_to,
     drafts_of,
 )
-from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions, check_engine, read_options
-
-EXACT = EngineOptions(exact=True)
+from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions, host_of, read_options
 
 
 def drafting_plan() -> Plan:
@@ -161,15 +160,9 @@ def test_drafts_begin_where_the_plan_is_sparse() -> None:
     assert dense_up_to(small_plan().model_copy(update={"decode": None})) == 0
 
 
-def refusal(plan: Plan, **facts: Any) -> str:
+def check(plan: Plan, **facts: Any) -> None:
     given: dict[str, Any] = {"release": "0.33.0", "device": "cuda", "self_drafting": True}
-    with pytest.raises(UnsupportedError) as caught:
-        check_engine(EngineFacts(**(given | facts)), plan, EXACT)
-    return str(caught.value)
-
-
-def test_exact_output_starts_where_nothing_stands_in_the_way() -> None:
-    check_engine(EngineFacts(release="0.33.0", device="cuda", self_drafting=True), drafting_plan(), EXACT)
+    refuse(plan, plan.model, host_of(EngineFacts(**(given | facts)), plan, EngineOptions(exact=True)))
 
 
 @pytest.mark.parametrize(
@@ -181,9 +174,7 @@ def test_exact_output_starts_where_nothing_stands_in_the_way() -> None:
     ],
     ids=str,
 )
-def test_what_exact_output_cannot_run_with_is_named(facts: dict[str, Any], named: str) -> None:
-    assert named in refusal(drafting_plan(), **facts)
-
-
-def test_a_plan_that_drafts_nothing_is_refused() -> None:
-    assert "whose decode is dense" in refusal(small_plan().model_copy(update={"decode": None}))
+def test_engines_that_cannot_give_exact_output_are_refused_by_name(facts: dict[str, Any], named: str) -> None:
+    check(drafting_plan())
+    with pytest.raises(UnsupportedError, match=named):
+        check(drafting_plan(), **facts)

@@ -4,15 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans_samples import model_info, small_plan
+from plans_samples import small_plan
 
 from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError
 from sparsekv.plans.files import write_plan
-from sparsekv.plans.model import AttentionGroup
-from sparsekv.plans.patterns import AShape, TileShape, tokens
-from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan, Retention
+from sparsekv.plans.patterns import tokens
+from sparsekv.plans.phases import Retention
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.plan_checks import refuse
 from sparsekv.runtime.vllm.settings import (
     ENGINE_TO_ENGINE,
     SHARED,
@@ -20,17 +20,22 @@ from sparsekv.runtime.vllm.settings import (
     Connector,
     EngineFacts,
     EngineOptions,
-    check_engine,
     check_engine_layer,
-    check_layers,
     connectors_of,
+    host_of,
     plan_path,
     read_options,
     store_name,
+    warn_of_release,
 )
 
 ANYWAY = EngineOptions(allow_untested=True)
 FACTS: dict[str, Any] = {"release": "0.32.0", "device": "cpu"}
+
+
+def check_engine(facts: EngineFacts, plan: Plan, options: EngineOptions) -> None:
+    refuse(plan, plan.model, host_of(facts, plan, options))
+    warn_of_release(facts, options)
 
 
 def refusal(plan: Plan | None = None, allow_untested: bool = False, **facts: Any) -> str:
@@ -107,39 +112,6 @@ def test_pipeline_stages_that_cut_a_segment_are_refused_and_others_are_not() -> 
     plan = small_plan()  # layer 2 chooses for layers 4 to 7
     assert "layer 2" in refusal(plan, True, stages=(range(5), range(5, 12)))
     check_engine(EngineFacts(**FACTS, stages=(range(8), range(8, 12))), plan, ANYWAY)
-
-
-def test_a_choice_by_several_queries_is_refused_and_a_plan_without_decode_is_not() -> None:
-    plan = small_plan()
-    buckets = tuple(
-        bucket.model_copy(
-            update={
-                "segments": tuple(s.model_copy(update={"selector": "uniform", "window": 4}) for s in bucket.segments)
-            }
-        )
-        for bucket in plan.decode.lengths
-    )
-    windows = plan.model_copy(update={"decode": plan.decode.model_copy(update={"lengths": buckets})})
-    assert '"decode": false' in refusal(windows)
-    check_engine(EngineFacts(**FACTS, micro_batches=True), plan.model_copy(update={"decode": None}), EngineOptions())
-
-
-def test_patterns_in_sliding_layers_are_refused_and_dense_sliding_layers_are_not() -> None:
-    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64}
-    groups = (
-        AttentionGroup(layers=(0,), kind="sliding", window=512, **shape),
-        AttentionGroup(layers=(1,), kind="full", **shape),
-    )
-    model = model_info(attention=groups)
-
-    def plan(layer: int) -> Plan:
-        group = HeadGroup(layer=layer, heads=(0,), pattern=AShape(sink=tokens(128), window=tokens(128)))
-        prefill = PrefillPlan(tile=TileShape(), lengths=(PrefillBucket(up_to=None, heads=(group,)),))
-        return Plan(status="unverified", model=model, prefill=prefill)
-
-    check_layers(plan(1), model)
-    with pytest.raises(UnsupportedError, match=r"sliding window \(0\)"):
-        check_layers(plan(0), model)
 
 
 @pytest.mark.parametrize("found", [(8, 2, None), (4, 1, None), (4, 2, 512)], ids=["heads", "kv heads", "window"])
