@@ -16,7 +16,7 @@ from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_files import check_new, check_replaceable, check_writable, default_plan
 from sparsekv.plans.aliases import PLAN_NAME, ModelSource, is_hub_id, resolve_model
 from sparsekv.plans.brief import eviction_losses, kept_share
-from sparsekv.plans.errors import PlanError, UnsupportedError, UsageError, did_you_mean, install_command
+from sparsekv.plans.errors import PlanError, UsageError, did_you_mean, install_command
 from sparsekv.plans.files import MAX_BYTES as MOST_PLAN_BYTES
 from sparsekv.plans.files import load_plan, read_bytes, write_bytes, write_plan
 from sparsekv.plans.interop.formats import READERS, WRITERS, plan_of, recognised
@@ -25,7 +25,7 @@ from sparsekv.plans.markdown import cell
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Estimate, Plan, check_model
 from sparsekv.plans.show import target_text
-from sparsekv.plans.types import format_ids, format_length
+from sparsekv.plans.types import format_length
 from sparsekv.runtime.settings import read_settings
 
 _ONNX = "onnx"
@@ -138,11 +138,6 @@ def _export_model(place: str, file: Path | None, out: Path, as_json: bool) -> No
     loaded = load_model(place, device="cpu", dtype="float16" if read_settings().dtype == "float16" else "float32")
     for line in check_model(plan, loaded.info):
         tell(line)
-    if plan.retained:
-        raise UnsupportedError(
-            f"expected a plan that keeps all tokens, found one that evicts some in layers {format_ids(plan.retained)}, "
-            "which a graph cannot; export a plan without kv_cache"
-        )
     program = Program.of(None, plan.decode, loaded.info)
     with new_folder(out) as made:
         written = out / write_model(loaded.model, plan, program, made).name

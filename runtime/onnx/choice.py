@@ -13,35 +13,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import Follower
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.onnx.nodes import BOOL, INT64, Nodes
 
 _LEAST = np.float32(-1.0)  # below every attention weight
-
-
-def check_segments(program: Program) -> None:
-    """Refuses what this graph cannot hold.
-
-    Raises:
-        UnsupportedError: a segment chooses by older queries than the newest, or a layer reads fewer tokens by other
-            means than a segment.
-    """
-    for layer in program.sparse:
-        if layer.role.filters is None and layer.role.follows is None:
-            raise UnsupportedError(
-                f"expected layers that choose for a segment or follow its choice, found layer {layer.layer} with a "
-                f"decode method ({type(layer.role).__name__}) that the ONNX graph does not have; plan without it"
-            )
-    for segment in program.segments:
-        if segment.queries > 1:
-            raise UnsupportedError(
-                f"expected filter layers that choose by the newest query, found layer {segment.filter} with "
-                f"{segment.queries} ({segment.selector}), which the ONNX graph does not keep; plan with "
-                "`selector: last`"
-            )
 
 
 class ChoiceStep:

@@ -22,16 +22,18 @@ import onnx
 import torch
 from onnx import TensorProto, helper
 
-from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import dump_plan
 from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import Follower
 from sparsekv.runtime.core.segments import SegmentProgram
-from sparsekv.runtime.onnx.choice import ChoiceStep, check_segments
+from sparsekv.runtime.onnx.choice import ChoiceStep
 from sparsekv.runtime.onnx.nodes import FLOAT, INT64, OPSET, Nodes
+from sparsekv.runtime.plan_checks import Host, refuse
 
-# The modules of the model show these: their weights, scales and angles are written, or refused by `check_exportable`.
+# The modules of the model show these: their weights, scales and angles are written, or refused by `_obstacles`.
 _FOLLOWED = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "hidden_act rms_norm_eps rope_parameters attention_bias mlp_bias tie_word_embeddings dtype sliding_window "
@@ -46,27 +48,6 @@ _NEUTRAL = (
 FIELDS = frozenset(f"{_FOLLOWED} {_NEUTRAL}".split())
 """Fields of a config that the graph follows, and fields that change nothing in it. Another one may change arithmetic:
 where it is not at its default, the model is refused."""
-
-
-def check_fields(config: Any) -> None:
-    """Refuses a config with a field that may change arithmetic and is not followed.
-
-    Raises:
-        UnsupportedError: naming the field and its value.
-    """
-    usual = type(config)().to_dict()
-    for name, value in config.to_dict().items():
-        is_usual = name in usual and usual[name] == value
-        if name not in FIELDS and not is_usual and value is not None:
-            raise UnsupportedError(
-                f"expected a config whose fields the ONNX graph follows, found {name}: {value!r:.60}; run the model in "
-                "transformers or vLLM"
-            )
-    if config.hidden_act not in ACTIVATIONS:
-        raise UnsupportedError(
-            f"expected hidden_act of {', '.join(sorted(ACTIVATIONS))} to write as ONNX, found "
-            f"{config.hidden_act!r:.40}; run the model in transformers or vLLM"
-        )
 
 
 def _gelu(approximate: str) -> Callable[[Nodes, str], str]:
@@ -109,34 +90,31 @@ _IR_VERSION = 11
 _KINDS = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
 
 
-def check_exportable(model: Any, program: Program) -> None:
-    """Refuses a model or a plan that the graph cannot hold.
-
-    Raises:
-        UnsupportedError: naming what.
-    """
+def _obstacles(model: Any, program: Program) -> Iterator[str]:
+    """Returns a sentence for everything in a model and its roles that the graph cannot hold."""
     config = model.config
     if config.model_type not in MODEL_TYPES:
-        raise UnsupportedError(
-            f"expected a model of {', '.join(MODEL_TYPES)} to write as ONNX, found {config.model_type}; run it in "
-            "transformers or vLLM"
-        )
+        yield f"a model of {config.model_type}: {', '.join(MODEL_TYPES)} are written"
+        return
+    if model.dtype not in _KINDS:
+        yield f"a model in {model.dtype}: use --dtype float32 or float16"
     if sliding := [layer.layer for layer in program.layers if layer.window is not None]:
-        raise UnsupportedError(f"expected layers that attend to everything, found windows in layers {sliding}")
+        yield f"layers with a sliding window ({format_ids(sliding)})"
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in _ROPES:
-        raise UnsupportedError(
-            f"expected rotary angles of {', '.join(_ROPES)}, found {rope}, which change with the length"
-        )
-    check_fields(config)
+        yield f"rotary angles of {rope}, which change with the length: {', '.join(_ROPES)} are written"
     size, rotated = model.model.layers[0].self_attn.head_dim, 2 * len(model.model.rotary_emb.inv_freq)
     if rotated != size:
-        raise UnsupportedError(
-            f"expected rotary angles for all {size} numbers of a head, found {rotated} in rope_parameters"
-        )
-    if model.dtype not in _KINDS:
-        raise UnsupportedError(f"expected a model in float32 or float16, found {model.dtype}; use --dtype float32")
-    check_segments(program)
+        yield f"rotary angles (rope_parameters) for {rotated} of the {size} numbers of a head"
+    usual = type(config)().to_dict()
+    for name, value in config.to_dict().items():
+        if name not in FIELDS and value is not None and not (name in usual and usual[name] == value):
+            yield f"{name}: {value!r:.60} in the config, which may change arithmetic"
+    if config.hidden_act not in ACTIVATIONS:
+        yield f"hidden_act of {config.hidden_act!r:.40}: {', '.join(sorted(ACTIVATIONS))} are written"
+    for layer in program.sparse:
+        if layer.role.filters is None and layer.role.follows is None:
+            yield f"layer {layer.layer} with a decode method ({type(layer.role).__name__}) of its own: plan without it"
 
 
 @contextmanager
@@ -166,9 +144,15 @@ def export(model: Any, plan: Plan, program: Program, folder: Path) -> Path:
         plan: for the metadata; `program` is what is written.
 
     Raises:
-        UnsupportedError: see `check_exportable`.
+        UnsupportedError: the graph cannot hold something of the model or the plan; the message names it.
     """
-    check_exportable(model, program)
+    way_out = "Run this model in transformers or vLLM, or make another plan."
+    obstacles = tuple(_obstacles(model, program))
+    refuse(
+        plan,
+        plan.model,
+        Host("the ONNX graph", older_queries=False, evicts=False, obstacles=obstacles, way_out=way_out),
+    )
     folder.mkdir(parents=True, exist_ok=True)
     graph = _Decoder(model, program).graph()
     opset = [helper.make_opsetid("", OPSET)]
