@@ -144,7 +144,6 @@ def prefill_attention(
         scale: of the scores, usually 1 / sqrt(D).
         window: the layer's own sliding window in tokens, or None.
         want_lse: whether to return the natural log-sum-exp of each row, of its keys.
-        softmax: of the layer.
         backend: the name that `choose_backend` gave.
 
     Raises:
@@ -367,7 +366,6 @@ class Fallback:
         Args:
             call: computes everything from its inputs, so that it may be begun again: it writes to no input.
             q_BHSD: the queries, for what other backends would be given. Tensors are never moved to another device.
-            tile: of the index.
 
         Raises:
             Exception: what the backend raised, when the input is at fault (any error of ours but a BackendError), no

@@ -22,7 +22,6 @@ def copy_pages(pages: Pair, table_P: torch.Tensor, into: Pair, scales: Pair | No
 
     Args:
         pages: keys and values, [N, G, S, D] each, of any strides but 1 in the last dimension.
-        table_P: int32: which pages.
         into: [G, K, D] each, contiguous; the last page may have more tokens.
         scales: float32 [G] each: what is copied is multiplied by them.
     """
@@ -68,8 +67,6 @@ def move_rows(keys: Pair, rows_gR: torch.Tensor, pages: Pair, table_P: torch.Ten
     Args:
         keys: keys and values, [G, K, D] each, contiguous.
         rows_gR: int64: which of them, for each KV head or for all.
-        pages: as in `copy_pages`.
-        table_P: int32: which pages.
         last: so many of the rows, the last ones, go to the request's last places instead.
     """
     k_NGSD, v_NGSD = pages

@@ -18,10 +18,7 @@ def mask_of(index: TileIndex, chunk: Chunk, queries: int, window: int | None = N
     """Returns which query rows see which keys, straight from the definition in tiles.py.
 
     Args:
-        index: tiles and single columns.
-        chunk: where the queries lie.
         queries: S, rows of the query tensor, padding included.
-        window: the layer's own sliding window.
 
     Returns:
         bool [B, H, S, K], K being the keys of the longest batch row.
@@ -53,9 +50,7 @@ def reference_attention(
     Args:
         q_BHSD: queries, G KV heads serving H / G query heads each.
         k_BGKD: keys, or more of them than the mask has; what no row sees may hold anything.
-        v_BGKD: values, likewise.
         mask_BHSK: bool; a row without any key gives 0 and a log-sum-exp of -inf.
-        scale: softmax scale.
         cap: soft cap of the scores; 0 is none.
     """
     groups, keys = k_BGKD.shape[1], mask_BHSK.shape[3]

@@ -47,14 +47,10 @@ def token_scores(
     """Attention of a window of queries to every key, float32.
 
     Args:
-        q_BHWD: the window's queries.
         k_BGSD: all keys up to the last position of the window, or more; the first one is finite, what no query sees may
             hold anything.
         positions_BW: token position of each query; it sees the keys up to its own position, and one of a negative
             position does not count.
-        weights_W: weight of each query of the window, float32.
-        scale: softmax scale.
-        softmax: of the layer.
         heads: "max" reduces all query heads to one row, "per_kv_head" the query heads of each KV head to one row.
         reduce_max: with "max", takes the maximum over heads that are elsewhere as well, [B, 1, W, S] to [B, 1, W, S].
 
@@ -97,9 +93,6 @@ def observed_attention(
 
     Args:
         q_BHWD: queries of the last W tokens; W is at most S.
-        k_BGSD: keys of all tokens.
-        scale: softmax scale.
-        softmax: of the layer.
         together: the most of all KV heads.
         backend: of decode; "reference" is torch on any device.
 

@@ -114,8 +114,6 @@ def check_target(
         plan: the plan; one without targets (an import) claims nothing.
         device: where it is going to run, by its name.
         backend: of its kernels.
-        dtype: of the model.
-        host: the program that runs it.
         step: most tokens that it prefills at once; compared with targets that were measured in such chunks.
         float8: whether keys and values are stored in 8 bits.
     """

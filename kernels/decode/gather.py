@@ -43,7 +43,6 @@ def gather_missed(
     Args:
         where_X: int64 [COLUMNS] on the device, as kernels/keys.py says; the addresses at ROWS and HOST are divisible
             by 16.
-        placed: what was missed.
         lengths_B: int32, tokens of each row; token `length - recent` goes to the host.
         kv_heads: G.
         token_bytes: of the keys of one head of one token.

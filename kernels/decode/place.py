@@ -63,11 +63,8 @@ def place_step(
     """Gives the sinks and the chosen tokens of a step slots, and writes where all attended tokens lie.
 
     Args:
-        table: whose tensors are written.
         selection: no row attends to everything, or its list is left empty.
-        lengths_B: int32, tokens of each row.
         ring: rows behind the slots; token t lies in row `slots + t % ring` while it is recent.
-        into: written.
         counts_3: int64, added to: steps, tokens that need slots, and misses, each times `layers`.
         layers: that share the choice.
     """

@@ -99,8 +99,6 @@ def choose(
 
     Args:
         scores_gT: float32, from 0 to below 2; where each row's begin says `scoring`.
-        scoring: as given to `decode_attention`.
-        lengths_B: int32, tokens of each row.
         counts_B: int32, how many to choose: no more than there are. Rows that are not scored hold anything.
         capacity: most tokens that a row can have.
         most: length of the lists.

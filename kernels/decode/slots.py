@@ -49,11 +49,9 @@ class SlotTable:
     """The slots of one batch. Addresses do not change.
 
     Args:
-        batch: rows.
         lists: of a row, each with slots of its own.
         slots: of a list: at least as many as it ever has tokens.
         capacity: tokens that a row may have.
-        device: of all tensors.
     """
 
     @torch.inference_mode(False)  # else what is allocated there could not be written to under torch.no_grad()
@@ -189,10 +187,8 @@ class SlotStep:
     """One choice of tokens, and where they are. The tensors of the choice are on the device.
 
     Attributes:
-        before: state of the slots in the step before.
         state: of the slots, with the choice placed.
         tokens_BgM: int32, what a row reads in the order of attention: sinks, chosen, recent; NO_TOKEN behind them.
-        counts_B: int32, how many.
         placed: of the tokens that may be in a slot: those before `hot_from`.
         hot_from: tokens from here on are on the device without a slot.
     """
@@ -260,8 +256,6 @@ class SlotMap:
         """Places a choice, once for all layers that ask for the same one. Rows that attend to everything have no slots.
 
         Args:
-            selection: of the step.
-            lengths_B: int32, tokens of each row.
             most: tokens that a row selects in fact, which may be fewer than its list has room for.
             slots: of the hot set; `most` or more.
             capacity: tokens that a row may have.

@@ -23,7 +23,6 @@ def budgets(
     """As `Budgets.of` of runtime/core/budgets.py, for tensors on a GPU.
 
     Args:
-        lengths_B: int32, tokens of each row.
         bounds_N: int32, the longest length of every bucket but the last: one fewer than buckets.
         most_SN: int64, chosen tokens at most.
         share_SN: float64, chosen tokens as a fraction of the length; None where no budget is one.

@@ -90,9 +90,7 @@ def build_index(
         patterns: one of each query head.
         q_BHSD: queries of the chunk; any strides; rows beyond a batch row's own may hold anything.
         k_BGKD: keys from the first token on; those beyond a batch row's length may hold anything.
-        chunk: where the queries lie.
         tile: query rows must be a multiple of key rows.
-        scale: softmax scale.
         window: the layer's own sliding window: scores see nothing outside it, and tiles wholly outside are left out
             (of the lists; dense heads still count every causal tile).
         lines: `layer_lines` of this very call by `last_q`, for callers that build many indices of one layer.

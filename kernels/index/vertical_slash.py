@@ -67,7 +67,6 @@ def score_lines(heads: Sequence[int], last_q: Sequence[int], call: IndexCall) ->
     Args:
         heads: query heads, ascending.
         last_q: how many of the last queries each of them samples; short chunks sample what they have.
-        call: the layer's queries and keys.
     """
     layout, keys, sample = call.layout, call.layout.chunk.longest, _take_sample(last_q, call)
     vertical_BhS = torch.empty((layout.batch, len(heads), keys), dtype=torch.float32, device=layout.device)
@@ -259,7 +258,6 @@ def choose_diagonals(
         scores_BhO: their scores, padding the lowest; equal scores keep the lower offset first.
         bounds: [B][h] tiles a row may have, mandatory ones included; at least those.
         most: the host's bound on the chosen distances.
-        layout: where the rows lie.
     """
     right = layout.tile.query // layout.tile.key + 1  # one more than any row needs: the first entry is never chosen
     entries = layout.key_tiles + right + 2

@@ -78,8 +78,6 @@ class ChoiceStep:
         """[B, g, K]: the tokens between sinks and recent ones that most attention is paid to, best first.
 
         Args:
-            layer: the filter layer.
-            segment: that it chooses for.
             weights_BH1C: of the filter layer's newest query, over all keys.
         """
         lists = segment.lists

@@ -21,7 +21,6 @@ class Nodes:
     """
 
     def __init__(self, outer: Nodes | None = None) -> None:
-        self._outer = outer
         self._root: Nodes = self if outer is None else outer._root
         self.nodes: list[onnx.NodeProto] = []
         self.constants: dict[str, onnx.TensorProto] = {}

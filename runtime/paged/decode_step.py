@@ -31,11 +31,7 @@ class DecodeHost:
 
     Args:
         program: what every layer computes, with a sparse decode step at least.
-        backend: of the kernels.
         rows: of a step, at most.
-        longest: tokens of the longest request.
-        device: of the engine.
-        counters: of the engine.
         gather: over the ranks that choose together; see `DecodeState`. All of them make one at the same time.
     """
 
@@ -82,7 +78,6 @@ class DecodeHost:
         Args:
             lengths_B: int32, tokens of each request, the new one included; 0 for padding.
             prompts: rows that are the end of a prompt: they attend to everything.
-            table_BP: their pages.
             part_of: builds the engine's metadata of these rows where the step has others.
             least: tokens of the shortest row that may choose; None where no row may.
         """
@@ -152,11 +147,7 @@ class DecodeRows:
         """Writes the output of the rows that choose for this layer, and of no others.
 
         Args:
-            q_BHD: queries of all decode rows.
             pages: keys and values, [N, G, S, D] each, of any strides.
-            out_BHD: of all decode rows.
-            scale: softmax scale.
-            softmax: of the layer.
             scales: of pages in e4m3, whose queries may be in that as well.
         """
         if scales is not None:

@@ -98,10 +98,8 @@ class PlanHost:
     """A plan at work in one worker of an engine; all layers share it.
 
     Args:
-        program: what every layer computes.
         backend: of prefill; another one follows should it fail.
         scratch: for requests with a past.
-        longest: tokens of the longest request.
         drafted: tokens that others draft at a time.
     """
 
@@ -156,11 +154,7 @@ class PlanHost:
         patterns are estimated from its own last queries, so that any cut of a prompt runs sparse where that pays.
 
         Args:
-            layer: what the layer computes.
-            q_THD: the chunk's queries.
             keys: all keys of the request so far, contiguous.
-            chunk: where the rows lie.
-            scale: softmax scale.
         """
         return self._attend(layer, q_THD, keys, chunk, scale, self.counters.meter)
 
@@ -183,10 +177,7 @@ class PlanHost:
         patterns that were seen before are skipped.
 
         Args:
-            layer: what the layer computes.
             q_THD: as many queries as a step can have.
-            softmax: of the layer.
-            scale: of its softmax.
         """
         for length in sorted({min(bound, self.longest) for bound in (*layer.bounds, self.longest)}, reverse=True):
             rows = min(len(q_THD), length)

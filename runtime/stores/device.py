@@ -227,7 +227,6 @@ class RowStore:
 
     Args:
         whole: of all rows; may be empty.
-        row: which one.
         batch: rows that it has, or will have.
     """
 

@@ -26,7 +26,6 @@ class Reservation:
 
     Args:
         pool: where pages come from and go to. Whoever calls is `first` there, or outside captures.
-        rows: how many.
         row_bytes: that a row may have, a multiple of the granularity.
 
     Raises:
@@ -169,8 +168,6 @@ class Fork:
     """A row of a reservation that becomes a copy.
 
     Attributes:
-        at: the row.
-        own: pages that it has.
         full: pages of the row that it becomes a copy of, which may be itself, that are not written to any more.
         nbytes: that count of that row.
         change: what becomes of its pages.

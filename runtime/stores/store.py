@@ -138,8 +138,6 @@ class KeySource(Protocol):
 
         Args:
             selection: no row attends to everything, unless the store returns it as it is.
-            lengths_B: int32 on the device.
-            window: the layer's own sliding window.
             slots: what a hot set shares with the layers that take the same choice.
         """
 

@@ -120,7 +120,6 @@ class VirtualStore(DeviceStore):
     The pages from the one that a row's next token goes to are its own; those before may be of several rows.
 
     Args:
-        pool: the pages.
         context: tokens that a row will hardly exceed; where it does, it gets other addresses.
     """
 

@@ -71,10 +71,7 @@ def start_host(
         gather: over its tensor-parallel ranks; see `DecodeState`.
 
     Raises:
-        PlanError: the file holds no plan.
-        PlanMismatchError: it is another model's.
         UnsupportedError: the plan or the engine has something that this host cannot run; the message names it.
-        BackendError: no kernel runs here.
     """
     plan = load_plan(path)
     if not options.decode:

@@ -45,7 +45,6 @@ class Requests:
         """A step runs meanwhile. Gives whether it has single rows alone, one of them of a prompt.
 
         Args:
-            scheduled: its requests.
             order: their rows, once the worker knows them, unless it tells `order`.
         """
         for request in scheduled.finished:
@@ -173,7 +172,6 @@ class StepTables:
     """Holds what groups of layers that evict as much share in a step.
 
     Args:
-        requests: of the engine.
         rows: of a step, at most.
     """
 
@@ -190,11 +188,7 @@ class StepTables:
         """Returns what is read of each request, made once in a step.
 
         Args:
-            blocks: of each layer.
             page: tokens of a page, as kernels see it: a block, or a part of one.
-            rows: gives those of the step.
-            lengths_B: tokens of each request, on the device.
-            pages: of the longest request.
         """
         requests = self._requests.rows
         if self._step != self._requests.steps or not requests:
@@ -227,8 +221,6 @@ class EvictedTable:
     """The block table that the kernels of a group's layers read, at a fixed address, as graphs read it.
 
     Args:
-        blocks: of each layer of the group.
-        shared: by the groups of the engine.
         page: see `StepTables.lengths`.
     """
 
@@ -241,11 +233,6 @@ class EvictedTable:
     ) -> tuple[EvictedLengths, torch.Tensor]:
         """Returns what the layers of the group read in a step, and the pages of each request, of which as many are its
         own.
-
-        Args:
-            rows: gives those of the step.
-            lengths_B: tokens of each request, on the device.
-            table_BP: pages of each request.
         """
         pages = table_BP.shape[1]
         if self._table_BP is None:
@@ -262,8 +249,6 @@ def moves(blocks: EvictedBlocks, prompts: Sequence[int], pasts_B: np.ndarray) ->
     read.
 
     Args:
-        blocks: of each layer.
-        prompts: tokens of each request's prompt.
         pasts_B: tokens of each request before the step.
     """
     prompt_B = np.asarray(prompts, dtype=np.int64)

@@ -35,7 +35,6 @@ class EvictingHost:
     """The layers of a plan that evict tokens, in one worker of an engine.
 
     Args:
-        backend: of the kernels.
         fallback: should they fail where there is one rank.
         copy: gives the first tokens of a request contiguously, until the next copy; see `Scratch`.
         rows: of a step, at most.
@@ -58,12 +57,7 @@ class EvictingHost:
         """Rows of a prompt have attended. At its end the layer evicts.
 
         Args:
-            layer: of which they are.
-            rows: that belong to the prompt.
-            new: their queries.
             pages: the layer's keys and values, [N, G, S, D] each.
-            table_P: the request's pages.
-            scales: of pages in e4m3.
         """
         seen = _rule(layer).observe or 0
         self._forget()
@@ -109,11 +103,6 @@ class EvictingHost:
     def warm_up(self, layer: LayerProgram, observed: Observed, keys: KeyView) -> None:
         """Chooses among these keys, so that kernels are compiled and memory is taken where the engine measures it; the
         queries of one prompt are saved until the first step.
-
-        Args:
-            layer: that evicts tokens.
-            observed: the last queries.
-            keys: of the longest prompt.
         """
         self._choose(layer, keys.k.shape[2], observed, keys.k, EvictedBlocks.of(_rule(layer), 1))
         copied = Observed(observed.q_BHWD.clone(), observed.scale, observed.softmax)
@@ -131,8 +120,6 @@ def move(keys: Pages, rows_gK: torch.Tensor, pages: Pages, table_P: torch.Tensor
     Args:
         keys: keys and values of the prompt, [G, S, D] each, contiguous.
         rows_gK: int64 ascending, of each KV head or for all.
-        pages: the layer's keys and values.
-        table_P: the request's pages.
         shared: tokens of the prompt in the block of its end, unless it fills it.
     """
     if table_P.is_cuda:

@@ -143,7 +143,6 @@ class Drafting:
     Args:
         drafted: tokens of a draft.
         dense_up_to: contexts that the plan decodes dense, where drafts cost as much as what they save.
-        say: logs a line.
         publish: takes new counts, by length.
     """
 

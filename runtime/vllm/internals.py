@@ -246,11 +246,8 @@ def engine_dense_attention(
     """A launch of the kernel that an engine attends by, causal, of the last rows of requests.
 
     Args:
-        q_THD: the rows, as many of each request.
         cache: of a layer, as `empty_cache` makes it.
-        table_BP: the requests' pages, int32.
         lengths: tokens of each request, its rows included.
-        scale: softmax scale.
         out_THD: where each launch writes its result.
         scales: of a cache in e4m3, and of queries that are in that as well.
     """

@@ -100,7 +100,6 @@ class SelfSpeculator(DraftModelSpeculator):
         """Drafts behind the tokens that a step has sampled.
 
         Args:
-            input_batch: of the step.
             num_sampled: [B], 0 for prompts that are not complete: these do not draft.
             num_rejected: [B], rows of the step whose tokens do not count.
             last_sampled: the newest token of each request that the worker knows, [requests, 1].

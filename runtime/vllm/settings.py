@@ -192,11 +192,6 @@ _NO_PLAN = b"\0" * 32  # in place of a digest
 def plan_path(options: EngineOptions, model: str, revision: str | None) -> Path | None:
     """Returns where the plan of an engine is; None where none is required and none lies beside the model.
 
-    Args:
-        options: of the engine.
-        model: the folder or hub id that the engine loads.
-        revision: of the hub repository.
-
     Raises:
         UsageError: a plan was asked for, and is not there.
     """
@@ -397,9 +392,6 @@ def check_engine_layer(
 ) -> None:
     """Refuses a layer that vLLM runs with another shape or window than the model's config says, on which the plan is
     built. vLLM takes the windows of some architectures from elsewhere.
-
-    Raises:
-        UnsupportedError: they differ.
     """
     expected, found = (layer.heads, layer.kv_heads, layer.window, layer.keys_of), (heads, kv_heads, window, keys_of)
     if expected != found:

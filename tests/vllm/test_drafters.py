@@ -10,10 +10,8 @@ import torch
 from safetensors.torch import save_file
 from vllm_engine import BUDGET, generate, make_engine, preemptions, tokens_of
 
-from sparsekv.bench.hand_plans import kept_by_hand
 from sparsekv.bench.random_model import write_eagle
 from sparsekv.bench.serve import by_look_up
-from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import BlockSparse, fraction
 from sparsekv.plans.schema import Plan
@@ -162,10 +160,3 @@ def whole(plan: Plan) -> Plan:
         for bucket in plan.prefill.lengths
     )
     return plan.model_copy(update={"prefill": plan.prefill.model_copy(update={"lengths": buckets}), "decode": None})
-
-
-def test_a_plan_that_evicts_tokens_is_refused_beside_a_drafter(retriever: str, plan: Plan, tmp_path: Path) -> None:
-    rules, _ = kept_by_hand(plan.model, 256, 64)
-    write_plan(plan.model_copy(update={"decode": None, "kv_cache": rules}), tmp_path / "plan.yaml")
-    with pytest.raises(UnsupportedError, match=r"speculative decoding \(ngram\), where layers 3-11"):
-        engine(retriever, {"plan": str(tmp_path / "plan.yaml")}, speculative_config=NGRAM)

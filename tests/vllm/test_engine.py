@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -18,7 +17,6 @@ from vllm_engine import (
     Oracle,
     chunks_of,
     generate,
-    make_engine,
     preemptions,
     same,
     tokens_of,
@@ -26,10 +24,7 @@ from vllm_engine import (
 from vllm_replay import PAGE, plan_host_of
 
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.errors import PlanError, PlanMismatchError, ShapeError, UsageError
-from sparsekv.plans.files import write_plan
-from sparsekv.plans.schema import Plan
-from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.plans.errors import PlanError, ShapeError, UsageError
 from sparsekv.runtime.paged.step_rows import PrefillRows, StepRows
 from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
 from sparsekv.runtime.vllm.internals import logger
@@ -192,15 +187,3 @@ def test_without_a_plan_the_engine_is_as_without_us(plain: Any, dense: Oracle, p
     assert [same(output, dense(prompts[n], ())) for output, n in zip(outputs, (700, 2000), strict=True)] == [True, True]
     with pytest.raises(UsageError, match="engine"):
         serving_stats(plain)
-
-
-def test_another_models_plan_beside_the_model_ends_an_engine_that_requires_it(
-    reference: LoadedModel, plan: Plan, tmp_path: Path
-) -> None:
-    for file in Path(reference.model.name_or_path).iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    group = plan.model.attention[0].model_copy(update={"head_dim": 32})
-    other = plan.model.model_copy(update={"id": "example/other", "attention": (group,)})
-    write_plan(plan.model_copy(update={"model": other}), tmp_path / "sparsekv.yaml")
-    with pytest.raises(PlanMismatchError, match="head dim: plan 32, model 64"):
-        make_engine(str(tmp_path), additional_config={"sparsekv": {"require": True}})

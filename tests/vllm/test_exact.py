@@ -16,7 +16,7 @@ from exact_engines import DRAFT, ask, at_random, counted, drafting_as, drafting_
 from vllm_engine import make_engine, preemptions, tokens_and_logprobs, tokens_of
 from vllm_steps import recorded_choices
 
-from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
@@ -258,19 +258,18 @@ def test_connectors_see_the_steps_of_the_target_alone(exact: Any, monkeypatch: p
 
 @on_v2
 @pytest.mark.parametrize(
-    ("options", "settings", "says"),
+    ("settings", "says"),
     [
-        ({}, {"enable_lora": True}, "beside --enable-lora"),
-        ({}, {"hf_overrides": {"max_position_embeddings": 65_536}}, "beside --hf-overrides"),
-        ({}, {"enable_prompt_embeds": True}, "beside prompts as embeddings"),
-        ({"draft": 3}, {"speculative_config": {"method": "ngram"}}, "found --speculative-config"),
+        ({"enable_lora": True}, "beside --enable-lora"),
+        ({"hf_overrides": {"max_position_embeddings": 65_536}}, "beside --hf-overrides"),
+        ({"enable_prompt_embeds": True}, "beside prompts as embeddings"),
     ],
 )
 def test_what_stands_in_the_way_is_named(
-    reference: LoadedModel, path: Path, options: dict[str, Any], settings: dict[str, Any], says: str
+    reference: LoadedModel, path: Path, settings: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UnsupportedError, match=says):
-        make_engine(str(reference.model.name_or_path), additional_config=exactly(path, **options), **SMALL, **settings)
+        make_engine(str(reference.model.name_or_path), additional_config=exactly(path), **SMALL, **settings)
 
 
 @pytest.mark.skipif(os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1", reason="needs model runner V1")
@@ -293,12 +292,6 @@ def test_what_vllm_would_cut_a_context_to_is_refused() -> None:
     assert beside_drafts(config) == ()
     model.original_max_model_len = 8192
     assert beside_drafts(config) == ("--max-model-len beyond what the model's files say",)
-
-
-def test_a_plan_is_needed(reference: LoadedModel) -> None:
-    config = {"sparsekv": {"exact": True}}
-    with pytest.raises(UsageError, match="expected a plan that drafts exact output"):
-        make_engine(str(reference.model.name_or_path), additional_config=config)
 
 
 @pytest.mark.slow

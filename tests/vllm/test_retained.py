@@ -73,6 +73,17 @@ def engine(folder: Path, kept_engines: list[Any]) -> Any:
     return found
 
 
+def prompt_of(length: int) -> list[int]:
+    found: list[int] = random_tokens(1, length, length)[0].tolist()
+    return found
+
+
+def assert_answered(model: PreTrainedModel, plan: Plan, prompt: list[int], answer: list[int], logprobs: Any) -> None:
+    """As by the transformers host with whole blocks kept."""
+    expected = Oracle(model, rounded(plan, len(prompt))).of(prompt, [], answer)
+    assert logprobs == pytest.approx(expected.tolist(), abs=1e-3), len(prompt)
+
+
 def rounded(plan: Plan, prompt: int) -> Plan:
     """The plan with rules that keep of this prompt what whole blocks have room for."""
     rules = [rule if not rule.is_lossy else EvictedBlocks.of(rule, BLOCK).rule(rule, prompt) for rule in plan.kv_cache]
@@ -93,7 +104,7 @@ def test_blocks_that_a_request_holds_are_those_of_the_arithmetic(engine: Any, pl
 
     before, inside, held = free_blocks(engine), engine.llm_engine, {}
     asked = SamplingParams(temperature=0.0, max_tokens=102, ignore_eos=True, detokenize=False)
-    inside.add_request("one", {"prompt_token_ids": random_tokens(1, length, length)[0].tolist()}, asked)
+    inside.add_request("one", {"prompt_token_ids": prompt_of(length)}, asked)
     while inside.has_unfinished_requests():
         inside.step()
         for name, request in scheduler_of(engine).requests.items():
@@ -116,15 +127,13 @@ def test_answers_are_those_of_the_transformers_host_at_every_remainder_of_block_
 ) -> None:
     """Prompts of 257 tokens end with a chunk of one."""
     lengths = [*range(2 * CHUNK, 2 * CHUNK + BLOCK + 2), 40, 90, 3 * CHUNK + 1]
-    prompts = [random_tokens(1, length, length)[0].tolist() for length in lengths]
+    prompts = [prompt_of(length) for length in lengths]
     watch = Watch(engine, plan.retained)
     with watch.watching():
         alone = [generate(engine, [prompt], 6)[0] for prompt in prompts[:4]]
         outputs = generate(engine, prompts, 6)
     for prompt, output in [*zip(prompts, outputs, strict=True), *zip(prompts, alone, strict=False)]:
-        answer, found = tokens_and_logprobs(output)
-        expected = Oracle(model, rounded(plan, len(prompt))).of(prompt, [], answer)
-        assert found == pytest.approx(expected.tolist(), abs=1e-3), len(prompt)
+        assert_answered(model, plan, prompt, *tokens_and_logprobs(output))
     assert watch.counts["prompts"] >= 4 * len(lengths)
 
 
@@ -146,8 +155,7 @@ def test_random_requests_keep_what_the_rules_say_and_read_no_freed_block(
     whole = [one for one in done if not one.preempted and len(one.answer) <= GENERATED]
     assert len(whole) > 0.4 * count
     for one in whole[:: count // 40]:
-        expected = Oracle(model, rounded(plan, len(one.prompt))).of(one.prompt, [], one.answer)
-        assert one.logprobs == pytest.approx(expected.tolist(), abs=1e-3)
+        assert_answered(model, plan, one.prompt, one.answer, one.logprobs)
 
 
 def test_no_block_is_shared_with_a_request_that_begins_alike(engine: Any) -> None:
@@ -192,11 +200,9 @@ def test_sparse_prefill_and_decode_segments_run_beside_layers_that_drop_tokens(
         additional_config={"sparsekv": {"plan": str(tmp_path / "plan.yaml")}},
     )  # fmt: skip
     kept_engines.append(engine)
-    prompts = [random_tokens(1, length, length)[0].tolist() for length in (300, 417, 161)]
+    prompts = [prompt_of(length) for length in (300, 417, 161)]
     for prompt, output in zip(prompts, generate(engine, prompts, 6), strict=True):
-        answer, found = tokens_and_logprobs(output)
-        expected = Oracle(model, rounded(plan, len(prompt))).of(prompt, [], answer)
-        assert found == pytest.approx(expected.tolist(), abs=1e-3), len(prompt)
+        assert_answered(model, plan, prompt, *tokens_and_logprobs(output))
 
 
 @pytest.mark.slow
@@ -222,13 +228,12 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_two_ranks_choose_as_one_does(model: PreTrainedModel, plan: Plan, folder: Path) -> None:
-    prompts = [random_tokens(1, length, length)[0].tolist() for length in (300, 257, 130)]
+    prompts = [prompt_of(length) for length in (300, 257, 130)]
     script = RANKS.format(
         support=str(Path(__file__).parents[1] / "support"), model=str(folder / "model"),
         plan=str(folder / "plan.yaml"), block=BLOCK, chunk=CHUNK, prompts=prompts,
     )  # fmt: skip
     done = subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE, text=True)
     (printed,) = (line for line in done.stdout.splitlines() if line.startswith("[["))  # among lines of vLLM's log
-    for prompt, (answer, found) in zip(prompts, json.loads(printed), strict=True):
-        expected = Oracle(model, rounded(plan, len(prompt))).of(prompt, [], answer)
-        assert found == pytest.approx(expected.tolist(), abs=1e-3), len(prompt)
+    for prompt, answered in zip(prompts, json.loads(printed), strict=True):
+        assert_answered(model, plan, prompt, *answered)

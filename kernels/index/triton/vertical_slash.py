@@ -74,7 +74,6 @@ def prepare(group: FamilyHeads, call: IndexCall, sizes: Sizes | None = None) -> 
 
     Args:
         group: heads with VerticalSlash patterns that `takes` accepts.
-        call: the layer's queries and keys.
         sizes: block sizes to use instead of the table's, for tuning and for tests.
     """
     sizes = sizes or sizes_for(call.layout.device)

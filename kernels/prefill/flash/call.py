@@ -85,8 +85,6 @@ def lower(index: TileIndex, chunk: Chunk, *, window: int | None = None, list_den
 
     Args:
         index: tiles of each head; single columns are not looked at.
-        chunk: where the queries lie.
-        window: the layer's own sliding window.
         list_dense: gives dense heads lists of every tile they see (then W may have to grow up to `widest`); without it
             their lists are empty, for launches of their own.
     """
