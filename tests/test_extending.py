@@ -23,6 +23,7 @@ CHANGES = [
 ABOVE = {
     "strided_pattern.py": ("plans/patterns.py", "Pattern = Annotated["),
     "key_norm.py": ("runtime/core/eviction_scores.py", "SCORES: Mapping"),
+    "even_spread.py": ("runtime/core/roles.py", "def _own("),
 }
 COPIES = {"strided.py": "kernels/index/strided.py"}
 
@@ -52,7 +53,7 @@ def follow(tree: Path) -> None:
     for example, target in COPIES.items():
         shutil.copy(EXAMPLES / example, tree / target)
     for example, (file, line) in ABOVE.items():
-        code = re.split(r"^(?=class |def )", (EXAMPLES / example).read_text(), maxsplit=1, flags=re.MULTILINE)[1]
+        code = re.split(r"^(?=@|class |def )", (EXAMPLES / example).read_text(), maxsplit=1, flags=re.MULTILINE)[1]
         (tree / file).write_text((tree / file).read_text().replace(f"\n{line}", f"\n{code}\n\n{line}", 1))
     for file, hunk in CHANGES:
         text, (old, new) = (tree / file).read_text(), sides(hunk)
