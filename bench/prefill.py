@@ -47,8 +47,7 @@ from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.attention import NAME
 from sparsekv.runtime.hf.cache import SparseLayer
-from sparsekv.runtime.hf.cache_inputs import cache_inputs
-from sparsekv.runtime.hf.describe import attention_modules, decoder_of
+from sparsekv.runtime.hf.describe import attention_modules, cache_inputs, decoder_of
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 from sparsekv.runtime.hf.placement import warn_of_host_layers

@@ -71,7 +71,7 @@ from sparsekv.plans.phases import DecodeBucket, DecodePlan
 from sparsekv.plans.schema import Plan, check_model
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.cache import handed_over
-from sparsekv.runtime.hf.cache_inputs import cache_inputs
+from sparsekv.runtime.hf.describe import cache_inputs
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import device_name

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sparsekv.bench.harness import free_memory
+from sparsekv.bench.public_shapes import config_of
 from sparsekv.bench.step_attention import kv_bytes
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
@@ -19,7 +20,6 @@ from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import load_config
 from sparsekv.runtime.hf.placement import layouts_of
-from sparsekv.runtime.hf.public_shapes import config_of
 from sparsekv.runtime.model_config import describe_config, linear_layers
 from sparsekv.runtime.stores.pinned import available_bytes, has_room
 

@@ -27,8 +27,8 @@ from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.attention import Phase
-from sparsekv.runtime.hf.cache import CACHE_NAME, SparseLayer
-from sparsekv.runtime.hf.describe import config_of
+from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.runtime.hf.describe import CACHE_NAME, config_of
 from sparsekv.runtime.hf.exact import Verdict
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.model_config import linear_layers

@@ -16,8 +16,7 @@ from sparsekv.plans.phases import bucket_of, first_sparse
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_LENGTH, KVDtype
 from sparsekv.runtime.hf.apply import Handle, apply
-from sparsekv.runtime.hf.cache_inputs import takes_one_piece
-from sparsekv.runtime.hf.describe import config_of
+from sparsekv.runtime.hf.describe import config_of, takes_one_piece
 from sparsekv.runtime.hf.generate import (
     Generation,
     Sampling,

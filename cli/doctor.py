@@ -107,7 +107,7 @@ def doctor(flags: DoctorFlags) -> None:
     subject, placing = Subject.named(model, one_plan(flags, flags.plan, model, length)), flags.placing
     plan = subject.plan
     tell_if_idle(placing, plan.decode if plan else None)
-    from sparsekv.runtime.hf.public_shapes import config_of
+    from sparsekv.bench.public_shapes import config_of
 
     config, notes = config_of(model, subject.source)
     estimate = MemoryEstimate.of(

@@ -33,8 +33,8 @@ from sparsekv.planner.tasks import QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Spl
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.runtime.hf.cache_inputs import takes_one_piece
 from sparsekv.runtime.hf.dequantise import is_dequantised
+from sparsekv.runtime.hf.describe import takes_one_piece
 from sparsekv.runtime.hf.load import LoadedModel, load_config
 from sparsekv.runtime.model_config import describe_config, quantisation_of
 from sparsekv.runtime.vllm.settings import check_installed

@@ -23,6 +23,7 @@ MAY_IMPORT = {
 MEASURE = {
     "cli/bench.py",
     "cli/bench_model.py",
+    "cli/doctor.py",
     "cli/plan_commands.py",
 }
 # plans/ starts in a fraction of a second because of what is not here.

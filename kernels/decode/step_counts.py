@@ -20,7 +20,7 @@ def budgets(
     edges_S: torch.Tensor,
     room_S: torch.Tensor,
 ) -> torch.Tensor:
-    """As `Budgets.of` of runtime/core/budgets.py, for tensors on a GPU.
+    """As `Budgets.of` of runtime/core/segments.py, for tensors on a GPU.
 
     Args:
         bounds_N: int32, the longest length of every bucket but the last: one fewer than buckets.

@@ -14,9 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsekv.planner.evaluation.batches import Batch
 from sparsekv.planner.tasks import matches
-from sparsekv.runtime.hf.cache import CACHE_NAME
-from sparsekv.runtime.hf.cache_inputs import cache_inputs, takes_one_piece
-from sparsekv.runtime.hf.describe import config_of
+from sparsekv.runtime.hf.describe import CACHE_NAME, cache_inputs, config_of, takes_one_piece
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import rope_switch

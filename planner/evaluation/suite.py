@@ -29,7 +29,7 @@ from sparsekv.planner.tasks.text import TaskError
 from sparsekv.plans.errors import PromptError
 from sparsekv.plans.files import executed_digest
 from sparsekv.plans.types import format_length
-from sparsekv.runtime.hf.cache_inputs import cache_inputs
+from sparsekv.runtime.hf.describe import cache_inputs
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import device_name

@@ -26,7 +26,6 @@ class Resident:
         self._keys = keys
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
-        """All of them."""
         return self._keys
 
     def gather(
@@ -47,7 +46,6 @@ class Seen:
         self._source, self._seen = source, seen
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
-        """As of the source."""
         return self._seen(self._source.view(lengths_B))
 
     def gather(
@@ -57,7 +55,6 @@ class Seen:
         window: int | None = None,
         slots: SlotMap | None = None,
     ) -> tuple[KeyView, Selection, int | None]:
-        """As of the source."""
         keys, found, left = self._source.gather(selection, lengths_B, window, slots)
         return self._seen(keys), found, left
 

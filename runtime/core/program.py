@@ -83,7 +83,6 @@ class LayerProgram:
         return replace(self, bounds=(), patterns=((),))
 
     def for_heads(self, queries: slice, kv: slice) -> LayerProgram:
-        """The prefill of neighbouring heads alone."""
         patterns = tuple(_dense_as_none(row[queries]) for row in self.patterns)
         return replace(self, heads=queries.stop - queries.start, kv_heads=kv.stop - kv.start, patterns=patterns)
 
@@ -151,7 +150,6 @@ class Program:
 
     @property
     def evicting(self) -> tuple[int, ...]:
-        """The layers that evict."""
         return tuple(layer.layer for layer in self.layers if layer.role.evicts is not None)
 
     @property
@@ -203,7 +201,6 @@ def _dense_as_none(patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
 
 
 def _segments(decode: DecodePlan | None, model: ModelInfo, rank: Rank) -> list[tuple[Segment, SegmentProgram]]:
-    """Each with its lowered form."""
     sparse = [bucket for bucket in decode.lengths if bucket.segments] if decode else []
     if decode is None or not sparse:
         return []

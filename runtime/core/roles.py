@@ -23,9 +23,8 @@ from sparsekv.kernels.decode.selection import ALL, Scoring, Selection, choose
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView, Scales, scaled
 from sparsekv.plans.phases import Retention
-from sparsekv.runtime.core.budgets import counts_of
 from sparsekv.runtime.core.eviction_scores import SCORES
-from sparsekv.runtime.core.segments import SegmentProgram
+from sparsekv.runtime.core.segments import SegmentProgram, counts_of
 from sparsekv.runtime.core.select import choose_tokens, scoring_for, selected_for
 from sparsekv.runtime.core.state import DecodeState, Observed
 from sparsekv.runtime.core.stats import Meter
@@ -365,7 +364,6 @@ class Evicting(Role):
             state.observed(layer)
 
     def observe(self, layer: int, new: Observed, state: DecodeState) -> None:
-        """Remembers the newest queries of the prompt."""
         state.observe(layer, new, self.rule.observe or 0)
 
     def end_prompt(

@@ -1,4 +1,8 @@
-"""One segment of a decode plan, lowered: how its filter layer chooses tokens for its layers, at every length."""
+"""One segment of a decode plan, lowered: how its filter layer chooses tokens for its layers, at every length; and how
+many tokens every row of a step chooses, and where its scores lie, on the device of the lengths.
+
+Shapes: S segments, B batch, N buckets.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from sparsekv.kernels.decode.selection import ALL
-from sparsekv.plans.phases import Segment
+from sparsekv.plans.phases import DecodeBudget, Segment
 from sparsekv.runtime.stores.store import Reads
 
 
@@ -65,3 +71,87 @@ class SegmentProgram:
         """Returns what its layers read of a long context."""
         budgets = tuple(bucket.budget for bucket in self.buckets if bucket is not None)
         return Reads(budgets, self.sink, self.recent, self.whole_up_to)
+
+
+SCORE_BYTES = 512 << 20  # scratch for the logits of one filter layer
+
+_EVERYTHING = DecodeBudget(fraction=1.0, at_most=1 << 40)
+
+
+def scored_tokens(heads: int, scratch: torch.Tensor | None = None, lists: int = 0) -> int:
+    """Tokens of all rows together that the scratch of a filter layer with so many query heads has room for; where the
+    host gave memory for it, `scratch`, with the scores of its lists."""
+    return SCORE_BYTES // (4 * heads) if scratch is None else scratch.numel() // (heads + lists)
+
+
+def counts_of(segment: SegmentProgram, lengths: Sequence[int]) -> list[int]:
+    """Returns what `Budgets` computes for one segment, where the host knows the lengths: chosen tokens of each row, or
+    ALL."""
+    room, end, counts = scored_tokens(segment.query_heads), 0, []
+    for length in lengths:
+        count = segment.count(length)
+        end += 0 if count == ALL else length
+        counts.append(count if end <= room else ALL)
+    return counts
+
+
+class Budgets:
+    """The budgets of all segments as tensors: small, made once, and read by every step.
+
+    Args:
+        segments: of one program, so that they share the bounds of their buckets.
+        rooms: tokens that the scratch of each segment's filter layer has room for; see `scored_tokens`.
+        device: of the lengths to come.
+    """
+
+    def __init__(self, segments: Sequence[SegmentProgram], rooms: Sequence[int], device: torch.device) -> None:
+        budgets = [[bucket.budget if bucket else _EVERYTHING for bucket in segment.buckets] for segment in segments]
+        self._bounds_N = torch.tensor(segments[0].bounds, dtype=torch.int32, device=device)
+        self._most_SN = torch.tensor([[b.most for b in row] for row in budgets], device=device)
+        self._share_SN = None
+        if any(b.fraction is not None and b is not _EVERYTHING for row in budgets for b in row):
+            share = [[1.0 if b.fraction is None else b.fraction for b in row] for row in budgets]
+            self._share_SN = torch.tensor(share, dtype=torch.float64, device=device)
+        edges = [segment.sink + segment.recent for segment in segments]
+        self._edges_S = torch.tensor(edges, dtype=torch.int32, device=device)
+        self._room_S = torch.tensor(rooms, dtype=torch.int64, device=device)
+
+    def of(self, lengths_B: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chosen tokens of every row, or ALL, and where its scores begin, or -1: int32 [S, B] each.
+
+        Scores of the rows that choose lie one behind the other; a row that would end beyond the scratch attends to
+        everything. `backend` is that of the attention.
+        """
+        if lengths_B.is_cuda and backend != "reference":
+            return self.by_kernel(lengths_B)
+        return self.by_torch(lengths_B)
+
+    def by_kernel(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from sparsekv.kernels.decode.step_counts import budgets
+
+        found_2SB = budgets(lengths_B, self._bounds_N, self._most_SN, self._share_SN, self._edges_S, self._room_S)
+        return found_2SB[0], found_2SB[1]
+
+    def by_torch(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen_SB, chooses_SB = self._wanted(lengths_B)
+        ends_SB = (lengths_B * chooses_SB).cumsum(1)
+        chooses_SB &= ends_SB <= self._room_S[:, None]
+        starts_SB = torch.where(chooses_SB, ends_SB - lengths_B, -1)
+        return torch.where(chooses_SB, chosen_SB, ALL).int(), starts_SB.int()
+
+    def tally(self, lengths_B: torch.Tensor) -> tuple[int, int]:
+        """Rows that choose for all segments that they are to choose for, and rows that the scratch has no room for in
+        some; asks the device."""
+        wanted_SB = self._wanted(lengths_B)[1]
+        held_SB = self.by_torch(lengths_B)[0] != ALL
+        missing_B = (wanted_SB & ~held_SB).any(0)
+        return int((wanted_SB.any(0) & ~missing_B).sum()), int(missing_B.sum())
+
+    def _wanted(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens to choose, and whether a row chooses where the scratch has room: [S, B] each."""
+        bucket_B = torch.bucketize(lengths_B, self._bounds_N)
+        chosen_SB = self._most_SN[:, bucket_B]
+        if self._share_SN is not None:  # rounded as budgets are
+            share_SB = (self._share_SN[:, bucket_B] * lengths_B - 1e-9).ceil_().long()
+            chosen_SB = torch.minimum(share_SB, chosen_SB)
+        return chosen_SB, chosen_SB + self._edges_S[:, None] < lengths_B

@@ -16,8 +16,7 @@ from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.keys import Softmax
 from sparsekv.plans.errors import UsageError
-from sparsekv.runtime.core.budgets import Budgets, scored_tokens
-from sparsekv.runtime.core.segments import SegmentProgram
+from sparsekv.runtime.core.segments import Budgets, SegmentProgram, scored_tokens
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """The tensors that all ranks give, [ranks, ...], in the order of the ranks."""
@@ -93,7 +92,6 @@ class DecodeState:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the sequences."""
         self.lengths: tuple[int, ...] | None = None  # of the step under way, where the host knows them
         self._lengths_B: torch.Tensor | None = None
         self._budgets_2FB: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -219,7 +217,6 @@ class DecodeState:
         self._queries, self._observed, self.carried = dict(before.queries), dict(before.observed), dict(before.carried)
 
     def restore(self, layer: int, before: Remembered) -> None:
-        """Takes a layer back to an earlier moment."""
         _put_back(self._queries, before.queries, layer)
         _put_back(self._observed, before.observed, layer)
         if layer in before.carried:

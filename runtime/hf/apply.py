@@ -7,34 +7,32 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from types import TracebackType
-from typing import Literal
+from types import TracebackType, UnionType
+from typing import Literal, get_args
 
+import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from sparsekv.kernels.backends import BackendChoice, choose_backend
-from sparsekv.plans.errors import UsageError
+from sparsekv.kernels.backends import BackendChoice, choose_backend, float8_obstacle
+from sparsekv.plans.errors import BackendError, UnsupportedError, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.types import KVDtype
+from sparsekv.plans.types import KVDtype, format_ids
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.stats import Meter, RunStats
-from sparsekv.runtime.hf.apply_checks import check_kv_dtype, check_offload, check_sizes, check_type, host_of
 from sparsekv.runtime.hf.attach import attach, check_attachable
-from sparsekv.runtime.hf.cache import Given, SparseLayer, check_owner_open, sparse_cache
+from sparsekv.runtime.hf.cache import Given, SparseLayer, attending, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import StepGraphs
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
-from sparsekv.runtime.hf.paging import Paging
 from sparsekv.runtime.hf.placement import OffloadMode, layouts_of, warn_of_host_layers
-from sparsekv.runtime.hf.plan_engine import PlanEngine
-from sparsekv.runtime.hf.prompt_ends import check_evicting, check_handed_over
-from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
-from sparsekv.runtime.plan_checks import check_cut, check_plan, check_target, warn_of_spinning
+from sparsekv.runtime.hf.plan_engine import Paging, PlanEngine
+from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers, rope_switch
+from sparsekv.runtime.plan_checks import Host, check_cut, check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.page_pool import page_bytes
 from sparsekv.runtime.stores.pinned import HostMemory
@@ -222,7 +220,7 @@ class Handle:
         Raises:
             UsageError: the memory of the device or the host does not suffice.
         """
-        layers = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+        layers = attending(cache)
         held, new = [layer.store.bytes for layer in layers], max(1, tokens - answer - cache.get_seq_length())
         request = Request(tokens - answer, answer, 1, new if chunk is None else min(chunk, new), grows=True)
         host_layers = frozenset(layer.layer for layer in layers if type(layer.store) is HostStore)
@@ -358,3 +356,77 @@ def apply(
 
 def _tell_of(on_bytes: Callable[[int, int], object], total: int, more: int) -> None:
     on_bytes(more, total)
+
+
+def check_sizes(answer: object, *, tokens: int, **sizes: object) -> None:
+    """Raises UsageError where an answer or a size of `Handle.new_cache` is none."""
+    for name, count in {"tokens": tokens, **sizes}.items():
+        if type(count) is not int or count < 1:
+            raise UsageError(f"expected {name} of 1 or more, found {count!r:.40}")
+    if type(answer) is not int or not 0 <= answer < tokens:
+        raise UsageError(f"expected answer to be 0 to {tokens - 1} of the {tokens} tokens, found {answer!r:.40}")
+
+
+def check_offload(mode: object, host_layers: object) -> None:
+    """Raises UsageError where `offload` is no mode, or stands beside `kv_host_layers`."""
+    if mode is None:
+        return
+    if mode not in get_args(OffloadMode):
+        raise UsageError(f"expected offload to be {', '.join(get_args(OffloadMode))}, found {mode!r:.40}")
+    if host_layers is not None:
+        raise UsageError(f"expected offload or kv_host_layers, found both: {mode} and {host_layers!r:.40}")
+
+
+def check_kv_dtype(kv_dtype: object, backend: str, device: torch.device) -> bool:
+    """Returns whether keys and values are in 8 bits.
+
+    Raises:
+        UsageError: `kv_dtype` is none.
+        BackendError: the backend does not read it there.
+    """
+    if kv_dtype not in get_args(KVDtype):
+        raise UsageError(f"expected kv_dtype to be {' or '.join(get_args(KVDtype))}, found {kv_dtype!r:.40}")
+    if kv_dtype == "fp8" and (obstacle := float8_obstacle(backend, device)):
+        raise BackendError(f"expected a device for keys and values in fp8, found {device}: {obstacle}; leave it out")
+    return kv_dtype == "fp8"
+
+
+def host_of(model: PreTrainedModel, exact: bool) -> Host:
+    """Drafts would leave older queries behind, and cannot be taken back where rotary angles change."""
+    switch = rope_switch(config_of(model)) if exact else 0
+    changes = f"exact output where rotary angles are others from {switch + 1} tokens on: leave exact out"
+    return Host(older_queries=not exact, drafts=exact, obstacles=(changes,) if switch else ())
+
+
+def check_type(kind: type | UnionType, expected: str, **arguments: object) -> None:
+    """Raises UsageError where an argument is of another type."""
+    for name, value in arguments.items():
+        if not isinstance(value, kind):
+            raise UsageError(f"expected {name} to be {expected}, found {value!r:.80}")
+
+
+def check_evicting(evicting: frozenset[int], in_host_memory: frozenset[int]) -> None:
+    """Raises UsageError where an evicting layer is to be in host memory."""
+    if both := evicting & in_host_memory:
+        raise UsageError(
+            f"expected layers in host memory that evict nothing, found {format_ids(both)}, of which the plan's "
+            "kv_cache evicts tokens; name other layers, or run without kv_host_layers"
+        )
+
+
+def check_handed_over(program: Program) -> None:
+    """Refuses a program that needs queries of a prompt that was prefilled elsewhere.
+
+    Raises:
+        UnsupportedError: a selector looks at older queries than the newest, or a layer evicts.
+    """
+    if program.remembers:
+        raise UnsupportedError(
+            f"expected a plan whose selectors look at the newest query alone, found older ones in filter layer "
+            f"{program.remembers[0]}; prefill the prompt under this handle"
+        )
+    if program.evicting:
+        raise UnsupportedError(
+            f"expected a plan that evicts nothing, found one that does in layers {format_ids(program.evicting)}; "
+            "prefill the prompt under this handle"
+        )

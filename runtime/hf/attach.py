@@ -27,20 +27,20 @@ from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.model import AttentionGroup
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, check_layer, register
-from sparsekv.runtime.hf.cache import (
+from sparsekv.runtime.hf.cache import CacheProgress, begin_pass, fixed_rows_of, progress_of, sparse_cache
+from sparsekv.runtime.hf.describe import (
     CACHE_NAME,
-    CacheProgress,
-    begin_pass,
-    fixed_rows_of,
+    attention_modules,
+    check_one_piece,
+    check_shared_keys,
+    config_of,
+    decoder_of,
     named,
-    progress_of,
-    sparse_cache,
+    position_inputs,
+    prompt_end,
 )
-from sparsekv.runtime.hf.cache_inputs import check_one_piece, needs_position_ids, positions_after
-from sparsekv.runtime.hf.describe import attention_modules, check_shared_keys, config_of, decoder_of
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
 from sparsekv.runtime.hf.multimodal import TextInputs
-from sparsekv.runtime.hf.prompt_ends import prompt_end
 from sparsekv.runtime.hf.ragged_rows import Columns, rows_of_pass, run_by_rows
 from sparsekv.runtime.model_config import attention_groups, decoder_config, linear_layers, rope_switch
 
@@ -286,7 +286,6 @@ class Attached:
             self._turn.release()
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass of the decoder."""
         inputs = named(dict(zip(self._names, args, strict=False)) | kwargs)
         inputs = inputs if self._text is None else self._text.of_decoder(inputs)
         kept = inputs.pop(_KEPT, 0)
@@ -380,8 +379,8 @@ class Attached:
         columns = None if tokens is None else Columns(tokens, past, lengths, self._switch)
         rows = None if columns is None else rows_of_pass(inputs, columns, phase, is_checked)
         numbered = rows is not None or inputs.get("position_ids") is not None
-        if past and columns is not None and not numbered and needs_position_ids(config.model_type):
-            inputs["position_ids"] = positions_after(past, new, columns.given.device)
+        if columns is not None and not numbered:
+            inputs |= position_inputs(config.model_type, past, new, columns.given.device)
         if cache is not None and columns is not None:
             more = [new] * len(columns.cached) if rows is None else [row.stop - row.start for row in rows]
             self._engine.begin(cache, phase, tuple(map(int.__add__, columns.cached, more)), columns.given.device)

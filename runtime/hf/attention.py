@@ -29,7 +29,7 @@ from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.cache import CacheOwner, SparseLayer, attention_dtype, is_autocast
-from sparsekv.runtime.hf.fixed_rows import FixedRows
+from sparsekv.runtime.hf.placement import FixedRows
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import Bytes, KVStore
 
@@ -274,15 +274,12 @@ class DenseEngine:
         self.bytes: list[Bytes] = []
 
     def new_store(self, layer: int) -> KVStore:
-        """Always on the device."""
         return DeviceStore()
 
     def new_state(self) -> DecodeState:
-        """Decode steps share nothing."""
         return DecodeState(())
 
     def executors(self) -> Sequence[Executor]:
-        """None."""
         return ()
 
     def check_cut(self, chunk: int | None, tokens: int) -> None:
@@ -292,7 +289,6 @@ class DenseEngine:
         """Nothing to start."""
 
     def attend(self, call: LayerCall) -> torch.Tensor:
-        """[B, H, S, D]."""
         chunk, q_BHSD = call.chunk, call.q_BHSD
         keys = call.keys(chunk)
         layer = LayerProgram(call.layer, q_BHSD.shape[1], keys.kv_heads, call.window)

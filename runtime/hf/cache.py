@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import Cache, DynamicCache
@@ -22,14 +22,11 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from sparsekv.kernels.keys import Scales
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.core.state import DecodeState, Remembered
-from sparsekv.runtime.hf.fixed_rows import FixedRows
+from sparsekv.runtime.hf.describe import CACHE_NAME
+from sparsekv.runtime.hf.placement import FixedRows
 from sparsekv.runtime.stores.float8 import Float8
 from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
-
-_OLD_NAME = "past_key_values"
-CACHE_NAME = "cache" if "cache" in MoeModelOutputWithPast.__dataclass_fields__ else _OLD_NAME
-"""What models call the cache that they take and return: "cache" from transformers 5.24 on."""
 
 _EXPECTED = "sparsekv_expected_tokens"
 
@@ -68,7 +65,6 @@ class CacheProgress:
     def __init__(self, state: DecodeState) -> None:
         self.state = state
         # when the pass began that has not ended: tokens of each row and the padding, of layers that it may have changed
-        # since, and the queries in the state
         self._before: tuple[dict[int, tuple[tuple[int, ...], int]], Remembered] | None = None
 
     def undo(self, layers: Sequence[SparseLayer]) -> None:
@@ -88,12 +84,10 @@ class CacheProgress:
         self._before = {layer.layer: (layer.store.lengths, layer.padding) for layer in layers}, self.state.remembered
 
     def end(self) -> None:
-        """Everything that was added counts."""
         self._before = None
 
     @property
     def failed(self) -> bool:
-        """Returns whether the last pass did not end."""
         return self._before is not None
 
     def columns(self, layer: SparseLayer) -> int:
@@ -141,7 +135,6 @@ class SparseLayer(CacheLayerMixin):
 
     @property
     def cached(self) -> tuple[int, ...]:
-        """Tokens of each row that are in memory."""
         return self.store.cached
 
     def _start(self) -> None:
@@ -197,7 +190,6 @@ class SparseLayer(CacheLayerMixin):
         return layout if self.float8 is None else self.float8.layout(layout)
 
     def dtype_for(self, new: torch.Tensor) -> torch.dtype:
-        """In which new tokens attend over this cache."""
         return self.dtype or attention_dtype(new)
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,11 +233,9 @@ class SparseLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """No limit."""
         return -1
 
     def reset(self) -> None:
-        """Forgets all tokens; the memory is given back."""
         self.store.bytes.device = self.store.bytes.host = 0  # of whoever still reads them
         self._start()
         self.state.reset()
@@ -254,7 +244,10 @@ class SparseLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: the choices of filter layers cannot be taken back. Removing nothing is fine."""
         if tokens_to_remove:
-            _refuse("assisted generation and cropping", "generate without an assistant or prompt lookup")
+            raise UnsupportedError(
+                "assisted generation and cropping cannot be right with a sparsekv cache yet; generate without an "
+                "assistant or prompt lookup, or close the handle first"
+            )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes a copy of row `beam_idx[i]`, all of them at once, as beam search has it.
@@ -294,13 +287,6 @@ class SparseLayer(CacheLayerMixin):
         self.padding = columns - max(self.store.lengths, default=0)
 
 
-def named(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a model with the cache under `CACHE_NAME`; releases that have renamed it take the old name too, and
-    the new one where there are both."""
-    by_old = {CACHE_NAME: given[_OLD_NAME]} if _OLD_NAME in given else {}
-    return by_old | {name: value for name, value in given.items() if name != _OLD_NAME}
-
-
 @dataclass
 class DecoderOutput(MoeModelOutputWithPast):
     """The output of a decoder, as every head reads it: of mixtures too, and where layers share keys and values."""
@@ -309,7 +295,6 @@ class DecoderOutput(MoeModelOutputWithPast):
 
 
 def decoder_output(hidden_BSE: torch.Tensor, cache: Cache | None) -> DecoderOutput:
-    """Returns what a decoder returns."""
     found: dict[str, Any] = {"last_hidden_state": hidden_BSE, CACHE_NAME: cache}
     return DecoderOutput(**found)
 
@@ -323,7 +308,7 @@ def sparse_cache(given: Any, owner: CacheOwner, layers: int, linear: Collection[
         UnsupportedError: a cache of another kind.
     """
     cache = DynamicCache() if given is None else given
-    if isinstance(cache, Cache) and any(isinstance(layer, SparseLayer) for layer in cache.layers):
+    if isinstance(cache, Cache) and attending(cache):
         _check_owned(cache, owner)
     else:
         _check_empty(cache)
@@ -334,7 +319,7 @@ def sparse_cache(given: Any, owner: CacheOwner, layers: int, linear: Collection[
         ]
         cache.layer_class_to_replicate = None
         reserve(cache, getattr(cache, _EXPECTED, 0))
-    owner.bytes = [layer.store.bytes for layer in cache.layers if isinstance(layer, SparseLayer)]
+    owner.bytes = [layer.store.bytes for layer in attending(cache)]
     return cache
 
 
@@ -346,7 +331,7 @@ def reserve(cache: Cache, tokens: int) -> None:
     Raises:
         UsageError: host memory does not suffice.
     """
-    ours = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+    ours = attending(cache)
     for layer in ours:
         layer.reserve(tokens)
     if not ours:
@@ -401,7 +386,7 @@ def take_back(cache: Cache, lengths: Sequence[int], columns: int) -> None:
     Raises:
         UnsupportedError: keys and values are in host memory, and the rows are not equally long.
     """
-    ours = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+    ours = attending(cache)
     assert len(ours) == len(cache.layers), "a recurrent state cannot be taken back"
     ours[0].progress.undo(ours)
     for layer in ours:
@@ -411,7 +396,7 @@ def take_back(cache: Cache, lengths: Sequence[int], columns: int) -> None:
 
 def fixed_rows_of(cache: Any, coming: FixedRows) -> FixedRows:
     """The layers of a cache whose rows stay as they are; `coming` where it has yet to become one of ours."""
-    ours = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, SparseLayer)]
+    ours = attending(cache)
     return ours[0].fixed_rows if ours else coming
 
 
@@ -425,13 +410,16 @@ def check_owner_open(owner: CacheOwner) -> None:
 
 
 def progress_of(cache: Cache) -> CacheProgress:
-    """Returns what the layers of one of our caches share."""
     return first_of(cache).progress
 
 
 def first_of(cache: Cache) -> SparseLayer:
-    """The first layer of one of our caches that has keys and values."""
-    return next(layer for layer in cache.layers if isinstance(layer, SparseLayer))
+    return attending(cache)[0]
+
+
+def attending(cache: Any) -> list[SparseLayer]:
+    """The layers of a cache that are ours; others have a recurrent state."""
+    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, SparseLayer)]
 
 
 def begin_pass(cache: Cache, layers: int) -> tuple[int, ...]:
@@ -441,7 +429,7 @@ def begin_pass(cache: Cache, layers: int) -> tuple[int, ...]:
         UsageError: their rows are not equally long, as when fewer layers ran before; they are not the same ones; or a
             failed pass has left its tokens in a recurrent state.
     """
-    ours = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+    ours = attending(cache)
     if progress_of(cache).failed and len(ours) < len(cache.layers):
         raise UsageError(
             "expected a cache whose passes all ended, found one that failed: a recurrent state cannot be taken back; "
@@ -483,7 +471,3 @@ def _check_empty(cache: Any) -> None:
             f"expected an empty cache, found one with {cache.get_seq_length()} tokens that were cached before apply(); "
             f"run the whole prompt under the handle"
         )
-
-
-def _refuse(what: str, instead: str) -> NoReturn:
-    raise UnsupportedError(f"{what} cannot be right with a sparsekv cache yet; {instead}, or close the handle first")

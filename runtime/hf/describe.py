@@ -9,13 +9,18 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from sparsekv.kernels.keys import capped_
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import ModelInfo, weights_fingerprint
-from sparsekv.runtime.architecture import architecture_of
+from sparsekv.runtime.architecture import ARCHITECTURES, architecture_of
 from sparsekv.runtime.model_config import attention_groups, describe_config, files_fingerprint, linear_layers
+
+_OLD_NAME = "past_key_values"
+CACHE_NAME = "cache" if "cache" in MoeModelOutputWithPast.__dataclass_fields__ else _OLD_NAME
+"""What models call the cache that they take and return: "cache" from transformers 5.24 on."""
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -27,12 +32,10 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def config_of(model: PreTrainedModel) -> PreTrainedConfig:
-    """The config of a model's decoder."""
     return decoder_of(model).config
 
 
 def last_norm_of(model: PreTrainedModel) -> nn.Module:
-    """The norm of a decoder's output."""
     norm: nn.Module = getattr(decoder_of(model), architecture_of(config_of(model).model_type).last_norm)
     return norm
 
@@ -169,8 +172,63 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(samples: Sequence[torch.Tensor]) -> list[bytes]:
-    """One copy to the host for all."""
     exact = torch.stack([values.to(samples[0].device) for values in samples])
     rounded = exact.to(torch.bfloat16)
     kept = torch.where(rounded.abs() < _TINY, 0.0, rounded)  # after rounding, which may reach the bound
     return [row.tobytes() for row in kept.view(torch.int16).cpu().numpy().astype("<i2")]
+
+
+def cache_inputs(model: Any, cache: Any, ids_BS: torch.Tensor) -> dict[str, Any]:
+    """Returns what a forward is given beside the ids of tokens that follow those of a cache (None: there are none).
+
+    Raises:
+        UnsupportedError: see `check_one_piece`.
+    """
+    past, new, model_type = 0 if cache is None else cache.get_seq_length(), ids_BS.shape[1], config_of(model).model_type
+    check_one_piece(model_type, past, new)
+    return {CACHE_NAME: cache} | position_inputs(model_type, past, new, ids_BS.device)
+
+
+def position_inputs(model_type: str, past: int, new: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """`position_ids` [1, new] of tokens behind `past` others, where a model would begin at 0."""
+    is_asked = past and model_type in ARCHITECTURES and ARCHITECTURES[model_type].needs_position_ids
+    return {"position_ids": torch.arange(past, past + new, device=device)[None]} if is_asked else {}
+
+
+def takes_one_piece(model_type: str) -> bool:
+    """Returns whether a pass of several tokens has to be the first one."""
+    return model_type in ARCHITECTURES and ARCHITECTURES[model_type].one_piece
+
+
+def check_one_piece(model_type: str, past: int, new: int) -> None:
+    """Refuses several tokens behind a past where layers would lose their recurrent state.
+
+    Raises:
+        UnsupportedError: they are of such a model.
+    """
+    if past and new > 1 and takes_one_piece(model_type):
+        raise UnsupportedError(
+            f"expected a whole prompt at once, as in transformers the layers of {model_type!r} with a recurrent state "
+            f"begin every pass of several tokens without one, found {new} tokens behind {past} cached; run the whole "
+            "text over a new cache, without chunks"
+        )
+
+
+def prompt_end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Returns how many tokens are cached once `generate` with these arguments has run its prompt; 0 where it has no
+    ids."""
+    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return 0
+    mask, cache, tokens = kwargs.get("attention_mask"), named(kwargs).get(CACHE_NAME), ids.shape[1]
+    # transformers takes the ids for those behind the cached ones alone where the mask has another length
+    if isinstance(mask, torch.Tensor) and mask.shape[-1] != tokens and isinstance(cache, Cache):
+        return cache.get_seq_length() + tokens
+    return tokens
+
+
+def named(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a model with the cache under `CACHE_NAME`; releases that have renamed it take the old name too, and
+    the new one where there are both."""
+    by_old = {CACHE_NAME: given[_OLD_NAME]} if _OLD_NAME in given else {}
+    return by_old | {name: value for name, value in given.items() if name != _OLD_NAME}

@@ -32,10 +32,10 @@ from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Attachment, Phase
-from sparsekv.runtime.hf.cache import CACHE_NAME, first_of, fixed_rows_of, reserve, take_back
-from sparsekv.runtime.hf.fixed_rows import FixedRows
-from sparsekv.runtime.hf.processors import Processors
-from sparsekv.runtime.hf.text_rows import Stops, Text
+from sparsekv.runtime.hf.cache import first_of, fixed_rows_of, reserve, take_back
+from sparsekv.runtime.hf.describe import CACHE_NAME
+from sparsekv.runtime.hf.placement import FixedRows
+from sparsekv.runtime.hf.text_rows import Processors, Stops, Text
 
 _ASKED = ("output_scores", "output_logits", "output_hidden_states")
 
@@ -63,7 +63,6 @@ class Greedy:
     """The likeliest token: drafts count as far as they are those of dense attention."""
 
     def draft(self, scores_BV: torch.Tensor) -> torch.Tensor:
-        """The likeliest."""
         return scores_BV.argmax(-1)
 
     def judge(self, drafts_BK: torch.Tensor, scores_BQV: torch.Tensor) -> Verdict:
@@ -81,7 +80,6 @@ class Sampled:
         self._drawn_from: list[torch.Tensor] = []
 
     def draft(self, scores_BV: torch.Tensor) -> torch.Tensor:
-        """Drawn from the softmax of the scores."""
         p_BV = scores_BV.softmax(-1)
         self._drawn_from.append(p_BV)
         return torch.multinomial(p_BV, 1)[:, 0]
@@ -225,7 +223,6 @@ class _Cycles:
         return self.accept(drafted, verdict.accepted_B, verdict.next_B)
 
     def _scores(self, ids_BQ: torch.Tensor) -> torch.Tensor:
-        """float32 [B, Q, V]."""
         found = self.model(input_ids=ids_BQ, use_cache=True, return_dict=True, **{CACHE_NAME: self.cache})
         logits_BQV: torch.Tensor = found.logits
         return logits_BQV.float()

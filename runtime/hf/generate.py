@@ -21,9 +21,8 @@ from transformers import (
 
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.types import LEAST_CHUNK
-from sparsekv.runtime.hf.cache import CACHE_NAME, reserve
-from sparsekv.runtime.hf.cache_inputs import cache_inputs, check_one_piece
-from sparsekv.runtime.hf.describe import config_of
+from sparsekv.runtime.hf.cache import reserve
+from sparsekv.runtime.hf.describe import CACHE_NAME, cache_inputs, check_one_piece, config_of
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import dtype_name, rope_switch
 
@@ -281,7 +280,6 @@ class FirstChecked(LogitsProcessor):
         self._checked = False
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """The scores as they are."""
         if not self._checked:
             check_numbers(self._model, "logits", scores)
             self._checked = True
@@ -314,6 +312,5 @@ class _TimedStream(TextStreamer):
         super().put(value)  # type: ignore[no-untyped-call]
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Hands the text on."""
         if self._on_text is not None and text:
             self._on_text(text)

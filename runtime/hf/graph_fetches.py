@@ -21,9 +21,8 @@ import torch
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import MOST_SLOTS, SlotState, SlotTable
 from sparsekv.plans.errors import SparseKVError
-from sparsekv.runtime.core.budgets import counts_of
 from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.core.segments import SegmentProgram
+from sparsekv.runtime.core.segments import SegmentProgram, counts_of
 from sparsekv.runtime.stores.bank import HostStore, in_host_memory
 from sparsekv.runtime.stores.pinned import CopyDone, stream_for
 from sparsekv.runtime.stores.store import HostReads, HotRows, StepRows, WholeStore
@@ -61,7 +60,6 @@ class _Group:
 
     @property
     def selection(self) -> Selection:
-        """The choice, in rows of the device."""
         return Selection(self.placed.rows_BgA, self.placed.totals_B, 0, 0)
 
     def take(self, stores: Sequence[HostStore]) -> None:
@@ -119,7 +117,6 @@ class StepFetches:
         self._counts_3 = reads.on_device(lengths_B.device)
 
     def _grouped(self, program: Program, kinds: Sequence[StepRows], capacity: int) -> dict[int, list[_Group]]:
-        """By filter layer."""
         alike: dict[tuple[SegmentProgram, HotRows], list[int]] = {}
         for position, (layer, hot) in enumerate(zip(program.caching, kinds, strict=True)):
             if isinstance(hot, HotRows):

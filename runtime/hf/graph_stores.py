@@ -1,9 +1,14 @@
-"""Keys and values as a captured decode step has them: wherever the cache at hand keeps them.
+"""Keys and values, recurrent states and what roles carry, as a captured decode step has them: where the cache has them.
 
 The addresses of all layers are in one table, which is written when another cache is served. What layers in host memory
 lack of a choice is fetched (graph_fetches.py); evicting layers count their rows (stores/evicting.py).
 
 Layers with a recurrent state have no store. In a step, a layer goes by its position among those that have one.
+
+Of states, the step has tensors of its own. The cache that it serves takes them in place of its own, with the contents
+of those, so that nothing is copied from step to step, and steps that are not captured go on from the same tensors. A
+cache that another one follows gets copies, if it still has them: it may have been reset, rewound or served by another
+step since.
 
 Shapes: B batch, G KV heads, S tokens, R rows on the device, D head size, L layers with stores, X columns of the table.
 """
@@ -12,10 +17,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from transformers import Cache
+from transformers.cache_utils import LinearAttentionLayer
 
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import SlotMap
@@ -34,6 +42,7 @@ from sparsekv.kernels.keys import (
     Scales,
 )
 from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.hf.cache import first_of
 from sparsekv.runtime.hf.graph_fetches import StepFetches, fetch_obstacle
 from sparsekv.runtime.stores.evicting import StepEviction
 from sparsekv.runtime.stores.store import Binding, Bytes, CachedRows, HostReads, HotRows, Layout, StepMemory, WholeStore
@@ -74,7 +83,6 @@ class CapturedStore:
         self._step = step
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Writes the newest tokens of each row."""
         from sparsekv.kernels.decode.append import append_newest  # loads Triton, which not every machine has
 
         hot, evicting = self._step.kinds[self._layer], self._step.evicting
@@ -107,15 +115,12 @@ class CapturedStore:
 
     @property
     def cached(self) -> tuple[int, ...]:
-        """As the lengths: the host knows none."""
         return self.lengths
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory beside the cache, which `commit` copies."""
         return layout.empty(tokens), layout.empty(tokens)
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Appends what was written."""
         self.append(k_BGSD, v_BGSD)
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
@@ -203,7 +208,6 @@ class StepStores:
 
 
 def _address_row(shape_BGSD: torch.Tensor, memory: StepMemory) -> list[int]:
-    """A row of the table of addresses."""
     row, k_BGRD = [0] * COLUMNS, memory.k_BGRD
     if memory.rows_PBGRD is not None and memory.host_CBPGD is not None:
         row[ROWS], row[HOST] = memory.rows_PBGRD.data_ptr(), memory.host_CBPGD.data_ptr()
@@ -215,6 +219,87 @@ def _address_row(shape_BGSD: torch.Tensor, memory: StepMemory) -> list[int]:
 
 
 def _shape(k_BGSD: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Keys of so many tokens, without their memory."""
     batch, heads, _, size = k_BGSD.shape
     return k_BGSD.new_empty((batch, heads, 1, size)).expand(batch, heads, tokens, size)
+
+
+_KINDS = ("conv_states", "recurrent_states")
+_CARRIED = "carried"
+_Slot = tuple[int, str, int]  # layer, kind, number
+
+
+class StepStates:
+    """The recurrent states of one captured step.
+
+    Args:
+        cache: of the kind that is served; all its recurrent layers have seen tokens.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._own = {slot: torch.empty_like(state) for slot, state in _states(cache).items()}
+        self.carried = {layer: own for (layer, kind, _), own in self._own.items() if kind == _CARRIED}
+        self._bound: Callable[[], Cache | None] = lambda: None
+
+    def __bool__(self) -> bool:
+        return bool(self._own)
+
+    def serves(self, cache: Cache) -> bool:
+        """Returns whether the cache has the tensors of this step."""
+        return all(_states(cache).get(slot) is own for slot, own in self._own.items())
+
+    def bind(self, cache: Cache) -> None:
+        """The next step reads and writes the states of this cache."""
+        if self.serves(cache):
+            return
+        if former := self._bound():
+            held = _states(former)
+            for slot, own in self._own.items():
+                if held.get(slot) is own:
+                    _put(former, slot, own.clone())
+        found = _states(cache)
+        for slot, own in self._own.items():
+            own.copy_(found[slot])
+            _put(cache, slot, own)
+        self._bound = weakref.ref(cache)
+
+    def layer(self, number: int) -> LinearAttentionLayer:
+        """One layer of a cache of the step's own, over these tensors; as one that has seen tokens."""
+        found = LinearAttentionLayer()
+        for at, kind, state in self._own:
+            if at != number:
+                continue
+            getattr(found, kind)[state] = self._own[at, kind, state]
+            getattr(found, f"is_{kind}_initialized")[state] = found.has_previous_state[state] = True
+        for state, tensor in found.conv_states.items():
+            found.conv_kernel_size[state] = None if tensor is None else tensor.shape[-1]
+        return found
+
+    @contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """What runs inside leaves the states as they were."""
+        saved = {slot: own.clone() for slot, own in self._own.items()}
+        try:
+            yield
+        finally:
+            for slot, own in self._own.items():
+                own.copy_(saved[slot])
+
+
+def _states(cache: Cache) -> dict[_Slot, torch.Tensor]:
+    carried = {(layer, _CARRIED, 0): tensor for layer, tensor in first_of(cache).state.carried.items()}
+    return carried | {
+        (at, kind, number): tensor
+        for at, layer in enumerate(cache.layers)
+        if isinstance(layer, LinearAttentionLayer)
+        for kind in _KINDS
+        for number, tensor in getattr(layer, kind).items()
+        if tensor is not None
+    }
+
+
+def _put(cache: Cache, slot: _Slot, tensor: torch.Tensor) -> None:
+    at, kind, number = slot
+    if kind == _CARRIED:
+        first_of(cache).state.carried[at] = tensor
+        return
+    getattr(cache.layers[at], kind)[number] = tensor

@@ -37,18 +37,12 @@ from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
-from sparsekv.runtime.hf.cache import (
-    CACHE_NAME,
-    CacheProgress,
-    SparseLayer,
-    decoder_output,
-    first_of,
-)
-from sparsekv.runtime.hf.fixed_rows import FixedRows
+from sparsekv.runtime.hf.cache import CacheProgress, SparseLayer, attending, decoder_output, first_of
+from sparsekv.runtime.hf.describe import CACHE_NAME
 from sparsekv.runtime.hf.graph_fetches import FetchError
-from sparsekv.runtime.hf.graph_states import StepStates
-from sparsekv.runtime.hf.graph_stores import StepStores, obstacle
+from sparsekv.runtime.hf.graph_stores import StepStates, StepStores, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
+from sparsekv.runtime.hf.placement import FixedRows
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore, StepRows, WholeStore
 
@@ -114,7 +108,6 @@ class StepGraph:
         return self.stores.new_store(layer)
 
     def new_state(self) -> DecodeState:
-        """The one state of the graph."""
         return self._state
 
     def serves(self, cache: Cache, lengths: tuple[int, ...]) -> bool:
@@ -122,7 +115,6 @@ class StepGraph:
         return self.stores.serves(_stores(cache), lengths) and self.states.serves(cache)
 
     def bind(self, cache: Cache) -> None:
-        """The next step reads and writes this cache."""
         self.stores.bind(_stores(cache), _scales(cache))
         self.states.bind(cache)
 
@@ -288,7 +280,6 @@ class StepGraphs:
         return decoder_output(hidden_BQE, under_way.cache)
 
     def release(self) -> None:
-        """Frees the graphs and their memory."""
         self._graphs.clear()
         self._served.clear()
         self._next = self._pool = self._captured = None
@@ -309,7 +300,6 @@ class StepGraphs:
         return ""
 
     def _ready(self, program: Program, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> str:
-        """Prepares the replay; why that failed."""
         assert under_way.cache is not None
         ids_BQ, cache, stores = inputs["input_ids"], under_way.cache, _stores(under_way.cache)
         (rows, new), phase = ids_BQ.shape, under_way.phase
@@ -401,11 +391,11 @@ def _summary(error: Exception) -> str:
 
 def _stores(cache: Cache) -> list[WholeStore]:
     """Returns the stores of a cache that forward passes run over, which is never a captured step's own."""
-    return [cast(WholeStore, layer.store) for layer in cache.layers if isinstance(layer, SparseLayer)]
+    return [cast(WholeStore, layer.store) for layer in attending(cache)]
 
 
 def _scales(cache: Cache) -> list[Scales | None]:
-    return [layer.scales for layer in cache.layers if isinstance(layer, SparseLayer)]
+    return [layer.scales for layer in attending(cache)]
 
 
 def can_capture(device: torch.device, backend: str) -> bool:

@@ -33,9 +33,8 @@ from sparsekv.plans.aliases import ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError, install_command
 from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.architecture import MODALITIES, architecture_of
-from sparsekv.runtime.hf.dequantise import check_quantisation, dense_tensors, is_dequantised
+from sparsekv.runtime.hf.dequantise import GGUFHeader, check_quantisation, dense_tensors, is_dequantised
 from sparsekv.runtime.hf.describe import describe_by_files, describe_model
-from sparsekv.runtime.hf.gguf_header import GGUFHeader
 from sparsekv.runtime.hub import needs_cache, without_model
 from sparsekv.runtime.model_config import (
     config_of_layer,
@@ -380,7 +379,6 @@ def _is_real(data: torch.Tensor) -> bool:
 
 
 def _first(names: Iterable[str]) -> str:
-    """The first few of them, for a message."""
     ordered = sorted(names)
     return ", ".join((*ordered[:_NAMED], "...")[: len(ordered)])
 

@@ -29,7 +29,7 @@ from torch.nn.modules import module as torch_modules
 
 from sparsekv.runtime.architecture import Architecture, architecture_of
 from sparsekv.runtime.hf.attention import Attachment, Pass, Projected
-from sparsekv.runtime.hf.cache import CACHE_NAME
+from sparsekv.runtime.hf.describe import CACHE_NAME
 from sparsekv.runtime.stores.store import Layout
 
 _DORMANT = "transformers.utils.output_capturing"  # hooks that stay behind once hidden states were asked for
@@ -105,7 +105,6 @@ class LongInputs:
         return all(type(part) is nn.LayerNorm or type(part).__module__ == self._architecture.home for part in parts)
 
     def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> Any:
-        """Returns what the decoder's own forward returns."""
         decoder: Any = attached.decoder
         embed = decoder.embed_tokens
         own = type(embed) is nn.Embedding or self._is_own(embed)

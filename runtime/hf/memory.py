@@ -23,11 +23,9 @@ from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.architecture import Recurrence, architecture_of, recurrence_of
-from sparsekv.runtime.core.budgets import scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.core.segments import SegmentProgram
-from sparsekv.runtime.hf.cache_inputs import takes_one_piece
-from sparsekv.runtime.hf.describe import config_of
+from sparsekv.runtime.core.segments import SegmentProgram, scored_tokens
+from sparsekv.runtime.hf.describe import config_of, takes_one_piece
 from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, spill_order
@@ -143,7 +141,6 @@ class Request:
 
     @property
     def filled(self) -> int:
-        """That a row has in the end."""
         return self.prompt + self.answer
 
     @property
@@ -274,7 +271,6 @@ class MemoryModel:
         )
 
     def fits(self, use: MemoryUse, available: Available) -> bool:
-        """Returns whether both memories suffice."""
         host = self.host(use)
         enough = available.host is None or host + spare_beside(host) <= available.host
         return self._fits_device(use, available) and enough
@@ -324,7 +320,6 @@ class MemoryModel:
         return self.on_cpu or available.device is None or use.device <= available.device
 
     def _store(self, layer: int, request: Request, placement: Placement) -> Bytes:
-        """The size of a layer's store."""
         layout, role = self._layout(layer, request.batch), self._program.layers[layer].role
         if self._groups[layer].kind == "linear":
             assert self.size.recurrence is not None

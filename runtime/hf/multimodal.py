@@ -18,8 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.runtime.hf.cache import named
-from sparsekv.runtime.hf.describe import decoder_of
+from sparsekv.runtime.hf.describe import decoder_of, named
 from sparsekv.runtime.hf.long_inputs import replaced
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.plans.errors import PlanWarning, UsageError
+from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError
 from sparsekv.plans.patterns import Budget, tokens
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.types import format_ids
@@ -128,3 +128,27 @@ def layouts_of(model: PreTrainedModel) -> list[Layout]:
         for layer, device in enumerate(devices)
         if groups[layer].keys_of is None
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRows:
+    """The layers of a cache whose rows all have one length and stay as they are: none is moved, repeated or left out.
+
+    Attributes:
+        evicting: layers that evict tokens.
+        in_host_memory: layers whose keys and values are there.
+    """
+
+    evicting: frozenset[int] = frozenset()
+    in_host_memory: frozenset[int] = frozenset()
+
+    def refuse(self, expected: str, found: str, instead: str) -> None:
+        """Raises UnsupportedError where there are such layers; the plan can be changed, or what was asked for."""
+        if self.evicting:
+            why, changed = f"layers {format_ids(self.evicting)} evict tokens", "apply a plan without kv_cache"
+        elif self.in_host_memory:
+            why = f"layers {format_ids(self.in_host_memory)} are in host memory"
+            changed = "apply the plan with offload='never'"
+        else:
+            return
+        raise UnsupportedError(f"expected {expected}, as {why}, found {found}; {instead}, or {changed}")

@@ -1,9 +1,15 @@
-"""Attention of a model's layers as a plan has it: where their keys and values go, and what runs in each phase."""
+"""Attention of a model's layers as a plan has it: where their keys and values go, virtual memory ahead of a prompt, and
+the call of each phase.
+
+`generate` says where its prompt ends: each layer then evicts as soon as it has attended, so that all of a prompt is in
+memory for one layer at a time. Behind other forward passes a prompt is complete when the first token behind it comes.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,24 +18,28 @@ from transformers import Cache, PreTrainedModel
 
 from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core.decode import Seen, count_step, decode
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.roles import Attempt
 from sparsekv.runtime.core.state import DecodeState, Observed
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
-from sparsekv.runtime.hf.cache import first_of
+from sparsekv.runtime.hf.cache import SparseLayer, first_of, is_autocast
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.exact import ExactLoop
-from sparsekv.runtime.hf.fixed_rows import FixedRows
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
-from sparsekv.runtime.hf.paging import Paging
-from sparsekv.runtime.hf.placement import Placement
-from sparsekv.runtime.hf.prompt_ends import begin_prompt, begin_step
+from sparsekv.runtime.hf.memory import MemoryModel, Request
+from sparsekv.runtime.hf.placement import FixedRows, Placement, layouts_of
 from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.float8 import Float8
+from sparsekv.runtime.stores.page_pool import PagePool, pool_of
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.store import Bytes, HostReads, WholeStore
+from sparsekv.runtime.stores.store import Bytes, HostReads, Layout, WholeStore
+from sparsekv.runtime.stores.virtual import VirtualStore
 
 
 class PlanEngine:
@@ -98,11 +108,9 @@ class PlanEngine:
         return FixedRows(frozenset(self.program.evicting), self.placement.layers)
 
     def new_state(self) -> DecodeState:
-        """Returns what the layers of one cache share."""
         return DecodeState(self.program.segments, carried=self.program.carried)
 
     def executors(self) -> Sequence[Executor]:
-        """Captured decode steps, where the device has them."""
         if not can_capture(self._device, self._backend):
             return ()
         if self.graphs is None:  # else it was suspended
@@ -111,7 +119,6 @@ class PlanEngine:
 
     @property
     def step_phase(self) -> Phase:
-        """Dense under `exact`, but for drafts."""
         return Phase.DECODE if self.loop is None else Phase.CHECK
 
     def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
@@ -139,7 +146,6 @@ class PlanEngine:
         self.paging.relieve()
 
     def attend(self, call: LayerCall) -> torch.Tensor:
-        """The call's phase of its layer."""
         layer, entry = self.program.layers[call.layer], call.entry
         if call.phase is not Phase.PREFILL:
             assert entry is not None, "a step without a cache"
@@ -169,4 +175,100 @@ class PlanEngine:
             fallback=self.fallback,
             meter=self.meter,
             overwrite_above=self._chunking.output_bytes if call.q_is_spare else None,
+        )
+
+
+def begin_prompt(program: Program, cache: Cache) -> None:
+    """A pass over tokens of a prompt is about to run."""
+    for layer, entry in _attending(program, cache):
+        layer.role.begin_prompt(layer.layer, entry.store, entry.state)
+
+
+def begin_step(program: Program, cache: Cache, attempt: Attempt, meter: Meter) -> None:
+    """A decode step is about to run: what came before it was the whole prompt. Counts what evicting layers read."""
+    for layer, entry in _attending(program, cache):
+        layer.role.end_prompt(layer.layer, entry.store, entry.state, attempt, entry.scales)
+        layer.role.count_step(entry.store, meter)
+
+
+def _attending(program: Program, cache: Cache) -> Iterator[tuple[LayerProgram, SparseLayer]]:
+    for layer, entry in zip(program.layers, cache.layers, strict=False):
+        if isinstance(entry, SparseLayer):
+            yield layer, entry
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """Virtual memory of the layers of one model.
+
+    Attributes:
+        sizes: what a prompt takes.
+        layouts: of each layer, for one row.
+        pools: of each layer that is in virtual memory.
+    """
+
+    sizes: MemoryModel
+    layouts: Sequence[Layout]
+    pools: dict[int, PagePool]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, sizes: MemoryModel) -> Paging:
+        """All layers that it pays for, on devices that have it."""
+        layouts = layouts_of(model)
+        pools = {layer: pool_of(layouts[layer].device) for layer in sizes.paged}
+        return cls(sizes, layouts, {layer: pool for layer, pool in pools.items() if pool is not None})
+
+    def without(self) -> Paging:
+        return replace(self, pools={})
+
+    def new_store(self, layer: int) -> DeviceStore:
+        pool = self.pools.get(layer)
+        return DeviceStore() if pool is None else VirtualStore(pool, self.sizes.size.info.context_length)
+
+    def relieve(self) -> bool:
+        """Gives the pages back that no cache uses, before something is tried again; whether there were any."""
+        return any([pool.trim() for pool in self.pools.values()])
+
+    def expect(self, cache: Cache, lengths: tuple[int, ...], placement: Placement) -> None:
+        """Maps pages ahead of a prompt layer by layer, in order, while the device works on the layers before.
+
+        Args:
+            cache: of the prompt.
+            lengths: of its rows, with the prompt.
+            placement: of its other layers.
+
+        Raises:
+            UsageError: the memory of a device does not suffice; nothing was mapped.
+            ShapeError: the cache has another number of rows.
+        """
+        virtual = {
+            layer: layer.store
+            for layer in cache.layers
+            if isinstance(layer, SparseLayer) and isinstance(layer.store, VirtualStore)
+        }
+        if not virtual or any(is_autocast(pool.driver.device.type) for pool in self.pools.values()):
+            return
+        cached = next(iter(virtual.values())).lengths or (0,) * len(lengths)
+        new = max(map(int.__sub__, lengths, cached))  # the longest row need not be the one with most new tokens
+        layouts = {layer: replace(self.layouts[layer.layer], batch=len(lengths)) for layer in virtual}
+        request = Request(max(lengths), batch=len(lengths), chunk=new)
+        for pool in {id(pool): pool for pool in self.pools.values()}.values():
+            mine = [layer for layer in virtual if self.pools.get(layer.layer) is pool]
+            with pool.first():  # what nobody uses any more is free then
+                missing = sum(virtual[layer].missing(lengths, layer.stored(layouts[layer])) for layer in mine)
+                self._check(pool, missing, lengths)
+                pool.make_way(missing, lambda: self.sizes.use(request, placement).prefill)
+        for layer, layout in layouts.items():
+            layer.expect(lengths, layout)
+
+    def _check(self, pool: PagePool, missing: int, lengths: tuple[int, ...]) -> None:
+        free = pool.driver.available() + pool.bytes
+        if missing <= free:
+            return
+        layouts = [self.layouts[layer] for layer, mine in self.pools.items() if mine is pool]
+        token = sum((Float8.layout(one) if self.sizes.float8 else one).bytes(1) for one in layouts)
+        fit = max(lengths) - -(-(missing - free) // (token * len(lengths)))
+        raise UsageError(
+            f"expected {missing / 2**30:.1f} GiB of device memory for keys and values of {max(lengths):,} tokens in "
+            f"{len(lengths)} rows, found {free / 2**30:.1f} GiB; {max(fit, 0):,} tokens a row fit"
         )

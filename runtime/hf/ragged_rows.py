@@ -20,16 +20,10 @@ from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import PromptError, ShapeError, UnsupportedError
 from sparsekv.runtime.core.state import DecodeState, Remembered
 from sparsekv.runtime.hf.attention import Attachment, Pass, Phase
-from sparsekv.runtime.hf.cache import (
-    CACHE_NAME,
-    CacheProgress,
-    DecoderOutput,
-    SparseLayer,
-    decoder_output,
-    progress_of,
-)
-from sparsekv.runtime.hf.fixed_rows import FixedRows
+from sparsekv.runtime.hf.cache import CacheProgress, DecoderOutput, SparseLayer, attending, decoder_output, progress_of
+from sparsekv.runtime.hf.describe import CACHE_NAME
 from sparsekv.runtime.hf.long_inputs import asks_for_more
+from sparsekv.runtime.hf.placement import FixedRows
 from sparsekv.runtime.stores.device import DeviceStore, RowStore
 from sparsekv.runtime.stores.store import Bytes, KVStore
 
@@ -52,12 +46,10 @@ class Columns:
 
     @property
     def new(self) -> int:
-        """S."""
         return self.given.shape[1]
 
     @property
     def cached(self) -> tuple[int, ...]:
-        """Tokens of each row."""
         return self.lengths or (0,) * self.given.shape[0]
 
 
@@ -245,7 +237,6 @@ class _RowOwner:
         self._whole, self._row, self._batch = whole, row, batch
 
     def new_store(self, layer: int) -> KVStore:
-        """The row of that layer."""
         store = self._whole[layer].store
         assert isinstance(store, DeviceStore), "no layer has fixed rows"
         return RowStore(store, self._row, self._batch)
@@ -261,7 +252,7 @@ class _RowOwner:
 
 
 def _cache_of_row(cache: Cache, row: int, batch: int) -> Cache:
-    whole = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+    whole = attending(cache)
     if len(whole) < len(cache.layers):
         raise UnsupportedError(
             "expected rows of equal length in a model some of whose layers have a recurrent state, found rows of "
@@ -281,7 +272,7 @@ def _cache_of_row(cache: Cache, row: int, batch: int) -> Cache:
 
 def _give_back(cache: Cache, rows: Sequence[Cache], columns: int) -> None:
     """What the rows have learned is of all, once they ran so many columns."""
-    progress, whole = progress_of(cache), [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+    progress, whole = progress_of(cache), attending(cache)
     for layer, *mine in zip(whole, *(row.layers for row in rows), strict=True):
         layer.is_initialized = True
         layer.dtype = next(one.dtype for one in mine if one.dtype is not None)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax
-from sparsekv.runtime.core import budgets
+from sparsekv.runtime.core import segments
 from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.state import DecodeState, Gather
@@ -163,7 +163,7 @@ class DecodeRows:
 def _scratch(program: Program, tokens: int, device: torch.device, gather: Gather | None) -> int:
     """Returns room for the scores of as many tokens as all rows of a step can have, as far as there is memory for it:
     on the rank that has least, since rows that one has no room for attend to everything on all."""
-    memory = budgets.SCORE_BYTES
+    memory = segments.SCORE_BYTES
     if device.type == "cuda":
         memory = min(memory, torch.cuda.get_device_properties(device).total_memory // _SCRATCH_SHARE)
     wanted = tokens * max((segment.query_heads + segment.lists for segment in program.segments), default=0)

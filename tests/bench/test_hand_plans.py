@@ -10,6 +10,7 @@ from tiny_plans import every_head, info_of, plan_for
 
 from sparsekv.bench import random_model as random_models
 from sparsekv.bench.hand_plans import HandDecode, dense_up_to, dummy_plan, hand_plan, kept_by_hand
+from sparsekv.bench.public_shapes import PUBLIC_SHAPES
 from sparsekv.bench.random_model import describe_named, random_model
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, computed_tiles
@@ -18,7 +19,6 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, TileShape, fraction, tokens
 from sparsekv.runtime.architecture import ARCHITECTURES
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.hf.public_shapes import PUBLIC_SHAPES
 from sparsekv.runtime.plan_checks import check_plan
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from sparsekv.runtime.hf.cache import CACHE_NAME
+from sparsekv.runtime.hf.describe import CACHE_NAME
 
 # Of the whole matrix in every run.
 USUAL = (

@@ -8,9 +8,9 @@ from tiny_plans import decode_plan, segment
 from sparsekv.kernels.decode.selection import ALL
 from sparsekv.kernels.keys import KeyView
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan
-from sparsekv.runtime.core.budgets import Budgets, scored_tokens
 from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.segments import Budgets, scored_tokens
 from sparsekv.runtime.core.select import selected_for, selector_weights
 from sparsekv.runtime.core.state import DecodeState
 

@@ -12,7 +12,8 @@ from transformers import DynamicCache, StaticCache
 from sparsekv.plans.errors import ShapeError, UnsupportedError, UsageError
 from sparsekv.runtime.hf import cache as cache_file
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.cache import CACHE_NAME, SparseLayer, named
+from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.runtime.hf.describe import CACHE_NAME, named
 
 SEGMENT = segment(0, (1, 2), 12, selector="uniform", window=3)
 

@@ -18,7 +18,7 @@ from sparsekv.plans.phases import DecodeBucket, DecodePlan
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf import attach
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.cache import CACHE_NAME
+from sparsekv.runtime.hf.describe import CACHE_NAME
 
 NEW = 7
 
@@ -315,7 +315,7 @@ def decoded(model, plan, new, rows=2, **options):
 @pytest.mark.parametrize("rows", [0, 1], ids=["no row", "one row of two"])
 @pytest.mark.parametrize("host", [None, [1, 2]], ids=["device", "host"])
 def test_rows_that_the_scratch_has_no_room_for_attend_to_everything(model, monkeypatch, rows: int, host):
-    monkeypatch.setattr("sparsekv.runtime.core.budgets.SCORE_BYTES", 4 * 4 * 400 if rows else 4 * 4 * 100)
+    monkeypatch.setattr("sparsekv.runtime.core.segments.SCORE_BYTES", 4 * 4 * 400 if rows else 4 * 4 * 100)
     plan, new = plan_for(model, None, decode_plan(segment(0, (1, 2), 60))), random_tokens(2, 3, 1)
     found, share, _ = decoded(model, plan, new, kv_host_layers=host)
     dense, *_ = decoded(model, plan, new, decode=False)

@@ -122,5 +122,5 @@ def test_onnx_refuses_it_by_name() -> None:
     pytest.importorskip("onnx")
     from sparsekv.runtime.onnx.choice import check_segments
 
-    with pytest.raises(UnsupportedError, match="layer 1 .*EvenSpread"):
+    with pytest.raises(UnsupportedError, match=r"layer 1 .*EvenSpread"):
         check_segments(spread(Program.of(None, None, model_info(4, 4, 2)), ROLE))

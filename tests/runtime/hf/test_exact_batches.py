@@ -25,7 +25,7 @@ from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.hf import exact
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.processors import PROCESSORS, ProcessorReads, Processors
+from sparsekv.runtime.hf.text_rows import PROCESSORS, ProcessorReads, Processors
 
 TOKENIZER = tiny_tokenizer()
 SUPPORTED = sorted(name for name, (_, reads) in PROCESSORS.items() if reads is not ProcessorReads.MORE)

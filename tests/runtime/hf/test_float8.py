@@ -193,6 +193,6 @@ def test_other_precisions_and_devices_are_refused(model, monkeypatch):
         apply(model, plan_for(model), kv_dtype="fp4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "8.9" in (backends.float8_obstacle("triton", torch.device("cuda")) or "")
-    monkeypatch.setattr("sparsekv.runtime.hf.apply_checks.float8_obstacle", lambda *given: "it is old")
+    monkeypatch.setattr("sparsekv.runtime.hf.apply.float8_obstacle", lambda *given: "it is old")
     with pytest.raises(BackendError, match="it is old"):
         apply(model, plan_for(model), kv_dtype="fp8")

@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from sparsekv.bench.hand_plans import hand_plan
+from sparsekv.bench.public_shapes import PUBLIC_SHAPES
 from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape, fraction, tokens
 from sparsekv.plans.phases import Offload
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
-from sparsekv.runtime.hf.public_shapes import PUBLIC_SHAPES
 from sparsekv.runtime.stores.pinned import Block
 
 GIB = 1 << 30

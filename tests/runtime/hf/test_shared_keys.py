@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.cache import CACHE_NAME
+from sparsekv.runtime.hf.describe import CACHE_NAME
 from sparsekv.runtime.hf.memory import MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import Placement
 from sparsekv.runtime.model_config import describe_config
