@@ -64,25 +64,18 @@ class Placing:
 
 
 class Output(Options):
-    """Says how a result is printed."""
-
     as_json: Annotated[bool, Flag("Print the result as JSON on standard output.", ("--json",))] = False
 
 
 class AllowMismatch(Options):
-    """Says whether a plan must be of the model."""
-
     group: ClassVar = "Model and plan"
     allow_mismatch: Annotated[bool, Flag("Go on although the plan was made for another architecture.")] = False
 
     def check_model(self, plan: Plan, found: ModelInfo) -> list[str]:
-        """Warnings before a plan runs on a model; see `schema.check_model`."""
         return check_model(plan, found, self.allow_mismatch, self.flag_of("allow_mismatch"))
 
 
 class Subjects(Options):
-    """A model, and a plan for it."""
-
     group: ClassVar = "Model and plan"
     target: Annotated[
         str | None,
@@ -105,7 +98,6 @@ class Subjects(Options):
 
     @property
     def subject(self) -> Subject:
-        """Model and plan; see `Subject.named`."""
         if None not in (self.target, self.model):
             raise UsageError("expected MODEL or --model, found both; leave one out")
         name = self.target or self.model
@@ -146,7 +138,6 @@ class PlacementFlags(Options):
 
     @property
     def placing(self) -> Placing:
-        """The placement of these options."""
         if isinstance(self.offload, str):
             return Placing(self.offload, kv_dtype=self.kv_dtype)
         return Placing(None, self.offload, self.kv_dtype)
@@ -203,7 +194,6 @@ def check_machine(flags: Options) -> None:
 
 
 def _device_of(flags: Options, asked: Settings) -> str:
-    """The device that is asked for; a device map goes over SPARSEKV_DEVICE."""
     return "auto" if flags.typed("device_map") and not flags.is_given("device") else asked.device
 
 

@@ -52,8 +52,6 @@ _KERNEL_LENGTHS = {"cuda": (8192, 32768, 131072), "cpu": (4096, 8192)}
 
 
 class KernelFlags(Timed, Output):
-    """Holds what `bench kernels` is asked to do."""
-
     lengths: BenchLengths = ()
     density: Annotated[
         Shares,
@@ -78,7 +76,6 @@ def kernels(flags: KernelFlags) -> None:
 
 
 def measure_kernels(flags: KernelFlags) -> BenchRun:
-    """Returns the rows of `bench kernels`."""
     hardware, precision = device_and_dtype(settings_of(flags))
     _check_backends(flags, hardware)
     from sparsekv.bench.kernels import COLUMNS, PLANTED_NOTE, KernelBench, bench_kernels
@@ -124,8 +121,6 @@ _Many = Annotated[int, Field(ge=0, le=MOST)]
 
 
 class PeersFlags(Benched, Timed, Output):
-    """Holds what `bench peers` is asked to do."""
-
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(("picture", "tasks", "samples", "ruler_samples"), "random weights have no quality", ("random_weights",)),
     )
@@ -277,8 +272,6 @@ _ACCEPTED = 0.975
 
 
 class HeadlineFlags(Timed, Output):
-    """Holds what `bench headline` is asked to do."""
-
     model: Annotated[
         str,
         Flag("Alias, hub id, folder or GGUF file; llama3-8b by default.", metavar="MODEL", is_argument=True),

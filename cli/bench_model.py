@@ -49,15 +49,11 @@ _BY_HAND = ("density", "budget", "keep")  # options of plans made by hand
 
 
 class Timed(Options):
-    """Says how often, and on what."""
-
     repeats: Count = 3
     seed: int = 0
 
 
 class Benched(Options):
-    """Says which model."""
-
     unread: ClassVar[tuple[Unread, ...]] = (Unread(_BY_HAND, "each says what the plan is", ("plan",)),)
 
     model: Annotated[str, Flag("Alias, hub id, folder or GGUF file.", metavar="MODEL", is_argument=True)]
@@ -68,13 +64,10 @@ class Benched(Options):
 
     @property
     def is_by_hand(self) -> bool:
-        """Returns whether a plan made by hand was asked for."""
         return any(map(self.is_given, _BY_HAND))
 
 
 class HandPrefill(Options):
-    """Says how sparse a plan made by hand is in prefill."""
-
     density: Annotated[Shares, Key("Without a plan, of one made by hand: one, or one a length.", "SHARES")] = ()
 
 
@@ -109,7 +102,6 @@ def subject_of(flags: Benched, named: Subject, device: torch.device, dtype: torc
 
 
 def title_of(subject: BenchModel, row: Row, words: str) -> str:
-    """Returns what stands above the rows."""
     return f"{subject.name}, {row.device}, {row.dtype}; weights: {subject.weights}; plan: {words}"
 
 
@@ -143,7 +135,6 @@ def print_rows(*parts: BenchRun, as_json: bool) -> None:
 
 
 def show_rows(*parts: BenchRun, as_json: bool) -> None:
-    """Prints the rows of a run, whatever has become of it."""
     from sparsekv.bench.harness import report
 
     if as_json:
@@ -160,8 +151,6 @@ PREFILL_LENGTHS = {"cuda": (8192, 32768), "cpu": (4096,)}
 
 
 class PrefillFlags(Benched, HandPrefill, Timed, Output):
-    """Holds what `bench prefill` is asked to do."""
-
     lengths: BenchLengths = ()
     dense_layers: Annotated[Count | None, Key("Measure dense on N layers and multiply; rows say so.", "N")] = None
     kv_host_layers: Annotated[
@@ -175,7 +164,6 @@ def prefill(flags: PrefillFlags) -> None:
 
 
 def measure_prefill(flags: PrefillFlags) -> BenchRun:
-    """Returns the rows of `bench prefill`."""
     named, machine = named_subject(flags, flags.lengths), settings_of(flags)
     used = named.plan
     hardware, precision = device_and_dtype(machine)
@@ -207,8 +195,6 @@ _DECODE_LENGTHS = {"cuda": (8192, 32768, 131072, 524288), "cpu": (8192,)}
 
 
 class DecodeFlags(Benched, HandDecode, Timed, Output):
-    """Holds what `bench decode` is asked to do."""
-
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(("offload",), "checks read all keys and values", ("exact",)),
         Unread(("kv_dtype",), "both sides have keys and values as the model makes them", ("offload",)),
@@ -237,7 +223,6 @@ def decode(flags: DecodeFlags) -> None:
 
 
 def measure_decode(flags: DecodeFlags) -> BenchRun:
-    """Returns the rows of `bench decode`."""
     named, machine = named_subject(flags, flags.lengths), settings_of(flags)
     used = named.plan
     hardware, precision = device_and_dtype(machine)
@@ -304,8 +289,6 @@ _GENERATED = 256  # the newest tokens of an answer that layers keep by a plan ma
 
 
 class ServeFlags(Benched, HandPrefill, HandDecode, Timed, Output):
-    """Holds what `bench serve` is asked to do."""
-
     unread: ClassVar[tuple[Unread, ...]] = (Unread(("budget",), "an evicting layer is in no segment", ("keep",)),)
 
     lengths: Annotated[

@@ -53,7 +53,6 @@ class Answer:
     kv_dtype: str = ""  # of keys and values in memory
 
     def as_data(self) -> dict[str, Any]:
-        """The JSON of one answer."""
         said = self.generation
         return {
             "text": said.text,
@@ -78,7 +77,6 @@ class Answer:
 
     @property
     def is_dense(self) -> bool:
-        """Returns whether nothing was sparse."""
         return self.prefill_density == 1.0 and self.decode_share in (None, 1.0)
 
     @property
@@ -89,7 +87,6 @@ class Answer:
         return len(last) == _STUCK and len({*last}) <= 2
 
     def as_line(self) -> str:
-        """Returns what people are told after an answer."""
         said = self.generation
         host = f" + {size(self.kv_bytes_host)} on the host" if self.kv_bytes_host else ""
         is_dense = self.prefill_density == 1.0
@@ -122,7 +119,6 @@ class Session:
     sampling: Sampling = field(default_factory=Sampling)
 
     def applied(self) -> AbstractContextManager[Handle | None]:
-        """Applies the plan, for the length of a `with` block."""
         if self.plan is None:
             return nullcontext()
         return apply(
@@ -170,7 +166,6 @@ class Session:
         return cache
 
     def once(self, text: str, on_text: Callable[[str], None] | None = None, watch: _Watch | None = None) -> Answer:
-        """The answer to one prompt; see `Conversation.ask`."""
         with self.applied() as handle:
             return Conversation(self, handle).ask(text, on_text, watch)
 
@@ -331,7 +326,6 @@ class Conversation:
 
 @contextmanager
 def _watch(progress: Progress, name: str, most: int) -> Iterator[Callable[[], None]]:
-    """Prefill and tokens of one generation, a stage each."""
     steps: list[StageStep] = []
     with ExitStack() as stack:
         stack.enter_context(progress.stage(f"{name}: prefill"))

@@ -23,12 +23,10 @@ class Command(TyperCommand):
 
     @property
     def keys(self) -> dict[str, Key]:
-        """The keys of `--set`, by name."""
         return getattr(self.callback, "keys", {})
 
     @property
     def examples(self) -> list[str]:
-        """Calls to copy."""
         return (self.epilog or "").splitlines()
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -51,12 +49,10 @@ class Command(TyperCommand):
 
 
 def group(**settings: Any) -> typer.Typer:
-    """Commands to be."""
     return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, **settings)
 
 
 def app(run: Callable[..., None], *examples: str) -> typer.Typer:
-    """A command by itself; see `add`."""
     made = group()
     add(made, run, *examples)
     return made
@@ -114,7 +110,6 @@ def _is_typed(context: typer.Context, name: str) -> bool:
 
 
 def _parameters(spelled: dict[str, Spelled]) -> Iterator[inspect.Parameter]:
-    """Arguments first, then what is required."""
     for one in sorted(spelled.values(), key=lambda one: (not one.flag.is_argument, not one.field.is_required())):
         default = False if one.field.default is True else one.field.default
         if one.field.is_required():
@@ -126,7 +121,6 @@ def _parameters(spelled: dict[str, Spelled]) -> Iterator[inspect.Parameter]:
 
 
 def _option(one: Spelled) -> Any:
-    """Typer's part of a parameter."""
     if one.flag.is_argument:
         return typer.Argument(metavar=one.flag.metavar, help=one.flag.help, show_default=False)
     bounds = () if _is_text(one) else one.parts

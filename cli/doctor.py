@@ -50,8 +50,6 @@ MemorySize = Annotated[Size | None, Flag("Such as 80GiB; what this machine has b
 
 
 class DoctorFlags(PlacementFlags, Device, Output):
-    """Holds what `doctor` is asked to do."""
-
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(("memory",), "one is about plans, the other about memory", ("target",)),
     )
@@ -152,7 +150,6 @@ def _plan_facts(one: Candidate, is_best: bool) -> dict[str, object]:
 
 
 def _own(model: str) -> list[tuple[Path, Plan]]:
-    """The plan in a model's folder or repository."""
     source = found_source(resolve_model(model))
     try:
         return _loaded(plan_file(Path(source.place)))
@@ -235,8 +232,6 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Holds what runs of a model take, and what there is."""
-
     name: str
     model: MemoryModel
     available: Available
@@ -297,7 +292,6 @@ class MemoryEstimate:
         return cls(name, memory, found, quantisation is not None and not is_dequantised(quantisation))
 
     def data(self, request: Request) -> dict[str, Any]:
-        """The JSON of one request."""
         from sparsekv.runtime.stores.pinned import spare_beside
 
         model, placement = self.model, self.model.place(request, self.available)

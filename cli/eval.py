@@ -12,8 +12,7 @@ from pydantic import Field, model_validator
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, plan_file, settings_of
 from sparsekv.cli.output import agreement_table, columns, emit, emit_json, tell
-from sparsekv.cli.plan_files import only_writer
-from sparsekv.cli.prompts import answered_prompts
+from sparsekv.cli.plan_files import answered_prompts, only_writer
 from sparsekv.planner.common_options import DEFAULT_TASKS, Drawn, Hardware, Phase, check_lengths
 from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Unread
 from sparsekv.plans.errors import UsageError
@@ -35,8 +34,6 @@ _OF_PLAN = ("only", "backend")
 
 
 class EvalFlags(Subjects, Drawn, Hardware, Output):
-    """The arguments of `eval`."""
-
     group: ClassVar = "Samples"
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(("tasks", "prompts_file"), "a suite has tasks and tables of its own", ("suite",)),
@@ -91,12 +88,10 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
 
     @property
     def phase(self) -> PhaseName:
-        """Returns which phases follow the plan."""
         return self.only or "both"
 
     @property
     def drawn(self) -> EvalSamples:
-        """The samples."""
         from sparsekv.planner.evaluation import EvalSamples
 
         lengths = tuple(sorted(self.lengths))
@@ -131,7 +126,6 @@ def _all_dense(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> str | No
 
 
 def _loaded(subject: Subject, flags: EvalFlags, plans: dict[str, Plan]) -> tuple[LoadedModel, dict[str, PlanMode]]:
-    """The model, and its plans as modes."""
     from sparsekv.planner.evaluation import PlanMode
 
     lengths = () if flags.prompts_file else flags.lengths
@@ -151,7 +145,6 @@ def _loaded(subject: Subject, flags: EvalFlags, plans: dict[str, Plan]) -> tuple
 
 
 def _tasks(subject: Subject, flags: EvalFlags) -> None:
-    """Measures tasks, or own prompts."""
     prompts = answered_prompts(flags.prompts_file) if flags.prompts_file else ()
     from sparsekv.planner.evaluation import evaluate as measure
     from sparsekv.planner.evaluation.given import evaluate_given
@@ -205,7 +198,6 @@ def _suite(subject: Subject, flags: EvalFlags) -> None:
 
 
 def _plans(subject: Subject, flags: EvalFlags) -> dict[str, Plan]:
-    """The plans by name, that of the subject first."""
     found = {PLAN: subject.plan} if subject.plan else {}
     for one in flags.beside:
         name, _, place = one.partition("=")
@@ -228,7 +220,6 @@ METRICS: dict[Metric, str] = {"recall": "RULER's string match", "exact": "the te
 
 
 def _table(rows: Sequence[Row], name: str) -> str:
-    """Dense beside one method, task by task."""
     most = max(map(len, rows))
     every = [tuple(cell or name for cell in _HEADER[:most]), *(row + ("",) * (most - len(row)) for row in rows)]
     return columns(every, right=range(3, most))
@@ -274,7 +265,6 @@ def tasks_text(results: Sequence[EvalResult], count: str, phase: PhaseName | Non
 
 
 def prompts_data(results: Sequence[EvalResult], has_plan: bool) -> dict[str, Any]:
-    """The JSON of own prompts, of all lengths together and of each."""
     from sparsekv.planner.evaluation.results import merged
 
     whole, *each = [tasks_data(one, len(one.outcomes), has_plan) for one in (merged(results), *results)]
@@ -282,7 +272,6 @@ def prompts_data(results: Sequence[EvalResult], has_plan: bool) -> dict[str, Any
 
 
 def tasks_data(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:
-    """The JSON of tasks at one length."""
     scores = {name: task.score for name, task in result.tasks.items()}
     tasks: dict[str, Any] = {name: {"dense": score.dense, "sparse": None} for name, score in scores.items()}
     measured: dict[str, Any] = {"prefill_density": None}

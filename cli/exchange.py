@@ -281,7 +281,6 @@ def _facts(plan: Plan) -> Iterator[str]:
 
 
 def _measured(plan: Plan) -> str:
-    """How far next tokens are from dense attention's."""
     for phase in ("both", "prefill", "decode"):
         measured = plan.quality.phases.get(phase) if plan.quality else None
         if measured and (agreed := measured.agreement):
@@ -296,7 +295,6 @@ def _measured(plan: Plan) -> str:
 
 
 def _gains(plan: Plan) -> Iterator[str]:
-    """Each phase's predicted speed, at the longest length at which it is sparse."""
     cost, gains = plan.cost, [(phase, gain) for phase in ("prefill", "decode") if (gain := _predicted(plan, phase))]
     if cost is None or not gains:
         yield "**Whether it pays is not known**: its speed was not predicted."

@@ -138,7 +138,6 @@ def quality_table(quality: Quality) -> str:
 
 
 def _gates_table(quality: Quality) -> str:
-    """Returns what was shown of each gate; empty where nothing was held against one."""
     from sparsekv.plans.show import CLAIM_CAPTION, CLAIM_HEADER, claim_rows
 
     rows = [tuple(map(str.lower, CLAIM_HEADER)), *claim_rows(quality)]
@@ -253,7 +252,6 @@ def report(error: BaseException, command: str, as_json: bool = False) -> int:
 
 
 def failure_data(kind: str, message: str, exit_code: int, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """The JSON of a failure."""
     return {"kind": kind, "message": message, "notes": list(notes), "exit_code": exit_code}
 
 

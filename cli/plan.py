@@ -12,8 +12,7 @@ from pydantic import Field
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, settings_of
 from sparsekv.cli.output import emit_json, emit_verdict, tell
-from sparsekv.cli.plan_files import PlanFiles, outcomes_beside
-from sparsekv.cli.prompts import own_prompts
+from sparsekv.cli.plan_files import PlanFiles, outcomes_beside, own_prompts
 from sparsekv.planner.common_options import Hardware
 from sparsekv.planner.flags import MOST, Flag, Key, Unread
 from sparsekv.planner.options import HELD_OUT, DecodeSearch, PlanOptions, Search
@@ -38,8 +37,6 @@ _MACHINE = (*Hardware.model_fields, "device_map")
 
 
 class PlanFlags(PlanFiles, PlanOptions, Output):
-    """Holds what `plan` is asked to do."""
-
     group: ClassVar = "Verification"
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(_PROFILED, "a profile brings what it was made with", ("profile",)),
@@ -56,12 +53,10 @@ class PlanFlags(PlanFiles, PlanOptions, Output):
 
     @property
     def needs_model(self) -> bool:
-        """Returns whether anything is left to be measured."""
         return not (self.profile and self.cost and self.no_verify) or self.retain is not None
 
     @property
     def options(self) -> PlanOptions:
-        """Returns how to plan."""
         given = {name: getattr(self, name) for name in self.model_fields_set & set(PlanOptions.model_fields)}
         given |= {"prompts": own_prompts(self.prompts_file)} if self.prompts_file else {}
         given |= {"verify_samples": 0} if self.no_verify else {}
@@ -109,7 +104,6 @@ def plan(flags: PlanFlags) -> None:
 
 
 def _measured(flags: PlanFlags, wanted: PlanOptions) -> Measured:
-    """Returns what was measured before, and has what is asked for."""
     from sparsekv.planner.cost.device_cost import DeviceCost
     from sparsekv.planner.profile.profile_data import Profile, narrowed
     from sparsekv.planner.records import read_measured
@@ -121,7 +115,6 @@ def _measured(flags: PlanFlags, wanted: PlanOptions) -> Measured:
 
 
 def _job(flags: PlanFlags, wanted: PlanOptions, subject: Subject, measured: Measured, progress: Progress) -> Job:
-    """Returns what was measured before, and the model where that leaves anything to it."""
     from sparsekv.planner.job import check_plannable, job_of, job_of_files
 
     profile, cost = measured
@@ -175,7 +168,6 @@ def _facts(result: PlanResult, out: Path, seconds: float) -> dict[str, Any]:
 
 
 def _times(timing: BucketTiming) -> dict[str, Any]:
-    """Prefill attention of some layers at a length, timed and predicted."""
     names = ("dense_us", "sparse_us", "dense_line_us", "sparse_line_us", "density")
     times = {name.replace("_line_us", "_predicted_us"): getattr(timing, name) for name in names}
     return {"length": timing.length, "layers": list(timing.layers), **times}

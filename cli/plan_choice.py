@@ -36,7 +36,6 @@ class Candidate:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Returns what its cost was measured on, each once."""
         return tuple(dict.fromkeys(target.device for target in self.plan.targets))
 
     def order(self, length: int | None) -> tuple[int, ...]:
@@ -47,7 +46,6 @@ class Candidate:
         return (self.near, _STATUS.index(self.plan.status), *far)
 
     def told(self) -> str:
-        """The plan in a line."""
         lengths = ", ".join(map(format_length, self.plan.planned_lengths)) or "no lengths named"
         return f"{self.path} ({self.plan.status_text}, {', '.join(self.devices) or 'no device named'}, {lengths})"
 
@@ -71,7 +69,6 @@ def plans_in(folder: Path) -> list[tuple[Path, Plan]]:
 
 
 def candidates(found: Iterable[tuple[Path, Plan]], model: ModelInfo, device: str) -> list[Candidate]:
-    """The plans beside a model and the name of a device."""
     return [
         Candidate(path, plan, "; ".join(differences(plan.model, model)), _near(plan, device)) for path, plan in found
     ]
@@ -143,7 +140,6 @@ def described(model: str) -> ModelInfo:
 
 
 def device_called(device: str) -> str:
-    """The name of a device as plans have it."""
     from sparsekv.runtime.model_config import device_name, torch_device
 
     return device_name(torch_device(device))

@@ -1,20 +1,23 @@
-"""The files that `plan` reads and writes: found out before hours of work whether they can be written."""
+"""The files of a call: whether outputs can be written, found out before hours of work, and prompts that it reads."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from sparsekv.planner.common_options import GivenPrompt
 from sparsekv.planner.flags import Flag, Options
 from sparsekv.plans.aliases import PLAN_NAME, holds_model, names_gguf
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.files import read_text
 
 
 class PlanFiles(Options):
@@ -52,7 +55,6 @@ class PlanFiles(Options):
 
     @property
     def file(self) -> Path:
-        """Returns where the plan goes."""
         return self.out or default_plan(self.model)
 
     @property
@@ -276,3 +278,72 @@ def _tells(head: bytes, kind: str) -> bool:
     field = at_start + rb"""["']?kind["']?\s*:\s*["']?sparsekv\.%b\b""" % kind.encode()
     is_mapping = bool(lines) and re.match(rb"""\s*\{|["']?\w+["']?\s*:""", lines[0]) is not None
     return is_mapping and re.search(field, head, re.MULTILINE) is not None
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+MAX_BYTES = 64 << 20  # more tokens than any model takes, and nothing that fills the memory of a machine
+
+
+def own_prompts(file: Path) -> tuple[GivenPrompt, ...]:
+    """Prompts to plan on: JSON lines of {"prompt", "answer"?, "task"?}. Any file not called .jsonl is one.
+
+    Raises:
+        UsageError: the file cannot be read.
+        PromptError: it is no text, or a line is not what it should be.
+    """
+    if file.suffix.lower() != ".jsonl":
+        return (GivenPrompt(text_of(file)),)
+    return tuple(_given(file, number, line) for number, line in _lines(file))
+
+
+def answered_prompts(file: Path) -> tuple[GivenPrompt, ...]:
+    """Prompts to evaluate on: JSON lines of {"prompt", "answer", "task"?}.
+
+    Raises:
+        UsageError: the file cannot be read.
+        PromptError: a line is not what it should be, or has no answer.
+    """
+    found = tuple(_lines(file))
+    unanswered = next((number for number, line in found if not line.get("answer", "").strip()), None)
+    if unanswered is not None:
+        raise PromptError(f'{file}, line {unanswered}: expected an "answer" to compare with, found none')
+    return tuple(_given(file, number, line) for number, line in found)
+
+
+def _given(file: Path, number: int, line: Mapping[str, str]) -> GivenPrompt:
+    return GivenPrompt(**line, source=f"{file}, line {number}")
+
+
+def _lines(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    lines = enumerate(text_of(file).split("\n"), start=1)
+    return ((number, _fields(file, number, line)) for number, line in lines if line.strip())
+
+
+def _fields(file: Path, number: int, line: str) -> dict[str, str]:
+    expected = f'{file}, line {number}: expected {{"prompt": TEXT}}, with "answer": TEXT and "task": NAME if there are'
+    try:
+        found: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:  # a number may be too long
+        raise PromptError(f"{expected}, found no JSON") from error
+    if not isinstance(found, dict):
+        raise PromptError(f"{expected}, found a {type(found).__name__}")
+    unknown = set(found) - {"prompt", "answer", "task"}
+    if unknown:
+        raise PromptError(f"{expected}, found also {', '.join(sorted(unknown))}")
+    if not all(isinstance(text, str) for text in found.values()) or not found.get("prompt", "").strip():
+        raise PromptError(f"{expected}, found {line.strip()[:60]}")
+    if any("\ud800" <= character <= "\udfff" for text in found.values() for character in text):
+        raise PromptError(f"{expected}, found half a surrogate pair (\\ud800 to \\udfff), which no tokenizer takes")
+    return found
+
+
+def text_of(file: Path) -> str:
+    return with_text(read_text(file, MAX_BYTES, PromptError), str(file))
+
+
+def with_text(text: str, source: str) -> str:
+    """The text, which is not blank."""
+    if not text.strip():
+        raise PromptError(f"expected a prompt, found nothing but blanks in {source}; write a question")
+    return text

@@ -14,11 +14,12 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import AllowMismatch, NewTokens, Output, PlacementFlags, Subject, Subjects, settings_of
 from sparsekv.cli.doctor import MemoryEstimate, say_memory, tell_if_idle
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
-from sparsekv.cli.prompts import given_prompt, typed_prompt
+from sparsekv.cli.plan_files import MAX_BYTES, text_of, with_text
 from sparsekv.planner.common_options import PHASES, Hardware, Phase, PrefillChunk, Seed
 from sparsekv.planner.flags import Flag, Key, Unread
 from sparsekv.plans.brief import percent
 from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.files import as_text
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 
@@ -31,8 +32,6 @@ _ONE_TEXT = "; without a chat template each turn goes on from the text before it
 
 
 class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
-    """Arguments and options of `run`."""
-
     group: ClassVar = "Prompt and answer"
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(("only", "exact", "compare", "offload", "kv_dtype", "dry_run"), "no plan is applied", ("dense",)),
@@ -82,7 +81,6 @@ class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
 
     @property
     def follows(self) -> dict[Phase, bool]:
-        """Returns whether each phase follows the plan."""
         return {phase: self.only in (None, phase) for phase in PHASES}
 
     @model_validator(mode="after")
@@ -121,7 +119,6 @@ def run(flags: RunFlags) -> None:
 
 
 def _estimate(flags: RunFlags, subject: Subject, used: Plan, text: str) -> None:
-    """The memory that a prompt takes."""
     from sparsekv.runtime.hf.generate import room_for_answer
 
     follows = flags.follows | ({"prefill": False} if flags.exact == "all" else {})
@@ -184,7 +181,6 @@ def _converse(session: Session, prompt: str | None, as_json: bool) -> None:
 
 
 def _typed(has_turns: bool) -> Iterator[str]:
-    """What is typed, but for blank lines."""
     tell(f"type a prompt; Ctrl-D ends{'' if has_turns else _ONE_TEXT}")
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
@@ -245,7 +241,6 @@ _TIMED = 32  # tokens of an answer, from which on the speed of decode means some
 
 
 def _comparison_text(dense: Answer, sparse: Answer) -> str:
-    """Both answers, a table of what differs, and whether the tokens are the same."""
     name, one, other = "exact" if sparse.drafted else "sparse", dense.generation, sparse.generation
     lines = [f"dense:  {one.text.strip()}", f"{name + ':':<7} {other.text.strip()}", ""]
     if rows := [*_compared(dense, sparse)]:
@@ -261,7 +256,6 @@ def _comparison_text(dense: Answer, sparse: Answer) -> str:
 
 
 def _compared(dense: Answer, sparse: Answer) -> Iterator[tuple[str, ...]]:
-    """Rows of what the two did otherwise: name, dense, sparse, speed-up."""
     one, other = dense.generation, sparse.generation
     if sparse.prefill_density < 1.0:
         faster = one.prefill_seconds / other.prefill_seconds
@@ -276,6 +270,50 @@ def _compared(dense: Answer, sparse: Answer) -> Iterator[tuple[str, ...]]:
         before, after = (getattr(answer, f"kv_bytes_{place}") for answer in (dense, sparse))
         if size(before) != size(after):
             yield f"keys and values on the {place}", size(before) if before else "-", size(after) if after else "-", ""
+
+
+# --- the prompt -------------------------------------------------------------------------------------------------------
+
+
+def given_prompt(text: str | None, file: Path | None) -> str | None:
+    """The prompt of a call, or None where a person at a terminal is to be asked for it.
+
+    Args:
+        file: a file that holds it; `-` is standard input. Of both, one newline at the end is left out: `echo` and
+            editors add it, and a model goes on behind it in another way.
+
+    Raises:
+        UsageError: text and file are both given, or the file cannot be read.
+        PromptError: the prompt is empty or is not text.
+    """
+    if text is not None and file is not None:
+        raise UsageError("expected --prompt or --prompt-file, found both; leave one out")
+    if text is not None:
+        # What an argument holds beside UTF-8 reaches us as escapes that no tokenizer takes.
+        return _text(text.encode("utf-8", "surrogateescape"), "--prompt")
+    if file is not None and str(file) != "-":
+        return _without_newline(text_of(file))
+    if file is None and sys.stdin.isatty():
+        return None
+    return _without_newline(_text(sys.stdin.buffer.read(MAX_BYTES + 1), "standard input"))
+
+
+def typed_prompt() -> str | None:
+    """The next line on standard input, which may be blank; None at its end.
+
+    Raises:
+        PromptError: it is not text.
+    """
+    line = sys.stdin.buffer.readline(MAX_BYTES + 1)
+    return as_text(line, "what was typed", MAX_BYTES, PromptError) if line else None
+
+
+def _without_newline(text: str) -> str:
+    return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
+
+
+def _text(data: bytes, source: str) -> str:
+    return with_text(as_text(data, source, MAX_BYTES, PromptError), source)
 
 
 app = commands.app(

@@ -12,8 +12,7 @@ from pydantic import Field, model_validator
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, emit_verdict, quality_table, tell
-from sparsekv.cli.plan_files import check_replaceable, check_writable, outcomes_beside
-from sparsekv.cli.prompts import answered_prompts, own_prompts
+from sparsekv.cli.plan_files import answered_prompts, check_replaceable, check_writable, outcomes_beside, own_prompts
 from sparsekv.cli.verdict import DRAWN_BY, GATED_BY, Ended, denser_command, repeated, run_by, verdict
 from sparsekv.planner.common_options import DEFAULT_TASKS, Drawn, GivenPrompt, Hardware, digest_of_prompts, set_aside
 from sparsekv.planner.flags import MOST, Flag, Lengths

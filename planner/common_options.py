@@ -54,8 +54,6 @@ Tasks = Annotated[tuple[Annotated[str, one_of(TASKS, _instead)], ...], text(word
 
 
 class Drawn(Options):
-    """Says which samples are drawn, and how they are fed."""
-
     group: ClassVar = "Machine"
     tasks: Annotated[
         Tasks,
@@ -88,17 +86,14 @@ class GivenPrompt:
 
     @property
     def text(self) -> str:
-        """All of it."""
         return self.prompt + self.answer
 
     @property
     def digest(self) -> bytes:
-        """Returns the digest of its text, whatever its parts are."""
         return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).digest()
 
 
 def as_prompts(given: Any) -> Any:
-    """Texts as prompts without answers."""
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         return given  # which is refused by its type
     return tuple(GivenPrompt(one) if isinstance(one, str) else one for one in given)
@@ -116,7 +111,6 @@ def set_aside(prompts: Iterable[GivenPrompt]) -> tuple[tuple[GivenPrompt, ...], 
 
 
 def digest_of_prompts(prompts: Iterable[GivenPrompt]) -> str:
-    """`sha256:...` of a set of prompts."""
     parts = json.dumps(sorted(one.digest.hex() for one in prompts))
     return f"sha256:{hashlib.sha256(parts.encode()).hexdigest()}"
 
@@ -129,24 +123,18 @@ KVPrecision = Annotated[
 
 
 class Device(Options):
-    """Says where something runs."""
-
     group: ClassVar = "Machine"
 
     device: Annotated[str, Flag("cpu, cuda, cuda:1 ..., or what there is.", metavar="NAME")] = "auto"
 
 
 class Precision(Options):
-    """In what precision."""
-
     group: ClassVar = "Machine"
 
     dtype: Annotated[Dtype, Flag("Precision, or what fits the machine.")] = "auto"
 
 
 class Kernels(Options):
-    """By which kernels."""
-
     backend: Annotated[
         Backend, Key(f"Kernels: {', '.join(get_args(Backend))}; the fastest that can run, see `doctor`.", "NAME")
     ] = "auto"

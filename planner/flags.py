@@ -44,8 +44,6 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Says how `--set` takes a field."""
-
     help: str
     metavar: str
 
@@ -92,7 +90,6 @@ class Spelled(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As they are typed."""
         off = "no-" if self.field.default is True else ""
         return self.flag.names or (f"--{off}{self.name.replace('_', '-')}",)
 
@@ -136,12 +133,10 @@ class Options(BaseModel):
         return self
 
     def but(self, **changes: Any) -> Self:
-        """These options, some of them others."""
         return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | changes)
 
     @classmethod
     def nested(cls) -> Iterator[tuple[str, type[Options]]]:
-        """The fields that are models of options themselves."""
         for name, field in cls.model_fields.items():
             if isinstance(field.annotation, type) and issubclass(field.annotation, Options):
                 yield name, field.annotation
@@ -161,14 +156,12 @@ class Options(BaseModel):
 
     @classmethod
     def spelled(cls) -> Iterator[Spelled]:
-        """The fields that have flags."""
         for name, field, base in cls.declared():
             for flag in (part for part in field.metadata if isinstance(part, Flag)):
                 yield Spelled(name, field, flag, base.group)
 
     @classmethod
     def set_keys(cls) -> dict[str, Key]:
-        """The fields that `--set` takes."""
         declared = ((name, part) for name, field, _ in cls.declared() for part in field.metadata)
         return {name: part for name, part in declared if isinstance(part, Key)}
 
@@ -264,7 +257,6 @@ def text(parse: Callable[[str], Any]) -> BeforeValidator:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Names separated by commas."""
     found = tuple(name.strip() for name in text.split(","))
     if "" in found:
         raise ValueError(f"expected names separated by commas, found {text!r:.40}")
@@ -294,7 +286,6 @@ def shares(text: str) -> tuple[float, ...]:
 
 
 def one_share(text: str) -> float:
-    """A share such as 0.3 or 30%."""
     (share,) = shares(text) if "," not in text else (0.0,)
     return share
 
@@ -324,7 +315,6 @@ def size(text: str) -> int:
 
 
 def square(side: str) -> TileShape:
-    """A tile of so many rows and columns."""
     return TileShape.model_validate({"query": int(side), "key": int(side)})
 
 

@@ -79,7 +79,6 @@ class Job:
 
     @property
     def prompts(self) -> dict[int, tuple[CalibrationPrompt, ...]]:
-        """The calibration prompts of every length."""
         samples_at = self.options.samples_at
         return {length: self.calibration_prompts(length, samples_at(length)) for length in self.options.lengths}
 
@@ -88,7 +87,6 @@ class Job:
         return self.held_out is None or bool(self.held_out.after(skipped))
 
     def calibration_prompts(self, length: int, samples: int) -> tuple[CalibrationPrompt, ...]:
-        """So many of a length; see `Calibration`."""
         assert self.calibration is not None, "a job from files has its profile"
         return self.calibration.prompts(length, samples)
 
@@ -180,7 +178,6 @@ def check_plannable(
 
 
 def head_shape(model: ModelInfo) -> HeadShape:
-    """The heads whose attention is timed."""
     group = model.group_of(model.full_layers[0])
     return HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim)
 

@@ -103,7 +103,6 @@ class Gate(Options):
 
     @property
     def named(self) -> dict[str, float]:
-        """Each bound by the name that plans record it under."""
         kl = {f"max_kl_{phase}": self.kl_bound(phase) for phase in ("prefill", "decode", "both")}
         shares = {name: getattr(self, name) for name in ("min_agreement", "min_exact", "max_failed", "solved")}
         return kl | shares | {"max_accuracy_drop": self.max_accuracy_drop}
@@ -119,8 +118,6 @@ class Gate(Options):
 
 
 class Targets(Options):
-    """Holds what is planned, for which host, and how sparse."""
-
     group: ClassVar = "What is planned"
 
     lengths: Annotated[
@@ -144,8 +141,6 @@ class Targets(Options):
 
 
 class Search(Options):
-    """Says how prefill patterns are searched."""
-
     group: ClassVar = "What is planned"
 
     preset: Annotated[Preset | None, Flag("The search of that publication, as published.")] = None
@@ -168,8 +163,6 @@ class Search(Options):
 
 
 class DecodeSearch(Options):
-    """Says how filter layers are chosen, and how many tokens they choose."""
-
     group: ClassVar = "What is planned"
     filter_layers: Annotated[
         Layers, Key("These filter layers, such as 2,8,18, in place of those found at the least cost.", "LAYERS")
@@ -204,12 +197,10 @@ class DecodeSearch(Options):
 
     @property
     def tries_decode(self) -> bool:
-        """Returns whether segments are found by trying them out on the model."""
         return not self.filter_layers and self.decode_loss is None
 
     @property
     def loss_bound(self) -> float:
-        """`decode_loss`, or its default."""
         return _DECODE_LOSS if self.decode_loss is None else self.decode_loss
 
     @property
@@ -219,8 +210,6 @@ class DecodeSearch(Options):
 
 
 class Gated(Options):
-    """By what gate a plan is verified."""
-
     gate: Gate = Gate()
 
 
@@ -267,7 +256,6 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
 
     @property
     def decode_bound(self) -> float:
-        """`decode_kl`, or its default."""
         return min(_DECODE_KL, self.gate.kl_bound("decode")) if self.decode_kl is None else self.decode_kl
 
     @property
@@ -351,7 +339,6 @@ class Settled(PlanOptions):
         return self.dense.get(phase, ())
 
     def samples_at(self, length: int) -> int:
-        """Calibration samples of a length."""
         samples = self.calibration_samples
         return min(samples, _LONG_SAMPLES) if self.samples_are_default and length > _LONG else samples
 
@@ -362,7 +349,6 @@ class Settled(PlanOptions):
         return (*self.tasks, *(task for task in shows if task not in self.tasks))
 
     def row_stride_at(self, length: int) -> int:
-        """`row_stride`, or its default on CUDA at a length."""
         return self.row_stride or max(1, round(length / _SCORED_ROWS))
 
 
@@ -431,7 +417,6 @@ def _lengths(options: PlanOptions, context_length: int, device_type: str) -> tup
 def _densities(
     options: PlanOptions, lengths: tuple[int, ...], tile: TileShape, families: Sequence[Family]
 ) -> tuple[float, ...]:
-    """One a length."""
     given = options.target_density
     if not given:
         least = (min(mandatory_density(length, tile, family) for family in families) for length in lengths)

@@ -44,7 +44,6 @@ def needs_cache(source: ModelSource, revision: str | None = None, local_only: bo
 
 
 def without_model(repository: str, trouble: str) -> str:
-    """The message for a model that cannot be had."""
     folder = repository.rpartition("/")[2]
     terms = f"after accepting the terms at https://huggingface.co/{repository}, if it is gated"
     login = "" if trouble.startswith(_OFFLINE) else f"  hf auth login   ({terms})\n"

@@ -78,7 +78,7 @@ def test_the_prompt_comes_from_an_option_a_file_or_standard_input(sparsekv, fold
 
 @pytest.mark.parametrize(("end", "left"), [("", ""), ("\n", ""), ("\r\n", ""), ("\n\n", "\n"), (" ", " ")], ids=repr)
 def test_one_newline_at_the_end_of_a_file_or_of_standard_input_is_no_part_of_the_prompt(tmp_path, stdin, end, left):
-    from sparsekv.cli.prompts import given_prompt
+    from sparsekv.cli.run import given_prompt
 
     file = tmp_path / "prompt.txt"
     file.write_bytes(f"a\nb{end}".encode())
