@@ -167,26 +167,6 @@ def test_without_a_plan_all_layers_are_dense(sparsekv, folder, tmp_path):
     assert sparsekv("doctor", "--memory", bare, "1k", *GPU, *named).data["host_layers"] == list(HOSTED)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("--memory", "{}", "soon"), "--memory: expected a length"),
-        (("--memory", "{}", "1k,2k"), "'1k,2k'"),
-        (("--memory", "{}", "1k", "--device-memory", "much"), "--device-memory: expected an amount"),
-        (("--memory", "{}", "1k", "--host-memory", "0GiB"), "--host-memory: expected an amount"),
-        (("--memory", "{}", "1k", "--device", "cpu", "--device-memory", "1GiB"), "found cpu"),
-        (("--memory", "{}", "1k", "--offload", "allways"), "did you mean always"),
-        (("--memory", "/nowhere/model", "1k"), "/nowhere/model"),
-        (("--memory", "{}", "1k", "--set", "batch=0"), "--set batch"),
-        (("{}", "--memory", "{}", "1k"), "found both"),
-    ],
-)
-def test_questions_that_cannot_be_meant_are_usage_errors(sparsekv, folder, arguments, word):
-    done = sparsekv("doctor", *(part.format(folder) for part in arguments))
-    assert (done.code, done.out) == (2, "")
-    assert word in done.err
-
-
 def test_a_plan_of_another_model_is_refused(sparsekv, folder, tmp_path):
     other = save_model(tiny_model(layers=7), tmp_path / "other")
     call = ("doctor", "--memory", other, "1k", "--plan", folder / "sparsekv.yaml", *GPU)

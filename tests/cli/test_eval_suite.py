@@ -143,29 +143,6 @@ def test_without_a_plan_dense_is_run_alone(sparsekv, copy, few):
     assert [line.split()[0] for line in done.out.splitlines() if line.split()[:1] == ["fwe"]] == ["fwe"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--suite", "longbench"), ("--suite", "'ruler'", "longbench")),
-        (("--suite", "ruler", "--set", "tasks=vt"), ("--set tasks", "--suite ruler", "found both")),
-        (("--suite", "ruler", "--length", "64k"), ("context of 2k", "64k")),
-        (("--suite", "ruler", "--length", "96"), ("niah_single_1 of --suite ruler at 96", "longer length")),
-        (("--suite", "ruler", "--length", "1k", "--beside", "plan=a.yaml"), ("--beside NAME=FILE", "plan=a.yaml")),
-        (("--suite", "ruler", "--length", "1k", "--beside", "other"), ("--beside NAME=FILE", "'other'")),
-        (("--set", "tasks=qa_1"), ("corpus of questions", "lm-evaluation-harness")),
-        (("--set", "tasks=vt,qa_2"), ("found 'qa_2'", "lm-evaluation-harness")),
-        (("--set", "tasks=niah_single_2"), ("niah_single_2", "--suite ruler")),
-        (("-o", "a.json"), ("no --out", "--suite")),
-        (("--beside", "a=b.yaml"), ("no --beside", "--suite")),
-    ],
-)
-def test_what_cannot_be_run_is_told(sparsekv, folder, arguments, words):
-    done = sparsekv("eval", folder, *arguments)
-    assert (done.code, done.out) == (2, "")
-    for word in words:
-        assert word in done.err
-
-
 def test_a_file_of_something_else_is_neither_read_nor_replaced(sparsekv, folder, tmp_path):
     file = tmp_path / "mine.json"
     file.write_text('{"mine": 1}')

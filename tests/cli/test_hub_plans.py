@@ -15,8 +15,11 @@ from plans_samples import small_plan
 from tiny_models import tiny_model
 
 from sparsekv.cli.plan_choice import device_called
+from sparsekv.plans.aliases import ModelSource
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import dump_plan, write_plan
 from sparsekv.plans.schema import Target
+from sparsekv.runtime import hub
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 PROGRAM = """
@@ -239,3 +242,18 @@ def test_publish_to_a_hub_model_uploads_the_file_as_it_is(sparsekv, tmp_path, mo
     assert (done.data["to"], done.data["written"]) == ("https://hub/commit/1", True)
     ((source, data, create_pr),) = sent
     assert (source.path_or_id, data, create_pr) == ("example/tiny", plan.read_bytes(), True)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_slow_hub_is_waited_for_and_one_that_does_not_answer_is_not(monkeypatch, answers):
+    answered, seconds = threading.Event(), 60.0 if answers else 0.01
+    monkeypatch.setattr(hub, "_SECONDS", seconds)
+    monkeypatch.setattr(hub, "_refusal", lambda _: "" if answered.wait(60) else "late")
+    if answers:
+        threading.Timer(0.1, answered.set).start()
+        assert not hub.needs_cache(hub.asked(ModelSource("nobody/nothing")))
+        return
+    with pytest.raises(UsageError, match="offline: the hub did not answer") as refused:
+        hub.needs_cache(ModelSource("nobody/nothing"))
+    answered.set()
+    assert "login" not in str(refused.value)

@@ -59,6 +59,10 @@ def refused(sparsekv, model, out):
         (("--cost", "/nowhere/a.cost"), "a.cost"),
         (("--profile-out", "/nowhere/a.profile"), "/nowhere"),
         (("--host", "sglang"), "vllm"),
+        (("--set", "tasks=niah_singel"), "did you mean niah_single"),
+        (("--preset", "minferenc"), "did you mean minference"),
+        (("--set", "backend=trito"), "did you mean triton"),
+        (("--set", "backend=flash", "--device", "cpu"), "cannot run on cpu"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_before_any_work(refused, arguments, word):
@@ -198,6 +202,12 @@ def test_out_must_be_a_file_in_a_folder(refused, tmp_path, monkeypatch):
     assert "regular" in refused(out=tmp_path / "device")
     (tmp_path / "file").write_text("x")
     assert "Not a directory" in refused(out=tmp_path / "file" / "plan.yaml")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder where even root can make no file")
+def test_a_plan_that_cannot_be_written_is_refused_at_once(sparsekv):
+    done = sparsekv("plan", "tiny-retriever", "-o", "/proc/x.yaml")
+    assert (done.code, "cannot be written" in done.err) == (2, True)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")

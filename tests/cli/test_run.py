@@ -121,39 +121,6 @@ def test_a_prompt_that_is_no_text_is_refused_before_the_model_is_loaded(sparsekv
         assert done.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("--prompt", "  "), "blanks"),
-        (("--prompt-file", "/nowhere/prompt"), "found none"),
-        (("--prompt", "a", "--prompt-file", "b"), "both"),
-        (("--prompt", "a", "--dense", "--compare"), "both"),
-        (("--prompt", "a" * 2048), "2048"),
-        (("--prompt", "a\udcff"), "UTF-8"),  # as an argument that is no text reaches us
-        (("--prompt", "a", "--prefill-chunk", "1"), "--prefill-chunk"),
-        (("--prompt", "a", "--max-new-tokens", "9" * 5000), "--max-new-tokens"),
-        (("--prompt", "a", "--offload", "9" * 5000), "--offload"),
-        (("--prompt", "a", "--offload", "7"), "layers"),
-        (("--prompt", "a", "--set", "temperature=1e-300"), "temperature of 0"),
-        (("--prompt", "a", "--set", "temperature=inf"), "--set temperature"),
-        (("--prompt", "a", "--set", "top_p=nan"), "--set top_p"),
-        (("--prompt", "a", "--set", "seed=" + "9" * 30), "--set seed"),
-        (("--prompt", "a", "--set", "temperature=nan"), "--set temperature"),
-        (("--prompt", "a", "--device", "quantum"), "device"),
-        (("--prompt", "a", "--device", "meta"), "device"),
-        (("--prompt", "a", "--device", ""), "device"),
-        (("--prompt", "a", "--dtype", "int3"), "dtype"),
-        (("--prompt", "a", "--set", "backend=flash"), "flash"),
-        (("--prompt", "a", "--set", "backend=abacus"), "abacus"),
-    ],
-)
-def test_calls_that_cannot_work_are_usage_errors(sparsekv, folder, arguments, word):
-    done = sparsekv("run", folder, *arguments)
-    assert (done.code, done.out) == (2, "")
-    assert word in done.err
-    assert "Traceback" not in done.err
-
-
 def test_a_wrong_environment_variable_is_named(sparsekv, folder, monkeypatch):
     monkeypatch.setenv("SPARSEKV_DTYPE", "int3")
     done = sparsekv("run", folder, "--prompt", "a", *FEW)
@@ -287,14 +254,6 @@ def test_exact_says_what_dense_attention_says_and_prefills_by_the_plan_where_ask
     assert (exact["text"], exact["prefill_density"]) == (dense["text"], 1)
     assert (decode_alone["text"], decode_alone["prefill_density"]) == (half["text"], by_plan["prefill_density"])
     assert min(exact["tokens_drafted"], decode_alone["tokens_drafted"]) > 0 == by_plan["tokens_drafted"]
-
-
-@pytest.mark.parametrize(
-    "flags", [("--exact", "all", "--only", "prefill"), ("--exact", "decode", "--dense"), ("--exact", "prefill")]
-)
-def test_exact_beside_what_leaves_no_drafts_is_refused(sparsekv, copy, flags):
-    done = sparsekv("run", copy, "--prompt", PROMPT, *flags)
-    assert (done.code, "--exact" in done.err) == (2, True)
 
 
 def test_prefill_in_pieces_says_the_same(sparsekv, folder):
