@@ -84,7 +84,7 @@ def _side_by_side(work: Callable[[Item], None], items: Sequence[Item], at_once: 
 
 
 class _Crew(Generic[Item]):
-    """Holds what the threads of one call share.
+    """The state that the threads of one call share.
 
     Not a ThreadPoolExecutor, which joins its threads: a join that Ctrl-C interrupts takes its thread for ended
     (CPython 3.11 and 3.12). The interpreter then goes down while it computes, and the process is aborted. Here nothing

@@ -18,7 +18,7 @@ from sparsekv.plans.errors import ShapeError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Softmax:
-    """Holds what a layer's softmax has besides its scores.
+    """The parameters of a layer's softmax besides its scores.
 
     Attributes:
         cap: scores are cap * tanh(scaled score / cap); 0 where they are the scaled scores (Gemma-2).

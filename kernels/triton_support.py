@@ -1,4 +1,4 @@
-"""Holds what the Triton kernels share: which tensors they take, and whether they run in the interpreter.
+"""Checks and options that the Triton kernels share: the tensors they take, and whether they run in the interpreter.
 
 Kernels list the numbers that follow the prompt in `do_not_specialize`: a new length must not compile them again. They
 are marked `no_type_check`, as Triton gives its language no types; their launchers are checked.

@@ -1,4 +1,4 @@
-"""Says what MODEL may be: an alias of one checkpoint, a hub id, a folder, or a GGUF file."""
+"""Resolves MODEL: an alias of one checkpoint, a hub id, a folder, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Says where a model comes from: a folder, a GGUF file, or a hub id."""
+    """The source of a model: a folder, a GGUF file, or a hub id."""
 
     path_or_id: str
     is_gguf: bool = False

@@ -37,7 +37,6 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence
 
 
 def markdown(parts: Iterable[RenderableType]) -> str:
-    """Returns what `describe` returns, as Markdown."""
     return "\n\n".join(part for one in parts for part in _part(one)) + "\n"
 
 

@@ -161,7 +161,7 @@ class ModelInfo(Part):
         return max(group.head_dim for group in self.attention if group.kind != "linear")
 
     def group_of(self, layer: int) -> AttentionGroup:
-        """Returns what layer number `layer` is.
+        """The group of a layer.
 
         Raises:
             IndexError: the model has no such layer.

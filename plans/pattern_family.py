@@ -123,7 +123,7 @@ class SizeRange(Generic[P_co]):
 
 
 class PatternFamily(Part):
-    """Holds what a pattern is asked. A family answers for itself what is not so for it.
+    """The questions that every pattern answers. A family overrides the answers that differ.
 
     Attributes:
         growing: budgets that grow with the context; sinks and windows do not.

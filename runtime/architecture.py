@@ -317,7 +317,7 @@ class Recurrence:
 
 
 def recurrence_of(config: PreTrainedConfig) -> Recurrence:
-    """Returns what the recurrent layers of a model with this config have.
+    """The sizes of the recurrent layers of a model with this config.
 
     Raises:
         UnsupportedError: they are of another kind.

@@ -252,7 +252,7 @@ _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def quantisation_of(config: Any) -> Mapping[str, Any] | None:
-    """Returns what a config of transformers says of quantised weights; None where they are not."""
+    """The entry on quantised weights of a config of transformers; None where they are not."""
     found = getattr(config, "quantization_config", None)
     return found if found is None or isinstance(found, Mapping) else found.to_dict()
 

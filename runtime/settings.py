@@ -21,7 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {"backend": get_args(Backend), "dtype": ge
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Holds what the environment may preset; every field is the variable SPARSEKV_<FIELD IN CAPITALS>."""
+    """The presets of the environment; every field is the variable SPARSEKV_<FIELD IN CAPITALS>."""
 
     backend: Backend = "auto"
     device: str = "auto"  # a torch device such as cpu or cuda:1

@@ -271,7 +271,7 @@ class Release(Protocol):
         is none."""
 
     def parameters(self, call: str) -> tuple[str, ...] | None:
-        """Returns those of a method, without its instance; None where there is none."""
+        """The parameters of a method, without its instance; None where there is none."""
 
 
 def names_on(device: str) -> dict[str, tuple[str, ...]]:
@@ -281,14 +281,14 @@ def names_on(device: str) -> dict[str, tuple[str, ...]]:
 
 
 def calls_on(device: str) -> dict[str, tuple[str, ...]]:
-    """Returns what is overridden on a device, or called with arguments by position, and its parameters."""
+    """The parameters of every call that is overridden on a device, or made with arguments by position."""
     _, impl, builder = CLASSES[device]
     own = {f"{impl}.{name}": parameters for name, parameters in _IMPL_CALLS.items()}
     return {**CALLS, **own, **{f"{builder}.{name}": parameters for name, parameters in _BUILDER_CALLS.items()}}
 
 
 def unfulfilled(release: Release, device: str) -> Iterator[str]:
-    """Returns what a release lacks or calls otherwise, by name."""
+    """Names everything that a release lacks or calls otherwise."""
     yield from _lacking(release, names_on(device))
     either = [list(_lacking(release, places)) for places in EITHER[device]]
     if either and all(either):

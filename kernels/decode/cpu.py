@@ -143,7 +143,7 @@ class _Head:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """Holds what the KV heads read, and where their results go."""
+    """The inputs of all KV heads, and the tensors of their results."""
 
     q_BGND: torch.Tensor  # scaled
     keys: KeyView

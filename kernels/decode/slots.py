@@ -39,7 +39,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotContents:
-    """Holds what is in the slots of a table, without its memory: int32 copies on the device."""
+    """The content of the slots of a table, without its memory: int32 copies on the device."""
 
     token_BgH: torch.Tensor
     worth_BgH: torch.Tensor
@@ -72,7 +72,7 @@ class SlotTable:
         return self.token_BgH[:, :, : self.slots]
 
     def contents(self) -> SlotContents:
-        """Returns what is in the slots now, for `load`."""
+        """A copy of the slots, for `load`."""
         return SlotContents(self.token_BgH.clone(), self.worth_BgH.clone())
 
     def load(self, contents: SlotContents) -> None:
@@ -161,7 +161,7 @@ class Fetch:
 
     @classmethod
     def of(cls, tokens_BgN: torch.Tensor, slots_BgN: torch.Tensor, device: torch.device) -> Fetch:
-        """Returns what two lists on the host say; negative tokens are skipped."""
+        """Makes it of two lists on the host; negative tokens are skipped."""
         batch, listed, at = (tokens_BgN >= 0).nonzero(as_tuple=True)
         token, slot = tokens_BgN[batch, listed, at].long(), slots_BgN[batch, listed, at].long()
         into = (batch.to(device), listed.to(device), slot.to(device))

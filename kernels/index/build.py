@@ -41,7 +41,7 @@ BuilderName = Literal["auto", "torch", "triton"]
 
 @dataclass(frozen=True, slots=True)
 class IndexBuilder:
-    """Holds what builds the heads of one pattern.
+    """The builders of the heads of one pattern.
 
     `triton` names a module that does the same on a GPU, imported when first used: its `takes(group, call)` says whether
     it builds these heads; its `prepare(group, call)` returns a PreparedIndex or a HeadIndex.

@@ -54,7 +54,7 @@ class RowTiles:
 
 @dataclass(frozen=True, slots=True)
 class IndexLayout:
-    """Holds what the host knows of one layer's queries and keys; all that decides a shape follows from it."""
+    """The numbers of one layer's queries and keys that the host knows; every shape follows from them."""
 
     chunk: Chunk
     tile: TileShape

@@ -182,7 +182,7 @@ def _capped(
     cap: float,
     seen_XME: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what `_flash` returns, under a soft cap, which torch's kernel does not know."""
+    """`_flash` under a soft cap, which torch's kernel does not know."""
     scores_XMN = capped_((q_XMD @ k_XND.mT).mul_(scale), cap)
     if seen_XME is not None:
         scores_XMN.masked_fill_(~seen_XME, -math.inf)

@@ -24,7 +24,7 @@ _KASCADE_SHARE, _KASCADE_RECENT = 0.1, 2
 
 
 def missed_list(source: Source) -> str | None:
-    """Returns what a file lacks to be a list of filter layers; None where it is."""
+    """Names the lack of a file that is no list of filter layers; None where it is one."""
     data = source.json
     if isinstance(data, dict) and ("do_select_layers" in data or "full_attention_layers" in data):
         return None
@@ -82,7 +82,7 @@ def write_list(plan: Plan) -> Exported:
 
 
 def missed_letters(source: Source) -> str | None:
-    """Returns what a file lacks to be a letter for each layer; None where it is."""
+    """Names the lack of a file that has no letter for each layer; None where it has."""
     return None if _letters(source) else 'neither letters F and S, one a layer, nor JSON with an "index_topk_pattern"'
 
 
@@ -128,7 +128,7 @@ def _letters(source: Source) -> str:
 
 
 def missed_maps(source: Source) -> str | None:
-    """Returns what a file lacks to be maps of heads; None where it is."""
+    """Names the lack of a file without maps of heads; None where it has them."""
     table = source.table
     if table is None:
         return "no .npy array of whole numbers, layers by KV heads"

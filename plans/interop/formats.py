@@ -17,7 +17,7 @@ from sparsekv.plans.schema import Plan, Provenance
 
 @dataclass(frozen=True)
 class Reader:
-    """Says how a kind of file is read.
+    """The reader of one kind of file.
 
     Attributes:
         missed: what a file lacks to be one; None where it is.

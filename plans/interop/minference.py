@@ -29,7 +29,7 @@ _NOTES = (
 
 
 def missed(source: Source) -> str | None:
-    """Returns what a file lacks to be one of these; None where it is."""
+    """Names the lack of a file that is none of these; None where it is one."""
     found = _layers(source.json)
     if found is None:
         return "no JSON list with an object of heads for each layer"

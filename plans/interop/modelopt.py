@@ -24,7 +24,7 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.self_attn")
 
 
 def missed(source: Source) -> str | None:
-    """Returns what a file lacks to hold such groups; None where it does."""
+    """Names the lack of a file without such groups; None where it has them."""
     groups = _config(source).get("config_groups")
     return None if isinstance(groups, dict) and groups else 'no "sparse_attention_config" with "config_groups"'
 

@@ -86,7 +86,7 @@ def _refused(name: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Imported:
-    """Holds what a file says, as phases of a plan.
+    """The content of a file as phases of a plan.
 
     Attributes:
         notes: what it does not say, and where that was taken from; a line each.
@@ -166,7 +166,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Format:
-    """Holds what a format holds.
+    """The fields of a plan that a format holds.
 
     Attributes:
         held: paths of the fields that are written; the writer itself tells where it rounds or merges one.

@@ -55,7 +55,7 @@ class Nodes:
         return [name for name in names if name]
 
     def either(self, condition: str, kinds: Sequence[int], *branches: Callable[[Nodes], Sequence[str]]) -> list[str]:
-        """Returns what the first branch gives where `condition` holds, else what the second does.
+        """The outputs of the first branch where `condition` holds, else of the second.
 
         Args:
             kinds: element types of the outputs.

@@ -50,7 +50,6 @@ from sparsekv.runtime.stores.store import (
 
 
 def in_host_memory(stores: Iterable[KVStore]) -> list[HostStore]:
-    """Those of these stores that have host memory."""
     return [store for store in stores if isinstance(store, HostStore)]
 
 
@@ -87,7 +86,7 @@ class HostStore:
 
     @staticmethod
     def allocated(layout: Layout, hot: Budget, reads: Reads, tokens: int) -> Bytes:
-        """Returns what is allocated at most where there is room for so many tokens of each row."""
+        """The most bytes that room for so many tokens of each row takes."""
         whole = HotSet.of(hot, reads, tokens).whole
         return Bytes(layout.bytes(min(tokens, whole)), layout.bytes(tokens - reads.recent) if tokens > whole else 0)
 

@@ -29,7 +29,7 @@ _FAILED = (
 
 
 class GeneratedRows(NamedTuple):
-    """Says where generated tokens go: the oldest makes room for the newest."""
+    """The rows of generated tokens: the oldest makes room for the newest."""
 
     first: int  # row
     begin: int  # tokens so far where they began

@@ -30,7 +30,7 @@ CopyDone = Any
 
 
 class CopyStream:
-    """Says where copies run on a CPU: at once."""
+    """Copies on a CPU, which run at once."""
 
     def run(self, work: Callable[[], None], reads: Sequence[torch.Tensor]) -> CopyDone:
         """Queues `work` behind all compute issued so far.

@@ -32,7 +32,7 @@ _LEAST_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Holds what the tokens of a store look like."""
+    """The shape and type of the tokens of a store."""
 
     batch: int
     heads: int  # KV heads
@@ -161,7 +161,7 @@ class KVStore(KeySource, Protocol):
         """
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns where the next tokens' keys and values can be written piece by piece: [B, G, tokens, D] each.
+        """Memory for the next tokens' keys and values, written piece by piece: [B, G, tokens, D] each.
 
         They do not count before `commit`; another call of this store between the two makes the room invalid.
 
@@ -218,7 +218,7 @@ StepRows = HotRows | CachedRows | None
 
 
 class StepMemory(NamedTuple):
-    """Says where a captured step finds a layer's keys and values."""
+    """The memory of a layer's keys and values in a captured step."""
 
     k_BGRD: torch.Tensor
     v_BGRD: torch.Tensor
@@ -243,7 +243,7 @@ class WholeStore(KVStore, Protocol):
         """Tokens, or rows of an evicting layer, that there is room for."""
 
     def step_rows(self, length: int = 0) -> StepRows:
-        """Returns what a captured step has to be made for, now or at `length` tokens."""
+        """The rows of a captured step, now or at `length` tokens."""
 
     def step_memory(self) -> StepMemory:
         """Where a captured step reads and writes, until `bound` is another object."""
@@ -256,7 +256,7 @@ class WholeStore(KVStore, Protocol):
 
     @property
     def bound(self) -> object:
-        """Returns what is the same object as long as the memory that captured steps were bound to is in use."""
+        """An object that stays the same while the memory is in use that captured steps were bound to."""
 
     def advance(self, tokens: int) -> None:
         """Counts what a captured step has written."""
@@ -314,7 +314,7 @@ class Reads:
 
 @dataclass(frozen=True, slots=True)
 class HotSet:
-    """Holds what a layer has on the device, in tokens.
+    """The rows of a layer in host memory that lie on the device, in tokens.
 
     Attributes:
         slots: of chosen tokens; 0 where a step reads everything.
@@ -330,7 +330,6 @@ class HotSet:
 
     @classmethod
     def of(cls, hot: Budget, reads: Reads, capacity: int) -> HotSet:
-        """Returns that of a layer with room for `capacity` tokens."""
         rows, ring, listed = hot.resolve(capacity), reads.recent + LEAVING, reads.listed(capacity) or 0
         slots = max(rows - ring, listed) if listed else 0
         return cls(slots, ring, listed, max(rows, slots + ring, reads.whole_up_to))

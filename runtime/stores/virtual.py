@@ -135,7 +135,7 @@ class VirtualStore(DeviceStore):
 
     @staticmethod
     def allocated(layout: Layout, tokens: int, page: int) -> Bytes:
-        """Returns what so many tokens of each row take, in pages of so many bytes."""
+        """The bytes of so many tokens of each row, in pages of so many bytes."""
         return Bytes(2 * layout.batch * round_up(round_up(tokens, _TILE) * layout.token_bytes, page))
 
     @torch.inference_mode(False)  # else the copy could not be written to under torch.no_grad()

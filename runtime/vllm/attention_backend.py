@@ -80,12 +80,10 @@ class PlannedBackend(_Backend):
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
-        """Returns what attends in the engine that is being made."""
         return SparseImpl if _has_plan() else _Backend.get_impl_cls()
 
     @staticmethod
     def get_builder_cls() -> type[Any]:
-        """Returns what prepares the steps of the engine that is being made."""
         return SparseBuilder if _has_plan() else _Backend.get_builder_cls()
 
 
@@ -115,7 +113,7 @@ class SparseImpl(_Impl):
             )
 
     def program_of(self, host: EngineHost, layer: Any) -> LayerProgram:
-        """Returns what this layer computes; checked against the layer that vLLM made."""
+        """The program of this layer, checked against the layer that vLLM made."""
         if self.program is None:
             program = host.program.layers[vllm.layer_number(layer.layer_name)]
             owner = self.kv_sharing_target_layer_name
@@ -250,7 +248,7 @@ class SparseBuilder(_Builder):
 
     @property
     def _host(self) -> EngineHost | None:
-        """Returns what its layers run by; None where a later one left all of them dense."""
+        """The host of its layers; None where a later one left all of them dense."""
         return None if self._first is None else self._first.plan_host
 
     def _prepare(
@@ -308,7 +306,7 @@ class SparseBuilder(_Builder):
         return super().build(0, common_attn_metadata, fast_build=True)
 
     def _step(self, host: EngineHost, common: Any, evicted: EvictedLengths | None) -> StepRows | None:
-        """Returns what the layers ask of a step; None where all of it is vLLM's."""
+        """The rows of a step that the layers compute; None where all of it is vLLM's."""
         starts, lengths, unfinished = step_metadata.requests_of(common)
         # Captured graphs do not tell a prompt's row from a decoded one or drafts: it goes with those, and is dense.
         decoded = 0 if host.decode is None else host.decoded
@@ -485,6 +483,6 @@ def _spec_of(config: Any, layer: Any, spec: Any) -> Any:
 
 
 def _requests_of(config: Any) -> Requests | None:
-    """Returns what an engine is told of its requests; None where no layer evicts tokens."""
+    """The requests of an engine's worker; None where no layer evicts tokens."""
     host = next((layer.impl.plan_host for layer in _planned(config)), None)
     return host.evicting.requests if host is not None and host.evicting is not None else None

@@ -267,7 +267,7 @@ def check_pages(
 
 
 def scales_of(config: Any, impl: Any, layer: Any) -> Scales | None:
-    """Those of a layer whose cache is in e4m3, once its weights are loaded; None of any other one."""
+    """The scales of a layer whose cache is in e4m3, once its weights are loaded; None for any other layer."""
     if not impl.kv_cache_dtype.startswith("fp8"):  # some layers may skip it
         return None
 

@@ -152,7 +152,7 @@ class PromptRows:
 
 
 class EvictedLengths(NamedTuple):
-    """Holds what the layers that evict as much read in a step."""
+    """The tokens and pages that layers with equal eviction read in a step."""
 
     lengths_B: torch.Tensor  # int32, tokens of each request
     cpu_lengths_B: torch.Tensor  # the same, on the host
@@ -169,7 +169,7 @@ class TableRows(NamedTuple):
 
 
 class StepTables:
-    """Holds what groups of layers that evict as much share in a step.
+    """The lengths of a step that groups of layers with equal eviction share.
 
     Args:
         rows: of a step, at most.
@@ -185,7 +185,7 @@ class StepTables:
     def lengths(
         self, blocks: EvictedBlocks, page: int, rows: Callable[[], TableRows], lengths_B: torch.Tensor, pages: int
     ) -> EvictedLengths:
-        """Returns what is read of each request, made once in a step.
+        """The tokens and pages that are read of each request, made once in a step.
 
         Args:
             page: tokens of a page, as kernels see it: a block, or a part of one.

@@ -138,7 +138,7 @@ def gather(x: torch.Tensor) -> torch.Tensor:
 
 
 def gather_bytes(given: bytes) -> list[bytes]:
-    """Returns what each tensor-parallel rank gives, as many bytes each."""
+    """The bytes of each tensor-parallel rank, of equal length."""
     device = torch.empty(0, device=current_platform.device_type).device
     found = gather(torch.tensor(list(given), dtype=torch.float32, device=device))  # not every backend gathers integers
     return [bytes(map(int, one)) for one in found.tolist()]
@@ -191,7 +191,7 @@ def say_unused(config: VllmConfig) -> None:
 
 
 def engine_key(config: VllmConfig) -> Any:
-    """Returns what an engine's configuration and the copies that vLLM makes of it have in common."""
+    """The object that an engine's configuration shares with the copies that vLLM makes of it."""
     return config.compilation_config
 
 

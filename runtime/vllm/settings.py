@@ -190,7 +190,7 @@ _NO_PLAN = b"\0" * 32  # in place of a digest
 
 
 def plan_path(options: EngineOptions, model: str, revision: str | None) -> Path | None:
-    """Returns where the plan of an engine is; None where none is required and none lies beside the model.
+    """The plan file of an engine; None where none is required and none lies beside the model.
 
     Raises:
         UsageError: a plan was asked for, and is not there.

@@ -61,7 +61,7 @@ def part_of(common: Any, first: int, end: int) -> Any:
 
 
 def derived_fields(common: Any) -> list[str]:
-    """Returns what of a step's metadata vLLM has computed from the rest of it."""
+    """The fields of a step's metadata that vLLM computes from the others."""
     return [name for name in _DERIVED if hasattr(common, name)]
 
 

@@ -1,4 +1,4 @@
-"""Says how the index kernels cut their work: everything that is to be tuned, in one table.
+"""The cuts of the index kernels' work: everything that is to be tuned, in one table.
 
 Register and memory figures are what ptxas reports for head size 128. On an H200, 32 heads at 32K tokens, no size tried
 instead was faster by more than two timings of the same sizes differ: 0.61 and

@@ -93,7 +93,7 @@ def _fill(
 
 
 class Numbers(NamedTuple):
-    """Holds what the kernels need to know from the host, int32 on the device; not to be written to."""
+    """Numbers of the host for the kernels, int32 on the device; not to be written to."""
 
     past_B: torch.Tensor
     length_B: torch.Tensor
@@ -148,7 +148,7 @@ def plan_build(
 
 
 def _of(heads: slice, *budgets: list[list[int]]) -> list[list[list[int]]]:
-    """Returns what these heads may spend in each batch row."""
+    """The budget of these heads in each batch row."""
     return [[row[heads] for row in rows] for rows in budgets]
 
 

@@ -33,7 +33,7 @@ DENSE_ROWS, DENSE_CHUNK_ROWS = 16384, 2048
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Holds what computes tiles: flash-attn-4, or in tests its emulator."""
+    """The kernels that compute tiles: flash-attn-4, or in tests its emulator."""
 
     lower: Callable[..., BlockLists]
     over_lists: Callable[[CallPart, BlockLists], None]

@@ -1,4 +1,4 @@
-"""Says what flash-attn-4 (4.0.0b36) takes with block lists, each limit with its reason. Nothing here imports it.
+"""The limits of flash-attn-4 (4.0.0b36) with block lists, each with its reason. Nothing here imports it.
 
 - Generations. Compute capability 9.x runs one query tile of 128 rows at a time. On 10.x and 11.x two query tiles share
   their key tiles, so lists have to be per 256 rows; ours are per 128. 12.x and 8.x have no block lists: 12.x refuses
