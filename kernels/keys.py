@@ -80,7 +80,6 @@ class Scales:
 
     @property
     def scores_G(self) -> torch.Tensor:  # noqa: N802
-        """Returns the scale of products of queries and keys."""
         return self.k_G if self.q_G is None else self.k_G * self.q_G
 
 

@@ -18,8 +18,6 @@ _NO_TEXT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff]")  # 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A short name of one checkpoint."""
-
     name: str
     checkpoint: str
     model_type: str
@@ -41,7 +39,6 @@ class ModelSource:
 
     @property
     def is_local(self) -> bool:
-        """Returns whether it is a folder or a file."""
         return os.path.isdir(self.place)
 
 
@@ -112,7 +109,6 @@ def is_hub_id(name: str) -> bool:
 
 
 def is_alias(name: str) -> bool:
-    """Returns whether it is the short name of a checkpoint."""
     return any(alias.name == name.lower() for alias in ALIASES)
 
 

@@ -48,7 +48,6 @@ class Budget(Part):
 
 
 def tokens(count: int) -> Budget:
-    """A budget of `count` tokens."""
     return Budget(tokens=count)
 
 
@@ -72,7 +71,6 @@ class TileShape(Part):
         return (self.query - 1) // self.key + 3
 
     def key_tiles(self, length: int) -> int:
-        """Key tiles of so many tokens."""
         return -(-length // self.key)
 
 

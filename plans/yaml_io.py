@@ -310,7 +310,6 @@ _INLINE = 100
 
 
 def to_yaml(data: dict[str, Any]) -> str:
-    """`data` (JSON types only, finite floats) as YAML."""
     before = (yaml.StreamStartEvent(), yaml.DocumentStartEvent(explicit=False))
     after = (yaml.DocumentEndEvent(explicit=False), yaml.StreamEndEvent())
     events = chain(before, _events(data, flow=False), after)

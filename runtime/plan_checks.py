@@ -99,7 +99,6 @@ def _beyond(plan: Plan, model: ModelInfo, host: Host) -> Iterator[str]:
 
 
 def segments_of(plan: Plan) -> list[Segment]:
-    """Returns the segments of all lengths."""
     return [segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments]
 
 

@@ -366,7 +366,6 @@ class Sources:
         return None if found is None else found.fields if place.endswith("!") else found.names
 
     def parameters(self, call: str) -> tuple[str, ...] | None:
-        """See `Release`."""
         module, _, rest = call.partition(":")
         kind, _, name = rest.partition(".")
         found = self._class(module, kind)
@@ -466,7 +465,6 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _bound(body: list[ast.stmt]) -> Iterator[str]:
-    """The names that statements define."""
     for node in _statements(body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name

@@ -152,7 +152,6 @@ class _Call:
     scores_GT: torch.Tensor
 
     def attend(self, head: _Head) -> None:
-        """All query heads of one KV head."""
         at, keys = (head.b, head.g), self.keys
         q_ND, out_BGND = self.q_BGND[at], self.out_BGND
         parts = list(blocks(head.count, q_ND.shape[1], BLOCK_ELEMENTS))

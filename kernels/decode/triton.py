@@ -44,8 +44,6 @@ class DecodeLaunch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """The new tokens of each batch row."""
-
     most: int = 1
     new_B: torch.Tensor | None = None  # int32: how many of them there are; `most` in every row when None
 
@@ -165,7 +163,6 @@ def _scales_of(keys: KeyView) -> tuple[torch.Tensor, ...]:
 
 
 def _lists_of(selection: Selection | None, unused: torch.Tensor) -> tuple[Any, ...]:
-    """Lists, counts, strides of the lists, sink, recent."""
     if selection is None:
         return unused, unused, 0, 0, 0, 0
     chosen = selection.chosen_BgN

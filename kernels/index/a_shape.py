@@ -57,7 +57,6 @@ _cached_lists = cached_on_device(most=64)(_list_tiles)  # every layer of a plan 
 
 
 def _sink_tiles(patterns: Sequence[AShape], layout: IndexLayout) -> list[list[int]]:
-    """The first key tile is mandatory."""
     resolved = layout.resolve([pattern.sink for pattern in patterns])
     return [[max(1, ceil_div(sink, layout.tile.key)) for sink in row] for row in resolved]
 

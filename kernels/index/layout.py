@@ -31,7 +31,6 @@ class FamilyHeads:
 
     @classmethod
     def of(cls, patterns: Sequence[Pattern], heads: Sequence[int]) -> FamilyHeads:
-        """One pattern for each of these heads."""
         numbers = {pattern: number for number, pattern in enumerate(dict.fromkeys(patterns))}
         own = tuple(numbers[pattern] for pattern in patterns)
         return cls(type(patterns[0]), tuple(heads), tuple(patterns), tuple(numbers), own)
@@ -48,7 +47,6 @@ class RowTiles:
     seen_BT: torch.Tensor  # first key tile that the layer's window shows to any row; 0 without a window
 
     def part(self, rows: slice) -> RowTiles:
-        """Only these row tiles."""
         return RowTiles(*(getattr(self, field.name)[:, rows] for field in fields(self)))
 
 
@@ -177,7 +175,6 @@ class IndexCall:
         lines: Mapping[int, LineScores] | None = None,
         cap: float = 0.0,
     ) -> IndexCall:
-        """Arguments as in `build_index`, which has checked them."""
         B, H, S, D = q_BHSD.shape
         layout = IndexLayout(chunk, tile, window, B, H, k_BGKD.shape[1], S, D, q_BHSD.dtype, q_BHSD.device)
         return cls(layout, q_BHSD, k_BGKD, scale, lines, cap)

@@ -53,7 +53,6 @@ _FLOAT32 = ((128, ColumnLaunch(32, 32, 4, 1)), (256, ColumnLaunch(16, 32, 4, 1))
 
 
 def column_launch(dtype: torch.dtype, block_d: int) -> ColumnLaunch:
-    """The launch for a dtype and padded head size."""
     table = _FLOAT32 if dtype == torch.float32 else _HALF
     return next(launch for limit, launch in table if block_d <= limit)
 
@@ -135,7 +134,6 @@ def pack_kernel(
 @triton.jit
 @no_type_check
 def _live(live_row, slot_C, columns):
-    """Returns which of these columns the row computes."""
     word_C = tl.load(live_row + slot_C // 32, mask=slot_C < columns, other=0)
     return (word_C >> (slot_C % 32)) & 1 != 0
 

@@ -87,7 +87,6 @@ class _BatchRow:
         return _Keys(k_KD.contiguous(), v_KD.contiguous(), self.index.tile.key)
 
     def _head(self, h: int, keys: _Keys) -> tuple[torch.Tensor, torch.Tensor]:
-        """One query head over the keys of its KV head."""
         q_SD, length = self.q_HSD[h].float(), self.k_GKD.shape[1]
         if self.past == 0 and self.window is None and self.index.dense_H[h] and not self.cap:
             return _flash(q_SD[None], keys.k_KD[None, :length], keys.v_KD[None, :length], self.scale, causal=True)

@@ -40,7 +40,6 @@ def missed(source: Source) -> str | None:
 
 
 def is_qwen(source: Source) -> bool:
-    """Returns whether an engine for Qwen2.5-1M would read it."""
     return source.name == QWEN_FILE
 
 

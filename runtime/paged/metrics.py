@@ -104,8 +104,6 @@ class Counters:
 
 @dataclass(slots=True)
 class Drafted:
-    """Counts the tokens of drafts at some lengths."""
-
     drafted: int = 0
     accepted: int = 0
 

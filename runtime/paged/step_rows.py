@@ -19,8 +19,6 @@ from sparsekv.runtime.paged.decode_step import DecodeRows
 
 @dataclass(frozen=True, slots=True)
 class PrefillRows:
-    """The prefill rows of one request in a step."""
-
     request: int  # its row in the block table
     tokens: slice  # its rows among those of the step
     chunk: Chunk  # where they lie in the request

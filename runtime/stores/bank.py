@@ -229,7 +229,6 @@ class HostStore:
         return min(self._capacity, self._whole.capacity, self.hot_set.whole)
 
     def step_rows(self, length: int = 0) -> StepRows:
-        """Returns the rows of a long context, the hot set."""
         return HotRows(self.hot_set.slots, self.hot_set.ring) if self.is_long(length) else None
 
     def step_memory(self) -> StepMemory:
@@ -294,7 +293,6 @@ class HostStore:
         self._capacity, self.hot_set = capacity, sizes
 
     def _leave_device(self, layout: Layout, hot_from: int) -> None:
-        """From here on the context is long."""
         if self._whole is None:
             return
         cached = self._whole.tensors if self.length else (layout.empty(0), layout.empty(0))

@@ -157,7 +157,6 @@ class DeviceStore:
             part_BGSD.index_copy_(0, into_b, part_BGSD.index_select(0, sources_b))
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
-        """All tokens, and the memory behind them, without a copy."""
         return KeyView(*self.tensors, lengths_B)
 
     def gather(
@@ -272,7 +271,6 @@ class RowStore:
         self._whole.truncate(whole)
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
-        """All tokens, and the memory behind them, without a copy."""
         return KeyView(*self._memory, lengths_B)
 
     def gather(

@@ -64,7 +64,6 @@ class EvictingStore:
 
     @property
     def rows(self) -> int:
-        """Rows in memory."""
         return self._rows.length
 
     def rows_after(self, generated: int) -> int:
@@ -86,7 +85,6 @@ class EvictingStore:
 
     @property
     def generated(self) -> GeneratedRows:
-        """Returns the rows of the prompt that was complete last."""
         return GeneratedRows(self._prompt_rows, self._complete, self._generated)
 
     @property
@@ -275,7 +273,6 @@ class StepEviction:
         return layer in self._numbers
 
     def rows(self, layer: int) -> torch.Tensor:
-        """int32 [B]: rows, the new token's included."""
         return self._rows_RB[self._numbers[layer]]
 
     def behind_next(self, layer: int) -> torch.Tensor:

@@ -33,7 +33,6 @@ class Float8:
 
     @staticmethod
     def layout(layout: Layout) -> Layout:
-        """Returns the layout of such tokens in a store."""
         return replace(layout, dtype=torch.uint8)
 
     @torch.no_grad()

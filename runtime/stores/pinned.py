@@ -176,7 +176,6 @@ class OutsideCaptures:
 
 
 def _captures_here() -> bool:
-    """Returns whether this thread captures a graph, for whatever purpose."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -224,7 +223,6 @@ class HostMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Returns the bytes of blocks that nobody uses."""
         return sum(len(block.data) for blocks in self._free.values() for block in blocks)
 
     @contextmanager

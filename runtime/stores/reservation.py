@@ -46,7 +46,6 @@ class Reservation:
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes of its pages, each counted once."""
         return self._bytes
 
     def pages(self, row: int) -> Sequence[Pages]:
@@ -143,7 +142,6 @@ def total(pages: Iterable[Pages]) -> int:
 
 
 def common(some: Sequence[Pages], others: Sequence[Pages]) -> int:
-    """Returns how many of the first pages are the same."""
     return [*map(is_, some, others), False].index(False)
 
 

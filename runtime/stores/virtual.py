@@ -65,11 +65,9 @@ class _Memory:
         return self.kv_2BGCD.shape[3]
 
     def rows_of(self, row: int) -> tuple[int, int]:
-        """Returns where the reservation has a row's keys and values."""
         return row, self.layout.batch + row
 
     def mapped(self) -> list[int]:
-        """Tokens that each row has pages for."""
         token = self.layout.token_bytes
         both = [min(map(self.reservation.size, self.rows_of(row))) for row in range(self.layout.batch)]
         return [min(nbytes // token, self.context) for nbytes in both]
@@ -80,7 +78,6 @@ class _Memory:
         return any(self.reservation.shares(at, begin) for at in self.rows_of(row))
 
     def bytes_for(self, tokens: int) -> int:
-        """Returns the bytes of a row's keys, or its values."""
         return min(round_up(tokens, _TILE) * self.layout.token_bytes, self.reservation.row_bytes)
 
     def ensure(self, wanted: Sequence[int]) -> bool:

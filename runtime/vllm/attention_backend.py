@@ -218,8 +218,6 @@ class SparseImpl(_Impl):
 
 
 class SparseBuilder(_Builder):
-    """Prepares the steps of layers with one kind of cache."""
-
     reorder_batch_threshold = 1  # rows that decode follow one another
     supports_update_block_table = False  # what it would update is ours as well
     drafts = False  # of steps that draft what others verify
@@ -373,7 +371,6 @@ _UNLIKE = (AssertionError, AttributeError, ImportError, LookupError, TypeError, 
 
 
 def _has_plan() -> bool:
-    """Returns whether the engine that is being made runs a plan."""
     config = vllm.current_config()
     return config is not None and _host_of(config) is not None
 
@@ -395,7 +392,6 @@ def _set_host(key: Any, host: EngineHost | None) -> None:
 
 
 def _forget(gone: weakref.ref[Any]) -> None:
-    """Frees what an engine that is no more ran by."""
     _hosts[:] = [one for one in _hosts if one[0] is not gone]
 
 

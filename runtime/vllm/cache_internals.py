@@ -42,7 +42,6 @@ class EvictingSpec(AttentionSpec):
         return -(-vllm_config.model_config.max_model_len // self.block_size) * int(self.page_size_bytes)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
-        """Returns whether all layers evict as much."""
         return all(isinstance(spec, EvictingSpec) and spec.blocks == self.blocks for spec in kv_cache_specs.values())
 
 

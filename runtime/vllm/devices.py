@@ -41,7 +41,6 @@ class OnCpu:
 
     @staticmethod
     def empty_cache(pages: int, spec: Any, device: torch.device) -> torch.Tensor:
-        """A layer's cache as vLLM allocates it."""
         sizes = (pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
         return torch.zeros(sizes, dtype=spec.dtype, device=device)
 
@@ -71,7 +70,6 @@ class OnCpu:
         out_THD: torch.Tensor,
         scales: Scales | None,
     ) -> Callable[[], Any]:
-        """A launch of vLLM's own kernel. See `engine_dense_attention`."""
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa, envs, ops
 
         (_, heads, size), (pages, kv_heads, tokens, _) = q_THD.shape, cache.shape
@@ -166,7 +164,6 @@ class OnCuda:
         out_THD: torch.Tensor,
         scales: Scales | None,
     ) -> Callable[[], Any]:
-        """A launch of vLLM's own kernel. See `engine_dense_attention`."""
         from vllm.v1.attention.backends.flash_attn import flash_attn_varlen_func, get_flash_attn_version
 
         starts, lengths_B, rows = _requests(q_THD, lengths)

@@ -38,7 +38,6 @@ class _Asking(Scheduler):
         super()._update_after_schedule(scheduler_output)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """vLLM's own; see `Drafting.ran`."""
         self._accepted.clear()
         rows = scheduler_output.num_scheduled_tokens
         known = {one: self.requests[one].num_computed_tokens for one in rows if one in self.requests}
@@ -65,6 +64,5 @@ class _AskingAhead(_Asking, AsyncScheduler):
 
 
 def exact_scheduler(vllm_config: Any, **given: Any) -> Any:
-    """Returns the scheduler of an engine, as vLLM makes its own."""
     kind = _AskingAhead if vllm_config.scheduler_config.async_scheduling else _Asking
     return kind(vllm_config=vllm_config, **given)

@@ -169,7 +169,6 @@ def serving_backend(llm: Any) -> str | None:
 
 
 def plan_host(model: Any) -> EngineHost | None:
-    """The plan that the attention layers of a model share."""
     hosts = (getattr(getattr(module, "impl", None), "plan_host", None) for module in model.modules())
     return next((host for host in hosts if host is not None), None)
 

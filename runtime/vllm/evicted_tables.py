@@ -73,7 +73,6 @@ class Requests:
         return request in self._prompts
 
     def order(self, requests: Sequence[str]) -> None:
-        """The rows of the step under way."""
         self._order = lambda: requests
 
     @property
@@ -109,12 +108,10 @@ class EvictedBlocks:
 
     @lru_cache(maxsize=4096)  # noqa: B019 - of a few, which live as long as the engine
     def evicted(self, prompt: int) -> int:
-        """Returns how many blocks of a complete prompt are freed."""
         share = self.share.resolve(prompt) if self.share else 0
         return max(0, prompt - self.fixed - share) // self.block
 
     def cached(self, prompt: int) -> int:
-        """Returns how many tokens of a complete prompt stay cached."""
         return prompt - self.evicted(prompt) * self.block
 
     def freed(self, prompt: int, computed: int) -> tuple[range, range]:
@@ -147,7 +144,6 @@ class PromptRows:
 
     @property
     def end(self) -> int:
-        """Tokens of the prompt up to these rows."""
         return self.past + self.tokens.stop - self.tokens.start
 
 

@@ -159,7 +159,6 @@ class Drafting:
         self.counts: dict[str, Drafted] = defaultdict(Drafted)  # by length
 
     def next(self, lengths: Mapping[str, int]) -> int:
-        """Returns how many tokens are drafted behind a step."""
         key = self._key(lengths)
         if not lengths or sum(lengths.values()) <= self._dense_up_to * len(lengths):
             return 0

@@ -211,7 +211,6 @@ def layer_number(name: str) -> int:
 
 
 def device_type() -> str:
-    """The kind of device that this build of vLLM is for."""
     kind: str = current_platform.device_type
     return kind
 

@@ -77,7 +77,6 @@ class SelfSpeculator(DraftModelSpeculator):
             builder.drafts = True
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Makes what captures a step of a row each."""
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
         self._graphs = SpeculatorCudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)

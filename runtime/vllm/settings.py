@@ -89,7 +89,6 @@ class Connector:
 
 
 def connectors_of(config: Mapping[str, Any]) -> tuple[Connector, ...]:
-    """Returns the connectors of an engine, by its `--kv-transfer-config`."""
     name, options = config.get("kv_connector"), config.get("kv_connector_extra_config") or {}
     if name == "MultiConnector":
         return tuple(one for part in options.get("connectors", ()) for one in connectors_of(part))

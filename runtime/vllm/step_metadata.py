@@ -78,7 +78,6 @@ def is_plain(common: Any) -> bool:
 
 
 def with_tables(common: Any, lengths_B: torch.Tensor, cpu_lengths_B: torch.Tensor, table_BP: torch.Tensor) -> Any:
-    """A step's metadata with other lengths and block tables."""
     return common.replace(
         seq_lens=lengths_B,
         seq_lens_cpu_upper_bound=cpu_lengths_B,

@@ -18,27 +18,30 @@ def double(document: dict[str, Any]) -> dict[str, Any]:
     return document | {"new": document["new"] * 2}
 
 
-def test_steps_are_taken_one_version_at_a_time() -> None:
-    document = {"schema_version": 1, "old": 4}
-    found = migrate(document, 3, "a.yaml", {1: rename, 2: double})
-    assert found == {"schema_version": 3, "new": 8}
-    assert document == {"schema_version": 1, "old": 4}
+STEPS = {1: rename, 2: double}
 
 
-def test_a_file_enters_at_its_own_version() -> None:
-    assert migrate({"schema_version": 2, "new": 4}, 3, "a.yaml", {1: rename, 2: double})["new"] == 8
+@pytest.mark.parametrize(
+    ("document", "migrated"),
+    [
+        ({"schema_version": 1, "old": 4}, {"schema_version": 3, "new": 8}),
+        ({"schema_version": 2, "new": 4}, {"schema_version": 3, "new": 8}),
+        ({"schema_version": 3}, {"schema_version": 3}),
+    ],
+)
+def test_a_file_takes_the_steps_from_its_own_version_on(document: dict[str, Any], migrated: dict[str, Any]) -> None:
+    before = dict(document)
+    assert migrate(document, 3, "a.yaml", STEPS) == migrated
+    assert document == before
 
 
-def test_a_current_file_is_left_alone() -> None:
-    document = {"schema_version": 3}
-    assert migrate(document, 3, "a.yaml", {}) is document
-
-
-def test_a_version_that_no_step_leads_from_is_refused() -> None:
-    with pytest.raises(PlanError, match="schema_version"):
-        migrate({"schema_version": 1, "old": 1}, 3, "a.yaml", {1: rename})
-
-
-def test_a_newer_file_is_refused() -> None:
-    with pytest.raises(PlanError, match="expected schema_version 3 or older"):
-        migrate({"schema_version": 4}, 3, "a.yaml", {})
+@pytest.mark.parametrize(
+    ("document", "word"),
+    [
+        ({"schema_version": 2, "old": 1}, "schema_version"),
+        ({"schema_version": 4}, "expected schema_version 3 or older"),
+    ],
+)
+def test_a_version_that_no_step_leads_from_and_a_newer_one_are_refused(document: dict[str, Any], word: str) -> None:
+    with pytest.raises(PlanError, match=word):
+        migrate(document, 3, "a.yaml", {1: rename})

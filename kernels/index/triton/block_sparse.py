@@ -42,7 +42,6 @@ MOST_SCORES = 1 << 26
 
 
 def takes(group: FamilyHeads, call: IndexCall) -> bool:
-    """Returns whether the index of these heads can be built here."""
     return takes_tensors(call)
 
 
@@ -96,7 +95,6 @@ def _list_rows(
     sizes: Sizes,
     into: TileIndex,
 ) -> None:
-    """Scores and lists a block of row tiles."""
     layout, h, rows = call.layout, q_BhTD.shape[1], part.stop - part.start
     shape: dict[str, Any] = {"QUERY": layout.tile.query, "KEY": layout.tile.key, "WINDOWED": layout.window is not None}
     order_BhRM = torch.empty((layout.batch, h, rows, layout.key_tiles), dtype=torch.int32, device=layout.device)

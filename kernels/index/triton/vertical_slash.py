@@ -64,7 +64,6 @@ _ALIGNED = 16  # elements of 4 bytes: where Triton's usual launch expects pieces
 
 
 def takes(group: FamilyHeads, call: IndexCall) -> bool:
-    """Returns whether the index of these heads can be built here."""
     sampled = max(pattern.last_q for pattern in group.unique)
     return sampled <= LARGEST_SAMPLE and call.layout.chunk.longest <= LONGEST and takes_tensors(call)
 
@@ -115,8 +114,6 @@ class PassPlan:
 
 @dataclass(frozen=True, slots=True)
 class HeadsPlan:
-    """The launches for some heads."""
-
     heads: slice  # which of those that are built
     count: int  # h
     fields: tuple[tuple[int, ...], ...]  # Numbers, on the host
@@ -148,7 +145,6 @@ def plan_build(
 
 
 def _of(heads: slice, *budgets: list[list[int]]) -> list[list[list[int]]]:
-    """The budget of these heads in each batch row."""
     return [[row[heads] for row in rows] for rows in budgets]
 
 
@@ -217,7 +213,6 @@ def units_of(heads: Sequence[int], group_size: int, slots: int) -> list[list[int
 
 
 def score(plan: HeadsPlan, call: IndexCall, numbers: Numbers) -> LineScores:
-    """The two passes over the keys."""
     n, q_BHSD, k_BGKD, stats, lines = numbers, call.q_BHSD, call.k_BGKD, plan.stats, plan.lines
     ranges = plan.sampled_rows * stats.grid[1]
     sizes = (ranges, ranges, plan.stride, plan.stride)

@@ -66,7 +66,6 @@ def prefill(
 
 
 def takes_dense(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk) -> bool:
-    """Returns whether `dense` runs this call, and pays."""
     if q_BHSD.shape[2] < (DENSE_CHUNK_ROWS if any(chunk.past) else DENSE_ROWS):
         return False
     refused = device_obstacle(q_BHSD.device) or shape_obstacle(q_BHSD.dtype, q_BHSD.shape[-1], None)
@@ -114,7 +113,6 @@ def run(
     want_lse: bool = False,
     passes: Passes,
 ) -> AttentionOutput:
-    """`prefill` with the tiles computed by `passes`."""
     if window is not None and window >= chunk.longest:
         window = None  # one kernel less to compile
     out_BHSD = torch.empty_like(q_BHSD)

@@ -220,7 +220,6 @@ class Span:
 
 
 def spans(chunk: Chunk) -> Iterator[Span]:
-    """Cuts the batch where past or length changes."""
     first = 0
     for (past, length), alike in groupby(zip(chunk.past, chunk.lengths, strict=True)):
         stop = first + sum(1 for _ in alike)
@@ -281,11 +280,9 @@ class CallPart:
 
     @property
     def past(self) -> int:
-        """Keys before the first query row."""
         return self.k_BGKD.shape[2] - self.q_BHSD.shape[2]
 
     def at(self, span: Span) -> CallPart:
-        """The rows and keys of a span."""
         rows, real, known = span.rows, slice(0, span.queries), slice(0, span.length)
         return replace(
             self,

@@ -107,7 +107,6 @@ def untested() -> str | None:
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Returns whether flash-attn-4 reads this memory as it lies."""
     step = _ALIGNED_BYTES // tensor.element_size()
     return not tensor.data_ptr() % _ALIGNED_BYTES and not any(stride % step for stride in tensor.stride()[:-1])
 
