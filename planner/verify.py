@@ -102,7 +102,6 @@ def verify(
     progress: Progress | None = None,
     kit: Kit | None = None,
     *,
-    allow_mismatch: bool = False,
     attempt: int = 1,
     prompts: Sequence[GivenPrompt] = (),
     held_out: HeldOut | None = None,
@@ -116,8 +115,6 @@ def verify(
         loaded: the model, with nothing applied to it.
         plan: the plan; phases that are dense at every length are not measured.
         options: settled: gate, tasks, verify_time, verify_samples, verify_lengths, batch.
-        allow_mismatch: take a plan of another architecture, see `apply`; what comes out is not a property of the
-            plan's own model.
         attempt: which plan this is of those that were tried, from 1: later ones need more proof.
         prompts: of the caller, in place of samples of tasks; they verify nothing, as they were chosen.
         held_out: or those that were set aside before the plan was searched for.
@@ -134,7 +131,7 @@ def verify(
     phases = planned_phases(plan)
     if not phases:
         raise UsageError("expected a plan that is sparse somewhere, found none: there is nothing to verify")
-    modes = _modes(plan, phases, options, allow_mismatch, loaded.model.dtype)
+    modes = _modes(plan, phases, options, loaded.model.dtype)
     options = options.but(tasks=options.verified_tasks(evicts=bool(plan.retained)))
     text = _LONG_TEXT if plan.retained else 0
     samples, source = held_out_samples(plan, options), kit or prepare(loaded.tokenizer, Split.EVALUATION)
@@ -176,12 +173,10 @@ def _work(samples: EvalSamples, most: int | None, modes: Mapping[str, Mode]) -> 
     return most * len(samples.tasks) * (1 + len(modes)) * sum(map(prefill_work, samples.lengths))
 
 
-def _modes(
-    plan: Plan, phases: Sequence[PhaseName], options: Settled, allow_mismatch: bool, dtype: torch.dtype
-) -> dict[str, Mode]:
+def _modes(plan: Plan, phases: Sequence[PhaseName], options: Settled, dtype: torch.dtype) -> dict[str, Mode]:
     """The plan by phase; and the kernels with every tile and token computed, over keys and values as the plan has them,
     but in float32, where their rounding is nothing beside a gate: left out, it counts as the plan's."""
-    how = (options.backend, allow_mismatch, options.kv_dtype)
+    how = (options.backend, options.kv_dtype)
     modes: dict[str, Mode] = {phase: PlanMode(plan, phase, *how) for phase in phases}
     if dtype == torch.float32 and options.kv_dtype == "auto":
         return modes

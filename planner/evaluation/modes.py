@@ -41,7 +41,6 @@ class PlanMode:
     plan: Plan
     phase: PhaseName = "both"
     backend: str = "auto"
-    allow_mismatch: bool = False  # take a plan of another architecture, see `apply`
     kv_dtype: KVDtype | None = None  # of `apply`; the plan's own when None
     stepwise: ClassVar[bool] = True  # what is generated is decoded, whichever phase is sparse
 
@@ -58,7 +57,7 @@ class PlanMode:
         evicts tokens.
         """
         if self.phase != "decode":
-            return id(self.plan), self.backend, self.allow_mismatch, self.stored
+            return id(self.plan), self.backend, self.stored
         buckets = self.plan.decode.lengths if self.plan.decode else ()
         newest_alone = all(segment.selector == "last" for bucket in buckets for segment in bucket.segments)
         if not newest_alone or self.plan.retained:
@@ -89,7 +88,6 @@ class PlanMode:
             prefill=self.phase != "decode",
             decode=self.phase != "prefill",
             backend=self.backend,
-            allow_mismatch=self.allow_mismatch,
             memory=memory,
             kv_dtype=self.stored,
         )
