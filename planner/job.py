@@ -128,7 +128,7 @@ def job_of(
     held_out = HeldOut.of(loaded.tokenizer, calibrated, aside, settled) if aside else None
     if verifies or not settled.prompts:  # behind a profile, too: retention is tried out, and buckets timed, on prompts
         settled = with_tasks(loaded, settled, own.tasks if own else (), progress)
-    kit = prepare(loaded.tokenizer, Split.EVALUATION) if verifies else None
+    kit = prepare(loaded.tokenizer, Split.VERIFICATION) if verifies else None
     if kit is not None:
         tasks = settled.verified_tasks(evicts=settled.retain is not None)
         EvalSamples(tasks, settled.verify_lengths).check_fit(kit)

@@ -134,7 +134,7 @@ def verify(
     modes = _modes(plan, phases, options, loaded.model.dtype)
     options = options.but(tasks=options.verified_tasks(evicts=bool(plan.retained)))
     text = _LONG_TEXT if plan.retained else 0
-    samples, source = held_out_samples(plan, options), kit or prepare(loaded.tokenizer, Split.EVALUATION)
+    samples, source = held_out_samples(plan, options), kit or prepare(loaded.tokenizer, Split.VERIFICATION)
     if prompts:
         samples = GivenSamples.of(samples, samples_of(loaded.tokenizer, prompts, loaded.info.context_length))
         chosen = dict.fromkeys((*options.verify_chosen, "--prompts"))

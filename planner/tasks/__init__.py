@@ -1,4 +1,4 @@
-"""Task generators that serve training, calibration and evaluation, each from its own seeds and its own text.
+"""Task generators that serve training, calibration, verification and evaluation, each with its own seeds and text.
 
 A new task is a class that follows `Task`, in a file of its own or that of its kind, and a line in its kind's tuple.
 """
@@ -12,8 +12,8 @@ from sparsekv.planner.tasks.text import Filler, PieceEncoder, Split, TaskError, 
 
 # Any language model can answer these: it copies what stood before.
 _QUOTES: tuple[Task, ...] = (
-    Quote("quote_text", prose=True, frame="As quoted above:\n"),
-    Quote("quote_code", prose=False, frame="# Repeated from above:\n"),
+    Quote("quote_text", prose=True),
+    Quote("quote_code", prose=False),
 )
 _RETRIEVAL: tuple[Task, ...] = (
     Niah("niah_single", needles=1, tokens_per_needle=0),

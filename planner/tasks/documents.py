@@ -13,12 +13,12 @@ import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from sparsekv.planner.tasks.text import Filler, Ids, Mask, PieceEncoder, Split, TaskError, plant
+from sparsekv.planner.tasks.wording import FIRST_WORDS, SECOND_WORDS, WORDINGS, Pieces, Wording
 from sparsekv.plans.errors import PlanWarning
 
 _MESSAGE, _REPLY, _NEXT = "the-message-itself", "the-reply-to-it", "the-next-message"
@@ -81,17 +81,6 @@ def _warn(found: str) -> None:
     )
 
 
-_DATA = Path(__file__).parent / "data"
-
-# Common, concrete words, so that most are one token in most vocabularies. The lists mix words that a vocabulary of a
-# few thousand entries holds whole with words that it has to spell out, so that a model trained on these keys also
-# learns to match keys of several tokens.
-FIRST_WORDS, SECOND_WORDS = (tuple((_DATA / f"{name}_words.txt").read_text().split()) for name in ("first", "second"))
-KEYS = len(FIRST_WORDS) * len(SECOND_WORDS)
-
-Pieces = tuple[str, ...]
-
-
 class Draws:
     """A random generator that never hands out the same key twice.
 
@@ -99,10 +88,17 @@ class Draws:
 
     Args:
         earlier: the generators of the samples before, in their order.
+        second_words: the second words of keys.
     """
 
-    def __init__(self, rng: np.random.Generator, earlier: Iterable[np.random.Generator] = ()) -> None:
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        earlier: Iterable[np.random.Generator] = (),
+        second_words: tuple[str, ...] = SECOND_WORDS,
+    ) -> None:
         self.rng = rng
+        self._second_words = second_words
         self._earlier = earlier
         self._used: set[int] = set()
 
@@ -122,31 +118,28 @@ class Draws:
         Raises:
             TaskError: more keys than the word lists can give.
         """
-        if len(self._used) + count > KEYS * 3 // 4:
+        keys = len(FIRST_WORDS) * len(self._second_words)
+        if len(self._used) + count > keys * 3 // 4:
             raise TaskError(
-                f"expected at most {KEYS * 3 // 4} keys in a document, found {len(self._used) + count}; "
+                f"expected at most {keys * 3 // 4} keys in a document, found {len(self._used) + count}; "
                 "use a shorter length"
             )
         chosen: list[int] = []
         while len(chosen) < count:
-            for number in self.rng.integers(0, KEYS, count - len(chosen)).tolist():
+            for number in self.rng.integers(0, keys, count - len(chosen)).tolist():
                 if number not in self._used:
                     self._used.add(number)
                     chosen.append(number)
-        return [_key(number, joiner) for number in chosen]
+        pairs = (divmod(number, len(self._second_words)) for number in chosen)
+        return [(f" {FIRST_WORDS[first]}", joiner + self._second_words[second]) for first, second in pairs]
 
     def values(self, count: int, digits: int) -> list[str]:
         """Decimal numbers of exactly `digits` digits, each with a leading space."""
         return [f" {number}" for number in self.rng.integers(10 ** (digits - 1), 10**digits, count).tolist()]
 
 
-def _key(number: int, joiner: str) -> Pieces:
-    first, second = divmod(number, len(SECOND_WORDS))
-    return f" {FIRST_WORDS[first]}", joiner + SECOND_WORDS[second]
-
-
 def longest_key(encoder: PieceEncoder, joiner: str = "-") -> int:
-    """Tokens of the longest key that `Draws.keys` can give."""
+    """Tokens of the longest key that `Draws.keys` can give in any split."""
     first = encoder.encode_all([(f" {word}",) for word in FIRST_WORDS])
     second = encoder.encode_all([(joiner + word,) for word in SECOND_WORDS])
     return max(map(len, first)) + max(map(len, second))
@@ -248,6 +241,11 @@ class Kit:
     encoder: PieceEncoder
     filler: Filler
     chat: ChatFrame | None = None
+
+    @property
+    def wording(self) -> Wording:
+        """The sentences of the split."""
+        return WORDINGS[self.split]
 
 
 class Task(Protocol):

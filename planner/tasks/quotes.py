@@ -40,12 +40,10 @@ class Quote:
 
     Attributes:
         prose: whether passages are prose or code, where the text has both.
-        frame: the line in front of every quotation.
     """
 
     name: str
     prose: bool
-    frame: str
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
         """See `Task`. Every answer is that long."""
@@ -53,7 +51,8 @@ class Quote:
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. There is one question, whatever the request says; `statements` counts all quotations."""
-        frame, newline = (kit.encoder.encode([piece]) for piece in (self.frame, "\n"))
+        before = kit.wording.quoted if self.prose else kit.wording.repeated
+        frame, newline = (kit.encoder.encode([piece]) for piece in (before, "\n"))
         answer = self.longest_answer(kit.encoder, request.length)
         count = request.statements or min(_MOST_QUOTES, max(1, round(request.length / _TOKENS_PER_QUOTE)))
         sizes = _Sizes(len(frame), _CUE + answer, len(frame) + _CUE + answer + len(newline))

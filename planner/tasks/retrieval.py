@@ -7,20 +7,19 @@ OmniKV (ICLR 2025).
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from sparsekv.planner.tasks.documents import (
     Document,
     DocumentRequest,
     Draws,
     Kit,
-    Pieces,
     Unit,
     build,
     longest_key,
     longest_value,
 )
 from sparsekv.planner.tasks.text import PieceEncoder, TaskError
+from sparsekv.planner.tasks.wording import WORDINGS, Asked, Pieces, Wording, filled
 
 _NEEDLE_DIGITS = 7
 _DIGITS = 5  # of every other value
@@ -48,19 +47,20 @@ class Niah:
         """See `Task`."""
         standard = self.needles + (request.length // self.tokens_per_needle if self.tokens_per_needle else 0)
         count = request.statements or standard
-        return build(kit, _needles(draws, count), request, draws)
+        return build(kit, _needles(kit, draws, count), request, draws)
 
 
-def _needles(draws: Draws, count: int) -> list[Unit]:
-    return [needle(*pair) for pair in zip(draws.keys(count), draws.values(count, _NEEDLE_DIGITS), strict=True)]
+def _needles(kit: Kit, draws: Draws, count: int) -> list[Unit]:
+    pairs = zip(draws.keys(count), draws.values(count, _NEEDLE_DIGITS), strict=True)
+    return [stated(kit.wording.needle, *pair) for pair in pairs]
 
 
-def needle(key: Pieces, value: str) -> Unit:
+def stated(asked: Asked, key: Pieces, value: str) -> Unit:
     """The line that gives a key its value, and the question for it."""
     return Unit(
-        lines=(("The special number for", *key, " is", value, ".\n"),),
-        question=("What is the special number for", *key, " in the text above?"),
-        cue=(" The special number for", *key, " is"),
+        lines=(filled(asked.line, key=key, value=(value,)),),
+        question=filled(asked.question, key=key),
+        cue=filled(asked.cue, key=key),
         answer=(value,),
     )
 
@@ -81,7 +81,7 @@ class SecondQuestion:
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. There are two questions, whatever the request says."""
-        needles = _needles(draws, request.statements or self.needles)
+        needles = _needles(kit, draws, request.statements or self.needles)
         found = build(kit, needles, replace(request, queries=2), draws)
         if len(found.queries) < 2:
             raise TaskError(
@@ -93,7 +93,7 @@ class SecondQuestion:
 
 @dataclass(frozen=True, slots=True)
 class KvRetrieval:
-    """A list of `- key: value` lines that fills the whole context; the question names one key."""
+    """A list of keys with their values that fills the whole context; the question names one key."""
 
     name: str = "kv_retrieval"
 
@@ -108,24 +108,11 @@ class KvRetrieval:
         """
 
         def pairs(count: int) -> list[Unit]:
-            return _pairs(draws, count)
+            pairs = zip(draws.keys(count), draws.values(count, _DIGITS), strict=True)
+            return [stated(kit.wording.pair, *pair) for pair in pairs]
 
         units = pairs(request.statements) if request.statements else enough(kit, request.length, pairs)
         return build(kit, units, request, draws, scattered=False)
-
-
-def pair_line(key: Pieces, value: str) -> Pieces:
-    """The line that gives a key its value."""
-    return ("-", *key, ":", value, "\n")
-
-
-def _pairs(draws: Draws, count: int) -> list[Unit]:
-    return [_unit(key, value) for key, value in zip(draws.keys(count), draws.values(count, _DIGITS), strict=True)]
-
-
-def _unit(key: Pieces, value: str) -> Unit:
-    question = ("Which value in the list above belongs to", *key, "?")
-    return Unit((pair_line(key, value),), question, cue=(*key, ":"), answer=(value,))
 
 
 def enough(kit: Kit, length: int, made: Callable[[int], list[Unit]]) -> list[Unit]:
@@ -157,26 +144,27 @@ class TwoStage:
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
         """See `Task`."""
-        return longest_key(encoder) + len(encoder.encode([":"])) + longest_value(_DIGITS)
+        return longest_key(encoder) + longest_frame(encoder, lambda wording: wording.pair.cue) + longest_value(_DIGITS)
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`."""
         count = request.statements or 2 + request.length // self.tokens_per_statement
         owners, keys = draws.keys(count), draws.keys(count * self.pairs_per_statement)
         values = draws.values(len(keys), _DIGITS)
-        units = [_linked(draws, *each) for each in zip(owners, keys[:count], values[:count], strict=True)]
-        units += [Unit((pair_line(*pair),)) for pair in zip(keys[count:], values[count:], strict=True)]
+        units = [_linked(kit, draws, *each) for each in zip(owners, keys[:count], values[:count], strict=True)]
+        others = zip(keys[count:], values[count:], strict=True)
+        units += [Unit(stated(kit.wording.pair, *pair).lines) for pair in others]
         return build(kit, units, request, draws)
 
 
-def _linked(draws: Draws, owner: Pieces, key: Pieces, value: str) -> Unit:
-    statement: Pieces = ("The key of", *owner, " is", *key, ".\n")
-    pair = pair_line(key, value)
+def _linked(kit: Kit, draws: Draws, owner: Pieces, key: Pieces, value: str) -> Unit:
+    linked, pair = kit.wording.linked, stated(kit.wording.pair, key, value)
+    statement = filled(linked.line, owner=owner, key=key)
     return Unit(
-        lines=(statement, pair) if draws.rng.random() < 0.5 else (pair, statement),
-        question=("Give the key of", *owner, " and the value of that key,", " written as key: value."),
-        cue=(" The key of", *owner, " is"),
-        answer=(*key, ":", value),
+        lines=(statement, *pair.lines) if draws.rng.random() < 0.5 else (*pair.lines, statement),
+        question=filled(linked.question, owner=owner),
+        cue=filled(linked.cue, owner=owner),
+        answer=(*pair.cue, value),
     )
 
 
@@ -199,7 +187,7 @@ class VariableTracking:
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
         """See `Task`."""
-        step = len(encoder.encode([" VAR", " ="])) + longest_key(encoder, "_")
+        step = longest_frame(encoder, lambda wording: wording.traced.cue) + longest_key(encoder, "_")
         return self.hops * step + longest_value(_DIGITS)
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
@@ -209,19 +197,28 @@ class VariableTracking:
         variables = draws.keys(count * names, joiner="_")
         chains = [variables[i * names : (i + 1) * names] for i in range(count)]
         values = draws.values(count, _DIGITS)
-        units = [_chain(chain, value) for chain, value in zip(chains, values, strict=True)]
+        units = [_chain(kit, chain, value) for chain, value in zip(chains, values, strict=True)]
         return build(kit, units, request, draws)
 
 
-def _chain(variables: list[Pieces], value: str) -> Unit:
-    """`variables[0]` holds the number, every other one the variable before it."""
-    lines = [("VAR", *variables[0], " =", value, "\n")]
-    lines += [("VAR", *new, " =", " VAR", *old, "\n") for old, new in pairwise(variables)]
+def _chain(kit: Kit, variables: list[Pieces], value: str) -> Unit:
+    traced = kit.wording.traced
     *steps, last = variables
-    answer = tuple(piece for step in reversed(steps) for piece in (" VAR", *step, " ="))
+    answer = tuple(piece for step in reversed(steps) for piece in filled(traced.cue, key=step))
     return Unit(
-        lines=tuple(lines),
-        question=("Trace the variable", *last, " back to its number."),
-        cue=(" VAR", *last, " ="),
+        lines=assignments(traced.line, variables, value),
+        question=filled(traced.question, key=last),
+        cue=filled(traced.cue, key=last),
         answer=(*answer, value),
     )
+
+
+def assignments(line: str, variables: list[Pieces], value: str) -> tuple[Pieces, ...]:
+    """Lines that give the first variable the number, and every other one the variable before it."""
+    values = [(value,), *((" VAR", *variable) for variable in variables[:-1])]
+    return tuple(filled(line, key=key, value=given) for key, given in zip(variables, values, strict=True))
+
+
+def longest_frame(encoder: PieceEncoder, frame_of: Callable[[Wording], str]) -> int:
+    """Tokens of a frame without its fields, in the wording in which it is longest."""
+    return max(len(encoder.encode(filled(frame_of(wording)))) for wording in WORDINGS.values())

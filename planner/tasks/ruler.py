@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import pi
 from string import ascii_lowercase, ascii_uppercase
 
@@ -23,13 +22,14 @@ from sparsekv.planner.tasks.documents import (
     DocumentRequest,
     Draws,
     Kit,
-    Pieces,
     Unit,
     build,
     longest_key,
     longest_value,
 )
+from sparsekv.planner.tasks.retrieval import assignments
 from sparsekv.planner.tasks.text import PieceEncoder, TaskError
+from sparsekv.planner.tasks.wording import Asked, Pieces, filled
 
 _NEEDLES = 4  # values of a key, or keys that are asked for
 _NEEDLE_DIGITS = 7
@@ -59,16 +59,15 @@ class NiahMultivalue:
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. `statements` counts keys, of which all but the one asked for distract; RULER has one."""
         keys = draws.keys(request.statements or 1)
-        return build(
-            kit, [_several_values(key, draws.values(_NEEDLES, _NEEDLE_DIGITS)) for key in keys], request, draws
-        )
+        units = [_several_values(kit.wording.values, key, draws.values(_NEEDLES, _NEEDLE_DIGITS)) for key in keys]
+        return build(kit, units, request, draws)
 
 
-def _several_values(key: Pieces, values: list[str]) -> Unit:
+def _several_values(asked: Asked, key: Pieces, values: list[str]) -> Unit:
     return Unit(
-        lines=tuple(("One special number for", *key, " is", value, ".\n") for value in values),
-        question=("What are the special numbers for", *key, ", in the order of the text, separated by commas?"),
-        cue=(" The special numbers for", *key, " are"),
+        lines=tuple(filled(asked.line, key=key, value=(value,)) for value in values),
+        question=filled(asked.question, key=key),
+        cue=filled(asked.cue, key=key),
         answer=_listed([(value,) for value in values]),
     )
 
@@ -86,18 +85,18 @@ class NiahMultiquery:
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. `statements` counts groups of four keys; RULER has one."""
         groups = [draws.keys(_NEEDLES) for _ in range(request.statements or 1)]
-        return build(kit, [_several_keys(keys, draws) for keys in groups], request, draws)
+        return build(kit, [_several_keys(kit.wording.keys, keys, draws) for keys in groups], request, draws)
 
 
-def _several_keys(keys: list[Pieces], draws: Draws) -> Unit:
+def _several_keys(asked: Asked, keys: list[Pieces], draws: Draws) -> Unit:
     pairs = list(zip(keys, draws.values(len(keys), _NEEDLE_DIGITS), strict=True))
-    asked = [pairs[i] for i in draws.rng.permutation(len(pairs)).tolist()]
-    names = _listed([key for key, _ in asked])
+    ordered = [pairs[i] for i in draws.rng.permutation(len(pairs)).tolist()]
+    names = _listed([key for key, _ in ordered])
     return Unit(
-        lines=tuple(("The special number for", *key, " is", value, ".\n") for key, value in pairs),
-        question=("What are the special numbers for", *names, ", in that order, separated by commas?"),
-        cue=(" The special numbers for", *names, " are"),
-        answer=_listed([(value,) for _, value in asked]),
+        lines=tuple(filled(asked.line, key=key, value=(value,)) for key, value in pairs),
+        question=filled(asked.question, key=names),
+        cue=filled(asked.cue, key=names),
+        answer=_listed([(value,) for _, value in ordered]),
     )
 
 
@@ -127,18 +126,20 @@ class Vt:
         variables = _coded(draws, count * names, _NAME, ascii_uppercase)
         low, high = 10 ** (_DIGITS - 1), 10**_DIGITS
         values = (low + draws.rng.choice(high - low, count, replace=False)).tolist()
-        units = [_chain(variables[i * names : (i + 1) * names], f" {value}") for i, value in enumerate(values)]
+        chains: list[list[Pieces]] = [
+            [(name,) for name in variables[i * names : (i + 1) * names]] for i in range(count)
+        ]
+        units = [_chain(kit, chain, f" {value}") for chain, value in zip(chains, values, strict=True)]
         return build(kit, units, request, draws)
 
 
-def _chain(variables: list[str], value: str) -> Unit:
-    lines: list[Pieces] = [("VAR", variables[0], " =", value, "\n")]
-    lines += [("VAR", new, " =", " VAR", old, "\n") for old, new in pairwise(variables)]
+def _chain(kit: Kit, variables: list[Pieces], value: str) -> Unit:
+    chained = kit.wording.chained
     return Unit(
-        lines=tuple(lines),
-        question=("Which variables have the value", value, ", in the order of the text, separated by commas?"),
-        cue=(" The variables with the value", value, " are"),
-        answer=_listed([(variable,) for variable in variables]),
+        lines=assignments(chained.line, variables, value),
+        question=filled(chained.question, value=(value,)),
+        cue=filled(chained.cue, value=(value,)),
+        answer=_listed(variables),
     )
 
 
@@ -170,12 +171,12 @@ class Cwe:
         """See `Task`. There is one question, whatever the request says; `statements` counts common words."""
         count = request.statements or self._common(request.length)
         common = draws.keys(count)
+        frame = kit.wording.common
+        number = (f" {count}",)
         asked = Unit(
-            lines=(("Words:", "\n"),),
-            question=(
-                f"Which {count} words are the most common above? List them as they first appear, separated by commas.",
-            ),
-            cue=(f" The {count} most common words are",),
+            lines=(filled(frame.line),),
+            question=filled(frame.question, count=number),
+            cue=filled(frame.cue, count=number),
             answer=_listed(common),
         )
         room = _room(kit, request, asked)
@@ -183,9 +184,9 @@ class Cwe:
         words = [*common, *draws.keys(max(1, room // (_ENTRY * (_REPEATS[1] if is_long else 1))))]
         repeats = _fitting(kit.encoder, words, count, room, request.length, is_long)
         order = draws.rng.permutation(np.repeat(np.arange(len(repeats)), repeats)).tolist()
-        entries = (piece for i, word in enumerate(order, 1) for piece in (f" {i}.", *words[word]))
+        entries = tuple(piece for i, word in enumerate(order, 1) for piece in (f" {i}.", *words[word]))
         answer = _listed([words[word] for word in dict.fromkeys(order) if word < count])
-        unit = replace(asked, lines=(("Words:", *entries, "\n"),), answer=answer)
+        unit = replace(asked, lines=(filled(frame.line, words=entries),), answer=answer)
         return build(kit, [unit], request, draws, scattered=False)
 
     def _common(self, length: int) -> int:
@@ -228,17 +229,16 @@ class Fwe:
         """See `Task`. There is one question, whatever the request says of questions and statements."""
         coded = _coded(draws, max(_ASKED + 1, request.length // _WORDS_PER_TOKEN), _CODED, ascii_lowercase)
         words = [_NOISE, *coded]
+        frame = kit.wording.frequent
         asked = Unit(
-            lines=(("Coded text:", "\n"),),
-            question=(
-                "Which three coded words are the most frequent above? List them by frequency, separated by commas.",
-            ),
-            cue=(" The three most frequent words are",),
+            lines=(filled(frame.line),),
+            question=filled(frame.question),
+            cue=filled(frame.cue),
             answer=_listed([(word,) for word in coded[:_ASKED]]),
         )
         total = _most_words(kit.encoder, words, _room(kit, request, asked), request.length)
         order = draws.rng.permutation(np.repeat(np.arange(len(words)), _zipf(total, len(words)))).tolist()
-        unit = replace(asked, lines=(("Coded text:", *(words[i] for i in order), "\n"),))
+        unit = replace(asked, lines=(filled(frame.line, words=tuple(words[i] for i in order)),))
         return build(kit, [unit], request, draws, scattered=False)
 
 

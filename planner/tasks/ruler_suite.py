@@ -17,15 +17,15 @@ from sparsekv.planner.tasks.documents import (
     DocumentRequest,
     Draws,
     Kit,
-    Pieces,
     Task,
     Unit,
     build,
     longest_value,
 )
-from sparsekv.planner.tasks.retrieval import enough, needle
+from sparsekv.planner.tasks.retrieval import enough, stated
 from sparsekv.planner.tasks.ruler import Cwe, Fwe, NiahMultiquery, NiahMultivalue, Vt
 from sparsekv.planner.tasks.text import Filler, PieceEncoder, TaskError
+from sparsekv.planner.tasks.wording import Pieces
 
 Haystack = Literal["noise", "text", "needles", "words"]
 HAYSTACKS: Mapping[Haystack, str] = MappingProxyType(
@@ -67,7 +67,7 @@ class Needles:
         """See `Task`. Raises where not all needles fit."""
 
         def drawn(count: int) -> list[Unit]:
-            return self._drawn(draws, count)
+            return self._drawn(kit, draws, count)
 
         count = request.statements or self.count
         if count is None:
@@ -84,10 +84,10 @@ class Needles:
             )
         return document
 
-    def _drawn(self, draws: Draws, count: int) -> list[Unit]:
+    def _drawn(self, kit: Kit, draws: Draws, count: int) -> list[Unit]:
         keys: list[Pieces] = draws.keys(count) if self.keys == "words" else [(one,) for one in _uuids(draws, count)]
         values = draws.values(count, _NEEDLE_DIGITS) if self.values == "number" else _uuids(draws, count)
-        return [needle(*pair) for pair in zip(keys, values, strict=True)]
+        return [stated(kit.wording.needle, *pair) for pair in zip(keys, values, strict=True)]
 
 
 def _uuids(draws: Draws, count: int) -> list[str]:

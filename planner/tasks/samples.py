@@ -1,4 +1,4 @@
-"""Prompts for calibration and evaluation, each from a random generator of its own, and how answers are matched."""
+"""Prompts of each split, each from a random generator of its own, and how answers are matched."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -58,7 +58,7 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
         raise TaskError(f"expected a length of more than {around} tokens, found {length}")
     room = length - around
     earlier = (generator(kit.split, task.name, length, seed, before) for before in range(index))
-    draws = Draws(generator(kit.split, task.name, length, seed, index), earlier)
+    draws = Draws(generator(kit.split, task.name, length, seed, index), earlier, kit.wording.second_words)
     document = task.document(kit, DocumentRequest(room, answer_room=task.longest_answer(kit.encoder, room)), draws)
 
     def asked(query: Query) -> list[Ids]:

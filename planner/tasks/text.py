@@ -41,10 +41,11 @@ class TaskError(UsageError):
 
 
 class Split(enum.Enum):
-    """Holds what a document is for. Splits share neither seeds nor filler text."""
+    """The purpose of a document. Splits share neither seeds nor filler text; see wording.py for sentences and keys."""
 
     TRAINING = "training"
     CALIBRATION = "calibration"
+    VERIFICATION = "verification"
     EVALUATION = "evaluation"
 
 
@@ -252,11 +253,11 @@ def plant(ids: Ids, breaks: npt.NDArray[np.int64], lines: list[list[int]], wante
 
 
 def load_filler_text(split: Split) -> str:
-    """The text shipped for calibration or evaluation.
+    """The text shipped for calibration, verification or evaluation.
 
     Raises:
         TaskError: for training, whose text is not shipped.
     """
     if split is Split.TRAINING:
-        raise TaskError("expected calibration or evaluation, found training; build a Filler from your own text")
+        raise TaskError("expected a split whose text is shipped, found training; build a Filler from your own text")
     return gzip.decompress((_DATA / f"{split.value}.txt.gz").read_bytes()).decode()

@@ -95,12 +95,12 @@ def tokenizer_named(name: str) -> PreTrainedTokenizerFast:
 
 
 @cache
-def kit_named(name: str, split: Split = Split.EVALUATION) -> Kit:
+def kit_named(name: str, split: Split = Split.CALIBRATION) -> Kit:
     return kit_of(tokenizer_named(name), split)
 
 
 def kit_of(
-    tokenizer: PreTrainedTokenizerFast, split: Split = Split.EVALUATION, characters: int = TEXT_CHARACTERS
+    tokenizer: PreTrainedTokenizerFast, split: Split = Split.CALIBRATION, characters: int = TEXT_CHARACTERS
 ) -> Kit:
     encoder = PieceEncoder.of(tokenizer)
     return Kit(split, encoder, Filler.from_text(load_filler_text(split)[:characters], encoder))

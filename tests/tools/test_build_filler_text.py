@@ -11,7 +11,7 @@ from reference_model.corpus import split_files, standard_library
 
 from sparsekv.planner.tasks import Split, load_filler_text
 
-HELD_OUT = (Split.CALIBRATION, Split.EVALUATION)
+HELD_OUT = (Split.CALIBRATION, Split.VERIFICATION, Split.EVALUATION)
 SHIPPED = Path(__file__).parents[2] / "planner" / "tasks" / "data"
 
 

@@ -19,8 +19,16 @@ def test_every_file_belongs_to_one_split(library: Path) -> None:
 def test_the_split_depends_on_the_name_and_large_files_train() -> None:
     held_out = [name for name in map("{}.py".format, range(200)) if SourceFile(name, TEXT).split is not Split.TRAINING]
     assert 10 < len(held_out) < 40
-    assert {SourceFile(name, TEXT).split for name in held_out} == {Split.CALIBRATION, Split.EVALUATION}
-    assert {SourceFile(name, TEXT * 3).split for name in held_out} == {Split.CALIBRATION, Split.EVALUATION}
+    assert {SourceFile(name, TEXT).split for name in held_out} == {
+        Split.CALIBRATION,
+        Split.VERIFICATION,
+        Split.EVALUATION,
+    }
+    assert {SourceFile(name, TEXT * 3).split for name in held_out} == {
+        Split.CALIBRATION,
+        Split.VERIFICATION,
+        Split.EVALUATION,
+    }
     assert {SourceFile(name, "x" * 100_001).split for name in held_out} == {Split.TRAINING}
 
 

@@ -1,6 +1,6 @@
 """The text: Python's standard library, divided by the hash of the file name.
 
-Calibration and evaluation text never takes part in training: neither in the weights nor in the tokenizer.
+The text of the other splits never takes part in training: neither in the weights nor in the tokenizer.
 """
 
 import hashlib
@@ -32,7 +32,9 @@ class SourceFile:
         bucket = int.from_bytes(hashlib.sha256(f"filler/{self.name}".encode()).digest()[:8], "big") % 100
         if len(self.text) > _LARGEST_HELD_OUT or bucket >= 2 * _HELD_OUT_PERCENT:
             return Split.TRAINING
-        return Split.CALIBRATION if bucket < _HELD_OUT_PERCENT else Split.EVALUATION
+        if bucket < _HELD_OUT_PERCENT:
+            return Split.CALIBRATION
+        return Split.VERIFICATION if bucket < _HELD_OUT_PERCENT * 3 // 2 else Split.EVALUATION
 
 
 def standard_library() -> Path:

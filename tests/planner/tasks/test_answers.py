@@ -7,7 +7,7 @@ import pytest
 from task_oracle import NEEDLE, OWNER, PAIR, answer_of, is_statement, statements
 from task_tokenizers import NAMES, kit_named, tokenizer_named
 
-from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Sample, make_sample, make_samples
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Sample, Split, make_sample, make_samples
 
 PREFIXES = {
     "niah_single": r" The special number for \S+ is",
@@ -22,17 +22,22 @@ def text(sample: Sample, tokenizer: str = "shipped") -> str:
     return str(tokenizer_named(tokenizer).decode(sample.prompt_ids, skip_special_tokens=True))
 
 
-def samples(task: str, length: int = 1000, count: int = 20, tokenizer: str = "shipped") -> list[Sample]:
-    drawn = list(make_samples(TASKS[task], kit_named(tokenizer), length, seed=1, count=count))
+def samples(
+    task: str, length: int = 1000, count: int = 20, tokenizer: str = "shipped", split: Split = Split.CALIBRATION
+) -> list[Sample]:
+    drawn = list(make_samples(TASKS[task], kit_named(tokenizer, split), length, seed=1, count=count))
     assert len(drawn) == count  # tests that assert sample by sample have seen that many
     return drawn
 
 
+@pytest.mark.parametrize("split", [Split.CALIBRATION, Split.VERIFICATION, Split.EVALUATION])
 @pytest.mark.parametrize("tokenizer", NAMES)
 @pytest.mark.parametrize("task", RETRIEVAL_TASKS)
-def test_the_answer_follows_from_the_context_and_is_what_its_tokens_say(task: str, tokenizer: str) -> None:
-    for sample in samples(task, count=8, tokenizer=tokenizer):
-        assert answer_of(text(sample, tokenizer)) == sample.answer.strip()
+def test_the_answer_follows_from_the_context_and_is_what_its_tokens_say(
+    task: str, tokenizer: str, split: Split
+) -> None:
+    for sample in samples(task, count=8, tokenizer=tokenizer, split=split):
+        assert answer_of(text(sample, tokenizer), split) == sample.answer.strip()
         whole = np.concatenate([sample.prompt_ids, sample.answer_ids])
         decoded = tokenizer_named(tokenizer).decode(whole, skip_special_tokens=True)
         assert decoded == text(sample, tokenizer) + sample.answer

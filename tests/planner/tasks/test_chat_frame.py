@@ -9,7 +9,16 @@ import pytest
 from task_tokenizers import NAMES, kit_named, tokenizer_named
 from transformers import PreTrainedTokenizerFast
 
-from sparsekv.planner.tasks import RETRIEVAL_TASKS, RULER_TASKS, TASKS, Kit, Sample, TaskError, make_sample
+from sparsekv.planner.tasks import (
+    RETRIEVAL_TASKS,
+    RULER_TASKS,
+    TASKS,
+    Kit,
+    Sample,
+    TaskError,
+    make_sample,
+    make_samples,
+)
 from sparsekv.planner.tasks.documents import ChatFrame
 from sparsekv.plans.errors import PlanWarning
 
@@ -116,7 +125,9 @@ def kit_text(ids: list[int]) -> str:
 def test_the_tokens_are_those_of_the_rendered_text() -> None:
     name = "byte_level_begin"
     tokenizer = templated(name)
-    prompt = tokenizer_named(name).decode(make_sample(TASKS["kv_retrieval"], chat_kit(name), 700, 0, 0).prompt_ids)
+    samples = make_samples(TASKS["kv_retrieval"], chat_kit(name), 700, seed=0, count=20)
+    prompts = (tokenizer_named(name).decode(sample.prompt_ids) for sample in samples)
+    prompt = next(prompt for prompt in prompts if "User:  " not in prompt)  # the template strips messages
     message = prompt.split("User: ", 1)[1].split("\nReply:\n")[0]
     rendered = tokenizer.apply_chat_template(
         [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True

@@ -7,8 +7,9 @@ from task_tokenizers import NAMES, TEXT_CHARACTERS, kit_named, tokenizer_named
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sparsekv.planner.tasks import TASKS, DocumentRequest, PieceEncoder, Split, TaskError, load_filler_text
-from sparsekv.planner.tasks.documents import FIRST_WORDS, SECOND_WORDS, Draws, longest_key, longest_value
+from sparsekv.planner.tasks.documents import Draws, longest_key, longest_value
 from sparsekv.planner.tasks.samples import generator
+from sparsekv.planner.tasks.wording import FIRST_WORDS, SECOND_WORDS
 
 ANCHORED = ("metaspace", "metaspace_no_begin")
 
@@ -46,7 +47,7 @@ def test_a_document_of_pairs_has_the_tokens_of_its_text(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_filler_is_the_text_line_by_line(name: str) -> None:
     filler = kit_named(name).filler
-    text = load_filler_text(Split.EVALUATION)[:TEXT_CHARACTERS]
+    text = load_filler_text(Split.CALIBRATION)[:TEXT_CHARACTERS]
     assert spelled(name, filler.ids.tolist()) == text
     starts = [0, *filler.line_ends[:-1].tolist()]
     for place in (1, 50, -1):

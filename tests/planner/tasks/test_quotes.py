@@ -18,7 +18,9 @@ def sample(task: str, length: int, index: int = 0, tokenizer: str = "shipped") -
 
 def quotations(made: Sample, tokenizer: str) -> list[tuple[int, int]]:
     """Tokens that repeat earlier ones, half-open, in the prompt with its answer: behind each frame and a cue."""
-    frame = np.asarray(kit_named(tokenizer).encoder.encode([TASKS[made.task].frame]), np.int32)
+    kit = kit_named(tokenizer)
+    line = kit.wording.quoted if TASKS[made.task].prose else kit.wording.repeated
+    frame = np.asarray(kit.encoder.encode([line]), np.int32)
     starts = [first + len(frame) + CUE for first in places(made.prompt_ids, frame)]
     assert starts[-1] == len(made.prompt_ids)
     return [(start, start + len(made.answer_ids)) for start in starts]
@@ -87,7 +89,7 @@ def test_prose_is_told_from_code_line_by_line() -> None:
 @pytest.mark.parametrize("task", QUOTE_TASKS)
 def test_more_tokens_than_there_is_text_quote_the_last_repetition(task: str) -> None:
     encoder = kit_named("shipped").encoder
-    kit = Kit(Split.EVALUATION, encoder, Filler.from_text(load_filler_text(Split.EVALUATION)[:9000], encoder))
+    kit = Kit(Split.CALIBRATION, encoder, Filler.from_text(load_filler_text(Split.CALIBRATION)[:9000], encoder))
     made = make_sample(TASKS[task], kit, 3 * len(kit.filler.ids), seed=0, index=0)
     assert len(made.prompt_ids) + len(made.answer_ids) == 3 * len(kit.filler.ids)
     for first, end in quotations(made, "shipped"):

@@ -5,7 +5,7 @@ import torch
 from task_tokenizers import REFERENCE_MODEL, kit_named, tokenizer_named
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sparsekv.planner.tasks import TASKS, make_sample, matches
+from sparsekv.planner.tasks import TASKS, Split, make_sample, matches
 
 
 @pytest.fixture(scope="module")
@@ -13,9 +13,10 @@ def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(REFERENCE_MODEL, dtype=torch.float32).eval()
 
 
+@pytest.mark.parametrize("split", [Split.CALIBRATION, Split.VERIFICATION, Split.EVALUATION])
 @pytest.mark.parametrize("task", ["niah_single", "kv_retrieval"])
-def test_the_shipped_model_answers(task: str, model: PreTrainedModel) -> None:
-    sample = make_sample(TASKS[task], kit_named("shipped"), 1024, seed=0, index=0)
+def test_the_shipped_model_answers_in_every_wording(task: str, split: Split, model: PreTrainedModel) -> None:
+    sample = make_sample(TASKS[task], kit_named("shipped", split), 1024, seed=0, index=0)
     prompt = torch.from_numpy(sample.prompt_ids).long()[None]
     with torch.inference_mode():
         generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12)

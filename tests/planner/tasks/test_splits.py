@@ -2,6 +2,8 @@
 
 import hashlib
 import re
+from dataclasses import fields
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from task_tokenizers import kit_named, kit_of, tokenizer_named
 
 from sparsekv.planner.tasks import TASKS, Sample, Split, TaskError, load_filler_text, make_sample, make_samples
 from sparsekv.planner.tasks.samples import generator
+from sparsekv.planner.tasks.wording import WORDINGS, Asked, Wording
 
-HELD_OUT = (Split.CALIBRATION, Split.EVALUATION)
+HELD_OUT = (Split.CALIBRATION, Split.VERIFICATION, Split.EVALUATION)
 
 
 def same(one: Sample, other: Sample) -> bool:
@@ -50,11 +53,34 @@ def test_seeds_never_coincide(asked) -> None:
     assert len(set(first_draws)) == len(asked)
 
 
-def test_no_eight_lines_of_text_in_a_row_serve_both_calibration_and_evaluation() -> None:
-    calibration, evaluation = (_runs(load_filler_text(split), 8) for split in HELD_OUT)
-    assert len(calibration) > 20_000
-    assert len(evaluation) > 20_000
-    assert not calibration & evaluation
+def frames(wording: Wording) -> list[str]:
+    values = [getattr(wording, field.name) for field in fields(wording) if field.name != "second_words"]
+    asked = [value for value in values if isinstance(value, Asked)]
+    return [value for value in values if isinstance(value, str)] + [
+        text for value in asked for text in (value.line, value.question, value.cue)
+    ]
+
+
+def is_sentence(frame: str) -> bool:
+    """Of two words or more: `key:` and `VAR name =` are the form that all wordings have."""
+    return len(re.findall("[A-Za-z]+", re.sub(r"\{\w+\}", "", frame))) > 1
+
+
+@pytest.mark.parametrize(("one", "other"), [*permutations(HELD_OUT, 2)])
+def test_no_sentence_or_key_of_a_split_stands_in_another(one: Split, other: Split) -> None:
+    sentences, others = [*filter(is_sentence, frames(WORDINGS[one]))], frames(WORDINGS[other])
+    assert len(sentences) > 20
+    assert not [text for text in sentences for found in others if text.strip() in found]
+    assert not [text for text in frames(WORDINGS[one]) if text.endswith("\n") and text in others]
+    assert len(WORDINGS[one].second_words) > 150
+    assert not set(WORDINGS[one].second_words) & set(WORDINGS[other].second_words)
+
+
+@pytest.mark.parametrize(("one", "other"), [*permutations(HELD_OUT, 2)])
+def test_no_eight_lines_of_text_in_a_row_serve_two_splits(one: Split, other: Split) -> None:
+    lines, others = (_runs(load_filler_text(split), 8) for split in (one, other))
+    assert len(lines) > 10_000
+    assert not lines & others
 
 
 def _runs(text: str, size: int) -> set[str]:
@@ -78,25 +104,25 @@ def test_training_text_is_not_shipped() -> None:
 def test_samples_stay_the_same_so_that_scores_can_be_compared_over_time() -> None:
     """Whoever changes a digest measures again what was published for that task."""
     assert {name: _digest(name) for name in TASKS} == {
-        "quote_text": "6d2be5710da2c4b0",
-        "quote_code": "8f81dfec7ef7d0db",
-        "niah_single": "eb98d48f481bf463",
-        "niah_multikey": "e2002e1bf420cfb0",
-        "kv_retrieval": "5170576ad6af9cd3",
-        "two_stage": "9b4961cb3a5aa531",
-        "variable_tracking": "05385f7bacd650f0",
-        "perplexity": "f53d05f6608bc1de",
-        "niah_multivalue": "3744a0000db26a90",
-        "niah_multiquery": "5371da868f5c77e0",
-        "vt": "0ec655f49dd32d2c",
-        "cwe": "5cb57039a1e21030",
-        "fwe": "fc4e69b9562d6342",
-        "second_question": "f7f8336a04d68b0a",
+        "quote_text": "d5689511d5eecdbc",
+        "quote_code": "9edf11dc375f789e",
+        "niah_single": "4e3eeae2ce8c9e2e",
+        "niah_multikey": "922f4b8fc065a6e6",
+        "kv_retrieval": "29172041144c6b4c",
+        "two_stage": "45bd704b6d22d1f6",
+        "variable_tracking": "3a63cdca92621a41",
+        "perplexity": "34d4be807f2fbb13",
+        "niah_multivalue": "8bcf337e3b01e853",
+        "niah_multiquery": "fdc6e7d3dabe7b99",
+        "vt": "f381633ed4dc2748",
+        "cwe": "6715eb1f7d48c308",
+        "fwe": "5cea1aead9fcc308",
+        "second_question": "155f6039d84d649d",
     }
 
 
 def _digest(task: str) -> str:
-    kit = kit_named("shipped")
+    kit = kit_named("shipped", Split.EVALUATION)
     digest = hashlib.sha256()
     for sample in make_samples(TASKS[task], kit, 1024, seed=0, count=3):
         digest.update(sample.past_ids.astype("<i4").tobytes() + sample.answer_ids.astype("<i4").tobytes())
