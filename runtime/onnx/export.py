@@ -33,7 +33,7 @@ from sparsekv.runtime.onnx.choice import ChoiceStep
 from sparsekv.runtime.onnx.nodes import FLOAT, INT64, OPSET, Nodes
 from sparsekv.runtime.plan_checks import Host, refuse
 
-# The modules of the model show these: their weights, scales and angles are written, or refused by `_obstacles`.
+# The modules of the model show these: their weights, scales and angles are written, or refused by `obstacles_of`.
 _FOLLOWED = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "hidden_act rms_norm_eps rope_parameters attention_bias mlp_bias tie_word_embeddings dtype sliding_window "
@@ -90,7 +90,7 @@ _IR_VERSION = 11
 _KINDS = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
 
 
-def _obstacles(model: Any, program: Program) -> Iterator[str]:
+def obstacles_of(model: Any, program: Program) -> Iterator[str]:
     """Returns a sentence for everything in a model and its roles that the graph cannot hold."""
     config = model.config
     if config.model_type not in MODEL_TYPES:
@@ -147,7 +147,7 @@ def export(model: Any, plan: Plan, program: Program, folder: Path) -> Path:
         UnsupportedError: the graph cannot hold something of the model or the plan; the message names it.
     """
     way_out = "Run this model in transformers or vLLM, or make another plan."
-    obstacles = tuple(_obstacles(model, program))
+    obstacles = tuple(obstacles_of(model, program))
     refuse(
         plan,
         plan.model,
