@@ -31,7 +31,7 @@ from sparsekv.planner.job import Job
 from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.progress import Progress, StageStep
-from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.model import ModelInfo, kv_bytes
 
 _PREFIX_BYTES = 12 << 30  # keys and values of all prompts of a length together
 _LEAST_PROMPTS = 2
@@ -289,8 +289,7 @@ class _Search:
 
 def _prefixes(job: Job, model: DecodeTrials, length: int, effort: Effort, step: StageStep) -> list[Prefix]:
     """Returns the first tokens of as many calibration prompts as there is room for."""
-    own = sum(group.cached_values for group in job.model.attention)
-    fitting = _PREFIX_BYTES // (own * length * job.subject.model.dtype.itemsize)
+    fitting = _PREFIX_BYTES // kv_bytes(job.model.attention, length, job.subject.model.dtype.itemsize)
     prompts = job.calibration_prompts(length, max(_LEAST_PROMPTS, min(effort.prompts, fitting)))
     found = []
     for number, prompt in enumerate(prompts, start=1):

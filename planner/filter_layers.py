@@ -58,7 +58,7 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: Settled) -
     chooser = _Chooser(profile, cost, options.but(crossover=options.crossover and not options.offload))
     buckets = chooser.buckets(chooser.without(chooser.choose(), options.dense_at("decode")))
     plan = DecodePlan(lengths=buckets)
-    layers = tuple(sorted(plan.sparse_layers - plan.filter_layers - profile.model.sharing)) if options.offload else ()
+    layers = tuple(sorted(plan.follower_layers - profile.model.sharing)) if options.offload else ()
     if not layers:
         return plan
     budgets = [segment.budget for bucket in buckets for segment in bucket.segments]

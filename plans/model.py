@@ -54,10 +54,14 @@ class AttentionGroup(Part):
         return self
 
     @property
-    def cached_values(self) -> int:
-        """Numbers that its layers keep of a token, all together: keys and values, none beside a recurrent state."""
-        has_none = self.kind == "linear" or self.keys_of is not None
-        return 0 if has_none else 2 * len(self.layers) * self.kv_heads * self.head_dim
+    def caches(self) -> bool:
+        """Whether its layers have keys and values of their own, and no recurrent state."""
+        return self.kind != "linear" and self.keys_of is None
+
+
+def kv_bytes(groups: Iterable[AttentionGroup], tokens: int, itemsize: int) -> int:
+    """Bytes of the keys and values of so many tokens in all layers, as numbers of `itemsize` bytes."""
+    return 2 * tokens * itemsize * sum(one.caches * len(one.layers) * one.kv_heads * one.head_dim for one in groups)
 
 
 class Fingerprint(Part):

@@ -395,6 +395,11 @@ class DecodePlan(Part):
         """Layers that choose, and so read all keys."""
         return frozenset(segment.filter for bucket in self.lengths for segment in bucket.segments)
 
+    @property
+    def follower_layers(self) -> frozenset[int]:
+        """Layers that read chosen tokens alone."""
+        return self.sparse_layers - self.filter_layers
+
 
 def _check_shared(buckets: Sequence[DecodeBucket]) -> None:
     """Raises FieldError unless the segments of all sparse buckets differ in nothing but their budgets."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.tasks import Kit, Sample
 from sparsekv.planner.tasks.text import Ids
+from sparsekv.plans.model import kv_bytes
 from sparsekv.runtime.architecture import architecture_of, recurrence_of
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.model_config import attention_groups
@@ -148,10 +149,10 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     layer holds while an unmodified model computes it."""
     config: Any = config_of(model)
     groups = attention_groups(config)
-    cached = sum(group.cached_values for group in groups)
+    cached = kv_bytes(groups, 1, model.dtype.itemsize)
     # Two hidden states, queries, the output of attention; then the MLP: what is gated, its gate, their product.
     widest_head = max(group.head_dim for group in groups if group.kind != "linear")
     held = 2 * config.hidden_size + 2 * config.num_attention_heads * widest_head
     widest: int = held + 3 * architecture_of(config.model_type).width_of(config)
     recurrent = recurrence_of(config).token_bytes if any(group.kind == "linear" for group in groups) else 0
-    return cached * model.dtype.itemsize + max(max(cached, widest) * model.dtype.itemsize, recurrent)
+    return cached + max(cached, widest * model.dtype.itemsize, recurrent)

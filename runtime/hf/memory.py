@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from sparsekv.kernels.topk import BLOCK_ELEMENTS
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.model import AttentionGroup, ModelInfo
+from sparsekv.plans.model import AttentionGroup, ModelInfo, kv_bytes
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.architecture import Recurrence, architecture_of, recurrence_of
@@ -104,7 +104,7 @@ class ModelSize:
         Raises:
             UsageError: it does not fit; the message has the estimate.
         """
-        cached = tokens * sum(group.cached_values for group in self.info.attention) * self.dtype.itemsize
+        cached = kv_bytes(self.info.attention, tokens, self.dtype.itemsize)
         if available is None or self.weights + cached <= available:
             return
         beside = f" and {cached / 2**30:.1f} GiB for keys and values of {tokens:,} tokens" if cached else ""
@@ -337,9 +337,9 @@ class MemoryModel:
     @cached_property
     def paged(self) -> frozenset[int]:
         """Layers whose keys and values go to virtual memory where they are on the device."""
-        context, layers = self.size.info.context_length, self._groups.keys() - self.evicting.keys()
-        own = [layer for layer in layers if self._groups[layer].cached_values]
-        return frozenset(layer for layer in own if pages_pay(self._layout(layer), context, self.page))
+        layers = (layer.layer for layer in self._program.caching if layer.role.evicts is None)
+        context = self.size.info.context_length
+        return frozenset(layer for layer in layers if pages_pay(self._layout(layer), context, self.page))
 
     def _layout(self, layer: int, batch: int = 1) -> Layout:
         layout = self._read_layout(layer, batch)

@@ -86,7 +86,7 @@ def place_layers(
                 f"expected 0 to {count - len(sharing)} layers in host memory{_why(sharing)}, found {asked}"
             )
         first = set(offload.layers if offload else ())
-        sparse = decode.sparse_layers - decode.filter_layers if decode else ()
+        sparse = decode.follower_layers if decode else ()
         ranked = sorted({*range(count)} - sharing, key=lambda layer: (layer not in first, layer not in sparse, -layer))
         return Placement(frozenset(ranked[:asked]), hot)
     unknown = {layer for layer in asked if not 0 <= layer < count or layer in sharing}
