@@ -5,65 +5,29 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from copy import deepcopy
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 from brute_force import BruteForce
+from core_checks import CHECKS, is_brute_force
+from core_rows import ATTEMPTS, Case, Row, build_case
 from masks import AmbiguousScoresError
 from poison import poisoned_memory
-from random_plans import random_model, random_plan
+from random_plans import random_model, random_plan, random_rules
 from tiny_models import random_tokens
+from tiny_plans import plan_for
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 import sparsekv
 from sparsekv.plans.schema import Plan
 
+pytestmark = pytest.mark.filterwarnings("ignore:kv_host_layers.*saves nothing")
 SEEDS = [pytest.param(seed, marks=pytest.mark.fuzz if seed >= 30 else ()) for seed in range(500)]
-ATTEMPTS = 12  # at scores that rounding does not decide
-
-
-@dataclass(frozen=True)
-class Walk:
-    """Calls of a model one behind the other, and those that a copy of the cache goes on with."""
-
-    pieces: tuple[torch.Tensor, ...]
-    fork: int | None  # the cache is copied before this piece
-    branch: tuple[torch.Tensor, ...]
-
-    @classmethod
-    def random(cls, draw: Random) -> Walk:
-        """Two turns at most, each of chunks cut anywhere and of decode steps."""
-        sizes = [size for turn in range(draw.choice([1, 1, 2])) for size in _turn(draw, first=turn == 0)]
-        batch, fork = draw.choice([1, 1, 2, 3]), draw.choice([None, draw.randint(1, len(sizes))])
-        more = [] if fork is None else _turn(draw, first=False)[-3:]
-        text = random_tokens(batch, sum(sizes) + sum(more), draw.randrange(1 << 30)).split([*sizes, *more], 1)
-        return cls(text[: len(sizes)], fork, text[len(sizes) :])
-
-    @property
-    def batch(self) -> int:
-        return self.pieces[0].shape[0]
-
-    @property
-    def ends(self) -> list[int]:
-        return torch.tensor([piece.shape[1] for piece in self.pieces]).cumsum(0).tolist()
-
-    def logits(self, model: PreTrainedModel, cache: Cache | None) -> torch.Tensor:
-        """Of every token, those of the branch last: [B, tokens, vocabulary]."""
-        runs: Any = model
-        seen, copied = [], None
-        for number, piece in enumerate(self.pieces):
-            copied = deepcopy(cache) if number == self.fork else copied
-            out = runs(piece, past_key_values=cache)
-            cache = out.past_key_values
-            seen.append(out.logits)
-        copied = deepcopy(cache) if self.fork == len(self.pieces) else copied
-        seen += [runs(piece, past_key_values=copied).logits for piece in self.branch]
-        return torch.cat(seen, 1)
 
 
 def _turn(draw: Random, *, first: bool) -> list[int]:
@@ -73,6 +37,46 @@ def _turn(draw: Random, *, first: bool) -> list[int]:
     sizes = [stop - start for start, stop in zip([0, *cuts], [*cuts, length], strict=True)]
     chunks = [size if size > 1 or (first and at == 0) else 2 for at, size in enumerate(sizes)]
     return [*chunks, *[1] * draw.randint(0, 6)]
+
+
+def random_case(draw: Random, seed: int) -> Case:
+    """A model, a plan and a cache; two turns at most, each of chunks cut anywhere and of decode steps."""
+    for attempt in range(ATTEMPTS):
+        model = random_model(draw)
+        sizes = [size for turn in range(draw.choice([1, 1, 2])) for size in _turn(draw, first=turn == 0)]
+        plan, full = random_plan(draw, model, [*accumulate(sizes)]), plan_for(model).model.full_layers
+        if full and draw.random() < 0.3:
+            plan = plan_for(model, plan.prefill, None, *random_rules(draw, full))
+        batch = draw.choice([1, 1, 2, 3])
+        pads = tuple(draw.randrange(sizes[0]) for _ in range(batch)) if draw.random() < 0.2 else ()
+        host = not plan.kv_cache and not (plan.decode and plan.decode.offload) and draw.random() < 0.2
+        moved = bool(plan.decode and plan.decode.offload) or host or bool(plan.kv_cache)
+        row = Row(
+            model.config.model_type,
+            prefill=plan.prefill,
+            decode=plan.decode,
+            evicting=plan.kv_cache or (),
+            options=({"kv_host_layers": 1} if host else {}) | ({"kv_dtype": "fp8"} if draw.random() < 0.2 else {}),
+            sizes=tuple(sizes),
+            batch=batch,
+            pads=() if moved else pads,
+            side=draw.choice(["left", "right"]),
+        )
+        with suppress(AmbiguousScoresError):
+            return build_case(row, model, plan, ATTEMPTS * seed + attempt)
+    raise AssertionError("expected a case that rounding does not decide")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@torch.no_grad()
+def test_a_random_row(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under brute force, and under one other check of tests/core."""
+    draw = Random(seed)
+    case = random_case(draw, seed)
+    is_brute_force(case, monkeypatch)
+    check = draw.choice([check for check, applies in CHECKS.items() if applies(case.row)])
+    print(check.__name__)
+    check(case, monkeypatch)
 
 
 @dataclass(frozen=True)
@@ -150,32 +154,6 @@ def _unambiguous(answers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         best = logits.topk(2).values
         if (best[..., 0] - best[..., 1]).min() < 1e-4:
             raise AmbiguousScoresError
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_logits_of_chunks_steps_and_copies_are_those_of_brute_force(seed: int) -> None:
-    draw, expected = Random(seed), None
-    for _ in range(ATTEMPTS):
-        model, walk = random_model(draw), Walk.random(draw)
-        plan = random_plan(draw, model, walk.ends)
-        try:
-            with torch.no_grad(), BruteForce(model, plan):
-                expected = walk.logits(model, DynamicCache())
-            break
-        except AmbiguousScoresError:
-            continue
-    assert expected is not None
-    backend, poison = draw.choice(["auto", "auto", "reference"]), draw.random() < 0.5
-    made = draw.choice([lambda _: None, lambda _: DynamicCache(), lambda handle: _new_cache(draw, handle, walk)])
-    memory = poisoned_memory() if poison else nullcontext()
-    with torch.no_grad(), sparsekv.apply(model, plan, backend=backend) as handle, memory:
-        found = walk.logits(model, made(handle))
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
-
-
-def _new_cache(draw: Random, handle: Any, walk: Walk) -> Cache:
-    """With room for all that comes, or for less."""
-    return handle.new_cache(draw.choice([walk.ends[-1], max(1, walk.ends[0] - 1)]), walk.batch)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -9,28 +9,61 @@ Shapes: B batch, H query heads, G KV heads, S queries, K keys, D head size.
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from masks import best, brute_heads, brute_mask
-from transformers import AttentionInterface, PreTrainedModel
+from masks import best, brute_computed_tiles, brute_heads, brute_mask
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.patterns import Dense
 from sparsekv.plans.phases import Retention, Segment
 from sparsekv.plans.schema import Plan
 
 _NAME = "brute_force"
 
 
+class RoundedCache(DynamicCache):
+    """Keys and values in e4m3: the first tokens of a head fix its scale, by which the largest number becomes 4 to 8."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self._scales: dict[int, list[torch.Tensor]] = {}
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *rest: Any, **more: Any) -> Any:
+        both = key_states, value_states
+        scales = self._scales.setdefault(layer_idx, [(x.abs().amax((0, 2, 3)).log2().floor() - 2).exp2() for x in both])
+        rounded = [_in_e4m3(x, scale_G) for x, scale_G in zip(both, scales, strict=True)]
+        return super().update(*rounded, layer_idx, *rest, **more)
+
+
+def _in_e4m3(x_BGSD: torch.Tensor, scale_G: torch.Tensor) -> torch.Tensor:
+    scale_G11 = scale_G[:, None, None]
+    return (x_BGSD / scale_G11).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale_G11
+
+
 class BruteForce:
-    """Runs `model` by the plan inside its `with` block. One token behind a past is a decode step, all else prefill."""
+    """Runs `model` by the plan inside its `with` block. One token behind a past is a decode step, all else prefill.
+
+    Attributes:
+        tiles, causal: computed in prefill, and of dense attention in the same layers.
+        attended, cached: tokens of decode steps, summed over layers and rows; keys that are only scored count half.
+    """
 
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
         self._model, self._plan = model, plan
         self._chosen: dict[int, torch.Tensor] = {}  # by filter layer, of the step under way
         self._kept = {layer: Kept(rule) for layer, rule in plan.retained.items()}
         self._queries: dict[int, torch.Tensor] = {}  # all so far, of filter layers that look back, over one cache
+        self.tiles, self.causal, self.attended, self.cached = 0.0, 0.0, 0, 0
+
+    def kept_rows(self, layer: int) -> int:
+        """Tokens that an evicting layer has in the end."""
+        kept_BGK = self._kept[layer].kept_BGK
+        (rows,) = set(kept_BGK.sum(2).flatten().tolist())
+        return rows
 
     def __enter__(self) -> BruteForce:
         self._before = self._model.config._attn_implementation
@@ -55,6 +88,8 @@ class BruteForce:
         visible_BHSK = mask_of(module.layer_idx, q_BHSD, k_BGKD, scaling, sliding_window)
         if kept := self._kept.get(module.layer_idx):
             visible_BHSK = kept.mask(q_BHSD, k_BGKD, scaling, self._cap, s_aux, visible_BHSK)
+        if steps:
+            self._count_step(module.layer_idx, visible_BHSK, sliding_window)
         k_BHKD, v_BHKD = (x.repeat_interleave(q_BHSD.shape[1] // x.shape[1], 1) for x in (k_BGKD, v_BGKD))
         scores_BHSK = capped(q_BHSD @ k_BHKD.mT * scaling, self._cap).masked_fill(~visible_BHSK, -math.inf)
         return (softmax(scores_BHSK, s_aux) @ v_BHKD).transpose(1, 2).contiguous(), None
@@ -65,6 +100,15 @@ class BruteForce:
         if any(one.filter == layer and one.selector != "last" for one in segments):
             self._queries[layer] = torch.cat((self._queries.get(layer, q_BHSD[:, :, :0]), q_BHSD), 2)
 
+    def _count_step(self, layer: int, visible_BH1K: torch.Tensor, window: int | None) -> None:
+        batch, _, _, length = visible_BH1K.shape
+        plan, attended_B = self._plan.decode, visible_BH1K[:, 0].sum((1, 2))
+        for segment in plan.bucket(length).segments if plan else ():
+            if segment.filter == layer in segment.layers:
+                attended_B = (attended_B + length // 2).clamp(max=length)
+        self.attended += int(attended_B.sum())
+        self.cached += batch * min(length, window or length)
+
     def _prefill_mask(
         self, layer: int, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
@@ -72,11 +116,15 @@ class BruteForce:
         length, plan = k_BGKD.shape[2], self._plan.prefill
         chunk = Chunk.uniform(batch, length - rows, length)
         i_S1, j_K = torch.arange(length - rows, length)[:, None], torch.arange(length)
-        if plan is None or (plan.lengths[0].dense and rows < min(length, plan.tile.query)):
+        if plan is None:
             return (j_K <= i_S1) & (i_S1 - j_K < (window or length))
-        patterns = plan.bucket(length).patterns(layer, heads)
-        found = brute_heads(patterns, q_BHSD, k_BGKD, chunk, plan.tile, scale=scale, window=window, cap=self._cap)
-        return brute_mask(found, chunk, plan.tile, rows, window)
+        short = plan.lengths[0].dense and rows < min(length, plan.tile.query)
+        patterns = (Dense(),) * heads if short else plan.bucket(length).patterns(layer, heads)
+        tiles_of = partial(brute_heads, chunk=chunk, tile=plan.tile, scale=scale, window=window, cap=self._cap)
+        computed = tiles_of(patterns, q_BHSD, k_BGKD)
+        self.tiles += sum(map(sum, brute_computed_tiles(computed, plan.tile)))
+        self.causal += sum(map(sum, brute_computed_tiles(tiles_of((Dense(),) * heads, q_BHSD, k_BGKD), plan.tile)))
+        return brute_mask(computed, chunk, plan.tile, rows, window)
 
     def _decode_mask(
         self, layer: int, q_BH1D: torch.Tensor, k_BGKD: torch.Tensor, scale: float, window: int | None
@@ -100,39 +148,39 @@ class Kept:
     """Which tokens of one cache an evicting layer still has, over a cache that drops nothing."""
 
     def __init__(self, rule: Retention) -> None:
-        self._rule, self._kept_BGK, self._queries, self._generated = rule, None, None, 0
+        self._rule, self.kept_BGK, self._queries, self._generated = rule, None, None, 0
 
     def mask(self, q_BHSD, k_BGKD, scale, cap, sinks_H, visible_BHSK):
         """bool [B, H, S, K]: `visible_BHSK` without the tokens that are dropped by now."""
         (batch, groups, length, _), rows = k_BGKD.shape, q_BHSD.shape[2]
-        if self._kept_BGK is None:
-            self._kept_BGK = torch.ones(batch, groups, 0, dtype=torch.bool)
+        if self.kept_BGK is None:
+            self.kept_BGK = torch.ones(batch, groups, 0, dtype=torch.bool)
         if rows == 1 < length:
             self._complete(k_BGKD[:, :, :-1], scale, cap, sinks_H)
             self._generated += 1
             self._grow(1)
             if self._generated > self._rule.generated:
-                self._kept_BGK[:, :, length - self._rule.generated - 1] = False
+                self.kept_BGK[:, :, length - self._rule.generated - 1] = False
         else:
             self._generated = 0
             self._queries = q_BHSD if self._queries is None else torch.cat((self._queries, q_BHSD), 2)
-            if not self._kept_BGK.all():
+            if not self.kept_BGK.all():
                 visible_BHSK = torch.arange(length) <= torch.arange(length - rows, length)[:, None]
             self._grow(rows)
-        return visible_BHSK & self._kept_BGK.repeat_interleave(q_BHSD.shape[1] // groups, 1)[:, :, None]
+        return visible_BHSK & self.kept_BGK.repeat_interleave(q_BHSD.shape[1] // groups, 1)[:, :, None]
 
     def _grow(self, rows):
-        self._kept_BGK = torch.cat((self._kept_BGK, torch.ones(*self._kept_BGK.shape[:2], rows, dtype=torch.bool)), 2)
+        self.kept_BGK = torch.cat((self.kept_BGK, torch.ones(*self.kept_BGK.shape[:2], rows, dtype=torch.bool)), 2)
 
     def _complete(self, k_BGKD, scale, cap, sinks_H):
         """The prompt is: drops what the rule does not keep, one KV head of one batch row at a time."""
         if self._queries is None:
             return
         observed, self._queries = self._queries[:, :, -self._rule.observe :], None
-        scores_BGK = torch.zeros(self._kept_BGK.shape, dtype=torch.float64)
+        scores_BGK = torch.zeros(self.kept_BGK.shape, dtype=torch.float64)
         per_group = observed.shape[1] // k_BGKD.shape[1]
         for b, g in product(range(len(k_BGKD)), range(k_BGKD.shape[1])):
-            held = self._kept_BGK[b, g].nonzero()[:, 0]
+            held = self.kept_BGK[b, g].nonzero()[:, 0]
             attention = torch.zeros(len(held), dtype=torch.float64)
             for h, w in product(range(g * per_group, (g + 1) * per_group), range(observed.shape[2])):
                 seen = held[: len(held) - observed.shape[2] + w + 1]
@@ -144,7 +192,7 @@ class Kept:
         if self._rule.heads == "max":
             scores_BGK = scores_BGK.amax(1, keepdim=True).expand_as(scores_BGK)
         for b, g in product(range(len(k_BGKD)), range(k_BGKD.shape[1])):
-            self._kept_BGK[b, g] = self._choose(self._kept_BGK[b, g], scores_BGK[b, g])
+            self.kept_BGK[b, g] = self._choose(self.kept_BGK[b, g], scores_BGK[b, g])
 
     def _choose(self, kept_K, scores_K):
         rule, held = self._rule, kept_K.nonzero()[:, 0].tolist()

@@ -182,7 +182,7 @@ def watched_pool(driver, limit: int = 1 << 40, at_once: bool = True) -> PagePool
 def page_on_the_host(patch: pytest.MonkeyPatch) -> PagePool:
     """Gives models on the CPU virtual memory, as those on CUDA have it; returns where pages come from."""
     pool = host_pool()
-    for user in ("paging", "memory"):
+    for user in ("plan_engine", "memory"):
         patch.setattr(f"sparsekv.runtime.hf.{user}.pool_of", lambda device: pool)
     patch.setattr("sparsekv.runtime.hf.apply.page_bytes", lambda device: pool.driver.granularity)
     return pool

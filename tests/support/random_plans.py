@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from tiny_models import USUAL, tiny_model
-from tiny_plans import info_of, plan_for
+from tiny_plans import drops, info_of, plan_for
 from transformers import PreTrainedModel
 
 from sparsekv.plans.model import ModelInfo
@@ -28,6 +28,7 @@ from sparsekv.plans.phases import (
     Offload,
     PrefillBucket,
     PrefillPlan,
+    Retention,
     Segment,
 )
 from sparsekv.plans.schema import Plan
@@ -58,6 +59,25 @@ def random_model(draw: Random) -> PreTrainedModel:
         ffn=32,
         seed=draw.randrange(1 << 30),
         **options,
+    )
+
+
+def random_rules(draw: Random, layers: tuple[int, ...]) -> tuple[Retention, ...]:
+    """Layers that evict, each by a rule of its own."""
+    some = [layer for layer in layers if draw.random() < 0.7] or [layers[0]]
+    return tuple(_rule(draw, layer) for layer in some)
+
+
+def _rule(draw: Random, layer: int) -> Retention:
+    keep = draw.choice([0, 1, draw.randint(2, 60), 1000, fraction(round(draw.uniform(0.02, 0.9), 2))])
+    return drops(
+        (layer,),
+        keep,
+        sink=draw.choice([0, 1, 4]),
+        recent=draw.choice([1, 3, 20]),
+        generated=draw.choice([1, 2, 5, 100]),
+        observe=draw.choice([1, 4, 30, 500]),
+        heads=draw.choice(["max", "per_kv_head"]),
     )
 
 

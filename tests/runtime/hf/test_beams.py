@@ -52,19 +52,6 @@ def test_captured_steps_take_beams(monkeypatch):
         assert torch.equal(found, model.generate(prompt, **BEAMS))
 
 
-def test_rows_that_are_repeated_and_left_out_go_on_alone(model):
-    prompts, token = random_tokens(2, 40), random_tokens(1, 1, 7)
-    with torch.no_grad(), apply(model, plan_for(model, None, WINDOWED)):
-        cache = model(prompts).past_key_values
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([3, 0, 1]))
-        found = model(token.expand(3, 1), past_key_values=cache).logits
-        for row, source in enumerate((1, 0, 0)):
-            alone = model(prompts[source : source + 1]).past_key_values
-            expected = model(token, past_key_values=alone).logits[0]
-            torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
-
-
 def test_rows_picked_behind_a_pass_that_failed_go_on_as_if_it_had_not_run(model):
     prompts, rows, last = random_tokens(3, 40), torch.tensor([2, 0]), model.model.layers[-1]
     with torch.no_grad(), apply(model, plan_for(model, None, WINDOWED)):

@@ -65,23 +65,6 @@ def test_the_older_name_of_a_cache_is_that_of_the_release(monkeypatch):
     assert named({"cache": 1, "past_key_values": None}) == {"cache": 1}
 
 
-def test_a_copied_cache_goes_its_own_way(model, cache):
-    twin = copy.deepcopy(cache)
-    first = next_logits(model, cache)
-    assert cache.get_seq_length() == 44
-    assert twin.get_seq_length() == 40
-    assert torch.equal(next_logits(model, twin), first)
-
-
-def test_a_reset_cache_starts_from_nothing(model, handle, cache):
-    expected = next_logits(model, cache)
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    assert handle.stats().kv_bytes_device + handle.stats().kv_bytes_host == 0
-    model(random_tokens(1, 40), past_key_values=cache)
-    assert torch.equal(next_logits(model, cache), expected)
-
-
 def test_a_cache_filled_without_a_plan_is_refused(model):
     with torch.no_grad():
         foreign = model(random_tokens(1, 20)).past_key_values
@@ -122,23 +105,6 @@ def test_a_cropped_cache_is_refused(cache):
         cache.crop(-1)
     cache.crop(0)
     assert cache.get_seq_length() == 40
-
-
-@pytest.mark.parametrize("handle", ["host"], indirect=True)
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda cache: cache.reorder_cache(torch.tensor([0])),
-        lambda cache: cache.batch_repeat_interleave(2),
-        lambda cache: cache.batch_select_indices(torch.tensor([0])),
-    ],
-    ids=["reorder", "repeat", "select"],
-)
-def test_other_rows_of_a_cache_in_host_memory_are_refused(cache, change):
-    before = [layer.store.lengths for layer in cache.layers]
-    with pytest.raises(UnsupportedError, match="host memory"):
-        change(cache)
-    assert [layer.store.lengths for layer in cache.layers] == before
 
 
 def test_statistics_give_the_bytes_of_the_cache_used_last(model, handle):

@@ -1,20 +1,13 @@
 """Decode over chosen tokens, against the same thing by brute force."""
 
 import copy
-from contextlib import suppress
-from itertools import count
 
 import pytest
 import torch
-from brute_force import BruteForce
-from masks import AmbiguousScoresError
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
-from transformers import DynamicCache
 
-from sparsekv.planner.cost.predict import decode_share
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.plans.phases import DecodeBucket, DecodePlan
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf import attach
 from sparsekv.runtime.hf.apply import apply
@@ -42,14 +35,6 @@ def run(model, turns, cache=None):
     return torch.cat(seen, 1)
 
 
-def by_brute_force(model, plan, batch, *lengths):
-    """Turns of which rounding decides no choice, and their logits."""
-    for seed in count():
-        turns = [random_tokens(batch, length, seed + number) for number, length in enumerate(lengths)]
-        with suppress(AmbiguousScoresError), BruteForce(model, plan):
-            return turns, run(model, turns, DynamicCache())
-
-
 SEGMENTS = {
     "last": [segment(0, (1, 2, 3), 12)],
     "uniform": [segment(0, (1, 2, 3), 12, selector="uniform", window=5)],
@@ -70,14 +55,6 @@ def model():
     return tiny_model(layers=6)
 
 
-@pytest.mark.parametrize("name", SEGMENTS)
-def test_decode_is_what_the_plan_says(model, name: str):
-    plan = plan_for(model, None, decode_plan(*SEGMENTS[name]))
-    turns, expected = by_brute_force(model, plan, 2, 100, 40)
-    with apply(model, plan):
-        torch.testing.assert_close(run(model, turns), expected, atol=1e-4, rtol=1e-4)
-
-
 def test_a_window_of_queries_holds_no_graph_of_the_passes_it_came_from(model):
     """With gradients on, as torch has them unless told otherwise."""
     prompt, plan = random_tokens(2, 60), decode_plan(segment(0, (1, 2, 3), 12, selector="uniform", window=5))
@@ -88,16 +65,6 @@ def test_a_window_of_queries_holds_no_graph_of_the_passes_it_came_from(model):
                 cache = model(prompt[:, :-1]).past_key_values
                 logits.append(model(prompt[:, -1:], past_key_values=copy.deepcopy(cache)).logits.detach())
     assert torch.equal(*logits)
-
-
-@pytest.mark.parametrize("window", [5, 30, 90])
-def test_a_sliding_layer_of_a_segment_keeps_its_window(window: int):
-    kinds = ["full_attention", "sliding_attention", "full_attention"]
-    model = tiny_model("qwen2", layer_types=kinds, use_sliding_window=True, sliding_window=window, max_window_layers=0)
-    plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 20)))
-    turns, expected = by_brute_force(model, plan, 1, 80)
-    with apply(model, plan):
-        torch.testing.assert_close(run(model, turns), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_the_layers_of_a_segment_find_a_needle_that_only_the_filter_layer_looks_for(model):
@@ -155,34 +122,6 @@ def test_where_sinks_budget_and_recent_cover_the_context_the_step_is_dense_bit_f
     with torch.no_grad(), apply(model, plan, decode=False):
         cache = model(prompt).past_key_values
         assert torch.equal(model(token, past_key_values=cache).logits, covered)
-
-
-def test_a_context_that_outgrows_the_last_sparse_length_is_dense_again(model):
-    sparse = DecodeBucket(up_to=45, segments=(segment(0, (1, 2, 3), 4),))
-    plan = plan_for(model, None, DecodePlan(lengths=(sparse, DecodeBucket(up_to=None, dense=True))))
-    shares = []
-    with torch.no_grad(), apply(model, plan) as handle:
-        cache = model(random_tokens(1, 40)).past_key_values
-        for token in random_tokens(1, 8, seed=1).split(1, 1):
-            handle.reset_stats()
-            model(token, past_key_values=cache)
-            shares.append(handle.stats().decode_share)
-    assert [share == 1.0 for share in shares] == [False] * 5 + [True] * 3
-
-
-@pytest.mark.parametrize(
-    ("layers", "scored"), [((1, 2, 3), 51), ((0, 1, 2), 51 // 2 + 2 + 4 + 3)], ids=["a dense filter", "its own choice"]
-)
-def test_statistics_count_what_decode_attended_to_and_keys_that_are_only_scored_as_half(model, layers, scored):
-    plan = plan_for(model, None, decode_plan(segment(0, layers, 4)))
-    with torch.no_grad(), apply(model, plan) as handle:
-        cache = model(random_tokens(1, 50)).past_key_values
-        model(random_tokens(1, 1), past_key_values=cache)
-        stats = handle.stats()
-    sparse = len(set(layers) - {0})
-    assert stats.decode_tokens_cached == 6 * 51
-    assert stats.decode_tokens_attended == scored + (5 - sparse) * 51 + sparse * (2 + 4 + 3)
-    assert stats.decode_share == pytest.approx(decode_share(plan.decode.lengths[0].segments, 51, plan.model))
 
 
 def test_with_offload_device_bytes_fall_by_what_moved_to_the_host(model):

@@ -37,18 +37,6 @@ def expected(model, plan, prompt, new):
         return steps(model, prompt, new)[0]
 
 
-OWN = decode_plan(segment(0, (0, 1), 12, sink=4, recent=10))
-
-
-@pytest.mark.parametrize("plan", [None, SPARSE, OWN], ids=["dense", "sparse", "a filter layer that is sparse"])
-def test_logits_are_those_of_the_cpu(model, captured, plan):
-    prompt, new = random_tokens(2, 60), random_tokens(2, 4, 1)
-    with apply(model, plan_for(model, None, plan), backend="triton") as handle:
-        found, cache = steps(model, prompt, new)
-        assert (handle.steps.replayed, handle.steps.why_not, cache.get_seq_length()) == (4, "", 64)
-    torch.testing.assert_close(found, expected(model, plan_for(model, None, plan), prompt, new), rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", "qwen3_vl"])
 def test_the_decoder_inside_a_multimodal_model_is_captured(captured, kind):
     whole = multimodal_model(config=multimodal_config(kind, layers=2, head_dim=16, heads=2, kv_heads=1))

@@ -13,7 +13,6 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.exact import Greedy, Sampled
 
 GOOD = decode_plan(segment(0, (1, 2, 3), 30, sink=4, recent=10))
@@ -41,28 +40,6 @@ def generated(model, prompt, cache=None, new=40, **more):
 def exactly(model, plan, prompt, **more):
     with apply(model, plan_for(model, None, plan), exact=True) as handle:
         return generated(model, prompt, **more), handle.stats()
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("plan", [GOOD, BAD], ids=["good drafts", "bad drafts"])
-def test_tokens_are_those_of_dense_decoding(model, drafting, rows, plan):
-    prompt = random_tokens(rows, 50)
-    found, stats = exactly(model, plan, prompt)
-    assert torch.equal(found, generated(model, prompt))
-    assert 0 < stats.drafts_accepted < stats.tokens_drafted
-    assert stats.checks < 40
-
-
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss", "mixtral", "phi3", "smollm3"])
-def test_caps_sinks_windows_and_experts_are_checked_as_dense_decoding_has_them(drafting, family):
-    other = tiny_model(family, layers=6)
-    first, *rest = describe_model(other).full_layers
-    plan = plan_for(other, None, decode_plan(segment(first, tuple(rest), 15, sink=2, recent=5)))
-    prompt, new = random_tokens(2, 60), 24
-    with apply(other, plan, decode=False):
-        dense = generated(other, prompt, new=new)
-    with apply(other, plan, exact=True):
-        assert torch.equal(generated(other, prompt, new=new), dense)
 
 
 def test_drafts_behind_rows_that_ended_do_not_grow_the_cache(model, drafting):
@@ -160,19 +137,6 @@ def test_a_turn_goes_on_from_rows_that_ended_at_different_tokens(model, drafting
         text = (prompt[row, mask[row].bool()], answers[row, :count], more[row])
         expected = model(torch.cat(text)[None]).logits[0, -7:]
         torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_rows_are_drafted_and_checked_as_rows_of_their_own_lengths(model, drafting, side):
-    prompt, pads = random_tokens(3, 50), (0, 20, 7)
-    mask = torch.ones_like(prompt)
-    for row, pad in enumerate(pads):
-        (mask[row, :pad] if side == "left" else mask[row, 50 - pad :]).fill_(0)
-    with apply(model, plan_for(model, None, GOOD), exact=True):
-        found = generated(model, prompt, attention_mask=mask)
-    for row in range(3):
-        alone = generated(model, prompt[row : row + 1][:, mask[row].bool()])
-        assert found[row, 50:].tolist() == alone[0, -40:].tolist()
 
 
 def test_single_passes_are_dense_too(model):

@@ -104,24 +104,6 @@ def test_local_layers_run_as_they_are_between_planned_ones(length: int) -> None:
             torch.testing.assert_close(logits(DynamicCache()), expected, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("heads", ["max", "per_kv_head"])
-@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma2"])
-def test_choices_by_several_queries_are_of_the_layers_own_softmax(architecture: str, heads: str) -> None:
-    model, text = tiny_model(architecture), random_tokens(2, 154)
-    own = segment(0, (1, 2), 9, sink=2, recent=3, selector="exponential", window=3, heads=heads)
-    plan = plan_for(model, every_head(model, *SPARSE), decode_plan(own))
-    pieces = text.split([150, 1, 1, 1, 1], 1)
-
-    def logits(cache):
-        return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], 1)
-
-    with torch.no_grad():
-        with BruteForce(model, plan):
-            expected = logits(DynamicCache())
-        with apply(model, plan, chunking=CUT, kv_host_layers=[2]):
-            torch.testing.assert_close(logits(DynamicCache()), expected, atol=1e-3, rtol=1e-3)
-
-
 def test_local_layers_are_never_filters_and_windows_beyond_the_context_are_none() -> None:
     model = tiny_model("gemma3_text", **GLOBAL_THIRD)
     assert {group.layers: (group.kind, group.window) for group in describe_model(model).attention} == {

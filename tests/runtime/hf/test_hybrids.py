@@ -1,13 +1,11 @@
 """Layers with a recurrent state run as they are beside planned ones; what cannot be taken back is refused."""
 
-import copy
 import re
 
 import pytest
 import torch
-from brute_force import BruteForce
 from tiny_models import HYBRIDS, random_tokens, tiny_model, tiny_tokenizer
-from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
+from tiny_plans import decode_plan, every_head, plan_for, segment
 from torch.profiler import profile
 from transformers import DynamicCache
 
@@ -63,52 +61,6 @@ def test_recurrent_layers_are_described_last(model) -> None:
     assert (linear.heads, linear.head_dim) == {
         "qwen3": (4, 16), "lfm2": (1, 64), "jamba": (1, 128), "bamba": (4, 32), "granitemoehybrid": (4, 32)
     }[re.sub("_.*", "", model.config.model_type)]  # fmt: skip
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_a_plan_that_covers_everything_gives_the_tokens_of_the_model(model, batch: int) -> None:
-    prompt = random_tokens(batch, 150)
-    ask = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
-    dense, covering = model.generate(prompt, **ask), AShape(sink=tokens(1), window=fraction(1.0))
-    first, *others = attending(model)
-    plan = plan_for(model, prefill_of(model, covering), decode_plan(segment(first, (*others,) or (first,), EVERYTHING)))
-    with apply(model, plan, chunking=CUT) as handle:
-        assert torch.equal(model.generate(prompt, **ask), dense)
-        cache = handle.new_cache(156, batch)
-        assert torch.equal(model.generate(prompt, **ask, past_key_values=cache), dense)
-    assert handle.stats().decode_share == 1.0
-
-
-@pytest.mark.parametrize("pieces", [(150,), (70, 80), (64, 65, 21)], ids=str)
-def test_pieces_and_steps_are_those_of_brute_force(model, pieces: tuple[int, ...]) -> None:
-    text, plan = random_tokens(2, 154), plan_of(model)
-    parts = text.split([*pieces, 1, 1, 1, 1], 1)
-
-    def logits(cache):
-        return torch.cat([model(part, **cache_inputs(model, cache, part)).logits for part in parts], 1)
-
-    with torch.no_grad():
-        if len(pieces) > 1 and takes_one_piece(model.config.model_type):
-            return
-        with BruteForce(model, plan):
-            expected = logits(DynamicCache(config=model.config))
-        with apply(model, plan, kv_host_layers=attending(model)[-1:]):
-            torch.testing.assert_close(logits(DynamicCache()), expected, atol=1e-3, rtol=1e-3)
-            cache = DynamicCache()  # without positions
-            found = torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
-            torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
-
-
-def test_several_tokens_behind_a_past_are_refused_where_a_state_would_be_lost_and_one_goes_on(model) -> None:
-    if not takes_one_piece(model.config.model_type):
-        pytest.skip("has its state")
-    text = random_tokens(1, 80)
-    with torch.no_grad(), apply(model, plan_for(model)):
-        cache = model(text[:, :-1]).past_key_values
-        with pytest.raises(UnsupportedError, match=r"begin every pass .* found 2 tokens behind 79 cached"):
-            model(text[:, :2], past_key_values=cache)
-        found = model(text[:, -1:], past_key_values=cache).logits
-        torch.testing.assert_close(found, model(text).logits[:, -1:], atol=1e-3, rtol=1e-3)
 
 
 def test_pieces_and_steps_of_the_unmodified_model_are_its_whole_text(model) -> None:
@@ -170,31 +122,6 @@ def test_a_prompt_is_streamed_in_pieces(model) -> None:
     with apply(model, plan_for(model)):
         whole, pieces = (generate_stream(loaded, prompt, max_new_tokens=6, chunk=chunk) for chunk in (None, 40))
     assert whole.token_ids == pieces.token_ids
-
-
-def test_a_copy_of_a_cache_has_a_state_of_its_own(model) -> None:
-    prompt, token = random_tokens(1, 90), random_tokens(1, 1, 1)
-    with torch.no_grad(), apply(model, plan_of(model)):
-        cache = model(prompt).past_key_values
-        copied = copy.deepcopy(cache)
-        expected = model(token, past_key_values=cache).logits
-        model(token, past_key_values=cache)
-        assert torch.equal(model(token, past_key_values=copied).logits, expected)
-
-
-def test_a_pass_that_failed_leaves_a_cache_that_is_refused_until_it_is_reset(model) -> None:
-    prompt, past = random_tokens(1, 90), 89 if takes_one_piece(model.config.model_type) else 50
-    with torch.no_grad(), apply(model, plan_of(model)):
-        expected = model(prompt).logits
-        cache = model(prompt[:, :past]).past_key_values
-        hook = model.model.layers[2].register_forward_pre_hook(lambda module, args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(prompt[:, past:], past_key_values=cache)
-        hook.remove()
-        with pytest.raises(UsageError):
-            model(prompt[:, past:], past_key_values=cache)
-        cache.reset()
-        assert torch.equal(model(prompt, past_key_values=cache).logits, expected)
 
 
 def test_what_a_recurrent_state_cannot_do_is_refused(model) -> None:

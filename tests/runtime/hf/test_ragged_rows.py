@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from emulated_graphs import emulate
 from tiny_models import TYPICAL, random_tokens, tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 
@@ -153,28 +152,6 @@ def near(found, alone):
     torch.testing.assert_close(found, alone[0], rtol=1e-4, atol=1e-4)
 
 
-def test_several_tokens_without_a_mask_follow_each_row(model, handle):
-    ids, mask = padded(PROMPTS)
-    cache = model(ids, attention_mask=mask).past_key_values
-    new = random_tokens(4, 6, 5)
-    found = model(new, past_key_values=cache).logits
-    for row, prompt in enumerate(PROMPTS):
-        near(found[row], model(new[row : row + 1], past_key_values=model(prompt).past_key_values).logits)
-
-
-def test_a_copied_and_a_reset_cache(model, handle):
-    ids, mask = padded(PROMPTS, columns=210)
-    cache = model(ids, attention_mask=mask).past_key_values
-    twin = copy.deepcopy(cache)
-    expected = decoded(model, cache)
-    assert (twin.get_seq_length(), cache.get_seq_length()) == (210, 215)
-    assert torch.equal(decoded(model, twin), expected)
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    model(ids, attention_mask=mask, past_key_values=cache)
-    assert torch.equal(decoded(model, cache), expected)
-
-
 def test_a_pass_that_failed_in_a_later_row_leaves_nothing(model, handle, monkeypatch):
     ids, mask = padded(PROMPTS)
     cache = model(ids, attention_mask=mask).past_key_values
@@ -199,20 +176,6 @@ def test_long_rows_are_cut_each_by_itself(model, cuts):
         assert sorted(cuts) == [3, 3, 3, 4, 4, 4]
         for row, prompt in enumerate(PROMPTS):
             near(found[row], model(prompt, logits_to_keep=1).logits)
-
-
-def test_captured_steps_take_rows_of_different_lengths(monkeypatch):
-    emulate(monkeypatch)
-    model = tiny_model(layers=2, head_dim=16, heads=2, kv_heads=1)
-    plan = plan_for(model, None, decode_plan(segment(0, (1,), 12, sink=4, recent=10)))
-    ids, mask = padded(PROMPTS[:2], columns=160)
-    with torch.no_grad(), apply(model, plan, backend="triton") as handle:
-        found = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
-        assert (handle.steps.replayed, handle.steps.why_not) == (4, "")
-    with torch.no_grad(), apply(model, plan, backend="cpu"):
-        for row, prompt in enumerate(PROMPTS[:2]):
-            alone = model.generate(prompt, max_new_tokens=5, do_sample=False)
-            assert torch.equal(found[row, 160:], alone[0, LENGTHS[row] :])
 
 
 def test_what_rows_of_different_lengths_cannot_do_yet_is_refused(model):
