@@ -37,7 +37,8 @@ from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.planner.decode_candidates import anchor_layers
 from sparsekv.planner.evaluation import PlanMode
 from sparsekv.planner.evaluation.results import Spent
-from sparsekv.planner.filter_layers import FilterSegment, Floats, following, lost_mass, segment_of
+from sparsekv.planner.filter_layers import FilterSegment, following, lost_mass, segment_of
+from sparsekv.planner.prices import Floats
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Reuse
 from sparsekv.planner.profile.search_space import CommonPrefix, Patterns, fit_to_target
 from sparsekv.plans.model import ModelInfo

@@ -35,11 +35,12 @@ from sparsekv.bench.baselines import (
 from sparsekv.bench.tile_rules import ScoreKind, cumulative_mass, max_threshold
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.common_options import Phase
-from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
-from sparsekv.planner.cost.predict import DENSE, ScoreTables
 from sparsekv.planner.evaluation import Mode, PlanMode
 from sparsekv.planner.filter_layers import choose_filter_layers
-from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family, PlanOptions, density_for, settle
+from sparsekv.planner.job import head_shape
+from sparsekv.planner.options import FAMILIES, Family, PlanOptions, density_for, settle
+from sparsekv.planner.predict import DENSE, ScoreTables
+from sparsekv.planner.prices import Prices, shipped_prices
 from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, for_profile
 from sparsekv.plans import patterns
@@ -117,7 +118,7 @@ def _compiled_prefill(inputs: CurveInputs, length: int) -> Modes:
     for density in ladder:
         options, own = for_profile(asked.but(target_density=(density,)), inputs.profile)
         try:
-            prefill = allocate(own, _no_prices(own), settle(options, own.model.context_length, "cpu"))
+            prefill = allocate(own, _prices(own), settle(options, own.model.context_length, "cpu"))
         except UsageError:
             if density == ladder[-1]:
                 raise
@@ -131,7 +132,7 @@ def _preset(inputs: CurveInputs, length: int) -> Modes:
     assert inputs.preset is not None
     asked = PlanOptions(lengths=(length,), phases=("prefill",), crossover=False, verify_samples=0)
     options, own = for_profile(asked, inputs.preset)
-    prefill = allocate(own, _no_prices(own), settle(options, own.model.context_length, "cpu"))
+    prefill = allocate(own, _prices(own), settle(options, own.model.context_length, "cpu"))
     yield "preset", PlanMode(_plan_of(inputs, prefill), "prefill")
 
 
@@ -140,9 +141,7 @@ def _compiled_decode(inputs: CurveInputs, length: int) -> Modes:
     found: dict[tuple[Segment, ...], str] = {}
     for name, options in _decode_options(length, bool(entry.trials)):
         asked, own = for_profile(options, cast(Profile, inputs.profile))
-        bucket = choose_filter_layers(own, _no_prices(own), settle(asked, own.model.context_length, "cpu")).bucket(
-            length
-        )
+        bucket = choose_filter_layers(own, _prices(own), settle(asked, own.model.context_length, "cpu")).bucket(length)
         if bucket.segments:
             found.setdefault(bucket.segments, name)
     compiled = list(found.items())
@@ -171,23 +170,9 @@ def _plan_of(inputs: CurveInputs, prefill: PrefillPlan) -> Plan:
     return Plan(status="unverified", model=inputs.loaded.info, prefill=prefill)
 
 
-def _no_prices(profile: Profile) -> DeviceCost:
-    """A device cost that nothing reads: without a crossover, tiles and tokens decide."""
-    group = profile.model.group_of(profile.model.full_layers[0])
-    two, three, five = (Line(prices=(0.0,) * count) for count in (2, 3, 5))
-    return DeviceCost(
-        device="none",
-        dtype=profile.dtype,
-        backend=profile.backend,
-        shape=HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim),
-        tile=profile.tile,
-        prefill_dense=two,
-        prefill_sparse=five,
-        index=dict.fromkeys(KNOWN_FAMILIES, three),
-        decode_dense=two,
-        decode_sparse=two,
-        decode_choose=two,
-    )
+def _prices(profile: Profile) -> Prices:
+    """Prices that nothing reads: without a crossover, tiles and tokens decide."""
+    return shipped_prices(head_shape(profile.model), profile.tile)
 
 
 # --- prefill of others ------------------------------------------------------------------------------------------------

@@ -22,13 +22,13 @@ from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import to_data
 
 if TYPE_CHECKING:
-    from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost
     from sparsekv.planner.job import Job
     from sparsekv.planner.plan import PlanResult
+    from sparsekv.planner.prices import Prices
     from sparsekv.planner.profile.profile_data import Profile
     from sparsekv.planner.progress import Progress
 
-    Measured = tuple[Profile | None, DeviceCost | None]
+    Measured = tuple[Profile | None, Prices | None]
 
 _HOW_SPARSE = "longer --lengths or --no-crossover leave more of it sparse, looser gates where it missed them"
 _PROFILED = ("preset", "calibration_samples", "prompts_file")
@@ -104,12 +104,12 @@ def plan(flags: PlanFlags) -> None:
 
 
 def _measured(flags: PlanFlags, wanted: PlanOptions) -> Measured:
-    from sparsekv.planner.cost.device_cost import DeviceCost
+    from sparsekv.planner.prices import Prices
     from sparsekv.planner.profile.profile_data import Profile, narrowed
     from sparsekv.planner.records import read_measured
 
     profile = read_measured(Profile, flags.profile) if flags.profile else None
-    cost = read_measured(DeviceCost, flags.cost) if flags.cost else None
+    cost = read_measured(Prices, flags.cost) if flags.cost else None
     narrowed(wanted, profile, cost)
     return profile, cost
 
@@ -160,17 +160,10 @@ def _facts(result: PlanResult, out: Path, seconds: float) -> dict[str, Any]:
         "status": result.plan.status,
         "prefill_density": result.prefill_density,
         "predicted_speedup": result.predicted_speedup,
-        "attention": [_times(one) for one in result.timings],
         "filter_layers": list(result.filter_layers),
         "quality": None if quality is None else to_data(quality),
         "seconds": round(seconds, 3),
     }
-
-
-def _times(timing: BucketTiming) -> dict[str, Any]:
-    names = ("dense_us", "sparse_us", "dense_line_us", "sparse_line_us", "density")
-    times = {name.replace("_line_us", "_predicted_us"): getattr(timing, name) for name in names}
-    return {"length": timing.length, "layers": list(timing.layers), **times}
 
 
 app = commands.app(

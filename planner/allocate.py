@@ -14,20 +14,16 @@ neighbours would lose accuracy and win nothing that was asked for. The plan is t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from itertools import pairwise
-from types import MappingProxyType
 
 import numpy as np
 
-from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost
-from sparsekv.planner.cost.predict import (
+from sparsekv.planner.options import Family, Settled
+from sparsekv.planner.predict import (
     ABSENT,
     DENSE,
-    SURE_GAIN,
     Choice,
-    Floats,
     Mask,
     Savings,
     ScoreTables,
@@ -37,12 +33,11 @@ from sparsekv.planner.cost.predict import (
     predicted_gain,
     prefill_estimate,
 )
-from sparsekv.planner.options import Family, Settled
+from sparsekv.planner.prices import Floats, Prices
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.profile.search_space import ROUNDING, too_low
 from sparsekv.planner.relaxation import Allocation, solve
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.files import content_digest
 from sparsekv.plans.patterns import Pattern, TileShape, mandatory_density
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.types import format_length
@@ -51,10 +46,7 @@ from sparsekv.plans.types import format_length
 TOLERANCE = 1.1
 
 
-def allocate(
-    profile: Profile, cost: DeviceCost, options: Settled, say: Callable[[str], None] | None = None,
-    timed: Mapping[int, TimedCandidate] = MappingProxyType({}),
-) -> PrefillPlan:  # fmt: skip
+def allocate(profile: Profile, cost: Prices, options: Settled, say: Callable[[str], None] | None = None) -> PrefillPlan:
     """The prefill phase of a plan: one bucket a profiled length, and an open-ended one like the last (dense where that
     would not pay all the way up to the model's context).
 
@@ -66,22 +58,17 @@ def allocate(
         options: settled for the profile: `target_density` has one entry a profiled length, or none where the profile
             has one density a length (the preset).
         say: gets a line a length: the damage of the allocation, and how far above the least possible it may be.
-        timed: `timed_candidates` of the same; at their lengths what was timed decides between dense and sparse.
 
     Raises:
         UsageError: a target lies below all that was profiled.
     """
     work, choices = [], []
     for entry, target in _targets(profile, options):
-        own = timed.get(entry.length)
-        length = _Length(profile, entry, own.cost if own else cost, options)
+        length = _Length(profile, entry, cost, options)
         choice = length.chosen(options, target)
-        line = length.told()
-        if own:
-            choice, line = length.decided((choice, line), (own.candidate.choice, own.candidate.told))
         work.append(length)
         choices.append(choice)
-        if say is not None and line:
+        if say is not None and (line := length.told()):
             say(line)
     buckets: list[PrefillBucket] = []
     for length, choice in zip(work, choices, strict=True):
@@ -93,85 +80,6 @@ def allocate(
     # A dense bucket that a longer dense one follows is part of it.
     lengths = [bucket for bucket, after in pairwise([*buckets, last]) if not (bucket.dense and after.dense)]
     return PrefillPlan(tile=profile.tile, lengths=(*lengths, last))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BucketChoice:
-    """Holds what the lines make of a length. Where they leave nothing sparse, what would be without a crossover: timing
-    either decides whether the length runs dense.
-
-    Attributes:
-        choice: of every head.
-        bucket: the same as the plan has it.
-        digest: of the bucket, and of the weights that attend by it.
-        told: how good the allocation is.
-    """
-
-    tables: ScoreTables
-    choice: Choice
-    bucket: PrefillBucket
-    digest: str
-    told: str | None
-
-    @property
-    def length(self) -> int:
-        """The profiled length."""
-        return self.tables.entry.length
-
-
-def candidates(profile: Profile, cost: DeviceCost, options: Settled) -> tuple[BucketChoice, ...]:
-    """Returns what is to be timed before `allocate` decides: nothing without a crossover, nor of lengths that are dense
-    for another reason.
-
-    Raises:
-        UsageError: see `allocate`.
-    """
-    if not options.crossover or "prefill" not in options.phases:
-        return ()
-    found = []
-    for entry, target in _targets(profile, options):
-        if entry.length in options.dense_at("prefill"):
-            continue
-        for own in (options, options.but(crossover=False)):
-            length = _Length(profile, entry, cost, own, strict=False)
-            choice = length.chosen(options, target)
-            if (choice >= 0).any():
-                found.append(_candidate(profile, length, choice))
-                break
-    return tuple(found)
-
-
-def _candidate(profile: Profile, length: _Length, choice: Choice) -> BucketChoice:
-    bucket = length.bucket(choice)
-    part = {"bucket": bucket.model_dump(mode="json"), "weights": profile.model.fingerprint.weights}
-    return BucketChoice(length.tables, choice, bucket, content_digest(part), length.told())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TimedCandidate:
-    """A candidate whose timing the device cost has.
-
-    Attributes:
-        cost: prices at its length, which come to what was timed.
-        gain: how many times as fast as dense they say that all layers are.
-    """
-
-    candidate: BucketChoice
-    timing: BucketTiming
-    cost: DeviceCost
-    gain: float
-
-
-def timed_candidates(profile: Profile, cost: DeviceCost, options: Settled) -> dict[int, TimedCandidate]:
-    """Returns the candidates that were timed, by length. At other lengths the lines decide as they are."""
-    found = {}
-    for one in candidates(profile, cost, options) if cost.buckets else ():
-        if (timing := cost.timed(one.digest, one.length)) is not None:
-            own = cost.corrected(timing)
-            found[one.length] = TimedCandidate(
-                one, timing, own, predicted_gain(prefill_estimate(own, one.tables, one.choice, profile))
-            )
-    return found
 
 
 def _targets(profile: Profile, options: Settled) -> list[tuple[LengthProfile, float]]:
@@ -233,16 +141,9 @@ def at_target(tables: ScoreTables, families: Collection[Family], target: float) 
 
 
 class _Length:
-    """The allocation of one length.
+    """The allocation of one length."""
 
-    Args:
-        strict: raise where a target is out of reach by these prices; else come as near to it as can be.
-    """
-
-    def __init__(
-        self, profile: Profile, entry: LengthProfile, cost: DeviceCost, options: Settled, *, strict: bool = True
-    ) -> None:
-        self._strict = strict
+    def __init__(self, profile: Profile, entry: LengthProfile, cost: Prices, options: Settled) -> None:
         self._profile, self._entry, self._cost = profile, entry, cost
         self._tile: TileShape = profile.tile
         self.tables = ScoreTables.of(entry)
@@ -258,10 +159,6 @@ class _Length:
         if self._profile.preset is None and self._least > target * (1.0 + ROUNDING):
             raise self._unreached(target, self._least)
         return self._at(target)
-
-    def decided(self, *choices: tuple[Choice, str | None]) -> tuple[Choice, str | None]:
-        """Returns the first of these choices that surely gains, and what is told of it; dense where none does."""
-        return next((one for one in choices if self._gain(one[0]) >= SURE_GAIN), (self._dense, None))
 
     @property
     def _dense(self) -> Choice:
@@ -374,7 +271,7 @@ class _Length:
         tables = self.tables
         # A range whose smallest pattern costs more than the target is not at the target cost.
         usable_LCH = allowed_LCH & (tables.density_LCH <= target * TOLERANCE)
-        if (missing_LH := sparse_LH & ~usable_LCH.any(1)).any() and self._savings is None and self._strict:
+        if (missing_LH := sparse_LH & ~usable_LCH.any(1)).any() and self._savings is None:
             least_LH = np.where(self._own_LCH, tables.density_LCH, np.inf).min(1)
             raise self._unreached(target, float(least_LH[missing_LH].max()))
         damage_LCH = np.where(usable_LCH, tables.damage_LCH, np.inf)

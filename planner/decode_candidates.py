@@ -16,10 +16,8 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from sparsekv.planner.cost.predict import decode_share, visible_tokens
 from sparsekv.planner.filter_layers import (
     FilterSegment,
-    Floats,
     SegmentProblem,
     budget_index,
     following,
@@ -29,6 +27,8 @@ from sparsekv.planner.filter_layers import (
     solve_segments,
 )
 from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.predict import decode_share, visible_tokens
+from sparsekv.planner.prices import Floats
 from sparsekv.planner.profile.profile_data import LengthProfile, Reuse
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, fraction

@@ -26,9 +26,9 @@ import torch
 
 from sparsekv.planner.decode_candidates import CandidateSpace, Segments
 from sparsekv.planner.decode_trials import DecodeTrials, Prefix, decode_trials
-from sparsekv.planner.filter_layers import Floats
 from sparsekv.planner.job import Job
 from sparsekv.planner.options import Settled
+from sparsekv.planner.prices import Floats
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.progress import Progress, StageStep
 from sparsekv.plans.model import ModelInfo, kv_bytes

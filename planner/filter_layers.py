@@ -25,9 +25,9 @@ from itertools import chain, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.cost.predict import decode_share, dense_step_us, longest_losing, pays, step_us, visible_tokens
 from sparsekv.planner.options import Settled
+from sparsekv.planner.predict import decode_share, dense_step_us, longest_losing, pays, step_us, visible_tokens
+from sparsekv.planner.prices import Floats, Prices
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile, Reuse, TokenChoice
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
@@ -36,14 +36,13 @@ from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Offloa
 from sparsekv.plans.types import format_ids
 
 Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 _DENSE, _SPARSE, _FILTER = 0, 1, 2
 _NO_FILTER = -1
 _LEAST_HOT = 4096
 
 
-def choose_filter_layers(profile: Profile, cost: DeviceCost, options: Settled) -> DecodePlan:
+def choose_filter_layers(profile: Profile, cost: Prices, options: Settled) -> DecodePlan:
     """The decode phase of a plan: the same segments at every length that is sparse.
 
     Lengths at which they are not predicted to be faster than dense go dense, unless `options.crossover` is off, or rows
@@ -116,7 +115,7 @@ def _inside(entry: LengthProfile, options: Settled) -> list[DecodeTrial]:
 class _Chooser:
     """The lengths that have decode statistics, on one device."""
 
-    def __init__(self, profile: Profile, cost: DeviceCost, options: Settled) -> None:
+    def __init__(self, profile: Profile, cost: Prices, options: Settled) -> None:
         model = profile.model
         self._cost, self._options, self._model = cost, options, model
         self._full = model.full_layers
@@ -188,7 +187,7 @@ class _Chooser:
         )
 
     def _pays(self, segments: tuple[Segment, ...], length: int) -> bool:
-        for rows in self._cost.batches:
+        for rows in (prices.rows for prices in self._cost.steps):
             step = step_us(segments, self._cost, length, self._model, rows=rows)
             if step is None or not pays(step, dense_step_us(self._cost, length, self._model, rows=rows)):
                 return False
@@ -218,8 +217,9 @@ class _Chooser:
         # Without a crossover the file is to be sparse whatever this device makes of it: tokens stand in for time.
         dense_us, sparse_us, choose_us = list(map(float, visible)), float(attended), 1.0
         if options.crossover:
-            dense_us = [cost.decode_dense.us(seen) for seen in visible]
-            sparse_us, choose_us = cost.decode_sparse.us(attended), cost.decode_choose.us(length)
+            step = cost.step()
+            dense_us = [step.dense.at(seen) for seen in visible]
+            sparse_us, choose_us = step.sparse_us(attended, length), step.choice_us(length)
         dense_ns = np.array([round(us * 1e3) for us in dense_us])
         sparse_ns, choose_ns = (np.full(len(groups), round(us * 1e3)) for us in (sparse_us, choose_us))
         loss = np.max([one.loss for one in self._lengths[first:]], 0)

@@ -17,19 +17,18 @@ import torch
 
 from sparsekv.planner.allocate import check_profiled
 from sparsekv.planner.common_options import set_aside
-from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
-from sparsekv.planner.cost.fit import free_work
-from sparsekv.planner.cost.timed_host import Host
 from sparsekv.planner.evaluation import EvalSamples
 from sparsekv.planner.evaluation.batches import batches
 from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.evaluation.predictions import answered, prefill
 from sparsekv.planner.filter_layers import check_budget, check_filters, check_trials
 from sparsekv.planner.options import PlanOptions, Settled, settle
+from sparsekv.planner.prices import HeadShape, Prices
 from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, held_out
 from sparsekv.planner.profile.profile_data import Profile, check_model, narrowed
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.tasks import QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
+from sparsekv.planner.timed_host import Host
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.model import ModelInfo
@@ -66,7 +65,7 @@ class Job:
     kit: Kit | None = None
     given: Profile | None = None
     profile: Profile | None = None
-    cost: DeviceCost | None = None
+    cost: Prices | None = None
     host: Host | None = None
     remarks: tuple[str, ...] = ()
     held_out: HeldOut | None = None
@@ -95,7 +94,7 @@ def job_of(
     loaded: LoadedModel,
     options: PlanOptions,
     profile: Profile | None = None,
-    cost: DeviceCost | None = None,
+    cost: Prices | None = None,
     progress: Progress | None = None,
 ) -> Job:
     """A job for a model.
@@ -137,7 +136,7 @@ def job_of(
     return Job(loaded.info, settled, loaded, calibration, kit, profile, own, cost, host, held_out=held_out)
 
 
-def job_of_files(name: str, options: PlanOptions, profile: Profile, cost: DeviceCost) -> Job:
+def job_of_files(name: str, options: PlanOptions, profile: Profile, cost: Prices) -> Job:
     """A job without its model, which leaves the plan unverified.
 
     Args:
@@ -162,7 +161,7 @@ def job_of_files(name: str, options: PlanOptions, profile: Profile, cost: Device
 
 
 def check_plannable(
-    model: ModelInfo, options: PlanOptions, device_type: str, profile: Profile | None, cost: DeviceCost | None
+    model: ModelInfo, options: PlanOptions, device_type: str, profile: Profile | None, cost: Prices | None
 ) -> None:
     """Finds out what `job_of` refuses of a model from its description alone, before its weights are read.
 
@@ -193,12 +192,12 @@ def _check_gradients(loaded: LoadedModel, options: PlanOptions) -> None:
 
 
 def _vllm(options: PlanOptions, device: Any) -> Host:
-    from sparsekv.planner.cost.vllm_host import VllmHost
+    from sparsekv.planner.timed_host import VllmHost
 
     return VllmHost(options.prefill_chunk, device, options.kv_dtype == "fp8")
 
 
-def _check(model: ModelInfo, options: Settled, profile: Profile | None, cost: DeviceCost | None) -> None:
+def _check(model: ModelInfo, options: Settled, profile: Profile | None, cost: Prices | None) -> None:
     """What can be found out before anything is measured.
 
     Raises:
@@ -231,7 +230,7 @@ def _check(model: ModelInfo, options: Settled, profile: Profile | None, cost: De
         _check_cost(cost, model, options)
 
 
-def _check_cost(cost: DeviceCost, model: ModelInfo, options: Settled) -> None:
+def _check_cost(cost: Prices, model: ModelInfo, options: Settled) -> None:
     """Refuses prices that are not of this model's heads and these tiles, or lack a family of the plan.
 
     Raises:
@@ -247,12 +246,6 @@ def _check_cost(cost: DeviceCost, model: ModelInfo, options: Settled) -> None:
         raise UsageError(
             f"expected a device cost measured with kv_dtype {options.kv_dtype}, found {stored}; measure again (leave "
             f"--cost out), or plan with --set kv_dtype={stored}"
-        )
-    asks_prices = options.crossover and "prefill" in options.phases and not cost.of_cpu
-    if asks_prices and (free := free_work(cost.timings)):
-        raise UsageError(
-            f"expected a device cost in which each kind of work has a price, found that {free[0]}; measure again "
-            "(leave --cost out)"
         )
     missing = [family for family in options.families if family not in cost.index]
     if missing and "prefill" in options.phases:

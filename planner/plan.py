@@ -1,4 +1,4 @@
-"""From a model to a plan: profile, refine, decode trials, cost, timing, allocate, filter layers, verify, result.
+"""From a model to a plan: profile, refine, decode trials, prices, allocate, filter layers, verify, result.
 
 A plan that misses its gate is tightened and tried again: a larger budget for prefill, allocated anew; for
 decode what was tried and diverged less, or, where nothing was tried, first a smaller loss (fewer layers attend to
@@ -9,7 +9,7 @@ so that a plan always comes out.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,16 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.backends import choose_backend
-from sparsekv.planner.allocate import TimedCandidate, allocate, timed_candidates, with_reached_densities
-from sparsekv.planner.bucket_times import time_buckets
+from sparsekv.planner.allocate import allocate, with_reached_densities
 from sparsekv.planner.common_options import Phase
-from sparsekv.planner.cost.device_cost import BucketTiming, DeviceCost
-from sparsekv.planner.cost.measure import measure_cost
-from sparsekv.planner.cost.predict import predict, predicted_gain
-from sparsekv.planner.cost.timed_host import Host
 from sparsekv.planner.decode_search import measure_trials, tries_decode
 from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
 from sparsekv.planner.job import Job, head_shape, job_of
+from sparsekv.planner.measure_prices import measure_prices
 from sparsekv.planner.options import Gate, PlanOptions, Settled, lengths_up_to
+from sparsekv.planner.predict import predict, predicted_gain
+from sparsekv.planner.prices import Prices, shipped_prices
 from sparsekv.planner.profile.calibration import mix_of
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
@@ -45,6 +43,7 @@ from sparsekv.planner.tighten import (
     tightened_remarks,
     went_dense,
 )
+from sparsekv.planner.timed_host import Host
 from sparsekv.planner.verify import Verification, planned_phases, verify
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
@@ -110,27 +109,24 @@ def compile_plan(
     measured = job.profile or _profiled(job, stages, resume)
     if profile_out is not None:
         write_measured(job.given or measured, profile_out)
-    job = replace(job, options=with_reached_densities(job.options, measured))
-    cost = job.cost or _measured_cost(job, measured, stages)
-    beside = () if job.cost else _beside_others(job.subject.model.device)
+    cost = job.cost or _prices(job, measured, stages)
+    options = with_reached_densities(job.options, measured)
+    job = replace(job, options=options.but(crossover=options.crossover and not cost.stands_in))
+    beside = _beside_others(job.subject.model.device) if _measures_prices(job) else ()
     if cost_out is not None:
         write_measured(cost, cost_out)
     kv_cache, told = search_retention(job, stages) if job.options.retain is not None else ((), ())
     found = _verified(job, measured, cost, stages, kv_cache)
-    if cost_out is not None and found.cost != cost:
-        write_measured(found.cost, cost_out)
-    timed = timed_candidates(measured, found.cost, found.options)
     remarks = (
         *found.remarks,
         *told,
         *after_a_missed_gate(job.options, set(found.options.dense)),
         *tightened_remarks(job.options, found.options, measured),
-        *plan_remarks(found.plan, found.options, measured, found.cost),
+        *plan_remarks(found.plan, found.options, measured, cost),
         *beside,
         *job.remarks,
     )
-    timings = tuple(one.timing for one in timed.values())
-    return PlanResult(found.plan, time.monotonic() - started, found.attempts, remarks, timings, found.verification)
+    return PlanResult(found.plan, time.monotonic() - started, found.attempts, remarks, found.verification)
 
 
 def _stages(job: Job) -> tuple[str, ...]:
@@ -140,9 +136,8 @@ def _stages(job: Job) -> tuple[str, ...]:
         "profile": profiles,
         "refine": profiles and refines(options),
         "decode trials": profiles and tries_decode(job.model, options),
-        "cost": job.cost is None,
+        "cost": _measures_prices(job),
         "retention": options.retain is not None,
-        "timing": job.cost is None and options.crossover and "prefill" in options.phases,
         "allocate": "prefill" in options.phases,
         "filter layers": "decode" in options.phases,
         "evaluate": job.kit is not None,
@@ -156,11 +151,20 @@ def _profiled(job: Job, stages: Progress, resume: Path | None) -> Profile:
     return measure_trials(job, refine(job, measured, stages), stages)
 
 
-def _measured_cost(job: Job, measured: Profile, stages: Progress) -> DeviceCost:
+def _measures_prices(job: Job) -> bool:
+    """Returns whether prices are measured: on a GPU, and of what none are shipped."""
+    if job.cost is not None:
+        return False
+    return job.host is not None or job.options.kv_dtype != "auto" or job.subject.model.device.type == "cuda"
+
+
+def _prices(job: Job, measured: Profile, stages: Progress) -> Prices:
     model, options, shape = job.subject.model, job.options, head_shape(job.model)
+    if not _measures_prices(job):
+        return shipped_prices(shape, measured.tile)
     capped = has_soft_cap(config_of(model))
     backend = choose_backend(model.device, model.dtype, shape.head_dim, options.backend, measured.tile, capped)
-    return measure_cost(
+    return measure_prices(
         shape,
         options.lengths,
         device=model.device,
@@ -175,7 +179,7 @@ def _measured_cost(job: Job, measured: Profile, stages: Progress) -> DeviceCost:
 
 
 def _beside_others(device: torch.device) -> tuple[str, ...]:
-    """A line where the device cost was measured just now beside other work."""
+    """A line where prices were measured just now beside other work."""
     load = overload(device)
     said = f"predictions are from a busy machine ({load} while it was measured): plan again where nothing else runs"
     return (said,) if load else ()
@@ -183,29 +187,27 @@ def _beside_others(device: torch.device) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The last plan that was tried, the options and prices it was compiled with, how many were verified, what that
-    showed, and what it showed of that plan."""
+    """The last plan that was tried, the options it was compiled with, how many were verified, what that showed, and
+    what it showed of that plan."""
 
     plan: Plan
     options: Settled
-    cost: DeviceCost
     attempts: int = 0
     remarks: tuple[str, ...] = ()
     verification: Verification | None = None
 
 
 def _verified(
-    job: Job, measured: Profile, cost: DeviceCost, stages: Progress, kv_cache: tuple[Retention, ...] = ()
+    job: Job, measured: Profile, cost: Prices, stages: Progress, kv_cache: tuple[Retention, ...] = ()
 ) -> _Found:
     """The first plan that meets its gate, or has nothing sparse; one plan, unverified, where nothing is verified.
 
     What layers keep was asked for in bytes and stays: only the phases that are planned are made stricter.
     """
     used, attempts = job.options, 0
-    cost = _with_timings(job, used, measured, cost, stages)
     first = plan = compile_once(job.model, used, measured, cost, stages, kv_cache)
     if job.kit is None:
-        return _Found(plan, used, cost)
+        return _Found(plan, used)
     reasons: dict[Phase, str] = {}
     skipped, last = 0, None
     while planned_phases(plan):
@@ -231,18 +233,12 @@ def _verified(
             break
         stages.say(f"the plan missed its gate in {'; '.join(verdict.reasons)}; attempt {attempts + 1} is stricter")
         reasons |= reasons_by_phase(verdict.missed, verdict.reasons)
-        cost = _with_timings(job, stricter, measured, cost, stages)
         used, plan = stricter, compile_once(job.model, stricter, measured, cost, stages, kv_cache)
     else:
         said = (NOTHING_SPARSE,)
     used = used.but(dense=went_dense(first, plan, measured))
     plan = plan.model_copy(update={"provenance": _provenance(used, measured, cost, job.held_out)})
-    return _Found(plan, used, cost, attempts, (*said, *dense_remarks(used, reasons)), last)
-
-
-def _with_timings(job: Job, options: Settled, measured: Profile, cost: DeviceCost, stages: Progress) -> DeviceCost:
-    """The device cost, with what the next plan takes timed; one that was given stays, so that it gives one plan."""
-    return cost if job.cost else time_buckets(job, measured, cost, options, stages)
+    return _Found(plan, used, attempts, (*said, *dense_remarks(used, reasons)), last)
 
 
 def _unsolved(quality: Quality, gate: Gate) -> tuple[str, ...]:
@@ -253,7 +249,7 @@ def _unsolved(quality: Quality, gate: Gate) -> tuple[str, ...]:
 
 
 def compile_once(
-    model: ModelInfo, options: Settled, measured: Profile, cost: DeviceCost, progress: Progress | None = None,
+    model: ModelInfo, options: Settled, measured: Profile, cost: Prices, progress: Progress | None = None,
     kv_cache: tuple[Retention, ...] = (),
 ) -> Plan:  # fmt: skip
     """One plan from what was measured, unverified: what its heads and layers compute, and what that is predicted to
@@ -269,11 +265,9 @@ def compile_once(
     """
     stages = progress or Progress()
     prefill = decode = None
-    timed: Mapping[int, TimedCandidate] = {}
     if "prefill" in options.phases:
         with stages.stage("allocate", total=1) as step:
-            timed = timed_candidates(measured, cost, options)
-            prefill = allocate(measured, cost, options, stages.say, timed)
+            prefill = allocate(measured, cost, options, stages.say)
             step.advance()
     if "decode" in options.phases:
         with stages.stage("filter layers", total=1) as step:
@@ -282,22 +276,18 @@ def compile_once(
     return Plan(
         status="unverified",
         model=model,
-        targets=(
-            Target(
-                device=cost.device,
-                host=cost.host,
-                backend=cost.backend,
-                dtype=cost.dtype,
-                chunk=cost.chunk,
-                kv_dtype=cost.kv_dtype,
-            ),
-        ),
+        targets=() if cost.stands_in else (_target(cost),),
         prefill=prefill,
         decode=decode,
         kv_cache=kv_cache or None,
-        cost=predict(measured, cost, prefill, decode, {at: one.cost for at, one in timed.items()}),
+        cost=predict(measured, cost, prefill, decode),
         provenance=_provenance(options, measured, cost),
     )
+
+
+def _target(cost: Prices) -> Target:
+    names = ("device", "host", "backend", "dtype", "chunk", "kv_dtype")
+    return Target(**{name: getattr(cost, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +300,6 @@ class PlanResult:
         attempts: plans that were run on held-out prompts.
         remarks: what to know about the verification, first of all what keeps a plan from being verified; what is dense
             or denser to meet the gate, heads that run dense, and what could not be predicted.
-        timings: prefill attention of the lengths at which it was timed.
         verification: of this plan; None where it was not run on held-out prompts.
     """
 
@@ -318,7 +307,6 @@ class PlanResult:
     seconds: float
     attempts: int
     remarks: tuple[str, ...]
-    timings: tuple[BucketTiming, ...] = ()
     verification: Verification | None = None
 
     @property
@@ -347,7 +335,7 @@ class PlanResult:
         return self.plan.cost.lengths if self.plan.cost else ()
 
 
-def _provenance(options: Settled, measured: Profile, cost: DeviceCost, held_out: HeldOut | None = None) -> Provenance:
+def _provenance(options: Settled, measured: Profile, cost: Prices, held_out: HeldOut | None = None) -> Provenance:
     by_trials, by_loss = takes_trials(measured, options), not options.filter_layers
     settings: dict[str, Any] = {
         "target_density": list(options.target_density),
@@ -388,7 +376,7 @@ def loaded_from(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel
     return LoadedModel(model, tokenizer, describe_model(model))
 
 
-def plan_remarks(plan: Plan, options: Settled, profile: Profile, cost: DeviceCost) -> tuple[str, ...]:
+def plan_remarks(plan: Plan, options: Settled, profile: Profile, cost: Prices) -> tuple[str, ...]:
     """A line for each thing to change about a plan; `options` are those it was compiled with, settled."""
     assert plan.cost is not None, "compiled just now"
     lines: list[str] = []
@@ -396,13 +384,15 @@ def plan_remarks(plan: Plan, options: Settled, profile: Profile, cost: DeviceCos
         stored = f" --kv-cache-dtype {cost.kv_dtype}" if cost.kv_dtype else ""
         serve = f"--max-num-batched-tokens {cost.chunk}{stored}"
         lines.append(f"timed in steps of {cost.chunk} tokens: serve it with {serve}")
+    if cost.stands_in:
+        lines.append(f"predictions are for {cost.device}, whose prices ship: plan on a GPU to measure its own")
     if plan.prefill:
         found = {entry.length: entry.prefill for entry in plan.cost.lengths if entry.prefill}
         lines += _prefill_remarks(plan.prefill, found, options, profile)
     if plan.decode:
         steps = {entry.length: entry.decode for entry in plan.cost.lengths if entry.decode}
         lines += _decode_remarks(plan.decode, steps, options, profile)
-        if plan.decode.offload and cost.decode_host is None:
+        if plan.decode.offload and cost.fetch is None:
             lines.append(
                 "decode is not predicted: the device cost has no prices of rows in host memory; leave --cost out"
             )

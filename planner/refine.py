@@ -27,9 +27,9 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import full_view
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import at_target
-from sparsekv.planner.cost.predict import Choice, ScoreTables
 from sparsekv.planner.job import Job
 from sparsekv.planner.options import Settled
+from sparsekv.planner.predict import Choice, ScoreTables
 from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.progress import Progress, prefill_work

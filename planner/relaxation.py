@@ -14,7 +14,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from sparsekv.planner.cost.predict import ABSENT, DENSE, Choice, Floats, Mask
+from sparsekv.planner.predict import ABSENT, DENSE, Choice, Mask
+from sparsekv.planner.prices import Floats
 from sparsekv.planner.profile.search_space import ROUNDING
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 from sparsekv.planner.common_options import PHASES, Phase
-from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.evaluation import PhaseName
 from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
 from sparsekv.planner.options import Settled
+from sparsekv.planner.prices import Prices
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.plans.patterns import Budget
 from sparsekv.plans.schema import Measurement, Plan, Quality
@@ -47,7 +47,7 @@ def _others(options: Settled, phases: Set[Phase]) -> Iterator[str]:
 def tightened(
     options: Settled,
     profile: Profile,
-    cost: DeviceCost,
+    cost: Prices,
     missed: Mapping[PhaseName, Collection[int]],
     quality: Quality,
     *,
@@ -104,7 +104,7 @@ def _profiled_lengths(profile: Profile, phase: Phase) -> list[int]:
     return [entry.length for entry in profile.lengths if (entry.layers if phase == "prefill" else entry.reuse)]
 
 
-def _stricter(options: Settled, profile: Profile, cost: DeviceCost, phase: Phase, lengths: Collection[int]) -> Settled:
+def _stricter(options: Settled, profile: Profile, cost: Prices, phase: Phase, lengths: Collection[int]) -> Settled:
     """The same options where there are no stricter ones, or none that leave the other lengths sparse."""
     sparse = _sparse_lengths(options, profile, phase)
     if phase == "prefill" or not sparse:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.options import KNOWN_FAMILIES, Family, PlanOptions
+from sparsekv.planner.prices import Prices
 from sparsekv.plans.errors import PlanMismatchError, UsageError
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo, same_architecture
 from sparsekv.plans.patterns import Budget, Pattern, TileShape
@@ -203,9 +203,7 @@ def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> 
     )
 
 
-def narrowed(
-    options: PlanOptions, profile: Profile | None, cost: DeviceCost | None
-) -> tuple[PlanOptions, Profile | None]:
+def narrowed(options: PlanOptions, profile: Profile | None, cost: Prices | None) -> tuple[PlanOptions, Profile | None]:
     """The options as far as what was measured before leaves them open, and the lengths of the profile that are asked
     for.
 

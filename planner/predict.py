@@ -1,5 +1,5 @@
-"""Predicts what a plan costs on a device, from a profile and a device cost. Nothing is timed here. And
-where sparse pays: from which length on, and for which heads, families and layers of a length.
+"""Predicts what a plan costs, from a profile and the prices of a device. Nothing is timed here. And where sparse pays:
+from which length on, and for which heads, families and layers of a length.
 
 Between two profiled lengths A < B the patterns of B hold. Where they are not predicted to be faster than dense, dense
 runs, even if the patterns of A paid at A: those were never measured on contexts longer than A, while patterns in
@@ -15,16 +15,15 @@ Shapes: L profiled layers, C slots of candidates, H heads (of the widest layer; 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.cost.device_cost import DeviceCost, LayerWork
 from sparsekv.planner.options import Family
+from sparsekv.planner.prices import Floats, Prices
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
@@ -37,7 +36,6 @@ ABSENT = -2
 # that were not calibrated on: the damage is quadratic already, so that one failure outweighs many small errors.
 WORST_WEIGHT = 0.1
 
-Floats = npt.NDArray[np.float64]
 Choice = npt.NDArray[np.int64]
 """[L, H]: the slot of each head's candidate, DENSE, or ABSENT where a layer has fewer heads."""
 
@@ -98,12 +96,8 @@ def _table(rows: list[tuple[tuple[float, ...], ...]]) -> Floats:
     return table_LCH
 
 
-def predict(
-    profile: Profile, cost: DeviceCost, prefill: PrefillPlan | None, decode: DecodePlan | None,
-    corrected: Mapping[int, DeviceCost] = MappingProxyType({}),
-) -> Cost:  # fmt: skip
-    """Dense and sparse attention of each planned phase at every profiled length, of prefill by the corrected prices of
-    the lengths that have them.
+def predict(profile: Profile, cost: Prices, prefill: PrefillPlan | None, decode: DecodePlan | None) -> Cost:
+    """Dense and sparse attention of each planned phase at every profiled length.
 
     What has no price is left out: patterns of the plan that the profile did not measure (a plan edited by hand), and
     decode with rows in host memory where `cost` was measured without.
@@ -114,8 +108,7 @@ def predict(
         if prefill and entry.layers:
             tables = ScoreTables.of(entry)
             choice = choice_of(prefill.bucket(entry.length), tables)
-            own = corrected.get(entry.length, cost)
-            estimate = None if choice is None else prefill_estimate(own, tables, choice, profile)
+            estimate = None if choice is None else prefill_estimate(cost, tables, choice, profile)
         step = _of_decode(profile, entry.length, decode, cost) if decode else None
         if estimate or step:
             whole = _whole_step(profile, entry.length, decode, cost, step) if decode and step else None
@@ -137,52 +130,19 @@ class LayerTimes:
 
 
 def layer_times(
-    cost: DeviceCost, tables: ScoreTables, choice: Choice, tile: TileShape, length: int | None = None
+    cost: Prices, tables: ScoreTables, choice: Choice, tile: TileShape, length: int | None = None
 ) -> LayerTimes:
     """The profiled layers over a prompt of `length` tokens (the profiled length by default) by these choices."""
     tokens = length or tables.entry.length
-    causal = causal_tiles(tokens, tile)
-    shares = shares_at(tables, choice, tile, tokens, as_shares=cost.cuts_prompts)
-    tiles_LH, columns_LH = (share_LH * causal for share_LH in shares)
-    heads_L = (choice != ABSENT).sum(1)
-    dense_L = np.array([cost.prefill_dense_us(float(heads) * causal, tokens) for heads in heads_L])
-    sparse_L = dense_L.copy()
+    dense_L = cost.dense_us(tokens) * (choice != ABSENT).sum(1) / cost.shape.heads
+    heads_LH = cost.heads_us(*shares_at(tables, choice, tile, tokens, as_shares=cost.cuts_prompts), tokens)
+    sparse_L = np.where(choice == ABSENT, 0.0, heads_LH).sum(1) + cost.copies_us(tokens)
+    index = {family: cost.index_us(family, tokens) for family in cost.index}
     for row, choice_H in enumerate(choice):
-        if kinds := heads_by_pattern(tables, row, choice_H):
-            work = work_of(choice_H, tiles_LH[row], columns_LH[row], Triangle(tile.key_tiles(tokens)), kinds)
-            sparse_L[row] = cost.prefill_sparse_us(work, tokens)
-    return LayerTimes(dense_L, sparse_L)
-
-
-@dataclass(frozen=True, slots=True)
-class Triangle:
-    """The causal tiles of a chunk: rows that grow by a tile each.
-
-    Attributes:
-        key_tiles: of the last row.
-        past: of these, before the chunk.
-    """
-
-    key_tiles: int
-    past: int = 0
-
-    def longest(self, tiles: float) -> float:
-        """Returns the longest row of so many tiles of the chunk, where as many rows as can be are equally long."""
-        rows = self.key_tiles - self.past
-        if tiles <= rows * self.past:
-            return tiles / rows
-        own = min(1.0, (tiles - rows * self.past) / (rows * (rows + 1) / 2))
-        return self.past + rows * (1.0 - float(np.sqrt(1.0 - own)))
-
-
-def work_of(
-    choice_H: Choice, tiles_H: Floats, columns_H: Floats, causal: Triangle, families: Mapping[Family, int]
-) -> LayerWork:
-    """Returns what a layer computes whose heads choose so, with so many tiles and columns, in tiles, each."""
-    is_sparse_H = choice_H >= 0
-    tiles, dense = float(tiles_H[is_sparse_H].sum()), float(tiles_H[~is_sparse_H].sum())
-    longest = causal.longest(float((tiles_H + columns_H).max()))
-    return LayerWork(tiles, float(columns_H[is_sparse_H].sum()), dense, longest, families)
+        for family, heads in heads_by_pattern(tables, row, choice_H).items():
+            launch_us, head_us = index[family]
+            sparse_L[row] += launch_us + heads * head_us
+    return LayerTimes(dense_L, np.where((choice >= 0).any(1), sparse_L, dense_L))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,19 +152,18 @@ class HeadTimes:
 
     dense_us: float  # all causal tiles
     sparse_LCH: Floats  # by slot; infinite where its family was not priced
+    launch_us: dict[Family, float]
 
 
-def head_times(cost: DeviceCost, tables: ScoreTables, tile: TileShape) -> HeadTimes:
+def head_times(cost: Prices, tables: ScoreTables) -> HeadTimes:
     """Each slot at the prices of a device."""
     entry, length = tables.entry, tables.entry.length
-    causal = causal_tiles(length, tile)
-    _, rows_us, tile_us, column_us, dense_us = cost.prefill_sparse.prices
     # Families that were profiled but not priced are not among those asked for (`check_cost`).
-    index_us = {name: cost.index_us(name, 1, length) - cost.index_launch_us(name, length) for name in cost.index}
-    index_C = np.array([index_us.get(one.family, np.inf) for one in entry.candidates] + [np.inf])
-    tiles_LCH = (tables.tiles_LCH * tile_us + tables.columns_LCH * column_us) * causal
-    head_us = rows_us * -(-length // tile.query)
-    return HeadTimes(causal * dense_us, np.asarray(tiles_LCH + head_us + index_C[tables.candidate_LCH]))
+    index = {name: cost.index_us(name, length) for name in cost.index}
+    index_C = np.array([index.get(one.family, (0.0, np.inf))[1] for one in entry.candidates] + [np.inf])
+    sparse_LCH = cost.heads_us(tables.tiles_LCH, tables.columns_LCH, length) + index_C[tables.candidate_LCH]
+    dense_us = float(cost.heads_us(np.ones(1), np.zeros(1), length)[0])
+    return HeadTimes(dense_us, sparse_LCH, {name: launch for name, (launch, _) in index.items()})
 
 
 def shares_at(
@@ -235,7 +194,7 @@ def shares_at(
     return there_LH, both_LH - there_LH
 
 
-def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, profile: Profile) -> Estimate:
+def prefill_estimate(cost: Prices, tables: ScoreTables, choice: Choice, profile: Profile) -> Estimate:
     """Attention of a whole prefill over all layers, when each head follows its choice.
 
     Layers with a window of their own compute the same tiles and take the same time either way; they count in both.
@@ -244,14 +203,13 @@ def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, prof
     times, length, tile = layer_times(cost, tables, choice, profile.tile), tables.entry.length, profile.tile
     own = [group for group in profile.model.attention if cost.host == "vllm" or group.keys_of is None]
     windowed = [
-        (len(group.layers), group.heads * causal_tiles(length, tile, group.window), group.window, group in own)
+        (len(group.layers) * group.heads * causal_tiles(length, tile, group.window), group in own)
         for group in profile.model.attention
         if group.window is not None
     ]
-    same_us = sum(
-        layers * cost.prefill_dense_us(tiles, length, window) for layers, tiles, window, timed in windowed if timed
-    )
-    same = sum(layers * tiles for layers, tiles, *_ in windowed)
+    of_layer = cost.shape.heads * causal_tiles(length, tile)
+    same_us = cost.dense_us(length) * sum(tiles for tiles, timed in windowed if timed) / of_layer
+    same = sum(tiles for tiles, _ in windowed)
     timed_L = [profile.model.group_of(scores.layer) in own for scores in tables.entry.layers]
     dense = int((choice != ABSENT).sum()) * causal_tiles(length, tile)
     return Estimate(
@@ -295,7 +253,7 @@ def choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
     return choice
 
 
-def _of_decode(profile: Profile, length: int, plan: DecodePlan, cost: DeviceCost) -> Estimate | None:
+def _of_decode(profile: Profile, length: int, plan: DecodePlan, cost: Prices) -> Estimate | None:
     segments = plan.bucket(length).segments
     step = step_us(segments, cost, length, profile.model, plan.offload)
     if step is None:
@@ -307,19 +265,18 @@ def _of_decode(profile: Profile, length: int, plan: DecodePlan, cost: DeviceCost
 _SOME = 6  # drafted tokens: those of a check together take less than as many checks of one
 
 
-def _whole_step(profile: Profile, length: int, plan: DecodePlan, cost: DeviceCost, step: Estimate) -> WholeStep | None:
+def _whole_step(profile: Profile, length: int, plan: DecodePlan, cost: Prices, step: Estimate) -> WholeStep | None:
     """Steps of the model, where the plan can draft (docs/exact.md) and products were priced."""
-    reads, products, check = profile.reads, cost.products, cost.decode_check
+    reads, products, check = profile.reads, cost.products, cost.check
     if reads is None or products is None or check is None or not _can_draft(plan, profile.model):
         return None
 
     def rest_us(new: int) -> float:
-        multiplied = new * (reads.parameters + reads.experts * reads.share)
-        return products.at(reads.matrices, reads.of_tokens(new), multiplied)
+        return reads.matrices * products.at(reads.of_tokens(new) / reads.matrices, new)
 
     layers = profile.model.by_layer.values()
     visible = [visible_tokens(group, length) for group in layers]
-    check_us = rest_us(_SOME + 1) + sum(check.us(tokens, (_SOME + 1) * tokens) for tokens in visible)
+    check_us = rest_us(_SOME + 1) + sum(check.at(tokens, _SOME + 1) for tokens in visible)
     dense_us = rest_us(1) + step.dense_us
     return WholeStep(
         dense_us=dense_us,
@@ -336,11 +293,12 @@ def _can_draft(plan: DecodePlan, model: ModelInfo) -> bool:
 
 
 def dense_step_us(
-    cost: DeviceCost, length: int, model: ModelInfo, without: Collection[int] = frozenset[int](), rows: int = 1
+    cost: Prices, length: int, model: ModelInfo, without: Collection[int] = frozenset[int](), rows: int = 1
 ) -> float:
     """Attention of one dense decode step over all layers but some, in microseconds."""
+    dense = cost.step(rows).dense
     return sum(
-        len(set(group.layers).difference(without)) * cost.decode_dense.us(rows * visible_tokens(group, length))
+        len(set(group.layers).difference(without)) * dense.at(visible_tokens(group, length))
         for group in model.attention
         if group.kind != "linear"
     )
@@ -355,7 +313,7 @@ def visible_tokens(group: AttentionGroup, length: int) -> int:
 
 
 def step_us(
-    segments: Sequence[Segment], cost: DeviceCost, length: int, model: ModelInfo, offload: Offload | None = None,
+    segments: Sequence[Segment], cost: Prices, length: int, model: ModelInfo, offload: Offload | None = None,
     rows: int = 1,
 ) -> float | None:  # fmt: skip
     """Attention of one decode step of rows of this length over all layers, in microseconds; None where a choice of that
@@ -369,23 +327,23 @@ def step_us(
     hosted = frozenset(offload.layers if offload else ())
     if hosted - sparse:
         return None  # it reads back everything it has, in every step
-    total = dense_step_us(cost, length, model, sparse, rows)
+    total, step = dense_step_us(cost, length, model, sparse, rows), cost.step(rows)
     for segment in segments:
         chosen, moved = segment.chosen_tokens(length), len(hosted.intersection(segment.layers))
-        if chosen is None:  # all of the context is attended to, and nothing is chosen
-            total += (len(segment.layers) - moved) * cost.decode_dense.us(rows * length)
-        else:
-            choose = cost.decode_choose_alone if segment.filter_is_sparse else cost.decode_choose
-            if choose is None:
+        sparse_us = step.dense.at(length)
+        if chosen is not None:  # else all of the context is attended to, and nothing is chosen
+            sparse_us = step.sparse_us(attended_tokens(segment, length), length)
+            if segment.filter_is_sparse and step.chooses_alone is None:
                 return None
-            total += choose.us(rows * length)
-            total += (len(segment.layers) - moved) * cost.decode_sparse.us(rows * attended_tokens(segment, length))
+            alone = step.chooses_alone if segment.filter_is_sparse else None
+            total += alone.at(length) if alone else step.choice_us(length)
+        total += len(segment.layers) * sparse_us
         if offload and moved:
             hot = offload.hot.resolve(length)
             cold = max(0, length - hot) if chosen is None else missed_tokens(chosen, hot, length)
-            if cost.decode_host is None:
+            if cost.fetch is None:
                 return None
-            total += moved * cost.decode_host.us(attended_tokens(segment, length), cold)
+            total += moved * cost.fetch.at(cold)
     return total
 
 
@@ -411,9 +369,6 @@ def decode_share(segments: Sequence[Segment], length: int, model: ModelInfo) -> 
 
 # Predictions and timings differ by more than this: a smaller gain is none.
 LEAST_GAIN = 0.02
-# What a length must gain to run sparse, where its bucket was timed: a twentieth more than the least, so that runs on
-# one device come to one decision.
-SURE_GAIN = 1.05 / (1.0 - LEAST_GAIN)
 _STEP = 256  # tokens; bounds of buckets are multiples of it
 _TILE = 64  # rows of the smallest tile
 _APART = 16  # lengths that are asked about first lie a sixteenth apart, or a step
@@ -474,9 +429,10 @@ Mask = npt.NDArray[np.bool_]
 class Savings:
     """Holds what sparse saves over dense at one length, on one device."""
 
-    def __init__(self, cost: DeviceCost, tables: ScoreTables, tile: TileShape) -> None:
+    def __init__(self, cost: Prices, tables: ScoreTables, tile: TileShape) -> None:
         self._cost, self._tables, self._tile = cost, tables, tile
-        times = head_times(cost, tables, tile)
+        times = head_times(cost, tables)
+        self._launch_us = times.launch_us
         self._saved_LCH = np.asarray(times.dense_us - times.sparse_LCH)
 
     def paying_candidates(self) -> Mask:
@@ -486,7 +442,7 @@ class Savings:
     def losing_family(self, choice_H: Choice, row: int) -> Family | None:
         """The family of the profiled layer `row` whose heads save least against its index launch, if that is a loss."""
         families = dict(families_of(self._tables, row, choice_H))
-        gain = {name: -self._cost.index_launch_us(name, self._tables.entry.length) for name in families.values()}
+        gain = {name: -self._launch_us[name] for name in families.values()}
         for head, name in families.items():
             gain[name] += float(self._saved_LCH[row, choice_H[head], head])
         losing = [(us, name) for name, us in gain.items() if us <= 0.0]

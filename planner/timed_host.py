@@ -1,30 +1,85 @@
-"""Measures what vLLM's engine adds to the prices of sparse attention, and what it runs in its place.
+"""The program that runs a plan, as far as its attention has a price.
 
-Its own kernels are timed by themselves, over pages that lie scattered as an engine's do, and not within an engine. The
-time to a first token is that of the whole model: at short lengths, where the crossover lies, attention is a few percent
-of it, less than what else varies. An engine also takes a minute, and most of the device's memory, to start.
+vLLM's kernels are timed by themselves, over pages that lie scattered as an engine's do, and not within an engine. The
+time to a first token is that of the whole model: at short lengths attention is a few percent of it, less than what else
+varies. An engine also takes a minute, and most of the device's memory, to start.
 
-Shapes: H query heads, G KV heads, T tokens of a chunk, S tokens, P pages of a request, D head size.
+Shapes: B batch, H query heads, G KV heads, S tokens, T tokens of a chunk, P pages of a request, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from sparsekv.kernels.keys import FLOAT8, KeyView, Scales
+from sparsekv.kernels.backends import decode_attention, dense_prefill
+from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, full_view
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.cost.timed_host import Host
 from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.schema import HostName
 from sparsekv.runtime.paged.plan_host import Scratch
 from sparsekv.runtime.settings import preset_vllm
+from sparsekv.runtime.stores.float8 import Float8
 from sparsekv.runtime.vllm.settings import TESTED, check_installed, known_releases
 
 _FINITE = 0x7F  # bytes below it are numbers in e4m3
+
+
+class Host:
+    """Says how the program that runs the plan attends, as far as that has a price: here transformers, which takes whole
+    prompts, dense by the fastest kernel of our own, in a contiguous cache.
+
+    Attributes:
+        name: of the host.
+        chunk: most tokens of a prompt at once; None is all.
+        batches: rows of the decode steps that are timed.
+        versions: of what is timed here and nowhere else.
+
+    Args:
+        float8: whether keys and values are cached in 8 bits.
+    """
+
+    name: HostName = "transformers"
+    chunk: int | None = None
+    batches: tuple[int, ...] = (1,)
+    versions: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, float8: bool = False) -> None:
+        self.float8 = float8
+
+    def dense(
+        self, q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, chunk: Chunk, scale: float, backend: str
+    ) -> Callable[[], object]:
+        """A launch of its dense attention of a chunk."""
+        return partial(dense_prefill, q_BHTD, k_BGSD, v_BGSD, chunk, scale=scale, backend=backend)
+
+    def copy(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Callable[[], object] | None:
+        """Returns what comes before sparse attention of a chunk with a past; None for nothing."""
+        return None
+
+    def take(self, out_BHTD: torch.Tensor) -> None:
+        """Runs what comes after sparse attention."""
+
+    def views(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, rows: int, copies: int) -> list[KeyView]:
+        """Such keys and values of a step's rows, as often as steps need to read them cold."""
+        if self.float8:
+            stored = Float8()
+            written = [stored.rounded(k_BGSD, v_BGSD) for _ in range(copies)]
+            return [stored.view(full_view(*both)) for both in written]
+        return [full_view(k_BGSD, v_BGSD), *(full_view(k_BGSD.clone(), v_BGSD.clone()) for _ in range(copies - 1))]
+
+    def dense_step(self, q_BH1D: torch.Tensor, keys: KeyView, scale: float, backend: str) -> Callable[[], object]:
+        """A launch of its dense attention of a decode step."""
+        return partial(decode_attention, q_BH1D, keys, scale=scale, backend=backend)
+
+    def idle_step(self, q_BH1D: torch.Tensor, keys: KeyView, scale: float) -> Callable[[], object] | None:
+        """Returns what a layer launches for rows that attend to everything where none does; None for nothing."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +105,7 @@ class VllmHost(Host):
     """
 
     name = "vllm"
+    batches = (1, 8)
 
     def __init__(self, chunk: int | None, device: torch.device, float8: bool = False) -> None:
         super().__init__(float8)

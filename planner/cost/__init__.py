@@ -1,1 +1,0 @@
-"""Says what attention costs on a device: measured, predicted for a plan, and where sparse pays."""

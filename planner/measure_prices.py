@@ -1,0 +1,448 @@
+"""Measures the prices of this device: the launches of a layer, timed at a few shares and lengths.
+
+Queries, keys and values are random: what kernels cost depends on tiles and lengths alone. Of a host that cuts prompts,
+the chunk that ends at a length is timed, with its past. Launches of prefill are issued one after another: the time is
+the longer of the device's and the program's, as in a prompt whose attention is all there is to it. Decode steps are
+timed as captured ones on a GPU.
+
+Shapes: B batch (1), H query heads, G KV heads, S tokens, T rows of a chunk, D head size, E in and F out of a product.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from statistics import median
+from typing import cast
+
+import numpy as np
+import torch
+
+from sparsekv.kernels.backends import choose_backend, decode_attention, prefill_attention
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.tiles import Chunk, TileIndex, density
+from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
+from sparsekv.planner.prices import HeadShape, Prices, StepPrices, Table
+from sparsekv.planner.progress import Progress, prefill_work
+from sparsekv.planner.records import versions
+from sparsekv.planner.timed_host import Host
+from sparsekv.plans.exact_gain import DRAFTS
+from sparsekv.plans.patterns import PATTERNS, AShape, Dense, Pattern, TileShape, VerticalSlash, tokens
+from sparsekv.plans.phases import DecodeBudget, Segment
+from sparsekv.plans.schema import BackendName
+from sparsekv.runtime.core.decode import Resident, decode
+from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.core.roles import Filter, Step
+from sparsekv.runtime.core.segments import SegmentProgram
+from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.model_config import device_name, dtype_name
+
+# Work of the largest dense launch that is timed, in floating-point operations: a fraction of a second either way.
+_MOST_WORK = {"cpu": 1.2e10, "cuda": 2e14}
+_SHORTEST = 512
+_APART = {"cpu": 3, "cuda": 2}  # lengths: between them times are read off a line
+_ROUND = 128
+_TILES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # shares of the causal tiles
+_COLUMNS = (0.0, 1 / 32, 1 / 8, 1 / 3)  # shares in single columns, beside few tiles
+_FEW = 1 / 16  # of the context: these tiles
+_READ = (1 / 64, 1 / 16, 1 / 4)  # shares of the cached tokens that a sparse step attends to
+_FETCHED = (64, 1024, 16384)  # tokens that a step reads from host memory
+_NEW = (1, DRAFTS[1] + 1, DRAFTS[-1] + 1)  # new tokens of a pass that checks a draft, and of a product
+_CPU_CACHE = 32 << 20  # bytes
+_MOST_COPIES = 16
+
+SECONDS_A_TIMING = 0.03
+_FEWEST, _MOST = 3, 100  # samples of a launch
+_WARM_SECONDS = 0.1  # of work before the first sample, until clocks have risen
+_ISSUED = 5  # launches that are issued in a row
+_LONG_SECONDS = 0.01  # of a launch, beside which issuing it is nothing
+_VERY_LONG_SECONDS = 4.0  # of a round
+
+Launch = Callable[[], object]
+
+
+def measure_prices(
+    shape: HeadShape,
+    lengths: Sequence[int],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    tile: TileShape,
+    families: Collection[Family] = FAMILIES,
+    backend: str = "auto",
+    offload: bool = False,
+    host: Host | None = None,
+    progress: Progress | None = None,
+) -> Prices:
+    """Times dense and sparse attention, index building and decode on this device.
+
+    Lengths too long to time quickly are left to the price of work at the longest.
+
+    Args:
+        lengths: context lengths the plan is for.
+        families: whose index building is timed besides that of the default ones.
+        backend: of sparse prefill, or "auto".
+        offload: time reading rows from host memory too.
+        host: the program that runs the plan; None is the transformers host.
+
+    Raises:
+        BackendError: the backend cannot run here.
+    """
+    choice = choose_backend(device, dtype, shape.head_dim, backend, tile)
+    timed_families = tuple(name for name in KNOWN_FAMILIES if name in FAMILIES or name in families)
+    bench = Bench(shape, device, dtype, tile, timed_families, choice.name, host or Host())
+    timed = timed_lengths(shape, lengths, device.type)
+    bench.products()
+    if offload:
+        bench.fetches()
+    with (progress or Progress()).stage("cost", total=sum(map(prefill_work, timed))) as step:
+        for length in timed:
+            bench.run(length)
+            step.advance(prefill_work(length), f"{length} tokens")
+    return bench.prices()
+
+
+def timed_lengths(shape: HeadShape, lengths: Sequence[int], device_type: str) -> tuple[int, ...]:
+    """Returns lengths from few tokens up to the longest that is timed quickly, but not beyond the longest of the plan;
+    on CUDA, where that takes no time, those of the plan too."""
+    most = math.isqrt(int(_MOST_WORK.get(device_type, _MOST_WORK["cpu"]) / (2 * shape.heads * shape.head_dim)))
+    longest = max(2 * _SHORTEST, min(max(lengths), most) // _SHORTEST * _SHORTEST)
+    count = 1 + math.ceil(math.log(longest / _SHORTEST, _APART.get(device_type, _APART["cpu"])))
+    spaced = np.geomspace(_SHORTEST, longest, count)
+    planned = (length for length in lengths if device_type == "cuda" and length <= max(most, longest))
+    return tuple(sorted({*(round(float(length) / _ROUND) * _ROUND for length in spaced), *planned}))
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """Times launches in microseconds. All are taken in turn, so that clocks and neighbours are alike for each."""
+
+    device: torch.device
+
+    def queued(self, launches: Sequence[Launch]) -> list[float]:
+        """Returns medians of what each launch takes where many are issued one after another. On a CPU, where other
+        programs take time slices, the fastest of several is what the work takes."""
+        seconds, is_cuda = self._warm(launches), self.device.type == "cuda"
+        counts = [max(1, min(_ISSUED, round(_LONG_SECONDS / one))) if is_cuda else 1 for one in seconds]
+        rounds = _rounds(len(launches), sum(count * one for count, one in zip(counts, seconds, strict=True)))
+        return [(median if is_cuda else min)(samples) for samples in self._walled(launches, rounds, counts)]
+
+    def step(self, launches: Sequence[Launch]) -> float:
+        """Returns what one of these takes as part of a decode step: on a GPU in a CUDA graph, as steps run there."""
+
+        def all_of_them() -> None:
+            for launch in launches:
+                launch()
+
+        if self.device.type != "cuda":
+            return self.queued([all_of_them])[0] / len(launches)
+        from triton.testing import do_bench_cudagraph
+
+        with torch.cuda.device(self.device):
+            all_of_them()
+            torch.cuda.synchronize()  # the stream that times does not wait for this one
+            timed_ms = do_bench_cudagraph(all_of_them, rep=round(1e3 * SECONDS_A_TIMING), return_mode="median")
+            return float(timed_ms) * 1e3 / len(launches)
+
+    def _warm(self, launches: Sequence[Launch]) -> list[float]:
+        """Runs launches until they are compiled and clocks have risen; returns the seconds that each took last."""
+        found = self._walled(launches, 1, [1] * len(launches))
+        spent, enough = 0.0, min(_WARM_SECONDS, len(launches) * SECONDS_A_TIMING)
+        while spent < enough:
+            found = self._walled(launches, 1, [1] * len(launches))
+            spent += max(1e-6 * sum(samples[0] for samples in found), 1e-6)
+        return [max(1e-6 * samples[0], 1e-9) for samples in found]
+
+    def _walled(self, launches: Sequence[Launch], rounds: int, counts: Sequence[int]) -> list[list[float]]:
+        """Samples by the clock on the wall, of so many launches each."""
+        found: list[list[float]] = [[] for _ in launches]
+        for _ in range(rounds):
+            for launch, count, samples in zip(launches, counts, found, strict=True):
+                self._wait()
+                started = time.perf_counter()
+                for _ in range(count):
+                    launch()
+                self._wait()
+                samples.append(1e6 * (time.perf_counter() - started) / count)
+        return found
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _rounds(launches: int, seconds: float) -> int:
+    """Returns how often all are timed, where one round takes so many seconds: once where that is long."""
+    if seconds > _VERY_LONG_SECONDS:
+        return 1
+    return max(_FEWEST, min(_MOST, round(launches * SECONDS_A_TIMING / seconds)))
+
+
+@dataclass(slots=True)
+class Times:
+    """Timings by the table that they belong to, and their point in it."""
+
+    us: dict[str, dict[tuple[float, int], float]] = field(default_factory=lambda: defaultdict(dict))
+
+    def add(self, name: str, along: int, us: float, across: float = 1.0) -> None:
+        """Takes a timing up."""
+        self.us[name][across, along] = us
+
+    def find(self, name: str) -> Table | None:
+        """The table, where it was timed."""
+        return self.table(name) if name in self.us else None
+
+    def table(self, name: str) -> Table:
+        """All timings of that name."""
+        timed = self.us[name]
+        across, along = sorted({point for point, _ in timed}), sorted({point for _, point in timed})
+        return Table.measured(across, along, [[timed[x, y] for y in along] for x in across])
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One device, one layer's heads, one tile shape."""
+
+    shape: HeadShape
+    device: torch.device
+    dtype: torch.dtype
+    tile: TileShape
+    families: tuple[Family, ...]
+    backend: str
+    host: Host
+    times: Times = field(default_factory=Times)
+
+    def prices(self) -> Prices:
+        """The tables of all that was timed."""
+        table, find = self.times.table, self.times.find
+        return Prices(
+            device=device_name(self.device),
+            measured=datetime.now(UTC).date().isoformat(),
+            source="measured",
+            host=self.host.name,
+            chunk=self.host.chunk,
+            kv_dtype="fp8" if self.host.float8 else None,
+            dtype=dtype_name(self.dtype),
+            backend=cast(BackendName, self.backend),
+            shape=self.shape,
+            tile=self.tile,
+            versions=versions() | dict(self.host.versions),
+            dense=table("dense"),
+            tiles=table("tiles"),
+            columns=table("columns"),
+            copy_keys=find("copy"),
+            index={name: table(f"index {name}") for name in self.families},
+            steps=tuple(
+                StepPrices(
+                    rows=rows,
+                    **{name: table(f"{name} of {rows}") for name in ("dense", "sparse", "chooses", "chooses_alone")},
+                )
+                for rows in self.host.batches
+            ),
+            fetch=find("fetch"),
+            check=find("check"),
+            products=find("products"),
+        )
+
+    def run(self, length: int) -> None:
+        """Times everything at one length."""
+        q_BHSD, k_BGSD, v_BGSD = self._random(length)
+        self._prefill(q_BHSD, k_BGSD, v_BGSD)
+        for rows in self.host.batches:
+            q_BH1D = q_BHSD[:, :, -1:].repeat(rows, 1, 1, 1)
+            self._decode(q_BH1D, self._views(k_BGSD, v_BGSD, rows), length)
+        if self.host.name == "transformers":
+            views = self._views(k_BGSD, v_BGSD, 1)
+            for new in _NEW:
+                q_BHQD = q_BHSD[:, :, -new:]
+                launches = [self.host.dense_step(q_BHQD, view, self._scale, self.backend) for view in views]
+                self.times.add("check", length, self._watch.step(launches), new)
+
+    def products(self) -> None:
+        """Times matrices as wide as the heads together, as those of attention and of MLPs are."""
+        width = self.shape.heads * self.shape.head_dim
+        draw = partial(torch.randn, device=self.device, dtype=self.dtype)
+        for out in (width, 4 * width):
+            for new in _NEW:
+                x_TE = draw(new, width)
+                size = out * width * x_TE.itemsize
+                weights = [draw(out, width) for _ in range(copies_to_read_cold(size, self._cache_bytes))]
+                us = self._watch.step([partial(_product, x_TE, weight) for weight in weights])
+                self.times.add("products", out * width, us, new)
+
+    def _prefill(self, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        """Times the last chunk of a prompt."""
+        length, heads = k_BGSD.shape[2], self.shape.heads
+        chunk = Chunk.uniform(1, length - min(length, self.host.chunk or length), length)
+        q_BHTD = q_BHSD[:, :, chunk.past[0] :]
+
+        def build(patterns: Sequence[Pattern]) -> TileIndex:
+            return build_index(tuple(patterns), q_BHTD, k_BGSD, chunk, self.tile, scale=self._scale)
+
+        def attend(index: TileIndex) -> None:
+            sparse = prefill_attention(q_BHTD, k_BGSD, v_BGSD, index, chunk, scale=self._scale, backend=self.backend)
+            self.host.take(sparse.out_BHSD)
+
+        launches: list[Launch] = [self.host.dense(q_BHTD, k_BGSD, v_BGSD, chunk, self._scale, self.backend)]
+        points: list[tuple[str, float]] = [("dense", 1.0)]
+        if (copy := self.host.copy(k_BGSD, v_BGSD)) is not None:
+            launches.append(copy)
+            points.append(("copy", 1.0))
+        for family in self.families:
+            *_, pattern = PATTERNS[family].timed(length)
+            for count in sorted({1, heads}):
+                launches.append(partial(build, (pattern,) * count + (Dense(),) * (heads - count)))
+                points.append((f"index {family}", count))
+        for name, layers in (("tiles", _layers_of_tiles(length)), ("columns", _layers_of_columns(length))):
+            for even, odd in layers:
+                index = build([(even, odd)[head % 2] for head in range(heads)])
+                whole = float(index.counts_BHT.sum()) / (heads * chunk.causal_tiles(self.tile))
+                launches.append(partial(attend, index))
+                points.append((name, whole if name == "tiles" else float(density(index, chunk)) - whole))
+        self._keep(length, points, self._watch.queued(launches))
+
+    def _keep(self, length: int, points: Sequence[tuple[str, float]], us: Sequence[float]) -> None:
+        """Takes the timings of prefill up: of tiles and columns, which come out as the kernel has them, those at the
+        shares of the table, on lines between them."""
+        timed = list(zip(points, us, strict=True))
+        for (name, across), one in timed:
+            if name not in ("tiles", "columns"):
+                self.times.add(name, length, one, across)
+        for name, wanted in (("tiles", _TILES), ("columns", _COLUMNS)):
+            shares, times = np.array([(across, one) for (own, across), one in timed if own == name]).T
+            if name == "tiles":
+                half, shares, times = times[-1], shares[:-1], times[:-1]
+                dense = 2.0 * half - times[0] if self.shape.heads > 1 else half
+                self.times.add(name, length, max(dense, times[-1]))
+            order = shares.argsort()
+            for share, one in zip(wanted, np.interp(wanted, shares[order], times[order]).tolist(), strict=True):
+                self.times.add(name, length, one, share)
+
+    def _decode(self, q_BH1D: torch.Tensor, views: Sequence[KeyView], length: int) -> None:
+        keys, rows = views[0], len(q_BH1D)
+        add, step = self.times.add, self._watch.step
+        add(
+            f"dense of {rows}",
+            length,
+            step([self.host.dense_step(q_BH1D, view, self._scale, self.backend) for view in views]),
+        )
+        idle = [one for view in views if (one := self.host.idle_step(q_BH1D, view, self._scale))]
+        idle_us = step(idle) if idle else 0.0
+        segment = _segment(length // 10, self.shape.heads)
+        chooses = [self._filter_step(segment, q_BH1D, view)[0] for view in views]
+        add(f"chooses of {rows}", length, step(chooses) + idle_us)
+        alone = [self._choice(segment, q_BH1D, view) for view in views]
+        add(f"chooses_alone of {rows}", length, step(alone))
+        for share in _READ:
+            segment = _segment(round(length * share), self.shape.heads)
+            run, state = self._filter_step(segment, q_BH1D, keys)
+            run()
+            selection = state.chosen(segment)
+            assert selection is not None, "fewer tokens than there are"
+            attend = partial(decode_attention, q_BH1D, scale=self._scale, backend=self.backend)
+            sparse_us = step([partial(attend, view, selection) for view in views]) + idle_us
+            add(f"sparse of {rows}", length, sparse_us, share)
+
+    def _filter_step(self, segment: SegmentProgram, q_BH1D: torch.Tensor, keys: KeyView) -> tuple[Launch, DecodeState]:
+        """A step of a filter layer, to be run time and again, and its state."""
+        layer = LayerProgram(0, segment.query_heads, keys.kv_heads, None, role=Filter(segment))
+        state = DecodeState((segment,))
+
+        def run() -> torch.Tensor:
+            state.begin(keys.lengths_B, q_BH1D.device)
+            return decode(layer, q_BH1D, Resident(keys), state, scale=self._scale, backend=self.backend)
+
+        return run, state
+
+    def _choice(self, segment: SegmentProgram, q_BH1D: torch.Tensor, keys: KeyView) -> Launch:
+        """Choosing in a filter layer that attends to its own choice."""
+        state = DecodeState((segment,))
+        step = Step(0, None, q_BH1D, Resident(keys), state, self._scale, self.backend)
+
+        def run() -> None:
+            state.begin(keys.lengths_B, q_BH1D.device)
+            Filter(segment).choose(step)
+
+        return run
+
+    def fetches(self) -> None:
+        """Times reading the keys and values of tokens from host memory, over the link that captured steps read by."""
+        for count in _FETCHED:
+            size = (count, 2, self.shape.kv_heads, self.shape.head_dim)
+            rows = torch.zeros(size, dtype=torch.uint8 if self.host.float8 else self.dtype, device="cpu")
+            rows = rows.pin_memory() if self.device.type == "cuda" else rows
+            fetch = partial(rows.to, self.device, non_blocking=True, copy=True)
+            self.times.add("fetch", count, self._watch.queued([fetch])[0])
+
+    def _random(self, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator(self.device).manual_seed(0)
+
+        def draw(heads: int) -> torch.Tensor:
+            size = (1, heads, length, self.shape.head_dim)
+            return torch.randn(size, generator=generator, device=self.device, dtype=self.dtype)
+
+        return draw(self.shape.heads), draw(self.shape.kv_heads), draw(self.shape.kv_heads)
+
+    @property
+    def _watch(self) -> Stopwatch:
+        return Stopwatch(self.device)
+
+    @property
+    def _scale(self) -> float:
+        return float(self.shape.head_dim**-0.5)
+
+    @property
+    def _cache_bytes(self) -> int:
+        if self.device.type != "cuda":
+            return _CPU_CACHE
+        return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
+
+    def _views(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, rows: int) -> list[KeyView]:
+        copies = 1
+        if self.device.type == "cuda":
+            copies = copies_to_read_cold(round(rows * (k_BGSD.nbytes + v_BGSD.nbytes) * _READ[0]), self._cache_bytes)
+        return self.host.views(k_BGSD, v_BGSD, rows, copies)
+
+
+def _layers_of_tiles(length: int) -> Iterator[tuple[Pattern, Pattern]]:
+    """The patterns of even and of odd heads: windows that come to about the shares of the table, and at last a layer
+    with dense heads beside the narrowest."""
+    windows = [AShape(sink=tokens(1), window=tokens(max(64, round(length * (1 - math.sqrt(1 - s)))))) for s in _TILES]
+    yield from ((window, window) for window in windows)
+    yield Dense(), windows[0]
+
+
+def _layers_of_columns(length: int) -> Iterator[tuple[Pattern, Pattern]]:
+    """The same with single columns beside few tiles."""
+    few = tokens(max(64, round(length * _FEW)))
+    for share in _COLUMNS:
+        vertical = tokens(max(1, round(length * share)))
+        lines = VerticalSlash(vertical=vertical, slash=few, last_q=64, max_tiles=few)
+        yield lines, lines
+
+
+def copies_to_read_cold(read_bytes: int, cache_bytes: int) -> int:
+    """Returns how many copies of keys and values steps take in turn, so that none finds in the device's cache what it
+    reads.
+
+    A step comes back to a layer after all others and their weights. Steps that read very little are mostly launch.
+    """
+    return min(_MOST_COPIES, max(1, -(-2 * cache_bytes // max(1, read_bytes))))
+
+
+def _segment(count: int, heads: int) -> SegmentProgram:
+    part = Segment(filter=0, layers=(1,), budget=DecodeBudget(tokens=count), sink=0, recent=2)
+    return SegmentProgram(0, part.sink, part.recent, "last", 1, "max", False, (), (part,), heads, 1)
+
+
+def _product(x_TE: torch.Tensor, weight_FE: torch.Tensor) -> torch.Tensor:
+    """A product and five small kernels: a Llama layer has 34 of these (norms, rotary, activation, sums, cache) beside
+    its seven products."""
+    out_TF = torch.nn.functional.linear(x_TE, weight_FE)
+    return out_TF * torch.rsqrt(out_TF.pow(2).mean(-1, keepdim=True) + 1e-6)

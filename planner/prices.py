@@ -1,0 +1,270 @@
+"""Prices of attention on one device: tables of measured times, and what a layer's work costs by them.
+
+A table holds microseconds at the points of two axes and rises along both. Between points times are read off straight
+lines: over the logarithms along the second axis (lengths), over the values across the first (shares, heads). Outside
+its points a table is clamped: below the first one a time stays, beyond the last one the price of a unit of work does,
+so that all times of a phase keep their ratios there. Nothing is fitted.
+
+All times of prefill are of one layer whose heads are alike. A head has its part of the layer that is like it, and a
+layer costs its heads, and the index launches of their families.
+
+Shapes: A points across, N lengths along.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from importlib import resources
+from typing import Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import AfterValidator, Field, model_validator
+
+from sparsekv.planner.options import Family
+from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.schema import BackendName, DtypeName, HostName
+from sparsekv.plans.types import Count, FieldError, Length, NonNegative, Part, Text, rounded
+
+_MOST_POINTS = 256  # of an axis
+_SHIPPED = "prices_h200.json"
+
+# No device comes near the bounds, which keep every sum finite.
+Microseconds = Annotated[float, Field(strict=True, ge=1e-6, le=1e12, allow_inf_nan=False), AfterValidator(rounded)]
+Floats = npt.NDArray[np.float64]
+
+
+class HeadShape(Part):
+    """The attention of one layer."""
+
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+
+
+class Table(Part):
+    """Times at the points of two axes, which rise along both.
+
+    Attributes:
+        across: shares of what dense attention computes or reads, heads, or new tokens; ascending.
+        along: tokens, or the parameters of a matrix; ascending.
+        us: a row for each point across.
+    """
+
+    across: Annotated[tuple[NonNegative, ...], Field(min_length=1, max_length=_MOST_POINTS)] = (1.0,)
+    along: Annotated[tuple[Length, ...], Field(min_length=1, max_length=_MOST_POINTS)]
+    us: tuple[tuple[Microseconds, ...], ...]
+
+    @classmethod
+    def measured(cls, across: Sequence[float], along: Sequence[int], us: Floats | Sequence[Sequence[float]]) -> Table:
+        """The table of these times, each at least those of less work: a measured time that falls is noise."""
+        rising = np.maximum.accumulate(np.maximum.accumulate(np.asarray(us, np.float64), 0), 1)
+        return cls(across=tuple(map(float, across)), along=tuple(along), us=tuple(map(tuple, rising.tolist())))
+
+    @model_validator(mode="after")
+    def _rises(self) -> Table:
+        for name in ("across", "along"):
+            points = getattr(self, name)
+            if points[-1] == 0 or any(np.diff(points) <= 0):
+                raise FieldError("expected ascending points", name)
+        if [len(row) for row in self.us] != [len(self.along)] * len(self.across):
+            raise FieldError(f"expected {len(self.across)} rows of {len(self.along)} times", "us")
+        if (np.diff(self.us, axis=0) < 0).any() or (np.diff(self.us, axis=1) < 0).any():
+            raise FieldError("expected times that rise along both axes", "us")
+        return self
+
+    def scaled(self, factor: float) -> Table:
+        """The table with each time multiplied."""
+        return Table(
+            across=self.across, along=self.along, us=tuple(tuple(us * factor for us in row) for row in self.us)
+        )
+
+    def column(self, along_N: Floats | Sequence[float], growth: float = 1.0) -> Floats:
+        """[A, N]: the times at these points along.
+
+        Args:
+            growth: the power of the length that work grows with, beyond the last point.
+        """
+        points, wanted_N = np.array(self.along, np.float64), np.asarray(along_N, np.float64)
+        inside_N = np.log(np.clip(wanted_N, points[0], points[-1]))
+        found_AN = np.exp([np.interp(inside_N, np.log(points), row_N) for row_N in np.log(self.us)])
+        return np.asarray(found_AN * np.maximum(1.0, wanted_N / points[-1]) ** growth)
+
+    def read(self, column_A: Floats, across: Floats | float) -> Floats:
+        """The time at points across, from the times of `column` or sums of them."""
+        beyond = np.maximum(1.0, np.asarray(across) / self.across[-1])
+        return np.asarray(np.interp(across, self.across, column_A) * beyond)
+
+    def at(self, along: float, across: float = 1.0, growth: float = 1.0) -> float:
+        """The time at one point."""
+        return float(self.read(self.column([along], growth)[:, 0], across))
+
+
+class StepPrices(Part):
+    """Attention of a layer in one decode step.
+
+    Attributes:
+        rows: of the step, each with its own keys; times are of all of them.
+        dense: by cached tokens of a row.
+        sparse: by the share of the cached tokens that is attended to, and by these.
+        chooses: a filter layer that attends to everything and chooses tokens, by cached tokens.
+        chooses_alone: choosing tokens in a filter layer that attends to its own choice; None where not measured.
+    """
+
+    rows: Count
+    dense: Table
+    sparse: Table
+    chooses: Table
+    chooses_alone: Table | None = None
+
+    def sparse_us(self, attended: float, length: int) -> float:
+        """Attention to so many of the cached tokens."""
+        return self.sparse.at(length, attended / length)
+
+    def choice_us(self, length: int) -> float:
+        """Choosing tokens, beside attention to all of them."""
+        return max(0.0, self.chooses.at(length) - self.dense.at(length))
+
+
+class Prices(Part):
+    """Prices of one device and head shape, as one host runs it.
+
+    A host that cuts prompts attends chunk by chunk: each time at a length is of the chunk that ends there.
+
+    Attributes:
+        measured: the day.
+        source: how the times came about.
+        stands_in: whether the plan is for another device: its prices rank and predict, but make no length dense.
+        host: the program whose kernels and way to prefill were timed.
+        chunk: most tokens of a prompt that it prefills at once; None is all.
+        kv_dtype: of cached keys and values, where it is not `dtype`.
+        dense: the fastest dense kernel, by length.
+        tiles: sparse attention over whole tiles, by their share of the causal tiles; all of them is dense heads in a
+            sparse launch.
+        columns: sparse attention over few tiles, by the share of single columns beside them.
+        copy_keys: making the keys of a chunk with a past contiguous; None where the host has no need to.
+        index: per family, building the index of so many heads, of the others dense.
+        steps: of decode, by rows; decode by a plan must pay with each.
+        fetch: reading the keys and values of so many tokens from host memory. None where it was not asked for.
+        check: a dense pass of several new tokens of a row, by these and cached tokens; None where the host has no
+            exact output.
+        products: a product of new tokens with a matrix of weights and the small kernels beside it, by the parameters.
+    """
+
+    kind: Literal["sparsekv.cost"] = "sparsekv.cost"
+    schema_version: Literal[4] = 4
+    device: Text
+    measured: Text
+    source: Text
+    stands_in: bool = False
+    host: HostName = "transformers"
+    chunk: Length | None = None
+    kv_dtype: Literal["fp8"] | None = None
+    dtype: DtypeName
+    backend: BackendName
+    shape: HeadShape
+    tile: TileShape
+    versions: dict[Text, Text] = Field(default_factory=dict)
+    dense: Table
+    tiles: Table
+    columns: Table
+    copy_keys: Table | None = None
+    index: dict[Family, Table]
+    steps: Annotated[tuple[StepPrices, ...], Field(min_length=1)]
+    fetch: Table | None = None
+    check: Table | None = None
+    products: Table | None = None
+
+    @property
+    def cuts_prompts(self) -> bool:
+        """Returns whether the host prefills long prompts in chunks."""
+        return self.chunk is not None
+
+    def step(self, rows: int = 1) -> StepPrices:
+        """The prices of steps of so many rows, which were measured."""
+        return next(step for step in self.steps if step.rows == rows)
+
+    def dense_us(self, length: int, share: float = 1.0) -> float:
+        """A dense layer over a whole prompt.
+
+        Args:
+            share: of the tiles of all heads, where some are absent or the layer has a window of its own.
+        """
+        return share * float(self._over_chunks(self.dense, length)[0])
+
+    def heads_us(self, tiles: Floats, columns: Floats, length: int) -> Floats:
+        """Each head of a sparse launch over a whole prompt, its index left out.
+
+        Args:
+            tiles, columns: shares of the causal tiles; a dense head computes all.
+        """
+        times_A, columns_A = (self._over_chunks(table, length) for table in (self.tiles, self.columns))
+        beside = self.columns.read(columns_A, columns) - columns_A[0]
+        return np.asarray((self.tiles.read(times_A, tiles) + beside) / self.shape.heads)
+
+    def index_us(self, family: Family, length: int) -> tuple[float, float]:
+        """Building the index of a family over a whole prompt: the launch, and each head."""
+        table = self.index[family]
+        times_A = self._over_chunks(table, length)
+        head = (times_A[-1] - times_A[0]) / max(1.0, table.across[-1] - table.across[0])
+        return max(0.0, float(times_A[0] - head * table.across[0])), float(head)
+
+    def copies_us(self, length: int) -> float:
+        """Copying keys over a whole prompt; 8-bit keys of the first chunk are read back, too."""
+        if self.copy_keys is None:
+            return 0.0
+        ends_N, _ = self._chunks(length)
+        copied_N = ends_N if self.kv_dtype else ends_N[1:]
+        return float(self.copy_keys.column(copied_N).sum()) if len(copied_N) else 0.0
+
+    def _chunks(self, length: int) -> tuple[Floats, Floats]:
+        """[N] each: where the chunks of a prompt end, and their rows as a share of a whole chunk's."""
+        if self.chunk is None or length <= self.chunk:
+            return np.array([float(length)]), np.ones(1)
+        ends_N = np.array([*range(self.chunk, length, self.chunk), length], np.float64)
+        return ends_N, np.diff(ends_N, prepend=0.0) / self.chunk
+
+    def _over_chunks(self, table: Table, length: int) -> Floats:
+        """[A]: the times of a table, over all chunks of a prompt."""
+        ends_N, rows_N = self._chunks(length)
+        return np.asarray(table.column(ends_N, 2.0 if self.chunk is None else 1.0) @ rows_N)
+
+    def stood_in(self, shape: HeadShape, tile: TileShape) -> Prices:
+        """These prices for other heads, by the ratio of their work; of another device than the plan is for."""
+        own = self.shape
+        prefill = shape.heads * shape.head_dim / (own.heads * own.head_dim)
+        decode = shape.kv_heads * shape.head_dim / (own.kv_heads * own.head_dim)
+        return self.model_copy(
+            update={
+                **_scaled(self, prefill, "dense", "tiles", "columns"),
+                **_scaled(self, decode, "fetch", "check"),
+                "steps": tuple(
+                    step.model_copy(update=_scaled(step, decode, "dense", "sparse", "chooses", "chooses_alone"))
+                    for step in self.steps
+                ),
+                "shape": shape,
+                "tile": tile,
+                "stands_in": True,
+            }
+        )
+
+
+def _scaled(prices: Part, factor: float, *names: str) -> dict[str, Table | None]:
+    tables: dict[str, Table | None] = {name: getattr(prices, name) for name in names}
+    return {name: table and table.scaled(factor) for name, table in tables.items()}
+
+
+def shipped_prices(shape: HeadShape, tile: TileShape) -> Prices:
+    """The prices that stand in where there is no GPU: of the measured heads that are most like these."""
+    data = json.loads(resources.files("sparsekv.planner").joinpath("data", _SHIPPED).read_text())
+    tables = [Prices.model_validate(one) for one in data]
+
+    def apart(prices: Prices) -> float:
+        own = prices.shape
+        return sum(
+            abs(math.log(getattr(own, name) / getattr(shape, name))) for name in ("heads", "kv_heads", "head_dim")
+        )
+
+    return min(tables, key=apart).stood_in(shape, tile)
