@@ -1,14 +1,15 @@
 """Decides which pattern each head follows: one budget for the whole model.
 
-Least damage within a budget: every head of every layer takes one of its candidates, or stays dense, such that the sum
-of their damages (profile/head_errors.py) is least and the sum of their costs is at most the budget. So heads get what
-they need, from the mandatory tiles to everything, instead of one density each (MInference 1.0, section 3.2, algorithm
-1, as the preset does it). A target density is a budget of tiles. A target speedup is a budget of measured time: tiles,
-gathered columns and a head's part of the index, each at its price on the device.
+A target density is a budget of tiles: every head of every layer takes one of its candidates, or stays dense, such that
+the sum of their damages (profile/head_errors.py) is least. So heads get what they need, from the mandatory tiles to
+everything, instead of one density each (MInference 1.0, section 3.2, algorithm 1, as the preset does it). The damage
+that comes out is the same on every device. For as little damage a device may have a faster choice, by the time of
+tiles, single columns and indices there: heads and families are ranked by damage a microsecond. Its density may be a
+little above the target.
 
 Heads that the crossover makes dense stand outside the target: they are dense because that is faster, so that sparser
 neighbours would lose accuracy and win nothing that was asked for. The plan is then denser than its target, which
-`plan_remarks` tells; without a crossover the target bounds the whole.
+`plan_remarks` tells.
 """
 
 from __future__ import annotations
@@ -27,16 +28,15 @@ from sparsekv.planner.predict import (
     Mask,
     Savings,
     ScoreTables,
+    head_times,
     layer_times,
     longest_losing,
     pays,
-    predicted_gain,
-    prefill_estimate,
 )
 from sparsekv.planner.prices import Floats, Prices
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.profile.search_space import ROUNDING, too_low
-from sparsekv.planner.relaxation import Allocation, solve
+from sparsekv.planner.relaxation import Allocation, least_cost, solve
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Pattern, TileShape, mandatory_density
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
@@ -148,6 +148,7 @@ class _Length:
         self._tile: TileShape = profile.tile
         self.tables = ScoreTables.of(entry)
         self._savings = Savings(cost, self.tables, profile.tile) if options.crossover else None
+        self._time_LCH = head_times(cost, self.tables).ranked_LCH
         self._own_LCH = self.tables.of_families(options.families)
         self._families = options.families
         self._found: Allocation | None = None  # of the last budget that was asked for
@@ -245,8 +246,17 @@ class _Length:
         budget = max(target * int(sparse_LH.sum()), least)
         found = solve(tables.density_LCH, tables.damage_LCH, allowed_LCH, sparse_LH, budget)
         assert found is not None
-        self._found = found
-        return np.where(tables.present_LH & ~sparse_LH, DENSE, found.choice)
+        self._found = self._faster(found, allowed_LCH, sparse_LH)
+        return np.where(tables.present_LH & ~sparse_LH, DENSE, self._found.choice)
+
+    def _faster(self, found: Allocation, allowed_LCH: Mask, sparse_LH: Mask) -> Allocation:
+        """The least time on the device for the damage of an allocation, or that itself where it is faster."""
+        tables, time_LCH = self.tables, self._time_LCH
+        choice, damage = least_cost(
+            time_LCH, tables.damage_LCH, allowed_LCH, sparse_LH, found.damage * (1.0 + ROUNDING)
+        )
+        ours, theirs = (float(tables.take(time_LCH, one, 1.0).sum()) for one in (choice, found.choice))
+        return Allocation(choice, damage, min(found.bound, damage)) if ours < theirs else found
 
     @property
     def _least(self) -> float:
@@ -286,9 +296,6 @@ class _Length:
                 allowed_LCH[row] &= ~self.tables.of_families((losing,))[row]
                 took = True
         return took
-
-    def _gain(self, choice: Choice) -> float:
-        return predicted_gain(prefill_estimate(self._cost, self.tables, choice, self._profile))
 
     def _unreached(self, target: float, found: float) -> UsageError:
         least = min(mandatory_density(self._entry.length, self._tile, family) for family in self._families)

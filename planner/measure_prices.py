@@ -194,6 +194,12 @@ class Times:
         """Takes a timing up."""
         self.us[name][across, along] = us
 
+    def add_between(self, name: str, along: int, across: Sequence[float], timed: Sequence[tuple[float, float]]) -> None:
+        """Takes timings up at these points across, on lines between those that a kernel has."""
+        points, us = np.array(sorted(timed)).T
+        for point, one in zip(across, np.interp(across, points, us).tolist(), strict=True):
+            self.add(name, along, one, point)
+
     def find(self, name: str) -> Table | None:
         """The table, where it was timed."""
         return self.table(name) if name in self.us else None
@@ -289,40 +295,31 @@ class Bench:
             sparse = prefill_attention(q_BHTD, k_BGSD, v_BGSD, index, chunk, scale=self._scale, backend=self.backend)
             self.host.take(sparse.out_BHSD)
 
-        launches: list[Launch] = [self.host.dense(q_BHTD, k_BGSD, v_BGSD, chunk, self._scale, self.backend)]
-        points: list[tuple[str, float]] = [("dense", 1.0)]
+        points: list[tuple[str, float, Launch]] = []
+        points.append(("dense", 1.0, self.host.dense(q_BHTD, k_BGSD, v_BGSD, chunk, self._scale, self.backend)))
         if (copy := self.host.copy(k_BGSD, v_BGSD)) is not None:
-            launches.append(copy)
-            points.append(("copy", 1.0))
+            points.append(("copy", 1.0, copy))
         for family in self.families:
             *_, pattern = PATTERNS[family].timed(length)
             for count in sorted({1, heads}):
-                launches.append(partial(build, (pattern,) * count + (Dense(),) * (heads - count)))
-                points.append((f"index {family}", count))
-        for name, layers in (("tiles", _layers_of_tiles(length)), ("columns", _layers_of_columns(length))):
+                some = (pattern,) * count + (Dense(),) * (heads - count)
+                points.append((f"index {family}", count, partial(build, some)))
+        for name, layers in (("tiles", _layers_of_tiles(chunk)), ("columns", _layers_of_columns(length))):
             for even, odd in layers:
                 index = build([(even, odd)[head % 2] for head in range(heads)])
                 whole = float(index.counts_BHT.sum()) / (heads * chunk.causal_tiles(self.tile))
-                launches.append(partial(attend, index))
-                points.append((name, whole if name == "tiles" else float(density(index, chunk)) - whole))
-        self._keep(length, points, self._watch.queued(launches))
-
-    def _keep(self, length: int, points: Sequence[tuple[str, float]], us: Sequence[float]) -> None:
-        """Takes the timings of prefill up: of tiles and columns, which come out as the kernel has them, those at the
-        shares of the table, on lines between them."""
-        timed = list(zip(points, us, strict=True))
-        for (name, across), one in timed:
-            if name not in ("tiles", "columns"):
-                self.times.add(name, length, one, across)
-        for name, wanted in (("tiles", _TILES), ("columns", _COLUMNS)):
-            shares, times = np.array([(across, one) for (own, across), one in timed if own == name]).T
-            if name == "tiles":
-                half, shares, times = times[-1], shares[:-1], times[:-1]
-                dense = 2.0 * half - times[0] if self.shape.heads > 1 else half
-                self.times.add(name, length, max(dense, times[-1]))
-            order = shares.argsort()
-            for share, one in zip(wanted, np.interp(wanted, shares[order], times[order]).tolist(), strict=True):
-                self.times.add(name, length, one, share)
+                share = whole if name == "tiles" else float(density(index, chunk)) - whole
+                points.append((name, share, partial(attend, index)))
+        timed: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for (name, across, _), us in zip(points, self._watch.queued([run for *_, run in points]), strict=True):
+            timed[name].append((across, us))
+        *tiles, (_, mixed_us) = timed.pop("tiles")
+        dense_us = dense_heads_us(mixed_us, tiles[0][1], heads)
+        self.times.add_between("tiles", length, (*_TILES, 1.0), [*tiles, (1.0, max(dense_us, tiles[-1][1]))])
+        self.times.add_between("columns", length, _COLUMNS, timed.pop("columns"))
+        for name, found in timed.items():
+            for across, us in found:
+                self.times.add(name, length, us, across)
 
     def _decode(self, q_BH1D: torch.Tensor, views: Sequence[KeyView], length: int) -> None:
         keys, rows = views[0], len(q_BH1D)
@@ -410,10 +407,18 @@ class Bench:
         return self.host.views(k_BGSD, v_BGSD, rows, copies)
 
 
-def _layers_of_tiles(length: int) -> Iterator[tuple[Pattern, Pattern]]:
+def dense_heads_us(mixed_us: float, narrow_us: float, heads: int) -> float:
+    """A sparse launch of dense heads alone, by one in which every other head is dense, from the first on, beside narrow
+    ones."""
+    narrow = heads // 2
+    return (mixed_us * heads - narrow_us * narrow) / (heads - narrow)
+
+
+def _layers_of_tiles(chunk: Chunk) -> Iterator[tuple[Pattern, Pattern]]:
     """The patterns of even and of odd heads: windows that come to about the shares of the table, and at last a layer
     with dense heads beside the narrowest."""
-    windows = [AShape(sink=tokens(1), window=tokens(max(64, round(length * (1 - math.sqrt(1 - s)))))) for s in _TILES]
+    widths = [share if chunk.past[0] else 1 - math.sqrt(1 - share) for share in _TILES]
+    windows = [AShape(sink=tokens(1), window=tokens(max(64, round(chunk.longest * width)))) for width in widths]
     yield from ((window, window) for window in windows)
     yield Dense(), windows[0]
 

@@ -153,6 +153,7 @@ class HeadTimes:
     dense_us: float  # all causal tiles
     sparse_LCH: Floats  # by slot; infinite where its family was not priced
     launch_us: dict[Family, float]
+    ranked_LCH: Floats  # by slot, a head's part of an index launch of all heads included; a dense head is 1
 
 
 def head_times(cost: Prices, tables: ScoreTables) -> HeadTimes:
@@ -160,10 +161,11 @@ def head_times(cost: Prices, tables: ScoreTables) -> HeadTimes:
     entry, length = tables.entry, tables.entry.length
     # Families that were profiled but not priced are not among those asked for (`check_cost`).
     index = {name: cost.index_us(name, length) for name in cost.index}
-    index_C = np.array([index.get(one.family, (0.0, np.inf))[1] for one in entry.candidates] + [np.inf])
+    launch_C, index_C = np.array([*(index.get(one.family, (0.0, np.inf)) for one in entry.candidates), (0.0, np.inf)]).T
     sparse_LCH = cost.heads_us(tables.tiles_LCH, tables.columns_LCH, length) + index_C[tables.candidate_LCH]
     dense_us = float(cost.heads_us(np.ones(1), np.zeros(1), length)[0])
-    return HeadTimes(dense_us, sparse_LCH, {name: launch for name, (launch, _) in index.items()})
+    ranked_LCH = (sparse_LCH + launch_C[tables.candidate_LCH] / cost.shape.heads) / dense_us
+    return HeadTimes(dense_us, sparse_LCH, {name: launch for name, (launch, _) in index.items()}, ranked_LCH)
 
 
 def shares_at(
@@ -316,8 +318,8 @@ def step_us(
     segments: Sequence[Segment], cost: Prices, length: int, model: ModelInfo, offload: Offload | None = None,
     rows: int = 1,
 ) -> float | None:  # fmt: skip
-    """Attention of one decode step of rows of this length over all layers, in microseconds; None where a choice of that
-    kind, or rows in host memory, have no price.
+    """Attention of one decode step of rows of this length over all layers, in microseconds; None where rows
+    in host memory have no price.
 
     A filter layer costs what a dense one does, and its choice on top; one that attends to its own choice costs that
     choice, in a pass over the keys, and sparse attention. The rest of a step, weights and sampling, is not
@@ -333,10 +335,7 @@ def step_us(
         sparse_us = step.dense.at(length)
         if chosen is not None:  # else all of the context is attended to, and nothing is chosen
             sparse_us = step.sparse_us(attended_tokens(segment, length), length)
-            if segment.filter_is_sparse and step.chooses_alone is None:
-                return None
-            alone = step.chooses_alone if segment.filter_is_sparse else None
-            total += alone.at(length) if alone else step.choice_us(length)
+            total += step.chooses_alone.at(length) if segment.filter_is_sparse else step.choice_us(length)
         total += len(segment.layers) * sparse_us
         if offload and moved:
             hot = offload.hot.resolve(length)

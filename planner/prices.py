@@ -110,14 +110,14 @@ class StepPrices(Part):
         dense: by cached tokens of a row.
         sparse: by the share of the cached tokens that is attended to, and by these.
         chooses: a filter layer that attends to everything and chooses tokens, by cached tokens.
-        chooses_alone: choosing tokens in a filter layer that attends to its own choice; None where not measured.
+        chooses_alone: choosing tokens in a filter layer that attends to its own choice.
     """
 
     rows: Count
     dense: Table
     sparse: Table
     chooses: Table
-    chooses_alone: Table | None = None
+    chooses_alone: Table
 
     def sparse_us(self, attended: float, length: int) -> float:
         """Attention to so many of the cached tokens."""

@@ -278,6 +278,9 @@ def _locked(lock: Path) -> BinaryIO:
         file.close()  # a run that ended has removed it in the meantime
 
 
+_AGAIN = {"sparsekv.cost": "`sparsekv plan MODEL --cost-out FILE` measures again"}
+
+
 # --- profiles and device costs ----------------------------------------------------------------------------------------
 
 
@@ -323,8 +326,9 @@ def record_of(kind: type[Measured], data: Any, path: Path) -> Measured:
         return kind.model_validate(data)
     except ValidationError as error:
         schema = kind.model_fields["schema_version"].default
+        again = _AGAIN.get(_what(kind), "make it again")
         raise PlanError(
-            f"expected a {_what(kind)} of schema {schema} in {path}, found at {first_fault(error)}; make it again"
+            f"expected a {_what(kind)} of schema {schema} in {path}, found at {first_fault(error)}; {again}"
         ) from error
 
 

@@ -9,7 +9,7 @@ Shapes: L layers, C slots of candidates, H heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -33,6 +33,37 @@ class Allocation:
     bound: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One segment of a head's hull, from the slot before it to a dearer one that does less damage."""
+
+    slope: float  # damage for cost, negative
+    layer: int
+    head: int
+    slot: int
+    price: float
+    saved: float
+
+
+class _Hulls:
+    """The hulls of all heads: the cheapest choice, and the steps from it, in order of the damage that they save for
+    their cost."""
+
+    def __init__(self, cost_LCH: Floats, damage_LCH: Floats, allowed_LCH: Mask, present_LH: Mask) -> None:
+        self.choice = np.where(present_LH, DENSE, ABSENT)
+        self.cost = self.damage = 0.0
+        steps = []
+        for layer, head in np.argwhere(present_LH).tolist():
+            slots = np.flatnonzero(allowed_LCH[layer, :, head]).tolist()
+            hull = _hull([(float(cost_LCH[layer, c, head]), float(damage_LCH[layer, c, head]), c) for c in slots])
+            cheapest, least, self.choice[layer, head] = hull[0]
+            self.cost, self.damage = self.cost + cheapest, self.damage + least
+            for (low, worse, _), (high, better, slot) in pairwise(hull):
+                saved, price = worse - better, high - low
+                steps.append(_Step(-saved / price, layer, head, slot, price, saved))
+        self.steps = sorted(steps, key=astuple)
+
+
 def solve(
     cost_LCH: Floats, damage_LCH: Floats, allowed_LCH: Mask, present_LH: Mask, budget: float
 ) -> Allocation | None:
@@ -43,32 +74,35 @@ def solve(
         allowed_LCH: slots that may be taken; a dense head always may.
         present_LH: heads that exist.
     """
-    choice = np.where(present_LH, DENSE, ABSENT)
-    spent = damage = 0.0
-    steps: list[tuple[float, int, int, int, float, float]] = []
-    for layer, head in np.argwhere(present_LH).tolist():
-        slots = np.flatnonzero(allowed_LCH[layer, :, head]).tolist()
-        hull = _hull([(float(cost_LCH[layer, c, head]), float(damage_LCH[layer, c, head]), c) for c in slots])
-        cheapest, least, choice[layer, head] = hull[0]
-        spent, damage = spent + cheapest, damage + least
-        for (low, worse, _), (high, better, slot) in pairwise(hull):
-            saved, price = worse - better, high - low
-            steps.append((-saved / price, layer, head, slot, price, saved))
-    left = budget - spent
+    hulls = _Hulls(cost_LCH, damage_LCH, allowed_LCH, present_LH)
+    choice, damage, left = hulls.choice, hulls.damage, budget - hulls.cost
     if left < -ROUNDING * budget:
         return None
     bound, is_bounded, stopped = damage, False, set()
-    for slope, layer, head, slot, price, saved in sorted(steps):
+    for step in hulls.steps:
         if not is_bounded:  # the relaxation takes the part of this step that fits, and nothing after it
-            is_bounded = price > left
-            bound -= min(saved, -slope * max(left, 0.0))
-        if (layer, head) in stopped:
+            is_bounded = step.price > left
+            bound -= min(step.saved, -step.slope * max(left, 0.0))
+        if (step.layer, step.head) in stopped:
             continue
-        if price <= left:
-            choice[layer, head], left, damage = slot, left - price, damage - saved
+        if step.price <= left:
+            choice[step.layer, step.head], left, damage = step.slot, left - step.price, damage - step.saved
         else:
-            stopped.add((layer, head))  # later steps of a head stand on the earlier ones
+            stopped.add((step.layer, step.head))  # later steps of a head stand on the earlier ones
     return Allocation(choice, max(damage, 0.0), max(min(bound, damage), 0.0))
+
+
+def least_cost(
+    cost_LCH: Floats, damage_LCH: Floats, allowed_LCH: Mask, present_LH: Mask, most: float
+) -> tuple[Choice, float]:
+    """Returns the choice of least cost whose damage is at most `most`, within one step of the best, and its damage."""
+    hulls = _Hulls(cost_LCH, damage_LCH, allowed_LCH, present_LH)
+    choice, damage = hulls.choice, hulls.damage
+    for step in hulls.steps:
+        if damage <= most:
+            break
+        choice[step.layer, step.head], damage = step.slot, damage - step.saved
+    return choice, max(damage, 0.0)
 
 
 def _hull(points: list[tuple[float, float, int]]) -> list[tuple[float, float, int]]:

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 from mutations import Mutations, survey
-from planner_models import made_up_cost
+from planner_models import made_up_prices
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
 from plans_samples import full_plan, model_info, small_plan
 from rich.console import Console
 
-from sparsekv.planner.cost.device_cost import DeviceCost, Line, Timing
 from sparsekv.planner.job import job_of_files
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_plan
+from sparsekv.planner.prices import Prices
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.records import record_of
 from sparsekv.plans.errors import PlanMismatchError
@@ -100,12 +100,8 @@ def _profile(seed: int, **fields: Any) -> Profile:
     return made_up_profile(*lengths, model=model).model_copy(update=fields)
 
 
-def _cost() -> DeviceCost:
-    return made_up_cost(
-        prefill_sparse=Line(prices=(5.0, 0.1, 1.0, 1.5, 1.0)),
-        decode_host=Line(prices=(5.0, 0.001, 0.01)),
-        timings=(Timing(what="a", length=1024, features=(1.0, 2.0), us=3.0),),
-    )
+def _cost() -> Prices:
+    return made_up_prices(tiles=(5.0, 1.0), column=1.5, fetch=(5.0, 0.01), lengths=(256, 1024, 4096))
 
 
 COSTS = Mutations(_cost().model_dump(mode="json"))
@@ -124,14 +120,14 @@ WANTED = tuple(
 )
 
 
-def recompile(profile: Profile, cost: DeviceCost, wanted: PlanOptions) -> None:
+def recompile(profile: Profile, cost: Prices, wanted: PlanOptions) -> None:
     """What `sparsekv plan --profile FILE --cost FILE --no-verify` does once both are read."""
     plan = compile_plan(job_of_files("made/up", wanted, profile, cost)).plan
     assert parse_plan(dump_plan(plan)) == with_digest(plan)
 
 
 def use_cost(data: Any) -> None:
-    cost = record_of(DeviceCost, data, PATH)
+    cost = record_of(Prices, data, PATH)
     draw = random.Random(json.dumps(data))
     recompile(_profile(draw.randrange(2)), cost, draw.choice(WANTED))
 

@@ -15,10 +15,10 @@ from tiny_plans import segment
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import sparsekv
-from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.job import job_of_files
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_plan
+from sparsekv.planner.prices import Prices
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.records import read_measured
 from sparsekv.plans.aliases import resolve_model
@@ -47,7 +47,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_plan_compiled_from_a_profile_and_a_cost_has_the_bytes_it_had(name: str, tmp_path: Path):
     asked = PlanOptions(lengths="2k,4k", verify_samples=0, **COMPILED[name])
-    profile, cost = read_measured(Profile, DATA / "profile.json"), read_measured(DeviceCost, DATA / "cost.json")
+    profile, cost = read_measured(Profile, DATA / "profile.json"), read_measured(Prices, DATA / "cost.json")
     write_plan(compile_plan(job_of_files("tiny-retriever", asked, profile, cost)).plan, tmp_path / "plan.yaml")
     digests = ("integrity:", "  versions:", "  profile:", "  device_cost:")  # of releases and of the files read
     lines = (tmp_path / "plan.yaml").read_text().splitlines(keepends=True)

@@ -85,7 +85,7 @@ def stages(monkeypatch: pytest.MonkeyPatch, stand_ins: StandIns) -> None:
     monkeypatch.setattr(backends, "check_backend", lambda *_: None)
     monkeypatch.setattr(backends, "choose_backend", lambda *shape: choose_backend(*shape[:3]))
     monkeypatch.setattr("sparsekv.runtime.vllm.settings.find_spec", lambda _: True)
-    monkeypatch.setattr("sparsekv.planner.cost.vllm_host.VllmHost", lambda *_: SimpleNamespace(chunk=None))
+    monkeypatch.setattr("sparsekv.planner.timed_host.VllmHost", lambda *_: SimpleNamespace(chunk=None))
     monkeypatch.setattr("sparsekv.planner.job.solved_tasks", lambda *_: ())
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planner_models import made_up_cost
+from planner_models import made_up_prices
 
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.records import read_measured, write_measured
@@ -16,7 +16,7 @@ from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Measurement, Quality
 
 PROVEN = Verification(Quality(both=Measurement(lengths=(1024,), density=0.5)), True, True, (), {})
-DEVICE = made_up_cost(tile=TileShape())  # on which sparse prefill pays by the lines, so that its timing is asked for
+DEVICE = made_up_prices(tile=TileShape())
 CHOICES: dict[str, tuple[Any, ...]] = {
     "profile": (None, "of tasks", "of own texts"),
     "samples": (None, 1),
@@ -46,12 +46,12 @@ def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stand_ins(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages that draw their prompts, and measure nothing. Buckets are timed."""
+    """Stages that draw their prompts, and measure nothing."""
     instead = {
         "profile": lambda job, *_: (job.prompts, read_measured(Profile, kept / "of tasks"))[1],
         "refine": lambda job, measured, *_: measured,
         "measure_trials": lambda job, measured, *_: measured,
-        "measure_cost": lambda *_, **__: DEVICE,
+        "measure_prices": lambda *_, **__: DEVICE,
         "search_retention": lambda job, *_: (job.calibration_prompts(1024, 1) and rules_of(job.model, {0: 0.5}), ()),
         "verify": lambda *_, **__: PROVEN,
     }
@@ -75,7 +75,6 @@ def test_every_combination_makes_a_plan_or_is_refused(
         assert not out.exists()
         return
     assert done.code == 0, done.err
-    assert bool(done.data["attention"]) == (only != "decode" and not cost)
     plan = load_plan(out)
     assert (plan.prefill is None, plan.decode is None) == (only == "decode", only == "prefill" or bool(retain))
     assert bool(plan.retained) == bool(retain)

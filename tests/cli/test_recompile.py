@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from model_folders import save_model
+from planner_models import made_up_prices
 from tiny_models import tiny_model
 
 from sparsekv.cli.plan import PlanFlags, plan
-from sparsekv.planner.cost.device_cost import DeviceCost, Line
+from sparsekv.planner.prices import Prices
 from sparsekv.planner.records import read_measured, write_measured
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.schema import Target
@@ -23,10 +24,8 @@ def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = {"lengths": "1k", "tasks": "kv_retrieval", "calibration_samples": 1, "phases": "prefill", "tile": "64"}
     files = {"out": folder / "plan.yaml", "profile_out": folder / "profile", "cost_out": folder / "cost"}
     plan(PlanFlags(model=str(model), **small, **files, target_density="0.7", no_verify=True))
-    found = read_measured(DeviceCost, folder / "cost")
-    tile, free = Line(prices=(0.0, 1.0)), Line(prices=(0.0, 0.0, 0.0))
-    made_up = {"device": "NVIDIA H200", "prefill_dense": tile, "prefill_sparse": Line(prices=(0.0, 0.0, 1.0, 1.0, 1.0))}
-    write_measured(found.model_copy(update={**made_up, "index": dict.fromkeys(found.index, free)}), folder / "cost")
+    shape = read_measured(Prices, folder / "cost").shape
+    write_measured(made_up_prices(device="NVIDIA H200", shape=shape), folder / "cost")
     return folder
 
 
@@ -51,9 +50,8 @@ def test_a_plan_from_files_needs_no_weights_and_says_so(sparsekv, bare, kept, tm
 
 @pytest.mark.parametrize("as_json", [(), ("--json",)])
 def test_a_density_above_the_target_is_explained(sparsekv, bare, kept, tmp_path, as_json):
-    slow = read_measured(DeviceCost, kept / "cost").model_copy(
-        update={"prefill_sparse": Line(prices=(0.0, 0.0, 10.0, 10.0, 10.0))}
-    )
+    shape = read_measured(Prices, kept / "cost").shape
+    slow = made_up_prices(tiles=(0.0, 10.0), column=10.0, shape=shape)
     write_measured(slow, tmp_path / "cost")
     out = tmp_path / "plan.yaml"
     done = sparsekv(

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from planner_models import made_up_cost
+from planner_models import made_up_prices
 from planner_profiles import made_up_length, made_up_model, made_up_profile, options_for, rows
 
 from sparsekv.planner.allocate import Allocation, allocate, solve, with_reached_densities
-from sparsekv.planner.cost.predict import ABSENT, DENSE, WORST_WEIGHT, ScoreTables, choice_of, predict
 from sparsekv.planner.options import PlanOptions, settle
+from sparsekv.planner.predict import ABSENT, DENSE, WORST_WEIGHT, ScoreTables, choice_of, predict
 from sparsekv.planner.profile.profile_data import LayerScores, Profile
 from sparsekv.planner.profile.search_space import ROUNDING
 from sparsekv.plans.errors import UsageError
@@ -26,19 +26,19 @@ def profile_with(seed: int = 0, length: int = 8192, **options) -> Profile:
 
 
 def density_of(profile: Profile, options: PlanOptions, **cost) -> float:
-    plan = allocate(profile, made_up_cost(**cost), options)
-    return predict(profile, made_up_cost(**cost), plan, None).lengths[-1].prefill.density
+    plan = allocate(profile, made_up_prices(**cost), options)
+    return predict(profile, made_up_prices(**cost), plan, None).lengths[-1].prefill.density
 
 
 def damage_of(profile: Profile, options: PlanOptions, **cost) -> float:
     (entry,) = profile.lengths
     tables = ScoreTables.of(entry)
-    choice_LH = choice_of(allocate(profile, made_up_cost(**cost), options).bucket(8192), tables)
+    choice_LH = choice_of(allocate(profile, made_up_prices(**cost), options).bucket(8192), tables)
     return float(tables.take(tables.damage_LCH, choice_LH, 0.0).sum())
 
 
 def chosen(profile: Profile, options: PlanOptions = ALWAYS, layer: int = 0) -> tuple[Pattern, ...]:
-    return allocate(profile, made_up_cost(), options).bucket(8192).patterns(layer, 4)
+    return allocate(profile, made_up_prices(), options).bucket(8192).patterns(layer, 4)
 
 
 def changed(profile: Profile, layer: int, **tables: np.ndarray) -> Profile:
@@ -169,7 +169,7 @@ def test_another_target_takes_another_level_of_the_ladder() -> None:
 @pytest.mark.parametrize("family", ["a_shape", "vertical_slash", "block_sparse"])
 def test_one_family_alone_is_allocated_from_a_profile_of_all(family: str) -> None:
     options = options_for(target_density=(0.3,), crossover=False, families=(family,))
-    bucket = allocate(profile_with(drift=0.05), made_up_cost(), options).bucket(8192)
+    bucket = allocate(profile_with(drift=0.05), made_up_prices(), options).bucket(8192)
     assert {pattern.pattern for layer in range(3) for pattern in bucket.patterns(layer, 4)} == {family}
 
 
@@ -185,7 +185,7 @@ def test_a_target_that_nothing_comes_down_to_is_refused_with_the_reason(length: 
     ]
     entry = entry.model_copy(update={"layers": tuple(scores)})
     with pytest.raises(UsageError, match=said):
-        allocate(made_up_profile(entry), made_up_cost(), ALWAYS)
+        allocate(made_up_profile(entry), made_up_prices(), ALWAYS)
 
 
 @pytest.mark.parametrize("heads", [4, 2])
@@ -208,7 +208,7 @@ def test_what_other_families_come_down_to_is_not_named(heads: int) -> None:
     profile = made_up_profile(entry.model_copy(update={"layers": layers}), model=model)
     only = options_for(target_density=(0.3,), families=("vertical_slash",))
     with pytest.raises(UsageError, match=r"candidates of vertical_slash .*found 0\.5 with"):
-        allocate(profile, made_up_cost(), only)
+        allocate(profile, made_up_prices(), only)
 
 
 def test_under_the_preset_each_head_takes_the_least_damage_at_the_target_cost() -> None:
@@ -217,7 +217,7 @@ def test_under_the_preset_each_head_takes_the_least_damage_at_the_target_cost() 
     damage = np.array(profile.lengths[0].layers[0].damage)
     tiles[0], damage[0] = 0.9, 0.0  # a range that does not come down to the target
     profile = changed(profile, 0, tiles=tiles, damage=damage, worst=damage).model_copy(update={"preset": "minference"})
-    bucket = allocate(profile, made_up_cost(), options_for(crossover=False)).bucket(8192)
+    bucket = allocate(profile, made_up_prices(), options_for(crossover=False)).bucket(8192)
     (entry,) = profile.lengths
     for row, damage_CH in enumerate(ScoreTables.of(entry).damage_LCH):
         least = damage_CH[1:].argmin(0) + 1 if row == 0 else damage_CH.argmin(0)
@@ -236,7 +236,9 @@ def test_under_the_preset_each_head_takes_the_least_damage_at_the_target_cost() 
 def test_lengths_that_are_to_be_dense_are_and_the_others_stay_as_they_are(dense, found) -> None:
     profile = made_up_profile(*(made_up_length(n, np.random.default_rng(0)) for n in (4096, 8192, 16384)))
     options = options_for(target_density=(0.3,) * 3, crossover=False)
-    before, plan = (allocate(profile, made_up_cost(), one) for one in (options, options.but(dense={"prefill": dense})))
+    before, plan = (
+        allocate(profile, made_up_prices(), one) for one in (options, options.but(dense={"prefill": dense}))
+    )
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == found
     for length in (4096, 8192, 16384):
         assert plan.bucket(length).dense == (length in dense)
@@ -252,7 +254,7 @@ def test_candidates_that_cost_more_on_other_prompts_than_fitted_are_told_from_to
     scores[0] = scores[0].model_copy(update={"tiles": ((0.31,) * 4, (0.29,) * 4, *((0.31,) * 4,) * 2)})
     drifted = made_up_profile(profile.lengths[0].model_copy(update={"layers": tuple(scores)}))
     with pytest.raises(UsageError, match=r"found 0\.30"):
-        allocate(drifted, made_up_cost(), ALWAYS)
+        allocate(drifted, made_up_prices(), ALWAYS)
     assert density_of(drifted, options_for(target_density=(0.31,), crossover=False)) <= 0.31
 
 
@@ -265,7 +267,7 @@ def test_a_default_density_gives_way_to_what_prompts_come_down_to_and_one_asked_
     default = settle(options_for(lengths=(512,), crossover=False), 4096, "cpu")
     reached = with_reached_densities(default, profile)
     assert (default.target_density, reached.target_density) == ((0.9,), (0.9003,))
-    assert not allocate(profile, made_up_cost(), reached).bucket(512).dense
+    assert not allocate(profile, made_up_prices(), reached).bucket(512).dense
     given = settle(options_for(lengths=(512,), crossover=False, target_density=(0.9,)), 4096, "cpu")
     assert with_reached_densities(given, profile) == given
     sparser = made_up_profile(made_up_length(512, np.random.default_rng(0), levels=(0.2,)))

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 from model_folders import save_model
-from planner_models import bare_job, loaded_hybrid, made_up_cost, quick_options
+from planner_models import bare_job, loaded_hybrid, made_up_prices, quick_options
 from planner_profiles import made_up_model, made_up_profile, made_up_reuse, options_for
 from progress import Counting
 
-from sparsekv.planner.cost.device_cost import Line
-from sparsekv.planner.cost.predict import decode_share
 from sparsekv.planner.decode_candidates import CandidateSpace, anchor_layers
 from sparsekv.planner.decode_search import Effort, measure_trials, upper_bound
 from sparsekv.planner.decode_trials import decode_trials
@@ -21,6 +19,7 @@ from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.job import job_of, job_of_files
 from sparsekv.planner.options import PlanOptions, settle
 from sparsekv.planner.plan import compile_plan
+from sparsekv.planner.predict import decode_share
 from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
@@ -55,8 +54,8 @@ def tried(*trials: DecodeTrial, length: int = LENGTH) -> LengthProfile:
     return LengthProfile(length=length, prompt_tokens=(length,), reuse=reuse, trials=trials)
 
 
-def chosen(*entries: LengthProfile, options: PlanOptions = ALWAYS, **cost: Line) -> DecodePlan:
-    return choose_filter_layers(made_up_profile(*entries, model=MODEL), made_up_cost(**cost), options)
+def chosen(*entries: LengthProfile, options: PlanOptions = ALWAYS, **cost: Any) -> DecodePlan:
+    return choose_filter_layers(made_up_profile(*entries, model=MODEL), made_up_prices(**cost), options)
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +250,7 @@ def test_what_was_tried_and_passed_is_in_the_profile_and_the_sparsest_is_planned
 ) -> None:
     (entry,) = measured.lengths
     assert all(one.prompts <= EFFORT.prompts for one in entry.trials)
-    plan = choose_filter_layers(measured, made_up_cost(tile=measured.tile), SETTLED)
+    plan = choose_filter_layers(measured, made_up_prices(tile=measured.tile), SETTLED)
     shares = [decode_share(one.segments, 1024, loaded.info) for one in entry.trials]
     assert decode_share(plan.bucket(1024).segments, 1024, loaded.info) == min(shares) < 0.6
 
@@ -273,7 +272,7 @@ def test_nothing_is_sparse_inside_a_gate_that_nothing_passes(loaded: LoadedModel
     options = settle(QUICK.but(decode_kl=0.0), 4096, "cpu")
     found = measure_trials(bare_job(loaded, options), measured.model_copy(update={"lengths": (bare,)}), effort=EFFORT)
     assert found.lengths[0].trials
-    assert choose_filter_layers(found, made_up_cost(tile=found.tile), options).bucket(1024).dense
+    assert choose_filter_layers(found, made_up_prices(tile=found.tile), options).bucket(1024).dense
 
 
 def test_measuring_again_gives_the_same_trials(loaded: LoadedModel, measured: Profile) -> None:
@@ -284,7 +283,7 @@ def test_measuring_again_gives_the_same_trials(loaded: LoadedModel, measured: Pr
 
 def test_a_compile_from_files_gives_the_plan_that_was_measured(loaded: LoadedModel, tmp_path: Path) -> None:
     folder = save_model(loaded.model, tmp_path / "tiny")
-    cost = made_up_cost(tile=QUICK.tile)
+    cost = made_up_prices(tile=QUICK.tile)
     first = compile_plan(job_of(loaded, QUICK, cost=cost), profile_out=tmp_path / "p.json")
     assert first.filter_layers
     again = compile_plan(job_of_files(str(folder), QUICK, read_measured(Profile, tmp_path / "p.json"), cost))
@@ -343,18 +342,17 @@ def test_the_cheapest_trial_on_a_device_where_choosing_is_dear_chooses_less_ofte
     once = trial(segment(0, (1, 2, 3, 4, 5, 6)), bound=0.001)
     device = options_for()
     assert chosen(tried(often, once), options=device).bucket(LENGTH).segments == often.segments
-    dear = chosen(tried(often, once), options=device, decode_choose=Line(prices=(12.0, 0.0)))
+    dear = chosen(tried(often, once), options=device, choice=(12.0, 0.0))
     assert dear.bucket(LENGTH).segments == once.segments
 
 
 def test_a_layer_chooses_for_itself_where_a_pass_over_the_keys_is_cheaper_than_dense() -> None:
     own, other = trial(segment(0, (0, 1, 2, 3)), bound=0.001), trial(segment(0, (1, 2, 3)), bound=0.001)
     for line, segments in (
-        (None, other.segments),  # without a price it cannot be told
-        (Line(prices=(0.0, 0.0006)), own.segments),  # dense takes 0.001 a token, sparse as much for a tenth of them
-        (Line(prices=(3.0, 0.001)), other.segments),
+        ((0.0, 0.0006), own.segments),  # dense takes 0.001 a token, sparse as much for a tenth of them
+        ((3.0, 0.001), other.segments),
     ):
-        plan = chosen(tried(own, other), options=options_for(), decode_choose_alone=line)
+        plan = chosen(tried(own, other), options=options_for(), alone=line)
         assert plan.bucket(LENGTH).segments == segments
     assert chosen(tried(own, other)).bucket(LENGTH).segments == own.segments  # fewer tokens, whatever they cost
 

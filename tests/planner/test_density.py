@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_models import TILE, bare_job, made_up_cost, quick_options
+from planner_models import TILE, bare_job, made_up_prices, quick_options
 from tiny_models import tiny_model, tiny_tokenizer
 
 from sparsekv.kernels.tiles import Chunk
@@ -40,7 +40,7 @@ def test_a_run_counts_the_density_that_was_predicted(kind: str) -> None:
     options = settle(quick_options(lengths=(512,), verify_samples=0, phases=("prefill",), row_stride=1), 4096, "cpu")
     job = bare_job(own, options)
     measured = profile(job)
-    plan = compile_once(own.info, options, measured, made_up_cost(tile=measured.tile))
+    plan = compile_once(own.info, options, measured, made_up_prices(tile=measured.tile))
     (found,) = plan.cost.lengths
     (prompt,) = job.calibration_prompts(512, 1)
     ids_1S = torch.from_numpy(prompt.ids[: prompt.answer_start].astype("int64"))[None]

@@ -7,14 +7,14 @@ import pytest
 import torch
 from planner_models import TILE, quick_options
 
-from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
-from sparsekv.planner.cost.measure import measure_cost
-from sparsekv.planner.cost.timed_host import Host
 from sparsekv.planner.evaluation import modes
 from sparsekv.planner.job import job_of
+from sparsekv.planner.measure_prices import measure_prices
 from sparsekv.planner.options import Gate
 from sparsekv.planner.plan import compile_plan
+from sparsekv.planner.prices import HeadShape, Prices
 from sparsekv.planner.records import read_measured
+from sparsekv.planner.timed_host import Host
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.hf.load import LoadedModel
 
@@ -36,7 +36,7 @@ def test_a_plan_is_priced_and_verified_over_them_and_says_so(
     assert found.plan.targets[0].kv_dtype == found.plan.kv_dtype == "fp8"
     assert {*stored} == {"fp8"}
     assert found.plan.quality.prefill.by_length[0].floor > 0  # in float32 too, where kernels round to nothing
-    cost = read_measured(DeviceCost, tmp_path / "cost.json")
+    cost = read_measured(Prices, tmp_path / "cost.json")
     assert cost.kv_dtype == "fp8"
     with pytest.raises(UsageError, match="kv_dtype auto, found fp8"):
         job_of(loaded, OPTIONS, cost=cost)
@@ -44,7 +44,7 @@ def test_a_plan_is_priced_and_verified_over_them_and_says_so(
 
 def test_steps_over_host_memory_are_timed_in_bytes() -> None:
     shape, lengths = HeadShape(heads=4, kv_heads=2, head_dim=32), (1024,)
-    measured = measure_cost(
+    measured = measure_prices(
         shape, lengths, device=torch.device("cpu"), dtype=torch.float32, tile=TILE, offload=True, host=Host(float8=True)
     )
     assert measured.kv_dtype == "fp8"

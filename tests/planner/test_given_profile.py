@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from planner_models import made_up_cost
+from planner_models import made_up_prices
 from planner_profiles import as_settled, made_up_length, made_up_profile, made_up_reuse
 
 from sparsekv.planner.options import PlanOptions
@@ -57,7 +57,7 @@ def test_saying_again_what_the_profile_says_is_fine() -> None:
 
 
 def test_a_device_cost_of_vllm_makes_it_the_host() -> None:
-    cost = made_up_cost(tile=PROFILE.tile).model_copy(update={"host": "vllm", "chunk": 2048})
+    cost = made_up_prices(tile=PROFILE.tile).model_copy(update={"host": "vllm", "chunk": 2048})
     assert narrowed(PlanOptions(), PROFILE, cost)[0].host == "vllm"
     with pytest.raises(UsageError, match=r"offload .*--host vllm"):
         narrowed(PlanOptions(offload=True), PROFILE, cost)

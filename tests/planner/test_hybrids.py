@@ -1,13 +1,13 @@
 """Models whose layers are of several kinds are planned: with a recurrent state, of other sizes, without keys."""
 
 import pytest
-from planner_models import loaded_hybrid, made_up_cost, quick_options
+from planner_models import loaded_hybrid, made_up_prices, quick_options
 from tiny_models import HYBRIDS, SHARED, random_tokens, tiny_model, tiny_tokenizer
 
-from sparsekv.planner.cost.predict import decode_share, dense_step_us
 from sparsekv.planner.job import job_of
 from sparsekv.planner.options import Gate
 from sparsekv.planner.plan import compile_plan
+from sparsekv.planner.predict import decode_share, dense_step_us
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import describe_model
@@ -69,7 +69,7 @@ def test_only_layers_whose_keys_no_other_layer_reads_are_made_to_evict() -> None
 def test_layers_with_a_recurrent_state_cost_nothing_that_a_plan_could_save() -> None:
     info = loaded_hybrid().info
     assert decode_share((), 1000, info) == 1.0
-    assert dense_step_us(made_up_cost(), 1000, info) == pytest.approx(3 * 1.0)
+    assert dense_step_us(made_up_prices(), 1000, info) == pytest.approx(3 * 1.0)
 
 
 def test_a_model_that_loses_its_state_behind_a_past_is_planned_for_prefill_alone() -> None:

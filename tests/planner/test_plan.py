@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 from own_texts import text_of
-from planner_models import bare_job, made_up_cost, quick_options
+from planner_models import bare_job, made_up_prices, quick_options
 from progress import Counting, CtrlC
 from tiny_models import tiny_model, tiny_tokenizer
 
 import sparsekv
 from sparsekv.planner import plan as planning
 from sparsekv.planner.common_options import GivenPrompt, digest_of_prompts, set_aside
-from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.job import job_of
 from sparsekv.planner.options import Gate, settle
 from sparsekv.planner.plan import compile_plan
+from sparsekv.planner.prices import Prices
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.records import read_measured
@@ -32,7 +32,7 @@ LOOSE = Gate(max_kl=50.0, min_agreement=0.0, min_exact=0.0, max_failed=1.0)
 OPTIONS = quick_options(gate=LOOSE, decode_kl=100.0)
 OPTIONS_REFINED = OPTIONS.but(refine_rounds=1)
 MEASURING = ("profile", "refine", "decode trials")  # the model; what they find is in the profile
-STAGES = (*MEASURING, "cost", "allocate", "filter layers", "evaluate")
+STAGES = (*MEASURING, "allocate", "filter layers", "evaluate")
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def planned(loaded: LoadedModel, folder: Path, progress: Counting) -> planning.P
 
 
 @pytest.fixture(scope="module")
-def measured(planned: planning.PlanResult, folder: Path) -> tuple[Profile, DeviceCost]:
-    return read_measured(Profile, folder / "profile.json"), read_measured(DeviceCost, folder / "cost.json")
+def measured(planned: planning.PlanResult, folder: Path) -> tuple[Profile, Prices]:
+    return read_measured(Profile, folder / "profile.json"), read_measured(Prices, folder / "cost.json")
 
 
 def test_the_plan_met_its_gates_and_says_what_was_measured_and_that_it_was_little(planned: planning.PlanResult) -> None:
@@ -65,7 +65,7 @@ def test_the_plan_met_its_gates_and_says_what_was_measured_and_that_it_was_littl
     assert planned.predicted_speedup > 0
     assert planned.filter_layers == (0,)
     assert plan.provenance.profile.startswith("sha256:")
-    assert plan.targets[0].device.startswith("cpu")
+    assert (plan.targets, plan.cost.device) == ((), "NVIDIA H200")  # prices that ship: nothing was measured here
 
 
 def test_nothing_but_the_files_asked_for_is_left(planned: planning.PlanResult, folder: Path) -> None:
@@ -148,7 +148,7 @@ def test_prompts_too_short_to_verify_on_are_refused(loaded: LoadedModel) -> None
 @pytest.fixture(scope="module")
 def two_lengths(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Profile:
     file = tmp_path_factory.mktemp("profiles") / "two"
-    compile_plan(job_of(loaded, TWO.but(verify_samples=0), cost=made_up_cost()), profile_out=file)
+    compile_plan(job_of(loaded, TWO.but(verify_samples=0), cost=made_up_prices()), profile_out=file)
     return read_measured(Profile, file)
 
 
@@ -185,7 +185,7 @@ def misses(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Sequence[i
 )
 def test_only_what_nothing_but_dense_serves_goes_dense(loaded: LoadedModel, two_lengths, misses, never) -> None:
     misses(never)
-    result = compile_plan(job_of(loaded, TWO, profile=two_lengths, cost=made_up_cost()))
+    result = compile_plan(job_of(loaded, TWO, profile=two_lengths, cost=made_up_prices()))
     plan = result.plan
     for phase in ("prefill", "decode"):
         dense = {length for length in (512, 1024) if getattr(plan, phase).bucket(length).dense}
@@ -199,11 +199,11 @@ def test_only_what_nothing_but_dense_serves_goes_dense(loaded: LoadedModel, two_
 @pytest.mark.parametrize(
     ("changes", "known", "first", "count"),
     [
-        ({"refine_rounds": 1}, (), "profile", 7),
-        ({"phases": ("prefill",)}, (), "profile", 4),
-        ({"phases": ("decode",), "verify_samples": 0}, (), "profile", 4),
+        ({"refine_rounds": 1}, (), "profile", 6),
+        ({"phases": ("prefill",)}, (), "profile", 3),
+        ({"phases": ("decode",), "verify_samples": 0}, (), "profile", 3),
         ({"filter_layers": (0,), "decode_kl": None, "refine_rounds": 1}, ("cost",), "profile", 5),
-        ({"refine_rounds": 1}, ("profile",), "cost", 4),
+        ({"refine_rounds": 1}, ("profile",), "allocate", 3),
         ({"verify_samples": 0}, ("profile", "cost"), "allocate", 2),
     ],
 )
@@ -217,7 +217,7 @@ def test_stages_that_will_not_run_are_not_counted(loaded: LoadedModel, measured,
 
 def test_stages_are_numbered_without_gaps_and_reach_their_totals(planned, progress: Counting) -> None:
     assert progress.stages == [stage for stage in STAGES if stage != "refine"]
-    assert progress.numbers == [f"{number} of 6" for number in range(1, 7)]
+    assert progress.numbers == [f"{number} of 5" for number in range(1, 6)]
     assert progress.done == pytest.approx(progress.total)
 
 
@@ -289,7 +289,7 @@ def test_a_model_of_windows_alone_is_refused_as_having_nothing_to_plan() -> None
     assert progress.stages == []
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, "cost"])
 def test_an_interruption_in_any_stage_leaves_whole_files_and_the_model_as_it_was(
     loaded: LoadedModel, measured, tmp_path: Path, stage: str
 ) -> None:
@@ -298,7 +298,7 @@ def test_an_interruption_in_any_stage_leaves_whole_files_and_the_model_as_it_was
     given |= {} if stage == "cost" else {"cost": cost}
     with pytest.raises(KeyboardInterrupt):
         compile_plan(
-            job_of(loaded, OPTIONS_REFINED, **given),
+            job_of(loaded, OPTIONS_REFINED.but(kv_dtype="fp8" if stage == "cost" else "auto"), **given),
             profile_out=tmp_path / "p",
             cost_out=tmp_path / "c",
             progress=CtrlC(stage),
@@ -324,16 +324,17 @@ def test_the_facade_plans_a_loaded_model_and_reports_on_it(loaded: LoadedModel) 
         loaded.model, loaded.tokenizer, verify_samples=0, phases=("decode",), progress=progress, **options
     )
     assert plan.decode is not None
-    assert {"profile", "cost", "filter layers"} <= {*progress.stages}
+    assert {"profile", "filter layers"} <= {*progress.stages}
     with pytest.raises(UsageError, match="tokenizer"):
         sparsekv.plan_model(loaded.model)
 
 
 def test_predictions_that_were_measured_beside_other_work_are_said_to_be(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, measured: tuple[Profile, DeviceCost]
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, measured: tuple[Profile, Prices]
 ) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (999.0,) * 3)
-    job = job_of(loaded, quick_options(verify_samples=0, phases=("decode",)), profile=measured[0])
+    options = quick_options(verify_samples=0, phases=("decode",), kv_dtype="fp8")  # of which no prices ship
+    job = job_of(loaded, options, profile=measured[0])
     assert any("load 999.0" in line for line in compile_plan(job).remarks)
 
 
@@ -343,7 +344,7 @@ def test_the_published_preset_plans_with_its_own_tiles_and_target(loaded: Loaded
     assert found.preset == "minference"
     assert {candidate.density for candidate in found.lengths[0].candidates} == {1.0}
     plan = compile_plan(
-        job_of(loaded, quick_options(verify_samples=0, target_density=()), profile=found, cost=made_up_cost())
+        job_of(loaded, quick_options(verify_samples=0, target_density=()), profile=found, cost=made_up_prices())
     ).plan
     assert plan.provenance.preset == "minference"
     assert plan.prefill.tile.key == 64

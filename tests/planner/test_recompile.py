@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 from model_folders import save_model
-from planner_models import bare_job, made_up_cost, quick_options
+from planner_models import bare_job, made_up_prices, quick_options
 
-from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.job import job_of, job_of_files
 from sparsekv.planner.options import settle
 from sparsekv.planner.plan import compile_plan
+from sparsekv.planner.prices import HeadShape, Prices
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.records import read_measured
@@ -26,8 +26,8 @@ def measured(loaded: LoadedModel) -> Profile:
 
 
 @pytest.fixture(scope="module")
-def cost(measured: Profile) -> DeviceCost:
-    return made_up_cost(tile=measured.tile)
+def cost(measured: Profile) -> Prices:
+    return made_up_prices(tile=measured.tile)
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +40,10 @@ def folder(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.parametrize("crossover", [False, True])
 def test_it_is_the_plan_that_the_loaded_model_gives_twice_the_same_bytes(
-    loaded: LoadedModel, measured: Profile, cost: DeviceCost, folder: Path, crossover: bool
+    loaded: LoadedModel, measured: Profile, cost: Prices, folder: Path, crossover: bool
 ) -> None:
     options = OPTIONS.but(crossover=crossover)
-    launches = cost.model_copy(update={"prefill_sparse": Line(prices=(50.0, 0.0, 1.0, 1.0, 1.0))})
+    launches = made_up_prices(tile=measured.tile, tiles=(50.0, 1.0))
     first, second = (
         dump_plan(compile_plan(job_of_files(str(folder), options, measured, launches)).plan) for _ in range(2)
     )
@@ -52,7 +52,7 @@ def test_it_is_the_plan_that_the_loaded_model_gives_twice_the_same_bytes(
     assert [bucket.dense for bucket in lengths] == [True] * crossover + [False, False]
 
 
-def test_a_model_that_cannot_be_reached_is_taken_by_its_name_alone(measured: Profile, cost: DeviceCost) -> None:
+def test_a_model_that_cannot_be_reached_is_taken_by_its_name_alone(measured: Profile, cost: Prices) -> None:
     result = compile_plan(job_of_files("tests/tiny", OPTIONS, measured, cost))
     assert any("not checked" in remark for remark in result.remarks)
     with pytest.raises(UsageError, match="hub"):
@@ -60,23 +60,23 @@ def test_a_model_that_cannot_be_reached_is_taken_by_its_name_alone(measured: Pro
 
 
 def test_a_divergence_of_decode_is_refused_where_the_profile_has_no_trials(
-    measured: Profile, folder: Path, cost: DeviceCost
+    measured: Profile, folder: Path, cost: Prices
 ) -> None:
     options = quick_options(verify_samples=0, decode_kl=0.01)
     with pytest.raises(UsageError, match="decode_kl"):
         compile_plan(job_of_files(str(folder), options, measured, cost))
 
 
-def test_verification_and_costs_of_other_heads_are_refused(measured: Profile, cost: DeviceCost, folder: Path) -> None:
+def test_verification_and_costs_of_other_heads_are_refused(measured: Profile, cost: Prices, folder: Path) -> None:
     with pytest.raises(UsageError, match="weights"):
         compile_plan(job_of_files(str(folder), quick_options(), measured, cost))
-    other = made_up_cost(shape=HeadShape(heads=8, kv_heads=2, head_dim=32))
+    other = made_up_prices(shape=HeadShape(heads=8, kv_heads=2, head_dim=32))
     with pytest.raises(UsageError, match="device cost"):
         compile_plan(job_of_files(str(folder), OPTIONS, measured, other))
 
 
 def test_a_cost_without_a_family_that_is_asked_for_says_what_to_do(
-    loaded: LoadedModel, cost: DeviceCost, folder: Path
+    loaded: LoadedModel, cost: Prices, folder: Path
 ) -> None:
     options = quick_options(verify_samples=0, phases=("prefill",), families=("a_shape", "block_sparse"))
     searched = profile(bare_job(loaded, settle(options, 4096, "cpu")))
@@ -93,10 +93,10 @@ def test_families_that_the_search_dropped_for_heads_are_told(loaded: LoadedModel
     searched = profile(bare_job(loaded, settle(options, 4096, "cpu")))
     narrow = options.but(families=("a_shape",))
     with pytest.raises(UsageError, match="a_shape"):
-        compile_plan(job_of_files(str(folder), narrow, searched, made_up_cost(tile=searched.tile)))
+        compile_plan(job_of_files(str(folder), narrow, searched, made_up_prices(tile=searched.tile)))
 
 
-def test_without_families_a_plan_has_those_of_its_profile(loaded: LoadedModel, cost: DeviceCost, folder: Path) -> None:
+def test_without_families_a_plan_has_those_of_its_profile(loaded: LoadedModel, cost: Prices, folder: Path) -> None:
     options = quick_options(verify_samples=0, phases=("prefill",))
     searched = profile(bare_job(loaded, settle(options.but(families=("a_shape",)), 4096, "cpu")))
     bucket = compile_plan(job_of_files(str(folder), options, searched, cost)).plan.prefill.bucket(1024)
@@ -105,7 +105,7 @@ def test_without_families_a_plan_has_those_of_its_profile(loaded: LoadedModel, c
 
 
 def test_the_files_are_written_again_where_asked_for(
-    measured: Profile, cost: DeviceCost, folder: Path, tmp_path: Path
+    measured: Profile, cost: Prices, folder: Path, tmp_path: Path
 ) -> None:
     compile_plan(
         job_of_files(str(folder), OPTIONS, measured, cost),
@@ -113,4 +113,4 @@ def test_the_files_are_written_again_where_asked_for(
         cost_out=tmp_path / "a.cost",
     )
     assert read_measured(Profile, tmp_path / "a.profile") == measured
-    assert read_measured(DeviceCost, tmp_path / "a.cost") == cost
+    assert read_measured(Prices, tmp_path / "a.cost") == cost

@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 
 import pytest
-from planner_models import TILE, bare_job, made_up_cost
+from planner_models import TILE, bare_job, made_up_prices
 from random_tiles import RandomTiles
 from torch_threads import torch_threads
 
-from sparsekv.planner.cost.device_cost import HeadShape
 from sparsekv.planner.evaluation import EvalSamples, PlanMode, evaluate
 from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.gates import Measured, claims_of
 from sparsekv.planner.options import Gate, PlanOptions, settle
 from sparsekv.planner.plan import compile_once
+from sparsekv.planner.prices import HeadShape
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Plan
@@ -51,7 +51,7 @@ def plan(reference: LoadedModel) -> Plan:
         reference.info.context_length,
         "cpu",
     )
-    cost = made_up_cost(shape=HeadShape(heads=4, kv_heads=2, head_dim=64))
+    cost = made_up_prices(shape=HeadShape(heads=4, kv_heads=2, head_dim=64))
     return compile_once(reference.info, options, profile(bare_job(reference, options)), cost)
 
 

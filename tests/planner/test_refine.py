@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planner_models import bare_job, made_up_cost, quick_options
+from planner_models import bare_job, made_up_prices, quick_options
 
 from sparsekv.planner.job import Job
 from sparsekv.planner.options import settle
@@ -51,7 +51,7 @@ def test_weights_travel_with_the_profile_and_change_the_plan(
     write_measured(refined, tmp_path / "p")
     read = read_measured(Profile, tmp_path / "p")
     assert read == refined
-    plans = [compile_once(loaded.info, OPTIONS, one, made_up_cost()) for one in (misjudged, refined, read)]
+    plans = [compile_once(loaded.info, OPTIONS, one, made_up_prices()) for one in (misjudged, refined, read)]
     assert plans[1].prefill == plans[2].prefill != plans[0].prefill
 
 

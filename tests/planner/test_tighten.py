@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
-from planner_models import made_up_cost
+from planner_models import made_up_prices
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse, options_for
 from tiny_plans import segment
 
@@ -39,7 +39,7 @@ QUALITY = Quality(prefill=measured(0.3, 0.1), decode=measured(0.2, 0.2))
 def after(
     options: Settled, missed: Mapping[str, Sequence[int]], profile: Profile = PROFILE, *, is_last: bool = False
 ) -> Settled:
-    return tightened(options, profile, made_up_cost(), missed, QUALITY, is_last=is_last)
+    return tightened(options, profile, made_up_prices(), missed, QUALITY, is_last=is_last)
 
 
 def test_only_the_lengths_that_missed_get_denser() -> None:

@@ -5,15 +5,19 @@ Shapes: H heads, S tokens, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
 from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.job import Job
-from sparsekv.planner.options import PlanOptions, Settled
+from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions, Settled
+from sparsekv.planner.predict import causal_tiles
+from sparsekv.planner.prices import HeadShape, Prices, StepPrices, Table
 from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.profile.search_space import CommonPrefix
 from sparsekv.plans.patterns import TileShape
@@ -60,21 +64,68 @@ def bare_job(loaded: LoadedModel, options: Settled) -> Job:
     return Job(loaded.info, options, loaded, calibration)
 
 
-def made_up_cost(**changes: Any) -> DeviceCost:
-    """A device on which a tile costs a microsecond, and dense decode a nanosecond a token."""
-    free = Line(prices=(0.0, 0.0, 0.0))
-    base = DeviceCost(
+_LENGTHS = tuple(1 << power for power in range(6, 22))
+Costs = tuple[float, float]  # of a launch, and of a token
+
+
+def made_up_prices(
+    *,
+    dense: Costs = (0.0, 1.0),
+    tiles: Costs = (0.0, 1.0),
+    column: float = 1.0,
+    index: Mapping[str, tuple[float, float, float]] = MappingProxyType({}),
+    decode_dense: Costs = (0.0, 1e-3),
+    decode_sparse: Costs = (0.0, 1e-3),
+    choice: Costs = (0.0, 1e-4),
+    alone: Costs | None = None,
+    fetch: Costs | None = None,
+    copies: Costs | None = None,
+    batches: tuple[int, ...] = (1,),
+    lengths: Sequence[int] = _LENGTHS,
+    **changes: Any,
+) -> Prices:
+    """A device on which a tile costs a microsecond, and dense decode a nanosecond a token.
+
+    Args:
+        dense, tiles: microseconds of a launch, and of a causal tile.
+        column: of single columns that come to a tile.
+        index: by family: of a launch, a head's token, and a head's square of tokens.
+        lengths: that were measured.
+    """
+    heads, causal = 4, [4.0 * causal_tiles(length, TILE) for length in lengths]
+
+    def table(rows: Sequence[Sequence[float]], across: Sequence[float] = (1.0,)) -> Table:
+        return Table.measured(across, lengths, np.maximum(rows, 1e-6))
+
+    def step(rows: int) -> StepPrices:
+        read, own = [rows * length for length in lengths], alone or choice
+        dense_us = [decode_dense[0] + decode_dense[1] * tokens for tokens in read]
+        return StepPrices(
+            rows=rows,
+            dense=table([dense_us]),
+            sparse=table([[decode_sparse[0] + share * decode_sparse[1] * n for n in read] for share in (0, 1)], (0, 1)),
+            chooses=table([[us + choice[0] + choice[1] * n for us, n in zip(dense_us, read, strict=True)]]),
+            chooses_alone=table([[own[0] + own[1] * n for n in read]]),
+        )
+
+    def index_of(launch: float, token: float, square: float) -> Table:
+        return table([[launch + h * (token * n + square * n * n) for n in lengths] for h in (1, heads)], (1, heads))
+
+    base = Prices(
         device="made up",
+        measured="2026-11-29",
+        source="made up",
         dtype="float32",
         backend="cpu",
-        shape=HeadShape(heads=4, kv_heads=2, head_dim=32),
+        shape=HeadShape(heads=heads, kv_heads=2, head_dim=32),
         tile=TILE,
-        prefill_dense=Line(prices=(0.0, 1.0)),
-        prefill_sparse=Line(prices=(0.0, 0.0, 1.0, 1.0, 1.0)),
-        index={"a_shape": free, "vertical_slash": free, "block_sparse": free},
-        decode_dense=Line(prices=(0.0, 0.001)),
-        decode_sparse=Line(prices=(0.0, 0.001)),
-        decode_choose=Line(prices=(0.0, 0.0001)),
+        dense=table([[dense[0] + dense[1] * work for work in causal]]),
+        tiles=table([[tiles[0] + share * tiles[1] * work for work in causal] for share in (0, 1)], (0, 1)),
+        columns=table([[tiles[0] + share * column * work for work in causal] for share in (0, 1)], (0, 1)),
+        index={name: index_of(*index.get(name, (0.0, 0.0, 0.0))) for name in PRESET_FAMILIES},
+        steps=tuple(map(step, batches)),
+        copy_keys=copies and table([[copies[0] + copies[1] * length for length in lengths]]),
+        fetch=fetch and table([[fetch[0] + fetch[1] * length for length in lengths]]),
     )
     return base.model_copy(update=changes)
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparsekv.planner.cost import stopwatch
+from sparsekv.planner import measure_prices
 
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_timings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stopwatch, "SECONDS_A_TIMING", 1e-3)
-        patch.setattr(stopwatch, "_FEWEST", 1)
+        patch.setattr(measure_prices, "SECONDS_A_TIMING", 1e-3)
+        patch.setattr(measure_prices, "_FEWEST", 1)
         yield

@@ -5,9 +5,9 @@ import torch
 
 from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
-from sparsekv.planner.cost.measure import measure_cost
-from sparsekv.planner.cost.vllm_host import VllmHost
+from sparsekv.planner.measure_prices import measure_prices
+from sparsekv.planner.prices import HeadShape, Prices
+from sparsekv.planner.timed_host import VllmHost
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.vllm import internals
@@ -19,9 +19,9 @@ TILE = TileShape(query=64, key=64)
 
 
 @pytest.fixture(scope="module")
-def measured() -> DeviceCost:
+def measured() -> Prices:
     shape = HeadShape(heads=4, kv_heads=2, head_dim=64)
-    return measure_cost(shape, (2048,), device=DEVICE, dtype=DTYPE, tile=TILE, host=VllmHost(512, DEVICE))
+    return measure_prices(shape, (2048,), device=DEVICE, dtype=DTYPE, tile=TILE, host=VllmHost(512, DEVICE))
 
 
 @pytest.mark.parametrize(("rows", "length"), [(300, 300), (129, 700), (1, 513)])
@@ -59,13 +59,13 @@ def test_what_is_timed_over_pages_in_8_bits_runs_over_such_pages() -> None:
     assert decode_attention(q_BH1D, keys, scale=0.1, backend=backend).out_BHSD.isfinite().all()
 
 
-def test_a_cost_says_where_it_was_measured(measured: DeviceCost) -> None:
+def test_a_cost_says_where_it_was_measured(measured: Prices) -> None:
     assert (measured.host, measured.chunk, measured.versions["vllm"]) == ("vllm", 512, RELEASE)
-    assert DeviceCost.model_validate_json(measured.model_dump_json()) == measured
+    assert Prices.model_validate_json(measured.model_dump_json()) == measured
 
 
 def test_decode_steps_of_one_row_and_of_several_are_timed_and_an_empty_launch_beside_sparse_ones(
-    measured: DeviceCost,
+    measured: Prices,
 ) -> None:
     assert measured.batches == (1, 8)
     dense = [timing.features for timing in measured.timings if timing.what == "dense decode"]
@@ -90,7 +90,7 @@ def test_rows_in_pages_are_what_the_plan_attends_to() -> None:
     torch.testing.assert_close(out_BHD.float(), expected_BH1D[:, :, 0], rtol=near, atol=near)
 
 
-def test_the_last_chunk_of_each_length_is_timed(measured: DeviceCost) -> None:
+def test_the_last_chunk_of_each_length_is_timed(measured: Prices) -> None:
     dense = {timing.length: timing.features for timing in measured.timings if timing.what == "dense prefill"}
     assert sorted(dense) == [512, 1024, 2048]
     for length, features in dense.items():

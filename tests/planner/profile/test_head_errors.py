@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from masks import brute_computed_tiles, brute_heads, brute_mask
-from planner_models import TILE, bare_job, dense_of, loaded_tiny, made_up_cost, quick_options
+from planner_models import TILE, bare_job, dense_of, loaded_tiny, made_up_prices, quick_options
 from poison import poisoned_memory
 from torch import nn
 
@@ -123,7 +123,7 @@ def test_what_was_scored_is_what_the_plan_says_and_runs(loaded: LoadedModel) -> 
     short = {"lengths": (LENGTH,), "target_density": (0.8,), "levels": (0.85, 1.0)}
     options = settle(quick_options(**short, calibration_samples=2, phases=("prefill",), families=FAMILIES), 4096, "cpu")
     measured = profile(bare_job(loaded, options))
-    plan = parse_plan(dump_plan(compile_once(loaded.info, options, measured, made_up_cost())))
+    plan = parse_plan(dump_plan(compile_once(loaded.info, options, measured, made_up_prices())))
     again: dict[int, list[CandidateScore]] = {0: [], 1: [], 2: []}
     for sample, prompt in enumerate(bare_job(loaded, options).prompts[LENGTH]):
 

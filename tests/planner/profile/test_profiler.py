@@ -10,8 +10,8 @@ from planner_models import bare_job, quick_options
 from progress import Counting, CtrlC
 from tiny_models import tiny_model, tiny_tokenizer
 
-from sparsekv.planner.cost.predict import ScoreTables
 from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions, settle
+from sparsekv.planner.predict import ScoreTables
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import fitted_at_once, profile, step_reads
 from sparsekv.planner.profile.resume import LayerRecord, ProfileRun

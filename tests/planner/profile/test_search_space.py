@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from planner_models import TILE, blocky_head, dense_of, local_head, made_up_cost, quick_options, striped_head
+from planner_models import TILE, blocky_head, dense_of, local_head, made_up_prices, quick_options, striped_head
 from planner_profiles import as_settled, made_up_model, made_up_profile
 
 from sparsekv.kernels.tiles import Chunk
@@ -83,7 +83,7 @@ def searched(prefix: CommonPrefix, request: pytest.FixtureRequest) -> Profile:
 
 
 def test_each_planted_head_gets_its_own_pattern(searched: Profile) -> None:
-    bucket = allocate(searched, made_up_cost(), as_settled(OPTIONS)).bucket(LENGTH)
+    bucket = allocate(searched, made_up_prices(), as_settled(OPTIONS)).bucket(LENGTH)
     assert [type(pattern) for pattern in bucket.patterns(0, 3)] == [AShape, VerticalSlash, BlockSparse]
 
 

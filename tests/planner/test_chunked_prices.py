@@ -9,91 +9,35 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_models import made_up_cost
+from planner_models import made_up_prices
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse, options_for
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.cost.device_cost import BATCHES, Chunks, DeviceCost, LayerWork, Line
-from sparsekv.planner.cost.predict import Triangle, causal_tiles, predict
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.job import check_plannable
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_once, plan_remarks
+from sparsekv.planner.predict import causal_tiles, predict
+from sparsekv.planner.prices import Prices
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, Pattern, TileShape, VerticalSlash, fraction, tokens
 from sparsekv.plans.schema import Target
 
 
-def engine_cost(chunk: int, **changes) -> DeviceCost:
+def engine_cost(chunk: int, **changes) -> Prices:
     """The made-up device in vLLM's engine."""
-    own = {"host": "vllm", "chunk": chunk, "prefill_copy": Line(prices=(0.0, 0.0))}
-    return made_up_cost(**{**own, **changes})
-
-
-@given(length=st.integers(1, 5000), most=st.integers(1, 6000))
-def test_chunks_are_those_that_a_prompt_is_cut_into(length: int, most: int) -> None:
-    ends = [*range(most, length, most), length]
-    rows = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    found = Chunks.of(length, most)
-    assert (found.count, found.first, found.keys) == (len(ends), ends[0], sum(ends))
-    assert found.pairs == sum(row * end for row, end in zip(rows, ends, strict=True))
-    assert Chunks.of(length, None) == Chunks.of(length, length)
-
-
-@given(rows=st.integers(1, 200), past=st.integers(0, 2000), longest=st.integers(1, 2200))
-def test_the_longest_row_is_found_from_the_tiles_of_rows_that_are_equally_long(rows: int, past: int, longest: int):
-    """A window, in tiles, over a chunk with a past: but for the rows that are shorter, as the context is."""
-    tiles = sum(min(longest, past + row + 1) for row in range(rows))
-    expected = min(longest, past + rows)
-    assert Triangle(past + rows, past).longest(tiles) == pytest.approx(expected, abs=1.0)
-
-
-@given(length=st.integers(1, 5000), most=st.integers(1, 6000))
-def test_the_mean_chunk_attends_to_a_share_of_what_the_last_one_does(length: int, most: int) -> None:
-    ends = [*range(most, length, most), length]
-    assert Chunks.of(length, most).mean == pytest.approx(sum(ends) / len(ends) / length)
-    assert Chunks.last(length, most).mean == 1.0
-
-
-@pytest.mark.parametrize("heads", [1, 4, 32])
-def test_a_windowed_layer_waits_for_rows_as_long_as_its_window(heads: int) -> None:
-    cost, length = made_up_cost(processors=132), 32768
-    tiles = heads * causal_tiles(length, cost.tile, 512)
-    launch, tile = cost.prefill_dense.prices
-    waits = 132 * cost.tile.key_tiles(512 + cost.tile.query)
-    assert cost.prefill_dense_us(tiles, length, 512) == pytest.approx(launch + tile * max(tiles, waits))
-    assert cost.prefill_dense_us(tiles, length, 512) <= cost.prefill_dense_us(tiles, length)
-
-
-def test_every_chunk_pays_for_its_launches_and_all_but_the_first_for_the_copy_of_their_keys() -> None:
-    lines = {"prefill_dense": Line(prices=(10.0, 1.0)), "prefill_sparse": Line(prices=(30.0, 0.0, 1.0, 1.0, 1.0))}
-    cost = engine_cost(1000, index={"a_shape": Line(prices=(100.0, 1.0, 0.001))}, **lines)
-    cost = cost.model_copy(update={"prefill_copy": Line(prices=(7.0, 0.5))})
-    assert cost.prefill_dense_us(500, 2500) == 3 * 10 + 500
-    index = 3 * 100 + 2 * (1000 + 2000 + 2500) + 2 * 0.001 * (1000 * 1000 + 1000 * 2000 + 500 * 2500)
-    assert cost.index_us("a_shape", 2, 2500) == pytest.approx(index)
-    copy = 2 * 7 + 0.5 * (2000 + 2500)
-    assert cost.prefill_sparse_us(LayerWork(200.0, 0.0, 0.0, 20.0, {"a_shape": 2}), 2500) == pytest.approx(
-        index + copy + 3 * 30 + 200
-    )
-    stored, copy = cost.model_copy(update={"kv_dtype": "fp8"}), 3 * 7 + 0.5 * (1000 + 2000 + 2500)  # all are read back
-    assert stored.prefill_sparse_us(LayerWork(200.0, 0.0, 0.0, 20.0, {"a_shape": 2}), 2500) == pytest.approx(
-        index + copy + 3 * 30 + 200
-    )
+    return made_up_prices(host="vllm", chunk=chunk, **changes)
 
 
 def test_what_copies_cost_moves_the_crossover() -> None:
     lengths = [made_up_length(length, np.random.default_rng(0), levels=(0.3,)) for length in (2048, 8192)]
     profile, options = made_up_profile(*lengths), options_for(target_density=(0.3, 0.3))
     saved = 0.5 * 4 * causal_tiles(8192, profile.tile)  # of the four heads of a layer, at most
-    keys = Chunks.of(8192, 2048).keys
-    cheap, dear = (
-        allocate(profile, engine_cost(2048).model_copy(update={"prefill_copy": Line(prices=(0.0, us / keys))}), options)
-        for us in (0.0, 3 * saved)
-    )
+    keys = 4096 + 6144 + 8192
+    cheap, dear = (allocate(profile, engine_cost(2048, copies=(0.0, us / keys)), options) for us in (0.0, 3 * saved))
     assert not cheap.bucket(8192).dense
     assert dear.bucket(8192).dense
     assert not dear.bucket(2048).dense, "a prompt of one chunk copies nothing"
@@ -117,11 +61,10 @@ def test_a_plan_for_vllm_names_it_and_its_chunks() -> None:
 
 
 @pytest.mark.parametrize(("batches", "pays"), [((8,), True), ((1, 8), False)])
-def test_decode_must_pay_with_every_batch_that_was_timed(batches, pays: bool, monkeypatch) -> None:
+def test_decode_must_pay_with_every_batch_that_was_timed(batches, pays: bool) -> None:
     launch = 3000.0  # of choosing; a row of 8192 tokens costs 8192 in each of two layers that follow, eight eight times
-    lines = {"decode_dense": (0.0, 1.0), "decode_sparse": (0.0, 1.0), "decode_choose": (4 * launch, 0.0)}
-    monkeypatch.setitem(BATCHES, "vllm", batches)
-    cost = engine_cost(2048, **{name: Line(prices=prices) for name, prices in lines.items()})
+    lines = {"decode_dense": (0.0, 1.0), "decode_sparse": (0.0, 1.0), "choice": (4 * launch, 0.0)}
+    cost = engine_cost(2048, batches=batches, **lines)
     options = options_for(target_density=(0.3,), host="vllm", filter_layers=(0,), decode_budget=fraction(0.5))
     plan = choose_filter_layers(served_profile(), cost, options)
     assert plan.bucket(8192).dense is not pays
@@ -143,7 +86,7 @@ def test_shares_of_the_context_are_the_same_tokens_at_the_planned_length(length:
 def test_a_plan_for_vllm_has_shares_up_to_the_longest_planned_length_and_tokens_beyond() -> None:
     lengths = [made_up_length(length, np.random.default_rng(0), levels=(0.3,)) for length in (1024, 2048)]
     profile, options = made_up_profile(*lengths), options_for(target_density=(0.3, 0.3), crossover=False)
-    whole, cut = allocate(profile, made_up_cost(), options), allocate(profile, engine_cost(512), options)
+    whole, cut = allocate(profile, made_up_prices(), options), allocate(profile, engine_cost(512), options)
     assert [bucket.up_to for bucket in cut.lengths] == [1024, 2048, None]
     assert (cut.lengths[-1].extrapolated, cut.bucket(3000).heads) == (True, whole.bucket(3000).heads)
     for length in (1024, 2048):

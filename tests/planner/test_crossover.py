@@ -5,14 +5,14 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from planner_models import TILE, made_up_cost
+from planner_models import TILE, made_up_prices
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse, options_for, rows
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.cost.device_cost import DeviceCost, Line
-from sparsekv.planner.cost.predict import (
+from sparsekv.planner.filter_layers import choose_filter_layers
+from sparsekv.planner.predict import (
     LEAST_GAIN,
     LayerTimes,
     ScoreTables,
@@ -25,7 +25,7 @@ from sparsekv.planner.cost.predict import (
     shares_at,
     step_us,
 )
-from sparsekv.planner.filter_layers import choose_filter_layers
+from sparsekv.planner.prices import Prices
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, tokens
 from sparsekv.plans.phases import PrefillPlan
@@ -69,11 +69,7 @@ def with_tiles(profile: Profile, layer: int, share: float) -> Profile:
     return made_up_profile(entry.model_copy(update={"layers": layers}))
 
 
-def index_cost(**launch_us: float) -> dict[str, Line]:
-    return {name: Line(prices=(launch_us.get(name, 0.0), 0.0, 0.0)) for name in FAMILIES}
-
-
-def kinds(profile: Profile, cost: DeviceCost, layer: int, target: float = 0.3) -> list[str]:
+def kinds(profile: Profile, cost: Prices, layer: int, target: float = 0.3) -> list[str]:
     bucket = allocate(profile, cost, options_for(target_density=(target,))).bucket(8192)
     return [pattern.pattern for pattern in bucket.patterns(layer, 4)]
 
@@ -158,30 +154,30 @@ def test_columns_shrink_with_the_length_like_tiles_and_never_beyond_the_triangle
 
 def test_a_head_whose_family_pays_for_its_index_keeps_it() -> None:
     profile = preferring(profile_with(), 1, "vertical_slash", "vertical_slash", "a_shape", "a_shape")
-    cost = made_up_cost(index=index_cost(vertical_slash=1.1 * 0.7 * HEAD_US))
+    cost = made_up_prices(index={"vertical_slash": (1.1 * 0.7 * HEAD_US, 0.0, 0.0)})
     assert kinds(profile, cost, 1) == ["vertical_slash", "vertical_slash", "a_shape", "a_shape"]
 
 
 def test_a_lone_head_takes_another_family_when_its_own_costs_more_to_launch_than_it_saves() -> None:
     profile = preferring(profile_with(levels=(0.3,)), 1, "vertical_slash", "a_shape", "a_shape", "a_shape")
-    cost = made_up_cost(index=index_cost(vertical_slash=1.1 * 0.7 * HEAD_US))
+    cost = made_up_prices(index={"vertical_slash": (1.1 * 0.7 * HEAD_US, 0.0, 0.0)})
     assert kinds(profile, cost, 1) == ["a_shape"] * 4
-    assert kinds(profile, made_up_cost(), 1)[0] == "vertical_slash"
+    assert kinds(profile, made_up_prices(), 1)[0] == "vertical_slash"
 
 
 def test_a_layer_whose_launches_cost_more_than_it_saves_runs_dense_as_a_whole() -> None:
     profile = with_tiles(profile_with(levels=(0.2,)), 1, 0.32)
     dense_us = 4 * HEAD_US
-    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * dense_us, 0.0, 1.0, 1.0, 1.0)))
+    cost = made_up_prices(tiles=(0.7 * dense_us, 1.0), column=1.0)
     assert kinds(profile, cost, 1, 0.25) == ["dense"] * 4
     assert "dense" not in kinds(profile, cost, 0, 0.25)
-    assert "dense" not in kinds(profile, made_up_cost(), 1, 0.25)
+    assert "dense" not in kinds(profile, made_up_prices(), 1, 0.25)
     plan = allocate(profile, cost, options_for(target_density=(0.25,)))
     estimate = predict(profile, cost, plan, None).lengths[0].prefill
     assert estimate.sparse_us < estimate.dense_us
 
 
-def times_at(profile: Profile, cost: DeviceCost, plan: PrefillPlan, length: int) -> LayerTimes:
+def times_at(profile: Profile, cost: Prices, plan: PrefillPlan, length: int) -> LayerTimes:
     """What the plan takes at a length, by the tables of the profiled length whose patterns hold there."""
     entry = next(entry for entry in profile.lengths if entry.length >= length)
     tables = ScoreTables.of(entry)
@@ -190,7 +186,7 @@ def times_at(profile: Profile, cost: DeviceCost, plan: PrefillPlan, length: int)
 
 def test_sparse_heads_keep_to_the_target_whatever_goes_dense() -> None:
     profile = with_tiles(profile_with(levels=(0.2,)), 1, 0.32)
-    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * HEAD_US, 0.0, 1.0, 1.0, 1.0)))
+    cost = made_up_prices(tiles=(0.7 * 4 * HEAD_US, 1.0))
     bucket = allocate(profile, cost, options_for(target_density=(0.3,))).bucket(8192)
     tables = ScoreTables.of(profile.lengths[0])
     choice = choice_of(bucket, tables)
@@ -201,7 +197,7 @@ def test_sparse_heads_keep_to_the_target_whatever_goes_dense() -> None:
 
 
 def test_between_two_profiled_lengths_dense_runs_where_the_longer_ones_patterns_would_not_pay() -> None:
-    profile, cost = two_lengths(), made_up_cost(prefill_sparse=Line(prices=(2500.0, 0.0, 1.0, 1.0, 1.0)))
+    profile, cost = two_lengths(), made_up_prices(tiles=(2500.0, 1.0), column=1.0)
     plan = allocate(profile, cost, options_for(target_density=(0.4, 0.3)))
     bounds = [(bucket.up_to, bucket.dense) for bucket in plan.lengths]
     assert [dense for _, dense in bounds] == [True, False, True, False, False]
@@ -213,7 +209,7 @@ def test_between_two_profiled_lengths_dense_runs_where_the_longer_ones_patterns_
     assert pays(*totals(times_at(profile, cost, plan, crossing + 256)))
 
 
-def sparse_everywhere(profile: Profile, cost: DeviceCost) -> PrefillPlan:
+def sparse_everywhere(profile: Profile, cost: Prices) -> PrefillPlan:
     return allocate(profile, cost, options_for(target_density=(0.4, 0.3), crossover=False))
 
 
@@ -222,7 +218,7 @@ def totals(times: LayerTimes) -> tuple[float, float]:
 
 
 def test_a_device_on_which_nothing_pays_gets_a_dense_plan() -> None:
-    cost = made_up_cost(prefill_sparse=Line(prices=(1e8, 0.0, 1.0, 1.0, 1.0)))
+    cost = made_up_prices(tiles=(1e8, 1.0), column=1.0)
     plan = allocate(two_lengths(), cost, options_for(target_density=(0.4, 0.3)))
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(None, True)]
     assert plan.bucket(1 << 20).dense
@@ -235,9 +231,8 @@ def test_beyond_the_longest_length_prefill_is_dense_where_index_building_outgrow
     rng = np.random.default_rng(0)
     profile = made_up_profile(made_up_length(8192, rng, levels=(0.3,)), model=made_up_model(context=context))
     # An index takes more than the dense kernel once its launches no longer make up for it.
-    index = {name: Line(prices=(0.0, 0.0, 1.2e-4)) for name in FAMILIES}
-    sparse = Line(prices=(0.0, 0.0, 2.0, 2.0, 2.0))
-    cost = made_up_cost(prefill_dense=Line(prices=(60_000.0, 1.0)), prefill_sparse=sparse, index=index)
+    index = dict.fromkeys(FAMILIES, (0.0, 0.0, 1.2e-4))
+    cost = made_up_prices(dense=(60_000.0, 1.0), tiles=(0.0, 2.0), column=2.0, index=index)
     plan = allocate(profile, cost, options_for(target_density=(0.3,)))
     assert not plan.bucket(8192).dense
     assert plan.bucket(max(8193, context)).dense is dense
@@ -258,8 +253,8 @@ def test_no_length_is_predicted_to_be_slower_than_dense(
     profile = made_up_profile(
         made_up_length(4096, rng, drift=0.08, levels=(0.25, 0.4)), made_up_length(16384, rng, levels=(0.2, 0.3))
     )
-    lines = {name: Line(prices=(us, per_token, 0.0)) for name, us in zip(FAMILIES, index, strict=True)}
-    cost = made_up_cost(prefill_sparse=Line(prices=(launch, 0.0, tile_us, 1.5 * tile_us, tile_us)), index=lines)
+    prices = {name: (us, per_token, 0.0) for name, us in zip(FAMILIES, index, strict=True)}
+    cost = made_up_prices(tiles=(launch, tile_us), column=1.5 * tile_us, index=prices)
     plan = allocate(profile, cost, options_for(target_density=(0.4, 0.3)))
     asked: list[int] = []
     for length, above in ((4096, 0), (16384, 4096)):
@@ -274,7 +269,7 @@ def test_no_length_is_predicted_to_be_slower_than_dense(
 
 
 def test_without_a_crossover_nothing_is_dense() -> None:
-    cost = made_up_cost(prefill_sparse=Line(prices=(1e8, 0.0, 10.0, 10.0, 10.0)))
+    cost = made_up_prices(tiles=(1e8, 10.0), column=10.0)
     plan = sparse_everywhere(two_lengths(), cost)
     patterns = [
         p for length in (1, 4096, 5000, 16384) for layer in range(3) for p in plan.bucket(length).patterns(layer, 4)
@@ -285,7 +280,7 @@ def test_without_a_crossover_nothing_is_dense() -> None:
 
 def test_decode_goes_dense_below_its_crossing() -> None:
     # Two dense layers of three go, for a launch each and a choice: 12 us, when a dense layer takes 1 us in 1024 tokens.
-    cost = made_up_cost(decode_sparse=Line(prices=(5.0, 0.001)), decode_choose=Line(prices=(2.0, 0.0)))
+    cost = made_up_prices(decode_sparse=(5.0, 0.001), choice=(2.0, 0.0))
     lengths = [
         LengthProfile(length=length, prompt_tokens=(length,), reuse=made_up_reuse(np.ones((3, 3))))
         for length in (8192, 32768)
@@ -314,7 +309,7 @@ def decode_profile(*lengths: int, layers: int = 3, sliding: tuple[int, ...] = ()
 
 
 def test_a_layer_with_a_window_of_its_own_costs_what_its_window_holds() -> None:
-    profile, cost = decode_profile(8192, layers=4, sliding=(1, 3)), made_up_cost()
+    profile, cost = decode_profile(8192, layers=4, sliding=(1, 3)), made_up_prices()
     decode = choose_filter_layers(profile, cost, options_for())
     assert [(part.filter, part.layers) for part in decode.bucket(8192).segments] == [(0, (2,))]
     (found,) = predict(profile, cost, None, decode).lengths
@@ -332,8 +327,8 @@ def test_a_prefill_with_windowed_layers_is_predicted_over_all_layers(window: int
     sliding = group.model_copy(update={"layers": (3, 4), "kind": "sliding", "window": window})
     model = profile.model.model_copy(update={"attention": (group, sliding)})
     mixed = profile.model_copy(update={"model": model})
-    plan = allocate(profile, made_up_cost(), options_for(target_density=(0.3,)))
-    (without,), (found,) = (predict(one, made_up_cost(), plan, None).lengths for one in (profile, mixed))
+    plan = allocate(profile, made_up_prices(), options_for(target_density=(0.3,)))
+    (without,), (found,) = (predict(one, made_up_prices(), plan, None).lengths for one in (profile, mixed))
     i, j = np.arange(2048)[:, None], np.arange(2048)[None]
     seen = (j <= i) & (i - j < window)
     tiles = seen.reshape(32, 64, 32, 64).any((1, 3)).sum()
@@ -342,7 +337,7 @@ def test_a_prefill_with_windowed_layers_is_predicted_over_all_layers(window: int
 
 
 def test_beyond_the_longest_length_decode_is_dense_where_choosing_outgrows_what_it_saves() -> None:
-    cost = made_up_cost(decode_dense=Line(prices=(20.0, 0.001)), decode_choose=Line(prices=(0.0, 0.0025)))
+    cost = made_up_prices(decode_dense=(20.0, 0.001), choice=(0.0, 0.0025))
     plan = choose_filter_layers(decode_profile(8192, context=131072), cost, options_for())
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(256, True), (8192, False), (None, True)]
     # In a shorter context it never comes to that.
@@ -361,20 +356,8 @@ def test_beyond_the_longest_length_decode_is_dense_where_choosing_outgrows_what_
 )
 def test_no_decode_step_is_predicted_to_be_slower_than_dense(dense, sparse, choose, sliding, rule, length: int) -> None:
     profile = decode_profile(4096, 16384, layers=6, sliding=tuple(sorted(sliding)))
-    lines = dict(zip(("decode_dense", "decode_sparse", "decode_choose"), (dense, sparse, choose), strict=True))
-    cost = made_up_cost(**{name: Line(prices=prices) for name, prices in lines.items()})
+    cost = made_up_prices(decode_dense=dense, decode_sparse=sparse, choice=choose)
     plan = choose_filter_layers(profile, cost, options_for(**rule))
     for one in (length, 255, 4096, 4097, 16384, 16385, 65536):
         step = step_us(plan.bucket(one).segments, cost, one, profile.model)
         assert step <= dense_step_us(cost, one, profile.model) * (1 + 1e-9), one
-
-
-def test_query_tiles_cost_a_sparse_layer_whatever_they_compute_and_no_head_in_particular() -> None:
-    profile = profile_with(levels=(0.3,))
-    rows = 4 * 128
-    free = kinds(profile, made_up_cost(), 0)
-    dear = made_up_cost(prefill_sparse=Line(prices=(0.0, 0.6 * 4 * HEAD_US / rows, 1.0, 1.0, 1.0)))
-    assert kinds(profile, dear, 0) == free
-    assert "dense" not in free
-    too_dear = made_up_cost(prefill_sparse=Line(prices=(0.0, 0.7 * 4 * HEAD_US / rows, 1.0, 1.0, 1.0)))
-    assert kinds(profile, too_dear, 0) == ["dense"] * 4

@@ -1,0 +1,100 @@
+"""Tables of prices: what is read off between their points, over chunks, and of other heads."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_models import TILE, made_up_prices
+from planner_profiles import made_up_length, made_up_profile
+
+from sparsekv.planner.predict import step_us
+from sparsekv.planner.prices import HeadShape, Table, shipped_prices
+from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.phases import DecodeBudget, Segment
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    def points(low: float, high: float) -> list[float]:
+        return sorted(draw(st.sets(st.floats(low, high).map(lambda x: float(f"{x:.3g}")), min_size=1, max_size=5)))
+
+    across, along = points(0.01, 1.0), sorted({round(point) for point in points(64, 1e6)})
+    us = st.lists(st.floats(1e-3, 1e5), min_size=len(along), max_size=len(along))
+    return Table.measured(across, along, draw(st.lists(us, min_size=len(across), max_size=len(across))))
+
+
+SHARES, LENGTHS = st.floats(0.0, 2.0), st.floats(1.0, 1e7)
+
+
+@given(table=tables(), growth=st.sampled_from((1.0, 2.0)))
+def test_a_measured_point_has_its_time(table: Table, growth: float) -> None:
+    for share, row in zip(table.across, table.us, strict=True):
+        for length, us in zip(table.along, row, strict=True):
+            assert table.at(length, share, growth) == pytest.approx(us, rel=1e-9)
+
+
+@given(tables(), st.tuples(SHARES, SHARES), st.tuples(LENGTHS, LENGTHS), st.sampled_from((1.0, 2.0)))
+def test_more_of_anything_never_takes_less(table: Table, shares: Any, lengths: Any, growth: float) -> None:
+    less, more = (table.at(*point, growth) for point in zip(sorted(lengths), sorted(shares), strict=True))
+    assert less <= more * (1 + 1e-9)
+    assert table.at(1.0, 0.0) == pytest.approx(table.us[0][0])
+
+
+@given(tables(), tables(), st.floats(1.0, 1000.0))
+def test_beyond_the_points_times_grow_with_work_and_keep_their_ratios(one: Table, other: Table, times: float) -> None:
+    for growth in (1.0, 2.0):
+        assert one.at(one.along[-1] * times, 1.0, growth) == pytest.approx(one.at(one.along[-1], 1.0) * times**growth)
+    far = 1e6 * times
+    ratios = [one.at(length, 1.0) / other.at(length, 1.0) for length in (1e6, far)]
+    assert ratios[0] == pytest.approx(ratios[1])
+
+
+def test_a_time_that_falls_is_taken_for_noise() -> None:
+    table = Table.measured((0.1, 0.5), (512, 1024), [[3.0, 2.0], [1.0, 7.0]])
+    assert table.us == ((3.0, 3.0), (3.0, 7.0))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(64, 100_000), st.integers(0, 2000), st.sampled_from((None, 1000, 4096)))
+def test_more_tokens_and_larger_budgets_never_cost_less(length: int, more: int, chunk: int | None) -> None:
+    prices = shipped_prices(HeadShape(heads=4, kv_heads=2, head_dim=32), TILE).model_copy(update={"chunk": chunk})
+    shares = np.array([0.0, 0.03, 0.2, 1.0])
+    for read in (prices.dense_us, prices.copies_us, lambda n: prices.index_us("vertical_slash", n)[1]):
+        assert read(length) <= read(length + more) * (1 + 1e-9)
+    heads, denser = prices.heads_us(shares, 0 * shares, length), prices.heads_us(shares, shares / 5, length + more)
+    assert (heads <= denser + 1e-9).all()
+    assert (np.diff(heads) >= 0).all()
+    model = made_up_profile(made_up_length(4096, np.random.default_rng(0))).model
+    budgets = (DecodeBudget(tokens=tokens) for tokens in (length, length + more))
+    steps = (Segment(filter=0, layers=(1, 2), budget=budget, sink=4, recent=128) for budget in budgets)
+    small, large = (step_us([one], prices, 200_000, model) for one in steps)
+    assert small <= large * (1 + 1e-9)
+
+
+def test_every_chunk_pays_for_its_launches_and_all_but_the_first_for_the_copy_of_their_keys() -> None:
+    ends = (1000, 2000, 2500)
+    prices = made_up_prices(chunk=1000, lengths=ends, copies=(7.0, 0.5), index={"a_shape": (100.0, 1.0, 0.0)})
+    flat = Table(along=ends, us=((10.0, 30.0, 60.0),))
+    prices = prices.model_copy(update={"dense": flat})
+    assert prices.dense_us(2500) == pytest.approx(10 + 30 + 60 / 2)  # of the last chunk half of the rows
+    assert prices.dense_us(800) == pytest.approx(10)
+    launch, head = prices.index_us("a_shape", 2500)
+    assert (launch, head) == pytest.approx((100 + 100 + 50, 1000 + 2000 + 1250))
+    assert prices.copies_us(2500) == pytest.approx(2 * 7 + 0.5 * 4500)
+    assert prices.model_copy(update={"kv_dtype": "fp8"}).copies_us(2500) == pytest.approx(3 * 7 + 0.5 * 5500)
+
+
+@pytest.mark.parametrize(
+    ("shape", "like"), [((4, 2, 64), (9, 3, 64)), ((32, 8, 128), (32, 8, 128)), ((28, 4, 128), (32, 8, 128))]
+)
+def test_the_prices_that_ship_are_scaled_from_the_heads_most_like_these(shape, like) -> None:
+    names = ("heads", "kv_heads", "head_dim")
+    own, measured = (HeadShape(**dict(zip(names, one, strict=True))) for one in (shape, like))
+    found, known = shipped_prices(own, TileShape()), shipped_prices(measured, TileShape())
+    assert (found.shape, found.stands_in, found.device) == (own, True, "NVIDIA H200")
+    ratio = shape[0] * shape[2] / (like[0] * like[2])
+    assert found.dense_us(32768) == pytest.approx(ratio * known.dense_us(32768), rel=1e-4)
+    decode = shape[1] * shape[2] / (like[1] * like[2])
+    assert found.step().dense.at(32768) == pytest.approx(decode * known.step().dense.at(32768), rel=1e-4)
