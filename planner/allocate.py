@@ -5,7 +5,7 @@ the sum of their damages (profile/head_errors.py) is least. So heads get what th
 everything, instead of one density each (MInference 1.0, section 3.2, algorithm 1, as the preset does it). The damage
 that comes out is the same on every device. For as little damage a device may have a faster choice, by the time of
 tiles, single columns and indices there: heads and families are ranked by damage a microsecond. Its density may be a
-little above the target.
+little above the target. Tiles count as much as time, so that a plan is nearly as fast on other devices.
 
 Heads that the crossover makes dense stand outside the target: they are dense because that is faster, so that sparser
 neighbours would lose accuracy and win nothing that was asked for. The plan is then denser than its target, which
@@ -42,7 +42,8 @@ from sparsekv.plans.patterns import Pattern, TileShape, mandatory_density
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.types import format_length
 
-# Candidates of a preset are fitted on one prompt; on the mean of all they may cost this much more than the target.
+# A density may be so much above its target: the mean of all prompts, of candidates that a preset fitted on one; and a
+# faster choice.
 TOLERANCE = 1.1
 
 
@@ -148,7 +149,8 @@ class _Length:
         self._tile: TileShape = profile.tile
         self.tables = ScoreTables.of(entry)
         self._savings = Savings(cost, self.tables, profile.tile) if options.crossover else None
-        self._time_LCH = head_times(cost, self.tables).ranked_LCH
+        # The root of price and tiles: a plan is committed, and runs on devices whose prices differ by up to two times.
+        self._time_LCH = np.sqrt(head_times(cost, self.tables).ranked_LCH * self.tables.density_LCH)
         self._own_LCH = self.tables.of_families(options.families)
         self._families = options.families
         self._found: Allocation | None = None  # of the last budget that was asked for
@@ -256,7 +258,10 @@ class _Length:
             time_LCH, tables.damage_LCH, allowed_LCH, sparse_LH, found.damage * (1.0 + ROUNDING)
         )
         ours, theirs = (float(tables.take(time_LCH, one, 1.0).sum()) for one in (choice, found.choice))
-        return Allocation(choice, damage, min(found.bound, damage)) if ours < theirs else found
+        denser, dense = (float(tables.take(tables.density_LCH, one, 1.0).sum()) for one in (choice, found.choice))
+        # Where dense heads take least, the crossover decides whether they are dense.
+        is_better = ours < theirs and denser <= TOLERANCE * dense
+        return Allocation(choice, damage, min(found.bound, damage)) if is_better else found
 
     @property
     def _least(self) -> float:

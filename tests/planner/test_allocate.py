@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from planner_models import made_up_prices
 from planner_profiles import made_up_length, made_up_model, made_up_profile, options_for, rows
 
-from sparsekv.planner.allocate import Allocation, allocate, solve, with_reached_densities
+from sparsekv.planner.allocate import allocate, with_reached_densities
 from sparsekv.planner.options import PlanOptions, settle
 from sparsekv.planner.predict import ABSENT, DENSE, WORST_WEIGHT, ScoreTables, choice_of, predict
 from sparsekv.planner.profile.profile_data import LayerScores, Profile
 from sparsekv.planner.profile.search_space import ROUNDING
+from sparsekv.planner.relaxation import Allocation, least_cost, solve
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Dense, Pattern
 
@@ -105,6 +106,23 @@ def instances(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, floa
 
     allowed = table(st.sampled_from((True, True, True, False)), bool)
     return table(COSTS, float), table(DAMAGES, float), allowed, draw(st.floats(0.01, 1.0)) * heads
+
+
+@settings(max_examples=200, deadline=None)
+@given(instances())
+def test_the_least_cost_for_a_damage_is_within_one_step_of_the_best(instance: tuple) -> None:
+    cost_CH, damage_CH, allowed_CH, _ = instance
+    heads = cost_CH.shape[1]
+    most = float(damage_CH.mean())
+    choice, damage = least_cost(cost_CH[None], damage_CH[None], allowed_CH[None], np.ones((1, heads), bool), most)
+    pairs = np.stack([np.vstack([cost_CH, np.ones(heads)]), np.vstack([damage_CH, np.zeros(heads)])], -1)
+    taken = [pairs[slot, head] for head, slot in enumerate(choice[0])]  # DENSE is the last
+    assert damage == pytest.approx(sum(one for _, one in taken), abs=1e-9)
+    assert damage <= most + 1e-9
+    allowed_CH = np.vstack([allowed_CH, np.ones(heads, bool)])
+    options = [pairs[allowed_CH[:, head], head] for head in range(heads)]
+    best = min(sum(c for c, _ in one) for one in product(*options) if sum(d for _, d in one) <= most + 1e-12)
+    assert sum(cost for cost, _ in taken) < best + 1.0
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,5 +1,7 @@
 """Tables of prices: what is read off between their points, over chunks, and of other heads."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,12 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_models import TILE, made_up_prices
-from planner_profiles import made_up_length, made_up_profile
+from planner_profiles import made_up_length, made_up_profile, options_for
 
-from sparsekv.planner.predict import step_us
-from sparsekv.planner.prices import HeadShape, Table, shipped_prices
+from sparsekv.planner.allocate import allocate
+from sparsekv.planner.predict import ScoreTables, choice_of, layer_times, step_us
+from sparsekv.planner.prices import HeadShape, Prices, Table, shipped_prices
+from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.records import read_measured
 from sparsekv.plans.patterns import TileShape
-from sparsekv.plans.phases import DecodeBudget, Segment
+from sparsekv.plans.phases import DecodeBudget, PrefillPlan, Segment
 
 
 @st.composite
@@ -98,3 +103,46 @@ def test_the_prices_that_ship_are_scaled_from_the_heads_most_like_these(shape, l
     assert found.dense_us(32768) == pytest.approx(ratio * known.dense_us(32768), rel=1e-4)
     decode = shape[1] * shape[2] / (like[1] * like[2])
     assert found.step().dense.at(32768) == pytest.approx(decode * known.step().dense.at(32768), rel=1e-4)
+
+
+PROFILE = read_measured(Profile, Path(__file__).parents[1] / "data" / "profile.json")
+TILTED = ("tiles", "columns", "a_shape", "vertical_slash", "block_sparse")
+
+
+def tilted(prices: Prices, scale: float, tilts: Sequence[float]) -> Prices:
+    """The prices of a device that takes `scale` times as long, and up to twice that where a table has much work."""
+
+    def other(table: Table, tilt: float) -> Table:
+        factors = scale * np.linspace(1.0, tilt, len(table.across))[:, None]
+        return Table.measured(table.across, table.along, np.array(table.us) * factors)
+
+    tilt = dict(zip(TILTED, tilts, strict=True))
+    tables = {name: other(getattr(prices, name), tilt[name]) for name in ("tiles", "columns")}
+    return prices.model_copy(update={**tables, "index": {n: other(one, tilt[n]) for n, one in prices.index.items()}})
+
+
+def planned(prices: Prices, target: float) -> PrefillPlan:
+    options = options_for(target_density=(target,) * 2, crossover=False)
+    return allocate(PROFILE, prices, options)
+
+
+def share_and_time(prices: Prices, plan: PrefillPlan, entry: LengthProfile) -> tuple[float, float]:
+    tables = ScoreTables.of(entry)
+    choice = choice_of(plan.bucket(entry.length), tables)
+    return tables.density(choice), float(layer_times(prices, tables, choice, PROFILE.tile).sparse_us.sum())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(0.1, 10.0), st.lists(st.floats(1.0, 2.0), min_size=5, max_size=5), st.sampled_from((0.5, 0.6, 0.7)))
+def test_two_devices_give_plans_of_like_shares_each_nearly_as_fast_on_the_other(scale, tilts, target: float) -> None:
+    """Both have one damage, which prices have no part in."""
+    launches = dict.fromkeys(TILTED[2:], (100.0, 0.005, 0.0))
+    first = made_up_prices(tiles=(200.0, 1.0), column=1.5, index=launches)
+    second = tilted(first, scale, tilts)
+    one, other = planned(first, target), planned(second, target)
+    for entry in PROFILE.lengths:
+        (share, us), (shifted, foreign_us) = (share_and_time(first, plan, entry) for plan in (one, other))
+        assert max(share, shifted) <= 1.1 * min(share, shifted)
+        assert foreign_us <= 1.05 * us
+        (_, foreign_us), (_, us) = (share_and_time(second, plan, entry) for plan in (one, other))
+        assert foreign_us <= 1.05 * us
