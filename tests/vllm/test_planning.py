@@ -64,14 +64,9 @@ def test_a_cost_says_where_it_was_measured(measured: Prices) -> None:
     assert Prices.model_validate_json(measured.model_dump_json()) == measured
 
 
-def test_decode_steps_of_one_row_and_of_several_are_timed_and_an_empty_launch_beside_sparse_ones(
-    measured: Prices,
-) -> None:
-    assert measured.batches == (1, 8)
-    dense = [timing.features for timing in measured.timings if timing.what == "dense decode"]
-    assert dense == [(1.0, float(rows * length)) for length in (512, 1024, 2048) for rows in (1, 8)]
-    if not internals.platform.takes_empty:  # what vLLM computes in vain is in the price
-        assert measured.decode_sparse.us(8 * 128) > 0.5 * measured.decode_dense.us(8 * 2048)
+def test_decode_steps_of_one_row_and_of_several_are_timed(measured: Prices) -> None:
+    assert [step.rows for step in measured.steps] == [1, 8]
+    assert {step.dense.along for step in measured.steps} == {measured.dense.along}
 
 
 def test_rows_in_pages_are_what_the_plan_attends_to() -> None:
@@ -90,15 +85,9 @@ def test_rows_in_pages_are_what_the_plan_attends_to() -> None:
     torch.testing.assert_close(out_BHD.float(), expected_BH1D[:, :, 0], rtol=near, atol=near)
 
 
-def test_the_last_chunk_of_each_length_is_timed(measured: Prices) -> None:
-    dense = {timing.length: timing.features for timing in measured.timings if timing.what == "dense prefill"}
-    assert sorted(dense) == [512, 1024, 2048]
-    for length, features in dense.items():
-        assert features == (1.0, 4.0 * Chunk.uniform(1, length - 512, length).causal_tiles(TILE))
-    assert [timing.features for timing in measured.timings if timing.what == "copy"] == [
-        (1.0, length) for length in (512.0, 1024.0, 2048.0)
-    ]
-    assert measured.prefill_copy.us(2048) > 0
+def test_copies_of_a_chunk_with_a_past_are_timed(measured: Prices) -> None:
+    assert measured.copy_keys.along == measured.dense.along == (512, 1024, 2048)
+    assert measured.copies_us(2048) > measured.copies_us(512) == 0.0
 
 
 def test_chunks_are_those_of_a_server_unless_asked_otherwise() -> None:
