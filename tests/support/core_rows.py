@@ -238,7 +238,7 @@ def _steps(*segments: Any, **options: Any) -> Row:
 
 
 def _keeps(*rules: Retention, **options: Any) -> Row:
-    return Row(evicting=rules, sizes=(58, *[1] * 12, 28, 12, *[1] * 4), **options)
+    return Row(evicting=rules, sizes=(58, *[1] * 11, 28, 12, *[1] * 4), **options)
 
 
 def _decode_rows() -> Iterator[tuple[str, Row]]:
