@@ -113,7 +113,7 @@ def _the_plan(phase: Phase, inputs: CurveInputs, length: int) -> Modes:
 
 def _compiled_prefill(inputs: CurveInputs, length: int) -> Modes:
     assert inputs.profile is not None
-    asked = PlanOptions(lengths=(length,), phases=("prefill",), crossover=False, verify_samples=0)
+    asked = PlanOptions(lengths=(length,), phases=("prefill",), crossover=False, verify="none")
     ladder, before = inputs.ladder(length, "vertical_slash"), None
     for density in ladder:
         options, own = for_profile(asked.but(target_density=(density,)), inputs.profile)
@@ -130,7 +130,7 @@ def _compiled_prefill(inputs: CurveInputs, length: int) -> Modes:
 
 def _preset(inputs: CurveInputs, length: int) -> Modes:
     assert inputs.preset is not None
-    asked = PlanOptions(lengths=(length,), phases=("prefill",), crossover=False, verify_samples=0)
+    asked = PlanOptions(lengths=(length,), phases=("prefill",), crossover=False, verify="none")
     options, own = for_profile(asked, inputs.preset)
     prefill = allocate(own, _prices(own), settle(options, own.model.context_length, "cpu"))
     yield "preset", PlanMode(_plan_of(inputs, prefill), "prefill")
@@ -154,7 +154,7 @@ def _compiled_decode(inputs: CurveInputs, length: int) -> Modes:
 
 
 def _decode_options(length: int, tried: bool) -> Iterator[tuple[str, PlanOptions]]:
-    base = PlanOptions(lengths=(length,), phases=("decode",), crossover=False, verify_samples=0)
+    base = PlanOptions(lengths=(length,), phases=("decode",), crossover=False, verify="none")
     for kl in _DECODE_KLS if tried else ():
         yield f"at most {kl:g} nats", base.but(decode_kl=kl)
     for loss in () if tried else _DECODE_LOSSES:

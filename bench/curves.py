@@ -32,7 +32,6 @@ from sparsekv.planner.common_options import DEFAULT_TASKS, PHASES, Phase, check_
 from sparsekv.planner.evaluation import EvalSamples, evaluate
 from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.flags import shares, words
-from sparsekv.planner.options import Gate
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profile_data import check_model as check_profile
 from sparsekv.planner.progress import BarProgress, Progress
@@ -46,6 +45,7 @@ from sparsekv.runtime.settings import read_settings
 
 _LEAST = 1e-9  # nats: what is less is rounding
 Line = Sequence[tuple[float, float]]
+_SOLVED = 0.5  # share of answers
 
 
 def measure_curves(
@@ -103,7 +103,7 @@ def _point(point: CurveMode, result: EvalResult) -> CurvePoint:
 
 
 def _is_solved(answers: Sequence[bool]) -> bool:
-    return bool(np.mean(answers) >= Gate().solved)
+    return bool(np.mean(answers) >= _SOLVED)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

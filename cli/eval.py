@@ -11,19 +11,19 @@ from pydantic import Field, model_validator
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, plan_file, settings_of
-from sparsekv.cli.output import agreement_table, columns, emit, emit_json, tell
+from sparsekv.cli.output import columns, emit, emit_json, tell
 from sparsekv.cli.plan_files import answered_prompts, only_writer
 from sparsekv.planner.common_options import DEFAULT_TASKS, Drawn, Hardware, Phase, check_lengths
 from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Unread
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import executed_digest, load_plan
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Plan, Quality, check_model, to_data
+from sparsekv.plans.schema import Plan, check_model, to_data
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
     from sparsekv.planner.evaluation import EvalSamples, PlanMode
-    from sparsekv.planner.evaluation.results import EvalResult
+    from sparsekv.planner.evaluation.results import Agreement, EvalResult
     from sparsekv.planner.evaluation.suite_results import Metric, Paired, SuiteTable
     from sparsekv.runtime.hf.load import LoadedModel
 
@@ -163,7 +163,7 @@ def _tasks(subject: Subject, flags: EvalFlags) -> None:
         emit_json(data | ({"differs": differs} if plan else {}))
         return
     count = f"{len(prompts)} own" if prompts else f"{flags.samples} a task"
-    emit(tasks_text(results, count, flags.phase if plan else None, flags.prefill_chunk))
+    emit(tasks_text(results, count, flags.phase if plan else None))
 
 
 # --- suite ------------------------------------------------------------------------------------------------------------
@@ -250,18 +250,44 @@ def _compared(pair: Paired) -> Iterator[str]:
     yield f"{low:+.1f} to {high:+.1f}"
 
 
-def tasks_text(results: Sequence[EvalResult], count: str, phase: PhaseName | None, chunk: int | None) -> str:
+def tasks_text(results: Sequence[EvalResult], count: str, phase: PhaseName | None) -> str:
     """Tasks at each length, and what a plan computed of them; without a phase dense alone."""
-    from sparsekv.planner.evaluation.results import measurement_of, merged
+    from sparsekv.planner.evaluation.results import merged
 
     whole = merged(results)
     parts = [_table([_task_row(name, one, phase is not None) for one in results for name in one.tasks], "sparse")]
     facts = f"samples: {count}, of up to {whole.lengths[-1]:,} tokens"
     if phase is not None:
-        parts.append(agreement_table(Quality.model_validate({phase: measurement_of(results, phase, chunk)})))
+        parts.append(columns([_AGREEMENT, *_agreement_rows(results, phase)], right=(2,)))
         facts += f"; prefill computed {whole.prefill_density:.3f} of the tiles"
         facts += f", decode attended to {whole.decode_share:.3f} of the tokens; KL {whole.kl:.3g}"
     return "\n\n".join((*parts, facts))
+
+
+_AGREEMENT = ("phase", "over", "samples", "divergence, nats", "top-1 token", "exact text")
+
+
+def _agreement_rows(results: Sequence[EvalResult], phase: str) -> Iterator[Row]:
+    """Agreement with dense over everything, at each of several lengths, and of each task."""
+    from sparsekv.planner.evaluation.results import merged
+
+    whole = merged(results)
+    yield phase, "all", *_agreed(whole.agreement)
+    for one in results if len(results) > 1 else ():
+        yield "", format_length(one.lengths[0]), *_agreed(one.agreement)
+    for name, task in whole.tasks.items():
+        if task.score.agreement:
+            yield "", name, *_agreed(task.score.agreement)
+
+
+def _agreed(found: Agreement) -> Row:
+    kl = f"{found.kl:.3g}" + (" [{:.3g}, {:.3g}]".format(*found.kl_interval) if found.kl_interval else "")
+    return str(found.samples), kl, _share(found.top1, found.top1_interval), _share(found.exact, found.exact_interval)
+
+
+def _share(share: float | None, interval: tuple[float, float] | None) -> str:
+    bounds = "" if interval is None else f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
+    return "-" if share is None else f"{share:.1%}{bounds}"
 
 
 def prompts_data(results: Sequence[EvalResult], has_plan: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from sparsekv.cli.arguments import Json, PlanPlace, Subject, found_source, plan_
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_files import check_new, check_replaceable, check_writable, default_plan
 from sparsekv.plans.aliases import PLAN_NAME, ModelSource, is_hub_id, resolve_model
-from sparsekv.plans.brief import eviction_losses, kept_share
+from sparsekv.plans.brief import eviction_losses, kept_share, sentence
 from sparsekv.plans.errors import PlanError, UsageError, did_you_mean, install_command
 from sparsekv.plans.files import MAX_BYTES as MOST_PLAN_BYTES
 from sparsekv.plans.files import load_plan, read_bytes, write_bytes, write_plan
@@ -266,14 +266,9 @@ def _facts(plan: Plan) -> Iterator[str]:
     if plan.is_dense:
         yield "**It does not pay**: nothing in it is sparse, and the model runs as without it."
         return
+    told = cell(sentence(plan))
+    yield f"{told[:1].upper()}{told[1:]}." if plan.status == "verified" else f"**{told[:1].upper()}{told[1:]}.**"
     yield _measured(plan)
-    evidence = plan.quality.evidence if plan.quality else None
-    if plan.status != "verified":
-        reason = f" ({cell(evidence.reason)})" if evidence and evidence.reason else ""
-        yield f"**It is {plan.status}**: nothing has shown that answers stay as good as with dense attention{reason}."
-    else:
-        excludes = f", which excludes, {cell(evidence.excludes)}" if evidence and evidence.excludes else ""
-        yield f"It is {plan.status_text}{excludes}."
     if plan.retained:
         yield f"It evicts tokens from the KV cache, which is lossy: what stays is {kept_share(plan)}."
         yield from (f"{cell(line).capitalize()}." for line in eviction_losses(plan))
@@ -281,17 +276,12 @@ def _facts(plan: Plan) -> Iterator[str]:
 
 
 def _measured(plan: Plan) -> str:
-    for phase in ("both", "prefill", "decode"):
-        measured = plan.quality.phases.get(phase) if plan.quality else None
-        if measured and (agreed := measured.agreement):
-            lengths = ", ".join(map(format_length, sorted(measured.lengths)))
-            alone = "" if phase == "both" else f" (sparse {phase} alone)"
-            same = "" if agreed.top1 is None else f", and {agreed.top1:.2%} of likeliest tokens are the same"
-            return (
-                f"On {agreed.samples} held-out prompts of {lengths}{alone} its next tokens diverge by {agreed.kl:.2g} "
-                f"nats from dense attention's{same}."
-            )
-    return "How far its answers are from dense attention's was not measured."
+    """How far next tokens are from dense attention's."""
+    scores = plan.quality.lengths if plan.quality else ()
+    if not scores:
+        return "How far its answers are from dense attention's was not measured."
+    nats = ", ".join(f"{one.kl:.2g} at {format_length(one.length)}" for one in scores)
+    return f"Its next tokens diverge from dense attention's by (nats) {nats}."
 
 
 def _gains(plan: Plan) -> Iterator[str]:

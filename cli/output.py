@@ -28,7 +28,7 @@ import typer
 from sparsekv.plans.errors import SparseKVError
 
 if TYPE_CHECKING:
-    from sparsekv.plans.schema import Quality
+    from sparsekv.plans.quality import Quality
 
 FAILED = 1
 
@@ -122,33 +122,12 @@ def placed(host_layers: Collection[int], layers: int) -> str:
     return f"keys and values of {moved} in host memory, of the others on the device"
 
 
-_COMPUTED = "computed: share of attention, measured on held-out prompts of all lengths"
+def quality_tables(quality: Quality) -> str:
+    """Right answers by task and length, and divergence by length."""
+    from sparsekv.plans.quality import LENGTH_ROWS, cell_rows, length_score_rows
 
-
-def quality_table(quality: Quality) -> str:
-    """Returns what was measured of a plan, phase by phase."""
-    from sparsekv.plans.brief import percent
-    from sparsekv.plans.show import SCORE_HEADER, score_row  # brings rich
-
-    rows = [("phase", "computed", *map(str.lower, SCORE_HEADER), "samples")]
-    for phase, measured in quality.phases.items():
-        named = (phase, percent(measured.density))
-        rows += [(*named, *score_row(task, score), str(score.samples)) for task, score in measured.tasks.items()]
-    return f"{columns(rows, right=(1, 3, 4, 6))}\n{_COMPUTED}\n\n{_gates_table(quality) or agreement_table(quality)}"
-
-
-def _gates_table(quality: Quality) -> str:
-    from sparsekv.plans.show import CLAIM_CAPTION, CLAIM_HEADER, claim_rows
-
-    rows = [tuple(map(str.lower, CLAIM_HEADER)), *claim_rows(quality)]
-    return f"{columns(rows, right=(3, 4, 5, 6))}\n{CLAIM_CAPTION}" if rows[1:] else ""
-
-
-def agreement_table(quality: Quality) -> str:
-    """Divergence, top-1 and exact agreement with dense, phase by phase."""
-    from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows
-
-    return columns([tuple(map(str.lower, AGREEMENT_HEADER)), *agreement_rows(quality)], right=(2,))
+    tables = ([*cell_rows(quality)], [LENGTH_ROWS, *length_score_rows(quality)])
+    return "\n\n".join(columns(rows, right=range(1, len(rows[0]))) for rows in tables if rows[1:])
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

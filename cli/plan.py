@@ -7,15 +7,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field
-
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, settings_of
 from sparsekv.cli.output import emit_json, emit_verdict, tell
 from sparsekv.cli.plan_files import PlanFiles, outcomes_beside, own_prompts
 from sparsekv.planner.common_options import Hardware
-from sparsekv.planner.flags import MOST, Flag, Key, Unread
-from sparsekv.planner.options import HELD_OUT, DecodeSearch, PlanOptions, Search
+from sparsekv.planner.flags import Flag, Key, Unread
+from sparsekv.planner.options import DecodeSearch, PlanOptions, Search
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import GateError
 from sparsekv.plans.files import write_plan
@@ -30,9 +28,8 @@ if TYPE_CHECKING:
 
     Measured = tuple[Profile | None, Prices | None]
 
-_HOW_SPARSE = "longer --lengths or --no-crossover leave more of it sparse, looser gates where it missed them"
+_HOW_SPARSE = "longer --lengths or --no-crossover leave more of it sparse"
 _PROFILED = ("preset", "calibration_samples", "prompts_file")
-_GATED = ("max_accuracy_drop", "max_kl", "max_decode_kl", "verify_samples", "require_verified")
 _MACHINE = (*Hardware.model_fields, "device_map")
 
 
@@ -40,34 +37,38 @@ class PlanFlags(PlanFiles, PlanOptions, Output):
     group: ClassVar = "Verification"
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(_PROFILED, "a profile brings what it was made with", ("profile",)),
-        Unread(_GATED, "nothing is verified", ("no_verify",)),
+        Unread(("verify", "require_verified"), "nothing is verified", ("no_verify",)),
+        Unread(("require_verified",), "nothing is verified", (("verify", "none"),)),
         Unread(_MACHINE, "no model runs", ("profile", "cost", "no_verify"), without=("retain",)),
         Unread(DecodeSearch.model_fields, "only prefill is planned", (("phases", ("prefill",)),)),
         Unread((*Search.model_fields, "target_density"), "only decode is planned", (("phases", ("decode",)),)),
     )
-    no_verify: Annotated[bool, Flag("Leave the plan unverified.")] = False
-    verify_samples: Annotated[int | None, Field(ge=1, le=MOST), Key(HELD_OUT, "N")] = None
-    require_verified: Annotated[
-        bool, Key("Exit 1 where the plan that is written was not shown to keep its gates.", "true")
-    ] = False
+    no_verify: Annotated[bool, Flag("As --verify none: leave the plan unverified.")] = False
+    require_verified: Annotated[bool, Key("Exit 1 where the plan that is written is not verified.", "true")] = False
 
     @property
     def needs_model(self) -> bool:
-        return not (self.profile and self.cost and self.no_verify) or self.retain is not None
+        """Returns whether anything is left to be measured."""
+        return not (self.profile and self.cost and not self.verifies) or self.retain is not None
+
+    @property
+    def verifies(self) -> bool:
+        """Returns whether the plan is tested."""
+        return not self.no_verify and self.verify != "none"
 
     @property
     def options(self) -> PlanOptions:
         given = {name: getattr(self, name) for name in self.model_fields_set & set(PlanOptions.model_fields)}
         given |= {"prompts": own_prompts(self.prompts_file)} if self.prompts_file else {}
-        given |= {"verify_samples": 0} if self.no_verify else {}
+        given |= {"verify": "none"} if self.no_verify else {}
         return PlanOptions(**given | {"backend": settings_of(self).backend})
 
 
 def plan(flags: PlanFlags) -> None:
     """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan.
 
-    What misses its gate is made denser, at last dense, so that a plan always comes out; its status says whether it was
-    shown to keep its gates.
+    A plan that loses too much is made denser, at last dense, so that one always comes out; its status says whether it
+    passed its test.
     """
     started = time.monotonic()
     resolve_model(flags.model)  # before the files: where there is no model, a plan finds no folder of it either
@@ -77,7 +78,6 @@ def plan(flags: PlanFlags) -> None:
     if flags.needs_model:
         subject = subject.checked(flags, wanted.lengths)
     # Imports torch and transformers, which takes seconds: what is wrong with the call was said by now.
-    from sparsekv.planner.outcomes_file import keep_outcomes
     from sparsekv.planner.plan import compile_plan
     from sparsekv.planner.profile.resume import left_aside
     from sparsekv.planner.progress import BarProgress
@@ -91,14 +91,14 @@ def plan(flags: PlanFlags) -> None:
             profile_out=flags.profile_out,
             cost_out=flags.cost_out,
             resume=flags.resume,
+            outcomes=outcomes_beside(flags.file),
             progress=progress,
         )
         write_plan(result.plan, flags.file)
-        verified = result.verification
-        keep_outcomes(verified.outcomes if verified else None, outcomes_beside(flags.file))
+        outcomes_beside(flags.file).unlink(missing_ok=True)
         if not flags.profile:
             flags.resume.unlink(missing_ok=True)
-    _tell(result, flags, time.monotonic() - started, job.options.verify_time)
+    _tell(result, flags, time.monotonic() - started)
     for other in [] if flags.profile else left_aside(flags.resume):
         tell(f"{other} is left of a run with other options, which goes on from it; remove it if that one is not wanted")
 
@@ -125,26 +125,22 @@ def _job(flags: PlanFlags, wanted: PlanOptions, subject: Subject, measured: Meas
     return job_of(loaded, wanted, profile, cost, progress)
 
 
-def _tell(result: PlanResult, flags: PlanFlags, seconds: float, verify_time: float) -> None:
-    from sparsekv.cli.verdict import GATED_BY, Ended, next_command, repeated, run_by, verdict
+def _tell(result: PlanResult, flags: PlanFlags, seconds: float) -> None:
+    from sparsekv.cli.verdict import next_command, verdict
 
     plan, out, remarks = result.plan, flags.file, list(result.remarks)
-    is_unproven = not flags.no_verify and plan.status != "verified"  # the first remark says why
+    is_unproven = flags.verifies and plan.status != "verified"  # the first remark says why
     reason = remarks.pop(0) if is_unproven else ""
-    found, spent = result.verification, 0.0 if flags.verify_samples else verify_time
-    asked = run_by(flags, bool(found and found.used_up)), repeated(flags, GATED_BY)
-    ended = Ended(spent, found.may_verify, found.seconds, *asked) if found else None
-    for remark in remarks:
+    for remark in (*([reason] if reason and not plan.quality and not plan.is_dense else ()), *remarks):
         tell(remark)
     if flags.as_json:
         tell(reason or f"{out}: {plan.status_text}")
     else:
-        place = f"{out}, written in {seconds:.0f} s"
-        lines = verdict(plan, str(out), reason, model=flags.model, ended=ended)
-        emit_verdict((f"{place}: {plan.status_text}", *lines[1:]), plan.status)
+        lines = verdict(plan, str(out), model=flags.model)
+        emit_verdict((f"{out}, written in {seconds:.0f} s: {plan.status_text}", *lines[1:]), plan.status)
     facts = _facts(result, out, seconds)
     if flags.require_verified and is_unproven:
-        further = f"go on with `{next_command(plan, str(out), flags.model, ended)}`"
+        further = f"go on with `{next_command(plan, str(out), flags.model)}`"
         raise GateError(
             f"expected a verified plan, found {plan.status}: {reason}. {out} is written; "
             f"{_HOW_SPARSE if plan.is_dense else further}"

@@ -8,22 +8,20 @@ import sys
 from collections.abc import Sequence
 from difflib import unified_diff
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BaseModel
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import PLACE, Json, PlanArgument, PlanPlace, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json, emit_verdict, tell
-from sparsekv.cli.plan_files import check_replaceable, kind_of, outcomes_beside
-from sparsekv.cli.verdict import Ended, sentences, verdict
+from sparsekv.cli.plan_files import check_replaceable, kind_of
+from sparsekv.cli.verdict import sentences, verdict
 from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UsageError, install_command
 from sparsekv.plans.files import dump_plan, executed_digest, load_plan, parse_plan, read_text, write_bytes
 from sparsekv.plans.files import seal as seal_file
 from sparsekv.plans.model import same_architecture
 from sparsekv.plans.schema import Plan, json_schema
-from sparsekv.plans.types import NonNegative
 
 if TYPE_CHECKING:
     from sparsekv.planner.evaluation.suite_results import SuiteTable
@@ -50,47 +48,24 @@ def show(
 
         emit_json(summary(found))
         return
-    ended = _ended(path)
     if as_markdown:
-        _print_markdown(found, full, str(plan), ended)
+        _print_markdown(found, full, str(plan))
     else:
-        _print(found, full, str(plan), ended)
+        _print(found, full, str(plan))
 
 
-class _Chosen(BaseModel):
-    chosen: tuple[str, ...] = ()
-
-
-class _Outcomes(BaseModel):
-    """Holds what the next command needs of an undecided verification; the file is checked when it is gone on from."""
-
-    kind: Literal["sparsekv.outcomes"]
-    settings: _Chosen
-    seconds: NonNegative | None = None
-
-
-def _ended(plan: Path) -> Ended:
-    """Returns how a plan's verification ended, by the outcomes beside it. Chosen samples verify nothing, however many
-    are drawn."""
-    try:
-        found = _Outcomes.model_validate_json(outcomes_beside(plan).read_bytes())
-    except (OSError, ValueError):
-        return Ended()
-    return Ended() if found.settings.chosen else Ended(goes_on=True, needed=found.seconds)
-
-
-def _print_markdown(plan: Plan, full: bool, place: str, ended: Ended) -> None:
+def _print_markdown(plan: Plan, full: bool, place: str) -> None:
     from sparsekv.plans.brief import LENGTH_HEADER, length_rows
     from sparsekv.plans.markdown import cell, markdown, table
     from sparsekv.plans.show import describe
 
     numbers = [True] * len(LENGTH_HEADER)
-    told = "\n".join(f"- {cell(line)}" for line in sentences(plan, place, ended=ended))
+    told = "\n".join(f"- {cell(line)}" for line in sentences(plan, place))
     emit(f"### Sparsity plan of {cell(plan.model.id)}: {plan.status_text}\n")
     emit(f"{table(LENGTH_HEADER, length_rows(plan), numbers)}\n\n{told}\n\n{markdown(describe(plan, full)).rstrip()}")
 
 
-def _print(plan: Plan, full: bool, place: str, ended: Ended) -> None:
+def _print(plan: Plan, full: bool, place: str) -> None:
     from rich.console import Console
 
     from sparsekv.plans.show import describe
@@ -100,7 +75,7 @@ def _print(plan: Plan, full: bool, place: str, ended: Ended) -> None:
     for part in describe(plan, full):
         console.print(part)
     emit("")
-    emit_verdict(verdict(plan, place, ended=ended), plan.status)
+    emit_verdict(verdict(plan, place), plan.status)
 
 
 def report(
@@ -135,7 +110,7 @@ def report(
     points = tuple(RunFile.read(CurveRun, given["curve"]).all(CurvePoint).values()) if "curve" in given else ()
     profiled = _profile_of(found, given["profile"]) if "profile" in given else None
     table = _suite_of(found, given["suite"]) if "suite" in given else None
-    write_bytes(out, page_of(found, sentences(found, str(plan), ended=_ended(path)), profiled, points, table).encode())
+    write_bytes(out, page_of(found, sentences(found, str(plan)), profiled, points, table).encode())
     if as_json:
         emit_json({"path": str(out), "model": found.model.id, "status": found.status})
     else:

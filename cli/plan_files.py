@@ -80,7 +80,7 @@ class PlanFiles(Options):
             ("--profile-out", self.profile_out, "profile"),
             ("--cost-out", self.cost_out, "cost"),
             ("an unfinished --profile-out", self.resume, "partial"),
-            ("an undecided verification", outcomes_beside(self.file), "outcomes"),
+            ("an unfinished test", outcomes_beside(self.file), "outcomes"),
         )
         written = [(flag, path, kind) for flag, path, kind in outputs if path is not None]
         taken = {os.path.realpath(path): f"{flag} {path}" for flag, path in inputs if path is not None}
@@ -141,8 +141,8 @@ def check_new(path: Path, force: bool) -> None:
 
 
 def outcomes_beside(plan: Path) -> Path:
-    """Returns where the outcomes of a plan's verification are while it is undecided: beside the file itself, not
-    beside a link to it, as the plan is written."""
+    """The file of a test of a plan that is under way: beside the file itself, not beside a link to it, as the plan is
+    written."""
     file = Path(os.path.realpath(plan))
     return file.with_name(f"{file.name}.outcomes")
 

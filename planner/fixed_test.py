@@ -8,8 +8,9 @@ lie below its limit, so that each has the whole level of the run.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from statistics import NormalDist
 
@@ -24,6 +25,7 @@ RUNGS = (ERROR / 2, ERROR / 4, ERROR / 4)  # levels of the first plan that is tr
 LONG = 65536  # tokens; a longer prompt takes minutes, so that one length is tested, with few prompts
 LEAST_TASKS = 3  # judged at each sparse length
 MEAN_NATS, WORST_NATS = 0.02, 0.2  # divergence beyond rounding at a length: its mean, and the mean of its worst tenth
+_NET_LOSS = "net loss of right answers"
 _WORST = 0.1
 _WORST_FROM = 0.05  # nats; each value gives a bound of the worst tenth, one near its lower end a tight one
 
@@ -46,8 +48,9 @@ class Sizes:
         long_prompts: prompts of each task at the one length above `LONG`.
         long_answered: of these over all tasks, at least.
         long_loss: share of the answered ones over all tasks.
-        rounding: prompts of each task and length that run through the kernels with every tile and token computed.
-        texts: prompts of each task and length of which dense's own text is compared.
+        closely: prompts of each cell of which rounding (the kernels with every tile and token computed) and the
+            agreement over dense's own text are measured.
+        own: prompts of the caller, at least.
     """
 
     answered: int
@@ -58,8 +61,8 @@ class Sizes:
     long_prompts: int = 12
     long_answered: int = 48
     long_loss: float = 0.20
-    rounding: int = 1
-    texts: int = 1
+    closely: int = 1
+    own: int = 60
 
 
 # A cell: P(X <= 3 | 21, 0.40) = 0.011 and P(X <= 5 | 47, 0.25) = 0.012, so that 3 (5) may be lost at levels 0.025 and
@@ -109,9 +112,12 @@ class Bound:
         """Returns whether the limit is excluded."""
         return self.upper <= self.limit
 
+    def text(self, value: float) -> str:
+        """A value with its unit."""
+        return f"{100.0 * value if self.unit == '%' else value:.3g}{self.unit}"
+
     def __str__(self) -> str:
-        scale = 100.0 if self.unit == "%" else 1.0
-        mean, upper, limit = (f"{scale * one:.3g}{self.unit}" for one in (self.mean, self.upper, self.limit))
+        mean, upper, limit = map(self.text, (self.mean, self.upper, self.limit))
         return f"{self.name} {mean} on {self.prompts} prompts, shown below {upper}, not {limit}"
 
 
@@ -121,88 +127,104 @@ class FixedTest:
 
     Attributes:
         excess: divergence beyond rounding of each prompt, in nats, by length.
+        texts: the same over dense's own text, where that is long.
+        own: the prompts are the caller's, and their answers are tested together.
     """
 
     sizes: Sizes
     level: float
     cells: tuple[Cell, ...]
     excess: Mapping[int, Sequence[float]]
+    texts: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    own: bool = False
 
     @cached_property
     def judged(self) -> tuple[Cell, ...]:
         """The cells whose answers count."""
-        return tuple(one for one in self._short if one.answered >= self.sizes.answered) + self._long
+        return self._judged_apart + self._pooled
 
     @property
     def not_judged(self) -> tuple[Cell, ...]:
         """The cells that dense answers too seldom."""
-        return tuple(one for one in self._short if one.answered < self.sizes.answered)
+        return tuple(one for one in self._apart if one.answered < self.sizes.answered)
 
     @property
-    def unanswered_lengths(self) -> tuple[int, ...]:
-        """The lengths at which too few tasks are judged, so that nothing can be verified."""
-        counts = {one.length: 0 for one in self._short}
-        for one in self._short:
-            counts[one.length] += one.answered >= self.sizes.answered
-        long = self._long and sum(one.answered for one in self._long) < self.sizes.long_answered
-        few = [length for length, count in counts.items() if count < LEAST_TASKS]
-        return (*few, *([self._long[0].length] if long else []))
+    def too_few(self) -> tuple[int, ...]:
+        """The lengths at which too little is judged to verify anything."""
+        tasks = Counter(one.length for one in self._judged_apart)
+        few = [length for length in _lengths(self._apart) if tasks[length] < LEAST_TASKS]
+        prompts, answered = (sum(getattr(one, name) for one in self._pooled) for name in ("prompts", "answered"))
+        enough = prompts >= self.sizes.own if self.own else answered >= self.sizes.long_answered
+        return (*few, *(() if enough else _lengths(self._pooled)))
 
     @property
     def bounds(self) -> Iterator[Bound]:
         """All of them."""
-        if any(one.length <= LONG for one in self.judged):
+        if self._judged_apart:
             yield self.net_loss
-        yield from self.cell_losses
+        yield from self.task_losses
+        yield from self.pooled_losses
         for length, excess in self.excess.items():
             yield from divergence_bounds(length, excess)
+        for length, excess in self.texts.items():
+            yield from divergence_bounds(length, excess, "divergence over texts")
 
     @property
     def is_passed(self) -> bool:
         """Returns whether the plan is verified."""
-        return not self.unanswered_lengths and all(bound.is_met for bound in self.bounds)
+        return not self.too_few and all(bound.is_met for bound in self.bounds)
 
     @property
     def missed(self) -> tuple[Bound, ...]:
         """The bounds above their limits."""
         return tuple(bound for bound in self.bounds if not bound.is_met)
 
+    def worst_at(self, length: int) -> str:
+        """The bound that a length misses most, in a few words."""
+        missed = [bound for bound in self.missed if length in bound.lengths]
+        worst = max(missed, key=lambda bound: (bound.name != _NET_LOSS, bound.mean / bound.limit))
+        return f"{worst.name} {worst.text(worst.mean)}"
+
     @property
     def net_loss(self) -> Bound:
         """Lost less won answers, of all judged prompts."""
-        cells = self.judged
+        cells = self._judged_apart
         lost, won, prompts = (sum(getattr(one, name) for one in cells) for name in ("lost", "won", "prompts"))
-        upper = net_loss_bound(lost, won, prompts, self.level)
-        lengths = tuple(sorted({one.length for one in cells}))
-        mean = (lost - won) / max(1, prompts)
-        return Bound("net loss of right answers", mean, upper, self.sizes.net_loss, lengths, prompts)
+        upper, mean = net_loss_bound(lost, won, prompts, self.level), (lost - won) / max(1, prompts)
+        return Bound(_NET_LOSS, mean, upper, self.sizes.net_loss, _lengths(cells), prompts)
 
     @property
-    def cell_losses(self) -> tuple[Bound, ...]:
-        """Lost answers of each judged cell; of long prompts, of all tasks together."""
-        short = tuple(
-            self._loss(f"loss of {one}", one.lost, one.answered, one.length, self.sizes.cell_loss)
-            for one in self.judged
-            if one.length <= LONG
-        )
-        lost, answered = (sum(getattr(one, name) for one in self._long) for name in ("lost", "answered"))
-        pooled = (
-            self._loss(f"loss of all tasks at {format_length(length)}", lost, answered, length, self.sizes.long_loss)
-            for length in sorted({one.length for one in self._long})
-        )
-        return (*short, *pooled)
+    def task_losses(self) -> Iterator[Bound]:
+        """Lost answers of each cell that is judged by itself."""
+        for one in self._judged_apart:
+            yield self._loss(f"loss of {one}", [one], self.sizes.cell_loss)
 
-    def _loss(self, name: str, lost: int, answered: int, length: int, limit: float) -> Bound:
+    @property
+    def pooled_losses(self) -> Iterator[Bound]:
+        """Lost answers of long prompts, or of the caller's, where there are any."""
+        if any(one.answered for one in self._pooled):
+            yield self._loss("loss over all tasks", self._pooled, self.sizes.long_loss)
+
+    def _loss(self, name: str, cells: Sequence[Cell], limit: float) -> Bound:
+        lost, answered = (sum(getattr(one, which) for one in cells) for which in ("lost", "answered"))
         upper = loss_bound(lost, answered, self.level)
-        return Bound(name, lost / max(1, answered), upper, limit, (length,), answered)
+        return Bound(name, lost / max(1, answered), upper, limit, _lengths(cells), answered)
 
-    @property
-    def _short(self) -> tuple[Cell, ...]:
-        return tuple(one for one in self.cells if one.length <= LONG)
+    @cached_property
+    def _judged_apart(self) -> tuple[Cell, ...]:
+        return tuple(one for one in self._apart if one.answered >= self.sizes.answered)
 
-    @property
-    def _long(self) -> tuple[Cell, ...]:
-        return tuple(one for one in self.cells if one.length > LONG)
+    @cached_property
+    def _apart(self) -> tuple[Cell, ...]:
+        return tuple(one for one in self.cells if not self.own and one.length <= LONG)
+
+    @cached_property
+    def _pooled(self) -> tuple[Cell, ...]:
+        return tuple(one for one in self.cells if self.own or one.length > LONG)
+
+
+def _lengths(cells: Sequence[Cell]) -> tuple[int, ...]:
+    return tuple(sorted({one.length for one in cells}))
 
 
 def missing_prompts(sizes: Sizes, tried: int, answered: int) -> int:
@@ -245,18 +267,18 @@ def net_loss_score(lost: int, won: int, prompts: int, share: float) -> float:
     return (lost - won - prompts * share) / math.sqrt(variance) if variance > 0.0 else 0.0
 
 
-def divergence_bounds(length: int, excess: Sequence[float]) -> tuple[Bound, Bound]:
+def divergence_bounds(length: int, excess: Sequence[float], name: str = "divergence") -> tuple[Bound, Bound]:
     """95% upper bounds of the mean and of the worst tenth of prompts.
 
     The mean of the worst tenth is at most t + E[max(x - t, 0)] / 0.1 for every t (Rockafellar and Uryasev, 2000).
     """
-    values = np.asarray(excess, float)
+    values, lengths = np.asarray(excess, float), (length,)
     at, count = format_length(length), len(values)
     worst = np.sort(values)[-max(1, math.ceil(_WORST * count)) :]
     beyond = _WORST_FROM + mean_bound(np.maximum(values - _WORST_FROM, 0.0)) / _WORST
-    mean = Bound(f"divergence at {at}", float(values.mean()), mean_bound(values), MEAN_NATS, (length,), count, " nats")
-    name = f"divergence of the worst tenth at {at}"
-    return mean, Bound(name, float(worst.mean()), beyond, WORST_NATS, (length,), count, " nats")
+    mean = Bound(f"{name} at {at}", float(values.mean()), mean_bound(values), MEAN_NATS, lengths, count, " nats")
+    tail = f"{name} of the worst tenth at {at}"
+    return mean, Bound(tail, float(worst.mean()), beyond, WORST_NATS, lengths, count, " nats")
 
 
 def mean_bound(values: np.ndarray) -> float:

@@ -29,6 +29,7 @@ from sparsekv.planner.profile.profile_data import Profile, check_model, narrowed
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.tasks import QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
 from sparsekv.planner.timed_host import Host
+from sparsekv.planner.verify import tasks_tested
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.model import ModelInfo
@@ -81,10 +82,6 @@ class Job:
         samples_at = self.options.samples_at
         return {length: self.calibration_prompts(length, samples_at(length)) for length in self.options.lengths}
 
-    def may_verify(self, skipped: int) -> bool:
-        """Returns whether prompts that were set aside, if any were, are left behind so many of a length."""
-        return self.held_out is None or bool(self.held_out.after(skipped))
-
     def calibration_prompts(self, length: int, samples: int) -> tuple[CalibrationPrompt, ...]:
         assert self.calibration is not None, "a job from files has its profile"
         return self.calibration.prompts(length, samples)
@@ -118,7 +115,7 @@ def job_of(
     if asked.prefill_chunk is None and (times := host or cost):
         # Verification cuts prompts as what was measured does: what a plan keeps depends on the cuts.
         asked = asked.but(prefill_chunk=times.chunk)
-    verifies = asked.verify_samples != 0
+    verifies = asked.verify != "none"
     calibrated, aside = set_aside(asked.prompts) if verifies else (asked.prompts, ())
     if aside:
         asked = asked.but(prompts=calibrated)
@@ -129,8 +126,7 @@ def job_of(
         settled = with_tasks(loaded, settled, own.tasks if own else (), progress)
     kit = prepare(loaded.tokenizer, Split.VERIFICATION) if verifies else None
     if kit is not None:
-        tasks = settled.verified_tasks(evicts=settled.retain is not None)
-        EvalSamples(tasks, settled.verify_lengths).check_fit(kit)
+        EvalSamples(tasks_tested(evicts=settled.retain is not None), settled.verify_lengths).check_fit(kit)
     texts = tuple(prompt.text for prompt in settled.prompts)
     calibration = Calibration(loaded.tokenizer, texts, settled.tasks, settled.seed)
     return Job(loaded.info, settled, loaded, calibration, kit, profile, own, cost, host, held_out=held_out)
@@ -141,7 +137,7 @@ def job_of_files(name: str, options: PlanOptions, profile: Profile, cost: Prices
 
     Args:
         name: the model: an alias, hub id, folder or GGUF file.
-        options: what to plan, with `verify_samples` 0.
+        options: what to plan, with `verify` "none".
 
     Raises:
         PlanMismatchError: the profile is of another architecture.
@@ -151,7 +147,7 @@ def job_of_files(name: str, options: PlanOptions, profile: Profile, cost: Prices
         raise UsageError(
             "expected a model to try --retain on, found a profile and a cost alone; leave it out, or load it"
         )
-    if options.verify_samples != 0:
+    if options.verify != "none":
         raise UsageError("expected no verification without the model's weights, found some; leave it out, or load it")
     remark = _checked(name, profile)
     asked, own = narrowed(options, profile, cost)

@@ -41,7 +41,7 @@ from sparsekv.planner.flags import (
 )
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import PATTERNS, TileShape, fraction, mandatory_density
-from sparsekv.plans.schema import HURT_BY_EVICTION, HostName, Plan
+from sparsekv.plans.schema import HostName, Plan
 from sparsekv.runtime.settings import DeviceMap
 
 _SEARCHED = [name for name, kind in PATTERNS.items() if kind.ranges(TileShape(), 1)]
@@ -54,67 +54,6 @@ Preset = Literal["minference"]
 DECODE_BUDGET = fraction(0.1)
 _DECODE_KL = 0.003
 _DECODE_LOSS = 0.02
-
-# The gates by default, of what a plan adds to rounding (the floor). Exact agreement is asked of whole answers and of up
-# to 16 tokens of text, in which one near-tie is enough to part from dense; so it is lower than agreement on single
-# tokens.
-MAX_PREFILL_KL = 0.05
-MAX_DECODE_KL = 0.005
-
-
-class Gate(Options):
-    """Holds what a plan must keep on held-out prompts, over all tasks, beside the kernels with every tile computed."""
-
-    max_accuracy_drop: Annotated[
-        float,
-        Field(ge=0.0, le=100.0),
-        Key("Most that answers to the tasks that dense solves may lose, of 100; 3 by default.", "POINTS"),
-    ] = 3.0
-    max_kl: Annotated[
-        float | None,
-        Field(ge=0.0),
-        Key(
-            f"Most mean divergence of each phase; by default {MAX_PREFILL_KL}, of decode alone {MAX_DECODE_KL}, of "
-            f"both {MAX_PREFILL_KL + MAX_DECODE_KL:g}.",
-            "NATS",
-        ),
-    ] = None
-    max_decode_kl: Annotated[
-        float | None,
-        Field(ge=0.0),
-        Key("The same for decode alone; as max_kl if that is given.", "NATS"),
-    ] = None
-    min_agreement: Annotated[PartOfAll, Field(description="Least share of dense's likeliest tokens.")] = 0.95
-    min_exact: Annotated[PartOfAll, Field(description="Least share of dense's greedy texts kept.")] = 0.6
-    max_failed: Annotated[
-        PartOfAll,
-        Field(description="Most prompts that break: ten times the divergence, or another sure first token."),
-    ] = 0.05
-    # Tasks that are answered less often than this share have no accuracy to lose.
-    solved: PartOfAll = 0.5
-
-    def kl_bound(self, phase: Literal["prefill", "decode", "both"]) -> float:
-        """Most mean divergence with a phase alone, or with both, in nats."""
-        decode = self.max_decode_kl if self.max_decode_kl is not None else self.max_kl
-        given = decode if phase == "decode" else self.max_kl
-        if given is not None:
-            return given
-        return {"prefill": MAX_PREFILL_KL, "decode": MAX_DECODE_KL, "both": MAX_PREFILL_KL + MAX_DECODE_KL}[phase]
-
-    @property
-    def named(self) -> dict[str, float]:
-        kl = {f"max_kl_{phase}": self.kl_bound(phase) for phase in ("prefill", "decode", "both")}
-        shares = {name: getattr(self, name) for name in ("min_agreement", "min_exact", "max_failed", "solved")}
-        return kl | shares | {"max_accuracy_drop": self.max_accuracy_drop}
-
-    @property
-    def is_strict(self) -> bool:
-        """Returns whether no bound is looser than its default, so that `verified` means at least what is documented."""
-        own, usual = self.named, Gate().named
-        looser = {name: -1.0 if name.startswith("min_") else 1.0 for name in usual if name != "solved"}
-        return own["solved"] <= usual["solved"] and all(
-            sign * own[name] <= sign * usual[name] for name, sign in looser.items()
-        )
 
 
 class Targets(Options):
@@ -152,7 +91,7 @@ class Search(Options):
     ] = ()
     tile: Annotated[Tile, Field(description="Rows and columns of a tile; 128, under the preset 64.")] = None
     # The ladder of densities that is profiled, as multiples of the target, so that one profile serves several targets
-    # and a plan that misses its gate can be tightened; by device.
+    # and a plan that misses its test can be made denser; by device.
     levels: tuple[Annotated[float, Field(gt=0.0)], ...] = ()
     # How often the weights of layers are corrected by the divergence of whole plans (refine.py); once on CUDA, never on
     # the CPU, where the passes of one round take longer than profiling.
@@ -209,19 +148,14 @@ class DecodeSearch(Options):
         return self.decode_budget == DECODE_BUDGET
 
 
-class Gated(Options):
-    gate: Gate = Gate()
-
-
-HELD_OUT = "Most held-out samples a task and length; by default as many as decide, within --verify-time."
-VERIFY_TIME = "Seconds of drawing more samples than the first ones, unless all is decided; 90 on a CPU, 300 on a GPU."
+VerifySize = Literal["small", "full", "none"]
 
 
 _LOSSES = ("decode_kl", "decode_loss")
 _OF_SEGMENTS = ("filter_layers", "decode_budget", *_LOSSES, "decode_sink", "decode_recent", "offload")
 
 
-class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
+class PlanOptions(Targets, Search, DecodeSearch, Drawn, Hardware):
     """Says how to plan.
 
     Raises:
@@ -239,11 +173,15 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
     )
     # The caller's own, instead of samples of tasks: half of them are set aside, to verify the plan on.
     prompts: Annotated[tuple[GivenPrompt, ...], BeforeValidator(as_prompts)] = ()
-    verify_samples: Annotated[int | None, Field(ge=0, le=MOST), Key(HELD_OUT, "N")] = None
-    verify_time: Annotated[float | None, Field(gt=0.0, le=1e6), Flag(VERIFY_TIME, metavar="SECONDS")] = None
+    verify: Annotated[
+        VerifySize,
+        Flag("Prompts of the test: small excludes 5 points over all and 40 in a task, full 3 and 25, none is no test."),
+    ] = "small"
     verify_lengths: Lengths = ()
-    verify_seed: int | None = None  # of held-out samples; by default it follows from the plan
-    verify_chosen: tuple[str, ...] = ()  # by what samples were chosen, besides tasks and a seed: none verify a plan
+    # Tasks, seed, and options by which prompts were chosen: none verify a plan.
+    verify_tasks: tuple[str, ...] = ()
+    verify_seed: int | None = None
+    verify_chosen: tuple[str, ...] = ()
     calibration_samples: Annotated[
         int | None,
         Field(ge=1, le=MOST),
@@ -256,7 +194,8 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
 
     @property
     def decode_bound(self) -> float:
-        return min(_DECODE_KL, self.gate.kl_bound("decode")) if self.decode_kl is None else self.decode_kl
+        """`decode_kl`, or its default."""
+        return _DECODE_KL if self.decode_kl is None else self.decode_kl
 
     @property
     def profiled_phases(self) -> tuple[Phase, ...]:
@@ -309,7 +248,6 @@ _APART = 0.75  # of the longest length: what lies closer to it is left out
 _SAMPLES = {"cpu": 3, "cuda": 8}
 _LONG, _LONG_SAMPLES = 65536, 5
 _SCORED_ROWS = 32768  # of longer prompts a sample of about so many
-_VERIFY_TIME = {"cpu": 90.0, "cuda": 300.0}
 
 
 class Settled(PlanOptions):
@@ -319,13 +257,12 @@ class Settled(PlanOptions):
         density_is_default: nobody asked for `target_density`, which gives way to what the tiles that every pattern
             computes take of the prompts at hand.
         samples_are_default: nobody asked for `calibration_samples`, of which long prompts get fewer.
-        dense: the profiled lengths at which a phase is dense, since every sparser plan missed its gate.
+        dense: the profiled lengths at which a phase is dense, since every sparser plan missed its test.
     """
 
     tile: TileShape
     refine_rounds: int
     calibration_samples: int
-    verify_time: float
     density_is_default: bool
     samples_are_default: bool
     dense: Mapping[Phase, tuple[int, ...]] = {}
@@ -341,12 +278,6 @@ class Settled(PlanOptions):
     def samples_at(self, length: int) -> int:
         samples = self.calibration_samples
         return min(samples, _LONG_SAMPLES) if self.samples_are_default and length > _LONG else samples
-
-    def verified_tasks(self, *, evicts: bool) -> tuple[str, ...]:
-        """The tasks that a plan is verified on: where its layers evict tokens, also those that show that, unless tasks
-        were asked for."""
-        shows = () if "--set tasks" in self.verify_chosen or not evicts else HURT_BY_EVICTION
-        return (*self.tasks, *(task for task in shows if task not in self.tasks))
 
     def row_stride_at(self, length: int) -> int:
         return self.row_stride or max(1, round(length / _SCORED_ROWS))
@@ -376,7 +307,6 @@ def settle(options: PlanOptions, context_length: int, device_type: str) -> Settl
         "refine_rounds": _ROUNDS.get(device_type, 0) if options.refine_rounds is None else options.refine_rounds,
         "tasks": tasks,
         "calibration_samples": options.calibration_samples or len(options.prompts) or samples,
-        "verify_time": _time(options, device_type),
         "verify_lengths": options.verify_lengths or lengths,
         "verify_chosen": tuple(_chosen(options)),
         "density_is_default": not (options.target_density or preset),
@@ -388,15 +318,8 @@ def settle(options: PlanOptions, context_length: int, device_type: str) -> Settl
 def _chosen(options: PlanOptions) -> Iterator[str]:
     """By what held-out samples were chosen: whoever tries others could go on until some pass."""
     yield from options.verify_chosen
-    yield from ("--set tasks",) if options.tasks else ()
+    yield from ("--set tasks",) if options.verify_tasks else ()
     yield from () if options.verify_seed is None else ("--set seed",)
-
-
-def _time(options: PlanOptions, device_type: str) -> float:
-    """Seconds; no limit where a number of samples was asked for alone."""
-    if options.verify_time is None and options.verify_samples:
-        return math.inf
-    return options.verify_time or _VERIFY_TIME.get(device_type, _VERIFY_TIME["cpu"])
 
 
 def lengths_up_to(context_length: int, planned: Sequence[int]) -> tuple[int, ...]:

@@ -1,15 +1,16 @@
 """From a model to a plan: profile, refine, decode trials, prices, allocate, filter layers, verify, result.
 
-A plan that misses its gate is tightened and tried again: a larger budget for prefill, allocated anew; for
-decode what was tried and diverged less, or, where nothing was tried, first a smaller loss (fewer layers attend to
-chosen tokens), then a larger budget. Where nothing stricter is left, or after `MOST_ATTEMPTS`, what missed goes dense,
-so that a plan always comes out.
+A plan that misses its test is followed by the next denser one, on fresh prompts: a larger budget for prefill, allocated
+anew; for decode what was tried and diverged less, or, where nothing was tried, first a smaller loss (fewer layers
+attend to chosen tokens), then a larger budget. A length that missed in all three goes dense, so that a plan always
+comes out.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ import torch
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.allocate import allocate, with_reached_densities
-from sparsekv.planner.common_options import Phase
 from sparsekv.planner.decode_search import measure_trials, tries_decode
 from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
+from sparsekv.planner.fixed_test import RUNGS, level_of_run
 from sparsekv.planner.job import Job, head_shape, job_of
 from sparsekv.planner.measure_prices import measure_prices
-from sparsekv.planner.options import Gate, PlanOptions, Settled, lengths_up_to
+from sparsekv.planner.options import PlanOptions, Settled, lengths_up_to
 from sparsekv.planner.predict import predict, predicted_gain
 from sparsekv.planner.prices import Prices, shipped_prices
 from sparsekv.planner.profile.calibration import mix_of
@@ -35,29 +36,20 @@ from sparsekv.planner.progress import Progress, Stages
 from sparsekv.planner.records import digest_of, versions, write_measured
 from sparsekv.planner.refine import refine, refines
 from sparsekv.planner.retain_search import search_retention
-from sparsekv.planner.tighten import (
-    after_a_missed_gate,
-    dense_remarks,
-    reasons_by_phase,
-    tightened,
-    tightened_remarks,
-    went_dense,
-)
+from sparsekv.planner.rungs import dense_at, dense_remarks, denser, denser_remarks
 from sparsekv.planner.timed_host import Host
-from sparsekv.planner.verify import Verification, planned_phases, verify
+from sparsekv.planner.verify import Verification, VerifyRun, verify
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
-from sparsekv.plans.schema import NOTHING_SPARSE, Estimate, Plan, Prediction, Provenance, Quality, Target
+from sparsekv.plans.schema import NOTHING_SPARSE, Estimate, Plan, Prediction, Provenance, Target
 from sparsekv.plans.types import and_listed, format_length
 from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import has_soft_cap
 from sparsekv.runtime.plan_checks import overload, warn_of_spinning
 
-MOST_ATTEMPTS = 6  # before what misses goes dense
-_USED_UP = "undecided: earlier attempts saw all {} prompts that were set aside; give more --prompts"
-_UNSOLVED = "dense solves no task here: how far the plan is from dense was measured, what it does to answers was not"
+_USED_UP = "earlier plans saw all {} prompts that were set aside; give more --prompts"
 
 
 def plan_model(model: Any, tokenizer: Any = None, *, progress: Progress | None = None, **options: Any) -> Plan:
@@ -71,8 +63,8 @@ def plan_model(model: Any, tokenizer: Any = None, *, progress: Progress | None =
         **options: fields of `PlanOptions`.
 
     Returns:
-        The plan; write it with `write_plan`. Its status says whether held-out prompts proved that it keeps its gates;
-        where every sparser plan missed them, it is dense.
+        The plan; write it with `write_plan`. Its status says whether it passed its test on held-out prompts; lengths at
+        which every plan missed it are dense.
 
     Raises:
         GateError: no density comes to the target speedup, or the model gives numbers that are not finite.
@@ -90,6 +82,7 @@ def compile_plan(
     profile_out: Path | None = None,
     cost_out: Path | None = None,
     resume: Path | None = None,
+    outcomes: Path | None = None,
     progress: Progress | None = None,
 ) -> PlanResult:
     """Profiles, measures, chooses and verifies, as far as the job leaves it to be done.
@@ -98,6 +91,7 @@ def compile_plan(
         profile_out, cost_out: where to write the profile and the device cost.
         resume: a file for what is profiled, from which an interrupted run goes on; the caller removes it once the
             plan is written.
+        outcomes: the same of a test under way.
         progress: where to report; the stages that will run are numbered.
 
     Raises:
@@ -116,12 +110,11 @@ def compile_plan(
     if cost_out is not None:
         write_measured(cost, cost_out)
     kv_cache, told = search_retention(job, stages) if job.options.retain is not None else ((), ())
-    found = _verified(job, measured, cost, stages, kv_cache)
+    found = _verified(job, measured, cost, stages, kv_cache, outcomes)
     remarks = (
         *found.remarks,
         *told,
-        *after_a_missed_gate(job.options, set(found.options.dense)),
-        *tightened_remarks(job.options, found.options, measured),
+        *denser_remarks(job.options, found.options, measured),
         *plan_remarks(found.plan, found.options, measured, cost),
         *beside,
         *job.remarks,
@@ -198,54 +191,55 @@ class _Found:
 
 
 def _verified(
-    job: Job, measured: Profile, cost: Prices, stages: Progress, kv_cache: tuple[Retention, ...] = ()
+    job: Job,
+    measured: Profile,
+    cost: Prices,
+    stages: Progress,
+    kv_cache: tuple[Retention, ...] = (),
+    outcomes: Path | None = None,
 ) -> _Found:
-    """The first plan that meets its gate, or has nothing sparse; one plan, unverified, where nothing is verified.
+    """The first plan that passes its test, or has nothing sparse; one plan, unverified, where nothing is verified.
 
-    What layers keep was asked for in bytes and stays: only the phases that are planned are made stricter.
+    The last run is on the plan whose lengths that missed three times are dense; it counts as the second on one plan.
+    What layers keep was asked for in bytes and stays: only the phases that are planned are made denser.
     """
-    used, attempts = job.options, 0
-    first = plan = compile_once(job.model, used, measured, cost, stages, kv_cache)
+    used, levels, last = job.options, (*((1, level) for level in RUNGS), (2, level_of_run(2))), None
+    plan = compile_once(job.model, used, measured, cost, stages, kv_cache)
     if job.kit is None:
         return _Found(plan, used)
-    reasons: dict[Phase, str] = {}
-    skipped, last = 0, None
-    while planned_phases(plan):
-        if not job.may_verify(skipped):
-            said: tuple[str, ...] = (_USED_UP.format(job.held_out.count if job.held_out else 0),)
+    lost: dict[int, list[str]] = defaultdict(list)
+    said: tuple[str, ...] = ()
+    attempts = 0
+    for number, level in levels:
+        held_out = job.held_out and job.held_out.part(attempts)
+        if plan.is_dense or (job.held_out and not held_out):
+            said = (NOTHING_SPARSE if plan.is_dense else _USED_UP.format(job.held_out.count if job.held_out else 0),)
             break
-        anywhere = plan.model_copy(update={"targets": ()})  # the warning of another host or device is not for here
         attempts += 1
-        verdict = verify(
-            job.subject, anywhere, used, stages, job.kit, attempt=attempts, held_out=job.held_out, skipped=skipped
-        )
-        skipped += verdict.drawn
-        stricter = used
-        missed = verdict.missed
-        if kv_cache:
-            missed = {phase: lengths for phase, lengths in missed.items() if phase == "prefill"}
-        if missed:
-            is_last = attempts >= MOST_ATTEMPTS
-            stricter = tightened(used, measured, cost, missed, verdict.quality, is_last=is_last)
+        anywhere = plan.model_copy(update={"targets": ()})  # the warning of another host or device is not for here
+        run = VerifyRun("full" if used.verify == "full" else "small", number, level, outcomes)
+        last = verify(job.subject, anywhere, used, run, stages, job.kit, held_out=held_out)
+        plan, said = last.recorded(plan), last.reasons
+        for length in last.quality.missed:
+            lost[length].append(last.test.worst_at(length))
+        stricter = _after(used, measured, cost, last.quality.missed, attempts)
         if stricter == used:
-            plan, said = verdict.recorded(plan), (*verdict.reasons, *_unsolved(verdict.quality, used.gate))
-            last = verdict
             break
-        stages.say(f"the plan missed its gate in {'; '.join(verdict.reasons)}; attempt {attempts + 1} is stricter")
-        reasons |= reasons_by_phase(verdict.missed, verdict.reasons)
+        stages.say(f"the plan missed its test ({last.reasons[0]}); the next one is denser")
         used, plan = stricter, compile_once(job.model, stricter, measured, cost, stages, kv_cache)
-    else:
-        said = (NOTHING_SPARSE,)
-    used = used.but(dense=went_dense(first, plan, measured))
+    if plan.is_dense:
+        said, last = (NOTHING_SPARSE,), None
     plan = plan.model_copy(update={"provenance": _provenance(used, measured, cost, job.held_out)})
-    return _Found(plan, used, attempts, (*said, *dense_remarks(used, reasons)), last)
+    return _Found(plan, used, attempts, (*said, *dense_remarks(used, lost)), last)
 
 
-def _unsolved(quality: Quality, gate: Gate) -> tuple[str, ...]:
-    """A line where no answer was there to be lost."""
-    scores = {task: score for measured in quality.phases.values() for task, score in measured.tasks.items()}
-    solved = [task for task, score in scores.items() if task != "perplexity" and score.dense >= gate.solved]
-    return () if solved else (_UNSOLVED,)
+def _after(used: Settled, measured: Profile, cost: Prices, missed: Collection[int], attempts: int) -> Settled:
+    """Options of the plan behind one that missed at some lengths; the same where none follows."""
+    if not missed or attempts > len(RUNGS):
+        return used
+    if attempts == len(RUNGS):
+        return dense_at(used, measured, missed)
+    return denser(used, measured, cost, missed)
 
 
 def compile_once(
@@ -295,11 +289,11 @@ class PlanResult:
     """A plan and what is worth telling about it.
 
     Attributes:
-        plan: the plan; its status says whether it was shown to keep its gates.
+        plan: the plan; its status says whether it passed its test.
         seconds: of compiling, without loading the model.
         attempts: plans that were run on held-out prompts.
-        remarks: what to know about the verification, first of all what keeps a plan from being verified; what is dense
-            or denser to meet the gate, heads that run dense, and what could not be predicted.
+        remarks: first what keeps the plan from being verified, then lengths that are dense or denser after a test that
+            was missed, heads that run dense, and what could not be predicted.
         verification: of this plan; None where it was not run on held-out prompts.
     """
 

@@ -6,15 +6,13 @@ import os
 import warnings
 from typing import Any
 
-from sparsekv.planner.common_options import DEFAULT_TASKS
-from sparsekv.planner.options import PlanOptions, Settled, lengths_to_verify, settle
+from sparsekv.planner.options import PlanOptions, lengths_to_verify, settle
 from sparsekv.planner.plan import loaded_from
 from sparsekv.planner.progress import Progress
-from sparsekv.planner.verify import Verification, verify
+from sparsekv.planner.verify import Verification, VerifyRun, verify
 from sparsekv.plans.errors import PlanWarning, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.schema import Plan, check_model
-from sparsekv.runtime.hf.load import LoadedModel
 
 
 def verify_plan(
@@ -25,18 +23,18 @@ def verify_plan(
     progress: Progress | None = None,
     **options: Any,
 ) -> Verification:
-    """Runs a plan on held-out prompts beside dense, prefill, decode and both, and says whether it keeps its gates.
+    """Tests a plan on held-out prompts beside dense, both phases together.
 
     Args:
         model: an alias, hub id, folder or GGUF file, a `LoadedModel`, or a Hugging Face model together with its
             tokenizer.
         plan: the plan, or the path of a plan file, which stays as it is.
         progress: where to report the stages; see `plan_model`.
-        **options: fields of `PlanOptions`, of which `gate`, `lengths`, `tasks`, `verify_time`, `verify_samples`,
-            `batch`, `prefill_chunk`, `device`, `dtype` and `backend` are read; the plan's own lengths by default.
+        **options: fields of `PlanOptions`, of which `verify`, `lengths`, `verify_tasks`, `batch`, `prefill_chunk`,
+            `device`, `dtype` and `backend` are read; the plan's own lengths by default.
 
     Returns:
-        What was measured, and what it shows. `recorded(plan)` is the plan with that; write it with `write_plan`.
+        The result; `recorded(plan)` is the plan with it; write that with `write_plan`.
 
     Raises:
         PlanMismatchError: the plan is of another architecture.
@@ -44,6 +42,8 @@ def verify_plan(
         SparseKVError: of the other kinds, for what cannot be verified; nothing of a dense plan can.
     """
     asked = PlanOptions(**options)
+    if asked.verify == "none":
+        raise UsageError("expected verify='small' or 'full', found 'none': nothing would be verified")
     if asked.prompts:
         raise UsageError("expected no prompts, found some; own prompts verify by `sparsekv verify --prompts FILE`")
     found = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
@@ -52,19 +52,7 @@ def verify_plan(
     loaded = loaded_from(model, tokenizer, asked)
     for line in check_model(found, loaded.info):
         warnings.warn(line, PlanWarning, stacklevel=2)
-    evidence = found.quality.evidence if found.quality else None
-    return verify(
-        loaded,
-        found,
-        _settled(asked, found, loaded),
-        progress,
-        attempt=evidence.attempt if evidence else 1,  # the samples are those of that attempt
-    )
-
-
-def _settled(asked: PlanOptions, plan: Plan, loaded: LoadedModel) -> Settled:
-    """Returns what is asked for, settled for this model."""
-    context = loaded.info.context_length
-    asked = asked.but(**lengths_to_verify(plan, asked.lengths, context))
-    settled = settle(asked, context, loaded.model.device.type)
-    return settled.but(tasks=settled.tasks or DEFAULT_TASKS)
+    asked = asked.but(**lengths_to_verify(found, asked.lengths, loaded.info.context_length))
+    settled = settle(asked, loaded.info.context_length, loaded.model.device.type)
+    run = VerifyRun.after(found, "full" if asked.verify == "full" else "small")
+    return verify(loaded, found, settled, run, progress)

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sparsekv.plans.phases import DecodePlan, PrefillPlan
-from sparsekv.plans.schema import HURT_BY_EVICTION, LengthMeasurement, Measurement, Plan
+from sparsekv.plans.quality import HURT_BY_EVICTION, quality_sentence, right_share
+from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import and_listed, format_length
 
 LENGTH_HEADER = ("length", "prefill computes", "gains", "decode computes", "gains", "loses, nats")
 _MOST = 5  # lengths of a table
-_PERPLEXITY = "perplexity"  # a task without right answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def prefill_share(plan: Plan, length: int) -> PhaseShare:
     if plan.prefill is None or plan.prefill.bucket(length).dense:
         return PhaseShare()
     entry = next((one.prefill for one in plan.cost.lengths if one.length == length), None) if plan.cost else None
-    measured = _at(plan.quality.prefill if plan.quality else None, length)
+    measured = plan.quality.at(length) if plan.quality else None
     if entry is None:
         return PhaseShare(measured.density if measured else None)
     return PhaseShare(entry.density, entry.dense_us / max(entry.sparse_us, 1e-9))
@@ -86,20 +86,14 @@ def _cells(shares: Sequence[PhaseShare]) -> tuple[str, ...]:
     return tuple(cell for share in shares for cell in share.cells)
 
 
-def _at(measured: Measurement | None, length: int) -> LengthMeasurement | None:
-    return next((one for one in measured.by_length if one.length == length), None) if measured else None
-
-
 def _loss(plan: Plan, length: int) -> str:
-    """Mean divergence beyond rounding of both phases together, or of the only one that was measured."""
-    phases = plan.quality.phases if plan.quality else {}
-    measured = phases.get("both") or next(iter(phases.values()), None)
-    found = _at(measured, length)
-    return "" if found is None else f"{max(0.0, found.agreement.kl - (found.floor or 0.0)):.4f}"
+    """Mean divergence beyond rounding."""
+    measured = plan.quality.at(length) if plan.quality else None
+    return "" if measured is None else f"{max(0.0, measured.kl - measured.floor):.4f}"
 
 
 def brief(plan: Plan) -> Iterator[str]:
-    """Sentences below the table of lengths: who chooses tokens, what is evicted, and right answers."""
+    """Sentences below the table of lengths: the filter layers, and the tokens that are evicted."""
     if plan.decode and (filters := sorted(plan.decode.filter_layers)):
         readers, noun = len(plan.decode.sparse_layers), "layer" if len(filters) == 1 else "layers"
         verb = "chooses" if len(filters) == 1 else "choose"
@@ -107,8 +101,15 @@ def brief(plan: Plan) -> Iterator[str]:
     if plan.retained:
         yield f"KV cache eviction, lossy: {kept_share(plan)}"
         yield from eviction_losses(plan)
-    elif answers := right_answers(plan):
-        yield answers
+
+
+def sentence(plan: Plan) -> str:
+    """The result of a plan's test: its status, prompts, answers beside dense, and the losses that are excluded."""
+    if plan.is_dense:
+        return "dense: nothing gained"
+    if plan.quality is None:
+        return f"{plan.status}: its quality was not measured"
+    return quality_sentence(plan.quality, plan.status)
 
 
 def kept_share(plan: Plan) -> str:
@@ -117,22 +118,13 @@ def kept_share(plan: Plan) -> str:
     return f"{percent(decode_share(plan, longest).computed)} of the cache at {format_length(longest)}"
 
 
-def right_answers(plan: Plan) -> str:
-    """Right answers over all tasks and lengths, dense beside the plan; empty where none were measured."""
-    phases = plan.quality.phases if plan.quality else {}
-    measured = phases.get("both") or next(iter(phases.values()), None)
-    scores = [score for task, score in measured.tasks.items() if task != _PERPLEXITY] if measured else []
-    count = sum(score.samples for score in scores)
-    if not count:
-        return ""
-    dense = sum(score.dense * score.samples for score in scores) / count
-    sparse = sum(score.sparse * score.samples for score in scores) / count
-    return f"right answers: dense {dense:.1%}, plan {sparse:.1%} of {count} prompts"
-
-
 def eviction_losses(plan: Plan) -> tuple[str, ...]:
     """Right answers to the tasks that eviction hurts most, in a line; none where they were not measured."""
-    measured = plan.quality and (plan.quality.both or plan.quality.decode)
-    scores = [(task, measured.tasks.get(task)) for task in HURT_BY_EVICTION] if measured and plan.retained else []
-    told = [f"{task} {score.dense:.0%} -> {score.sparse:.0%} (of {score.samples})" for task, score in scores if score]
+    judged = plan.quality.judged if plan.quality and plan.retained else ()
+    cells = {task: [cell for cell in judged if cell.task == task] for task in HURT_BY_EVICTION}
+    told = [
+        "{} {:.0%} -> {:.0%} (of {})".format(task, *right_share(some), sum(cell.prompts for cell in some))
+        for task, some in cells.items()
+        if some
+    ]
     return (f"where eviction hurts: right answers, dense -> plan: {', '.join(told)}",) if told else ()

@@ -37,15 +37,11 @@ def gain_of(step: WholeStep, agreement: float, drafted: int) -> float:
 
 
 def exact_gains(plan: Plan) -> Iterator[ExactGain]:
-    """The gain at every length at which steps are predicted and the agreement of decode alone was measured."""
-    measured = plan.quality.decode if plan.quality else None
-    if measured is None or plan.cost is None:
-        return
-    by_length = {part.length: part.agreement for part in measured.by_length}
-    for entry in plan.cost.lengths:
-        agreed = by_length.get(entry.length, measured.agreement)
-        if entry.step and agreed and agreed.top1 is not None:
-            rate, step = agreed.top1, entry.step
+    """The gain at every length at which steps are predicted and the agreement was measured."""
+    for entry in plan.cost.lengths if plan.cost and plan.quality else ():
+        measured = plan.quality.at(entry.length) if plan.quality else None
+        if entry.step and measured and measured.agreed is not None:
+            rate, step = measured.agreed, entry.step
             ratio, drafted = max((gain_of(step, rate, drafted), drafted) for drafted in DRAFTS)
             yield ExactGain(entry.length, rate, drafted, ratio)
 

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from pydantic import ValidationError
 
 from sparsekv.plans.errors import ConflictError, PlanError, SparseKVError, UsageError
+from sparsekv.plans.quality import without_old
 from sparsekv.plans.schema import KIND, SCHEMA_FILE, SCHEMA_VERSION, Plan, to_data
 from sparsekv.plans.types import canonical_json
 from sparsekv.plans.yaml_io import Tree, plan_error, printable, read_tree, to_yaml
@@ -171,10 +172,7 @@ Document = dict[str, Any]
 MIGRATIONS: Mapping[int, Callable[[Document], Document]] = {}
 _INTEGRITY = "integrity"
 # Fields of version 1 that nothing reads any more.
-_FIELDS_GONE = {
-    ("provenance", "command"),
-    *(("quality", phase, "output_error") for phase in ("prefill", "decode", "both")),
-}
+_FIELDS_GONE = {("provenance", "command")}
 
 
 def migrate(document: Document, target: int, source: str, registry: Mapping[int, Any] = MIGRATIONS) -> Document:
@@ -283,7 +281,8 @@ def plan_of(tree: Tree, *, sealed: bool = True) -> Plan:
     if tree.data.get("kind") != KIND:
         raise PlanError(f"{source}: expected `kind: {KIND}`, found {_what(tree.data)}")
     try:
-        plan = Plan.model_validate(_without_gone(migrate(tree.data, SCHEMA_VERSION, source)))
+        data = _without_gone(migrate(tree.data, SCHEMA_VERSION, source))
+        plan = Plan.model_validate(data | ({"quality": without_old(data["quality"])} if "quality" in data else {}))
     except ValidationError as error:
         raise plan_error(error, tree) from None
     if sealed:

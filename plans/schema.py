@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 from sparsekv.plans.errors import PlanMismatchError
 from sparsekv.plans.model import ModelInfo, check_fit, differences
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket, PrefillPlan, Retention
+from sparsekv.plans.quality import Quality, each_once
 from sparsekv.plans.types import (
     Count,
     Digest,
@@ -21,9 +22,7 @@ from sparsekv.plans.types import (
     Natural,
     NonNegative,
     Part,
-    Portion,
     Positive,
-    Real,
     Share,
     Text,
     format_length,
@@ -56,162 +55,6 @@ class Target(Part):
     dtype: DtypeName
     chunk: Length | None = None
     kv_dtype: Literal["fp8"] | None = None
-
-
-def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
-    if interval[0] > interval[1]:
-        raise FieldError(f"expected [low, high], found {list(interval)}")
-    return interval
-
-
-Interval = Annotated[tuple[Real, Real], AfterValidator(_ordered)]
-"""A 95% interval, low and high."""
-
-
-class Agreement(Part):
-    """Says how far a plan's next tokens are from dense's on the same samples, each with its 95% interval.
-
-    `kl` is the mean divergence KL(dense || sparse) of next-token distributions, in nats; `top1` the share of positions
-    at which the likeliest token is dense's; `exact` the share of samples of which the plan picks every token of dense's
-    own greedy continuation. A mean of a single sample has no interval.
-    """
-
-    samples: Positive
-    kl: NonNegative
-    kl_interval: Interval | None = None
-    top1: Portion | None = None
-    top1_interval: Interval | None = None
-    exact: Portion | None = None
-    exact_interval: Interval | None = None
-
-
-class Score(Part):
-    """One task, dense and sparse on the same samples.
-
-    `interval` is the 95% interval of sparse - dense, paired; a mean of a single sample has none.
-    """
-
-    dense: NonNegative
-    sparse: NonNegative
-    samples: Positive
-    interval: Interval | None = None
-    agreement: Agreement | None = None
-
-
-Finding = Literal["met", "missed", "undecided"]
-
-
-class Claim(Part):
-    """Holds what samples show of one figure of a gate: its mean over prompts is below `bound` at the level of the
-    quality's evidence.
-
-    Divergence is in nats; the others are shares: of positions and of texts that agree with dense less often than the
-    floor's, of prompts that fail, of right answers lost. `more` is about how many more prompts would show that the gate
-    is met, if they are like those seen.
-    """
-
-    gate: NonNegative
-    mean: Real
-    bound: Real
-    prompts: Natural
-    outcome: Finding
-    more: Positive | None = None
-
-
-Claims = Annotated[dict[Text, Claim], AfterValidator(in_order)]
-
-
-class LengthMeasurement(Part):
-    """All tasks at one length."""
-
-    length: Length
-    density: Share
-    agreement: Agreement
-    floor: NonNegative | None = None
-    failed: Natural | None = None
-    claims: Claims = Field(default_factory=dict)
-
-
-def _each_length_once(entries: tuple[Any, ...]) -> tuple[Any, ...]:
-    lengths = [entry.length for entry in entries]
-    again = next((at for at, length in enumerate(lengths) if length in lengths[:at]), None)
-    if again is not None:
-        raise FieldError(f"expected each length once, found {lengths[again]} again", again, "length")
-    return entries
-
-
-class Measurement(Part):
-    """Held-out prompts through the plan, all lengths and tasks pooled; `by_length` and `tasks` are parts of it.
-
-    `kl` is the mean divergence of next-token distributions from dense, in nats; `floor` that of the kernels with every
-    tile computed, which is rounding alone; `failed` the number of prompts that a plan breaks; `chunk` the most tokens
-    of a prompt that were prefilled at once, where prompts were cut.
-    """
-
-    lengths: Annotated[tuple[Length, ...], Field(min_length=1)]
-    density: Share
-    kl: NonNegative | None = None
-    floor: NonNegative | None = None
-    failed: Natural | None = None
-    chunk: Length | None = None
-    agreement: Agreement | None = None
-    claims: Claims = Field(default_factory=dict)
-    by_length: Annotated[tuple[LengthMeasurement, ...], AfterValidator(_each_length_once)] = ()
-    tasks: Annotated[dict[Text, Score], AfterValidator(in_order)] = Field(default_factory=dict)
-
-
-class Evidence(Part):
-    """Says how a status was come to: `verified` means what `excludes` says, and no more.
-
-    `level` is the probability of a wrong claim in this attempt; all attempts together spend 0.05. `seed` is absent
-    where samples follow from the content of the plan, so that nobody chose them; `looks` counts how often it was
-    decided whether to draw more; `skipped`, of prompts that were set aside, how many of a length earlier attempts saw;
-    `reason` is what keeps the plan from being verified.
-    """
-
-    method: Literal["betting"] = "betting"
-    level: Share
-    attempt: Positive
-    looks: Positive
-    prompts: Positive
-    seed: Natural | None = None
-    tasks: tuple[Text, ...] = ()
-    skipped: Positive | None = None
-    gates: Annotated[dict[Text, NonNegative], AfterValidator(in_order)]
-    excludes: Text | None = None
-    reason: Text | None = None
-
-
-# Tasks of held-out prompts that tell what evicting tokens of a prompt loses: many keys, a question behind an answer.
-HURT_BY_EVICTION = ("niah_multikey", "second_question")
-
-
-class Quality(Part):
-    """Holds what was measured for each phase alone and for both; an absent one was not measured."""
-
-    prefill: Measurement | None = None
-    decode: Measurement | None = None
-    both: Measurement | None = None
-    evidence: Evidence | None = None
-
-    @model_validator(mode="after")
-    def _not_empty(self) -> Quality:
-        if self.prefill is self.decode is self.both is None:
-            raise FieldError("expected a measurement of prefill, decode or both, found none")
-        return self
-
-    @property
-    def phases(self) -> dict[str, Measurement]:
-        """Returns what was measured, by phase."""
-        found = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
-        return {phase: one for phase, one in found.items() if one is not None}
-
-    @property
-    def chunk(self) -> int | None:
-        """Returns most tokens of a prompt that sparse prefill was measured with at once; None where prompts ran
-        whole."""
-        measured = self.both or self.prefill
-        return measured.chunk if measured else None
 
 
 class Estimate(Part):
@@ -248,7 +91,7 @@ class Cost(Part):
 
     device: Text
     backend: BackendName
-    lengths: Annotated[tuple[Prediction, ...], AfterValidator(_each_length_once)] = ()
+    lengths: Annotated[tuple[Prediction, ...], AfterValidator(each_once)] = ()
 
 
 class Provenance(Part):

@@ -27,17 +27,8 @@ from sparsekv.plans.phases import (
     Retention,
     reach,
 )
-from sparsekv.plans.schema import (
-    Agreement,
-    Claim,
-    Cost,
-    Plan,
-    Quality,
-    Score,
-    Target,
-    to_data,
-    unsupported,
-)
+from sparsekv.plans.quality import LENGTH_ROWS, Quality, cell_rows, length_score_rows, quality_sentence
+from sparsekv.plans.schema import Cost, Plan, Target, to_data, unsupported
 from sparsekv.plans.types import Part, format_ids, format_length
 
 _LONG = 6
@@ -149,7 +140,7 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
         parts += _prefill(plan.prefill, plan.model) if plan.prefill else [Text("\nPrefill: dense at every length")]
         parts += _decode(plan.decode, plan.model) if plan.decode else [Text(f"\nDecode: dense {over(plan)}")]
         parts += [_cache(plan.kv_cache)] if plan.kv_cache else []
-        parts += _quality(plan.quality) if plan.quality else [Text("\nQuality: not measured")]
+        parts += _quality(plan.quality, plan.status) if plan.quality else [Text("\nQuality: not measured")]
         parts += [_cost(plan.cost)] if plan.cost else []
         parts += [Text(line)] if (line := exact_line(plan)) else []
     else:
@@ -310,99 +301,16 @@ def _cache(rules: Sequence[Retention]) -> Table:
     return _table("\nCache retention", "Layers  Keep  Sink  Recent  Generated  Score  Observe  Heads", rows)
 
 
-SCORE_HEADER = ("Task", "Dense", "Sparse", "Sparse - dense, 95%")
-
-
-def score_row(task: str, score: Score) -> tuple[str, str, str, str]:
-    """One task: shares of right answers, or perplexities."""
-    interval = "-" if score.interval is None else "{:+.3g} to {:+.3g}".format(*score.interval)
-    return task, f"{score.dense:.4g}", f"{score.sparse:.4g}", interval
-
-
-def _quality(quality: Quality) -> Iterator[RenderableType]:
-    rows: list[Sequence[str]] = []
-    for phase, measured in quality.phases.items():
-        facts = ", ".join((f"computed {percent(measured.density)}", *_named(measured, "kl", "chunk")))
-        rows.append((phase, facts, "", "", "", "", ", ".join(map(format_length, measured.lengths))))
-        rows += [("", *score_row(*task), str(task[1].samples)) for task in measured.tasks.items()]
-    names = "  ".join(("Phase", *SCORE_HEADER, "Samples", "Measured at"))
-    yield _table("\nMeasured quality", names, rows, "Dense  Sparse  Samples")
-    if rows := list(agreement_rows(quality)):
-        yield _table("\nAgreement with dense, with 95% intervals", "  ".join(AGREEMENT_HEADER), rows, "Samples")
-    if rows := list(claim_rows(quality)):
-        yield _table("\nGates", "  ".join(CLAIM_HEADER), rows, "Prompts  Mean  Shown below  Gate")
-        yield Text(CLAIM_CAPTION)
-    if quality.evidence and quality.evidence.excludes:
-        yield Text(f"verified excludes, {quality.evidence.excludes}")
-    if quality.evidence and quality.evidence.reason:
-        yield Text(f"not verified: {quality.evidence.reason}")
-
-
-AGREEMENT_HEADER = ("Phase", "Over", "Samples", "Divergence, nats", "Top-1 token", "Exact text")
-
-
-def agreement_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
-    """For each phase: over everything, at each of several lengths, and of each task."""
-    for phase, measured in quality.phases.items():
-        if measured.agreement is None:
-            continue
-        yield phase, "all", *_agreed(measured.agreement)
-        for part in measured.by_length if len(measured.by_length) > 1 else ():
-            yield "", format_length(part.length), *_agreed(part.agreement)
-        tasks = ((task, score.agreement) for task, score in measured.tasks.items())
-        yield from (("", task, *_agreed(found)) for task, found in tasks if found is not None)
-
-
-CLAIM_CAPTION = """\
-mean over prompts of what the plan loses beyond rounding: divergence in nats; else shares: disagreement
-(dense's likeliest tokens not picked), texts left (dense's own), prompts failed, answers lost (right
-ones). "in text": in 128 tokens that dense goes on with. A gate is met where the mean is shown to be
-below it; for that, one prompt counts for at most 5 gates of divergence or disagreement (10 over all
-lengths). The mean counts it in full, and may be above what is shown."""
-CLAIM_HEADER = ("Phase", "Figure", "Over", "Prompts", "Mean", "Shown below", "Gate", "Outcome")
-
-
-_FIGURES = {  # what a claim of the file is the mean of
-    "agreement": "disagreement",
-    "text_divergence": "divergence in text",
-    "text_agreement": "disagreement in text",
-    "exact": "texts left",
-    "failed": "prompts failed",
-    "accuracy": "answers lost",
-}
-
-
-def claim_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
-    """Returns what was shown of each gate, for each phase: over all lengths, and at each."""
-    before = ""
-    for phase, over, name, claim in claims(quality):
-        figures = (f"{value:.3g}" for value in (claim.mean, claim.bound, claim.gate))
-        yield phase if phase != before else "", figure_of(name), over, str(claim.prompts), *figures, claim.outcome
-        before = phase
-
-
-def figure_of(name: str) -> str:
-    """Returns what a claim is the mean of, as tables call it; `name` may end with a task."""
-    kind, *task = name.split()
-    return " ".join((_FIGURES.get(kind, kind), *task))
-
-
-def claims(quality: Quality) -> Iterator[tuple[str, str, str, Claim]]:
-    """Each with its phase, the length or `all`, and its name."""
-    for phase, measured in quality.phases.items():
-        parts = ((format_length(part.length), part.claims) for part in measured.by_length)
-        for over, claims in (("all", measured.claims), *parts):
-            yield from ((phase, over, name, claim) for name, claim in claims.items())
-
-
-def _agreed(found: Agreement) -> tuple[str, ...]:
-    kl = f"{found.kl:.3g}" + (" [{:.3g}, {:.3g}]".format(*found.kl_interval) if found.kl_interval else "")
-    return str(found.samples), kl, _share(found.top1, found.top1_interval), _share(found.exact, found.exact_interval)
-
-
-def _share(share: float | None, interval: tuple[float, float] | None) -> str:
-    bounds = "" if interval is None else f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
-    return "-" if share is None else f"{share:.1%}{bounds}"
+def _quality(quality: Quality, status: str) -> Iterator[RenderableType]:
+    yield Text(f"\n{quality_sentence(quality, status)}")
+    if quality.cells:
+        (_, *lengths), *rows = cell_rows(quality)
+        names = "  ".join(("Task", *lengths))
+        yield _table("\nRight answers, dense -> plan", names, rows)
+    if quality.lengths:
+        names = "  ".join(name.capitalize() for name in LENGTH_ROWS)
+        rows = list(length_score_rows(quality))
+        yield _table("\nDivergence from dense, nats, and agreement over 64 tokens", names, rows, names)
 
 
 def _milliseconds(microseconds: float) -> str:

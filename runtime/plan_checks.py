@@ -150,7 +150,7 @@ def check_cut(plan: Plan, chunk: int | None, tokens: int) -> None:
     """
     if plan.status != "verified" or plan.quality is None or plan.prefill is None:
         return
-    length = min(tokens, max(max(measured.lengths) for measured in plan.quality.phases.values()))
+    length = min(tokens, max((measured.length for measured in plan.quality.lengths), default=tokens))
     known, here = (cut if cut and cut < length else None for cut in (plan.quality.chunk, chunk))
     if known != here and not plan.prefill.bucket(length).dense:
         again = "" if here is None else f" --prefill-chunk {here}"

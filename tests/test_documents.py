@@ -140,7 +140,7 @@ def test_wrapping_a_page_changes_line_ends_of_its_prose_alone(monkeypatch: pytes
 
 # Of the field, as pages, `--help` and the verdict of a plan use them.
 FIELD_TERMS = """nats, divergence, sinks, captured step, A-shape, vertical-slash, antidiagonal, filter layer
-follower, segment, crossover, draft, verify, accept, drafter, budget, share, density, floor, gate
+follower, segment, crossover, draft, verify, accept, drafter, budget, share, density, floor, cell
 held-out, top-1, calibration, damage, profile, bucket, tile, column, hot set, offload
 KV cache eviction, block table, prefix caching, preemption, RULER, planted, fingerprint, seal
 backend, selector, miss rate, virtual memory, chunk, preset, recurrent""".replace("\n", ", ").split(", ")

@@ -106,7 +106,7 @@ def _cost() -> Prices:
 
 COSTS = Mutations(_cost().model_dump(mode="json"))
 WANTED = tuple(
-    PlanOptions(**({"verify_samples": 0} | given))
+    PlanOptions(**({"verify": "none"} | given))
     for given in (
         {"target_density": (0.3,), "decode_loss": 1.0},
         {"target_density": (0.4,), "crossover": False},

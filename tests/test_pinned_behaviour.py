@@ -46,7 +46,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_plan_compiled_from_a_profile_and_a_cost_has_the_bytes_it_had(name: str, tmp_path: Path):
-    asked = PlanOptions(lengths="2k,4k", verify_samples=0, **COMPILED[name])
+    asked = PlanOptions(lengths="2k,4k", verify="none", **COMPILED[name])
     profile, cost = read_measured(Profile, DATA / "profile.json"), read_measured(Prices, DATA / "cost.json")
     write_plan(compile_plan(job_of_files("tiny-retriever", asked, profile, cost)).plan, tmp_path / "plan.yaml")
     digests = ("integrity:", "  versions:", "  profile:", "  device_cost:")  # of releases and of the files read

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,9 @@ from sparsekv.bench.report.sketch import Sketch, sketch_of
 from sparsekv.plans.model import AttentionGroup
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
-from sparsekv.plans.schema import Plan, Quality, to_data
-from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows, layer_rows, text_of, titled
+from sparsekv.plans.quality import LENGTH_ROWS, Quality, cell_rows, length_score_rows
+from sparsekv.plans.schema import Plan
+from sparsekv.plans.show import layer_rows, text_of, titled
 from sparsekv.plans.types import format_ids, format_length
 
 if TYPE_CHECKING:
@@ -303,14 +304,9 @@ def _density_rows(plan: Plan, phase: str) -> Iterator[list[str]]:
 
 
 def _measured_densities(plan: Plan, phase: str) -> dict[int, float]:
-    """By length. A measurement of both phases has the density of prefill."""
-    phases = plan.quality.phases if plan.quality else {}
-    found = phases.get(phase) or (phases.get("both") if phase == "prefill" else None)
-    if found is None:
-        return {}
-    if len(found.lengths) == 1:
-        return {found.lengths[0]: found.density}
-    return {part.length: part.density for part in found.by_length}
+    """By length, of both phases together."""
+    scores = plan.quality.lengths if plan.quality else ()
+    return {one.length: one.density if phase == "prefill" else one.read for one in scores}
 
 
 def _asked(plan: Plan) -> dict[int, str]:
@@ -387,25 +383,9 @@ def suite_table(table: SuiteTable, method: str) -> list[list[str]]:
     return rows
 
 
-_COLUMNS = ("dense", "sparse", "interval", "samples")
-_ELSEWHERE = ("lengths", "tasks", "agreement", "by_length", "claims")
-
-
-def quality_table(quality: Quality) -> list[list[str]]:
-    """A header and a row a measured value; agreement with dense has a table of its own."""
-    rows = [["Phase", "Measured at", "What", "Dense", "Sparse", "95% interval", "Samples"]]
-    for phase, measured in ((phase, to_data(one)) for phase, one in quality.phases.items()):
-        at = ", ".join(map(format_length, measured["lengths"]))
-        values = {key: value for key, value in measured.items() if key not in _ELSEWHERE}
-        values = {"computed" if name == "density" else name: value for name, value in values.items()}
-        for name, value in (*values.items(), *measured.get("tasks", {}).items()):
-            rows.append([phase, at, *_quality_cells(name, value)])
-    return rows
-
-
 @dataclass(frozen=True, slots=True)
 class LengthQuality:
-    """Divergence from dense at one length, in nats, with its 95% interval where more than one prompt has one."""
+    """Divergence from dense at one length, in nats, with its 95% upper bound."""
 
     phase: str
     length: int
@@ -415,25 +395,19 @@ class LengthQuality:
 
 
 def quality_by_length(quality: Quality, least: float) -> tuple[LengthQuality, ...]:
-    """Every phase at every length that was measured apart; nothing is below `least`, as on a logarithmic axis."""
+    """Every length; nothing is below `least`, as on a logarithmic axis."""
     return tuple(
-        LengthQuality(phase, part.length, *(max(least, value) for value in (part.agreement.kl, *interval)))
-        for phase, measured in quality.phases.items()
-        for part in measured.by_length
-        for interval in (part.agreement.kl_interval or (part.agreement.kl,) * 2,)
+        LengthQuality("both", one.length, *(max(least, value) for value in (one.kl, one.kl, one.floor + one.upper)))
+        for one in quality.lengths
     )
 
 
-def agreement_table(quality: Quality) -> list[list[str]]:
-    """A header and a row for each phase, length and task; none without a measured agreement."""
-    rows = [list(row) for row in agreement_rows(quality)]
-    return [list(AGREEMENT_HEADER), *rows] if rows else []
-
-
-def _quality_cells(name: str, value: Any) -> list[str]:
-    """A score (a mapping) or a number: of the sparse side, as the plan is what is measured."""
-    parts: Mapping[str, Any] = value if isinstance(value, Mapping) else {"sparse": value}
-    return [name, *(_cell(parts.get(key)) for key in _COLUMNS)]
+def quality_tables(quality: Quality) -> Iterator[tuple[str, list[list[str]]]]:
+    """A title, and a header with its rows, of right answers and of divergence."""
+    if quality.cells:
+        yield "Right answers, dense -> plan", [list(row) for row in cell_rows(quality)]
+    if quality.lengths:
+        yield "Divergence from dense, nats", [list(LENGTH_ROWS), *map(list, length_score_rows(quality))]
 
 
 def _cell(value: Any) -> str:

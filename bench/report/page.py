@@ -24,6 +24,7 @@ from markupsafe import Markup
 from sparsekv.bench.curve_file import CurvePoint
 from sparsekv.bench.report import charts, facts
 from sparsekv.bench.report.sketch import Sketch
+from sparsekv.plans.brief import sentence
 from sparsekv.plans.schema import Plan, unsupported
 from sparsekv.plans.show import header
 from sparsekv.plans.types import format_length
@@ -213,20 +214,15 @@ def _times(plan: Plan, drawings: _Drawings) -> Iterator[Block]:
 def _quality(plan: Plan, drawings: _Drawings) -> Section:
     if plan.quality is None:
         return Section("Quality", (Block(lines=("Not measured.",)),))
-    note = "On held-out prompts. kl: mean divergence of next-token distributions from dense, in nats. "
-    measured = Block(
-        lines=(note + "Intervals of a task are of sparse - dense.",), table=facts.quality_table(plan.quality)
-    )
-    agreement = facts.agreement_table(plan.quality)
-    between = (Block("Agreement with dense, with 95% intervals", table=agreement),) if agreement else ()
+    tables = tuple(Block(title, table=table) for title, table in facts.quality_tables(plan.quality))
+    told = Block(lines=(sentence(plan),))
     points = facts.quality_by_length(plan.quality, LEAST_KL)
-    lengths = sorted({point.length for point in points})
+    lengths = [point.length for point in points]
     if len(lengths) < 2:
-        return Section("Quality", (measured, *between))
+        return Section("Quality", (told, *tables))
     data = drawings.data("quality", facts.LengthQuality, points)
-    phases = list(dict.fromkeys(point.phase for point in points))
-    chart = drawings.add("quality-by-length", charts.quality_chart(data, lengths, phases))
-    return Section("Quality", (Block(charts=(chart,)), measured, *between))
+    chart = drawings.add("quality-by-length", charts.quality_chart(data, lengths, ["both"]))
+    return Section("Quality", (Block(charts=(chart,)), told, *tables))
 
 
 def _suite(table: SuiteTable, drawings: _Drawings) -> Section:

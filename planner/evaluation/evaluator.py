@@ -204,6 +204,30 @@ class Evaluator:
             for name in (DENSE, *modes)
         }
 
+    def dense(self, samples: Sequence[Sample], step: StageStep | None = None) -> tuple[DenseBatch, ...]:
+        """Runs dense alone, in batches that modes may run beside later; their order is that of the batches.
+
+        Raises:
+            UnsupportedError: the model overflows in its dtype.
+        """
+        found = []
+        for batch in batches(samples, self.loaded.model, self.batch, self.text):
+            run, outcomes, _ = _Run.of(self.loaded, batch, self.chunk, self.greedy, self.text)
+            found.append(DenseBatch(run, outcomes))
+            _advance(step, batch.samples, DENSE)
+        return tuple(found)
+
+    def beside(self, dense: Iterable[DenseBatch], name: str, step: StageStep | None = None) -> Comparison:
+        """Runs a mode on what dense ran on: outcomes in the order of the batches, and what was computed."""
+        outcomes: list[Outcome] = []
+        spent = Spent()
+        for one in dense:
+            for _, some, found, computed in one.run.through({name: self.modes[name]}):
+                outcomes += found
+                spent += computed
+                _advance(step, some, name)
+        return Comparison(tuple(outcomes), spent)
+
     def _measured(self, modes: Mapping[str, Mode], samples: Iterable[Sample]) -> Generator[Measured]:
         for batch in batches(samples, self.loaded.model, self.batch, self.text):
             run, outcomes, prompts = _Run.of(self.loaded, batch, self.chunk, self.greedy, self.text)
@@ -216,6 +240,19 @@ class Evaluator:
             del prompts  # unless a mode went on from it, that cache is there still
             for some in alike.values():
                 yield from run.through(some)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseBatch:
+    """Prompts that dense ran on, without their cache."""
+
+    run: _Run
+    outcomes: tuple[Outcome, ...]
+
+
+def _advance(step: StageStep | None, samples: Iterable[Sample], name: str) -> None:
+    for sample in samples:
+        (step or StageStep()).advance(prefill_work(sample.length), f"{sample.task}, {sample.length} tokens, {name}")
 
 
 Measured = tuple[str, tuple[Sample, ...], tuple[Outcome, ...], Spent]

@@ -19,7 +19,7 @@ from sparsekv.planner.evaluation.batches import MOST_TEXT, EvalSamples
 from sparsekv.planner.evaluation.evaluator import compare
 from sparsekv.planner.evaluation.modes import DENSE, Mode
 from sparsekv.planner.evaluation.results import EvalResult
-from sparsekv.planner.gates import fewest_prompts
+from sparsekv.planner.fixed_test import RUNGS, SIZES
 from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.calibration import OWN_ANSWER, whole_prompt
 from sparsekv.planner.progress import Progress, prefill_work
@@ -120,10 +120,12 @@ class HeldOut:
         digest: of the prompts, whatever their lengths.
         by_length: in the order of `set_aside`, none a copy (see `Seen`) of another one of that length, or of a prompt
             that is calibrated on.
+        least: of a test.
     """
 
     digest: str
     by_length: Mapping[int, Sequence[Sample]]
+    least: int
 
     @classmethod
     def of(
@@ -133,7 +135,7 @@ class HeldOut:
 
         Args:
             calibrated, aside: the parts of `set_aside`.
-            options: settled: verify_lengths, verify_samples, gate.
+            options: settled: verify, verify_lengths.
 
         Raises:
             PromptError: none comes near the end of a length, or copies leave too few to verify a plan.
@@ -146,20 +148,24 @@ class HeldOut:
             near = (_at_length(*one, length) for one in zip(own, whole, strict=True))
             found[length] = [sample for sample in near if sample]
             different[length] = _different(found[length], length, known)
-        fewest = fewest_prompts(options.gate)
-        _check_enough(found, different, len(aside), min(fewest, options.verify_samples or fewest))
+        _check_enough(found, different, len(aside), least := SIZES[options.verify].own)
         for length, some in found.items():
             _tell_copies(different[length], some, length, _NOT_COUNTED, "held-out prompts")
-        return cls(digest_of_prompts(aside), different)
+        return cls(digest_of_prompts(aside), different, least)
 
     @property
     def count(self) -> int:
         """Samples of the length that has most of them."""
         return max(map(len, self.by_length.values()))
 
-    def after(self, skipped: int) -> dict[int, Sequence[Sample]]:
-        """The samples of each length but for so many; only lengths that have any."""
-        return {length: some[skipped:] for length, some in self.by_length.items() if some[skipped:]}
+    def part(self, number: int) -> HeldOut | None:
+        """The samples of a plan that is tried, from 0, which no earlier one saw; None where none are left.
+
+        Each part has enough for a test, as long as there are.
+        """
+        parts = min(len(RUNGS) + 1, max(1, sum(map(len, self.by_length.values())) // self.least))
+        split = {length: some[number::parts] for length, some in self.by_length.items() if some[number::parts]}
+        return replace(self, by_length=split) if number < parts and split else None
 
 
 def _check_enough(

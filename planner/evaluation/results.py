@@ -12,11 +12,42 @@ from typing import Any
 import numpy as np
 
 from sparsekv.planner.tasks import Sample
-from sparsekv.plans.schema import Agreement, LengthMeasurement, Measurement, Score
+from sparsekv.plans.types import NonNegative, Part, Portion, Positive, Real
 
 LEVEL = 0.95
 _RESAMPLES = 9999  # of a bootstrap; its generator is the same every time
-Interval = tuple[float, float]
+
+Interval = tuple[Real, Real]
+
+
+class Agreement(Part):
+    """How far a plan's next tokens are from dense's on the same samples, each with its 95% interval.
+
+    `kl` is the mean divergence KL(dense || sparse) of next-token distributions, in nats; `top1` the share of positions
+    at which the likeliest token is dense's; `exact` the share of samples of which the plan picks every token of dense's
+    own greedy continuation. A mean of a single sample has no interval.
+    """
+
+    samples: Positive
+    kl: NonNegative
+    kl_interval: Interval | None = None
+    top1: Portion | None = None
+    top1_interval: Interval | None = None
+    exact: Portion | None = None
+    exact_interval: Interval | None = None
+
+
+class Score(Part):
+    """One task, dense and sparse on the same samples.
+
+    `interval` is the 95% interval of sparse - dense, paired; a mean of a single sample has none.
+    """
+
+    dense: NonNegative
+    sparse: NonNegative
+    samples: Positive
+    interval: Interval | None = None
+    agreement: Agreement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +151,7 @@ class TaskResult:
 
     @property
     def score(self) -> Score:
-        """As plans record it: shares of right answers, or perplexities, and the interval of their difference."""
+        """Shares of right answers, or perplexities, and the interval of their difference."""
         dense, sparse, interval = self._accuracies() if self.is_accuracy else self._perplexities()
         agreement, samples = agreement_of(self.sparse), len(self.dense)
         return Score(dense=dense, sparse=sparse, samples=samples, interval=interval, agreement=agreement)
@@ -211,34 +242,8 @@ def merged(results: Iterable[EvalResult]) -> EvalResult:
     return EvalResult(lengths, tasks, sum((part.spent for part in parts), Spent()))
 
 
-def measurement_of(results: Sequence[EvalResult], phase: str, chunk: int | None) -> Measurement:
-    """The results of one phase, one a length, as plans record them.
-
-    Args:
-        phase: the phases that followed the plan: of "decode" alone, the density is that of decode.
-        chunk: most tokens of a prompt that were prefilled at once; None is all.
-    """
-
-    def density(result: EvalResult) -> float:
-        return result.decode_share if phase == "decode" else result.prefill_density
-
-    whole = merged(results)
-    return Measurement(
-        lengths=whole.lengths,
-        density=density(whole),
-        kl=whole.kl,
-        chunk=chunk,
-        agreement=whole.agreement,
-        by_length=tuple(
-            LengthMeasurement(length=result.lengths[0], density=density(result), agreement=result.agreement)
-            for result in results
-        ),
-        tasks={name: task.score for name, task in whole.tasks.items()},
-    )
-
-
 def agreement_of(outcomes: Sequence[Outcome]) -> Agreement:
-    """Divergence, top-1 and exact agreement over some samples, as plans record them."""
+    """Divergence, top-1 and exact agreement over some samples, with their intervals."""
     kl = [outcome.kl for outcome in outcomes]
     measured: dict[str, Any] = {"samples": len(kl), "kl": float(np.mean(kl)), "kl_interval": bootstrap_interval(kl)}
     agreed, scored = [outcome.agreed for outcome in outcomes], [outcome.scored for outcome in outcomes]

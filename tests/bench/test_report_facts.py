@@ -5,21 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
-from plans_samples import full_plan, small_plan
+from plans_samples import full_plan, quality_at, small_plan
 
 from sparsekv.bench.report.facts import (
-    agreement_table,
     budget_table,
     density_table,
     layer_reads,
     pattern_maps,
-    quality_table,
+    quality_tables,
     similarity,
 )
 from sparsekv.plans.patterns import AShape, TileShape, fraction, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
-from sparsekv.plans.schema import Cost, Estimate, Measurement, Plan, Prediction, Provenance, Quality
-from sparsekv.plans.types import format_length
+from sparsekv.plans.schema import Cost, Estimate, Plan, Prediction, Provenance
 
 LENGTH = 4096
 
@@ -102,33 +100,12 @@ def test_the_similarity_is_of_the_budget_nearest_to_the_plans(share: float, scal
     ]  # fmt: skip
 
 
-def test_the_quality_table_has_every_measured_number() -> None:
-    header, *rows = quality_table(full_plan().quality)
-    assert all(len(row) == len(header) for row in rows)
-    prefill = {row[2]: row[3:] for row in rows if row[0] == "prefill"}
-    assert prefill["kl"] == ["", "1.5e-05", "", ""]
-    assert prefill["niah_single"] == ["0.99", "0.985", "-0.01235 to 0.0025", "200"]
-    assert {row[0] for row in rows} == {"prefill", "decode", "both"}
-    assert [row[0] for row in rows if row[2] == "computed"] == ["prefill", "decode", "both"]
-    assert not any("{" in cell or "interval" in cell for row in rows for cell in row)
-
-
-def test_a_task_named_as_a_measured_number_hides_it_in_no_quality_table() -> None:
-    measured = full_plan().quality.prefill
-    task = measured.tasks["niah_single"]
-    named = Quality(prefill=measured.model_copy(update={"tasks": {"kl": task}}))
-    assert [row[4] for row in quality_table(named) if row[2] == "kl"] == ["1.5e-05", "0.985"]
-
-
-def test_the_agreement_table_has_every_phase_length_and_task() -> None:
-    quality = full_plan().quality
-    header, *rows = agreement_table(quality)
-    assert all(len(row) == len(header) for row in rows)
-    assert rows[0][0] == "prefill"
-    over = [row[1] for row in rows]
-    assert {"all", *(format_length(part.length) for part in quality.prefill.by_length)} <= set(over)
-    bare = quality.prefill.model_copy(update={"agreement": None})
-    assert agreement_table(Quality(prefill=bare)) == []
+def test_the_quality_tables_have_every_cell_and_length() -> None:
+    (_, answers), (_, divergence) = quality_tables(full_plan().quality)
+    assert all(len(row) == len(table[0]) for table in (answers, divergence) for row in table)
+    assert [row[0] for row in answers[1:]] == ["niah_multikey", "two_stage"]
+    assert [row[0] for row in divergence[1:]] == ["8k", "32k"]
+    assert "99.9%" in divergence[1]
 
 
 @pytest.mark.parametrize(
@@ -146,12 +123,11 @@ def test_the_density_table_pairs_what_was_asked_predicted_and_measured_at_each_l
         backend="cpu",
         lengths=(Prediction(length=2048, prefill=estimate), Prediction(length=4096, prefill=estimate, decode=estimate)),
     )
-    quality = Quality(both=Measurement(lengths=(4096,), density=0.33), decode=Measurement(lengths=(8192,), density=0.1))
+    quality = quality_at(4096, density=0.33, read=0.1)
     plan = small_plan(cost=cost, quality=quality, provenance=Provenance(settings=settings))
     assert density_table(plan)[1:] == [
         ["prefill", "2k", asked[0], "0.31", "-"],
         ["prefill", "4k", asked[1], "0.31", "0.33"],
-        ["decode", "4k", "-", "0.31", "-"],
-        ["decode", "8k", "-", "-", "0.1"],
+        ["decode", "4k", "-", "0.31", "0.1"],
     ]
     assert density_table(small_plan()) == []

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
-from plans_samples import digest_of, full_plan, model_info, small_plan
+from plans_samples import digest_of, full_plan, model_info, quality_at, small_plan
 
 from sparsekv.bench.curve_file import CurvePoint, CurveRun
 from sparsekv.bench.report.sketch import Sketch, sketch_of
@@ -23,7 +23,7 @@ from sparsekv.plans.files import write_plan
 from sparsekv.plans.model import AttentionGroup
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
-from sparsekv.plans.schema import Agreement, Cost, LengthMeasurement, Plan, Provenance, Quality
+from sparsekv.plans.schema import Cost, Plan, Provenance
 
 HOSTILE = "</script><img src=x onerror='alert(1)'>\"&{{7*7}}"
 
@@ -64,13 +64,12 @@ class Page(HTMLParser):
 
 def hostile_plan() -> Plan:
     plan = full_plan()
-    tasks = {HOSTILE: plan.quality.prefill.tasks["niah_single"]}
-    measured = plan.quality.prefill.model_copy(update={"tasks": tasks})
+    cell = plan.quality.cells[0].model_copy(update={"task": HOSTILE})
     return plan.model_copy(
         update={
             "model": model_info(9, id=HOSTILE, revision=HOSTILE, model_type=HOSTILE),
             "targets": (plan.targets[0].model_copy(update={"device": HOSTILE}),),
-            "quality": plan.quality.model_copy(update={"prefill": measured}),
+            "quality": plan.quality.model_copy(update={"cells": (cell,)}),
             "cost": Cost(device=HOSTILE, backend="cpu", lengths=plan.cost.lengths),
             "provenance": Provenance(versions={HOSTILE: HOSTILE}, source=HOSTILE),
         }
@@ -148,11 +147,8 @@ def test_every_chart_has_its_place_and_the_fields_that_it_draws(sparsekv, files,
 
 def test_a_head_of_each_pattern_has_its_drawing_and_divergence_its_chart_by_length(sparsekv, tmp_path) -> None:
     plan = full_plan()
-    measured = plan.quality.prefill
-    agreement = Agreement(samples=4, kl=0.01, kl_interval=(0.0, 0.03))
-    parts = tuple(LengthMeasurement(length=n, density=0.2, agreement=agreement) for n in (4096, 8192))
-    lengths = measured.model_copy(update={"by_length": parts})
-    write_plan(plan.model_copy(update={"quality": Quality(prefill=lengths)}), tmp_path / "plan.yaml")
+    quality = quality_at(4096, 8192, kl=0.01, floor=0.01, upper=0.02)
+    write_plan(plan.model_copy(update={"quality": quality}), tmp_path / "plan.yaml")
     assert sparsekv("report", tmp_path / "plan.yaml", "-o", tmp_path / "page.html").code == 0
     data = Page((tmp_path / "page.html").read_text()).data
     for sketch in data["sketches"].values():
@@ -161,7 +157,7 @@ def test_a_head_of_each_pattern_has_its_drawing_and_divergence_its_chart_by_leng
         assert numbers == set(range(len(shapes["rows"])))
         assert all(0 <= share <= 1 for row in shapes["rows"] for share in row)
         assert set(sketch["charts"]) <= data["charts"].keys()
-    assert data["datasets"]["quality"]["rows"] == [["prefill", n, 0.01, 1e-6, 0.03] for n in (4096, 8192)]
+    assert data["datasets"]["quality"]["rows"] == [["both", n, 0.01, 0.01, 0.03] for n in (4096, 8192)]
 
 
 @pytest.mark.parametrize(

@@ -14,27 +14,21 @@ import pytest
 from command_line import asked as asked
 from command_line import sparsekv as sparsekv
 from model_folders import save_model, sparse_plan
+from planner_models import QUICK
 from progress import CtrlC, During
 from quick_timings import quick_timings as quick_timings
 from short_filler import short_filler as short_filler
 from tiny_models import tiny_model
 
-from sparsekv.planner.options import Settled, settle
+from sparsekv.planner.fixed_test import SIZES
 from sparsekv.plans.files import write_plan
 
 
 @pytest.fixture(scope="session", autouse=True)
-def loose_gates() -> Iterator[None]:
-    """Beside `--set max_kl=100` the gates without a key are loose too: of a random model, sparse gives anything."""
-
-    def loosened(*asked: Any) -> Settled:
-        found, own = settle(*asked), {"min_agreement": 0.0, "min_exact": 0.0}
-        own |= {"max_failed": 1.0} if (found.gate.max_kl or 0.0) >= 1000.0 else {}
-        return found.but(gate=found.gate.but(**own)) if (found.gate.max_kl or 0.0) >= 100.0 else found
-
+def quick_tests() -> Iterator[None]:
+    """A verification has two prompts a cell."""
     with pytest.MonkeyPatch.context() as patch:
-        for home in ("options", "job"):
-            patch.setattr(f"sparsekv.planner.{home}.settle", loosened)
+        patch.setitem(SIZES, "small", QUICK)
         yield
 
 

@@ -111,7 +111,7 @@ PLAN: dict[str, Any] = {"model": "m", "out": "o"}
         ({"target_density": (0.3,), "phases": "decode"}, ("--set target_density", "--only decode")),
         ({"decode_budget": "5%", "phases": "prefill"}, ("--set decode_budget", "--only prefill")),
         ({"offload": True, "phases": "prefill"}, ("--set offload", "--only prefill")),
-        ({"max_kl": 0.1, "no_verify": True}, ("--set max_kl", "--no-verify")),
+        ({"verify": "full", "no_verify": True}, ("--verify", "--no-verify")),
     ],
 )
 def test_flags_of_plan_that_nothing_would_read_are_refused_with_those_that_cancel_them(given, named):

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 from model_folders import save_model
+from plans_samples import quality_at
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
-from tiny_plans import drops, every_head, plan_for
+from tiny_plans import drops, plan_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sparsekv.planner.fixed_test import SIZES, Cell, FixedTest
+from sparsekv.planner.records import only_run
+from sparsekv.planner.verify import Verification
 from sparsekv.plans.files import load_plan, write_plan
-from sparsekv.plans.patterns import Dense
 from sparsekv.plans.phases import DecodeBucket, PrefillBucket
-from sparsekv.plans.schema import Cost, Estimate, Prediction
 
 SMALL = ("--set", "tasks=kv_retrieval,perplexity")
-LOOSE = ("--set", "max_kl=100")  # see conftest.py
 
 
 def test_eval_measures_dense_and_sparse_on_the_same_samples(sparsekv, folder):
@@ -114,18 +115,18 @@ def test_eval_without_a_plan_is_dense_alone(sparsekv, copy):
     assert "kv_retrieval" in sparsekv(*call).out
 
 
-def test_verify_exits_with_1_when_the_gate_is_missed_and_leaves_the_plan(sparsekv, copy):
-    before = (copy / "sparsekv.yaml").read_bytes()
-    call = (*call_on("verify", copy, copy / "sparsekv.yaml"), "--set", "max_kl=0", "--samples", 30, "--write", "--json")
-    done = sparsekv(*call)
+def test_verify_exits_with_1_when_the_plan_loses_too_much(sparsekv, copy, monkeypatch):
+    cell = Cell("niah_multikey", 1024, 30, 30, 20, 0)
+    quality = quality_at(1024).model_copy(update={"missed": (1024,), "reason": "loss of niah_multikey"})
+    missed = Verification(quality, FixedTest(SIZES["small"], 0.025, (cell,), {}), ("loss of niah_multikey",))
+    monkeypatch.setattr("sparsekv.planner.verify.verify", lambda *_, **__: missed)
+    done = sparsekv("verify", copy, "--plan", copy / "sparsekv.yaml", "--write", "--json")
     assert done.code == 1
-    assert done.data["passed"] is False
+    assert (done.data["passed"], done.data["verified"]) == (False, False)
     assert done.data["error"]["kind"] == "GateError"
-    assert "nats" in done.data["reasons"][0]
-    assert done.data["verified"] is False
-    assert "gate missed: " in done.err
+    assert "test missed: loss of niah_multikey" in done.err
     assert f"`sparsekv plan {copy} -o {copy / 'sparsekv.yaml'} --force`" in done.err
-    assert (copy / "sparsekv.yaml").read_bytes() == before
+    assert load_plan(copy / "sparsekv.yaml").quality.missed == (1024,)
 
 
 def test_verify_finds_out_before_it_measures_that_the_plan_cannot_be_written(sparsekv, folder, tmp_path):
@@ -158,44 +159,78 @@ def test_a_length_beyond_the_context_needs_no_weights(sparsekv, copy, command, f
 
 
 def test_verify_writes_what_it_measured_where_that_is_asked_for(sparsekv, copy):
-    model = tiny_model(context=2048)
-    write_plan(plan_for(model, every_head(model, Dense())), copy / "sparsekv.yaml")
-    call = ("verify", copy, *SMALL, "--lengths", "1k", "--samples", 1)
+    call = ("verify", copy, *SMALL, "--lengths", "1k")
     done, full = sparsekv(*call), sparsekv(*call, "--full")
     assert (done.code, full.code) == (0, 0), done.err
     assert len(done.out.splitlines()) <= 15
-    assert "undecided" in done.out
-    assert ["prefill", "divergence", "all"] in [line.split()[:3] for line in full.out.splitlines()]
-    for seed in ((), ("--set", "seed=3")):
+    assert "chosen by --lengths, --set tasks" in " ".join(done.out.split())
+    assert ["kv_retrieval", "not", "judged:", "0"] in [line.split()[:4] for line in full.out.splitlines()]
+    for run, seed in enumerate(((), ("--set", "seed=3")), start=1):
         told = sparsekv(*call, "--write", "--json", *seed).data
         assert (told["passed"], told["verified"]) == (True, False)
         written = load_plan(copy / "sparsekv.yaml")
-        assert written.status == "unverified"
-        assert written.quality.prefill.lengths == (1024,)
-        assert written.quality.prefill.agreement.exact == 1.0
-        assert written.quality.evidence.seed == (3 if seed else None)
+        assert (written.status, written.quality.run) == ("unverified", run)
+        assert {cell.length for cell in written.quality.cells} == {1024}
+        assert not (copy / "sparsekv.yaml.outcomes").exists()
 
 
-def test_verify_of_a_plan_of_one_bucket_measures_at_the_lengths_that_it_was_planned_for(sparsekv, copy):
-    model = tiny_model(context=2048)
-    same = Prediction(length=1024, prefill=Estimate(dense_us=1.0, sparse_us=1.0, density=1.0))
-    plan = plan_for(model, every_head(model, Dense()))
-    cost = Cost(device="made up", backend="cpu", lengths=(same,))
-    write_plan(plan.model_copy(update={"cost": cost}), copy / "sparsekv.yaml")
-    done = sparsekv("verify", copy, *SMALL, "--samples", 1, "--write")
+def test_phases_are_told_apart_as_a_diagnosis_that_writes_nothing(sparsekv, copy):
+    before = (copy / "sparsekv.yaml").read_bytes()
+    done = sparsekv("verify", copy, *SMALL, "--lengths", "1k", "--phases")
     assert done.code == 0, done.err
-    assert load_plan(copy / "sparsekv.yaml").quality.prefill.lengths == (1024,)
+    assert [line for line in done.out.splitlines() if line in ("prefill", "decode", "both")] == [
+        "prefill",
+        "decode",
+        "both",
+    ]
+    assert sparsekv("verify", copy, *SMALL, "--phases", "--write").code == 2
+    assert (copy / "sparsekv.yaml").read_bytes() == before
+
+
+def test_a_run_that_decides_nothing_counts_and_leaves_a_verified_plan(sparsekv, copy):
+    path = copy / "sparsekv.yaml"
+    write_plan(load_plan(path).model_copy(update={"status": "verified", "quality": quality_at(1024)}), path)
+    done = sparsekv("verify", copy, *SMALL, "--lengths", "1k", "--write")
+    assert done.code == 0, done.err
+    written = load_plan(path)
+    assert (written.status, written.quality.run, written.quality.cells) == ("verified", 2, ())
+
+
+def test_a_second_run_into_one_plan_is_refused_before_it_measures(sparsekv, copy):
+    with only_run(copy / "sparsekv.yaml.outcomes"):
+        done = sparsekv("verify", copy, "--write", *SMALL)
+    assert (done.code, "found one that is under way; wait for its end" in done.err) == (1, True), done.err
+
+
+def test_a_file_of_another_kind_is_not_replaced_by_outcomes(sparsekv, copy):
+    outcomes = copy / "sparsekv.yaml.outcomes"
+    outcomes.write_text("mine\n")
+    done = sparsekv("verify", copy, *SMALL, "--write")
+    assert (done.code, "found another file" in done.err) == (2, True)
+    assert outcomes.read_text() == "mine\n"
+
+
+def test_an_interrupted_run_is_gone_on_with(sparsekv, copy, ctrl_c_in):
+    call = ("verify", copy, "--set", "tasks=kv_retrieval,two_stage", "--lengths", "1k", "--write")
+    with ctrl_c_in("evaluate", steps=4):
+        assert sparsekv(*call).code == 130
+    outcomes = copy / "sparsekv.yaml.outcomes"
+    assert len(outcomes.read_text().splitlines()) == 2  # its settings and a cell
+    assert sparsekv(*call).code == 0
+    assert not outcomes.exists()
 
 
 def test_a_plan_that_drops_tokens_alone_is_verified_and_show_says_what_that_did_to_answers(sparsekv, copy):
     write_plan(plan_for(tiny_model(context=2048), None, None, drops((0, 1), 64)), copy / "sparsekv.yaml")
-    asked = ("--set", "tasks=second_question", "--samples", 1)
-    assert "dense is compared with itself" not in sparsekv("eval", copy, *asked, "--length", "1k").err
-    done = sparsekv("verify", copy, *asked, "--lengths", "1k", "--set", "max_kl=1000", "--write")
+    asked = ("--set", "tasks=second_question")
+    done = sparsekv("eval", copy, *asked, "--length", "1k", "--samples", 1)
+    assert "dense is compared with itself" not in done.err
+    done = sparsekv("verify", copy, "--lengths", "1k", "--write")
     assert done.code == 0, done.err
-    (told,) = [line for line in done.out.splitlines() if line.startswith("where eviction hurts")]
-    assert told.endswith("second_question 0% -> 0% (of 1)")  # of a random model
-    assert told in sparsekv("show", copy).out
+    told = " ".join(done.out.split())
+    assert "not judged: niah_multikey at 1k" in told
+    assert "second_question at 1k" in told  # of a random model
+    assert told.split("unverified (small)")[1].partition("next:")[0] in " ".join(sparsekv("show", copy).out.split())
 
 
 def test_verify_does_not_write_what_was_measured_on_other_weights(sparsekv, folder, copy, tmp_path):
@@ -210,7 +245,7 @@ def test_verify_refuses_a_checkpoint_that_lacks_a_layers_mlp(sparsekv, copy):
     tensors = load_file(copy / "model.safetensors")
     save_file({name: data for name, data in tensors.items() if "layers.1.mlp" not in name}, copy / "model.safetensors")
     before = (copy / "sparsekv.yaml").read_bytes()
-    done = sparsekv("verify", copy, *SMALL, "--lengths", "1k", *LOOSE, "--write")
+    done = sparsekv("verify", copy, *SMALL, "--lengths", "1k", "--write")
     assert done.code == 2
     assert "3 missing (model.layers.1.mlp.down_proj.weight" in done.err
     assert (copy / "sparsekv.yaml").read_bytes() == before
@@ -224,7 +259,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def call_on(command: str, model: Path, plan: Path) -> tuple[object, ...]:
     length = "--lengths" if command == "verify" else "--length"
-    return (command, model, "--plan", plan, "--set", "tasks=kv_retrieval", length, "1k", "--samples", 1)
+    few = () if command == "verify" else ("--samples", 1)
+    return (command, model, "--plan", plan, "--set", "tasks=kv_retrieval", length, "1k", *few)
 
 
 @pytest.mark.parametrize("command", ["eval", "verify"])
@@ -251,7 +287,7 @@ def test_a_plan_that_does_not_say_its_weights_is_never_written_as_verified(spars
         plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": unknown})}),
         copy / "sparsekv.yaml",
     )
-    done = sparsekv(*call_on("verify", copy, copy / "sparsekv.yaml"), *LOOSE, "--write")
+    done = sparsekv(*call_on("verify", copy, copy / "sparsekv.yaml"), "--write")
     assert done.code == 2
     assert said in done.err
     assert load_plan(copy / "sparsekv.yaml").status == "unverified"
@@ -278,19 +314,18 @@ def test_verify_overwrites_no_plan_that_was_edited_while_it_ran(sparsekv, copy, 
         path.unlink() if edited is None else path.write_text(edited)
 
     during("evaluate", change)
-    done = sparsekv(*call_on("verify", copy, path), *LOOSE, "--write", "--json")
+    done = sparsekv(*call_on("verify", copy, path), "--write", "--json")
     assert (done.code, done.data["error"]["kind"]) == ((2, "UsageError") if edited is None else (1, "ConflictError"))
     assert str(path) in done.err
-    assert done.data["quality"]["prefill"]["tasks"]
+    assert done.data["quality"]["cells"]
     assert (path.read_text() if path.exists() else None) == edited
 
 
 def test_verify_leaves_the_plan_where_the_disk_is_full(sparsekv, copy, full_disk):
     before = (copy / "sparsekv.yaml").read_bytes()
     full_disk()
-    done = sparsekv(*call_on("verify", copy, copy / "sparsekv.yaml"), *LOOSE, "--write", "--json")
+    done = sparsekv(*call_on("verify", copy, copy / "sparsekv.yaml"), "--write", "--json")
     assert done.code == 2
     assert "No space left" in done.data["error"]["message"]
-    assert done.data["quality"]["prefill"]["tasks"]  # what was measured is not lost
     assert (copy / "sparsekv.yaml").read_bytes() == before
     assert not list(copy.glob("*.tmp")) + list(copy.glob(".*.tmp"))

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 from planner_models import made_up_prices
+from plans_samples import quality_at
 
+from sparsekv.planner.fixed_test import SMALL, FixedTest
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.records import read_measured, write_measured
 from sparsekv.planner.retain_search import rules_of
 from sparsekv.planner.verify import Verification
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.patterns import TileShape
-from sparsekv.plans.schema import Measurement, Quality
 
-PROVEN = Verification(Quality(both=Measurement(lengths=(1024,), density=0.5)), True, True, (), {})
+PROVEN = Verification(quality_at(1024), FixedTest(SMALL, 0.025, (), {}), ())
 DEVICE = made_up_prices(tile=TileShape())
 CHOICES: dict[str, tuple[Any, ...]] = {
     "profile": (None, "of tasks", "of own texts"),

@@ -47,7 +47,7 @@ def refused(sparsekv, model, out):
         (("--set", "target_density="), "--set target_density"),
         (("--lengths", "1k,2k", "--set", "target_density=0.1,0.2,0.3"), "the 2"),
         (("--set", "calibration_samples=" + "9" * 30), "calibration_samples"),
-        (("--set", "verify_samples=" + "9" * 30), "--set verify_samples"),
+        (("--verify", "large"), "--verify"),
         (("--set", "decode_budget=" + "9" * 5000), "--set decode_budget"),
         (("--set", "decode_budget=-3"), "--set decode_budget"),
         (("--set", "decode_budget=200%"), "up to 100%"),
@@ -80,7 +80,7 @@ def test_what_the_description_of_a_model_rules_out_needs_no_weights(refused, mod
     "arguments",
     [
         ("--no-verify", "--set", "require_verified=true"),
-        ("--no-verify", "--set", "max_kl=1"),
+        ("--no-verify", "--verify", "full"),
     ],
     ids=" ".join,
 )

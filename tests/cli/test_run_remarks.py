@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 from model_folders import sparse_plan
+from plans_samples import quality_at
 from tiny_models import tiny_model
 
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.phases import PrefillBucket
-from sparsekv.plans.schema import Measurement, Plan, Quality
+from sparsekv.plans.schema import Plan
 
 PROMPT = "What is the number? " * 40
 FEW = ("--max-new-tokens", 6)
@@ -100,7 +101,7 @@ def test_the_first_turn_that_is_longer_than_the_plan_was_made_for_is_told(sparse
 
 @pytest.mark.parametrize(("flags", "told"), [((), 1), (("--prefill-chunk", 256), 0), (("--prefill-chunk", 128), 1)])
 def test_a_run_with_another_cut_than_the_plan_was_verified_with_says_so_once(sparsekv, folder, tmp_path, flags, told):
-    quality = Quality(both=Measurement(lengths=(1024,), density=0.5, chunk=256))
+    quality = quality_at(1024, chunk=256)
     plan = load_plan(folder / "sparsekv.yaml").model_copy(update={"status": "verified", "quality": quality})
     write_plan(plan, tmp_path / "plan.yaml")
     done = sparsekv("run", folder, "--plan", tmp_path / "plan.yaml", "--prompt", PROMPT, *FEW, *flags)

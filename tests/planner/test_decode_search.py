@@ -35,7 +35,7 @@ from sparsekv.runtime.hf.load import LoadedModel
 LAYERS, LENGTH = 10, 8192
 MODEL = made_up_model(layers=LAYERS)
 ALWAYS = options_for(crossover=False)
-QUICK = quick_options(phases=("decode",), verify_samples=0, decode_kl=100.0)
+QUICK = quick_options(phases=("decode",), verify="none", decode_kl=100.0)
 SETTLED = settle(QUICK, 4096, "cpu")
 EFFORT = Effort(prompts=3, steps=4, trials=8)
 

@@ -37,7 +37,7 @@ def loaded(kind: str) -> LoadedModel:
 def test_a_run_counts_the_density_that_was_predicted(kind: str) -> None:
     """On the prompt that was profiled."""
     own = loaded(kind)
-    options = settle(quick_options(lengths=(512,), verify_samples=0, phases=("prefill",), row_stride=1), 4096, "cpu")
+    options = settle(quick_options(lengths=(512,), verify="none", phases=("prefill",), row_stride=1), 4096, "cpu")
     job = bare_job(own, options)
     measured = profile(job)
     plan = compile_once(own.info, options, measured, made_up_prices(tile=measured.tile))

@@ -11,9 +11,10 @@ import pytest
 from scipy.stats import beta, binom
 
 from sparsekv.planner.fixed_test import (
+    FULL,
     LONG,
     RUNGS,
-    SIZES,
+    SMALL,
     Cell,
     FixedTest,
     Sizes,
@@ -29,7 +30,8 @@ from sparsekv.planner.fixed_test import (
 
 SEEDS, TASKS, LENGTH = 1000, 6, 8192
 RIGHT = (0.65, 0.80, 0.95, 1.0)
-CASES = list(product(SIZES, (1, 3), RIGHT))
+CASES = list(product((SMALL, FULL), (1, 3), RIGHT))
+NAMES = [f"{'small' if size == SMALL else 'full'}-{lengths}-{right}" for size, lengths, right in CASES]
 
 
 @dataclass(frozen=True)
@@ -85,17 +87,17 @@ def upper99(share: float) -> float:
     return float(beta.ppf(0.99, count + 1, SEEDS - count))
 
 
-@pytest.mark.parametrize(("size", "lengths", "right"), CASES)
-def test_lossless_plans_are_verified(size: str, lengths: int, right: float) -> None:
-    first, second = verified(lossless(right), SIZES[size], lengths, right, *RUNGS[:2])
+@pytest.mark.parametrize(("size", "lengths", "right"), CASES, ids=NAMES)
+def test_lossless_plans_are_verified(size: Sizes, lengths: int, right: float) -> None:
+    first, second = verified(lossless(right), size, lengths, right, *RUNGS[:2])
 
     assert first >= 0.93
     assert second >= 0.90
 
 
-@pytest.mark.parametrize(("size", "lengths", "right"), CASES)
-def test_plans_that_lose_what_is_excluded_are_not(size: str, lengths: int, right: float) -> None:
-    sizes, won = SIZES[size], 0.02 if right < 1.0 else 0.0
+@pytest.mark.parametrize(("size", "lengths", "right"), CASES, ids=NAMES)
+def test_plans_that_lose_what_is_excluded_are_not(size: Sizes, lengths: int, right: float) -> None:
+    sizes, won = size, 0.02 if right < 1.0 else 0.0
     (overall,) = verified(Made(sizes.net_loss + won, won), sizes, lengths, right, RUNGS[0])
     no_loss = lossless(right)
     cell, windows = (
@@ -109,31 +111,31 @@ def test_plans_that_lose_what_is_excluded_are_not(size: str, lengths: int, right
 
 
 def test_a_plan_far_from_dense_is_not_verified_whatever_it_answers() -> None:
-    assert verified(Made(0.0, 0.0, nats=0.04), SIZES["small"], 1, 0.95, RUNGS[0]) == [0.0]
+    assert verified(Made(0.0, 0.0, nats=0.04), SMALL, 1, 0.95, RUNGS[0]) == [0.0]
 
 
 def test_cells_that_dense_cannot_answer_pass_nothing() -> None:
     cells = tuple(Cell(f"{i}", LENGTH, 40, 40 if i < 2 else 3, 0, 0) for i in range(6))
-    found = FixedTest(SIZES["small"], RUNGS[0], cells, {})
+    found = FixedTest(SMALL, RUNGS[0], cells, {})
 
     assert [one.task for one in found.judged] == ["0", "1"]
-    assert found.unanswered_lengths == (LENGTH,)
+    assert found.too_few == (LENGTH,)
     assert not found.is_passed
 
 
 def test_long_prompts_are_tested_together() -> None:
     def run(lost: int, answered: int) -> FixedTest:
         cells = tuple(Cell(f"{i}", 2 * LONG, 12, answered, lost if i == 0 else 0, 5) for i in range(6))
-        return FixedTest(SIZES["small"], RUNGS[0], cells, {})
+        return FixedTest(SMALL, RUNGS[0], cells, {})
 
     assert [bound.limit for bound in run(1, 8).bounds] == [0.20]  # of losses alone: wins count for nothing
     assert run(4, 8).is_passed
     assert not run(5, 8).is_passed
-    assert run(0, 7).unanswered_lengths == (2 * LONG,)
+    assert run(0, 7).too_few == (2 * LONG,)
 
 
 def test_a_cell_is_given_up_once_it_cannot_be_judged() -> None:
-    small = SIZES["small"]
+    small = SMALL
     draws = [missing_prompts(small, *tried) for tried in ((0, 0), (21, 20), (21, 21), (40, 20), (22, 2), (21, 2))]
 
     assert draws == [21, 1, 0, 0, 0, 19]
@@ -142,9 +144,9 @@ def test_a_cell_is_given_up_once_it_cannot_be_judged() -> None:
 def test_more_prompts_are_drawn_evenly() -> None:
     cells = [Cell(f"{i}", LENGTH, 22, 21, 0, 0) for i in range(6)]
 
-    assert more_prompts(SIZES["small"], cells) == 26
-    assert more_prompts(SIZES["small"], cells * 3) == 0
-    assert more_prompts(SIZES["small"], []) == 0
+    assert more_prompts(SMALL, cells) == 26
+    assert more_prompts(SMALL, cells * 3) == 0
+    assert more_prompts(SMALL, []) == 0
 
 
 def test_levels_of_all_runs_stay_within_the_budget() -> None:

@@ -10,7 +10,6 @@ from planner_models import TILE, quick_options
 from sparsekv.planner.evaluation import modes
 from sparsekv.planner.job import job_of
 from sparsekv.planner.measure_prices import measure_prices
-from sparsekv.planner.options import Gate
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.prices import HeadShape, Prices
 from sparsekv.planner.records import read_measured
@@ -18,8 +17,7 @@ from sparsekv.planner.timed_host import Host
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.hf.load import LoadedModel
 
-LOOSE = Gate(max_kl=50.0, min_agreement=0.0, min_exact=0.0, max_failed=1.0)
-OPTIONS = quick_options(gate=LOOSE, decode_kl=100.0)
+OPTIONS = quick_options(decode_kl=100.0)
 
 
 def test_a_plan_is_priced_and_verified_over_them_and_says_so(

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 from planner_models import made_up_prices
-from planner_profiles import as_settled, made_up_length, made_up_profile, made_up_reuse
+from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import for_profile, narrowed
-from sparsekv.planner.tighten import after_a_missed_gate
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import TileShape, tokens
+from sparsekv.plans.patterns import TileShape
 
 LENGTH = made_up_length(4096, np.random.default_rng(0))
 REUSE = made_up_reuse(np.eye(3))
@@ -61,18 +60,3 @@ def test_a_device_cost_of_vllm_makes_it_the_host() -> None:
     assert narrowed(PlanOptions(), PROFILE, cost)[0].host == "vllm"
     with pytest.raises(UsageError, match=r"offload .*--host vllm"):
         narrowed(PlanOptions(offload=True), PROFILE, cost)
-
-
-@pytest.mark.parametrize(
-    ("asked", "dense", "flags"),
-    [
-        ({"preset": "minference"}, {"prefill"}, ("minference",)),
-        ({"filter_layers": (1,)}, {"decode"}, ("filter_layers",)),
-        ({"decode_budget": tokens(64)}, {"decode"}, ("decode_budget",)),
-        ({}, {"prefill", "decode"}, ()),
-    ],
-)
-def test_only_options_that_kept_a_phase_from_being_stricter_are_named(asked, dense, flags) -> None:
-    lines = after_a_missed_gate(as_settled(PlanOptions(**asked)), dense)
-    assert len(lines) == int(bool(flags))
-    assert all(flag in lines[0] for flag in flags)

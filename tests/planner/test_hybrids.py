@@ -5,7 +5,6 @@ from planner_models import loaded_hybrid, made_up_prices, quick_options
 from tiny_models import HYBRIDS, SHARED, random_tokens, tiny_model, tiny_tokenizer
 
 from sparsekv.planner.job import job_of
-from sparsekv.planner.options import Gate
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.predict import decode_share, dense_step_us
 from sparsekv.plans.errors import UnsupportedError
@@ -13,8 +12,7 @@ from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
 
-LOOSE = Gate(max_kl=50.0, min_agreement=0.0, min_exact=0.0, max_failed=1.0)
-OPTIONS = quick_options(lengths=(512,), gate=LOOSE, decode_kl=100.0, refine_rounds=1)
+OPTIONS = quick_options(lengths=(512,), decode_kl=100.0, refine_rounds=1)
 
 
 def architectures() -> list[object]:
@@ -61,7 +59,7 @@ def test_a_plan_of_layers_of_several_sizes_some_without_keys_of_their_own(archit
 def test_only_layers_whose_keys_no_other_layer_reads_are_made_to_evict() -> None:
     model = tiny_model(SHARED, layers=5, layer_types=KINDS, sliding_window=100)
     loaded = LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/sizes"))
-    plan = compile_plan(job_of(loaded, quick_options(lengths=(512,), retain=0.7, verify_samples=0))).plan
+    plan = compile_plan(job_of(loaded, quick_options(lengths=(512,), retain=0.7, verify="none"))).plan
     assert {*plan.retained} <= {0, 2}
     assert plan.retained
 

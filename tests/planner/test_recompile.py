@@ -17,7 +17,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import dump_plan
 from sparsekv.runtime.hf.load import LoadedModel
 
-OPTIONS = quick_options(verify_samples=0, decode_loss=1.0)
+OPTIONS = quick_options(verify="none", decode_loss=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_a_model_that_cannot_be_reached_is_taken_by_its_name_alone(measured: Pro
 def test_a_divergence_of_decode_is_refused_where_the_profile_has_no_trials(
     measured: Profile, folder: Path, cost: Prices
 ) -> None:
-    options = quick_options(verify_samples=0, decode_kl=0.01)
+    options = quick_options(verify="none", decode_kl=0.01)
     with pytest.raises(UsageError, match="decode_kl"):
         compile_plan(job_of_files(str(folder), options, measured, cost))
 
@@ -78,7 +78,7 @@ def test_verification_and_costs_of_other_heads_are_refused(measured: Profile, co
 def test_a_cost_without_a_family_that_is_asked_for_says_what_to_do(
     loaded: LoadedModel, cost: Prices, folder: Path
 ) -> None:
-    options = quick_options(verify_samples=0, phases=("prefill",), families=("a_shape", "block_sparse"))
+    options = quick_options(verify="none", phases=("prefill",), families=("a_shape", "block_sparse"))
     searched = profile(bare_job(loaded, settle(options, 4096, "cpu")))
     without = cost.model_copy(update={"index": {"a_shape": cost.index["a_shape"]}})
     with pytest.raises(UsageError, match="block_sparse"):
@@ -89,7 +89,7 @@ def test_a_cost_without_a_family_that_is_asked_for_says_what_to_do(
 
 
 def test_families_that_the_search_dropped_for_heads_are_told(loaded: LoadedModel, folder: Path) -> None:
-    options = quick_options(verify_samples=0, phases=("prefill",), families=("a_shape", "vertical_slash"))
+    options = quick_options(verify="none", phases=("prefill",), families=("a_shape", "vertical_slash"))
     searched = profile(bare_job(loaded, settle(options, 4096, "cpu")))
     narrow = options.but(families=("a_shape",))
     with pytest.raises(UsageError, match="a_shape"):
@@ -97,7 +97,7 @@ def test_families_that_the_search_dropped_for_heads_are_told(loaded: LoadedModel
 
 
 def test_without_families_a_plan_has_those_of_its_profile(loaded: LoadedModel, cost: Prices, folder: Path) -> None:
-    options = quick_options(verify_samples=0, phases=("prefill",))
+    options = quick_options(verify="none", phases=("prefill",))
     searched = profile(bare_job(loaded, settle(options.but(families=("a_shape",)), 4096, "cpu")))
     bucket = compile_plan(job_of_files(str(folder), options, searched, cost)).plan.prefill.bucket(1024)
     assert {pattern.pattern for layer in range(3) for pattern in bucket.patterns(layer, 4)} <= {"a_shape", "dense"}

@@ -9,8 +9,8 @@ from torch_threads import torch_threads
 
 from sparsekv.planner.evaluation import EvalSamples, PlanMode, evaluate
 from sparsekv.planner.evaluation.results import EvalResult
-from sparsekv.planner.gates import Measured, claims_of
-from sparsekv.planner.options import Gate, PlanOptions, settle
+from sparsekv.planner.fixed_test import MEAN_NATS
+from sparsekv.planner.options import PlanOptions, settle
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.prices import HeadShape
 from sparsekv.planner.profile.profiler import profile
@@ -65,24 +65,16 @@ def results(reference: LoadedModel, plan: Plan) -> dict[str, EvalResult]:
     return {name: found for name, (found,) in evaluate(reference, modes, EvalSamples(TASKS, (LENGTH,), 5)).items()}
 
 
-def outside(result: EvalResult, phase: str) -> list[str]:
-    """The figures whose means are beyond their gates."""
-    claims = claims_of({phase: [Measured.of(result, None)]}, Gate())[phase]
-    return [name for name, claim in claims.named if claim.mean > claim.gate]
-
-
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_the_plan_of_the_reference_model_passes_its_gate(
-    reference: LoadedModel, results: dict[str, EvalResult], phase: str
-) -> None:
+def test_the_plan_of_the_reference_model_stays_near_dense(results: dict[str, EvalResult]) -> None:
     assert results["dense"].tasks["niah_multikey"].score.dense > 0.5
-    assert outside(results[phase], phase) == []
+    assert results["prefill"].kl < MEAN_NATS
+    assert results["decode"].kl < MEAN_NATS
 
 
-def test_random_tiles_at_the_same_density_fail_the_gate(results: dict[str, EvalResult]) -> None:
+def test_random_tiles_at_the_same_density_do_not(results: dict[str, EvalResult]) -> None:
     assert results["random"].prefill_density == pytest.approx(results["prefill"].prefill_density, rel=0.02)
     assert results["random"].prefill_density < 0.8
-    assert "divergence" in outside(results["random"], "prefill")
+    assert results["random"].kl > MEAN_NATS
 
 
 def test_both_phases_of_the_plan_are_sparse(results: dict[str, EvalResult]) -> None:

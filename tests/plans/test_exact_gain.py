@@ -1,25 +1,21 @@
 """Exact output: what drafts are predicted to gain, and the line that says so."""
 
 import pytest
-from plans_samples import small_plan
+from plans_samples import quality_at, small_plan
 
 from sparsekv.plans.exact_gain import DRAFTS, exact_gains, exact_line, gain_of, tokens_a_cycle
-from sparsekv.plans.schema import Agreement, Cost, LengthMeasurement, Measurement, Prediction, Quality, WholeStep
+from sparsekv.plans.schema import Cost, Prediction, WholeStep
 
 
 def planned(steps: dict[int, tuple[float, float]], top1: float | None = 0.975, own: dict[int, float] | None = None):
     """A plan with dense and sparse steps of so many milliseconds at each length."""
-    agreed = Agreement(samples=100, kl=0.01, top1=top1)
-    parts = tuple(
-        LengthMeasurement(length=length, density=0.1, agreement=Agreement(samples=9, kl=0.1, top1=share))
-        for length, share in (own or {}).items()
-    )
     lengths = tuple(
         Prediction(length=length, step=WholeStep(dense_us=1e3 * dense, sparse_us=1e3 * sparse, token_us=0.0))
         for length, (dense, sparse) in steps.items()
     )
-    measured = Measurement(lengths=tuple(steps), density=0.1, agreement=agreed, by_length=parts)
-    return small_plan(cost=Cost(device="made up", backend="flash", lengths=lengths), quality=Quality(decode=measured))
+    measured = [quality_at(n, agreed=(own or {}).get(n, top1)).lengths[0] for n in steps]
+    quality = quality_at().model_copy(update={"lengths": tuple(measured)})
+    return small_plan(cost=Cost(device="made up", backend="flash", lengths=lengths), quality=quality)
 
 
 def test_tokens_of_a_cycle_are_those_of_every_outcome() -> None:

@@ -11,6 +11,7 @@ import yaml
 from plans_samples import full_plan
 from pydantic import BaseModel
 
+from sparsekv.plans.brief import sentence
 from sparsekv.plans.files import dump_plan, load_plan, with_digest
 from sparsekv.plans.schema import Plan
 
@@ -23,6 +24,13 @@ def test_the_writer_still_writes_the_golden_bytes() -> None:
 
 def test_the_reader_still_reads_the_golden_file() -> None:
     assert load_plan(GOLDEN) == with_digest(full_plan())
+
+
+def test_a_plan_of_the_test_before_keeps_its_status_and_cut() -> None:
+    plan = load_plan(GOLDEN.with_name("v1_betting.yaml"))
+    assert plan.status == "verified"
+    assert (plan.quality.test, plan.quality.chunk, plan.quality.cells) == ("betting", None, ())
+    assert sentence(plan).startswith("verified (betting, the test of an earlier version); samples were chosen")
 
 
 def test_other_yaml_readers_see_the_same_data() -> None:

@@ -17,19 +17,13 @@ from sparsekv.plans.phases import (
     Retention,
     Segment,
 )
+from sparsekv.plans.quality import CellScore, Excludes, LengthScore, Quality
 from sparsekv.plans.schema import (
-    Agreement,
-    Claim,
     Cost,
     Estimate,
-    Evidence,
-    LengthMeasurement,
-    Measurement,
     Plan,
     Prediction,
     Provenance,
-    Quality,
-    Score,
     Target,
     WholeStep,
 )
@@ -215,48 +209,26 @@ def _decode() -> DecodePlan:
 
 
 def _quality() -> Quality:
-    needles = Score(dense=0.99, sparse=0.985, samples=200, interval=(-0.0123456, 0.0025))
-    agreement = Agreement(
-        samples=264,
-        kl=1.5e-05,
-        kl_interval=(1.2e-05, 1.9e-05),
-        top1=0.9987,
-        top1_interval=(0.9971, 0.9995),
-        exact=0.985,
-        exact_interval=(0.962, 0.994),
+    cells = (
+        CellScore(task="niah_multikey", length=8192, prompts=24, answered=21, lost=1, won=2),
+        CellScore(task="niah_multikey", length=32768, prompts=30, answered=21),
+        CellScore(task="two_stage", length=32768, prompts=21, answered=0, unjudged=True),
     )
-    text = Score(dense=12.3456789, sparse=12.4, samples=64, interval=(0.01, 0.1), agreement=agreement)
-    claim = Claim(gate=0.05, mean=1.5e-05, bound=0.0125, prompts=264, outcome="met")
-    failed = Claim(gate=0.05, mean=0.0038, bound=0.0541667, prompts=264, outcome="undecided", more=31)
-    at = tuple(
-        LengthMeasurement(
-            length=length, density=0.221, agreement=agreement, floor=1.1e-05, failed=1, claims={"divergence": claim}
-        )
-        for length in (8192, 32768)
-    )
-    measured = Measurement(
-        lengths=(8192, 32768),
-        density=0.221,
-        kl=1.5e-05,
-        floor=1.1e-05,
-        failed=1,
+    return Quality(
+        test="small",
+        run=2,
+        level=0.05 / 6,
         chunk=4096,
-        agreement=agreement,
-        claims={"divergence": claim, "failed": failed},
-        by_length=at,
-        tasks={"niah_single": needles, "perplexity": text},
+        cells=cells,
+        lengths=quality_at(8192, 32768, density=0.221, read=0.0625, kl=1.5e-03, floor=1.1e-05, agreed=0.9987).lengths,
+        excludes=Excludes(net_loss=0.0123456, task_loss=0.3, pooled_loss=0.15),
+        missed=(32768,),
+        reason="chosen by a seed",
     )
-    one = Measurement(lengths=(32768,), density=0.0625, tasks={"niah_single": needles})
-    evidence = Evidence(
-        level=0.0125,
-        attempt=2,
-        looks=11,
-        prompts=264,
-        seed=7,
-        gates={"max_kl_prefill": 0.05, "max_failed": 0.05},
-        tasks=("niah_single", "perplexity"),
-        skipped=24,
-        excludes="at 8k, 32k: failures on 5% of prompts",
-        reason="samples were chosen by --seed",
-    )
-    return Quality(prefill=measured, decode=one, both=one, evidence=evidence)
+
+
+def quality_at(*lengths: int, chunk: int | None = None, **scores: float) -> Quality:
+    """The quality of a plan at these lengths."""
+    usual = {"density": 0.5, "read": 0.5, "kl": 0.003, "floor": 0.001, "upper": 0.004, "worst": 0.05}
+    measured = tuple(LengthScore(length=length, **usual | scores) for length in lengths)
+    return Quality(test="small", level=0.025, chunk=chunk, lengths=measured)

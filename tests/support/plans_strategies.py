@@ -19,7 +19,8 @@ from sparsekv.plans.phases import (
     PrefillPlan,
     Segment,
 )
-from sparsekv.plans.schema import Agreement, Measurement, Plan, Provenance, Quality, Score
+from sparsekv.plans.quality import CellScore, Excludes, LengthScore, Quality
+from sparsekv.plans.schema import Plan, Provenance
 
 LAYERS, HEADS, KV_HEADS = 6, 4, 2
 
@@ -121,32 +122,29 @@ def decode_plans(draw: st.DrawFn) -> DecodePlan:
 positive = st.floats(0, 1e6)
 intervals = st.none() | st.tuples(st.floats(0, 0.5), st.floats(0.5, 1))
 portions = st.none() | st.floats(0, 1)
-agreements = st.builds(
-    Agreement,
-    samples=st.integers(1, 1000),
-    kl=positive,
-    kl_interval=intervals,
-    top1=portions,
-    top1_interval=intervals,
-    exact=portions,
-    exact_interval=intervals,
-)
-scores = st.builds(
-    Score,
-    dense=positive,
-    sparse=positive,
-    samples=st.integers(1, 1000),
-    interval=st.tuples(st.floats(-10, 0), st.floats(0, 10)),
-    agreement=st.none() | agreements,
-)
-measurements = st.builds(
-    Measurement,
-    lengths=st.tuples(st.integers(1, 1 << 20)),
+length_scores = st.builds(
+    LengthScore,
+    length=st.integers(1, 1 << 20),
     density=shares,
-    kl=st.none() | positive,
+    read=shares,
+    kl=positive,
+    floor=positive,
+    upper=positive,
+    worst=positive,
+    agreed=st.none() | portions,
+)
+cells = st.builds(
+    CellScore, task=names, length=st.integers(1, 1 << 20), prompts=st.integers(1, 99), answered=st.integers(0, 99)
+)
+qualities = st.builds(
+    Quality,
+    test=st.sampled_from(["small", "full", "prompts"]),
+    run=st.integers(1, 9),
+    level=shares,
     chunk=st.none() | st.integers(1, 1 << 20),
-    agreement=st.none() | agreements,
-    tasks=st.dictionaries(names, scores, max_size=3),
+    cells=st.lists(cells, max_size=3).map(tuple),
+    lengths=st.lists(length_scores, max_size=3, unique_by=lambda one: one.length).map(tuple),
+    excludes=st.none() | st.builds(Excludes, net_loss=st.none() | portions),
 )
 _GROUP = AttentionGroup(layers=tuple(range(LAYERS)), kind="full", heads=HEADS, kv_heads=KV_HEADS, head_dim=8)
 models = st.builds(
@@ -165,7 +163,7 @@ plans = st.builds(
     model=models,
     prefill=st.none() | prefill_plans(),
     decode=st.none() | decode_plans(),
-    quality=st.none() | st.builds(Quality, prefill=measurements, both=st.none() | measurements),
+    quality=st.none() | qualities,
     provenance=st.builds(Provenance, versions=st.dictionaries(names, names, max_size=3), settings=json_objects),
     extensions=json_objects,
 )

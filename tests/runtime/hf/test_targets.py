@@ -5,12 +5,13 @@ import warnings
 
 import pytest
 import torch
+from plans_samples import quality_at
 from tiny_plans import every_head, plan_for
 
 from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import PrefillBucket, PrefillPlan
-from sparsekv.plans.schema import Measurement, Plan, Quality, Target
+from sparsekv.plans.schema import Plan, Target
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.model_config import device_name
 from sparsekv.runtime.plan_checks import check_cut, check_target
@@ -99,7 +100,7 @@ def test_a_plan_for_chunks_of_another_size_or_for_another_host_is_told(plan: Pla
 
 def verified(plan: Plan, chunk: int | None) -> Plan:
     """The plan, verified at 200 tokens with prompts that were cut so."""
-    quality = Quality(both=Measurement(lengths=(200,), density=0.5, chunk=chunk))
+    quality = quality_at(200, chunk=chunk)
     return plan.model_copy(update={"status": "verified", "quality": quality})
 
 

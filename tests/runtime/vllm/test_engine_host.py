@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from plans_samples import quality_at
 from safetensors.torch import save_file
 from tiny_models import tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
@@ -18,7 +19,7 @@ from sparsekv.plans.files import write_plan
 from sparsekv.plans.model import Fingerprint
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import Offload
-from sparsekv.plans.schema import Measurement, Plan, Quality
+from sparsekv.plans.schema import Plan
 from sparsekv.runtime.model_config import files_fingerprint
 from sparsekv.runtime.vllm.engine_host import EngineHost, EngineModel, start_host
 from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions
@@ -134,7 +135,7 @@ def test_of_a_quantised_hub_model_that_is_not_downloaded_yet_the_name_decides(
 def test_steps_of_another_size_than_the_chunks_that_were_verified_are_told(
     model: Any, plan: Plan, tmp_path: Path, step: int, told: bool
 ) -> None:
-    quality = Quality(prefill=Measurement(lengths=(1024,), density=0.5, chunk=512))
+    quality = quality_at(1024, chunk=512)
     write_plan(plan.model_copy(update={"status": "verified", "quality": quality}), tmp_path / "sparsekv.yaml")
     engine = EngineModel(str(tmp_path), None, model.config, torch.float32, CPU, longest=4096, step=step, rows=4)
     with warnings.catch_warnings(record=True) as caught:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from captured_steps import launched
-from plans_samples import small_plan
+from plans_samples import quality_at, small_plan
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
-from sparsekv.plans.schema import Agreement, Cost, Measurement, Plan, Prediction, Quality, WholeStep
+from sparsekv.plans.schema import Cost, Plan, Prediction, WholeStep
 from sparsekv.runtime.plan_checks import refuse
 from sparsekv.runtime.vllm.exact_engine import (
     DRAFTED,
@@ -143,9 +143,7 @@ def test_settings_that_contradict_each_other_are_refused(own: dict[str, Any], sa
 
 def test_the_longest_priced_length_says_how_long_drafts_are() -> None:
     assert drafts_of(drafting_plan()) == DRAFTED, "nothing is priced"
-    agreed = Quality(
-        decode=Measurement(lengths=(8192,), density=0.1, agreement=Agreement(samples=100, kl=0.01, top1=0.975))
-    )
+    agreed = quality_at(8192, 131_072, agreed=0.975)
     step = {"dense_us": 23_000.0, "token_us": 0.0}
     priced = tuple(
         Prediction(length=length, step=WholeStep(sparse_us=sparse, **step))
