@@ -5,7 +5,7 @@ the sum of their damages (profile/head_errors.py) is least. So heads get what th
 everything, instead of one density each (MInference 1.0, section 3.2, algorithm 1, as the preset does it). The damage
 that comes out is the same on every device. For as little damage a device may have a faster choice, by the time of
 tiles, single columns and indices there: heads and families are ranked by damage a microsecond. Its density may be a
-little above the target. Tiles count as much as time, so that a plan is nearly as fast on other devices.
+little above the target.
 
 Heads that the crossover makes dense stand outside the target: they are dense because that is faster, so that sparser
 neighbours would lose accuracy and win nothing that was asked for. The plan is then denser than its target, which
@@ -149,8 +149,7 @@ class _Length:
         self._tile: TileShape = profile.tile
         self.tables = ScoreTables.of(entry)
         self._savings = Savings(cost, self.tables, profile.tile) if options.crossover else None
-        # The root of price and tiles: a plan is committed, and runs on devices whose prices differ by up to two times.
-        self._time_LCH = np.sqrt(head_times(cost, self.tables).ranked_LCH * self.tables.density_LCH)
+        self._time_LCH = head_times(cost, self.tables).ranked_LCH
         self._own_LCH = self.tables.of_families(options.families)
         self._families = options.families
         self._found: Allocation | None = None  # of the last budget that was asked for

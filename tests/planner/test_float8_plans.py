@@ -46,7 +46,7 @@ def test_steps_over_host_memory_are_timed_in_bytes() -> None:
         shape, lengths, device=torch.device("cpu"), dtype=torch.float32, tile=TILE, offload=True, host=Host(float8=True)
     )
     assert measured.kv_dtype == "fp8"
-    assert measured.decode_host is not None
+    assert measured.fetch is not None
     k, v = torch.randn(2, 1, 2, 64, 32)
     (first, second) = Host(float8=True).views(k, v, 1, 2)
     assert first.k.dtype == torch.float8_e4m3fn
