@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from own_texts import text_of
 from planner_models import TILE, quick_options
 
+from sparsekv.planner import fixed_test
+from sparsekv.planner.common_options import GivenPrompt
 from sparsekv.planner.evaluation import modes
 from sparsekv.planner.job import job_of
 from sparsekv.planner.measure_prices import measure_prices
@@ -17,7 +20,8 @@ from sparsekv.planner.timed_host import Host
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.hf.load import LoadedModel
 
-OPTIONS = quick_options(decode_kl=100.0)
+PROMPTS = tuple(GivenPrompt(text_of(number, 1080)) for number in range(4))
+OPTIONS = quick_options(decode_kl=100.0, verify="small", prompts=PROMPTS, tasks=())
 
 
 def test_a_plan_is_priced_and_verified_over_them_and_says_so(
@@ -30,10 +34,12 @@ def test_a_plan_is_priced_and_verified_over_them_and_says_so(
         return given(*args, **named)
 
     monkeypatch.setattr(modes, "apply", apply)
+    monkeypatch.setattr(fixed_test, "MEAN_NATS", 100.0)  # of random weights
+    monkeypatch.setattr(fixed_test, "WORST_NATS", 100.0)
     found = compile_plan(job_of(loaded, OPTIONS.but(kv_dtype="fp8")), cost_out=tmp_path / "cost.json")
     assert found.plan.targets[0].kv_dtype == found.plan.kv_dtype == "fp8"
     assert {*stored} == {"fp8"}
-    assert found.plan.quality.prefill.by_length[0].floor > 0  # in float32 too, where kernels round to nothing
+    assert found.plan.quality.lengths[0].floor > 0  # in float32 too, where kernels round to nothing
     cost = read_measured(Prices, tmp_path / "cost.json")
     assert cost.kv_dtype == "fp8"
     with pytest.raises(UsageError, match="kv_dtype auto, found fp8"):
