@@ -107,6 +107,7 @@ class OffloadRuns(DecodeRuns):
             allow_mismatch=True,  # asked before anything was timed
             offload=cast(OffloadMode, way),
             memory=self.memory,
+            sparse="always",
         ) as handle:
             yield handle
 

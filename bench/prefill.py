@@ -203,6 +203,7 @@ class PrefillRuns:
             backend=self.bench.backend,
             allow_mismatch=True,  # asked before anything was timed
             kv_host_layers=self.bench.kv_host_layers,
+            sparse="always",
         )
 
 

@@ -103,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with options.out.open("w") as file:
         for prompts in read_prompts(options.prompts, options.samples).values():
             for method in (DENSE, "plan"):
-                with apply(loaded.model, plan, info=loaded.info) if method == "plan" else nullcontext():
+                is_plan = method == "plan"
+                with apply(loaded.model, plan, info=loaded.info, sparse="always") if is_plan else nullcontext():
                     for answer in answers(loaded, method, prompts, chunk):
                         found.append(answer)
                         print(json.dumps(asdict(answer)), file=file, flush=True)

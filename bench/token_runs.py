@@ -223,6 +223,7 @@ class DecodeRuns:
             backend=self.bench.backend,
             allow_mismatch=True,  # asked before anything was timed
             kv_dtype=self.bench.kv_dtype,
+            sparse="always",
         )
 
 

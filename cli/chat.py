@@ -116,24 +116,32 @@ class Session:
     offload: OffloadMode | None = None  # which of the layers that the plan permits go to host memory
     kv_host_layers: int | tuple[int, ...] | None = None  # in its place: these layers
     kv_dtype: KVDtype = "auto"  # as of `apply`
+    sparse: str = "auto"  # likewise
     sampling: Sampling = field(default_factory=Sampling)
 
-    def applied(self) -> AbstractContextManager[Handle | None]:
+    def applied(self, say: bool = False) -> AbstractContextManager[Handle | None]:
+        """The plan at work; it may `say` where that was measured to be faster."""
         if self.plan is None:
             return nullcontext()
-        return apply(
-            self.loaded.model,
-            self.plan,
-            info=self.loaded.info,
-            prefill=self.prefill,
-            decode=self.decode,
-            exact=self.exact,
-            backend=self.backend,
-            allow_mismatch=self.allow_mismatch,
-            offload=self.offload,
-            kv_host_layers=self.kv_host_layers,
-            kv_dtype=self.kv_dtype,
-        )
+        measures = self.sparse == "auto" and self.loaded.model.device.type != "cpu"
+        with BarProgress().stage("where sparse is faster") if measures else nullcontext():
+            handle = apply(
+                self.loaded.model,
+                self.plan,
+                info=self.loaded.info,
+                prefill=self.prefill,
+                decode=self.decode,
+                exact=self.exact,
+                backend=self.backend,
+                allow_mismatch=self.allow_mismatch,
+                offload=self.offload,
+                kv_host_layers=self.kv_host_layers,
+                kv_dtype=self.kv_dtype,
+                sparse=self.sparse,
+            )
+        if say and measures:
+            tell(handle.pays.told)
+        return handle
 
     def tokens(self, prompt: Sequence[int]) -> int:
         """Returns the tokens of a prompt and the longest answer to it.
@@ -166,7 +174,7 @@ class Session:
         return cache
 
     def once(self, text: str, on_text: Callable[[str], None] | None = None, watch: _Watch | None = None) -> Answer:
-        with self.applied() as handle:
+        with self.applied(say=True) as handle:
             return Conversation(self, handle).ask(text, on_text, watch)
 
     def dense_and_sparse(self, text: str, progress: Progress | None = None) -> tuple[Answer, Answer]:
@@ -209,6 +217,7 @@ class Session:
         if tokens > min(starts):
             return (
                 f"nothing of this run was sparse: of prompt and answer, {tokens:,} tokens, the plan skips none"
+                f"{'' if self.sparse == 'always' else ', or skipping is slower here (--sparse always)'}"
                 if answer.is_dense
                 else ""
             )

@@ -16,12 +16,13 @@ from sparsekv.cli.doctor import MemoryEstimate, say_memory, tell_if_idle
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.cli.plan_files import MAX_BYTES, text_of, with_text
 from sparsekv.planner.common_options import PHASES, Hardware, Phase, PrefillChunk, Seed
-from sparsekv.planner.flags import Flag, Key, Unread
+from sparsekv.planner.flags import Flag, Key, Unread, text
 from sparsekv.plans.brief import percent
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.files import as_text
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
+from sparsekv.runtime.core.pays import parse
 
 if TYPE_CHECKING:
     from sparsekv.cli.chat import Answer, Session
@@ -31,12 +32,20 @@ _COLDEST, _HOTTEST = 0.01, 100.0
 _ONE_TEXT = "; without a chat template each turn goes on from the text before it"
 
 
+def _rule(text: str) -> str:
+    if text != "auto":
+        parse(text)
+    return text
+
+
 class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
     group: ClassVar = "Prompt and answer"
     unread: ClassVar[tuple[Unread, ...]] = (
-        Unread(("only", "exact", "compare", "offload", "kv_dtype", "dry_run"), "no plan is applied", ("dense",)),
+        Unread(
+            ("only", "exact", "compare", "offload", "kv_dtype", "sparse", "dry_run"), "no plan is applied", ("dense",)
+        ),
         Unread(("only",), "it says what each phase does", ("exact",)),
-        Unread(("compare",), "nothing is run", ("dry_run",)),
+        Unread(("compare", "sparse"), "nothing is run", ("dry_run",)),
     )
     prompt: Annotated[str | None, Flag("The prompt.", ("--prompt", "-p"), "TEXT")] = None
     prompt_file: Annotated[
@@ -58,6 +67,16 @@ class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
             "prefill is dense (all), or by the plan (decode). See docs/exact.md."
         ),
     ] = None
+    sparse: Annotated[
+        str,
+        text(_rule),
+        Flag(
+            "Where the plan is executed: where it is measured to be faster on this GPU, once (auto; on a CPU all of it "
+            "but prefill of less than a tile of rows), everywhere, nowhere, or by such a rule: "
+            "'prefill=18kx512,8kx4k decode=40kx1,11kx4' (context x rows of a chunk or step).",
+            metavar="auto|always|never|RULE",
+        ),
+    ] = "auto"
     compare: Annotated[
         bool,
         Flag(
@@ -151,6 +170,7 @@ def _session(flags: RunFlags, subject: Subject, used: Plan | None) -> Session:
         offload=flags.placing.mode,
         kv_host_layers=flags.placing.host_layers,
         kv_dtype=flags.kv_dtype,
+        sparse=flags.sparse,
         sampling=Sampling(temperature=flags.temperature, top_p=flags.top_p, seed=flags.seed),
     )
 
@@ -159,7 +179,7 @@ def _converse(session: Session, prompt: str | None, as_json: bool) -> None:
     """Answers a prompt; or turn after turn over one cache, until the end of the input."""
     from sparsekv.cli.chat import Conversation
 
-    with session.applied() as handle:
+    with session.applied(say=True) as handle:
         conversation, told = Conversation(session, handle, turns=prompt is None), ""
         for text in (prompt,) if prompt is not None else _typed(session.has_turns):
             is_first = not conversation.messages

@@ -12,17 +12,36 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from filelock import FileLock, Timeout
 
+from sparsekv import __version__
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.plans.files import content_digest, read_text, write_bytes
 from sparsekv.runtime.core.pays import Pays, parse
+from sparsekv.runtime.model_config import device_name, dtype_name
 
 _LONGEST_WAIT = 60.0  # seconds for another engine's measurement
 _MAX_BYTES = 1 << 16
 
 Place = Mapping[str, str | int]
 """All that a rule depends on: the plan's digest, device, versions, precision, page and step size, ranks."""
+
+
+def place_of(
+    plan: str, device: torch.device, dtype: torch.dtype, backend: str, float8: bool, **of_host: str | int
+) -> Place:
+    """The place of a plan's digest on a device, with all that a host adds."""
+    return {
+        "plan": plan,
+        "device": device_name(device),
+        "dtype": dtype_name(dtype),
+        "cache": "8 bits" if float8 else "model",
+        "backend": backend,
+        "cuda": str(torch.version.cuda),
+        "torch": torch.__version__,
+        "sparsekv": __version__,
+    } | of_host
 
 
 @dataclass(frozen=True, slots=True)

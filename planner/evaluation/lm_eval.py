@@ -55,7 +55,7 @@ class PlannedLM(TemplateLM):
         if not self._is_dense:
             found = load_plan(plan)
             self._chunk = prefill_chunk or (found.quality.chunk if found.quality else None)
-            self.handle = apply(self.loaded.model, found, info=self.loaded.info)
+            self.handle = apply(self.loaded.model, found, info=self.loaded.info, sparse="always")
 
     @property
     def eot_token_id(self) -> int:

@@ -90,6 +90,7 @@ class PlanMode:
             backend=self.backend,
             memory=memory,
             kv_dtype=self.stored,
+            sparse="always",
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -185,18 +185,3 @@ def _descending(thresholds: Iterable[tuple[int, int]]) -> Thresholds:
         if not lower or tokens < lower[-1][1]:
             lower.append((size, tokens))
     return Thresholds(tuple(size for size, _ in lower), tuple(tokens for _, tokens in lower))
-
-
-def raised(measured: Pays, least: Pays) -> Pays:
-    """The rule under which both are sparse: of each size the longer context."""
-    return Pays(_both(measured.prefill, least.prefill), _both(measured.decode, least.decode))
-
-
-def _both(first: Thresholds, second: Thresholds) -> Thresholds:
-    def pairs() -> Iterator[tuple[int, int]]:
-        for size in sorted({*first.rows, *second.rows}):
-            contexts = first.at(size), second.at(size)
-            if None not in contexts:
-                yield size, max(context for context in contexts if context is not None)
-
-    return _descending(pairs())

@@ -31,8 +31,7 @@ def prefill(
     meter: Meter | None = None,
     overwrite_above: int | None = None,
 ) -> torch.Tensor:
-    """Attention of a chunk's rows to everything before them, as the bucket of the longest row says; dense where the
-    chunk has too few rows to gain.
+    """Attention of a chunk's rows to everything before them, as the bucket of the longest row says.
 
     Args:
         layer: what the layer computes.
@@ -79,7 +78,7 @@ def _attend(
     meter: Meter,
 ) -> torch.Tensor:  # fmt: skip
     k_BGKD, v_BGKD = keys.contiguous(chunk.longest)
-    window, patterns = layer.window, layer.patterns_for(chunk)
+    window, patterns = layer.window, layer.patterns_at(chunk.longest)
     causal = layer.heads * chunk.causal_tiles(layer.tile, window)
     if not patterns and keys.softmax is PLAIN:
         meter.add_dense_prefill(causal)

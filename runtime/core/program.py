@@ -14,11 +14,11 @@ from functools import cached_property
 
 import torch
 
-from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention, Segment
+from sparsekv.runtime.core.pays import Pays, Thresholds
 from sparsekv.runtime.core.roles import DENSE, Evicting, Filter, Follower, Recurrent, Role
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import NewCarried
@@ -64,18 +64,11 @@ class LayerProgram:
     tile: TileShape = DEFAULT_TILE
     bounds: tuple[int, ...] = ()  # the longest context of every prefill bucket but the last
     patterns: tuple[tuple[Pattern, ...], ...] = ((),)  # by prefill bucket, one a query head; () is dense
-    dense_rows: int = 0  # a chunk with fewer rows than this, behind a past, is not worth an index
     role: Role = DENSE
 
     def patterns_at(self, length: int) -> tuple[Pattern, ...]:
         """One pattern a query head at a context of `length` tokens (past + chunk); none if all are dense."""
         return self.patterns[bisect_left(self.bounds, length)]
-
-    def patterns_for(self, chunk: Chunk) -> tuple[Pattern, ...]:
-        """One pattern a query head; none if all are dense: at the chunk's context, or because the chunk has too few
-        rows."""
-        few = any(chunk.past) and max(chunk.rows) < self.dense_rows
-        return () if few else self.patterns_at(chunk.longest)
 
     @property
     def without_patterns(self) -> LayerProgram:
@@ -138,6 +131,12 @@ class Program:
         return tuple((layers[0], len(layers)) for layers in kinds.values())
 
     @property
+    def hint(self) -> Pays:
+        """Where the program is sparse as long as nothing was measured: an index over a long past for a part of a row
+        tile does not pay."""
+        return Pays(prefill=Thresholds((self.layers[0].tile.query,), (0,)))
+
+    @property
     def dense_in_decode(self) -> Program:
         """The same model and prefill; every step attends to everything."""
         layers = (replace(layer, role=DENSE) if layer.role.is_sparse else layer for layer in self.layers)
@@ -189,10 +188,7 @@ def _layer(layer: int, role: Role, prefill: PrefillPlan | None, model: ModelInfo
         bounds = tuple(bucket.up_to for bucket in prefill.lengths if bucket.up_to is not None)
         rows = [prefill.bucket(bound) for bound in (*bounds, (bounds[-1] if bounds else 0) + 1)]
         patterns = tuple(_dense_as_none(row.patterns(layer, group.heads)) for row in rows)
-        # Where sparse attention of a short prompt does not pay, an index over a long past for a part of a row tile does
-        # not either.
-        few = prefill.tile.query if prefill.lengths[0].dense else 0
-        whole = replace(whole, tile=prefill.tile, bounds=bounds, patterns=patterns, dense_rows=few)
+        whole = replace(whole, tile=prefill.tile, bounds=bounds, patterns=patterns)
     return whole.for_heads(queries, kv)
 
 

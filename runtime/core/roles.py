@@ -296,9 +296,9 @@ class Filter(_InSegment):
         state.remember(self.segment, new.q_BHWD)
 
     def step(self, step: Step) -> torch.Tensor:
+        step.state.remember_step(self.segment, step.q_BHQD)
         if step.verifies:
             return step.attend_all()
-        step.state.remember_step(self.segment, step.q_BHQD)
         if self.itself is not None:
             self.choose(step)
             return self.itself.step(step)

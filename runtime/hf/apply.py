@@ -20,15 +20,17 @@ from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import KVDtype, format_ids
+from sparsekv.runtime.core.pays import Pays, parse
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.cache import Given, SparseLayer, attending, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.exact import ExactLoop
-from sparsekv.runtime.hf.graphs import StepGraphs
+from sparsekv.runtime.hf.graphs import StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
+from sparsekv.runtime.hf.pays_here import measured_rule
 from sparsekv.runtime.hf.placement import OffloadMode, layouts_of, warn_of_host_layers
 from sparsekv.runtime.hf.plan_engine import Paging, PlanEngine
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers, rope_switch
@@ -69,6 +71,11 @@ class Handle:
     def builder_failed(self) -> str:
         """Returns why torch builds the indices in place of Triton; empty where Triton did not fail."""
         return self._engine.fallback.builder_failed
+
+    @property
+    def pays(self) -> Pays:
+        """Where chunks and decode steps are sparse."""
+        return self._engine.pays
 
     @property
     def steps(self) -> StepGraphs | None:
@@ -284,6 +291,7 @@ def apply(
     memory: HostMemory | None = None,
     exact: bool | Literal["decode"] = False,
     kv_dtype: KVDtype = "auto",
+    sparse: str = "auto",
 ) -> Handle:
     """Runs `model` by `plan` until the returned handle is closed; `model(...)` and `model.generate(...)` as before.
 
@@ -306,6 +314,9 @@ def apply(
         exact: the output is that of dense attention: the plan's decode drafts, dense attention checks; prefill is
             dense, or by the plan with "decode". See docs/exact.md.
         kv_dtype: "fp8" stores keys and values in e4m3, in half the bytes of 16 bits; "auto" as the model makes them.
+        sparse: "auto" is sparse where that is measured to be faster, once on each GPU, before this returns; on a CPU in
+            passes of as many rows as a tile. Else "always", "never", or a rule of contexts x rows of a chunk or a step:
+            "prefill=18kx512,8kx4k decode=40kx1,11kx4". Steps by layers that evict or are in host memory stay sparse.
 
     Returns:
         The handle, which is also a context manager.
@@ -324,6 +335,8 @@ def apply(
     if not isinstance(exact, bool) and not (isinstance(exact, str) and exact == "decode"):
         raise UsageError(f'expected exact to be True, False or "decode", found {exact!r:.40}')
     check_type(str, "a name", backend=backend)
+    check_type(str, "auto, always, never or a rule", sparse=sparse)
+    pays = None if sparse == "auto" else parse(sparse)
     check_type(HostMemory | None, "a HostMemory", memory=memory)
     check_type(ModelInfo | None, "a ModelInfo", info=info)
     check_type(Chunking | None, "a Chunking", chunking=chunking)
@@ -350,7 +363,10 @@ def apply(
     program = Program.of(*phases, info, evicting=evicting)
     paging = Paging.of(model, sizes)
     cut = partial(check_cut, executed)
-    engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, paging, cut, memory, exact=bool(exact))
+    if pays is None and can_capture(model.device, choice.name):
+        pays = measured_rule(executed, program, info, model, choice.name, float8)
+    pays = pays or program.hint
+    engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, paging, cut, memory, bool(exact), pays)
     return Handle(model, engine, choice, sizes)
 
 

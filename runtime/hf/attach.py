@@ -375,7 +375,9 @@ class Attached:
             phase = prompt.phase(cache, past)
         ends = prompt is not None and phase is Phase.PREFILL and past + new >= prompt.end
         if phase is None:
-            phase = self._engine.step_phase if new == 1 and past > 0 else Phase.PREFILL
+            phase = Phase.PREFILL
+            if cache is not None and new == 1 and past > 0:
+                phase = self._engine.step_phase(cache, lengths)
         columns = None if tokens is None else Columns(tokens, past, lengths, self._switch)
         rows = None if columns is None else rows_of_pass(inputs, columns, phase, is_checked)
         numbered = rows is not None or inputs.get("position_ids") is not None

@@ -41,6 +41,7 @@ class Phase(Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    DENSE = "dense decode"  # a decode step of which all tokens attend to everything, where that is faster
     CHECK = "check"  # a few tokens behind a past, dense, as decode steps of dense attention compute them
 
 
@@ -245,9 +246,8 @@ class Engine(CacheOwner, Protocol):
     def executors(self) -> Sequence[Executor]:
         """Returns what runs its forward passes, besides that of long inputs."""
 
-    @property
-    def step_phase(self) -> Phase:
-        """Returns what a pass of one token behind a past is."""
+    def step_phase(self, cache: Cache, lengths: tuple[int, ...]) -> Phase:
+        """The phase of a pass of one token behind a past of so many tokens in each row."""
 
     def check_cut(self, chunk: int | None, tokens: int) -> None:
         """Warns where a prompt of so many tokens is to run in chunks of another size than was verified, or whole."""
@@ -264,7 +264,6 @@ class DenseEngine:
 
     differentiable = False
     sees_all = True
-    step_phase = Phase.DECODE
     loop: Loop | None = None
     fixed_rows = FixedRows()
     float8 = False
@@ -281,6 +280,9 @@ class DenseEngine:
 
     def executors(self) -> Sequence[Executor]:
         return ()
+
+    def step_phase(self, cache: Cache, lengths: tuple[int, ...]) -> Phase:
+        return Phase.DECODE
 
     def check_cut(self, chunk: int | None, tokens: int) -> None:
         """Any will do."""

@@ -20,13 +20,14 @@ from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core.decode import Seen, count_step, decode
+from sparsekv.runtime.core.pays import ALWAYS, Pays
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import Attempt
 from sparsekv.runtime.core.state import DecodeState, Observed
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
-from sparsekv.runtime.hf.cache import SparseLayer, first_of, is_autocast
+from sparsekv.runtime.hf.cache import SparseLayer, attending, first_of, is_autocast
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
@@ -55,6 +56,7 @@ class PlanEngine:
         check_cut: told before a prompt runs: most tokens at once, and of how many.
         memory: where blocks of host memory come from; its own when None.
         exact: the program's steps are drafts, and what they draft is checked.
+        pays: where chunks and steps are sparse; everywhere else they are dense.
     """
 
     differentiable = False
@@ -70,6 +72,7 @@ class PlanEngine:
         check_cut: Callable[[int | None, int], None],
         memory: HostMemory | None = None,
         exact: bool = False,
+        pays: Pays = ALWAYS,
     ) -> None:
         self.open = True
         self.float8 = paging.sizes.float8
@@ -85,7 +88,8 @@ class PlanEngine:
         self._told = False
         self.program = program
         self.sees_all = bool(program.remembers)
-        self._programs = {Phase.DECODE: program} | ({Phase.CHECK: program.dense_in_decode} if exact else {})
+        self.pays = pays
+        self._programs = {Phase.DECODE: program, Phase.CHECK if exact else Phase.DENSE: program.dense_in_decode}
         self.placement = placement
         self._chunking = chunking
         self.memory = HostMemory() if memory is None else memory
@@ -117,9 +121,14 @@ class PlanEngine:
             self.graphs = StepGraphs(self._model_type, self._programs, self.host_reads)
         return (self.graphs,)
 
-    @property
-    def step_phase(self) -> Phase:
-        return Phase.DECODE if self.loop is None else Phase.CHECK
+    def step_phase(self, cache: Cache, lengths: tuple[int, ...]) -> Phase:
+        if self.loop is not None:
+            return Phase.CHECK
+        if not self.program.sparse or self.pays.decode.pays(len(lengths), max(lengths) + 1):
+            return Phase.DECODE
+        # A dense step reads layers in host memory back as a whole, which costs more than a choice at any length.
+        in_host_memory = any(type(layer.store) is HostStore for layer in attending(cache))
+        return Phase.DECODE if in_host_memory else Phase.DENSE
 
     def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
         """Starts a pass at which the rows have these lengths, the new tokens included, and counts a step."""
@@ -151,11 +160,13 @@ class PlanEngine:
             assert entry is not None, "a step without a cache"
             step = partial(
                 decode, layer, call.q_BHSD, Seen(entry.store, call.seen), entry.state, scale=call.scale,
-                verifies=call.phase is Phase.CHECK, new_B=call.new_B,
+                verifies=call.phase is not Phase.DECODE, new_B=call.new_B,
             )  # fmt: skip
             return self.fallback.decode(lambda backend: step(backend=backend), self._backend, call.q_BHSD.device)
         chunk = call.chunk
-        layer = layer.without_patterns if call.is_cut else layer  # an index of so few rows costs more than it saves
+        pays = self.pays.prefill.pays(max(chunk.rows), chunk.longest)
+        if call.is_cut or not pays:  # an index of the few rows that are cut off costs more than it saves
+            layer = layer.without_patterns
         if entry is None:
             return self._prefill(layer, call, chunk)
         layer.role.observe(layer.layer, Observed(call.q_BHSD, call.scale, call.softmax), entry.state)

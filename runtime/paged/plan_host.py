@@ -16,7 +16,6 @@ from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, Softmax, full_view
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.types import format_ids
-from sparsekv.runtime.core.pays import ALWAYS
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.stats import Meter
@@ -109,7 +108,7 @@ class PlanHost:
         self.scratch = scratch
         self.decode: DecodeHost | None = None  # where the plan has a sparse one
         self.drafts = False  # which drafts alone: what counts is decoded dense
-        self.pays = ALWAYS  # until it is measured
+        self.pays = program.hint  # until it is measured
         self.counters = Counters()
         self.longest = longest
         self.fallback = Fallback(backend)
@@ -138,7 +137,7 @@ class PlanHost:
     def is_sparse(self, chunk: Chunk) -> bool:
         """Returns whether any layer prefills this chunk sparse, and that pays here."""
         pays = self.pays.prefill.pays(max(chunk.rows), chunk.longest)
-        return pays and any(layer.patterns_for(chunk) for layer in self.program.layers)
+        return pays and any(layer.patterns_at(chunk.longest) for layer in self.program.layers)
 
     def count_step(self, prefill: Sequence[PrefillRows]) -> None:
         for rows in prefill:
@@ -182,7 +181,7 @@ class PlanHost:
         for length in sorted({min(bound, self.longest) for bound in (*layer.bounds, self.longest)}, reverse=True):
             rows = min(len(q_THD), length)
             chunk = Chunk.uniform(1, length - rows, length)
-            patterns = layer.patterns_for(chunk)
+            patterns = layer.patterns_at(length)
             families = frozenset(pattern.pattern for pattern in patterns)
             if not patterns or families in self._warm:
                 continue

@@ -126,5 +126,5 @@ def split_rows(
     layer: LayerProgram, prefill: Sequence[PrefillRows]
 ) -> tuple[tuple[PrefillRows, ...], tuple[PrefillRows, ...]]:
     """The chunks that a layer runs by the plan's patterns, and those that it runs dense."""
-    sparse = tuple(rows for rows in prefill if layer.patterns_for(rows.chunk))
+    sparse = tuple(rows for rows in prefill if layer.patterns_at(rows.chunk.longest))
     return sparse, tuple(rows for rows in prefill if rows not in sparse)

@@ -15,14 +15,13 @@ from sparsekv.plans.errors import PlanWarning, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo, weights_fingerprint
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.core.pays import ALWAYS
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank
 from sparsekv.runtime.core.state import Gather, Observed
+from sparsekv.runtime.core.timed_layers import Place
 from sparsekv.runtime.hub import model_folder
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name, files_fingerprint, has_soft_cap
 from sparsekv.runtime.paged.decode_step import DecodeHost
 from sparsekv.runtime.paged.metrics import ServingStats
-from sparsekv.runtime.paged.pays_here import Place
 from sparsekv.runtime.paged.plan_host import PlanHost, Scratch
 from sparsekv.runtime.plan_checks import check_cut, check_plan, check_target
 from sparsekv.runtime.vllm.evicting_step import EvictingHost
@@ -99,7 +98,7 @@ def start_host(
     host.drafts = bool(options.exact)
     host.place = Place.of(plan, model.longest, model.step, model.rows)
     host.measures = options.pays is None
-    host.pays = options.pays or ALWAYS
+    host.pays = options.pays or program.hint
     if plan.retained:
         ranks = gather if model.rank.count > 1 else None
         host.evicting = EvictingHost(choice.name, host.fallback, scratch.copy, model.rows, ranks)

@@ -10,17 +10,17 @@ from functools import partial
 
 import torch
 
-from sparsekv import __version__
 from sparsekv.kernels.keys import FLOAT8, Scales
 from sparsekv.runtime.core.pays import Pays, parse
+from sparsekv.runtime.core.timed_layers import Timers
 from sparsekv.runtime.core.timing import Launch
-from sparsekv.runtime.model_config import device_name, dtype_name
-from sparsekv.runtime.paged.pays_here import Pages, measure_here
-from sparsekv.runtime.pays_cache import RuleFile
+from sparsekv.runtime.paged.pays_here import EngineLayers, Pages
+from sparsekv.runtime.pays_cache import RuleFile, place_of
 from sparsekv.runtime.settings import cache_folder
 from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm.engine_host import EngineHost
 
+_SECONDS = 5.0
 _MOST_TEXT = 1024  # bytes of a rule
 _FINITE = 0x7F  # bytes below it are numbers in e4m3
 
@@ -76,16 +76,14 @@ def measured_rule(host: EngineHost, kernels: VllmKernels) -> Pays:
     """The rule of this engine, from disk where it was measured before. Where memory is short the plan is sparse
     wherever it may be."""
     started, place = time.monotonic(), host.place
-    key = {
-        "plan": place.plan, "device": device_name(kernels.device), "dtype": dtype_name(kernels.dtype),
-        "cache": "model" if kernels.scales is None else "8 bits", "backend": host.backend,
-        "page": vllm.platform.page, "step": place.step, "longest": place.longest,
-        "rows": place.rows, "ranks": kernels.ranks,
-        "cuda": str(torch.version.cuda), "torch": torch.__version__, "vllm": vllm.release, "sparsekv": __version__,
-    }  # fmt: skip
+    key = place_of(
+        place.plan, kernels.device, kernels.dtype, host.backend, kernels.scales is not None,
+        page=vllm.platform.page, step=place.step, longest=place.longest, rows=place.rows, ranks=kernels.ranks,
+        vllm=vllm.release,
+    )  # fmt: skip
     file = RuleFile(key, cache_folder())
     try:
-        measure = partial(measure_here, host, kernels, place)
+        measure = partial(EngineLayers(host.program, place, Timers(), host, kernels).rule, _SECONDS)
         rule, is_new = file.read_or(measure) if kernels.ranks == 1 else _on_ranks(file, measure)
     except torch.OutOfMemoryError:
         vllm.logger.warning("sparsekv: no memory to measure where the plan is faster; it is sparse wherever it may be")

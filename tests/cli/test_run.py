@@ -239,6 +239,19 @@ def test_dense_needs_no_plan_and_each_phase_can_be_switched_off(sparsekv, copy):
     assert dense["kv_bytes_device"] > sparse["kv_bytes_device"]
 
 
+def test_sparse_says_where_the_plan_is_executed(sparsekv, folder):
+    call = ("run", folder, "--prompt", PROMPT, "--offload", "never", *FEW)
+    never, always = (sparsekv(*call, "--json", "--sparse", word).data for word in ("never", "always"))
+    assert (never["prefill_density"], never["decode_share"]) == (1, 1)
+    assert always["prefill_density"] < 1 > always["decode_share"]
+    rule = sparsekv(*call, "--json", "--sparse", "prefill=4kx1 decode=1x1").data
+    assert (rule["prefill_density"], rule["decode_share"]) == (1, pytest.approx(always["decode_share"]))
+    assert "or skipping is slower here (--sparse always)" in sparsekv(*call, "--sparse", "never").err
+    refused = sparsekv(*call, "--sparse", "sometimes")
+    assert refused.code == 2
+    assert "expected always, never, or thresholds" in refused.err
+
+
 def test_exact_says_what_dense_attention_says_and_prefills_by_the_plan_where_asked(sparsekv, copy):
     asked = ("--prompt", PROMPT, "--json", "--max-new-tokens", 24)
     exact, decode_alone, by_plan, half = (

@@ -14,8 +14,9 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
+from sparsekv.runtime.core.timed_layers import Place, Timers
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.paged.pays_here import Place, Timers, Work, measure_here
+from sparsekv.runtime.paged.pays_here import EngineLayers
 from sparsekv.runtime.vllm.engine_host import serving_stats
 from sparsekv.runtime.vllm.settings import read_options
 from sparsekv.runtime.vllm.timed_kernels import VllmKernels
@@ -109,8 +110,9 @@ def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(engine: Any
             launch()
         return [1.0, *[0.5] * (len(launches) - 1)]
 
-    kernels, place = VllmKernels(device, 64, torch.float32, 1), Place("sha256:", 3072, BUDGET, 4, shares)
-    rule = measure_here(host, kernels, place, Timers(launched, replayed))
+    kernels = VllmKernels(device, 64, torch.float32, 1)
+    place = Place("sha256:", 3072, BUDGET, 4, shares)
+    rule = EngineLayers(host.program, place, Timers(launched, replayed), host, kernels).rule(60.0)
     assert len(seen) > 2
     assert rule.prefill.pays(BUDGET, CROSSOVER + 200)
     assert not rule.prefill.pays(BUDGET, CROSSOVER)
@@ -121,9 +123,10 @@ def test_a_layer_of_random_keys_computes_the_share_of_the_plan(engine: Any, host
     kernels = VllmKernels(torch.device("cpu"), 64, torch.float32, 1)
     layer, chunk = host.program.layers[1], Chunk.uniform(1, 2560, 3072)
     heads = replace(layer, bounds=(), patterns=(tuple(layer.patterns_at(3072)[:1] * 4),))  # lines alone
-    work = Work(host, kernels, Place("sha256:", 3072, BUDGET, 4, {3072: 0.25}), Timers())
     q_THD, pages = kernels.queries(512, heads.heads), kernels.pages(1, 3072, heads.kv_heads, 1 << 30)
     keys = host.scratch.copy(pages.pages, pages.table_BP[0], 3072)
-    alike = work.alike(heads, q_THD, keys, chunk, 0.125)
-    index = build_index(alike.patterns_at(3072), q_THD.transpose(0, 1)[None], keys.k, chunk, layer.tile, scale=0.125)
+    q_BHTD = q_THD.transpose(0, 1)[None]
+    work = EngineLayers(host.program, Place("sha256:", 3072, BUDGET, 4, {3072: 0.25}), Timers(), host, kernels)
+    alike = work.alike(heads, q_BHTD, keys.k, chunk, 0.125)
+    index = build_index(alike.patterns_at(3072), q_BHTD, keys.k, chunk, layer.tile, scale=0.125)
     assert float(density(index, chunk)) == pytest.approx(0.25, rel=0.1)

@@ -1,4 +1,4 @@
-"""Which chunks a layer computes dense, and what follows when a kernel fails."""
+"""Which contexts a layer computes dense, and what follows when a kernel fails."""
 
 import pytest
 import torch
@@ -23,28 +23,16 @@ LAYER = Program.of(None, None, model_info(1, 4, 2)).layers[0]
 CHUNK = Chunk((0,), (100,))
 
 
-@pytest.mark.parametrize(
-    ("crossover", "past", "length", "sparse"),
-    [
-        (512, 0, 512, False),
-        (512, 0, 513, True),
-        (512, 2000, 2063, False),  # 63 rows
-        (512, 2000, 2064, True),
-        (0, 2000, 2001, True),  # the plan is sparse at every length
-        (0, 0, 40, True),
-    ],
-)
-def test_chunks_of_less_than_a_row_tile_are_dense_where_short_prompts_are(crossover, past, length, sparse) -> None:
+def test_the_hint_has_chunks_of_less_than_a_row_tile_dense() -> None:
     heads = (HeadGroup(layer=0, heads=(0, 1, 2, 3), pattern=SPARSE),)
-    dense = (PrefillBucket(up_to=crossover, dense=True),) if crossover else ()
-    plan = PrefillPlan(
-        tile=TileShape(query=64, key=64), lengths=(*dense, PrefillBucket(up_to=8192, heads=heads), OPEN_END)
-    )
-    dense_layer, layer = reversed(Program.of(plan, None, model_info(2, 4, 2)).layers)
-    assert bool(layer.patterns_for(Chunk((0, past), (1, length)))) is sparse
-    assert not dense_layer.patterns_for(Chunk((0, past), (1, length)))
-    chunk = Chunk((past,), (9000,))  # a layer that is dense in one bucket is sparse in another all the same
-    assert dense_layer.patterns_for(chunk) == layer.patterns_for(chunk) != ()
+    tile, dense = TileShape(query=64, key=64), PrefillBucket(up_to=512, dense=True)
+    plan = PrefillPlan(tile=tile, lengths=(dense, PrefillBucket(up_to=8192, heads=heads), OPEN_END))
+    program = Program.of(plan, None, model_info(2, 4, 2))
+    assert [program.hint.prefill.pays(rows, 9000) for rows in (63, 64)] == [False, True]
+    layer, dense_layer = program.layers
+    assert [bool(layer.patterns_at(length)) for length in (512, 513)] == [False, True]
+    assert not dense_layer.patterns_at(8192)
+    assert dense_layer.patterns_at(9000) == layer.patterns_at(9000) != ()  # dense in one bucket, sparse in another
 
 
 def attend(fallback: Fallback) -> torch.Tensor:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekv.plans.errors import UsageError
-from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds, contexts, measure, parse, raised
+from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds, contexts, measure, parse
 
 LENGTHS = contexts(2048, 131072)
 SIZES = (128, 512, 2048, 8192, 16384)
@@ -74,12 +74,6 @@ def test_a_step_between_two_sizes_has_the_longer_context():
 def test_a_rule_is_read_as_it_was_written(prefill, decode):
     rule = Pays(thresholds(prefill), thresholds(decode))
     assert parse(str(rule)) == rule
-
-
-@given(SMALL, SMALL, st.integers(1, 1 << 18), st.integers(1, 1 << 21))
-def test_a_raised_rule_is_sparse_where_both_are(first, second, rows, tokens):
-    both = raised(Pays(prefill=thresholds(first)), Pays(prefill=thresholds(second))).prefill
-    assert both.pays(rows, tokens) == (thresholds(first).pays(rows, tokens) and thresholds(second).pays(rows, tokens))
 
 
 @pytest.mark.parametrize(

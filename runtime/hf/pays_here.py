@@ -1,0 +1,142 @@
+"""Measures from how many tokens on a plan is faster than dense attention in transformers, once a plan and device.
+
+Timed is one layer over random keys: what `core.prefill` computes of a chunk beside the fastest dense kernel, and
+captured decode steps of each kind of layer beside a dense one.
+
+Shapes: B rows, H query heads, G KV heads, T rows of a chunk, K tokens, D head size.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from sparsekv.kernels.backends import Fallback
+from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, full_view
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.errors import PlanWarning
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.core.decode import Resident, decode
+from sparsekv.runtime.core.pays import Pays
+from sparsekv.runtime.core.prefill import prefill
+from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.roles import DENSE
+from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.core.timed_layers import Place, TimedLayers, Timers
+from sparsekv.runtime.core.timing import Launch
+from sparsekv.runtime.pays_cache import RuleFile, place_of
+from sparsekv.runtime.settings import cache_folder
+
+_SECONDS = 1.0  # for each planned length
+_STEP = 16_384  # rows of the largest chunk; larger ones follow its threshold
+_ROWS = 16  # of the largest decode step, likewise
+_MOST_BYTES = 1 << 31  # of keys and values, many times a device's cache: more rows overlap
+
+
+def measured_rule(
+    plan: Plan, program: Program, info: ModelInfo, model: PreTrainedModel, backend: str, float8: bool
+) -> Pays:
+    """The rule of a plan on this device, from disk where it was measured before; the hint where memory is short."""
+    place = Place.of(plan, max(plan.planned_lengths, default=info.context_length), _STEP, _ROWS)
+    layers = ModelLayers(program, place, Timers(), info, model.device, model.dtype, backend, float8)
+    key = place_of(
+        place.plan, model.device, model.dtype, backend, float8, host="transformers", model=info.fingerprint.architecture
+    )
+    seconds = _SECONDS * max(1, len(plan.planned_lengths))
+    try:
+        return RuleFile(key, cache_folder()).read_or(partial(layers.compiled_rule, seconds))[0]
+    except torch.OutOfMemoryError:
+        warnings.warn("no memory to measure where the plan is faster; it is sparse wherever it may be", PlanWarning, 3)
+        return program.hint
+    finally:
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayers(TimedLayers):
+    """The layers of a model of transformers.
+
+    Attributes:
+        backend: of prefill and decode.
+        float8: keys and values are in 8 bits.
+    """
+
+    info: ModelInfo
+    device: torch.device
+    dtype: torch.dtype
+    backend: str
+    float8: bool
+
+    @torch.no_grad()
+    def compiled_rule(self, seconds: float) -> Pays:
+        """See `rule`; kernels are compiled before the time runs."""
+        with torch.cuda.device(self.device):
+            replace(self, timers=Timers(_launched_once, _launched_once)).rule(60.0)
+            return self.rule(seconds)
+
+    def prefill_gain(self, layer: LayerProgram, rows: int, length: int) -> float:
+        q_BHTD, k_BGKD, v_BGKD = self._tensors(layer, 1, rows, length)
+        chunk, scale = Chunk.uniform(1, length - rows, length), q_BHTD.shape[3] ** -0.5
+        attend = partial(
+            prefill,
+            q_BHSD=q_BHTD,
+            keys=full_view(k_BGKD, v_BGKD),
+            chunk=chunk,
+            scale=scale,
+            fallback=Fallback(self.backend),
+        )
+        alike = self.alike(layer, q_BHTD, k_BGKD, chunk, scale)
+        launches = [partial(attend, layer.without_patterns), partial(attend, alike)]
+        dense_us, sparse_us = self.timers.launched(launches, self.device)
+        return dense_us / sparse_us
+
+    def decode_gain(self, rows: int, length: int) -> float:
+        """All layers of a step, of which one of each kind is timed, filter layers first."""
+        state = DecodeState(self.program.segments, carried=self.program.carried)
+        state.begin(torch.full((rows,), length, dtype=torch.int32, device=self.device), self.device)
+        kinds = [layer for layer, _ in self.kinds]
+        q_BHTD, *kv_BGKD = self._tensors(kinds[0], rows, 1, length)
+        keys = self._stored(full_view(*kv_BGKD))
+
+        def step(layer: LayerProgram) -> torch.Tensor:
+            scale = q_BHTD.shape[3] ** -0.5
+            return decode(layer, q_BHTD, Resident(keys), state, scale=scale, backend=self.backend)
+
+        layers = [replace(kinds[0], role=DENSE), *kinds]
+        timer = self.timers.launched if self.program.remembers else self.timers.replayed  # as they run
+        times = timer([partial(step, layer) for layer in layers], self.device)
+        return self.step_gain(times)
+
+    def _tensors(
+        self, layer: LayerProgram, batch: int, queries: int, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values."""
+        size, kv_heads = self.info.group_of(layer.layer).head_dim, layer.kv_heads
+        new = partial(torch.randn, dtype=self.dtype, device=self.device)
+        most = _MOST_BYTES // (2 * kv_heads * size * self.dtype.itemsize)
+        tokens = max(length, min(batch * length, most))
+        apart = (tokens - length) // max(1, batch - 1)
+        shape, strides = (batch, kv_heads, length, size), (apart * size, tokens * size, size, 1)
+        k_BGKD, v_BGKD = (new(kv_heads, tokens, size).as_strided(shape, strides) for _ in range(2))
+        return new(batch, layer.heads, queries, size), k_BGKD, v_BGKD
+
+    def _stored(self, keys: KeyView) -> KeyView:
+        """The keys in the precision of a cache."""
+        if not self.float8:
+            return keys
+        ones_G = torch.ones(keys.kv_heads, device=self.device)
+        k_BGKD, v_BGKD = (x.to(FLOAT8) for x in (keys.k, keys.v))
+        return replace(keys, k=k_BGKD, v=v_BGKD, scales=Scales(ones_G, ones_G, self.dtype))
+
+
+def _launched_once(launches: Sequence[Launch], device: torch.device) -> Sequence[float]:
+    """Compiles kernels, as nothing is timed: every size and length is asked for where sparse always gains."""
+    for launch in launches:
+        launch()
+    return [2.0, *[1.0] * (len(launches) - 1)]

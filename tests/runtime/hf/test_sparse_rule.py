@@ -1,0 +1,211 @@
+"""`apply(sparse=...)`: chunks and steps outside the rule are those of a plan that is dense there."""
+
+import copy
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from emulated_graphs import emulate
+from tiny_models import random_tokens, steps, tiny_model
+from tiny_plans import decode_plan, drops, every_head, info_of, plan_for, segment
+
+from sparsekv.plans.errors import PlanWarning, UsageError
+from sparsekv.plans.patterns import VerticalSlash, tokens
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
+from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
+from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.timed_layers import Place, Timers
+from sparsekv.runtime.hf import pays_here
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.pays_here import ModelLayers, measured_rule
+
+PATTERN = VerticalSlash(vertical=tokens(16), slash=tokens(16), max_tiles=tokens(64))
+CHUNK = 80
+LAST = segment(0, (1, 2, 3), 12)
+OLDER = segment(0, (1, 2, 3), 12, selector="uniform", window=5)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(layers=4)
+
+
+def prefill_plan(model, dense_up_to=0):
+    plan = every_head(model, PATTERN)
+    dense = (PrefillBucket(up_to=dense_up_to, dense=True),) if dense_up_to else ()
+    sparse = plan.lengths[0].model_copy(update={"up_to": 4096})
+    return plan.model_copy(update={"lengths": (*dense, sparse, plan.lengths[0])})
+
+
+def decode_lengths(some, dense_up_to=0):
+    sparse = DecodeBucket(up_to=None, segments=(some,))
+    dense = (DecodeBucket(up_to=dense_up_to, dense=True),) if dense_up_to else ()
+    return DecodePlan(lengths=(*dense, sparse))
+
+
+def logits(model, plan, prompt, new, **how):
+    """Of each chunk of a prompt, and of each token behind it."""
+    with apply(model, plan, **how) as handle:
+        seen, cache = [], None
+        for chunk in prompt.split(CHUNK, 1):
+            found, cache = steps(model, chunk, new[:, :0], cache)
+            seen.append(found)
+        for token in new.split(1, 1):
+            found, cache = steps(model, token, new[:, :0], cache)
+            seen.append(found)
+        return torch.cat(seen, 1), handle.stats()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_dense_up_to_a_context_and_sparse_behind_it_is_a_plan_with_such_buckets(model, seed):
+    at = random.Random(seed).randrange(CHUNK, 460)
+    prompt, new = random_tokens(1, 400, seed), random_tokens(1, 60, seed + 10)
+    parts = plan_for(model, prefill_plan(model, at), decode_lengths(LAST, at))
+    rule = f"prefill={at + 1}x1 decode={at + 1}x1"
+    whole = plan_for(model, prefill_plan(model), decode_lengths(LAST))
+    expected, counts = logits(model, parts, prompt, new, sparse="always")
+    found, seen = logits(model, whole, prompt, new, sparse=rule)
+    assert torch.equal(found, expected)
+    assert seen == counts
+    dense, _ = logits(model, whole, prompt, new, sparse="never")
+    short = sum(end <= at for end in [*range(CHUNK, 401, CHUNK), *range(401, 461)])
+    assert torch.equal(found[:, :short], dense[:, :short])
+    assert not torch.equal(found, dense)
+
+
+def test_a_dense_step_remembers_its_queries_for_sparse_ones(model):
+    prompt, new = random_tokens(1, 40), random_tokens(1, 20, 1)
+    parts, whole = (plan_for(model, None, decode_lengths(OLDER, at)) for at in (50, 0))
+    expected, _ = logits(model, parts, prompt, new, sparse="always")
+    found, _ = logits(model, whole, prompt, new, sparse="prefill=never decode=51x1")
+    assert torch.equal(found, expected)
+
+
+def test_rows_and_chunks_that_are_too_small_are_dense(model):
+    plan = plan_for(model, prefill_plan(model), decode_lengths(LAST))
+    prompt, new = random_tokens(2, 160), random_tokens(2, 4, 1)
+    rule = f"prefill=1x{CHUNK + 1} decode=1x3"
+    assert torch.equal(*(logits(model, plan, prompt, new, sparse=one)[0] for one in (rule, "never")))
+    rule = f"prefill=1x{CHUNK} decode=1x2"
+    assert torch.equal(*(logits(model, plan, prompt, new, sparse=one)[0] for one in (rule, "always")))
+
+
+def test_on_a_cpu_chunks_of_less_than_a_row_tile_alone_are_dense(model):
+    plan = plan_for(model, prefill_plan(model), decode_lengths(LAST))
+    with apply(model, plan) as handle:
+        assert handle.pays == Pays(prefill=Thresholds((64,), (0,)))
+
+
+def test_layers_that_evict_or_are_in_host_memory_run_as_planned(model):
+    prompt, new = random_tokens(1, 80), random_tokens(1, 6, 1)
+    evicting = plan_for(model, None, None, drops((0, 1, 2, 3), 20))
+    host = plan_for(model, None, decode_plan(LAST, offload=(1, 2, 3)))
+    for plan, how in ((evicting, {}), (host, {"offload": "always"})):
+        found, expected = (logits(model, plan, prompt, new, sparse=one, **how)[0] for one in ("never", "always"))
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the steps are captured there")
+def test_captured_steps_go_from_dense_to_sparse_over_one_cache(model, monkeypatch):
+    prompt, new, rule = random_tokens(1, 40), random_tokens(1, 8, 1), "prefill=never decode=45x1"
+    plan = plan_for(model, None, decode_lengths(LAST))
+    expected, _ = logits(model, plan, prompt, new, sparse=rule)
+    emulate(monkeypatch)
+    with apply(model, plan, backend="triton", sparse=rule) as handle:
+        found, cache = steps(model, prompt, new[:, :4])
+        again = copy.deepcopy(cache)
+        more, _ = steps(model, new[:, 4:5], new[:, 5:], cache)
+        assert (handle.steps.replayed, handle.steps.captures, handle.steps.why_not) == (8, 2, "")
+        copied, _ = steps(model, new[:, 4:5], new[:, 5:], again)
+    for rest in (more, copied):
+        torch.testing.assert_close(torch.cat((found, rest), 1), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_steps_that_need_older_queries_are_captured_neither_dense(model, monkeypatch):
+    emulate(monkeypatch)
+    plan = plan_for(model, None, decode_lengths(OLDER))
+    with (
+        apply(model, plan, backend="triton", sparse="never") as handle,
+        pytest.warns(UserWarning, match="older queries"),
+    ):
+        steps(model, random_tokens(1, 30), random_tokens(1, 2, 1))
+    assert handle.steps.replayed == 0
+
+
+def test_another_word_is_no_rule(model):
+    with pytest.raises(UsageError, match="expected always, never, or thresholds"):
+        apply(model, plan_for(model), sparse="sometimes")
+
+
+def work_on(model, launched, replayed, backend="cpu"):
+    plan = plan_for(model, prefill_plan(model, 200), decode_lengths(LAST, 300))
+    program, place = Program.of(plan.prefill, plan.decode, plan.model), Place("sha256:", 1024, 512, 4, {1024: 0.5})
+    timers, device = Timers(launched, replayed), torch.device("cpu")
+    return ModelLayers(program, place, timers, info_of(model), device, torch.float32, backend, float8=False)
+
+
+def test_a_measurement_runs_dense_and_sparse_kernels_of_a_layer(model):
+    seen = []
+
+    def launched(launches, device):
+        outs = [launch() for launch in launches]
+        seen.append([out.shape for out in outs])
+        assert not torch.allclose(*outs)
+        return [2.0, 1.0]
+
+    def replayed(launches, device):
+        dense, choosing, following = (launch() for launch in launches)
+        torch.testing.assert_close(dense, choosing)  # the filter layer attends to everything
+        assert dense.shape == following.shape
+        assert not torch.allclose(dense, following)
+        return [1.0, 1.5, 0.5]
+
+    rule = work_on(model, launched, replayed).rule(60.0)
+    assert seen
+    assert rule.prefill.pays(512, 512)
+    assert not rule.prefill.pays(512, 200)
+    assert (rule.decode.at(1), rule.decode.at(4)) == (363, 363)  # the first power of sqrt(2) behind the dense bucket
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in Triton's interpreter")
+@pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "8 bits"])
+def test_kernels_of_a_gpu_decode_over_rows_that_overlap(model, monkeypatch, float8):
+    emulate(monkeypatch)
+    monkeypatch.setattr(pays_here, "_MOST_BYTES", 1 << 20)
+    seen = []
+
+    def replayed(launches, device):
+        seen.extend([launch() for launch in launches])
+        return [1.0, 1.0, 1.0]
+
+    work = work_on(model, lambda launches, device: [1.0, 1.0], replayed, backend="triton")
+    assert replace(work, float8=float8).rule(60.0) == NEVER
+    dense, choosing, following = seen
+    torch.testing.assert_close(dense, choosing)
+    assert dense.shape == following.shape == (4, 4, 1, 32)
+    assert not torch.allclose(dense[0], dense[1])
+    assert not torch.allclose(dense, following)
+
+
+def test_where_sparse_is_slower_everything_is_dense(model):
+    work = work_on(model, lambda launches, device: [1.0, 1.0], lambda launches, device: [1.0, 1.0, 1.0])
+    assert work.rule(60.0) == NEVER
+
+
+def test_a_rule_is_measured_once_and_what_has_no_memory_has_the_hint(model, monkeypatch, tmp_path: Path):
+    plan = plan_for(model, prefill_plan(model), decode_lengths(LAST))
+    program, calls = Program.of(plan.prefill, plan.decode, plan.model), []
+    here = (plan, program, info_of(model), model, "cpu", False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def failing(self, seconds):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(ModelLayers, "compiled_rule", failing)
+    with pytest.warns(PlanWarning, match="no memory to measure"):
+        assert measured_rule(*here) == program.hint
+    monkeypatch.setattr(ModelLayers, "compiled_rule", lambda self, seconds: calls.append(seconds) or ALWAYS)
+    assert [measured_rule(*here) for _ in range(2)] == [ALWAYS, ALWAYS]
+    assert calls == [1.0]
