@@ -30,9 +30,9 @@ from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
-from sparsekv.runtime.hf.pays_here import measured_rule
 from sparsekv.runtime.hf.placement import OffloadMode, layouts_of, warn_of_host_layers
 from sparsekv.runtime.hf.plan_engine import Paging, PlanEngine
+from sparsekv.runtime.hf.timed_model import measured_rule
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers, rope_switch
 from sparsekv.runtime.plan_checks import Host, check_cut, check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore

@@ -17,9 +17,9 @@ from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
 from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.timed_layers import Place, Timers
-from sparsekv.runtime.hf import pays_here
+from sparsekv.runtime.hf import timed_model
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.pays_here import ModelLayers, measured_rule
+from sparsekv.runtime.hf.timed_model import ModelLayers, measured_rule
 
 PATTERN = VerticalSlash(vertical=tokens(16), slash=tokens(16), max_tiles=tokens(64))
 CHUNK = 80
@@ -173,7 +173,7 @@ def test_a_measurement_runs_dense_and_sparse_kernels_of_a_layer(model):
 @pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "8 bits"])
 def test_kernels_of_a_gpu_decode_over_rows_that_overlap(model, monkeypatch, float8):
     emulate(monkeypatch)
-    monkeypatch.setattr(pays_here, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(timed_model, "_MOST_BYTES", 1 << 20)
     seen = []
 
     def replayed(launches, device):
