@@ -69,7 +69,7 @@ def test_a_divergence_of_decode_is_refused_where_the_profile_has_no_trials(
 
 def test_verification_and_costs_of_other_heads_are_refused(measured: Profile, cost: Prices, folder: Path) -> None:
     with pytest.raises(UsageError, match="weights"):
-        compile_plan(job_of_files(str(folder), quick_options(), measured, cost))
+        compile_plan(job_of_files(str(folder), quick_options(verify="small"), measured, cost))
     other = made_up_prices(shape=HeadShape(heads=8, kv_heads=2, head_dim=32))
     with pytest.raises(UsageError, match="device cost"):
         compile_plan(job_of_files(str(folder), OPTIONS, measured, other))
