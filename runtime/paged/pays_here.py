@@ -79,7 +79,7 @@ class EngineLayers(TimedLayers):
         alike = self.alike(layer, q_THD.transpose(0, 1)[None], keys().k, chunk, scale)
 
         def sparse() -> None:
-            out_THD.copy_(self.host.timed_prefill(alike, q_THD, keys(), chunk, scale))
+            out_THD.copy_(self.host.prefill(alike, q_THD, keys(), chunk, scale, counted=False))
 
         dense = kernels.dense(q_THD, pages, [length], out_THD)
         dense_us, sparse_us = self.timers.launched([dense, sparse], kernels.device)

@@ -18,7 +18,6 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.paged.decode_step import DecodeHost
 from sparsekv.runtime.paged.metrics import Counters
 from sparsekv.runtime.paged.step_rows import PrefillRows
@@ -147,7 +146,7 @@ class PlanHost:
                 self.counters.dense_tokens += rows.chunk.rows[0]
 
     def prefill(
-        self, layer: LayerProgram, q_THD: torch.Tensor, keys: KeyView, chunk: Chunk, scale: float
+        self, layer: LayerProgram, q_THD: torch.Tensor, keys: KeyView, chunk: Chunk, scale: float, counted: bool = True
     ) -> torch.Tensor:
         """[T, H, D]: attention of one request's chunk by the plan. Query tiles count from the chunk's first row, and
         patterns are estimated from its own last queries, so that any cut of a prompt runs sparse where that pays.
@@ -155,18 +154,7 @@ class PlanHost:
         Args:
             keys: all keys of the request so far, contiguous.
         """
-        return self._attend(layer, q_THD, keys, chunk, scale, self.counters.meter)
-
-    def timed_prefill(
-        self, layer: LayerProgram, q_THD: torch.Tensor, keys: KeyView, chunk: Chunk, scale: float
-    ) -> torch.Tensor:
-        """`prefill`, without counting."""
-        return self._attend(layer, q_THD, keys, chunk, scale, None)
-
-    def _attend(
-        self, layer: LayerProgram, q_THD: torch.Tensor, keys: KeyView, chunk: Chunk, scale: float, meter: Meter | None
-    ) -> torch.Tensor:
-        q_BHTD = q_THD.transpose(0, 1)[None]
+        q_BHTD, meter = q_THD.transpose(0, 1)[None], self.counters.meter if counted else None
         out_BHTD = prefill(layer, q_BHTD, keys, chunk, scale=scale, fallback=self.fallback, meter=meter)
         return out_BHTD[0].transpose(0, 1)
 

@@ -8,7 +8,10 @@ from tiny_plans import EVERYTHING, decode_plan, drops, every_head, plan_for, seg
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
+from sparsekv.runtime.core.pays import parse
+from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.timed_model import ModelLayers, measured_rule
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import Reads
@@ -155,3 +158,17 @@ def test_pinned_memory_holds_what_was_moved(hot):
         assert torch.equal(keys.v[b][:, at], there.v[b][:, wanted])
     assert moved.rows.on_host.is_pinned()
     assert moved.bytes.device < whole.bytes.device
+
+
+def test_where_a_plan_is_faster_is_measured_once(model, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pattern = VerticalSlash(vertical=tokens(64), slash=tokens(64), max_tiles=tokens(256))
+    plan = plan_for(model, every_head(model, pattern), decode_plan(segment(0, (1, 2), 64)))
+    program = Program.of(plan.prefill, plan.decode, plan.model)
+    here = (plan, program, plan.model, model, "triton", False)
+    rule = measured_rule(*here)
+    assert parse(str(rule)) == rule
+    (file,) = (tmp_path / "sparsekv").glob("pays-*.json")
+    assert str(rule) in file.read_text()
+    monkeypatch.setattr(ModelLayers, "compiled_rule", None)
+    assert measured_rule(*here) == rule
