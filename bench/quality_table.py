@@ -137,7 +137,8 @@ class Table:
 
     def run(self, peer_lengths: Sequence[int]) -> bool:
         """Runs what is not there yet; returns whether all of it is."""
-        self.kit = self.kit or prepare(self.inputs.loaded.tokenizer, Split.EVALUATION)
+        kit = self.kit or prepare(self.inputs.loaded.tokenizer, Split.EVALUATION)
+        self.kit = kit.shared_by(tuple(ruler_suite.RULER_SUITE), self.asked.lengths)
         self.asked.check_fit(self.kit)
         return all(self._all(stage) for stage in self._stages(peer_lengths))
 

@@ -68,6 +68,7 @@ class SuiteSamples:
             PromptError: the task does not fit.
         """
         try:
+            kit = kit.shared_by(tuple(RULER_SUITE), self.lengths)
             yield from make_samples(task, kit, length, self.seed, self.samples)
         except TaskError as error:
             raise PromptError(

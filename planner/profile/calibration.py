@@ -95,7 +95,8 @@ class Calibration:
     def _drawn(self, length: int, samples: int, first: int) -> tuple[CalibrationPrompt, ...]:
         tasks = task_of_each(self.tasks, samples)
         turns = [(task, tasks[:index].count(task)) for index, task in enumerate(tasks)]
-        return tuple(_from_task(self._kit, *turn, length, self.seed) for turn in turns[first:])
+        kit = self._kit.shared_by(self.tasks, (length,))
+        return tuple(_from_task(kit, *turn, length, self.seed) for turn in turns[first:])
 
     @cached_property
     def _kit(self) -> Kit:

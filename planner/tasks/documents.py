@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from sparsekv.planner.tasks.library import SHORT, Library, Shares
 from sparsekv.planner.tasks.text import Filler, Ids, Mask, PieceEncoder, Split, TaskError, plant
 from sparsekv.planner.tasks.wording import FIRST_WORDS, SECOND_WORDS, WORDINGS, Pieces, Wording
 from sparsekv.plans.errors import PlanWarning
@@ -234,18 +235,37 @@ class DocumentRequest:
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """Holds what tasks build from: an encoder, the filler text of one split, and the frame of a chat where there is
-    one."""
+    """The parts that tasks build from.
+
+    Attributes:
+        filler: text of the split that is shipped.
+        chat: the frame of a chat, where there is one.
+        library: all text of the split, by the seed of a run; None for `filler` alone.
+        shares: the tasks and lengths of a run that share this text; None: one task and length.
+    """
 
     split: Split
     encoder: PieceEncoder
     filler: Filler
     chat: ChatFrame | None = None
+    library: Callable[[int], Library] | None = None
+    shares: Shares | None = None
 
     @property
     def wording(self) -> Wording:
         """The sentences of the split."""
         return WORDINGS[self.split]
+
+    def shared_by(self, tasks: Sequence[str], lengths: Sequence[int]) -> Kit:
+        """Gives each sample of a run text of its own, as long as there is some; a kit that is shared stays as it is."""
+        return self if self.shares else replace(self, shares=Shares(tuple(tasks), tuple(lengths)))
+
+    def of_sample(self, task: str, length: int, seed: int, index: int) -> Kit:
+        """The kit whose filler is the text of one sample; a short one has any that is shipped."""
+        if self.library is None or length <= SHORT:
+            return self
+        shares = self.shares or Shares((task,), (length,))
+        return replace(self, filler=self.library(seed).share(shares.start(task, length, index), length))
 
 
 class Task(Protocol):

@@ -31,7 +31,7 @@ Haystack = Literal["noise", "text", "needles", "words"]
 HAYSTACKS: Mapping[Haystack, str] = MappingProxyType(
     {
         "noise": "a line of five short sentences, repeated",
-        "text": "source files of Python's standard library, where RULER has essays",
+        "text": "source files of Python's standard library, and of packages, where RULER has essays",
         "needles": "other needles, up to the length",
         "words": "the words themselves",
     }

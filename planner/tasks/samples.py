@@ -2,12 +2,14 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from sparsekv.planner.tasks.documents import ChatFrame, DocumentRequest, Draws, Kit, Query, Sample, Task, Turn
+from sparsekv.planner.tasks.library import Library
 from sparsekv.planner.tasks.quotes import Perplexity
 from sparsekv.planner.tasks.retrieval import SecondQuestion
 from sparsekv.planner.tasks.text import Filler, Ids, PieceEncoder, Split, TaskError, load_filler_text
@@ -22,17 +24,18 @@ def generator(split: Split, task: str, length: int, seed: int, index: int) -> np
 def prepare(tokenizer: Any, split: Split, characters: int | None = None) -> Kit:
     """Everything that samples of a split are built from, for any Hugging Face tokenizer.
 
-    Encodes the split's text once, about a second; keep the kit.
+    Encodes the split's shipped text once, about a second; keep the kit.
 
     Args:
-        characters: of the text, its beginning; None for all of it.
+        characters: of this text, its beginning, and no other; None for all of it, and that of installed packages.
 
     Raises:
         TaskError: for training, whose text is not shipped.
     """
     encoder = PieceEncoder.of(tokenizer)
     filler = Filler.from_text(load_filler_text(split)[:characters], encoder)
-    return Kit(split, encoder, filler, ChatFrame.of(tokenizer, encoder))
+    library = cache(partial(Library, split, encoder)) if characters is None else None
+    return Kit(split, encoder, filler, ChatFrame.of(tokenizer, encoder), library)
 
 
 def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sample:
@@ -45,11 +48,13 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
     Args:
         length: tokens before the answer, frame included, and of the longest answer that the task can have with this
             tokenizer: all samples of a task, length and tokenizer are equally long.
-        index: which sample of the set; none but the text of `perplexity` depends on earlier ones, to be another one.
+        index: which sample of the set, each of which has text of its own where it is long; none but the text of
+            `perplexity` depends on earlier ones, to be another one.
 
     Raises:
         TaskError: the length does not hold one statement and its question, or needs more keys than there are.
     """
+    kit = kit.of_sample(task.name, length, seed, index)
     is_twice = isinstance(task, SecondQuestion)
     frame = _frame(kit, task)
     before, after, between = (_ids(ids) for ids in (frame.before_ids, frame.after_ids, frame.between_ids or ()))

@@ -170,6 +170,19 @@ class Filler:
         ids = np.fromiter((token for line in encoded for token in line), np.int32, int(ends[-1]))
         return cls(ids, ends, np.fromiter(map(_is_prose, lines), np.bool_, len(lines)))
 
+    def followed_by(self, other: Filler) -> Filler:
+        """Both texts as one."""
+        ends = np.concatenate([self.line_ends, other.line_ends + len(self.ids)])
+        kinds = [kinds for kinds in (self.prose_lines, other.prose_lines) if kinds is not None]
+        return Filler(np.concatenate([self.ids, other.ids]), ends, np.concatenate(kinds) if len(kinds) == 2 else None)
+
+    def lines(self, first: int, last: int) -> Filler:
+        """Its lines from number `first` to the one before `last`."""
+        start = int(self.line_ends[first - 1]) if first else 0
+        ends = self.line_ends[first:last]
+        kinds = None if self.prose_lines is None else self.prose_lines[first:last]
+        return Filler(self.ids[start : int(ends[-1])], ends - start, kinds)
+
     def excerpt(self, count: int, rng: np.random.Generator) -> tuple[Ids, npt.NDArray[np.int64]]:
         """Exactly `count` tokens that end with a line, and the indices in them where statements may stand.
 
