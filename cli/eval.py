@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sparsekv.runtime.hf.load import LoadedModel
 
 PhaseName = Literal["prefill", "decode", "both"]
-Suite = Literal["ruler"]
+Suite = Literal["ruler", "long"]
 PLAN = "plan"
 _OF_PLAN = ("only", "backend")
 
@@ -43,7 +43,8 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
     lengths: Annotated[
         Lengths,
         Flag(
-            "Most tokens of a prompt and its answer, by default 4k; several for --suite.",
+            "Most tokens of a prompt and its answer, by default 4k; several for --suite, by default two inside each "
+            "bucket of the plan.",
             ("--length", "--lengths"),
             "TOKENS",
         ),
@@ -61,8 +62,8 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
     suite: Annotated[
         Suite | None,
         Flag(
-            "Run tasks that papers report, in generated text, by their names, sizes and metric: ruler; at --lengths, "
-            "which may be several.",
+            "Run tasks in generated text at --lengths, which may be several: ruler, by names, sizes and metric of the "
+            "paper; long, whose answers have 1,000 tokens.",
             metavar="NAME",
             reads=str,
         ),
@@ -110,6 +111,8 @@ def evaluate(flags: EvalFlags) -> None:
     unread = next(filter(flags.is_given, _OF_PLAN), None)
     if unread and not (subject.plan or flags.beside):
         raise UsageError(f"expected a plan beside {flags.flag_of(unread)}, found none; name one with --plan FILE")
+    if flags.suite and subject.plan and not flags.is_given("lengths"):
+        flags = flags.model_copy(update={"lengths": subject.plan.evaluated_lengths or flags.lengths})
     subject = subject.checked(flags, () if flags.prompts_file else flags.lengths)
     with only_writer(flags.out):
         (_suite if flags.suite else _tasks)(subject, flags)
@@ -177,8 +180,9 @@ def _suite(subject: Subject, flags: EvalFlags) -> None:
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.records import RunFile
 
-    asked = SuiteSamples(tuple(sorted(flags.lengths)), flags.samples, flags.batch, flags.seed, flags.prefill_chunk)
-    known: dict[str, Any] = {name: getattr(flags, name) for name in ("seed", "samples", "phase", "prefill_chunk")}
+    of_samples = {name: getattr(flags, name) for name in ("suite", "seed", "samples", "prefill_chunk")}
+    asked = SuiteSamples(tuple(sorted(flags.lengths)), batch=flags.batch, **of_samples)
+    known: dict[str, Any] = of_samples | {"phase": flags.phase}
     known |= {"backend": settings_of(flags).backend}
     if earlier := RunFile.earlier(SuiteRun, flags.out):
         check_continued(earlier, known, {name: executed_digest(plan) for name, plan in plans.items()})
@@ -316,11 +320,13 @@ def suite_text(table: SuiteTable) -> str:
 
     tables = [_table([*_suite_rows(table, method)], method) for method in table.methods]
     tables = tables or [_table([row[:4] for row in _suite_rows(table, DENSE)], "")]
-    facts = f"{len(table.tasks)} tasks of RULER, {table.file.settings.samples} samples of each a length, in percent\n"
-    facts += "; ".join(f"{name}: {what}" for name, what in METRICS.items())
+    suite, samples = table.file.settings.suite, table.file.settings.samples
+    facts = f"{len(table.tasks)} tasks of --suite {suite}, {samples} samples of each a length, in percent\n"
+    exact = {"exact": "the last of the numbers is right"} if suite == "long" else {}
+    facts += "; ".join(f"{name}: {what}" for name, what in (METRICS | exact).items())
     haystacks = (f"haystack of {', '.join(tasks)}: {what}" for what, tasks in table.haystacks.items())
     absent = f"absent: {', '.join(ABSENT)}, which need a corpus of questions; use lm-evaluation-harness"
-    return "\n\n".join((*tables, "\n".join((facts, *haystacks, absent))))
+    return "\n\n".join((*tables, "\n".join((facts, *haystacks, *([absent] if suite == "ruler" else [])))))
 
 
 def suite_data(table: SuiteTable) -> dict[str, Any]:
@@ -345,7 +351,7 @@ def suite_data(table: SuiteTable) -> dict[str, Any]:
         "settings": to_data(settings),
         "devices": list(dict.fromkeys(cell.device for cell in table.cells.values())),
         "lengths": list(lengths),
-        "absent": list(ABSENT),
+        "absent": list(ABSENT) if settings.suite == "ruler" else [],
         "haystacks": {task: what for what, tasks in table.haystacks.items() for task in tasks},
         "methods": [method_data(method) for method in (DENSE, *table.methods)],
         "differences": {method: pairs(method, (), lengths) for method in table.methods},

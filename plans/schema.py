@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
@@ -176,6 +177,13 @@ class Plan(Part):
         ends = {bucket.up_to for bucket in self.buckets if bucket.up_to is not None and not bucket.dense}
         timed = {entry.length for entry in self.cost.lengths} if self.cost else set()
         return tuple(sorted(ends or timed))
+
+    @property
+    def evaluated_lengths(self) -> tuple[int, ...]:
+        """Two lengths inside the bucket of each planned one, ascending: 70% or, if more, halfway to it; and its end."""
+        ends = self.planned_lengths
+        inside = (max(end * 7 // 10, (low + end) // 2) for low, end in pairwise((0, *ends)))
+        return tuple(chain.from_iterable(zip(inside, ends, strict=True)))
 
     @property
     def is_dense(self) -> bool:

@@ -1,4 +1,4 @@
-"""Runs RULER's tasks on held-out samples: dense and plans generate freely, and their text is scored.
+"""Runs the tasks of a suite on held-out samples: dense and plans generate freely, and their text is scored.
 
 Generation is greedy, whatever the checkpoint's generation_config.json asks for beside its end tokens.
 
@@ -20,11 +20,11 @@ from sparsekv.planner.evaluation.batches import prompts_at_once
 from sparsekv.planner.evaluation.modes import DENSE, Mode, PlanMode
 from sparsekv.planner.evaluation.predictions import prefill, until_end, without_plans
 from sparsekv.planner.evaluation.results import Spent
-from sparsekv.planner.evaluation.suite_results import SuiteCell
+from sparsekv.planner.evaluation.suite_results import SuiteCell, SuiteName
 from sparsekv.planner.progress import Progress, StageStep, prefill_work
 from sparsekv.planner.records import RunFile
-from sparsekv.planner.tasks import Kit, Sample, Split, make_samples, matches, prepare
-from sparsekv.planner.tasks.ruler_suite import RULER_SUITE, RulerTask, recall
+from sparsekv.planner.tasks import Kit, Sample, Split, make_samples, prepare
+from sparsekv.planner.tasks.ruler_suite import SUITES, RulerTask, recall
 from sparsekv.planner.tasks.text import TaskError
 from sparsekv.plans.errors import PromptError
 from sparsekv.plans.files import executed_digest
@@ -51,6 +51,12 @@ class SuiteSamples:
     batch: int | None = None
     seed: int = 0
     prefill_chunk: int | None = None
+    suite: SuiteName = "ruler"
+
+    @property
+    def tasks(self) -> Mapping[str, RulerTask]:
+        """The tasks by name."""
+        return SUITES[self.suite]
 
     def check_fit(self, kit: Kit) -> None:
         """Finds out, without running a model, whether every task fits every length.
@@ -58,7 +64,7 @@ class SuiteSamples:
         Raises:
             PromptError: one does not.
         """
-        for length, task in product(self.lengths, RULER_SUITE.values()):
+        for length, task in product(self.lengths, self.tasks.values()):
             next(self.drawn(kit, task, length))
 
     def drawn(self, kit: Kit, task: RulerTask, length: int) -> Iterator[Sample]:
@@ -68,12 +74,12 @@ class SuiteSamples:
             PromptError: the task does not fit.
         """
         try:
-            kit = kit.shared_by(tuple(RULER_SUITE), self.lengths)
+            kit = kit.shared_by(tuple(self.tasks), self.lengths)
             yield from make_samples(task, kit, length, self.seed, self.samples)
         except TaskError as error:
             raise PromptError(
-                f"{task.name} of --suite ruler at {format_length(length)}, of which {task.tokens} tokens or more are "
-                f"for what is generated: {error}"
+                f"{task.name} of --suite {self.suite} at {format_length(length)}, of which {task.tokens} tokens "
+                f"or more are for what is generated: {error}"
             ) from error
 
 
@@ -104,7 +110,7 @@ def run_suite(
     known = file.all(SuiteCell)
     open_ = {
         (length, task): [name for name in (DENSE, *modes) if (name, task.name, length) not in known]
-        for length, task in product(sorted(asked.lengths), RULER_SUITE.values())
+        for length, task in product(sorted(asked.lengths), asked.tasks.values())
     }
     total = asked.samples * sum(prefill_work(length) * len(names) for (length, _), names in open_.items())
     with (progress or Progress()).stage("evaluate", total=total) as step:
@@ -138,7 +144,7 @@ class _Run:
             task=self.task,
             length=self.length,
             recall=tuple(recall(text, sample.answer) for text, sample in both),
-            exact=tuple(float(matches(text, sample.answer)) for text, sample in both),
+            exact=tuple(float(self.asked.tasks[self.task].is_exact(text, sample.answer)) for text, sample in both),
             prefill_density=computed.tiles / computed.causal_tiles if computed.causal_tiles else 1.0,
             decode_share=computed.attended / computed.cached if computed.cached else None,
         )

@@ -1,7 +1,7 @@
-"""Scores of each method on every sample of RULER's tasks: the records of a run, and means over tasks and lengths.
+"""Scores of each method on every sample of a suite's tasks: the records of a run, and means over tasks and lengths.
 
 A score is a sample's, from 0 to 1: `recall` is RULER's, the share of the expected strings that occur in the generated
-text; `exact` is whether that text begins with the answer.
+text; `exact` is `RulerTask.is_exact` of that text.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import dtype_name
 
 Metric = Literal["recall", "exact"]
+SuiteName = Literal["ruler", "long"]
 Key = tuple[str, str, int]  # method, task, length
 
 
@@ -78,14 +79,15 @@ class SuiteRun(ModelRun):
     RECORDS: ClassVar[Any] = SuiteCell
     kind: Literal["sparsekv.suite"] = "sparsekv.suite"
     schema_version: Literal[2] = 2
-    suite: Literal["ruler"] = "ruler"
+    suite: SuiteName = "ruler"
     phase: Text
     backend: Text
 
     def check(self, record: RunRecord) -> None:
         """Refuses a cell of another task, or without one score of each kind a sample."""
         assert isinstance(record, SuiteCell)
-        if record.task not in ruler_suite.RULER_SUITE or not len(record.recall) == len(record.exact) == self.samples:
+        tasks = ruler_suite.SUITES[self.suite]
+        if record.task not in tasks or not len(record.recall) == len(record.exact) == self.samples:
             raise ValueError
 
 
@@ -141,10 +143,10 @@ class SuiteTable:
         Raises:
             PlanError: there is no such length.
         """
-        cells = file.all(SuiteCell)
+        cells, suite = file.all(SuiteCell), ruler_suite.SUITES[file.settings.suite]
 
         def is_whole(method: str, lengths: Sequence[int]) -> bool:
-            return all((method, task, length) in cells for task, length in product(ruler_suite.RULER_SUITE, lengths))
+            return all((method, task, length) in cells for task, length in product(suite, lengths))
 
         lengths = tuple(n for n in sorted({length for _, _, length in cells}) if is_whole(DENSE, (n,)))
         if not lengths:
@@ -159,13 +161,13 @@ class SuiteTable:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """RULER's names, in its order."""
-        return tuple(ruler_suite.RULER_SUITE)
+        """The names in the suite's order."""
+        return tuple(ruler_suite.SUITES[self.file.settings.suite])
 
     @property
     def haystacks(self) -> dict[str, list[str]]:
         """The tasks by what their haystack is."""
-        suite = ruler_suite.RULER_SUITE
+        suite = ruler_suite.SUITES[self.file.settings.suite]
         named = {
             what: [name for name in suite if suite[name].haystack == haystack]
             for haystack, what in ruler_suite.HAYSTACKS.items()

@@ -48,18 +48,19 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class NiahMultivalue:
-    """Four numbers for one key, planted in filler text; the answer is all of them, in the order of the text."""
+    """Numbers for one key, planted in filler text; the answer is all of them, in the order of the text."""
 
     name: str = "niah_multivalue"
+    values: int = _NEEDLES
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
         """See `Task`."""
-        return _longest(encoder, _NEEDLES, longest_value(_NEEDLE_DIGITS))
+        return _longest(encoder, self.values, longest_value(_NEEDLE_DIGITS))
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. `statements` counts keys, of which all but the one asked for distract; RULER has one."""
         keys = draws.keys(request.statements or 1)
-        units = [_several_values(kit.wording.values, key, draws.values(_NEEDLES, _NEEDLE_DIGITS)) for key in keys]
+        units = [_several_values(kit.wording.values, key, draws.values(self.values, _NEEDLE_DIGITS)) for key in keys]
         return build(kit, units, request, draws)
 
 

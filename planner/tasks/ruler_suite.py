@@ -1,4 +1,4 @@
-"""RULER's tasks (arXiv 2404.06654, section 3) under RULER's names and in its sizes, as `eval --suite ruler` runs them.
+"""Tasks that `eval --suite` runs: RULER's (arXiv 2404.06654, section 3) by RULER's names and sizes, and a long answer.
 
 RULER's qa_1 and qa_2 need a corpus of questions, which is not part of sparsekv. The wording is our own, and no solved
 example stands in front. Prompts end in a cue, the beginning of the answer, as RULER's do.
@@ -24,6 +24,7 @@ from sparsekv.planner.tasks.documents import (
 )
 from sparsekv.planner.tasks.retrieval import enough, stated
 from sparsekv.planner.tasks.ruler import Cwe, Fwe, NiahMultiquery, NiahMultivalue, Vt
+from sparsekv.planner.tasks.samples import matches
 from sparsekv.planner.tasks.text import Filler, PieceEncoder, TaskError
 from sparsekv.planner.tasks.wording import Pieces
 
@@ -101,11 +102,13 @@ class RulerTask:
 
     Attributes:
         tokens: to generate; more where the longest answer needs them with this tokenizer.
+        judges_end: `is_exact` of the last string of the answer alone, in its place.
     """
 
     task: Task
     haystack: Haystack
     tokens: int
+    judges_end: bool = False
 
     @property
     def name(self) -> str:
@@ -121,6 +124,13 @@ class RulerTask:
         if self.haystack == "noise":
             kit = replace(kit, filler=Filler.from_text(_NOISE, kit.encoder))
         return self.task.document(kit, request, draws)
+
+    def is_exact(self, generated: str, answer: str) -> bool:
+        """Returns whether the generated text begins with the answer, or has its last string in its place."""
+        if not self.judges_end:
+            return matches(generated, answer)
+        expected = expected_strings(answer)
+        return matches(",".join(expected_strings(generated)[len(expected) - 1 :]), expected[-1])
 
 
 def expected_strings(answer: str) -> tuple[str, ...]:
@@ -149,3 +159,6 @@ _TASKS = (
     RulerTask(Fwe(), "words", 50),
 )
 RULER_SUITE: Mapping[str, RulerTask] = MappingProxyType({task.name: task for task in _TASKS})
+# A hundred numbers out of text, 1,000 tokens where each digit is one.
+_TABLE = RulerTask(NiahMultivalue("table", values=100), "text", 1024, judges_end=True)
+SUITES = MappingProxyType({"ruler": RULER_SUITE, "long": MappingProxyType({_TABLE.name: _TABLE})})

@@ -10,6 +10,7 @@ from sparsekv.planner.evaluation import suite as suites
 from sparsekv.planner.evaluation.suite_results import SuiteCell, SuiteRun
 from sparsekv.planner.records import RunFile
 from sparsekv.planner.tasks import ruler_suite
+from sparsekv.planner.tasks.ruler import NiahMultivalue
 from sparsekv.plans.files import load_plan, write_plan
 
 TASKS = ("niah_single_1", "niah_multivalue", "fwe")
@@ -19,8 +20,8 @@ TASKS = ("niah_single_1", "niah_multivalue", "fwe")
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tasks, with room for their answers and no more."""
     some = MappingProxyType({name: replace(ruler_suite.RULER_SUITE[name], tokens=1) for name in TASKS})
-    monkeypatch.setattr(ruler_suite, "RULER_SUITE", some)
-    monkeypatch.setattr(suites, "RULER_SUITE", some)
+    monkeypatch.setattr(ruler_suite, "SUITES", {"ruler": some})
+    monkeypatch.setattr(suites, "SUITES", {"ruler": some})
 
 
 def cells(file: Path) -> list[SuiteCell]:
@@ -181,3 +182,41 @@ def test_results_of_another_model_or_of_no_whole_length_are_not_drawn(sparsekv, 
     done = sparsekv("report", folder, "-o", page, file)
     assert (done.code, page.exists()) == (3, False)
     assert "of another architecture" in done.err
+
+
+def test_without_lengths_a_suite_runs_at_two_inside_each_bucket_of_the_plan(sparsekv, copy, few, monkeypatch) -> None:
+    plan = load_plan(copy / "sparsekv.yaml")
+    buckets = tuple(plan.prefill.lengths[0].model_copy(update={"up_to": end}) for end in (700, 1024, 2048, None))
+    prefill = plan.prefill.model_copy(update={"lengths": buckets})
+    write_plan(plan.model_copy(update={"prefill": prefill, "decode": None, "cost": None}), copy / "sparsekv.yaml")
+    scores = {"recall": (1.0,), "exact": (1.0,), "prefill_density": 0.5}
+    monkeypatch.setattr(
+        suites._Run,
+        "cell",
+        lambda run, method, plan: SuiteCell(method=method, device="cpu", task=run.task, length=run.length, **scores),
+    )
+    done = sparsekv("eval", copy, "--suite", "ruler", "--samples", 1, "--json")
+    assert done.code == 0, done.err
+    assert done.data["lengths"] == [490, 700, 862, 1024, 1536, 2048]
+
+
+def test_the_long_suite_scores_the_share_of_numbers_and_the_last_one(sparsekv, folder, tmp_path, monkeypatch) -> None:
+    table = replace(ruler_suite.SUITES["long"]["table"], task=NiahMultivalue("table", values=3), tokens=1)
+    for module in (suites, ruler_suite):
+        monkeypatch.setattr(module, "SUITES", {"ruler": {}, "long": {"table": table}})
+    answers = []
+    drawn = suites.SuiteSamples.drawn
+    monkeypatch.setattr(
+        suites.SuiteSamples,
+        "drawn",
+        lambda *given: (answers.append(sample.answer) or sample for sample in drawn(*given)),
+    )
+    monkeypatch.setattr(suites, "generated", lambda *_: ["0, 0," + answers[-1].split(",")[-1] + ", and on"])
+    file = tmp_path / "long.jsonl"
+    done = sparsekv("eval", folder, "--suite", "long", "--length", "768", "--samples", 1, "-o", file)
+    assert done.code == 0, done.err
+    assert "the last of the numbers is right" in done.out
+    assert "qa_1" not in done.out
+    for cell in cells(file):
+        assert (cell.task, cell.exact) == ("table", (1.0,))
+        assert cell.recall[0] == pytest.approx(1 / 3)

@@ -57,7 +57,8 @@ def retriever() -> LoadedModel:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tasks, with room for their answers and little more."""
     names = ("niah_single_1", "fwe")
-    monkeypatch.setattr(suites, "RULER_SUITE", {name: replace(RULER_SUITE[name], tokens=16) for name in names})
+    few = {name: replace(RULER_SUITE[name], tokens=16) for name in names}
+    monkeypatch.setattr(suites, "SUITES", {"ruler": few})
 
 
 ASKED = SuiteSamples((768,), samples=2)
@@ -100,7 +101,7 @@ def test_a_plan_that_sees_too_little_loses_and_says_what_it_computed(retriever, 
 
 
 def test_samples_that_run_together_score_what_each_does_by_itself(retriever, few, monkeypatch) -> None:
-    monkeypatch.setattr(suites, "RULER_SUITE", {"niah_single_1": suites.RULER_SUITE["niah_single_1"]})
+    monkeypatch.setattr(suites, "SUITES", {"ruler": {"niah_single_1": suites.SUITES["ruler"]["niah_single_1"]}})
     model = retriever.model
     narrow = every_head(model, AShape(sink=tokens(64), window=tokens(256)))
     modes = {"plan": PlanMode(plan_for(model, narrow, decode_plan(segment(0, range(1, 4), 64))))}

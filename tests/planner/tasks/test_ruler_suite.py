@@ -7,7 +7,7 @@ import pytest
 from task_tokenizers import NAMES, kit_named, tokenizer_named
 
 from sparsekv.planner.tasks import TASKS, Sample, Split, TaskError, make_sample, make_samples
-from sparsekv.planner.tasks.ruler_suite import ABSENT, HAYSTACKS, RULER_SUITE, expected_strings, recall
+from sparsekv.planner.tasks.ruler_suite import ABSENT, HAYSTACKS, RULER_SUITE, SUITES, expected_strings, recall
 
 PAPER = (
     "niah_single_1 niah_single_2 niah_single_3 niah_multikey_1 niah_multikey_2 niah_multikey_3 niah_multivalue "
@@ -169,6 +169,31 @@ def test_tasks_of_the_same_name_are_what_they_were() -> None:
 )
 def test_recall_is_the_share_of_strings_in_the_text_in_any_order(generated, score) -> None:
     assert recall(generated, " 1234567, 7654321") == score
+
+
+@pytest.mark.parametrize(
+    ("generated", "is_right"),
+    [
+        (" 11, 22, 33", True),
+        ("1, 2, 33. The end", True),
+        ("11, 22, 34", False),
+        ("22, 33", False),
+        ("11, 22, 333", False),
+    ],
+)
+def test_a_long_answer_is_judged_by_its_last_number_in_its_place(generated, is_right) -> None:
+    assert SUITES["long"]["table"].is_exact(generated, " 11, 22, 33") is is_right
+    assert not SUITES["ruler"]["niah_multivalue"].is_exact("1, 2, 33", " 11, 22, 33")
+
+
+def test_a_table_has_a_hundred_numbers_and_room_to_write_them() -> None:
+    task = SUITES["long"]["table"]
+    sample = make_sample(task, kit_named("shipped"), 8192, 0, 0)
+    prompt, numbers = text(sample), expected_strings(sample.answer)
+    assert len(numbers) == len({*numbers}) == 100
+    positions = [prompt.index(f"is {number}.") for number in numbers]
+    assert positions == sorted(positions)
+    assert 1024 <= task.longest_answer(kit_named("shipped").encoder, 8192) == 8192 - len(sample.prompt_ids)
 
 
 def test_recall_ignores_case() -> None:
