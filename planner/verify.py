@@ -138,6 +138,7 @@ def verify(
         raise UsageError("expected a plan that is sparse somewhere, found none: there is nothing to verify")
     source, sizes = kit or prepare(loaded.tokenizer, Split.VERIFICATION), SIZES[run.size]
     samples, chosen = _samples(loaded, plan, options, run, prompts, held_out)
+    source = source.shared_by(samples.tasks, samples.lengths)
     samples.check_fit(source)
     digest = held_out.digest if held_out else digest_of_prompts(prompts) if prompts else None
     file = outcomes_file(_settings(loaded, plan, options, samples, run, digest), run.path)

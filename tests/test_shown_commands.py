@@ -107,6 +107,8 @@ def fault(sparsekv: Any, stages: None, monkeypatch: pytest.MonkeyPatch) -> Calla
             case ["sparsekv", *given]:
                 done = sparsekv(*given)
                 return done.err or done.out if done.code else ""
+            case ["python", "-m", "sparsekv.planner.evaluation.lm_eval", *_]:
+                return ""  # its options are those of lm-evaluation-harness, which reads them
             case ["python", "-m", module, *given] if module.startswith("sparsekv."):
                 return ran(lambda: _read_arguments(module, monkeypatch), [module, *given])
             case ["python", script, *given] if script in ("examples/onnx_chat.py", "examples/with_transformers.py"):
@@ -133,8 +135,8 @@ def _read_arguments(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     read = argparse.ArgumentParser.parse_args
 
-    def stop(parser: argparse.ArgumentParser) -> None:
-        read(parser)
+    def stop(parser: argparse.ArgumentParser, arguments: None = None) -> None:
+        read(parser, arguments)
         raise SystemExit
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)

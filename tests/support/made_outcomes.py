@@ -13,7 +13,7 @@ import pytest
 from sparsekv.planner import verify as verification
 from sparsekv.planner.evaluation import EvalSamples
 from sparsekv.planner.evaluation.results import Comparison, LongText, Outcome, Spent
-from sparsekv.planner.tasks import Sample
+from sparsekv.planner.tasks import Kit, Sample, Split
 
 SPENT = Spent(tiles=1.0, causal_tiles=4.0, attended=1.0, cached=4.0)
 Right = Callable[[Sample, np.random.Generator], bool]
@@ -79,4 +79,4 @@ def made_up(monkeypatch: pytest.MonkeyPatch, made: Made) -> None:
 
     monkeypatch.setattr(verification, "opened", opened)
     monkeypatch.setattr(verification, "EvalSamples", MadeUp)
-    monkeypatch.setattr(verification, "prepare", lambda *_: None)
+    monkeypatch.setattr(verification, "prepare", lambda *_: Kit(Split.VERIFICATION, None, None))
