@@ -27,6 +27,7 @@ from sparsekv.runtime.core.timing import Launch, launched_us, replayed_us
 
 _SMALLEST_CHUNK = 128
 _DECODE_ROWS = (1, 4, 16, 64)
+_SCALINGS = 6
 _NEAR = 0.1  # of the share on calibration prompts
 _MARGIN = 1.02  # of a layer's attention, the noise of a measurement
 
@@ -99,6 +100,8 @@ class TimedLayers(ABC):
         layer, longest, step = _typical(self.program.layers, self.place.longest), self.place.longest, self.place.step
         if layer is None:
             return Thresholds()
+        if not self.place.shares:  # random keys would be computed at another share than prompts
+            return self.program.hint.prefill
         lengths = [n for n in contexts(_SMALLEST_CHUNK, longest) if layer.patterns_at(n)]
         rows = [_SMALLEST_CHUNK << (2 * power) for power in range(8)]
         rows = [*(size for size in rows if size < step), step]
@@ -114,20 +117,18 @@ class TimedLayers(ABC):
 
     def alike(
         self, layer: LayerProgram, q_BHTD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, scale: float
-    ) -> LayerProgram:
-        """The layer with budgets that random keys use up at the share of calibration prompts."""
-        patterns, length = layer.patterns_at(chunk.longest), chunk.longest
-        if not self.place.shares:
-            return layer
-        longer = [planned for planned in sorted(self.place.shares) if planned >= length]
-        share = self.place.shares[longer[0] if longer else max(self.place.shares)]
-        for _ in range(2):
+    ) -> LayerProgram | None:
+        """The layer with budgets that random keys use up at the share of calibration prompts; None where none do."""
+        length, shares = chunk.longest, self.place.shares
+        patterns = layer.patterns_at(length)
+        share = shares[min((planned for planned in shares if planned >= length), default=max(shares))]
+        for _ in range(_SCALINGS):
             index = build_index(patterns, q_BHTD, k_BGKD, chunk, layer.tile, scale=scale)
             computed = float(density(index, chunk))
             if abs(computed - share) <= _NEAR * share:
-                break
+                return replace(layer, bounds=(), patterns=(patterns,))
             patterns = tuple(_scaled(pattern, share / computed, length) for pattern in patterns)
-        return replace(layer, bounds=(), patterns=(patterns,))
+        return None
 
     @property
     def kinds(self) -> list[tuple[LayerProgram, int]]:

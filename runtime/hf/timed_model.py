@@ -8,6 +8,7 @@ Shapes: B rows, H query heads, G KV heads, T rows of a chunk, K tokens, D head s
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -92,6 +93,8 @@ class ModelLayers(TimedLayers):
             fallback=Fallback(self.backend),
         )
         alike = self.alike(layer, q_BHTD, k_BGKD, chunk, scale)
+        if alike is None:
+            return math.inf
         launches = [partial(attend, layer.without_patterns), partial(attend, alike)]
         dense_us, sparse_us = self.timers.launched(launches, self.device)
         return dense_us / sparse_us

@@ -8,6 +8,7 @@ Shapes: T rows of a chunk, H query heads, G KV heads, D head size, P pages of a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -77,6 +78,8 @@ class EngineLayers(TimedLayers):
             return self.host.scratch.copy(pages.pages, pages.table_BP[0], length)
 
         alike = self.alike(layer, q_THD.transpose(0, 1)[None], keys().k, chunk, scale)
+        if alike is None:
+            return kernels.agreed(math.inf)  # ranks that reached the share wait
 
         def sparse() -> None:
             out_THD.copy_(self.host.prefill(alike, q_THD, keys(), chunk, scale, counted=False))
