@@ -83,6 +83,10 @@ class TimedLayers(ABC):
     def decode_gain(self, rows: int, length: int) -> float:
         """Dense time over sparse time of the layers of a decode step."""
 
+    def agreed(self, measured: float) -> float:
+        """The first rank's, on all ranks: they bisect alike."""
+        return measured
+
     def rule(self, seconds: float) -> Pays:
         """Measures; sizes whose turn comes after so many seconds are dense.
 
@@ -92,7 +96,7 @@ class TimedLayers(ABC):
         deadline = time.monotonic() + seconds
 
         def left() -> float:
-            return deadline - time.monotonic()
+            return self.agreed(deadline - time.monotonic())
 
         return Pays(self._prefill_thresholds(left), self._decode_thresholds(left))
 

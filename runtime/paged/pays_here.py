@@ -58,7 +58,7 @@ class EngineKernels(Protocol):
         """A launch of the engine's kernel for the last rows of requests."""
 
     def agreed(self, gain: float) -> float:
-        """The first rank's, on all ranks: they bisect alike."""
+        """The first rank's, on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,9 @@ class EngineLayers(TimedLayers):
 
     host: PlanHost
     kernels: EngineKernels
+
+    def agreed(self, measured: float) -> float:
+        return self.kernels.agreed(measured)
 
     def prefill_gain(self, layer: LayerProgram, rows: int, length: int) -> float:
         kernels, chunk = self.kernels, Chunk.uniform(1, length - rows, length)
@@ -79,14 +82,14 @@ class EngineLayers(TimedLayers):
 
         alike = self.alike(layer, q_THD.transpose(0, 1)[None], keys().k, chunk, scale)
         if alike is None:
-            return kernels.agreed(math.inf)  # ranks that reached the share wait
+            return self.agreed(math.inf)  # ranks that reached the share wait
 
         def sparse() -> None:
             out_THD.copy_(self.host.prefill(alike, q_THD, keys(), chunk, scale, counted=False))
 
         dense = kernels.dense(q_THD, pages, [length], out_THD)
         dense_us, sparse_us = self.timers.launched([dense, sparse], kernels.device)
-        return kernels.agreed(dense_us / sparse_us)
+        return self.agreed(dense_us / sparse_us)
 
     def decode_gain(self, rows: int, length: int) -> float:
         """All layers of a step, of which one of each kind is timed, filter layers first."""
