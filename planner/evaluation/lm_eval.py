@@ -11,15 +11,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
 
 from sparsekv.planner.evaluation.predictions import after_prompt, prefill
 from sparsekv.planner.evaluation.suite import generated
-from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.errors import UnsupportedError, UsageError, install_command
 from sparsekv.plans.files import load_plan
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.load import load_model
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+except ModuleNotFoundError as error:
+    raise UsageError(
+        f"expected lm-evaluation-harness, found no {error.name}; install it: {install_command('lm-eval')}"
+    ) from error
 
 _MOST_NEW = 256  # tokens, where a task does not say
 

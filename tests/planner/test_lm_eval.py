@@ -45,6 +45,13 @@ def request(*arguments: object) -> SimpleNamespace:
     return SimpleNamespace(args=arguments)
 
 
+def test_without_the_package_the_error_says_how_it_is_installed(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "sparsekv.planner.evaluation.lm_eval", raising=False)
+    with pytest.raises(UsageError, match=r"lm-evaluation-harness.*pip install"):
+        importlib.import_module("sparsekv.planner.evaluation.lm_eval")
+
+
 def test_dense_answers_and_stops_where_the_task_says(harness) -> None:
     lm = harness.PlannedLM(str(REFERENCE_MODEL), device="cpu")
     options = {"max_gen_toks": 12, "do_sample": False, "temperature": 0.0, "until": []}

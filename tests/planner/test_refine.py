@@ -16,7 +16,7 @@ from sparsekv.planner.refine import refine
 from sparsekv.runtime.hf.load import LoadedModel
 
 LEVELS = (0.6, 0.8, 1.0, 1.2)
-OPTIONS = settle(quick_options(phases=("prefill",), levels=LEVELS).but(refine_rounds=4), 4096, "cpu")
+OPTIONS = settle(quick_options(phases=("prefill",), levels=LEVELS).but(refine_rounds=10), 4096, "cpu")
 FACTORS = (1 / 30, 1.0, 30.0)
 
 
