@@ -50,7 +50,10 @@ from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
 
 # One key among many like it, several values, several keys, two stages, and two more that trained models answer.
-TESTED = ("niah_multikey", "niah_multivalue", "niah_multiquery", "two_stage", "kv_retrieval", "variable_tracking")
+TESTED = (
+    "niah_multikey", "niah_multivalue", "niah_multiquery", "two_stage", "kv_retrieval", "variable_tracking",
+    "niah_single", "quote_text", "quote_code",  # that small models answer too
+)  # fmt: skip
 _EVICTED = "second_question"  # a question behind an answer, of which nothing was kept on purpose
 _TEXT, _LONG_TEXT = 64, 128  # tokens of dense's own text: of a few prompts, and of all where layers evict tokens
 _BROKEN_ROUNDING = 0.1  # nats

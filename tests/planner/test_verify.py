@@ -61,7 +61,7 @@ def run(monkeypatch, loaded: LoadedModel, made: Made, run: VerifyRun = FIRST, le
 
 
 @pytest.mark.usefixtures("real_sizes")
-@pytest.mark.parametrize(("size", "prompts"), [("small", 288), ("full", 720)])
+@pytest.mark.parametrize(("size", "prompts"), [("small", 378), ("full", 846)])
 def test_a_plan_near_dense_is_verified_in_a_sentence(monkeypatch, loaded: LoadedModel, size: str, prompts: int) -> None:
     made = Made({"dense": right, "both": lambda sample, rng: rng.random() > 0.01})
     found = run(monkeypatch, loaded, made, replace(FIRST, size=size))
@@ -69,7 +69,7 @@ def test_a_plan_near_dense_is_verified_in_a_sentence(monkeypatch, loaded: Loaded
 
     assert found.verified, found.reasons
     assert sum(cell.prompts for cell in found.quality.cells) == prompts
-    assert told.startswith(f"verified ({size}): {prompts} prompts, 6 tasks at 2k, 4k: -")
+    assert told.startswith(f"verified ({size}): {prompts} prompts, 9 tasks at 2k, 4k: -")
     assert "points over all, or " in told
     assert told.endswith("in any task, is excluded (95%)")
     assert found.quality.excludes.net_loss <= SIZES[size].net_loss
@@ -152,10 +152,10 @@ def test_an_interrupted_run_goes_on_with_the_same_prompts(monkeypatch, loaded: L
     found = run(monkeypatch, loaded, after, place)
 
     assert found.quality == whole.quality
-    assert sum(count for name, *_, count in after.calls if name == "both") < 288
+    assert sum(count for name, *_, count in after.calls if name == "both") < 378
     other = Made(sides)
     assert run(monkeypatch, loaded, other, replace(place, number=2, level=level_of_run(2))).quality.run == 2
-    assert sum(count for name, *_, count in other.calls if name == "both") == 288  # of another run: begun anew
+    assert sum(count for name, *_, count in other.calls if name == "both") == 378  # of another run: begun anew
 
 
 def test_prompts_follow_from_the_plan_and_the_run(loaded: LoadedModel) -> None:
