@@ -135,11 +135,13 @@ def test_requests_together_that_are_preempted_answer_as_dense(
     """A plan whose patterns cover everything computes what dense does, whatever is cut, drafted or computed again.
     Answers grow into a further page, of which there are too few."""
     write_plan(whole(plan), tmp_path / "plan.yaml")
-    asked = [(prompts[200] * 4)[:length] for length in range(630, 638)]
+    first = prompts[200]
+    asked = [((first[at:] + first[:at]) * 4)[: 633 + at % 3] for at in range(8)]  # that share no page
     model, drafter = (retriever, NGRAM) if method == "ngram" else (mimo, MTP)
     found = {}
     for name, options in (("plan", {"plan": str(tmp_path / "plan.yaml")}), ("dense", {"dense": True})):
-        llm = engine(model, options, speculative_config=drafter, num_gpu_blocks_override=26)
+        few = {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 8 * BUDGET}  # all begin together
+        llm = engine(model, options, speculative_config=drafter, **few)
         kept_engines.append(llm)
         found[name] = [tokens_of(output) for output in generate(llm, asked, NEW)]
         assert preemptions(llm) > 0
