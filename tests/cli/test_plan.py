@@ -62,7 +62,7 @@ def test_a_plan_is_measured_and_written_and_described(sparsekv, model, measured,
     assert "too few of these tasks" in done.err
     assert load_plan(out).status == done.data["status"] == "unverified"
     assert 0 < done.data["prefill_density"] < 1
-    assert [cell["task"] for cell in done.data["quality"]["cells"]][-2:] == ["kv_retrieval", "variable_tracking"]
+    assert [cell["task"] for cell in done.data["quality"]["cells"]][-2:] == ["quote_text", "quote_code"]
 
 
 def test_the_seconds_that_are_told_count_loading(sparsekv, model, measured, out, monkeypatch):
