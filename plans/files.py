@@ -87,12 +87,19 @@ def open_input(path: str | os.PathLike[str]) -> BinaryIO:
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     mode = os.fstat(file.fileno()).st_mode
     is_pipe = stat.S_ISFIFO(mode)
-    if stat.S_ISCHR(mode) or (is_pipe and not select.select([file], [], [], _PIPE_SECONDS)[0]):
+    if stat.S_ISCHR(mode) or (is_pipe and not _is_written(file)):
         file.close()
         found = "a pipe that nobody writes to" if is_pipe else "a device"
         raise OSError(errno.ENODATA, f"expected a file, found {found}")
     os.set_blocking(file.fileno(), True)
     return file
+
+
+def _is_written(pipe: BinaryIO) -> bool:
+    """Whether something comes through the pipe soon. A poll takes descriptors of any number, as `select` does not."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN | select.POLLHUP)
+    return bool(poll.poll(1e3 * _PIPE_SECONDS))
 
 
 def as_text(data: bytes, source: str, limit: int = MAX_BYTES, wrong: type[SparseKVError] = PlanError) -> str:

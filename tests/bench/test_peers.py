@@ -53,7 +53,8 @@ def folder(tmp_path_factory):
 def one_task(monkeypatch):
     some = MappingProxyType({"fwe": replace(ruler_suite.RULER_SUITE["fwe"], tokens=1)})
     monkeypatch.setattr(ruler_suite, "RULER_SUITE", some)
-    monkeypatch.setattr(suites, "RULER_SUITE", some)
+    monkeypatch.setattr(ruler_suite, "SUITES", {"ruler": some})
+    monkeypatch.setattr(suites, "SUITES", {"ruler": some})
 
 
 def test_every_method_has_its_time_divergence_and_ruler_as_published_and_at_the_density_of_the_plan(

@@ -56,7 +56,8 @@ def few(monkeypatch: pytest.MonkeyPatch, short_filler: None) -> None:
     names = ("niah_single_1", "fwe")
     tasks = {name: replace(ruler_suite.RULER_SUITE[name], tokens=16) for name in names}
     monkeypatch.setattr(ruler_suite, "RULER_SUITE", tasks)
-    monkeypatch.setattr("sparsekv.planner.evaluation.suite.RULER_SUITE", tasks)
+    monkeypatch.setattr(ruler_suite, "SUITES", {"ruler": tasks})
+    monkeypatch.setattr("sparsekv.planner.evaluation.suite.SUITES", {"ruler": tasks})
     monkeypatch.setattr(quality_methods, "_HALVINGS", 2)
     monkeypatch.setattr(quality_table, "AGAIN", 2)
 

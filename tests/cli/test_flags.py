@@ -11,7 +11,9 @@ from typer.main import get_command
 from sparsekv.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHERS = {  # of the hub's own command, and of vLLM's
+OTHERS = {
+    "--tasks",
+    "--metadata",  # of lm-evaluation-harness  # of the hub's own command, and of vLLM's
     *("--include", "--create-pr"),
     *("--local-dir", "--additional-config", "--attention-backend", "--kv-cache-dtype", "--kv-transfer-config"),
     *("--pipeline-parallel-size", "--speculative-config", "--tensor-parallel-size"),

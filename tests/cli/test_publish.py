@@ -77,9 +77,9 @@ def priced(**times: float) -> Plan:
 @pytest.mark.parametrize(
     ("plan", "told", "untold"),
     [
-        (full_plan(), ("264 held-out prompts of 8k, 32k", "verified, which excludes", "4.00x", "lossy"), "unverified"),
-        (small_plan(), ("was not measured", "It is unverified", "Whether it pays is not known"), "x as fast"),
-        (small_plan(status="imported"), ("It is imported",), "verified"),
+        (full_plan(), ("Verified (small): 54 prompts", "is excluded (95%)", "4.00x", "lossy"), "unverified"),
+        (small_plan(), ("was not measured", "Unverified: its quality", "Whether it pays is not known"), "x as fast"),
+        (small_plan(status="imported"), ("Imported: its quality",), "erified"),
         (small_plan(prefill=None, decode=None), ("It does not pay", "nothing in it is sparse"), "unverified"),
         (priced(sparse_us=125.0), ("0.80x as fast as dense at 8k on H200", "it does not pay there"), "not known"),
         (priced(sparse_us=50.0), ("2.00x as fast as dense at 8k on H200",), "pay"),

@@ -56,7 +56,7 @@ def by_hand(loaded: LoadedModel, sample: Sample, chunk: int | None, plan: Plan |
     def prompt(ids: Any) -> None:
         ran(ids, piece_sizes(len(ids), chunk) if chunk else [len(ids)])
 
-    with nullcontext() if plan is None else apply(model, plan, **phases), torch.no_grad():
+    with nullcontext() if plan is None else apply(model, plan, sparse="always", **phases), torch.no_grad():
         prompt(sample.prompt_ids)
         for turn in sample.later:
             ran(turn.reply_ids, [1] * len(turn.reply_ids))

@@ -96,7 +96,7 @@ def passes(loaded: LoadedModel) -> Iterator[Counter[int]]:
 def by_hand(loaded: LoadedModel, sample: Sample, chunk: int | None, plan: Plan | None, **phases: Any) -> torch.Tensor:
     """[A + 1, V]: the prompt in pieces, then the answer token by token."""
     model: Any = loaded.model
-    with nullcontext() if plan is None else apply(model, plan, **phases), torch.no_grad():
+    with nullcontext() if plan is None else apply(model, plan, sparse="always", **phases), torch.no_grad():
         ids_1S, cache = torch.tensor(sample.prompt_ids[None].astype(np.int64)).to(model.device), None
         for piece in torch.split(ids_1S, piece_sizes(PROMPT, chunk) if chunk else PROMPT, 1):
             out = model(piece, past_key_values=cache, use_cache=True)
@@ -205,7 +205,7 @@ def test_exact_agreement_is_that_greedy_generation_gives_the_same_tokens(loaded:
     samples, plan = drawn(6), sparse_plan(loaded)
     found = compare(loaded, {"p": PlanMode(plan, phase)}, samples)["p"].outcomes
     dense = [greedily(loaded, sample, 4) for sample in samples]
-    with apply(loaded.model, plan, prefill=phase != "decode", decode=phase != "prefill"):
+    with apply(loaded.model, plan, sparse="always", prefill=phase != "decode", decode=phase != "prefill"):
         sparse = [greedily(loaded, sample, 4) for sample in samples]
     assert [one.exact for one in found] == [a == b for a, b in zip(dense, sparse, strict=True)]
 

@@ -42,7 +42,7 @@ Patch = pytest.MonkeyPatch
 
 def applied(case: Case, **options: Any) -> Handle:
     """The plan of a case at work, with the options of its row."""
-    return apply(case.model, case.plan, **case.row.options | options)
+    return apply(case.model, case.plan, **{"sparse": "always"} | case.row.options | options)
 
 
 def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
@@ -95,7 +95,7 @@ def is_the_unmodified_model_where_nothing_is_left_out(case: Case, patch: Patch) 
     dense = model(ids, attention_mask=mask).logits
     off = {"prefill": False, "decode": False, "chunking": CUT}
     for plan, options in ((plan_for(case.model), {}), (case.plan, off)):
-        with apply(case.model, plan, **options):
+        with apply(case.model, plan, **{"sparse": "always"} | options):
             found = model(ids, attention_mask=mask).logits
             torch.testing.assert_close(found[mask == 1], dense[mask == 1], atol=1e-3, rtol=1e-3)
 

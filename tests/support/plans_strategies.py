@@ -144,7 +144,7 @@ qualities = st.builds(
     chunk=st.none() | st.integers(1, 1 << 20),
     cells=st.lists(cells, max_size=3).map(tuple),
     lengths=st.lists(length_scores, max_size=3, unique_by=lambda one: one.length).map(tuple),
-    excludes=st.none() | st.builds(Excludes, net_loss=st.none() | portions),
+    excludes=st.none() | st.builds(Excludes, net_loss=shares),
 )
 _GROUP = AttentionGroup(layers=tuple(range(LAYERS)), kind="full", heads=HEADS, kv_heads=KV_HEADS, head_dim=8)
 models = st.builds(
