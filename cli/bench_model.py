@@ -72,7 +72,7 @@ class HandPrefill(Options):
 
 
 class HandDecode(Options):
-    """Says how many tokens filter layers choose by a plan made by hand; three by depth do."""
+    """The budget of a decode plan made by hand, whose filter layers are three by depth."""
 
     budget: Annotated[TokenBudget | None, Key("Without a plan: tokens that a filter layer chooses.", "N")] = None
 

@@ -276,7 +276,7 @@ def _facts(plan: Plan) -> Iterator[str]:
 
 
 def _measured(plan: Plan) -> str:
-    """How far next tokens are from dense attention's."""
+    """The divergence of next tokens from dense attention, in a sentence."""
     scores = plan.quality.lengths if plan.quality else ()
     if not scores:
         return "How far its answers are from dense attention's was not measured."

@@ -48,12 +48,10 @@ class PlanFlags(PlanFiles, PlanOptions, Output):
 
     @property
     def needs_model(self) -> bool:
-        """Returns whether anything is left to be measured."""
         return not (self.profile and self.cost and not self.verifies) or self.retain is not None
 
     @property
     def verifies(self) -> bool:
-        """Returns whether the plan is tested."""
         return not self.no_verify and self.verify != "none"
 
     @property

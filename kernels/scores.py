@@ -1,4 +1,4 @@
-"""How much attention a window of queries pays to each key.
+"""Scores of keys: the attention that a window of queries pays to each.
 
 A filter layer chooses by it (OmniKV, section 3.2): softmax over the keys for each query of the window, maximum over
 heads, weighted sum over the window. Eviction chooses by the mean over the last queries and over the query heads of a KV

@@ -144,11 +144,6 @@ class FixedTest:
         return self._judged_apart + self._pooled
 
     @property
-    def not_judged(self) -> tuple[Cell, ...]:
-        """The cells that dense answers too seldom."""
-        return tuple(one for one in self._apart if one.answered < self.sizes.answered)
-
-    @property
     def too_few(self) -> tuple[int, ...]:
         """The lengths at which too little is judged to verify anything."""
         tasks = Counter(one.length for one in self._judged_apart)
@@ -168,11 +163,6 @@ class FixedTest:
             yield from divergence_bounds(length, excess)
         for length, excess in self.texts.items():
             yield from divergence_bounds(length, excess, "divergence over texts")
-
-    @property
-    def is_passed(self) -> bool:
-        """Returns whether the plan is verified."""
-        return not self.too_few and all(bound.is_met for bound in self.bounds)
 
     @property
     def missed(self) -> tuple[Bound, ...]:

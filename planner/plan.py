@@ -379,7 +379,9 @@ def plan_remarks(plan: Plan, options: Settled, profile: Profile, cost: Prices) -
         serve = f"--max-num-batched-tokens {cost.chunk}{stored}"
         lines.append(f"timed in steps of {cost.chunk} tokens: serve it with {serve}")
     if cost.stands_in:
-        lines.append(f"predictions are for {cost.device}, whose prices ship: plan on a GPU to measure its own")
+        lines.append(
+            f"predictions are for {cost.device}, by prices that ship ({cost.source}): plan on a GPU to measure its own"
+        )
     if plan.prefill:
         found = {entry.length: entry.prefill for entry in plan.cost.lengths if entry.prefill}
         lines += _prefill_remarks(plan.prefill, found, options, profile)

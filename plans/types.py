@@ -250,11 +250,6 @@ NonNegative = Annotated[float, Field(strict=True, ge=0.0, allow_inf_nan=False), 
 Portion = Annotated[float, Field(strict=True, ge=0.0, le=1.0, allow_inf_nan=False), AfterValidator(rounded)]
 
 
-def share_of_points(points: float) -> float:
-    """Returns a share of percentage points: options and plan files have points, all that is computed has shares."""
-    return points / 100.0
-
-
 Share = Annotated[float, Field(strict=True, gt=0.0, le=1.0, allow_inf_nan=False), AfterValidator(rounded)]
 Text = Annotated[
     str,

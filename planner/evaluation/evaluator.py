@@ -27,7 +27,6 @@ Shapes: B batch, S tokens of a prompt, A tokens of the answer, G tokens of dense
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -67,7 +66,6 @@ from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.stores.pinned import HostMemory
 
 MOST_GREEDY = 16  # tokens of dense's own continuation that are to be picked exactly
-_SURE = math.log(0.9)  # of a token's probability
 _MOST_CAPTURED = 6  # modes, the first that decode step by step, whose captured steps stay from batch to batch
 
 
@@ -440,7 +438,6 @@ class _Run:
         logits_BAV = read[0][:, : self.picked_BA.shape[1]]
         picked_BA, log_BAV = logits_BAV.argmax(-1), logits_BAV.log_softmax(-1)
         agreed_BA = (self.picked_BA == picked_BA)[:, first:]
-        sure_B = self.log_BAV[:, first].amax(-1) >= _SURE
         rows = zip(
             answered(self.loaded, self.batch, picked_BA),
             log_likelihood(self.batch.answer_BA, log_BAV).tolist(),
@@ -448,7 +445,6 @@ class _Run:
             agreed_BA.sum(1).tolist(),
             repeat(agreed_BA.shape[1]),
             self._exact(read[-1]),
-            (sure_B & ~agreed_BA[:, 0]).tolist(),
             self._long_texts(read[-1], first),
         )
         return tuple(starmap(Outcome, rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from itertools import chain
 from typing import Any
 
@@ -21,7 +21,7 @@ Interval = tuple[Real, Real]
 
 
 class Agreement(Part):
-    """How far a plan's next tokens are from dense's on the same samples, each with its 95% interval.
+    """Distances of a plan's next tokens from dense ones on the same samples, each with its 95% interval.
 
     `kl` is the mean divergence KL(dense || sparse) of next-token distributions, in nats; `top1` the share of positions
     at which the likeliest token is dense's; `exact` the share of samples of which the plan picks every token of dense's
@@ -59,11 +59,6 @@ class LongText:
     agreed: int
     scored: int
 
-    @property
-    def agreed_share(self) -> float:
-        """Returns the share of the scored positions."""
-        return self.agreed / self.scored
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -76,7 +71,6 @@ class Outcome:
         agreed: scored positions at which the likeliest token is dense's.
         scored: positions at which next-token distributions were compared.
         exact: whether every token of dense's own greedy continuation was picked; None where that was not measured.
-        flipped: whether another first token was picked where dense was sure of its own.
         text: the same on dense's own continuation, where that is long.
     """
 
@@ -86,18 +80,12 @@ class Outcome:
     agreed: int = 0
     scored: int = 0
     exact: bool | None = None
-    flipped: bool = False
     text: LongText | None = None
 
     @property
     def is_finite(self) -> bool:
         """Returns whether its probabilities are numbers."""
         return all(map(math.isfinite, (self.nll, self.kl, self.text.kl if self.text else 0.0)))
-
-    @property
-    def agreed_share(self) -> float:
-        """Returns the share of the scored positions."""
-        return self.agreed / self.scored if self.scored else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,19 +174,6 @@ class EvalResult:
             return tuple(outcome for sample, outcome in both if sample.task == task)
 
         return cls((length,), {task: TaskResult(of_task(task, dense), of_task(task, own)) for task in tasks}, own.spent)
-
-    def with_finite(self, nats: float) -> EvalResult:
-        """A sample without finite probabilities failed, and counts as so many nats."""
-
-        def finite(outcome: Outcome) -> Outcome:
-            if outcome.is_finite:
-                return outcome
-            is_wrong = None if outcome.correct is None else False
-            text = outcome.text and replace(outcome.text, kl=nats)
-            return replace(outcome, correct=is_wrong, nll=nats, kl=nats, flipped=True, text=text)
-
-        tasks = {name: TaskResult(task.dense, tuple(map(finite, task.sparse))) for name, task in self.tasks.items()}
-        return replace(self, tasks=tasks)
 
     @property
     def prefill_density(self) -> float:

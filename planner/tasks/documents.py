@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sparsekv.planner.tasks.library import SHORT, Library, Shares
+from sparsekv.planner.tasks.corpus import SHORT, Corpus, Shares
 from sparsekv.planner.tasks.text import Filler, Ids, Mask, PieceEncoder, Split, TaskError, plant
 from sparsekv.planner.tasks.wording import FIRST_WORDS, SECOND_WORDS, WORDINGS, Pieces, Wording
 from sparsekv.plans.errors import PlanWarning
@@ -240,7 +240,7 @@ class Kit:
     Attributes:
         filler: text of the split that is shipped.
         chat: the frame of a chat, where there is one.
-        library: all text of the split, by the seed of a run; None for `filler` alone.
+        corpus: all text of the split, by the seed of a run; None for `filler` alone.
         shares: the tasks and lengths of a run that share this text; None: one task and length.
     """
 
@@ -248,7 +248,7 @@ class Kit:
     encoder: PieceEncoder
     filler: Filler
     chat: ChatFrame | None = None
-    library: Callable[[int], Library] | None = None
+    corpus: Callable[[int], Corpus] | None = None
     shares: Shares | None = None
 
     @property
@@ -262,10 +262,10 @@ class Kit:
 
     def of_sample(self, task: str, length: int, seed: int, index: int) -> Kit:
         """The kit whose filler is the text of one sample; a short one has any that is shipped."""
-        if self.library is None or length <= SHORT:
+        if self.corpus is None or length <= SHORT:
             return self
         shares = self.shares or Shares((task,), (length,))
-        return replace(self, filler=self.library(seed).share(shares.start(task, length, index), length))
+        return replace(self, filler=self.corpus(seed).share(shares.start(task, length, index), length))
 
 
 class Task(Protocol):

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from sparsekv.planner.tasks.corpus import Corpus
 from sparsekv.planner.tasks.documents import ChatFrame, DocumentRequest, Draws, Kit, Query, Sample, Task, Turn
-from sparsekv.planner.tasks.library import Library
 from sparsekv.planner.tasks.quotes import Perplexity
 from sparsekv.planner.tasks.retrieval import SecondQuestion
 from sparsekv.planner.tasks.text import Filler, Ids, PieceEncoder, Split, TaskError, load_filler_text
@@ -34,8 +34,8 @@ def prepare(tokenizer: Any, split: Split, characters: int | None = None) -> Kit:
     """
     encoder = PieceEncoder.of(tokenizer)
     filler = Filler.from_text(load_filler_text(split)[:characters], encoder)
-    library = cache(partial(Library, split, encoder)) if characters is None else None
-    return Kit(split, encoder, filler, ChatFrame.of(tokenizer, encoder), library)
+    corpus = cache(partial(Corpus, split, encoder)) if characters is None else None
+    return Kit(split, encoder, filler, ChatFrame.of(tokenizer, encoder), corpus)
 
 
 def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sample:

@@ -477,8 +477,7 @@ def check_generate(defaults: GenerationConfig, args: tuple[Any, ...], kwargs: di
     if not past:  # else it may be the last piece of a prompt, or a turn
         engine.check_cut(_setting("prefill_chunk_size", kwargs, config, defaults), prompt_end(args, kwargs))
     if (beams := _setting("num_beams", kwargs, config, defaults) or 1) > 1:
-        fixed = fixed_rows_of(cache, engine.fixed_rows)
-        fixed.refuse("num_beams=1", f"num_beams={beams}", "generate with one beam")
+        fixed_rows_of(cache, engine.fixed_rows).refuse("num_beams=1", f"num_beams={beams}", "generate with one beam")
 
 
 def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:

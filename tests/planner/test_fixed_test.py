@@ -27,8 +27,9 @@ from sparsekv.planner.fixed_test import (
     net_loss_bound,
     net_loss_score,
 )
+from sparsekv.planner.verify import TESTED
 
-SEEDS, TASKS, LENGTH = 1000, 6, 8192
+SEEDS, TASKS, LENGTH = 1000, len(TESTED), 8192
 RIGHT = (0.65, 0.80, 0.95, 1.0)
 CASES = list(product((SMALL, FULL), (1, 3), RIGHT))
 NAMES = [f"{'small' if size == SMALL else 'full'}-{lengths}-{right}" for size, lengths, right in CASES]
@@ -65,6 +66,10 @@ def drawn(made: Made, sizes: Sizes, cells: int, right: float, seeds: int) -> np.
     return np.stack([prompts, *((one & counts).sum(2) for one in (dense, lost, won))], 2)
 
 
+def verifies(test: FixedTest) -> bool:
+    return not test.too_few and not test.missed
+
+
 def verified(made: Made, sizes: Sizes, lengths: int, right: float, *levels: float, judged: bool = False) -> list[float]:
     """The share of seeds that a plan is verified in, by level; where asked for, of those with its worst cell judged."""
     counts = drawn(made, sizes, TASKS * lengths, right, SEEDS)
@@ -78,7 +83,7 @@ def verified(made: Made, sizes: Sizes, lengths: int, right: float, *levels: floa
         if judged and cells[0].answered < sizes.answered:
             continue
         runs += 1
-        passed += [FixedTest(sizes, level, cells, excess).is_passed for level in levels]
+        passed += [verifies(FixedTest(sizes, level, cells, excess)) for level in levels]
     return (passed / runs).tolist()
 
 
@@ -120,7 +125,7 @@ def test_cells_that_dense_cannot_answer_pass_nothing() -> None:
 
     assert [one.task for one in found.judged] == ["0", "1"]
     assert found.too_few == (LENGTH,)
-    assert not found.is_passed
+    assert not verifies(found)
 
 
 def test_long_prompts_are_tested_together() -> None:
@@ -129,8 +134,8 @@ def test_long_prompts_are_tested_together() -> None:
         return FixedTest(SMALL, RUNGS[0], cells, {})
 
     assert [bound.limit for bound in run(1, 8).bounds] == [0.20]  # of losses alone: wins count for nothing
-    assert run(4, 8).is_passed
-    assert not run(5, 8).is_passed
+    assert verifies(run(4, 8))
+    assert not verifies(run(5, 8))
     assert run(0, 7).too_few == (2 * LONG,)
 
 

@@ -118,8 +118,7 @@ class BruteForce:
         i_S1, j_K = torch.arange(length - rows, length)[:, None], torch.arange(length)
         if plan is None:
             return (j_K <= i_S1) & (i_S1 - j_K < (window or length))
-        short = plan.lengths[0].dense and rows < min(length, plan.tile.query)
-        patterns = (Dense(),) * heads if short else plan.bucket(length).patterns(layer, heads)
+        patterns = plan.bucket(length).patterns(layer, heads)
         tiles_of = partial(brute_heads, chunk=chunk, tile=plan.tile, scale=scale, window=window, cap=self._cap)
         computed = tiles_of(patterns, q_BHSD, k_BGKD)
         self.tiles += sum(map(sum, brute_computed_tiles(computed, plan.tile)))

@@ -11,8 +11,8 @@ import pytest
 from task_tokenizers import kit_named, tokenizer_named
 
 from sparsekv.planner.tasks import TASKS, Kit, Split, load_filler_text, make_sample, prepare
-from sparsekv.planner.tasks import library as library_module
-from sparsekv.planner.tasks.library import SHORT, Library, Shares, library_text
+from sparsekv.planner.tasks import corpus as corpus_module
+from sparsekv.planner.tasks.corpus import SHORT, Corpus, Shares, corpus_text
 from sparsekv.planner.tasks.text import Filler, PieceEncoder
 
 SPLITS = (Split.CALIBRATION, Split.VERIFICATION, Split.EVALUATION)
@@ -34,7 +34,7 @@ def numbering() -> PieceEncoder:
 
 def kit_of_numbers(split: Split) -> Kit:
     kit, encoder = kit_named("shipped", split), numbering()
-    return replace(kit, library=cache(partial(Library, split, encoder)))
+    return replace(kit, corpus=cache(partial(Corpus, split, encoder)))
 
 
 def passages(text: str) -> list[str]:
@@ -48,17 +48,17 @@ def passages(text: str) -> list[str]:
 
 
 def test_no_64_characters_of_a_split_stand_in_another_or_twice() -> None:
-    each = {split: passages(library_text(split, True) + library_text(split, False)) for split in SPLITS}
+    each = {split: passages(corpus_text(split, True) + corpus_text(split, False)) for split in SPLITS}
     distinct = {split: {*found} for split, found in each.items()}
     assert all(len(each[split]) == len(distinct[split]) for split in SPLITS)
     assert not [pair for pair in combinations(SPLITS, 2) if distinct[pair[0]] & distinct[pair[1]]]
 
 
 def test_there_are_twenty_megabytes_and_what_is_shipped_comes_first() -> None:
-    assert sum(len(library_text(split, shipped)) for split in SPLITS for shipped in (True, False)) > 20_000_000
+    assert sum(len(corpus_text(split, shipped)) for split in SPLITS for shipped in (True, False)) > 20_000_000
     for split in SPLITS:
         lines = {*load_filler_text(split).split("\n")}
-        assert {*library_text(split, True).split("\n")} <= lines
+        assert {*corpus_text(split, True).split("\n")} <= lines
 
 
 @pytest.mark.parametrize(("split", "seed"), [(Split.VERIFICATION, 2**32 - 1), (Split.EVALUATION, 0)])
@@ -82,10 +82,10 @@ def test_prompts_of_several_lengths_share_no_text() -> None:
 
 
 def test_a_short_prompt_reads_no_text_of_packages(monkeypatch) -> None:
-    monkeypatch.setattr(library_module, "_package_text", lambda split: pytest.fail("packages were read"))
-    library_text.cache_clear()
+    monkeypatch.setattr(corpus_module, "_package_text", lambda split: pytest.fail("packages were read"))
+    corpus_text.cache_clear()
     kit = prepare(tokenizer_named("shipped"), Split.EVALUATION)
-    bare = replace(kit, library=None)
+    bare = replace(kit, corpus=None)
     for task in ("niah_single", "perplexity", "quote_code"):
         made, expected = (make_sample(TASKS[task], one, SHORT, 3, 1) for one in (kit, bare))
         assert np.array_equal(made.prompt_ids, expected.prompt_ids)
@@ -104,11 +104,11 @@ def test_a_long_sample_does_not_depend_on_those_made_before_it() -> None:
 
 def test_text_that_ends_begins_again(monkeypatch) -> None:
     lines = "".join(f"name_{number} = some_function(of={number})\n" for number in range(2000))
-    monkeypatch.setattr(library_module, "library_text", lambda split, shipped: lines if shipped else "")
-    library = Library(Split.VERIFICATION, numbering(), 0)
-    whole = library.share(0, 1 << 20)
+    monkeypatch.setattr(corpus_module, "corpus_text", lambda split, shipped: lines if shipped else "")
+    corpus = Corpus(Split.VERIFICATION, numbering(), 0)
+    whole = corpus.share(0, 1 << 20)
     for start in (0, 10_000, 10**7):
-        share = library.share(start, 5000)
+        share = corpus.share(start, 5000)
         assert len(share.ids) >= 5000
         assert share.line_ends[-1] == len(share.ids)
         assert {*share.ids.tolist()} <= {*whole.ids.tolist()}

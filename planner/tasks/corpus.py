@@ -50,7 +50,7 @@ class Shares:
         return before + (self.tasks.index(task) if task in self.tasks else 0) * _reserved(length)
 
 
-class Library:
+class Corpus:
     """The text of a split, encoded as far as it is read. Behind its end it begins again.
 
     Args:
@@ -81,9 +81,9 @@ def _reserved(length: int) -> int:
 def _parts(split: Split, seed: int) -> Iterator[str]:
     texts: Iterator[str]
     if seed == 0:
-        texts = (library_text(split, shipped) for shipped in (True, False))
+        texts = (corpus_text(split, shipped) for shipped in (True, False))
     else:
-        whole = library_text(split, True) + library_text(split, False)
+        whole = corpus_text(split, True) + corpus_text(split, False)
         start = whole.rfind("\n", 0, int(len(whole) * (seed * _GOLDEN % 1.0))) + 1
         texts = iter((whole[start:], whole[:start]))
     for text in texts:
@@ -95,7 +95,7 @@ def _parts(split: Split, seed: int) -> Iterator[str]:
 
 
 @cache
-def library_text(split: Split, shipped: bool) -> str:
+def corpus_text(split: Split, shipped: bool) -> str:
     """Either half of a split's text: what is shipped, or of installed packages."""
     seen: set[str] = set()
     for source in (load_filler_text, _package_text):
