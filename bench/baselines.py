@@ -107,12 +107,10 @@ class SamePattern:
     tile: TileShape
 
     def index(self, call: AttentionCall) -> TileIndex:
-        """Returns the index of one layer."""
         patterns = (self.pattern,) * call.q_BHSD.shape[1]
         return build_index(patterns, call.q_BHSD, call.k_BGKD, call.chunk, self.tile, scale=call.scale)
 
     def mode(self, info: ModelInfo) -> PlanMode:
-        """It at work in a model; decode is dense."""
         patterns = {layer: (self.pattern,) * info.by_layer[layer].heads for layer in info.full_layers}
         return PlanMode(prefill_plan(info, self.tile, patterns), "prefill")
 
@@ -154,7 +152,6 @@ class ExactTopK:
     recent: int = 128
 
     def __call__(self, call: AttentionCall) -> Chosen | None:
-        """See `StepRule`."""
         length = call.k_BGKD.shape[2]
         count = self.budget.resolve(length)
         if self.sink + count + self.recent >= length:
@@ -175,7 +172,6 @@ class QuestPages:
     budget: Budget
 
     def __call__(self, call: AttentionCall) -> Chosen | None:
-        """See `StepRule`."""
         length, groups = call.k_BGKD.shape[2], call.k_BGKD.shape[1]
         pages = math.ceil(length / PAGE)
         count = math.ceil(self.budget.resolve(length) / PAGE)
@@ -213,7 +209,6 @@ class RuleSteps:
         self.spent = Spent()
 
     def __call__(self, call: AttentionCall) -> torch.Tensor | None:
-        """See `Observer`."""
         if call.q_BHSD.shape[2] > 1 or not call.chunk.past[0]:
             return self.prompts(call)
         batch, length = call.q_BHSD.shape[0], call.k_BGKD.shape[2]
@@ -235,14 +230,12 @@ class StepwiseRule:
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `planner.evaluation.Mode`."""
         steps = RuleSteps(self.rule)
         with capture_attention(model, steps):
             yield lambda: steps.spent
 
 
 def _attend(call: AttentionCall, seen_BGS: torch.Tensor) -> torch.Tensor:
-    """[B, H, 1, D]"""
     q_BGND = call.q_BHSD[:, :, 0].unflatten(1, (call.k_BGKD.shape[1], -1))
     scores_BGNS = scaled_scores(q_BGND, call.k_BGKD, call.scale)
     weights_BGNS = scores_BGNS.masked_fill_(~seen_BGS.unsqueeze(2), -torch.inf).softmax(-1)
@@ -316,7 +309,6 @@ def similar_layers(kept_JI: Floats, full: Sequence[int] | None = None) -> tuple[
 
 
 def _similarities(profile: Profile, reuse: Reuse, budget: Budget, length: int) -> Floats:
-    """[J, I]"""
     sizes = [one.resolve(length) for one in reuse.budgets]
     within = [number for number, size in enumerate(sizes) if size <= budget.resolve(length)]
     number = max(within, key=sizes.__getitem__) if within else sizes.index(min(sizes))

@@ -19,7 +19,6 @@ class ComparingWorker(_Worker):
     """vLLM's own worker, which has the choices of its plan compared: also in graphs, which are captured later."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the model, and watches its choices."""
         super().load_model(*args, **kwargs)
         host = plan_host(self.get_model())
         state = None if host is None or host.decode is None else host.decode._state

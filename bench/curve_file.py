@@ -40,7 +40,6 @@ class CurvePoint(RunRecord):
 
     @property
     def key(self) -> tuple[int, str, str, str]:
-        """Returns the identity of the point."""
         return self.length, self.phase, self.method, self.setting
 
 

@@ -321,11 +321,9 @@ class CurveMode:
 
     @property
     def name(self) -> str:
-        """Returns the name of the mode among all of a length."""
         return f"{self.phase}: {self.method}, {self.setting}"
 
     def key(self, length: int) -> tuple[int, str, str, str]:
-        """The identity of the point at a length."""
         return length, self.phase, self.method, self.setting
 
 
@@ -334,9 +332,6 @@ def chosen_methods(phases: Sequence[Phase], names: Sequence[str], given: Collect
 
     Args:
         given: which of "plan", "profile" and "preset" there are.
-
-    Raises:
-        UsageError: an unknown name, or one whose input is missing.
     """
     known = {name: method for phase in phases for name, method in METHODS[phase].items()}
     for name in names:
@@ -355,11 +350,7 @@ def chosen_methods(phases: Sequence[Phase], names: Sequence[str], given: Collect
 def check_profiled(
     methods: Mapping[Phase, Sequence[str]], profiles: Mapping[str, Profile], lengths: tuple[int, ...]
 ) -> None:
-    """Refuses lengths and phases that the profiles of chosen methods lack, before there is a model.
-
-    Raises:
-        UsageError: naming what is missing.
-    """
+    """Refuses lengths and phases that the profiles of chosen methods lack, before there is a model."""
     for phase, names in methods.items():
         needed = {METHODS[phase][name].needs for name in names}
         for profile in (one for kind, one in profiles.items() if kind in needed):
@@ -367,11 +358,7 @@ def check_profiled(
 
 
 def curve_modes(methods: Mapping[Phase, Sequence[str]], inputs: CurveInputs, length: int) -> tuple[CurveMode, ...]:
-    """Every point of the methods at a length; `check_profiled` has seen them.
-
-    Raises:
-        UsageError: a profile lacks every density asked for.
-    """
+    """Every point of the methods at a length; `check_profiled` has seen them."""
     return tuple(
         CurveMode(phase, name, setting, mode)
         for phase, names in methods.items()

@@ -63,9 +63,6 @@ def measure_curves(
 
     Returns:
         The points of these methods: by length, phase and method in the given order, ascending in density.
-
-    Raises:
-        UsageError, PromptError: see `curve_modes` and `evaluate`; before anything is measured.
     """
     modes = {length: curve_modes(methods, inputs, length) for length in asked.lengths}
     known, points = file.all(CurvePoint), list[CurvePoint]()

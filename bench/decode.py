@@ -94,13 +94,7 @@ COLUMNS: Columns = {
 
 
 def check_decode(info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBench) -> None:
-    """Refuses what cannot be timed on a model, from its description alone.
-
-    Raises:
-        UsageError: no lengths, batches or repeats; a length without room for the tokens that are timed, or beyond the
-            model's context; a plan without decode.
-        PlanMismatchError, UnsupportedError: a plan is not for this model.
-    """
+    """Refuses what cannot be timed on a model, from its description alone."""
     if not (bench.lengths and bench.batches) or min(*bench.batches, bench.repeats, bench.new_tokens) < 1:
         raise UsageError("expected at least one length, one row and one repeat, found none")
     if min(bench.lengths) < bench.fewest_tokens:
@@ -139,9 +133,6 @@ def bench_decode(
     Args:
         plans: by name; `check_decode` has seen them.
         words: what the plans are, for the rows.
-
-    Raises:
-        BackendError: the backend cannot run here.
     """
     model = subject.model
     backend = choose_backend(model.device, model.dtype, subject.info.largest_head, bench.backend).name

@@ -111,9 +111,6 @@ def flash_attn_4(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tenso
 
     Args:
         options: others of its own.
-
-    Raises:
-        ImportError: it is not installed.
     """
     attend: Callable[..., object] = import_module("flash_attn.cute").flash_attn_func
     ignore_argument_warnings()

@@ -53,12 +53,10 @@ class QueryStatistics:
 
     @property
     def mean_BHD(self) -> torch.Tensor:  # noqa: N802
-        """The mean."""
         return self.sum_BHD / self.count
 
     @property
     def covariance_BHDD(self) -> torch.Tensor:  # noqa: N802
-        """The covariance."""
         mean_BHD = self.mean_BHD
         return self.square_BHDD / self.count - mean_BHD[..., :, None] * mean_BHD[..., None, :]
 
@@ -94,7 +92,6 @@ class PromptObserver:
         return cls(rotation)
 
     def __call__(self, call: AttentionCall) -> None:
-        """See `Observer`."""
         if call.window is not None:
             return
         new = Observed(call.q_BHSD[:, :, -_OBSERVED:], call.scale, call.softmax)
@@ -132,12 +129,10 @@ class ObservedPrompt:
 
     @property
     def past(self) -> int:
-        """Tokens of a prompt."""
         length: int = self.prompts.cache.get_seq_length()
         return length
 
     def keys_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, G, S, D] each."""
         k_BGSD, v_BGSD = self.prompts.cache.layers[layer].store.tensors
         return k_BGSD[:, :, : self.past], v_BGSD[:, :, : self.past]
 
@@ -159,7 +154,6 @@ class ObservedPrompt:
         return self._by_rule(layer, Retention(layers=(layer,), keep=keep, sink=0, generated=1, **own))
 
     def _by_rule(self, layer: int, rule: Retention) -> torch.Tensor:
-        """bool [B, g, S]."""
         k_BGSD, _ = self.keys_values(layer)
         newest = self.seen.newest[layer].before(None, rule.observe or 0)
         backend = "triton" if k_BGSD.is_cuda else "reference"
@@ -215,7 +209,6 @@ class Evicted:
         self.kept = {layer: round(float(mask_BgS.sum(-1).float().mean())) for layer, mask_BgS in masks.items()}
 
     def __call__(self, call: AttentionCall) -> Chosen | None:
-        """See `StepRule`."""
         if (kept_BgS := self.masks.get(call.layer)) is None:
             return None
         new = call.k_BGKD.shape[2] - kept_BgS.shape[2]

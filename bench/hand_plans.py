@@ -51,10 +51,6 @@ def hand_plan(
 
     Args:
         densities: one for all lengths, or one for each.
-
-    Raises:
-        UsageError: lengths and densities do not pair up, a family is unknown or has no fixed density, or no layer has
-            full attention.
     """
     if not info.full_layers:
         raise UsageError(f"expected layers with full attention, found none among {info.layers}; take more layers")
@@ -92,9 +88,6 @@ def dummy_plan(
 
     Args:
         densities: one for all lengths, or one for each.
-
-    Raises:
-        UsageError: lengths and densities do not pair up.
     """
     each = tuple(densities) * len(lengths) if len(densities) == 1 else tuple(densities)
     asked = tuple(map(partial(_asked, tile=tile), lengths, each)) if len(each) == len(lengths) else each
@@ -165,9 +158,6 @@ class HandDecode:
 
         Args:
             longest: tokens of the longest context, of which a budget that is a share is taken.
-
-        Raises:
-            UsageError: a filter layer is none of the model's layers with full attention, or chooses for no layer.
         """
         filters = self.filters or _by_depth(info.full_layers)
         segments = followers(filters, info.full_layers)
@@ -219,9 +209,6 @@ def kept_by_hand(info: ModelInfo, keep: int, generated: int) -> tuple[tuple[Rete
     Args:
         keep: tokens of a prompt, besides its first and last ones.
         generated: of an answer, the newest.
-
-    Raises:
-        UsageError: the model has no more layers than that.
     """
     layers = tuple(layer for layer in info.full_layers if layer not in info.sharing)[_WHOLE:]
     if not layers:

@@ -37,11 +37,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 
 
 def measure(calls: Mapping[str, Call], device: torch.device, rounds: int) -> dict[str, float]:
-    """Milliseconds of each call, medians over `rounds`. Each runs once before: compilation is not counted.
-
-    Raises:
-        Whatever a call raises.
-    """
+    """Milliseconds of each call, medians over `rounds`. Each runs once before: compilation is not counted."""
     for call in calls.values():
         call()
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -204,7 +200,6 @@ class DensePeers:
 
     @property
     def least_ms(self) -> float | None:
-        """Returns the milliseconds of the fastest."""
         return min(self.timed_ms.values(), default=None)
 
 

@@ -109,9 +109,6 @@ def families_of(mix: str, heads: int) -> tuple[str, ...]:
 
     Args:
         mix: a family, several joined by `+`, or "mixed" for all.
-
-    Raises:
-        UsageError: it names something else.
     """
     names = FAMILIES if mix == "mixed" else mix.split("+")
     unknown = [name for name in names if name not in FAMILIES]

@@ -91,13 +91,11 @@ class OffloadRuns(DecodeRuns):
 
     @property
     def plan(self) -> Plan:
-        """The one plan."""
         (plan,) = self.plans.values()
         return plan
 
     @contextmanager
     def applied(self, way: str, length: int) -> Iterator[Handle]:
-        """The plan at work."""
         with apply(
             self.model,
             self.plan,
@@ -125,11 +123,7 @@ class OffloadRuns(DecodeRuns):
 
 
 def check_offload(plans: Mapping[str, Plan]) -> None:
-    """Refuses plans that permit no layer to be offloaded.
-
-    Raises:
-        UsageError: a plan that `check_decode` has seen permits none.
-    """
+    """Refuses plans that permit no layer to be offloaded."""
     if any(one.decode and one.decode.offload is None for one in plans.values()):
         raise UsageError(
             "expected a plan that permits layers to be in host memory, found one that does not; compile it with "

@@ -104,7 +104,6 @@ class OriginalMode:
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `planner.evaluation.Mode`."""
         computed = causal = 0.0
 
         def attend(call: AttentionCall) -> torch.Tensor | None:

@@ -183,7 +183,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Returns the name of the row among those of a length, and in RULER's results."""
         more = {"equal": " at equal density", "original": ", original code"}
         return self.method + more.get(self.at, "")
 
@@ -356,7 +355,6 @@ class _Length:
 
     @cached_property
     def planted(self) -> Planted:
-        """The tensors of one layer."""
         bench = self.bench
         return plant(
             ("vertical_slash",) * bench.heads,

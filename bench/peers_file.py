@@ -51,7 +51,6 @@ class PeerRow(RunRecord):
 
     @property
     def key(self) -> Key:
-        """Returns the identity of the row."""
         return self.method, self.at, self.length
 
     @property

@@ -53,7 +53,6 @@ class Timed(BarProgress):
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[StageStep]:
-        """See `Progress`."""
         plain, started = name.partition(" (")[0], time.monotonic()
         try:
             with super().stage(name, total) as step:

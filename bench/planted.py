@@ -52,12 +52,10 @@ class Planted:
 
     @property
     def scale(self) -> float:
-        """Returns the scale of the scores."""
         return 1 / math.sqrt(self.q_BHSD.shape[-1])
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values."""
         return self.q_BHSD, self.k_BGSD, self.v_BGSD
 
 
@@ -84,9 +82,6 @@ def plant(
             tiles that every pattern computes are more, come to more.
         tile: hot tiles are whole tiles of this shape.
         last_q: queries that vertical-slash patterns sample; None: as the planner's own.
-
-    Raises:
-        UsageError: see `check_plantable`.
     """
     check_plantable(len(families), kv_heads, head_dim, length, density, tile)
     group = len(families) // kv_heads
@@ -119,11 +114,7 @@ def plant(
 
 
 def check_plantable(heads: int, kv_heads: int, head_dim: int, length: int, density: float, tile: TileShape) -> None:
-    """Returns whether structure of that density can be planted in such a layer.
-
-    Raises:
-        UsageError: it cannot; the message says why.
-    """
+    """Returns whether structure of that density can be planted in such a layer."""
     if min(heads, kv_heads) < 1 or heads % kv_heads:
         raise UsageError(f"expected heads to be a multiple of KV heads, found {heads} and {kv_heads}")
     if head_dim < SMALLEST_HEAD:

@@ -141,9 +141,6 @@ class PrefillRuns:
         Args:
             way: SPARSE, or one of `dense`.
             layers: only the first of the model's; None for all.
-
-        Raises:
-            Whatever the model raises: out of memory, a kernel that does not run here.
         """
         device, length = self.model.device, ids_1S.shape[1]
         if device.type == "cuda":
@@ -251,12 +248,6 @@ def bench_prefill(
 
     Args:
         words: what the plan is, for the rows.
-
-    Raises:
-        PlanMismatchError, UnsupportedError: the plan is not for this model.
-        BackendError: the backend cannot run here.
-        UsageError: a length is beyond the model's context, or dense is to be measured on, or host memory is to hold,
-            more layers than there are.
     """
     model, info = subject.model, subject.info
     check_lengths(bench.lengths, info.context_length)

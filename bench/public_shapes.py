@@ -168,10 +168,6 @@ def config_of(name: str, source: ModelSource | None = None) -> tuple[Any, list[s
 
     Args:
         source: what the name stands for, where it was looked for.
-
-    Raises:
-        UsageError: neither can be had.
-        UnsupportedError: its architecture is not supported.
     """
     source = source or resolve_model(name)
     try:

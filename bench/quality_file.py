@@ -90,7 +90,6 @@ class MethodNote(RunRecord):
 
     @property
     def key(self) -> tuple[str, int]:
-        """Returns the identity of the note."""
         return self.name, self.length
 
 
@@ -102,7 +101,6 @@ class Knobs(RunRecord):
 
     @property
     def key(self) -> int:
-        """Returns the length."""
         return self.length
 
 
@@ -117,7 +115,6 @@ class RunNote(RunRecord):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Returns the identity of the run."""
         return self.command, self.began
 
 
@@ -136,7 +133,6 @@ class QualityFile(RunFile[QualityRun]):
 
     @property
     def by_key(self) -> Mapping[Key, QualityCell]:
-        """The cells by method, task and length."""
         return self.all(QualityCell)
 
     def samples(self, key: Key) -> int:
@@ -145,7 +141,6 @@ class QualityFile(RunFile[QualityRun]):
         return len(cell.kl) if cell else 0
 
     def with_earlier(self, new: QualityCell) -> QualityCell:
-        """Returns new outcomes behind those that are there."""
         earlier = self.by_key.get(new.key)
         return earlier.with_more(new) if earlier else new
 
@@ -168,11 +163,7 @@ class QualityFile(RunFile[QualityRun]):
 
 
 def merged(parts: Sequence[QualityFile]) -> QualityFile:
-    """Puts the parts of one table together, which ran other tasks or lengths beside each other.
-
-    Raises:
-        UsageError: they are of other tables, or two have run the same task at the same length.
-    """
+    """Puts the parts of one table together, which ran other tasks or lengths beside each other."""
     whole, ran = QualityFile(parts[0].settings), dict[tuple[str, int], Path | None]()
     settings: dict[tuple[str, int], dict[str, None]] = {}
     for part in parts:

@@ -261,11 +261,7 @@ def quest_budget(share: float, layers: int, length: int) -> int:
 
 
 def check_shares(given: Sequence[str]) -> dict[str, str]:
-    """SHARE=FILE of plans that evict.
-
-    Raises:
-        UsageError: another form, no share between 0 and 1, or one twice.
-    """
+    """SHARE=FILE of plans that evict."""
     found: dict[str, str] = {}
     for one in given:
         name, _, place = one.partition("=")

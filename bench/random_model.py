@@ -69,11 +69,6 @@ def random_model(
         longest: tokens that it must take; a shorter context is stretched, and the note says so.
         layers: only so many layers, for what one layer costs.
         cached: tokens whose keys and values must fit beside the weights.
-
-    Raises:
-        UsageError: no config and no known shape of that name, it has not so many layers, or the device has not so much
-            memory left.
-        UnsupportedError: its architecture is not supported.
     """
     config, notes = stretched_config(name, longest)
     notes = ["weights are random, so that attention is diffuse and answers mean nothing", *notes]
@@ -123,9 +118,6 @@ def describe_named(name: str, random_weights: bool, layers: int | None = None) -
 
     Args:
         layers: only so many layers, of a model with random weights.
-
-    Raises:
-        UsageError, UnsupportedError: as loading it, or `random_model`, would.
     """
     config = config_of(name)[0] if random_weights else load_config(name)
     if layers is not None:

@@ -114,12 +114,10 @@ class ServeBench:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request."""
         return max(load.prompt + load.answer for load in self.loads)
 
     @property
     def engine(self) -> dict[str, Any]:
-        """The settings of both engines."""
         own: dict[str, Any] = {
             "dtype": dtype_name(self.dtype),
             "max_model_len": self.longest,
@@ -166,10 +164,6 @@ def served_model(name: str, random_weights: bool, longest: int) -> Iterator[Serv
     Args:
         name: an alias, folder or hub id.
         longest: tokens that random weights must take; a shorter context is stretched, and the note says so.
-
-    Raises:
-        UsageError: no config and no known shape of that name.
-        UnsupportedError: its architecture is not supported.
     """
     if not random_weights:
         source = resolve_model(name)
@@ -200,7 +194,6 @@ class Measured:
     note: str = ""
 
     def with_dense(self, dense: Measured) -> Measured:
-        """Both ways, each measured by itself."""
         note = "; ".join(filter(None, (self.note, dense.note)))
         return replace(self, turns=self.turns | dense.turns, note=note)
 
@@ -218,10 +211,6 @@ def bench_serve(
 
     Args:
         words: what the plan is, for the rows.
-
-    Raises:
-        PlanMismatchError: the plan is another model's.
-        UnsupportedError: the engine cannot run the plan.
     """
     preset_vllm()
     from sparsekv.runtime.vllm import internals as vllm
@@ -434,9 +423,6 @@ def serve(
         answer: tokens of every answer, whatever the model says.
         at_once: requests that the engine has at a time.
         arrivals: seconds from the beginning, ascending, at which each prompt is given instead.
-
-    Raises:
-        BackendError: the engine lost a request.
     """
     engine, asked = llm.llm_engine, greedy(answer)
     waiting = deque((str(number), list(prompt)) for number, prompt in enumerate(prompts))

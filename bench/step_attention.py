@@ -45,8 +45,6 @@ _SPLITS = 32  # of the keys, for kernels that do not choose by themselves
 
 
 class Fillable(Protocol):
-    """A store, or a layer of a cache."""
-
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns where the next tokens can be written."""
 
@@ -70,9 +68,6 @@ def fill(
 
     Args:
         available: bytes of host memory. Linux grants more than there is, and kills the process that writes to it.
-
-    Raises:
-        MemoryError: host memory cannot hold them.
     """
     on_host = kv_bytes(layout for layout in layouts if layout.device.type == "cpu")
     if not has_room(tokens * on_host, available()):

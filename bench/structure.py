@@ -72,7 +72,6 @@ class HeadSizes:
 
     @property
     def diagonals(self) -> int:
-        """Returns the diagonals of all bands."""
         return self.band * len(self.bands)
 
     def row_tiles(self, length: int, tile: TileShape) -> float:
@@ -121,11 +120,7 @@ def row_tiles_at(density: float, length: int, tile: TileShape) -> int:
 
 
 def diffuse_pattern(family: str, length: int, density: float, tile: TileShape) -> Pattern:
-    """A pattern of that density where attention is diffuse.
-
-    Raises:
-        UsageError: a family whose density the attention decides.
-    """
+    """A pattern of that density where attention is diffuse."""
     row_tiles = row_tiles_at(density, length, tile)
     match family:
         case "a_shape":  # the first key tile, and a window that fills the row

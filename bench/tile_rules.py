@@ -220,7 +220,6 @@ class TileRule:
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `planner.evaluation.Mode`."""
         computed, causal = torch.zeros((), dtype=torch.float64, device=model.device), 0
 
         def attend(call: AttentionCall) -> torch.Tensor | None:
@@ -241,11 +240,9 @@ class TileRule:
             yield lambda: Spent(float(computed), float(causal))
 
     def mode(self, info: ModelInfo) -> TileRule:
-        """It at work in a model."""
         return self
 
     def index(self, call: AttentionCall) -> TileIndex:
-        """Returns the index of one layer."""
         index_call = IndexCall.of(call.q_BHSD, call.k_BGKD, call.chunk, self.tile, call.scale, call.window)
         layout = index_call.layout
         shape = (layout.batch, layout.heads, layout.row_tiles, layout.key_tiles)

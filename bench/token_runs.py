@@ -106,7 +106,6 @@ class _Clock(StoppingCriteria):
         self.began = 0.0
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **options: Any) -> torch.BoolTensor:
-        """Is called with every new token."""
         if not self.began and input_ids.shape[1] >= self._tokens:
             self._begin()
             self.began = self.latest()
@@ -129,7 +128,6 @@ class DecodeRuns:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The subject's."""
         return self.subject.model
 
     @property
@@ -139,11 +137,7 @@ class DecodeRuns:
         return (*(() if exact else (UNMODIFIED,)), OURS, *self.plans, *exact)
 
     def run(self, way: str, length: int, batch: int) -> Run:
-        """Generates until the rows have `length` tokens.
-
-        Raises:
-            Whatever the model raises: out of memory, a kernel that does not run here.
-        """
+        """Generates until the rows have `length` tokens."""
         free_memory(self.model.device)
         with self.applied(way, length) as handle, greedy(self.model):
             cache = self.filled(handle, length, batch)  # grows with all that follows
@@ -182,7 +176,6 @@ class DecodeRuns:
         return once(latest.run, self.model.device) if latest else None
 
     def why_not(self, handle: Handle) -> str:
-        """Returns why steps were not captured, on CUDA."""
         if handle.steps is None:
             return "no captured steps on this device and backend" if self.model.device.type == "cuda" else ""
         return handle.steps.why_not
@@ -241,7 +234,6 @@ class Forced:
         self._generator: torch.Generator | None = None
 
     def draft(self, scores_BV: torch.Tensor) -> torch.Tensor:
-        """The likeliest."""
         return scores_BV.argmax(-1)
 
     def judge(self, drafts_BK: torch.Tensor, scores_BQV: torch.Tensor) -> Verdict:
@@ -258,7 +250,6 @@ class Measured(DraftLength):
     """Tries every length first, so that none is captured while time is taken."""
 
     def next(self, most: int) -> int:
-        """See DraftLength."""
         untried = (size for size in DRAFTS if size <= most and size not in self._seconds)
         return next(untried, None) or super().next(most)
 

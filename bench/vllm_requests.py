@@ -70,7 +70,6 @@ class Request:
 
     @property
     def prompt(self) -> dict[str, list[int]]:
-        """As vLLM takes it."""
         return {"prompt_token_ids": self.sample.prompt_ids.tolist()}
 
 

@@ -121,8 +121,6 @@ NewTokens = Annotated[int, Field(ge=1, le=MAX_LENGTH), Flag("Most tokens to gene
 
 
 class PlacementFlags(Options):
-    """Says where keys and values of a run are, and in what precision."""
-
     group: ClassVar = "Memory"
     offload: Annotated[
         OffloadMode | int | tuple[int, ...],
@@ -147,11 +145,7 @@ class PlacementFlags(Options):
 
 
 def settings_of(flags: Options) -> Settings:
-    """Flags of `Hardware` over SPARSEKV_* over "auto".
-
-    Raises:
-        UsageError: one of them cannot be meant, on any machine.
-    """
+    """Flags of `Hardware` over SPARSEKV_* over "auto"."""
     given = {name: getattr(flags, name) for name in Hardware.model_fields if flags.is_given(name)}
     found = replace(read_settings(), **given)
     try:
@@ -178,10 +172,6 @@ def device_and_dtype(asked: Settings) -> tuple[torch.device, torch.dtype]:
 def check_machine(flags: Options) -> None:
     """Refuses a device that is not there, and a backend that cannot run on it, before anything is imported that loads a
     model.
-
-    Raises:
-        UsageError: there is no such device.
-        BackendError: the backend cannot run there.
     """
     asked = settings_of(flags)
     device, backend = _device_of(flags, asked), "auto" if flags.typed("dense") else asked.backend
@@ -218,10 +208,6 @@ class Subject:
             target: a model: a folder or hub repository (whose sparsekv.yaml is the plan), or an alias of one; None for
                 the plan's own, that in whose folder it lies, or the one that it was made for.
             plan: where the plan is, instead; see `plan_file`.
-
-        Raises:
-            UsageError: nothing was named, or a file in place of a model, or the plan cannot be read.
-            PlanError: it is no plan.
         """
         if target is not None and os.path.isfile(target) and not names_gguf(target):
             raise UsageError(
@@ -249,14 +235,7 @@ class Subject:
         return cls(str(beside or found.model.id), found, own, from_plan=True)
 
     def need_plan(self, otherwise: str = "") -> Plan:
-        """The plan.
-
-        Args:
-            otherwise: what else can be done without one, told at the end of the error.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """The plan; where there is none, the error ends with `otherwise`."""
         if self.plan is None:
             raise UsageError(self.no_plan + otherwise)
         return self.plan
@@ -267,10 +246,6 @@ class Subject:
         Args:
             flags: device, device_map and backend.
             lengths: of the prompts. Of a model that is no folder, only what loads it knows the context.
-
-        Raises:
-            UsageError: there is no such device or model, or a length is beyond the model's context.
-            BackendError: the backend cannot run there.
         """
         check_machine(flags)  # first: what is wrong with it is not the model
         with self._saying_whose_model():
@@ -294,10 +269,6 @@ class Subject:
             check: called with the model's description and the type of the device before weights are downloaded or
                 read, which takes minutes; raises where they are not worth it.
             tokens: of the longest prompt, where its keys and values are on the device.
-
-        Raises:
-            UsageError: there is no such model, or a setting is none of those allowed, or the model is too large for the
-                device.
         """
         asked, device_map = settings_of(flags), flags.typed("device_map")
         device = _device_of(flags, asked)
@@ -331,12 +302,7 @@ class Subject:
         return loaded
 
     def config_and_prompt_tokens(self, text: str, chat: bool) -> tuple[PreTrainedConfig, int]:
-        """The model's config and how many tokens a prompt has, without its weights.
-
-        Raises:
-            UsageError: there is no such model.
-            PromptError: see `encode_prompt`.
-        """
+        """The model's config and how many tokens a prompt has, without its weights."""
         from sparsekv.runtime.hf.generate import encode_prompt
         from sparsekv.runtime.hf.load import load_config, load_tokenizer
 
@@ -375,11 +341,7 @@ def plans_place(place: Path) -> Path:
 
 
 def plan_file(place: Path) -> Path:
-    """The plan file at `place`: itself, or sparsekv.yaml in the folder or hub repository (ORGANISATION/NAME) it names.
-
-    Raises:
-        UsageError: it names nothing, a URL, a folder without a plan, or a hub repository whose plan cannot be had.
-    """
+    """The plan file at `place`: itself, or sparsekv.yaml in the folder or hub repository that it names."""
     beside = place / PLAN_NAME
     if os.path.isfile(beside):
         return beside

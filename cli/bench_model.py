@@ -123,11 +123,7 @@ class BenchRun:
 
 
 def print_rows(*parts: BenchRun, as_json: bool) -> None:
-    """The rows, as one list of JSON, or for people.
-
-    Raises:
-        typer.Exit: no row of a part has the number that is to be measured, which is a failure.
-    """
+    """The rows, as one list of JSON, or for people."""
     show_rows(*parts, as_json=as_json)
     if any(all(row.data()[part.number] is None for row in part.rows) for part in parts):
         tell("nothing could be measured; the notes say why")
@@ -311,7 +307,6 @@ class ServeFlags(Benched, HandPrefill, HandDecode, Timed, Output):
 
 
 def loads_of(flags: ServeFlags, lengths: Sequence[int]) -> tuple[Load, ...]:
-    """Returns every length, with every number of requests at once, at every rate."""
     from sparsekv.bench.serve import Load
 
     return tuple(

@@ -144,11 +144,6 @@ class Session:
         return handle
 
     def tokens(self, prompt: Sequence[int]) -> int:
-        """Returns the tokens of a prompt and the longest answer to it.
-
-        Raises:
-            PromptError: the prompt is empty, or the model's context has no room for an answer.
-        """
         return len(prompt) + min(self.max_new_tokens, room_for_answer(self.loaded.info.context_length, len(prompt)))
 
     def new_cache(self, handle: Handle | None, prompt: int, answer: int, at_most: int, say: bool = True) -> Cache:
@@ -159,9 +154,6 @@ class Session:
             answer: most new tokens.
             at_most: tokens that it may grow to.
             say: where the keys and values lie, if that was decided here.
-
-        Raises:
-            UsageError: there is not so much memory.
         """
         if handle is None:
             return DynamicCache(config=config_of(self.loaded.model))
@@ -276,10 +268,6 @@ class Conversation:
             text: what the user says.
             on_text: called with each piece of text as it is final.
             watch: entered around the generation; what it gives is called after each token.
-
-        Raises:
-            PromptError: the turn is empty, or the conversation no longer fits the model's context.
-            UsageError: there is not so much memory.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._prompt(messages)

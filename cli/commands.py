@@ -59,14 +59,7 @@ def app(run: Callable[..., None], *examples: str) -> typer.Typer:
 
 
 def add(to: typer.Typer, run: Callable[..., None], *examples: str, name: str | None = None, summary: str = "") -> None:
-    """Adds a command to others.
-
-    Args:
-        run: takes a model of options, or the parameters that typer makes options of.
-        examples: calls to copy.
-        name: that of the function by default.
-        summary: a line in the list of commands.
-    """
+    """Adds a command that takes a model of options, or parameters that typer makes options of."""
     parameters = inspect.signature(run, eval_str=True).parameters.values()
     takes_model = [one.annotation for one in parameters if isinstance(one.annotation, type)]
     called = command(run) if takes_model and issubclass(takes_model[0], Options) else run

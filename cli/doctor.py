@@ -120,11 +120,7 @@ _NEAR = (
 
 
 def say_fitting(model: str, place: Path | None, device: str, as_json: bool) -> None:
-    """Prints the plan beside a model and those in a folder, each with why it fits or not, the best one marked.
-
-    Raises:
-        typer.Exit: none fits.
-    """
+    """Prints the plan beside a model and those in a folder, each with why it fits or not, the best one marked."""
     folder = place and plans_place(place)
     named = [] if folder is None else plans_in(folder) if folder.is_dir() else _loaded(plan_file(folder))
     plans = dict([*_own(model), *named])
@@ -249,13 +245,7 @@ class MemoryEstimate:
         host_bytes: int | None = None,
         allow_mismatch: bool = False,
     ) -> MemoryEstimate:
-        """Loads nothing; `device_bytes` is memory of a GPU that need not be there, `host_bytes` what can be pinned.
-
-        Raises:
-            UsageError: there is no such device, or memory of a GPU was named for a CPU.
-            BackendError: the backend cannot run there. Of a GPU that need not be there, nobody can tell.
-            PlanMismatchError: the plan is for another model.
-        """
+        """Loads nothing; `device_bytes` is memory of a GPU that need not be there, `host_bytes` what can be pinned."""
         import torch
 
         from sparsekv.kernels.backends import choose_backend
@@ -332,11 +322,7 @@ def say_memory(
     notes: Sequence[str] = (),
     as_json: bool,
 ) -> None:
-    """Prints what a prompt and its answer take.
-
-    Raises:
-        typer.Exit: it does not fit, which is a failure.
-    """
+    """Prints what a prompt and its answer take."""
     from sparsekv.runtime.hf.memory import Request
 
     data = estimate.data(Request(prompt, answer, batch, chunk))

@@ -208,11 +208,7 @@ def publish(
 
 
 def _path_in(model: str, source: ModelSource) -> Path | None:
-    """The plan's path in a folder of the user's; None of a hub id.
-
-    Raises:
-        UsageError: the folder is not the user's, or what is there is no plan.
-    """
+    """The plan's path in a folder of the user's; None of a hub id."""
     if not source.is_local:
         return None
     path = Path(source.place) / PLAN_NAME
@@ -226,11 +222,7 @@ def _path_in(model: str, source: ModelSource) -> Path | None:
 
 
 def _check_fits(plan: Plan, source: ModelSource) -> None:
-    """Refuses the plan of another architecture; weights are not read.
-
-    Raises:
-        PlanMismatchError: naming what differs.
-    """
+    """Refuses the plan of another architecture; weights are not read."""
     from sparsekv.runtime.hf.load import load_config
     from sparsekv.runtime.model_config import describe_config
 
@@ -241,12 +233,7 @@ def _check_fits(plan: Plan, source: ModelSource) -> None:
 
 
 def section(plan: Plan, source: ModelSource) -> Iterator[str]:
-    """The section for a model card, in parts of Markdown.
-
-    Args:
-        plan: the plan.
-        source: the model; of a folder the plan's own name of it is told.
-    """
+    """The section for a model card, in parts of Markdown."""
     named = plan.model.id if source.is_local else source.path_or_id
     lengths = ", ".join(map(format_length, plan.planned_lengths))
     devices = "; ".join(map(target_text, plan.targets))

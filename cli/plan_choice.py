@@ -82,18 +82,7 @@ def best_of(found: Sequence[Candidate], length: int | None = None) -> Candidate 
 
 
 def chosen_plan(folder: Path, model: str | None, device: str, length: int | None = None) -> Path:
-    """The file of the plan in a folder that fits a model best, which is said.
-
-    Args:
-        folder: see `holds_plans`.
-        model: its name; None takes the only plan there is.
-        device: of the run, by its name in settings.
-        length: of the prompt; None where it is not known yet.
-
-    Raises:
-        UsageError: several fit alike, or there are several and no model is named.
-        PlanMismatchError: none is of the model.
-    """
+    """The file of the plan in a folder that fits a model best, which is said; without a model, of the only plan."""
     plans = plans_in(folder)
     if model is None:
         if len(plans) != 1:
@@ -125,12 +114,7 @@ def _no_choice(
 
 
 def described(model: str) -> ModelInfo:
-    """Returns what a model's config says of it; its weights are not read.
-
-    Raises:
-        UsageError: there is no such model.
-        UnsupportedError: its architecture is not supported.
-    """
+    """Returns what a model's config says of it; its weights are not read."""
     from sparsekv.runtime.hf.load import load_config
     from sparsekv.runtime.hub import asked
     from sparsekv.runtime.model_config import describe_config

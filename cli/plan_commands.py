@@ -120,9 +120,6 @@ def report(
 def _suite_of(plan: Plan, path: Path) -> SuiteTable:
     """The results of a suite, if they are of the plan's model; that the plan does something else than the one that was
     run is said.
-
-    Raises:
-        PlanMismatchError: they are of another model.
     """
     from sparsekv.planner.evaluation.suite_results import SuiteCell, SuiteRun, SuiteTable
     from sparsekv.planner.records import RunFile
@@ -139,11 +136,7 @@ def _suite_of(plan: Plan, path: Path) -> SuiteTable:
 
 
 def _profile_of(plan: Plan, path: Path) -> Profile:
-    """The profile, if it is one of the plan's model; another one of it than the plan was compiled from is said.
-
-    Raises:
-        PlanMismatchError: it is of another model.
-    """
+    """The profile, if it is one of the plan's model; another one of it than the plan was compiled from is said."""
     from sparsekv.planner.profile.profile_data import Profile, check_model
     from sparsekv.planner.records import digest_of, read_measured
 

@@ -64,12 +64,7 @@ class PlanFiles(Options):
         return profile.with_name(f"{profile.name}.partial")
 
     def check_files(self) -> None:
-        """Finds out before hours of work whether the outputs can be written.
-
-        Raises:
-            UsageError: a file is to be written where none can be, over one that is read or is of another kind, or two
-                to one file.
-        """
+        """Finds out before hours of work whether the outputs can be written."""
         for path in filter(None, (self.file, self.profile_out, self.cost_out)):
             check_writable(path)
         for path in (self.resume, outcomes_beside(self.file)):
@@ -131,11 +126,6 @@ def default_plan(model: str) -> Path:
 
 
 def check_new(path: Path, force: bool) -> None:
-    """Refuses to replace a plan, unless that is asked for.
-
-    Raises:
-        UsageError: there is one.
-    """
     if not force and path.exists() and path.stat().st_size:
         raise UsageError(f"expected no plan yet at {path}, found one; replace it with --force, or name another -o FILE")
 
@@ -157,11 +147,7 @@ def _version_of(path: Path | None) -> tuple[int, int] | None:
 
 
 def check_writable(path: Path) -> None:
-    """Finds out whether a file can be written at `path`, or in place of what is there.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """Finds out whether a file can be written at `path`, or in place of what is there."""
     real = Path(os.path.realpath(path))
     try:
         mode = path.stat().st_mode
@@ -201,9 +187,6 @@ _WHAT = {
 def check_replaceable(path: Path, flag: str, kind: str) -> None:
     """Refuses what cannot be written, and a file that nothing of sparsekv wrote. One that is damaged, or of another
     schema, still tells its kind.
-
-    Raises:
-        UsageError: naming the file.
     """
     check_writable(path)
     head = _head_of(path)
@@ -215,11 +198,7 @@ def check_replaceable(path: Path, flag: str, kind: str) -> None:
 
 
 def kind_of(path: Path, kinds: Sequence[str]) -> str:
-    """The kind among these that a file tells.
-
-    Raises:
-        UsageError: it tells none of them.
-    """
+    """The kind among these that a file tells."""
     head = _head_of(path)
     found = next((kind for kind in kinds if _tells(head, kind)), None)
     if found is None:
@@ -244,12 +223,7 @@ def _head_of(path: Path) -> bytes:
 
 @contextmanager
 def only_writer(path: Path | None) -> Iterator[None]:
-    """Keeps other runs from a file that is read and added to; None is no file.
-
-    Raises:
-        UsageError: it cannot be written.
-        ConflictError: another run writes to it.
-    """
+    """Keeps other runs from a file that is read and added to; None is no file."""
     if path is None:
         yield
         return
@@ -286,24 +260,14 @@ MAX_BYTES = 64 << 20  # more tokens than any model takes, and nothing that fills
 
 
 def own_prompts(file: Path) -> tuple[GivenPrompt, ...]:
-    """Prompts to plan on: JSON lines of {"prompt", "answer"?, "task"?}. Any file not called .jsonl is one.
-
-    Raises:
-        UsageError: the file cannot be read.
-        PromptError: it is no text, or a line is not what it should be.
-    """
+    """Prompts to plan on: JSON lines of {"prompt", "answer"?, "task"?}. Any file not called .jsonl is one."""
     if file.suffix.lower() != ".jsonl":
         return (GivenPrompt(text_of(file)),)
     return tuple(_given(file, number, line) for number, line in _lines(file))
 
 
 def answered_prompts(file: Path) -> tuple[GivenPrompt, ...]:
-    """Prompts to evaluate on: JSON lines of {"prompt", "answer", "task"?}.
-
-    Raises:
-        UsageError: the file cannot be read.
-        PromptError: a line is not what it should be, or has no answer.
-    """
+    """Prompts to evaluate on: JSON lines of {"prompt", "answer", "task"?}."""
     found = tuple(_lines(file))
     unanswered = next((number for number, line in found if not line.get("answer", "").strip()), None)
     if unanswered is not None:

@@ -301,10 +301,6 @@ def given_prompt(text: str | None, file: Path | None) -> str | None:
     Args:
         file: a file that holds it; `-` is standard input. Of both, one newline at the end is left out: `echo` and
             editors add it, and a model goes on behind it in another way.
-
-    Raises:
-        UsageError: text and file are both given, or the file cannot be read.
-        PromptError: the prompt is empty or is not text.
     """
     if text is not None and file is not None:
         raise UsageError("expected --prompt or --prompt-file, found both; leave one out")
@@ -319,11 +315,7 @@ def given_prompt(text: str | None, file: Path | None) -> str | None:
 
 
 def typed_prompt() -> str | None:
-    """The next line on standard input, which may be blank; None at its end.
-
-    Raises:
-        PromptError: it is not text.
-    """
+    """The next line on standard input, which may be blank; None at its end."""
     line = sys.stdin.buffer.readline(MAX_BYTES + 1)
     return as_text(line, "what was typed", MAX_BYTES, PromptError) if line else None
 

@@ -16,9 +16,6 @@ _WIDTH = 100  # columns
 def verdict(plan: Plan, file: str, *, model: str = "") -> tuple[str, ...]:
     """Lines of text: the status, each length, who chooses or what is evicted, the test in a sentence, and the next
     command.
-
-    Args:
-        model: its place, if the plan's own name of it is not enough.
     """
     table = columns([LENGTH_HEADER, *length_rows(plan)], right=range(len(LENGTH_HEADER))).splitlines()
     return (f"{file}: {plan.status_text}", *table, *sentences(plan, file, model))

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 
 class VerifyFlags(Subjects, Drawn, Hardware, Output):
-    """Holds what `verify` is asked to do."""
-
     group: ClassVar = "Verification"
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(("tasks", "seed"), "no samples are drawn", ("prompts_file",)),
@@ -59,7 +57,6 @@ class VerifyFlags(Subjects, Drawn, Hardware, Output):
     full: Annotated[bool, Flag("Print tables by task and length too.")] = False
 
     def options(self, plan: Plan) -> PlanOptions:
-        """Returns what to verify of a plan."""
         return PlanOptions(
             **lengths_to_verify(plan, self.lengths, plan.model.context_length),
             verify=self.verify,
@@ -197,7 +194,6 @@ def _write(result: Verification, plan: Plan, file: Path, before: str, facts: dic
 
 
 def _say(plan: Plan, subject: Subject, flags: VerifyFlags) -> None:
-    """Prints the verdict, below it with --full the tables."""
     lines = verdict(plan, _place(plan, subject), model=subject.model)
     if flags.as_json:
         tell("\n".join(lines))
@@ -212,7 +208,6 @@ def _place(plan: Plan, subject: Subject) -> str:
 
 
 def _own_file(subject: Subject) -> Path:
-    """The plan's file, to be written."""
     if subject.path is None:
         raise UsageError(
             "expected a plan file of yours beside --write, found the plan of a hub repository; copy it and name the "

@@ -145,11 +145,7 @@ class Hardware(Device, Precision, Kernels):
 
 
 def check_lengths(lengths: Sequence[int], context: int) -> None:
-    """Refuses lengths beyond a model's context.
-
-    Raises:
-        UsageError: one is.
-    """
+    """Refuses lengths beyond a model's context."""
     if max(lengths, default=0) > context:
         raise UsageError(
             f"expected lengths within the model's context of {format_length(context)} tokens, found "

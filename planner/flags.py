@@ -65,11 +65,6 @@ class Unread:
     without: tuple[str, ...] = ()
 
     def check(self, asked: Options) -> None:
-        """Refuses them.
-
-        Raises:
-            UsageError: naming one that was asked for, and those that leave it unread.
-        """
         names = [one if isinstance(one, str) else one[0] for one in self.beside]
         values = [getattr(asked, one[0]) == one[1] for one in self.beside if not isinstance(one, str)]
         if all((*map(asked.is_given, names), *values)) and not any(map(asked.is_given, self.without)):
@@ -106,9 +101,6 @@ class Options(BaseModel):
     Attributes:
         group: what `--help` lists the flags of this class under.
         unread: options that are refused, beside those of its bases.
-
-    Raises:
-        UsageError: naming the first one that cannot be meant.
     """
 
     group: ClassVar[str] = "Options"
@@ -167,14 +159,7 @@ class Options(BaseModel):
 
     @classmethod
     def set_by(cls, texts: Sequence[str]) -> dict[str, str]:
-        """The fields that `--set` gives, as texts that a model takes.
-
-        Args:
-            texts: each KEY=VALUE.
-
-        Raises:
-            UsageError: there is no such key, or it comes twice, or has no value.
-        """
+        """The fields that `--set` gives, each KEY=VALUE, as texts that a model takes."""
         found: dict[str, str] = {}
         for text in texts:
             key, _, value = text.partition("=")
@@ -210,16 +195,7 @@ class Options(BaseModel):
         return getattr(self, name) if self.is_given(name) else None
 
     def refuse(self, names: Iterable[str], because: str, *switches: str) -> None:
-        """Refuses options that nothing would read beside others.
-
-        Args:
-            names: those that would not be read.
-            because: why not.
-            switches: the others.
-
-        Raises:
-            UsageError: naming one that was asked for, and the others.
-        """
+        """Refuses options that nothing would read beside others, the `switches`, naming one that was asked for."""
         unread = next((name for name in names if name not in switches and self.is_given(name)), None)
         if unread is not None:
             given, *others = (self.flag_of(name, getattr(self, name, None)) for name in (unread, *switches))

@@ -100,10 +100,6 @@ def job_of(
         profile: an earlier profile, instead of profiling.
         cost: an earlier device cost, instead of measuring.
         progress: told when tasks are tried out.
-
-    Raises:
-        PlanMismatchError: the profile is of another model.
-        UsageError, PromptError, BackendError, UnsupportedError: what was asked for cannot be done.
     """
     device = loaded.model.device
     if profile is not None:
@@ -138,10 +134,6 @@ def job_of_files(name: str, options: PlanOptions, profile: Profile, cost: Prices
     Args:
         name: the model: an alias, hub id, folder or GGUF file.
         options: what to plan, with `verify` "none".
-
-    Raises:
-        PlanMismatchError: the profile is of another architecture.
-        UsageError: the profile does not reach what was asked for, or there is no such model.
     """
     if options.retain is not None:
         raise UsageError(
@@ -159,11 +151,7 @@ def job_of_files(name: str, options: PlanOptions, profile: Profile, cost: Prices
 def check_plannable(
     model: ModelInfo, options: PlanOptions, device_type: str, profile: Profile | None, cost: Prices | None
 ) -> None:
-    """Finds out what `job_of` refuses of a model from its description alone, before its weights are read.
-
-    Raises:
-        PlanMismatchError, UsageError: see `job_of`.
-    """
+    """Finds out what `job_of` refuses of a model from its description alone, before its weights are read."""
     if profile is not None:
         check_model(profile, model, weights=False)
     asked, own = narrowed(options, profile, cost)
@@ -194,12 +182,7 @@ def _vllm(options: PlanOptions, device: Any) -> Host:
 
 
 def _check(model: ModelInfo, options: Settled, profile: Profile | None, cost: Prices | None) -> None:
-    """What can be found out before anything is measured.
-
-    Raises:
-        UsageError: the model has nothing to plan, or lacks a layer, or what is given does not go with the options.
-        UnsupportedError: what was asked for runs several tokens behind others, of a model that cannot.
-    """
+    """What can be found out before anything is measured."""
     if not model.full_layers:
         windows = ", ".join(sorted({str(group.window) for group in model.attention}))
         raise UsageError(
@@ -227,11 +210,7 @@ def _check(model: ModelInfo, options: Settled, profile: Profile | None, cost: Pr
 
 
 def _check_cost(cost: Prices, model: ModelInfo, options: Settled) -> None:
-    """Refuses prices that are not of this model's heads and these tiles, or lack a family of the plan.
-
-    Raises:
-        UsageError: naming what differs.
-    """
+    """Refuses prices that are not of this model's heads and these tiles, or lack a family of the plan."""
     expected, found = (head_shape(model), options.tile), (cost.shape, cost.tile)
     if expected != found:
         raise UsageError(

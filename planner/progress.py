@@ -56,7 +56,6 @@ class Stages(Progress):
             yield step
 
     def say(self, line: str) -> None:
-        """See `Progress`."""
         self._progress.say(line)
 
 
@@ -116,7 +115,6 @@ class BarProgress(Progress):
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[StageStep]:
-        """See `Progress`."""
         note = TextColumn("{task.fields[note]}", table_column=Column(ratio=1, no_wrap=True))  # what room is left for
         times = (TimeElapsedColumn(), TextColumn("left"), _TimeLeft())
         columns = (TextColumn("{task.description:<22}"), BarColumn(20), TaskProgressColumn(), *times, note)
@@ -132,5 +130,4 @@ class BarProgress(Progress):
         _print(self._console, f"{name}: done in {bars.get_time() - started:.0f} s")
 
     def say(self, line: str) -> None:
-        """See `Progress`."""
         _print(self._console, line)

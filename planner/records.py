@@ -56,11 +56,7 @@ class RunSettings(Part):
         return content_digest(self.model_dump(mode="json"))
 
     def check(self, record: RunRecord) -> None:
-        """Refuses a record that no run with these settings writes.
-
-        Raises:
-            ValueError: it is such a record.
-        """
+        """Raises ValueError for a record that no run with these settings writes."""
 
     def differences(self, known: Mapping[str, Any]) -> Iterator[str]:
         """Yields each setting in which a run differs from a file, of those that are known of the run."""
@@ -83,11 +79,7 @@ def _told(value: object) -> str:
 
 
 def check_same(file: RunFile[Any], differences: Iterable[str]) -> None:
-    """Refuses a file that a run cannot go on from.
-
-    Raises:
-        UsageError: there is a difference; names each.
-    """
+    """Refuses a file that a run cannot go on from."""
     if told := "; ".join(differences):
         raise UsageError(
             f"expected {file.settings.WHAT} of this run in {file.path}, found those of another: {told:.600}. Give the "
@@ -96,8 +88,6 @@ def check_same(file: RunFile[Any], differences: Iterable[str]) -> None:
 
 
 class RunRecord(Part):
-    """One line of a run's file."""
-
     @property
     def key(self) -> Hashable:
         """Returns the identity of the record among those of its type; a later one takes its place."""
@@ -120,12 +110,7 @@ class RunFile(Generic[Settings]):
 
     @classmethod
     def of(cls, settings: Settings, path: Path | None) -> Self:
-        """Returns the file of an earlier run with the same settings, or an empty one.
-
-        Raises:
-            UsageError: it is of other settings, or cannot be read.
-            PlanError: see `read`.
-        """
+        """Returns the file of an earlier run with the same settings, or an empty one."""
         found = cls.earlier(type(settings), path)
         if found is None:
             new = cls(settings, path)
@@ -169,11 +154,7 @@ class RunFile(Generic[Settings]):
         return self._records[kind]
 
     def add(self, *records: RunRecord) -> None:
-        """Appends records; where that fails, the file is as it was.
-
-        Raises:
-            UsageError: it cannot be written.
-        """
+        """Appends records; where that fails, the file is as it was."""
         if self.path is not None:
             try:
                 self._append(self.path, b"".join(_line(one, self._digest) for one in records))
@@ -185,11 +166,7 @@ class RunFile(Generic[Settings]):
             self._keep(record)
 
     def write(self, path: Path) -> None:
-        """Writes all records, atomically, in place of what is there.
-
-        Raises:
-            UsageError: it cannot be written.
-        """
+        """Writes all records, atomically, in place of what is there."""
         records = (_line(one, self._digest) for kind in self._records.values() for one in kind.values())
         write_bytes(path, b"".join((_line(self.settings, ""), *records)))
 
@@ -225,11 +202,7 @@ def _line(part: Part, run: str) -> bytes:
 
 
 def _without_digest(line: bytes, run: str) -> dict[str, Any]:
-    """The data of a line.
-
-    Raises:
-        ValueError: it is not what was written there.
-    """
+    """The data of a line; raises ValueError where it is not what was written there."""
     data = json.loads(line)
     if not isinstance(data, dict) or data.pop(_INTEGRITY, None) != content_digest(data | {"run": run}):
         raise ValueError
@@ -241,9 +214,6 @@ def only_run(path: Path) -> Iterator[None]:
     """Keeps other runs from what is written at `path`, by a lock on a hidden file beside it that ends with the process.
 
     Folders that cannot be locked, as some on a network, are left to those who write.
-
-    Raises:
-        ConflictError: another run has the lock.
     """
     lock = path.with_name(f".{path.name}.lock")
     held: BinaryIO | None = None
@@ -285,11 +255,7 @@ _AGAIN = {"sparsekv.cost": "`sparsekv plan MODEL --cost-out FILE` measures again
 
 
 def write_measured(measured: Part, path: Path) -> None:
-    """Writes a profile or a device cost, atomically; large ones are compressed, whatever the name.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Writes a profile or a device cost, atomically; large ones are compressed, whatever the name."""
     data = measured.model_dump(mode="json")
     content = json.dumps(data | {_INTEGRITY: content_digest(data)}, separators=(",", ":")).encode() + b"\n"
     write_bytes(path, gzip.compress(content, mtime=0) if len(content) > _COMPRESS_ABOVE else content)
@@ -317,11 +283,7 @@ def read_measured(kind: type[Measured], path: Path) -> Measured:
 
 
 def record_of(kind: type[Measured], data: Any, path: Path) -> Measured:
-    """The record that the data of a file makes, without its digest; `path` names it in messages.
-
-    Raises:
-        PlanError: it is no sound record of that kind.
-    """
+    """The record that the data of a file makes, without its digest; `path` names it in messages."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -368,5 +330,4 @@ def _content(path: Path, what: str) -> bytes:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what measurements depend on."""
     return {"sparsekv": __version__, **{name: version(name) for name in ("torch", "transformers")}}

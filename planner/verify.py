@@ -126,12 +126,6 @@ def verify(
         options: settled: verify_lengths, verify_tasks, verify_chosen, verify_seed, batch, prefill_chunk, backend.
         prompts: of the caller, in place of samples of tasks; they verify nothing, as they were chosen.
         held_out: prompts of the caller that were set aside before the plan was searched for.
-
-    Raises:
-        GateError: the model without a plan, or a kernel with every tile computed, gives numbers that are not finite.
-        UsageError: nothing of the plan is sparse.
-        PromptError: a task does not fit a length.
-        PlanMismatchError, UnsupportedError, BackendError: the plan cannot be applied.
     """
     if plan.is_dense:
         raise UsageError("expected a plan that is sparse somewhere, found none: there is nothing to verify")

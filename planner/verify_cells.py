@@ -114,11 +114,7 @@ def _first_prompts(dense: Sequence[DenseBatch], least: int) -> Iterator[DenseBat
 
 
 def check_finite(outcomes: Sequence[Outcome], how: str) -> None:
-    """Refuses a model, or kernels, that a plan cannot be compared with.
-
-    Raises:
-        GateError: some probabilities are nan or infinite.
-    """
+    """Refuses a model, or kernels, that a plan cannot be compared with."""
     bad = sum(not outcome.is_finite for outcome in outcomes)
     if bad:
         raise GateError(

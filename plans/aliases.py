@@ -77,10 +77,6 @@ ALIASES = (
 def resolve_model(name: str | os.PathLike[str]) -> ModelSource:
     """Returns what `name` stands for. A folder with a model in it goes before an alias; its config.json before a GGUF
     file.
-
-    Raises:
-        UsageError: it is a folder without a model, with several GGUF files or with a name that is no text, another
-            file, or nothing known.
     """
     if not isinstance(name, str | os.PathLike):
         raise UsageError(f"expected the name of a model folder, a hub id or an alias, found {name!r:.80}")

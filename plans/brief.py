@@ -23,7 +23,6 @@ class PhaseShare:
 
     @property
     def cells(self) -> tuple[str, str]:
-        """The two as a table shows them."""
         return percent(self.computed), "" if self.gain is None else f"{self.gain:.2f}x"
 
 

@@ -49,11 +49,7 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES, wrong: type[
 
 
 def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
-    """The first `limit` bytes of a file, and one more of a longer one.
-
-    Raises:
-        UsageError: there is no such file, or it cannot be read.
-    """
+    """The first `limit` bytes of a file, and one more of a longer one."""
     try:
         with open_input(path) as file:
             return b"".join(pieces(file.read, limit + 1))
@@ -103,11 +99,7 @@ def _is_written(pipe: BinaryIO) -> bool:
 
 
 def as_text(data: bytes, source: str, limit: int = MAX_BYTES, wrong: type[SparseKVError] = PlanError) -> str:
-    """`data` as UTF-8 text.
-
-    Raises:
-        PlanError: it is longer than `limit` bytes, or not text; or what `wrong` says.
-    """
+    """`data` as UTF-8 text."""
     if len(data) > limit:
         raise wrong(f"{source}: expected at most {limit:,} bytes, found more; give less, or another file")
     if b"\0" in data:
@@ -183,11 +175,7 @@ _FIELDS_GONE = {("provenance", "command")}
 
 
 def migrate(document: Document, target: int, source: str, registry: Mapping[int, Any] = MIGRATIONS) -> Document:
-    """`document` as schema version `target`.
-
-    Raises:
-        PlanError: its version is newer, unknown, or no version at all.
-    """
+    """`document` as schema version `target`."""
     version = document.get("schema_version")
     if type(version) is not int or version < 1:
         found = "none" if version is None else repr(version)[:40]
@@ -228,11 +216,7 @@ def with_digest(plan: Plan) -> Plan:
 
 
 def check_integrity(data: Mapping[str, Any], source: str) -> None:
-    """Passes when the digest fits the rest of the data.
-
-    Raises:
-        PlanError: the data was changed since, or never had one.
-    """
+    """Passes when the digest fits the rest of the data."""
     if _is_sealed(data):
         return
     found = "that of another content: the file was changed after it was written. If the change is meant"
@@ -309,11 +293,7 @@ def _what(data: dict[str, Any]) -> str:
 
 
 def dump_plan(plan: Plan) -> str:
-    """The text of a plan's file, with its integrity.
-
-    Raises:
-        PlanError: it is longer, or holds more, than a reader accepts.
-    """
+    """The text of a plan's file, with its integrity."""
     text = f"# yaml-language-server: $schema={SCHEMA_FILE}\n{to_yaml(to_data(with_digest(plan)))}"
     size = len(text.encode())
     if size > MAX_BYTES:
@@ -359,13 +339,7 @@ class Sealed:
 
 
 def seal(path: str | os.PathLike[str]) -> Sealed:
-    """Renews the integrity of the plan at `path`; one that fits is left as it is.
-
-    Raises:
-        PlanError: it is no plan, or contradicts itself.
-        UsageError: there is no such file, or it cannot be read or written.
-        ConflictError: the file was written to meanwhile.
-    """
+    """Renews the integrity of the plan at `path`; one that fits is left as it is."""
     text = read_text(path)
     plan = parse_plan(text, os.fspath(path), sealed=False)
     if _is_sealed(read_tree(text, os.fspath(path)).data):

@@ -23,13 +23,7 @@ def cell(text: str) -> str:
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[bool] = ()) -> str:
-    """A table of texts.
-
-    Args:
-        names: of the columns.
-        rows: texts, one for each column; columns at the end may be missing.
-        numbers: whether each column is aligned to the right; none is where it is empty.
-    """
+    """A table of texts, whose rows may end early; `numbers` says which columns are aligned to the right."""
     sides = numbers or [False] * len(names)
     head = (list(map(cell, names)), ["--:" if right else "---" for right in sides])
     body = ([*map(cell, row), *[""] * (len(names) - len(row))] for row in rows)

@@ -165,11 +165,6 @@ class ModelInfo(Part):
         return max(group.head_dim for group in self.attention if group.kind != "linear")
 
     def group_of(self, layer: int) -> AttentionGroup:
-        """The group of a layer.
-
-        Raises:
-            IndexError: the model has no such layer.
-        """
         found = next((group for group in self.attention if layer in group.layers), None)
         if found is None:
             raise IndexError(f"layer {layer} of a model of {self.layers} layers")
@@ -180,11 +175,7 @@ Shapes = dict[int, AttentionGroup]
 
 
 def architecture_fingerprint(shapes: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """The digest of what a model is: JSON data, in any order.
-
-    Raises:
-        ValueError: the data hold NaN or an infinity.
-    """
+    """The digest of what a model is: JSON data, in any order."""
     facts = ({**shapes, "settings": dict(settings)}, dict(shapes))
     whole, older = (hashlib.sha256(canonical_json(data)).hexdigest() for data in facts)
     return f"sha256-2:{whole}:{older[:16]}"
@@ -199,11 +190,7 @@ def same_architecture(one: str, other: str) -> bool:
 
 
 def weights_fingerprint(samples: Iterable[tuple[str, bytes]]) -> str:
-    """The digest of named samples of weights, in any order.
-
-    Raises:
-        ValueError: a name comes twice.
-    """
+    """The digest of named samples of weights, in any order."""
     named = sorted(samples)
     if twice := next((one for one, other in pairwise(name for name, _ in named) if one == other), None):
         raise ValueError(f"expected each weight sampled once, found {twice!r} again")

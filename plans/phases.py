@@ -51,11 +51,7 @@ AnyBucket = TypeVar("AnyBucket", bound=Bucket)
 
 
 def check_ascending(buckets: Sequence[Bucket]) -> None:
-    """Every context length falls in exactly one bucket.
-
-    Raises:
-        FieldError: the bounds do not ascend, or the last bucket is not open-ended, or another one is.
-    """
+    """Every context length falls in exactly one bucket."""
     bounds = [bucket.up_to for bucket in buckets]
     if not bounds or bounds[-1] is not None:
         raise FieldError("expected a last bucket with `up_to: null`, for every longer context", "lengths")
@@ -308,11 +304,7 @@ class Segment(Part):
 
 
 def followers(filters: Sequence[int], layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    """Returns which of the layers each filter layer chooses for: those behind it up to the next one.
-
-    Args:
-        filters: ascending.
-    """
+    """Returns which of the layers each filter layer chooses for: those behind it up to the next one."""
     ends, others = (*filters[1:], None), tuple(layers)
     return {
         first: tuple(layer for layer in others if first < layer and (end is None or layer < end))

@@ -29,7 +29,6 @@ _OLD_FIELDS = frozenset(("prefill", "decode", "both", "evidence"))
 
 
 def each_once(entries: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Refuses two entries of one length."""
     lengths = [entry.length for entry in entries]
     again = next((at for at, length in enumerate(lengths) if length in lengths[:at]), None)
     if again is not None:
@@ -53,12 +52,10 @@ class CellScore(Part):
 
     @property
     def judged(self) -> bool:
-        """Returns whether its answers count."""
         return not self.unjudged
 
     @property
     def right(self) -> int:
-        """Returns how many prompts the plan answers."""
         return self.answered - self.lost + self.won
 
 

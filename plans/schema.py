@@ -156,7 +156,6 @@ class Plan(Part):
 
     @property
     def retained(self) -> dict[int, Retention]:
-        """The rule of each layer that evicts tokens of a prompt."""
         return {layer: rule for rule in self.kv_cache or () if rule.is_lossy for layer in rule.layers}
 
     @property
@@ -221,10 +220,6 @@ def check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool = False, opti
 
     Args:
         option: what turns `allow_mismatch` on where this is called, as a user gives it; empty where nothing does.
-
-    Raises:
-        PlanMismatchError: the architecture differs and `allow_mismatch` is off, or the plan names layers or heads
-            that the model does not have.
     """
     different = differences(plan.model, found)
     if not different:

@@ -36,11 +36,7 @@ _LENGTH = re.compile(r"([0-9]{1,13})([kKmM]?)", re.ASCII)
 
 
 def parse_length(text: str) -> int:
-    """The number of tokens that `text` means.
-
-    Raises:
-        UsageError: it is not a positive whole number with at most one of the suffixes `k` and `m`.
-    """
+    """The number of tokens that `text` means."""
     match = _LENGTH.fullmatch(text.strip())
     length = int(match[1]) * _UNITS[match[2].lower()] if match else 0
     if not 0 < length <= MAX_LENGTH:
@@ -63,11 +59,7 @@ _RANGES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*", re
 
 @lru_cache(maxsize=4096)
 def parse_ids(text: str) -> tuple[int, ...]:
-    """The ids that `text` names, ascending: "0-1,5" gives (0, 1, 5).
-
-    Raises:
-        ValueError: it is no such list, a range runs backwards, or an id is named twice.
-    """
+    """The ids that `text` names, ascending: "0-1,5" gives (0, 1, 5)."""
     compact = text.replace(" ", "")
     if not _RANGES.fullmatch(compact):
         raise ValueError(f"expected ids such as 4, 0-31 or 0-1,5, found {text!r:.60}")
@@ -101,11 +93,7 @@ def _check_once(ids: Sequence[int]) -> None:
 
 
 def ids_of(value: Any) -> tuple[int, ...]:
-    """The ids in any form that a plan may hold them in: text, one number, several numbers.
-
-    Raises:
-        ValueError: it is none of these, is empty, or names an id twice.
-    """
+    """The ids in any form that a plan may hold them in: text, one number, several numbers."""
     if isinstance(value, str):
         return parse_ids(value)
     ids = (value,) if type(value) is int else value
@@ -173,11 +161,7 @@ def in_order(value: Mapping[Key, Value]) -> dict[Key, Value]:
 
 
 def json_object(value: Mapping[str, Any]) -> dict[str, Any]:
-    """`value` as plain JSON data, keys in order.
-
-    Raises:
-        FieldError: it holds something JSON cannot: NaN, another type, a key that is no string, or too deep a nesting.
-    """
+    """`value` as plain JSON data, keys in order."""
     return {key: _json(item, key, 1) for key, item in in_order(value).items()}
 
 
@@ -197,20 +181,12 @@ def _json(value: object, name: str, depth: int) -> Any:
 
 
 def canonical_json(data: Any) -> bytes:
-    """Sorted keys, no spaces, UTF-8.
-
-    Raises:
-        ValueError: it holds NaN or an infinity.
-    """
+    """Sorted keys, no spaces, UTF-8."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
 def utf8(value: str) -> str:
-    """`value`, if it can be written as UTF-8.
-
-    Raises:
-        FieldError: it holds half of a surrogate pair.
-    """
+    """`value`, if it can be written as UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -59,11 +59,7 @@ class Tree:
 
 
 def read_tree(text: str, source: str) -> Tree:
-    """The data in `text`; `source` names it in messages.
-
-    Raises:
-        PlanError: it is not YAML, or uses what is refused here.
-    """
+    """The data in `text`; `source` names it in messages."""
     builder = _Builder(text, source)
     try:
         return Tree(builder.document(), builder.lines, source)

@@ -270,11 +270,7 @@ REFUSED = {  # families that are often asked for, and why not yet
 
 
 def architecture_of(model_type: str) -> Architecture:
-    """The record of a model type.
-
-    Raises:
-        UnsupportedError: this version cannot run it; the message says why, or names the nearest one that it can run.
-    """
+    """The record of a model type."""
     if model_type in ARCHITECTURES:
         return ARCHITECTURES[model_type]
     if model_type in REFUSED:
@@ -317,11 +313,7 @@ class Recurrence:
 
 
 def recurrence_of(config: PreTrainedConfig) -> Recurrence:
-    """The sizes of the recurrent layers of a model with this config.
-
-    Raises:
-        UnsupportedError: they are of another kind.
-    """
+    """The sizes of the recurrent layers of a model with this config."""
     for name, of_kind in _KINDS.items():
         if getattr(config, name, None) is not None:
             return of_kind(config)

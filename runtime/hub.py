@@ -30,11 +30,7 @@ def asked(source: ModelSource) -> ModelSource:
 
 
 def needs_cache(source: ModelSource, revision: str | None = None, local_only: bool = False) -> bool:
-    """Returns whether only the local copy of a hub model can be used; asks the hub where it was not asked.
-
-    Raises:
-        UsageError: neither the hub nor the local cache has it for us; the message says what to type.
-    """
+    """Returns whether only the local copy of a hub model can be used; asks the hub where it was not asked."""
     repository = source.path_or_id
     trouble = f"{_OFFLINE}: only the local cache may be used, and it has no copy"
     trouble = trouble if local_only else asked(source).trouble or ""
@@ -58,9 +54,6 @@ def download_plan(source: ModelSource) -> Path:
     """The plan in a hub repository, at the revision that models are loaded at (`main`), as a file in the local cache.
 
     The copy of an earlier call serves where the hub cannot be reached.
-
-    Raises:
-        UsageError: the repository has none, or it cannot be had; the message says what to do.
     """
     repository, trouble = source.path_or_id, asked(source).trouble
     if trouble and (cached := _cached(repository, PLAN_NAME)):  # a download would look for the hub even so
@@ -95,9 +88,6 @@ def download_plans(source: ModelSource) -> Path | None:
 def upload_plan(source: ModelSource, plan: bytes, create_pr: bool = False) -> str:
     """Uploads the text of a plan to a hub repository as its sparsekv.yaml; returns the address of the commit, or of the
     pull request.
-
-    Raises:
-        UsageError: the hub does not take it.
     """
     repository, trouble = source.path_or_id, asked(source).trouble
     if not trouble:

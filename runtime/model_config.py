@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 def describe_config(config: PreTrainedConfig, source: str | None = None, revision: str | None = None) -> ModelInfo:
     """Returns what a config alone says of a model: all but the fingerprint of its weights. See `describe_model`. Of a
     multimodal model that is its decoder, so that it is described as the text-only release is.
-
-    Raises:
-        UnsupportedError: its architecture is not supported, or its attention is not causal.
     """
     source = source or config.name_or_path
     config = decoder_config(config)
@@ -86,7 +83,6 @@ def _spelled(value: Any) -> Any:
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns the config of the decoder inside a multimodal model; any other config as it is."""
     return config.get_text_config(decoder=True) if config.model_type in MODALITIES else config
 
 
@@ -127,11 +123,7 @@ def _softmax_group(config: PreTrainedConfig, layer: int) -> AttentionGroup:
 
 
 def config_of_layer(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
-    """The config of one layer, where those differ in the sizes of their heads, which the whole then does not tell.
-
-    Raises:
-        UnsupportedError: it is of a release that says such sizes elsewhere.
-    """
+    """The config of one layer, where those differ in the sizes of their heads, which the whole then does not tell."""
     if getattr(config, "global_head_dim", None) is not None:
         raise UnsupportedError(
             "expected a config that says the sizes of each layer, found global_head_dim beside head_dim, as older "
@@ -216,11 +208,7 @@ def _number(text: str) -> int | float:
 
 
 def torch_device(device: str) -> torch.device:
-    """The device of that name; "auto" is the first GPU, or the CPU.
-
-    Raises:
-        UsageError: there is no such device on this machine.
-    """
+    """The device of that name; "auto" is the first GPU, or the CPU."""
     check_device(device)
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -243,7 +231,6 @@ def device_name(device: torch.device) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> DtypeName:
-    """ "bfloat16" for torch.bfloat16, and so on."""
     return cast(DtypeName, str(dtype).removeprefix("torch."))
 
 

@@ -46,18 +46,13 @@ def place_of(
 
 @dataclass(frozen=True, slots=True)
 class RuleFile:
-    """The rule of one place.
-
-    Attributes:
-        folder: of all rules.
-    """
+    """The rule of one place, in a folder of all rules."""
 
     place: Place
     folder: Path
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
         return self.folder / f"pays-{content_digest(self.place).removeprefix('sha256:')[:24]}.json"
 
     def read(self) -> Pays | None:

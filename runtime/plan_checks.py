@@ -53,10 +53,6 @@ def check_plan(
     Args:
         plan: the phases that will run.
         option: see `check_model`.
-
-    Raises:
-        PlanMismatchError: `found` is of another architecture and `allow_mismatch` is off, or lacks layers or heads.
-        UnsupportedError: see `refuse`.
     """
     for line in check_model(plan, found, allow_mismatch, option):
         warnings.warn(line, PlanWarning, stacklevel=3)

@@ -29,11 +29,7 @@ class Settings:
 
 
 def check_device(device: str) -> None:
-    """Refuses what can be the name of no device here, without asking the machine.
-
-    Raises:
-        UsageError: it is neither auto, nor cpu, nor a GPU such as cuda or cuda:1.
-    """
+    """Refuses what can be the name of no device here, without asking the machine."""
     if device != "auto" and device.partition(":")[0] not in ("cpu", "cuda"):
         raise UsageError(
             f"expected a device that this machine has, found {device!r:.40} (neither cpu nor cuda); try cpu"
@@ -41,11 +37,7 @@ def check_device(device: str) -> None:
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
-    """Reads the settings from `environment` (the process's own when None). Empty variables count as absent.
-
-    Raises:
-        UsageError: a variable holds none of the values it may hold.
-    """
+    """Reads the settings from `environment` (the process's own when None). Empty variables count as absent."""
     source = os.environ if environment is None else environment
     found = {field.name: source.get(PREFIX + field.name.upper(), "").strip() for field in fields(Settings)}
     given: dict[str, Any] = {name: value for name, value in found.items() if value}

@@ -191,7 +191,6 @@ def similarity(plan: Plan, profile: Profile | None) -> SimilarityMatrix | None:
 
 
 def _nearest(reuse: Reuse, bucket: DecodeBucket | None, length: int) -> int:
-    """The position of a budget."""
     if bucket is None:
         return len(reuse.budgets) - 1
     wanted = bucket.segments[0].budget.resolve(length)

@@ -57,12 +57,7 @@ class EvalSamples:
     first: int = 0
 
     def check_fit(self, kit: Kit) -> None:
-        """Finds out, without running a model, whether every task fits every length.
-
-        Raises:
-            PromptError: one does not.
-            UsageError: an unknown task.
-        """
+        """Finds out, without running a model, whether every task fits every length."""
         kit = kit.shared_by(self.tasks, self.lengths)
         for length, task in product(self.lengths, self.tasks):
             next(held_out(kit, task, length, 1, self.seed))
@@ -89,12 +84,10 @@ class Batch:
 
     @property
     def past(self) -> int:
-        """Tokens before the answer."""
         return self.prompt_BS.shape[1] + sum(ids.shape[1] for turn in self.later for ids in turn)
 
     @classmethod
     def of(cls, samples: Iterable[Sample], device: torch.device) -> Batch:
-        """The samples as tensors on the model's device."""
         some = tuple(samples)
 
         def stacked(rows: Iterable[Ids]) -> torch.Tensor:

@@ -85,10 +85,6 @@ def evaluate(
 
     Returns:
         A result a length for each mode, and for "dense" with dense on both sides.
-
-    Raises:
-        PromptError: a task does not fit a length.
-        PlanMismatchError, UnsupportedError, BackendError: a plan cannot be applied.
     """
     source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
     asked.check_fit(source)
@@ -178,10 +174,6 @@ class Evaluator:
 
         Returns:
             By mode, and for "dense": outcomes in the order of the samples, and what was computed.
-
-        Raises:
-            PromptError: a sample without an answer token.
-            UnsupportedError: the model overflows in its dtype.
         """
         if not all(len(sample.answer_ids) for sample in samples):
             raise PromptError("expected samples with at least one answer token to measure on, found one without")
@@ -203,11 +195,7 @@ class Evaluator:
         }
 
     def dense(self, samples: Sequence[Sample], step: StageStep | None = None) -> tuple[DenseBatch, ...]:
-        """Runs dense alone, in batches that modes may run beside later; their order is that of the batches.
-
-        Raises:
-            UnsupportedError: the model overflows in its dtype.
-        """
+        """Runs dense alone, in batches that modes may run beside later; their order is that of the batches."""
         found = []
         for batch in batches(samples, self.loaded.model, self.batch, self.text):
             run, outcomes, _ = _Run.of(self.loaded, batch, self.chunk, self.greedy, self.text)
@@ -345,11 +333,7 @@ class _Run:
     def of(
         cls, loaded: LoadedModel, batch: Batch, chunk: int | None, greedy: bool, text: int
     ) -> tuple[_Run, tuple[Outcome, ...], Prefilled]:
-        """Prefills the prompts, continues them greedily from a copy of the cache, and reads the answers in one pass.
-
-        Raises:
-            UnsupportedError: the model overflows in its dtype.
-        """
+        """Prefills the prompts, continues them greedily from a copy of the cache, and reads the answers in one pass."""
         model: Any = loaded.model
         prompts, tokens = prefill_turns(model, batch, chunk), min(batch.answer_BA.shape[1], MOST_GREEDY)
         tokens = max(tokens, min(text, loaded.info.context_length - batch.past))

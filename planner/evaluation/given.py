@@ -50,10 +50,6 @@ def evaluate_given(
 
     Returns:
         For each mode, and for "dense" with dense on both sides, a result for each length that has prompts, ascending.
-
-    Raises:
-        PromptError: a prompt is longer than the model's context, or an answer than `MOST_TEXT` tokens.
-        PlanMismatchError, UnsupportedError, BackendError: a plan cannot be applied.
     """
     by_length: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples_of(loaded.tokenizer, prompts, loaded.info.context_length):
@@ -136,9 +132,6 @@ class HeldOut:
         Args:
             calibrated, aside: the parts of `set_aside`.
             options: settled: verify, verify_lengths.
-
-        Raises:
-            PromptError: none comes near the end of a length, or copies leave too few to verify a plan.
         """
         encoder = PieceEncoder.of(tokenizer)
         known, own = ([_tokens(tokenizer, one) for one in some] for some in (calibrated, aside))
@@ -217,11 +210,7 @@ def _tokens(tokenizer: Any, given: GivenPrompt) -> Ids:
 
 
 def samples_of(tokenizer: Any, prompts: Iterable[GivenPrompt], context: int) -> list[Sample]:
-    """Prompts as samples, tokenized as they are; no chat template is put around them.
-
-    Raises:
-        PromptError: one is too long.
-    """
+    """Prompts as samples, tokenized as they are; no chat template is put around them."""
     encoder = PieceEncoder.of(tokenizer)
     samples = []
     for number, given in enumerate(prompts, start=1):

@@ -65,13 +65,11 @@ class PlannedLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end token."""
         end: int = self.tokenizer.eos_token_id
         return end
 
     @property
     def tokenizer_name(self) -> str:
-        """The name under which the harness caches requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -97,11 +95,7 @@ class PlannedLM(TemplateLM):
         raise UnsupportedError("expected tasks of generate_until or loglikelihood, found one of loglikelihood_rolling")
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Greedy answers, cut at a task's stop strings.
-
-        Raises:
-            UnsupportedError: a task samples.
-        """
+        """Greedy answers, cut at a task's stop strings."""
         return [self._answer(*request.args) for request in requests]
 
     def _answer(self, context: str, options: dict[str, Any]) -> str:

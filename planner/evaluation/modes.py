@@ -46,7 +46,6 @@ class PlanMode:
 
     @property
     def dense_prefill(self) -> bool:
-        """See `Mode`."""
         return self.phase == "decode"
 
     @property
@@ -71,12 +70,10 @@ class PlanMode:
 
     @property
     def stored(self) -> KVDtype:
-        """Returns in what cached keys and values are."""
         return self.kv_dtype or self.plan.kv_dtype
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `Mode`."""
         with self.applied(model) as handle:
             yield lambda: spent_by(handle)
 
@@ -95,7 +92,6 @@ class PlanMode:
 
 
 def spent_by(handle: Handle) -> Spent:
-    """Returns what a handle computed."""
     found = handle.stats()
     prefill = found.prefill_tiles_computed, found.prefill_tiles_causal
     return Spent(*prefill, found.decode_tokens_attended, found.decode_tokens_cached)

@@ -84,7 +84,6 @@ class Outcome:
 
     @property
     def is_finite(self) -> bool:
-        """Returns whether its probabilities are numbers."""
         return all(map(math.isfinite, (self.nll, self.kl, self.text.kl if self.text else 0.0)))
 
 
@@ -103,19 +102,13 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One mode on some samples.
-
-    Attributes:
-        outcomes: a sample each, in the order of the caller.
-        spent: what the mode computed, over all samples.
-    """
+    """One mode on some samples."""
 
     outcomes: tuple[Outcome, ...]
     spent: Spent
 
     @property
     def kl(self) -> tuple[float, ...]:
-        """Mean divergence from dense of each sample, in nats."""
         return tuple(outcome.kl for outcome in self.outcomes)
 
 
@@ -167,8 +160,6 @@ class EvalResult:
     def of(
         cls, length: int, tasks: Iterable[str], samples: Sequence[Sample], dense: Comparison, own: Comparison
     ) -> EvalResult:
-        """The samples of one length, by task."""
-
         def of_task(task: str, side: Comparison) -> tuple[Outcome, ...]:
             both = zip(samples, side.outcomes, strict=True)
             return tuple(outcome for sample, outcome in both if sample.task == task)
@@ -187,7 +178,6 @@ class EvalResult:
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """Returns the outcomes of the plan, over all tasks."""
         return pooled(self.tasks.values()).sparse
 
     @property
@@ -197,7 +187,6 @@ class EvalResult:
 
     @property
     def agreement(self) -> Agreement:
-        """Over all tasks."""
         return agreement_of(self.outcomes)
 
 

@@ -55,24 +55,15 @@ class SuiteSamples:
 
     @property
     def tasks(self) -> Mapping[str, RulerTask]:
-        """The tasks by name."""
         return SUITES[self.suite]
 
     def check_fit(self, kit: Kit) -> None:
-        """Finds out, without running a model, whether every task fits every length.
-
-        Raises:
-            PromptError: one does not.
-        """
+        """Finds out, without running a model, whether every task fits every length."""
         for length, task in product(self.lengths, self.tasks.values()):
             next(self.drawn(kit, task, length))
 
     def drawn(self, kit: Kit, task: RulerTask, length: int) -> Iterator[Sample]:
-        """The samples of one task and length, whose prompts are equally long.
-
-        Raises:
-            PromptError: the task does not fit.
-        """
+        """The samples of one task and length, whose prompts are equally long."""
         try:
             kit = kit.shared_by(tuple(self.tasks), self.lengths)
             yield from make_samples(task, kit, length, self.seed, self.samples)
@@ -99,11 +90,6 @@ def run_suite(
         modes: what to run beside dense, by name.
         file: of records that include `SuiteCell`, of a run with the same settings.
         kit: the evaluation split's.
-
-    Raises:
-        PromptError: a task does not fit a length; before anything is run.
-        PlanMismatchError, UnsupportedError, BackendError: a plan cannot be applied, or the model overflows.
-        UsageError: the file cannot be written.
     """
     source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
     asked.check_fit(source)
@@ -132,7 +118,6 @@ class _Run:
     step: StageStep
 
     def cell(self, method: str, mode: Mode | None) -> SuiteCell:
-        """Returns what a method, or dense, scores."""
         with mode.running(self.loaded.model) if mode else _dense() as spent:
             texts = [text for some in self._batches() for text in self._generated(method, some)]
             computed = spent()
@@ -170,11 +155,7 @@ def _dense() -> Iterator[Callable[[], Spent]]:
 
 @torch.no_grad()
 def generated(loaded: LoadedModel, ids_BS: torch.Tensor, tokens: int, chunk: int | None = None) -> list[str]:
-    """Continues prompts of equal length greedily by at most so many tokens, with whatever is applied to the model.
-
-    Raises:
-        UnsupportedError: the model overflows in its dtype.
-    """
+    """Continues prompts of equal length greedily by at most so many tokens, with whatever is applied to the model."""
     model: Any = loaded.model
     prompts = prefill(model, ids_BS.to(model.device), chunk)
     check_numbers(model, "logits", prompts.logits_BKV)

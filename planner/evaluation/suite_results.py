@@ -47,7 +47,6 @@ class SuiteCell(RunRecord):
 
     @property
     def key(self) -> Key:
-        """Returns the identity of the cell: method, task, length."""
         return self.method, self.task, self.length
 
 
@@ -66,7 +65,6 @@ class ModelRun(RunSettings):
 
     @classmethod
     def of(cls, loaded: LoadedModel, **asked: Any) -> Self:
-        """Returns the settings of a run on a model."""
         prints = {name: getattr(loaded.info.fingerprint, name) for name in ("architecture", "weights")}
         dtype = dtype_name(loaded.model.dtype)
         return cls(model=loaded.info.id, dtype=dtype, versions=versions(), **prints, **asked)
@@ -100,9 +98,6 @@ def check_continued(
         known: settings of the run, all or those that are known before a model is loaded.
         plans: digests of its plans by the names of methods.
         cells: the type of its cells.
-
-    Raises:
-        UsageError: there are others in the file; names each difference.
     """
     there = {cell.method: cell.plan for cell in file.all(cells).values()}
     others = (difference(f"plan of {name}", there[name], plans[name]) for name in plans if name in there)
@@ -119,7 +114,6 @@ class Paired:
 
     @property
     def difference(self) -> float:
-        """The method's score less that of dense."""
         return self.own - self.dense
 
 
@@ -138,11 +132,7 @@ class SuiteTable:
 
     @classmethod
     def of(cls, file: RunFile[SuiteRun]) -> SuiteTable:
-        """The lengths at which dense has run all tasks, and the methods that have at all of these.
-
-        Raises:
-            PlanError: there is no such length.
-        """
+        """The lengths at which dense has run all tasks, and the methods that have at all of these."""
         cells, suite = file.all(SuiteCell), ruler_suite.SUITES[file.settings.suite]
 
         def is_whole(method: str, lengths: Sequence[int]) -> bool:
@@ -156,12 +146,10 @@ class SuiteTable:
 
     @property
     def cells(self) -> Mapping[Key, SuiteCell]:
-        """The results by method, task and length."""
         return self.file.all(SuiteCell)
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The names in the suite's order."""
         return tuple(ruler_suite.SUITES[self.file.settings.suite])
 
     @property

@@ -78,12 +78,7 @@ class Calibration:
     seed: int
 
     def prompts(self, length: int, samples: int) -> tuple[CalibrationPrompt, ...]:
-        """So many of a length, or as many as there are; a smaller number are the first ones.
-
-        Raises:
-            UsageError: an unknown task.
-            PromptError: own texts are too short to profile at a length, or a task does not fit it.
-        """
+        """So many of a length, or as many as there are; a smaller number are the first ones."""
         made = self._made.get(length, ())
         if self.texts:
             made = made or _own(self.tokenizer, self.texts, length)
@@ -145,10 +140,6 @@ def digest_of_calibration(prompts: Mapping[int, Sequence[CalibrationPrompt]]) ->
 def held_out(kit: Kit, task: str, length: int, samples: int, seed: int, first: int = 0) -> Iterator[Sample]:
     """Samples of one task from number `first` on; `kit` is of the evaluation split, which neither training nor
     calibration used.
-
-    Raises:
-        UsageError: an unknown task.
-        PromptError: the task does not fit the length.
     """
     return (_sample(task, kit, length, seed, index) for index in range(first, first + samples))
 

@@ -154,11 +154,7 @@ class CandidateScore:
 
 
 def score_candidates(layer: Layer, candidates: Sequence[Patterns]) -> list[CandidateScore]:
-    """Scores each candidate (one pattern a head each), all heads of the layer in one launch; waits for the device once.
-
-    Raises:
-        UnsupportedError: sparse attention or the gradient overflows.
-    """
+    """Scores each candidate (one pattern a head), all heads of the layer in one launch; waits for the device once."""
     scorer = _Scorer(layer)
     measured_C3H = torch.stack([scorer.score(patterns) for patterns in candidates]).cpu().numpy()
     _check_finite(measured_C3H[:, 0])

@@ -184,11 +184,7 @@ class Profile(Part):
 
 
 def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> None:
-    """Refuses a profile of another model; `weights` off compares the architecture alone.
-
-    Raises:
-        PlanMismatchError: it is of another architecture, or of other weights.
-    """
+    """Refuses a profile of another model; `weights` off compares the architecture alone."""
     found, expected = profile.model.fingerprint, model.fingerprint
     if not same_architecture(found.architecture, expected.architecture):
         other = "other architecture"
@@ -206,20 +202,13 @@ def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> 
 def narrowed(options: PlanOptions, profile: Profile | None, cost: Prices | None) -> tuple[PlanOptions, Profile | None]:
     """The options as far as what was measured before leaves them open, and the lengths of the profile that are asked
     for.
-
-    Raises:
-        UsageError: something was asked for that the files do not have, or contradict.
     """
     asked = options if cost is None else options.but(host=cost.host)
     return (asked, None) if profile is None else for_profile(asked, profile)
 
 
 def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Profile]:
-    """The options as far as a profile that was made earlier leaves them open, and the lengths of it that are asked for.
-
-    Raises:
-        UsageError: something was asked for that was not profiled, or that contradicts what was.
-    """
+    """The options as far as an earlier profile leaves them open, and the lengths of it that are asked for."""
     reuse = next((entry.reuse for entry in profile.lengths if entry.reuse), None)
     fixed: dict[str, Any] = {"tile": profile.tile, "preset": profile.preset}
     if reuse and "decode" in options.profiled_phases:

@@ -72,11 +72,6 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
     Args:
         resume: a file for what is measured, layer by layer; a run that was interrupted goes on from it. The caller
             removes it once the plan is written.
-
-    Raises:
-        UsageError, PromptError: options or prompts do not fit; a target density leaves no room for the tiles that
-            every pattern computes.
-        BackendError: the backend cannot run here.
     """
     loaded, options, progress = job.subject, job.options, progress or Progress()
     model, info = loaded.model, loaded.info
@@ -157,9 +152,6 @@ def check_targets(
     Args:
         prompts: for each length to be planned, ascending, how many tokens its prompts have.
         targets: the target density of each length; empty where there is none.
-
-    Raises:
-        UsageError: naming the length, and the least density there.
     """
     if not targets:
         return

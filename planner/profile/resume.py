@@ -63,9 +63,6 @@ def records_at(path: Path | None, run: Mapping[str, Any]) -> RunFile[ProfileRun]
         path: of the partial file; None keeps records in memory only.
         run: everything that records depend on, as JSON data. The file of another run is renamed, for when that one is
             started again.
-
-    Raises:
-        UsageError, PlanError: see `RunFile.of`.
     """
     settings = ProfileRun(run=content_digest(run))
     if path is not None:

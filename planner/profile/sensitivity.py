@@ -73,9 +73,6 @@ def walk_layers(
         seed: of the tokens that the score function is taken at.
         up: called for the layers in order.
         down: called for the layers from the last to the first; None: no gradients are wanted.
-
-    Raises:
-        UnsupportedError: logits or gradients overflow in the model's dtype.
     """
     walk = _Walk(up)
     with (

@@ -114,11 +114,7 @@ class Draws:
         return index
 
     def keys(self, count: int, joiner: str = "-") -> list[Pieces]:
-        """Distinct two-word keys as pieces to encode: `(" amber", "-falcon")`.
-
-        Raises:
-            TaskError: more keys than the word lists can give.
-        """
+        """Distinct two-word keys as pieces to encode: `(" amber", "-falcon")`."""
         keys = len(FIRST_WORDS) * len(self._second_words)
         if len(self._used) + count > keys * 3 // 4:
             raise TaskError(
@@ -210,7 +206,6 @@ class Sample:
 
     @property
     def past_ids(self) -> Ids:
-        """All that comes before the answer."""
         return np.concatenate([self.prompt_ids, *(ids for turn in self.later for ids in turn)])
 
 
@@ -303,9 +298,6 @@ def build(kit: Kit, units: list[Unit], request: DocumentRequest, draws: Draws, s
         request: its questions take together at most half the length where there is more than one.
         scattered: over filler text that makes up the rest of the length. Otherwise the units stand by themselves,
             behind what little text a request with `answer_room` needs to come out exact.
-
-    Raises:
-        TaskError: not even one unit and its question fit.
     """
     lines = _encode_lines(kit.encoder, units)
     asked = _fitting_queries(kit.encoder, units[: request.queries], request.length)

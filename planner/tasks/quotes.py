@@ -223,9 +223,6 @@ def _draw_layout(source: _Source, sizes: _Sizes, count: int, rng: np.random.Gene
     """The first of a few layouts in which every passage is as far away as meant, else the last of them.
 
     The question's quotation comes last.
-
-    Raises:
-        TaskError: the text has too few passages that their beginnings identify.
     """
     near, far = sizes.frame + sizes.passage, len(source.ids)
     edges = near * (far / near) ** (np.arange(count + 1) / count)
@@ -262,11 +259,9 @@ class Perplexity:
     most_scored: int = 256
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        """See `Task`."""
         return min(self.most_scored, length // 4)
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
-        """See `Task`."""
         scored = self.longest_answer(kit.encoder, request.length) if request.queries else 0
         if request.queries and not scored:
             raise TaskError(f"expected at least 4 tokens of text, found {request.length}; use a longer length")

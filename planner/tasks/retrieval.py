@@ -40,11 +40,9 @@ class Niah:
     tokens_per_needle: int
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        """See `Task`."""
         return longest_value(_NEEDLE_DIGITS)
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
-        """See `Task`."""
         standard = self.needles + (request.length // self.tokens_per_needle if self.tokens_per_needle else 0)
         count = request.statements or standard
         return build(kit, _needles(kit, draws, count), request, draws)
@@ -76,7 +74,6 @@ class SecondQuestion:
     needles: int = 4
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        """See `Task`."""
         return longest_value(_NEEDLE_DIGITS)
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
@@ -98,7 +95,6 @@ class KvRetrieval:
     name: str = "kv_retrieval"
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        """See `Task`."""
         return longest_value(_DIGITS)
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
@@ -143,11 +139,9 @@ class TwoStage:
     pairs_per_statement: int = 8
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        """See `Task`."""
         return longest_key(encoder) + longest_frame(encoder, lambda wording: wording.pair.cue) + longest_value(_DIGITS)
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
-        """See `Task`."""
         count = request.statements or 2 + request.length // self.tokens_per_statement
         owners, keys = draws.keys(count), draws.keys(count * self.pairs_per_statement)
         values = draws.values(len(keys), _DIGITS)
@@ -186,12 +180,10 @@ class VariableTracking:
     tokens_per_chain: int = 4096
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        """See `Task`."""
         step = longest_frame(encoder, lambda wording: wording.traced.cue) + longest_key(encoder, "_")
         return self.hops * step + longest_value(_DIGITS)
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
-        """See `Task`."""
         count = request.statements or self.chains + request.length // self.tokens_per_chain
         names = self.hops + 1
         variables = draws.keys(count * names, joiner="_")

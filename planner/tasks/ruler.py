@@ -54,7 +54,6 @@ class NiahMultivalue:
     values: int = _NEEDLES
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        """See `Task`."""
         return _longest(encoder, self.values, longest_value(_NEEDLE_DIGITS))
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
@@ -80,7 +79,6 @@ class NiahMultiquery:
     name: str = "niah_multiquery"
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        """See `Task`."""
         return _longest(encoder, _NEEDLES, longest_value(_NEEDLE_DIGITS))
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
@@ -118,11 +116,9 @@ class Vt:
     hops: int = 4
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        """See `Task`."""
         return _longest(encoder, self.hops + 1, 1 + _NAME)
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
-        """See `Task`."""
         count, names = request.statements or self.chains, self.hops + 1
         variables = _coded(draws, count * names, _NAME, ascii_uppercase)
         low, high = 10 ** (_DIGITS - 1), 10**_DIGITS
@@ -165,7 +161,6 @@ class Cwe:
     long: int = 4096
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        """See `Task`."""
         return _longest(encoder, self._common(length), longest_key(encoder))
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
@@ -223,7 +218,6 @@ class Fwe:
     name: str = "fwe"
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        """See `Task`."""
         return _longest(encoder, _ASKED, 1 + _CODED)
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:

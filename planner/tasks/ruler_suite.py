@@ -61,7 +61,6 @@ class Needles:
     values: Literal["number", "uuid"] = "number"
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        """See `Task`."""
         return longest_value(_NEEDLE_DIGITS if self.values == "number" else _UUID)
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
@@ -112,7 +111,6 @@ class RulerTask:
 
     @property
     def name(self) -> str:
-        """RULER's name."""
         return self.task.name
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
@@ -120,7 +118,6 @@ class RulerTask:
         return max(self.tokens, self.task.longest_answer(encoder, length))
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
-        """See `Task`."""
         if self.haystack == "noise":
             kit = replace(kit, filler=Filler.from_text(_NOISE, kit.encoder))
         return self.task.document(kit, request, draws)

@@ -28,9 +28,6 @@ def prepare(tokenizer: Any, split: Split, characters: int | None = None) -> Kit:
 
     Args:
         characters: of this text, its beginning, and no other; None for all of it, and that of installed packages.
-
-    Raises:
-        TaskError: for training, whose text is not shipped.
     """
     encoder = PieceEncoder.of(tokenizer)
     filler = Filler.from_text(load_filler_text(split)[:characters], encoder)
@@ -50,9 +47,6 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
             tokenizer: all samples of a task, length and tokenizer are equally long.
         index: which sample of the set, each of which has text of its own where it is long; none but the text of
             `perplexity` depends on earlier ones, to be another one.
-
-    Raises:
-        TaskError: the length does not hold one statement and its question, or needs more keys than there are.
     """
     kit = kit.of_sample(task.name, length, seed, index)
     is_twice = isinstance(task, SecondQuestion)

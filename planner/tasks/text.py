@@ -98,11 +98,7 @@ class PieceEncoder:
         return [[token for piece in pieces for token in cache[piece]] for pieces in sequences]
 
     def text_of(self, ids: Iterable[int]) -> str:
-        """Returns what token ids say within a line; decoders that cut off the first space of a text cut nothing here.
-
-        Raises:
-            TaskError: the encoder was made without `decode`.
-        """
+        """The text of token ids within a line; decoders that cut off the first space of a text cut nothing here."""
         if self._decode is None:
             raise TaskError("expected an encoder that can decode, found one made without; pass decode=")
         text = self._decode([*self.newline_ids, *ids])
@@ -163,7 +159,6 @@ class Filler:
 
     @classmethod
     def from_text(cls, text: str, encoder: PieceEncoder) -> Filler:
-        """Encodes text line by line."""
         lines = list(io.StringIO(text, newline="\n"))
         encoded = encoder.encode_lines(lines)
         ends = np.cumsum([len(line) for line in encoded], dtype=np.int64)
@@ -171,7 +166,6 @@ class Filler:
         return cls(ids, ends, np.fromiter(map(_is_prose, lines), np.bool_, len(lines)))
 
     def followed_by(self, other: Filler) -> Filler:
-        """Both texts as one."""
         ends = np.concatenate([self.line_ends, other.line_ends + len(self.ids)])
         kinds = [kinds for kinds in (self.prose_lines, other.prose_lines) if kinds is not None]
         return Filler(np.concatenate([self.ids, other.ids]), ends, np.concatenate(kinds) if len(kinds) == 2 else None)
@@ -266,11 +260,7 @@ def plant(ids: Ids, breaks: npt.NDArray[np.int64], lines: list[list[int]], wante
 
 
 def load_filler_text(split: Split) -> str:
-    """The text shipped for calibration, verification or evaluation.
-
-    Raises:
-        TaskError: for training, whose text is not shipped.
-    """
+    """The text shipped for calibration, verification or evaluation."""
     if split is Split.TRAINING:
         raise TaskError("expected a split whose text is shipped, found training; build a Filler from your own text")
     return gzip.decompress((_DATA / f"{split.value}.txt.gz").read_bytes()).decode()

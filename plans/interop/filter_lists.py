@@ -34,10 +34,6 @@ def missed_list(source: Source) -> str | None:
 def read_list(source: Source, model: ModelInfo) -> Imported:
     """OmniKV: layers before the first that chooses, and those that wait for host memory, are dense. SparseEngine: each
     dense layer chooses for those up to the next.
-
-    Raises:
-        PlanError: layers or sizes are none.
-        PlanMismatchError: the model has no such layer.
     """
     data: dict[str, Any] = source.json
     notes = [_FIXED, _LAST]
@@ -87,12 +83,7 @@ def missed_letters(source: Source) -> str | None:
 
 
 def read_letters(source: Source, model: ModelInfo) -> Imported:
-    """F is a layer that attends to everything and chooses for the S layers behind it.
-
-    Raises:
-        PlanMismatchError: not a letter for each layer.
-        PlanError: the first layer has nobody to choose for it.
-    """
+    """F is a layer that attends to everything and chooses for the S layers behind it."""
     letters = _letters(source)
     if len(letters) != model.layers:
         raise PlanMismatchError(
@@ -139,9 +130,6 @@ def missed_maps(source: Source) -> str | None:
 def read_maps(source: Source, model: ModelInfo) -> Imported:
     """Anchor layers choose for those up to the next one: KV head h of layer l attends to what head `map[l][h]` of its
     anchor chose.
-
-    Raises:
-        PlanMismatchError: layers or KV heads are not those of the model.
     """
     table = source.table or ()
     shape = (model.layers, model.group_of(0).kv_heads)

@@ -57,11 +57,7 @@ WRITERS: MappingProxyType[str, Callable[[Plan], Exported]] = MappingProxyType(
 
 
 def recognised(source: Source, kind: str | None = None) -> str:
-    """The kind of a file, by its content, or as asked for.
-
-    Raises:
-        PlanError: it is of no known kind, or not of that one.
-    """
+    """The kind of a file, by its content, or as asked for."""
     if kind is not None and kind not in READERS:
         raise PlanError(f"expected a kind of {', '.join(READERS)}, found {kind!r}{did_you_mean(kind, READERS)}")
     tried = {name: reader.missed(source) for name, reader in READERS.items() if kind in (None, name)}
@@ -75,12 +71,7 @@ def recognised(source: Source, kind: str | None = None) -> str:
 
 
 def plan_of(source: Source, kind: str, model: ModelInfo) -> tuple[Plan, tuple[str, ...]]:
-    """A plan for a model, and what the file did not say, a line each.
-
-    Raises:
-        PlanError: the file contradicts itself.
-        PlanMismatchError: it does not fit the model.
-    """
+    """A plan for a model, and what the file did not say, a line each."""
     found = READERS[kind].read(source, model)
     name = "".join(letter if letter.isprintable() else "?" for letter in source.name)
     origin = Provenance(source=f"{kind}: {name}"[:200])

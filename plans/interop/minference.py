@@ -44,22 +44,13 @@ def is_qwen(source: Source) -> bool:
 
 
 def read(source: Source, model: ModelInfo) -> Imported:
-    """One bucket for every length.
-
-    Raises:
-        PlanError: a pattern has no name of MInference.
-        PlanMismatchError: layers or heads are not those of the model.
-    """
+    """One bucket for every length."""
     plan = PrefillPlan(tile=_TILE, lengths=(PrefillBucket(up_to=None, heads=_groups(source, model, least=_LEAST)),))
     return Imported(prefill=plan, notes=_NOTES)
 
 
 def read_qwen(source: Source, model: ModelInfo) -> Imported:
-    """Dense up to 32K tokens, as the engine that read this file was; 30 columns are 130 there.
-
-    Raises:
-        PlanError, PlanMismatchError: see `read`.
-    """
+    """Dense up to 32K tokens, as the engine that read this file was; 30 columns are 130 there."""
     buckets = [PrefillBucket(up_to=None, heads=_groups(source, model, least=(0, 0), few=130))]
     if model.context_length > _DENSE_UP_TO:
         buckets.insert(0, PrefillBucket(up_to=_DENSE_UP_TO, dense=True))

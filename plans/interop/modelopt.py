@@ -30,12 +30,7 @@ def missed(source: Source) -> str | None:
 
 
 def read(source: Source, model: ModelInfo) -> Imported:
-    """The groups that name patterns of a plan.
-
-    Raises:
-        UnsupportedError: none does.
-        PlanError: one contradicts itself.
-    """
+    """The groups that name patterns of a plan."""
     config = _config(source)
     groups = [group for group in config["config_groups"].values() if isinstance(group, dict)]
     names = {str(group.get("sparse_algo", group.get("algorithm"))) for group in groups}

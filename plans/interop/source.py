@@ -28,12 +28,6 @@ _INTEGERS = {"<i2": "h", "<i4": "i", "<i8": "q", "|i1": "b", "|u1": "B", "<u2": 
 
 @dataclass(frozen=True)
 class Source:
-    """A file.
-
-    Attributes:
-        name: without its folder.
-    """
-
     name: str
     data: bytes
 
@@ -86,11 +80,7 @@ def _refused(name: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Imported:
-    """The content of a file as phases of a plan.
-
-    Attributes:
-        notes: what it does not say, and where that was taken from; a line each.
-    """
+    """The content of a file as phases of a plan; `notes` tell what it lacks, and where that was taken from."""
 
     prefill: PrefillPlan | None = None
     decode: DecodePlan | None = None
@@ -99,33 +89,20 @@ class Imported:
 
 @dataclass(frozen=True)
 class Exported:
-    """A plan in another format.
-
-    Attributes:
-        lost: what the format cannot hold; a line each.
-    """
+    """A plan in another format; `lost` names what the format cannot hold, a line each."""
 
     data: bytes
     lost: Sequence[str] = field(default_factory=tuple)
 
 
 def whole(value: Any, what: str) -> int:
-    """A number of tokens or layers.
-
-    Raises:
-        PlanError: it is none.
-    """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1 << 24:
         raise PlanError(f"expected a whole number as {what}, found {value!r:.60}; correct the file")
     return value
 
 
 def layers_of(value: Any, what: str) -> tuple[int, ...]:
-    """Layers as a list, or as text such as "0,2,8".
-
-    Raises:
-        PlanError: they are neither, or do not ascend.
-    """
+    """Layers as a list, or as text such as "0,2,8"."""
     parts = value.split(",") if isinstance(value, str) else value
     found = [
         int(one) if isinstance(one, str) and _NUMBER.fullmatch(one.strip()) else one for one in _listed(parts, what)

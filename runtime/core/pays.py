@@ -94,11 +94,7 @@ _RULE = re.compile(r"prefill=(\S+) decode=(\S+)")
 
 
 def parse(text: str) -> Pays:
-    """Reads `always`, `never`, or thresholds as `str` of them writes.
-
-    Raises:
-        UsageError: it is none of these.
-    """
+    """Reads `always`, `never`, or thresholds as `str` of them writes."""
     if text in ("always", "never"):
         return ALWAYS if text == "always" else NEVER
     try:

@@ -35,11 +35,7 @@ class Rank:
     count: int = 1
 
     def heads(self, group: AttentionGroup) -> tuple[slice, slice]:
-        """Query heads and KV heads of this rank in a layer of this shape.
-
-        Raises:
-            UnsupportedError: the heads cannot be divided evenly.
-        """
+        """Query heads and KV heads of this rank in a layer of this shape."""
         more, fewer = max(group.kv_heads, self.count), min(group.kv_heads, self.count)
         if group.heads % self.count or more % fewer:
             raise UnsupportedError(
@@ -144,7 +140,6 @@ class Program:
 
     @property
     def segments(self) -> tuple[SegmentProgram, ...]:
-        """Returns the segments of all filter layers, in their order."""
         return tuple(layer.role.filters for layer in self.layers if layer.role.filters is not None)
 
     @property

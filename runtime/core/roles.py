@@ -58,7 +58,6 @@ class Step:
     def attend(
         self, keys: KeyView, selection: Selection | None = None, *, window: int | None, scoring: Scoring | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[B, H, Q, D] over the keys, and the scores where they are asked for."""
         new_B = None if self.new_B is None else self.new_B.to(self.q_BHQD.device)
         attended = decode_attention(
             self.q_BHQD, keys, selection, scoring=scoring, window=window, new_B=new_B, scale=self.scale,
@@ -107,7 +106,6 @@ class Role:
 
     @property
     def follows(self) -> Follower | None:
-        """How it attends to the choice of a filter layer."""
         return None
 
     @property

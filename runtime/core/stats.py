@@ -27,7 +27,6 @@ class RunStats:
     checks: int = 0  # dense passes of an answer, those without a draft among them
 
     def __repr__(self) -> str:
-        """Returns what was counted, and the shares that follow from it."""
         counts = {one.name: getattr(self, one.name) for one in fields(self)}
         shares = {name: getattr(self, name) for name in _SHARES}
         told = [f"{name}={value}" for name, value in counts.items() if value]
@@ -78,18 +77,15 @@ class Meter:
         self._causal += causal
 
     def add_sparse_prefill(self, computed_BH: torch.Tensor, causal: int) -> None:
-        """One layer that computed these tiles out of `causal`."""
         total, before = computed_BH.sum(dtype=torch.float64), self._sparse.get(computed_BH.device)
         self._sparse[computed_BH.device] = total if before is None else before + total
         self._causal += causal
 
     def add_decode(self, attended: int, cached: int) -> None:
-        """One layer of one step."""
         self._attended += attended
         self._cached += cached
 
     def add_cycle(self, drafted: int, accepted: int) -> None:
-        """One check, and the draft before it."""
         self._drafted += drafted
         self._accepted += accepted
         self._checks += 1

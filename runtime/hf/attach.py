@@ -50,12 +50,7 @@ _ABSENT = object()
 
 
 def check_attachable(model: PreTrainedModel) -> None:
-    """Raises a clear error when nothing can be attached to `model`.
-
-    Raises:
-        UsageError: not a Hugging Face model, in training mode, or something is attached already.
-        UnsupportedError: an architecture, layers or tensor parallelism that is not supported.
-    """
+    """Raises a clear error when nothing can be attached to `model`."""
     if not isinstance(model, PreTrainedModel):
         raise UsageError(
             f"expected a Hugging Face PreTrainedModel, found {type(model).__name__}; give load_model(...).model"
@@ -81,9 +76,6 @@ def attach(model: PreTrainedModel, engine: Engine, chunking: Chunking | None = N
 
     Args:
         chunking: how long inputs are cut, where not as usual.
-
-    Raises:
-        UsageError, UnsupportedError: see `check_attachable`.
     """
     check_attachable(model)
     register()
@@ -173,7 +165,6 @@ class Attached:
     # --- attributes of the model's modules ----------------------------------------------------------------------------
 
     def put_on(self) -> None:
-        """Puts everything in its place."""
         for attention in self._attentions:
             self._put(attention, NAME, self)
         if self.decoder is not self.model:
@@ -270,11 +261,7 @@ class Attached:
 
     @contextmanager
     def _one_thread(self, patience: float = 0.0) -> Iterator[None]:
-        """Statistics, captured steps and the prompt under way are the handle's.
-
-        Raises:
-            UsageError: another thread is at it.
-        """
+        """Refuses other threads: statistics, captured steps and the prompt under way are the handle's."""
         if not self._turn.acquire(timeout=patience):
             raise UsageError(
                 "expected one thread at a time under a handle, found another one in a forward pass or in generate; "
@@ -299,22 +286,15 @@ class Attached:
         return found
 
     def run(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
-        """Returns what the decoder's own forward returns, by an executor where one takes the pass."""
         executor = next((one for one in self._executors if one.takes(self, under_way, inputs)), None)
         return self.run_own(under_way, inputs) if executor is None else executor.run(self, under_way, inputs)
 
     def run_own(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
-        """The decoder's own forward, whose layers attend as the pass says."""
         with self.attending(under_way):
             return self._own(**inputs)
 
     @contextmanager
     def attending(self, under_way: Pass) -> Iterator[None]:
-        """Inside it, all layers of the model attend, one after the other.
-
-        Raises:
-            UsageError: they do not.
-        """
         before, self.under_way = self.under_way, under_way
         try:
             yield
@@ -326,11 +306,6 @@ class Attached:
 
     @contextmanager
     def stepping(self, phase: Phase, new_B: torch.Tensor | None = None) -> Iterator[None]:
-        """Inside it, every pass over a cache is a step of this phase.
-
-        Args:
-            new_B: of a CHECK: see `Pass`.
-        """
         before, self._step = self._step, (phase, new_B)
         try:
             yield
@@ -418,13 +393,7 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # rows of several seque
 
 
 def check_call(decoder: Any, inputs: dict[str, Any], tokens: torch.Tensor | None) -> None:
-    """Raises a clear error for a forward pass that would give wrong tokens; `rows_of_pass` does so for its mask.
-
-    Raises:
-        UsageError: the model is in training mode.
-        PromptError: there are no tokens.
-        UnsupportedError: attention weights are asked for, or attention that is not causal, or packed sequences.
-    """
+    """Raises a clear error for a forward pass that would give wrong tokens; `rows_of_pass` does so for its mask."""
     if decoder.training:
         raise UsageError("expected a model in evaluation mode, found training mode; call model.eval()")
     if tokens is not None and not tokens.shape[1]:
@@ -458,12 +427,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 
 
 def check_generate(defaults: GenerationConfig, args: tuple[Any, ...], kwargs: dict[str, Any], engine: Engine) -> None:
-    """Refuses the ways of generating that a sparse cache cannot follow, before anything runs; see also `check_cut`.
-
-    Raises:
-        UnsupportedError: the arguments of `generate`, or the model's defaults, ask for drafts, for a cache of another
-            kind, or for beams over layers that evict tokens or are in host memory.
-    """
+    """Refuses the ways of generating that a sparse cache cannot follow, before anything runs; see also `check_cut`."""
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
     for name, (refused, what, instead) in _REFUSED.items():
         found = _setting(name, kwargs, config, defaults)

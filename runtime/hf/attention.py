@@ -64,7 +64,6 @@ class LayerCall:
 
     @property
     def chunk(self) -> Chunk:
-        """Returns where the rows lie among the keys in memory."""
         batch, _, queries, _ = self.q_BHSD.shape
         lengths = (self.k_BGSD.shape[2],) * batch if self.entry is None else self.entry.cached
         return Chunk(tuple(length - queries for length in lengths), lengths)
@@ -221,11 +220,7 @@ class Loop(Protocol):
     """Takes the place of transformers' loop in `generate`."""
 
     def taking_over(self, attached: Attachment, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `generate` with which it runs this loop.
-
-        Raises:
-            UnsupportedError: it is asked for another loop.
-        """
+        """The arguments of `generate` with which it runs this loop."""
 
 
 class Engine(CacheOwner, Protocol):
@@ -323,11 +318,6 @@ def attention_forward(
     """Attention as `AttentionInterface` wants it: q [B, H, S, D], new k and v [B, G, S, D], output [B, S, H, D].
 
     Windows are those of the config: not every architecture hands them in.
-
-    Raises:
-        UsageError: the model shares its config with one that a plan was applied to, or a layer was called by itself, or
-            is not one that the plan was applied to.
-        UnsupportedError: a mask was handed in.
     """
     attached: Attachment | None = vars(module).get(NAME)
     if attached is None or attached.under_way is None:

@@ -130,7 +130,6 @@ class SparseLayer(CacheLayerMixin):
 
     @property
     def state(self) -> DecodeState:
-        """Returns what the layers of the cache share in decode steps."""
         return self.progress.state
 
     @property
@@ -182,7 +181,6 @@ class SparseLayer(CacheLayerMixin):
 
     @property
     def scales(self) -> Scales | None:
-        """Returns those of keys and values in 8 bits."""
         return None if self.float8 is None else self.float8.scales
 
     def stored(self, layout: Layout) -> Layout:
@@ -193,7 +191,6 @@ class SparseLayer(CacheLayerMixin):
         return self.dtype or attention_dtype(new)
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the next tokens can be written piece by piece, in place of one `update`; see KVStore."""
         check_owner_open(self.owner)
         self.dtype = layout.dtype
         if self.float8 is not None:
@@ -201,7 +198,6 @@ class SparseLayer(CacheLayerMixin):
         return self.store.room(tokens, layout)
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Counts what was written to `room`, which from here on has it as it is read."""
         self.is_initialized = True
         if self.float8 is None:
             return self.store.commit(k_BGSD, v_BGSD)
@@ -210,7 +206,6 @@ class SparseLayer(CacheLayerMixin):
         self.store.commit(*room)
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
-        """Makes room for so many tokens in all, now where their layout is known; see KVStore."""
         self.reserved = max(self.reserved, tokens)
         if layout is not None and self.dtype is None:
             self.dtype = layout.dtype
@@ -250,12 +245,7 @@ class SparseLayer(CacheLayerMixin):
             )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes a copy of row `beam_idx[i]`, all of them at once, as beam search has it.
-
-        Raises:
-            UnsupportedError: a layer of the cache evicts tokens or is in host memory.
-            UsageError: no row is left.
-        """
+        """Row i becomes a copy of row `beam_idx[i]`, all of them at once, as beam search has it."""
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -302,10 +292,6 @@ def decoder_output(hidden_BSE: torch.Tensor, cache: Cache | None) -> DecoderOutp
 def sparse_cache(given: Any, owner: CacheOwner, layers: int, linear: Collection[int] = ()) -> Cache:
     """The cache to run with: `given` if it is the owner's, else an empty DynamicCache (or a new one) filled with
     our layers, and with transformers' own where there is a recurrent state.
-
-    Raises:
-        UsageError: a cache with tokens of another model or another `apply`.
-        UnsupportedError: a cache of another kind.
     """
     cache = DynamicCache() if given is None else given
     if isinstance(cache, Cache) and attending(cache):
@@ -327,9 +313,6 @@ def reserve(cache: Cache, tokens: int) -> None:
     """Tells a cache how many tokens it will have in all, prompt and answer, so that its memory is allocated once.
 
     A cache without a plan takes note of it for when it is used under one. A cache may still grow beyond.
-
-    Raises:
-        UsageError: host memory does not suffice.
     """
     ours = attending(cache)
     for layer in ours:

@@ -33,12 +33,7 @@ def is_dequantised(config: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, A
 
 
 def check_quantisation(config: Mapping[str, Any]) -> None:
-    """Finds out whether `dense_tensors` can read such weights.
-
-    Raises:
-        UsageError: a package is missing.
-        UnsupportedError: a kind of the format is none of those that are read; the message names it.
-    """
+    """Finds out whether `dense_tensors` can read such weights."""
     method = config["quant_method"]
     if method == "compressed-tensors" and importlib.util.find_spec("compressed_tensors") is None:
         raise UsageError(
@@ -73,9 +68,6 @@ def dense_tensors(files: Sequence[Path], config: Mapping[str, Any], dtype: torch
         files: the safetensors files.
         config: the `quantization_config` of the model, of a method that `check_quantisation` has passed.
         dtype: of the weights that were quantised.
-
-    Raises:
-        ValueError: the tensors are not those that the config describes.
     """
     with ExitStack() as opened:
         places = {
@@ -212,12 +204,7 @@ class GGUFHeader:
 
     @classmethod
     def read(cls, path: Path) -> GGUFHeader:
-        """Reads a file of this machine; its vocabulary takes seconds.
-
-        Raises:
-            UsageError: transformers has not the packages for it, or it is no GGUF file, or ends too early, or is one
-                of several parts.
-        """
+        """Reads a file of this machine; its vocabulary takes seconds."""
         _check_packages(path)
         from gguf import GGUFReader
 
@@ -240,11 +227,7 @@ class GGUFHeader:
         return cls(path, values, tuple(tensor.name for tensor in reader.tensors))
 
     def check_rope(self, config: PreTrainedConfig) -> None:
-        """Refuses a file of scaled RoPE where `config`, which transformers made of it, has none.
-
-        Raises:
-            UnsupportedError: the model that transformers loads would go wrong at long prompts.
-        """
+        """Refuses a file of scaled RoPE where `config`, which transformers made of it, has none."""
         kind = self.values.get(f"{self.values.get('general.architecture')}{_SCALING}", "none")
         factors = next((name for name in self.tensors if name.startswith(_ROPE_FACTORS)), None)
         if (kind != "none" or factors) and config.rope_parameters.get("rope_type", "default") == "default":
@@ -254,11 +237,7 @@ class GGUFHeader:
             )
 
     def check_tensors(self, model: PreTrainedModel) -> None:
-        """Refuses a file of more tensors than `model`, which transformers loaded from it, has.
-
-        Raises:
-            UnsupportedError: the model that was loaded is not the one in the file.
-        """
+        """Refuses a file of more tensors than `model`, which transformers loaded from it, has."""
         count = sum(1 for _ in model.parameters())  # tied ones once, as in the file
         if len(self.tensors) > count:
             raise UnsupportedError(

@@ -50,11 +50,7 @@ def logits_of(model: PreTrainedModel, hidden_XE: torch.Tensor) -> torch.Tensor:
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The softmax attention module of each layer that has one, in order.
-
-    Raises:
-        UnsupportedError: a layer is not one of transformers' own.
-    """
+    """The softmax attention module of each layer that has one, in order."""
     layers, config = cast(Any, decoder_of(model)).layers, config_of(model)
     name, linear = architecture_of(config.model_type).attention, linear_layers(config)
     for number, layer in enumerate(layers):
@@ -90,10 +86,6 @@ def describe_model(model: PreTrainedModel, source: str | None = None, revision: 
         model: a loaded model of a supported architecture, in any dtype, on any device.
         source: where it came from: a hub id, or a folder, of which only the name is kept.
         revision: the hub revision, where one was asked for.
-
-    Raises:
-        UnsupportedError: the architecture is not supported, or weights lie on the meta device, and not because
-            accelerate has offloaded them.
     """
     described = describe_config(model.config, source, revision)
     weights = weights_fingerprint(_weight_samples(model))
@@ -179,11 +171,7 @@ def _rounded(samples: Sequence[torch.Tensor]) -> list[bytes]:
 
 
 def cache_inputs(model: Any, cache: Any, ids_BS: torch.Tensor) -> dict[str, Any]:
-    """Returns what a forward is given beside the ids of tokens that follow those of a cache (None: there are none).
-
-    Raises:
-        UnsupportedError: see `check_one_piece`.
-    """
+    """Returns what a forward is given beside the ids of tokens that follow those of a cache (None: there are none)."""
     past, new, model_type = 0 if cache is None else cache.get_seq_length(), ids_BS.shape[1], config_of(model).model_type
     check_one_piece(model_type, past, new)
     return {CACHE_NAME: cache} | position_inputs(model_type, past, new, ids_BS.device)
@@ -201,11 +189,7 @@ def takes_one_piece(model_type: str) -> bool:
 
 
 def check_one_piece(model_type: str, past: int, new: int) -> None:
-    """Refuses several tokens behind a past where layers would lose their recurrent state.
-
-    Raises:
-        UnsupportedError: they are of such a model.
-    """
+    """Refuses several tokens behind a past where layers would lose their recurrent state."""
     if past and new > 1 and takes_one_piece(model_type):
         raise UnsupportedError(
             f"expected a whole prompt at once, as in transformers the layers of {model_type!r} with a recurrent state "

@@ -120,11 +120,6 @@ class ExactLoop:
         self.judge_of: Callable[[GenerationConfig], Judge] = lambda config: Sampled() if config.do_sample else Greedy()
 
     def taking_over(self, attached: Attachment, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `generate` with which it runs this loop.
-
-        Raises:
-            UnsupportedError: it is asked for another loop.
-        """
         given = dict(zip(list(inspect.signature(GenerationMixin.generate).parameters)[1:], args, strict=False)) | kwargs
         if given.get("custom_generate") is not None:
             _refuse("generate's own loop", "custom_generate")
@@ -197,8 +192,6 @@ class ExactLoop:
 
 @dataclass(slots=True)
 class _Cycles:
-    """Drafts and checks of one call of `generate`."""
-
     attached: Attachment
     model: Any
     cache: Cache
@@ -249,11 +242,7 @@ class _Cycles:
 
 
 def check_settings(config: GenerationConfig, given: dict[str, Any]) -> None:
-    """Refuses what the loop does not give.
-
-    Raises:
-        UnsupportedError: scores or hidden states of steps are asked for, several beams, no cache, or embeddings.
-    """
+    """Refuses what the loop does not give."""
     for name in _ASKED:
         if getattr(config, name, None):
             _refuse("tokens alone", name)

@@ -39,8 +39,6 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The answer and what it took."""
-
     text: str
     token_ids: tuple[int, ...]
     prompt_tokens: int
@@ -54,11 +52,7 @@ class Generation:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool = True) -> tuple[int, ...]:
-    """Token ids of a prompt, as one user turn of the tokenizer's chat template where it has one and `chat` is on.
-
-    Raises:
-        PromptError: there is no text, or the chat template fails on it.
-    """
+    """Token ids of a prompt, as one user turn of the tokenizer's chat template where it has one and `chat` is on."""
     if not text.strip():
         raise PromptError("expected a prompt, found only white space; give it some text")
     if chat and tokenizer.chat_template is not None:
@@ -67,11 +61,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool =
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[int, ...]:
-    """Token ids of a conversation by the tokenizer's chat template, up to where the next answer starts.
-
-    Raises:
-        PromptError: the template fails on it.
-    """
+    """Token ids of a conversation by the tokenizer's chat template, up to where the next answer starts."""
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program: it raises what it likes
@@ -172,9 +162,6 @@ def piece_sizes(tokens: int, chunk: int, switch: int = 0) -> list[int]:
         tokens: of all pieces.
         chunk: most of a piece.
         switch: more tokens than this rotate by other angles (`rope_switch`): the first piece then has as many.
-
-    Raises:
-        UsageError: the chunk is too small to be sensible.
     """
     if chunk < LEAST_CHUNK:
         raise UsageError(f"expected a chunk of at least {LEAST_CHUNK} tokens, found {chunk}; thousands are sensible")
@@ -189,11 +176,7 @@ def piece_sizes(tokens: int, chunk: int, switch: int = 0) -> list[int]:
 
 
 def room_for_answer(context: int, prompt_tokens: int) -> int:
-    """Most new tokens behind a prompt of so many, in a model of this context.
-
-    Raises:
-        PromptError: the prompt is empty, or leaves no room.
-    """
+    """Most new tokens behind a prompt of so many, in a model of this context."""
     if prompt_tokens == 0:
         raise PromptError("expected at least one token, found an empty prompt; give it some text")
     if prompt_tokens >= context:
@@ -260,11 +243,7 @@ def _seeded(sampling: Sampling, device: torch.device) -> Iterator[None]:
 
 
 def check_numbers(model: PreTrainedModel, what: str, *found: torch.Tensor) -> None:
-    """Refuses what overflow leaves of a forward pass. Waits for the device.
-
-    Raises:
-        UnsupportedError: there is NaN in it.
-    """
+    """Refuses what overflow leaves of a forward pass. Waits for the device."""
     if any(bool(values.isnan().any()) for values in found):
         raise UnsupportedError(
             f"expected numbers as {what}, found NaN: this model overflows in {dtype_name(model.dtype)}, or its weights "

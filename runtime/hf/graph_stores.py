@@ -164,7 +164,6 @@ class StepStores:
         self.fetches = StepFetches(program, self.kinds, self.where_LX, self.shapes, capacity, lengths_B, reads)
 
     def new_store(self, layer: int) -> CapturedStore:
-        """Returns the store of the cache that the step is captured with, for layer number `layer` of the model."""
         return CapturedStore(self._positions[layer], self)
 
     # --- between steps ------------------------------------------------------------------------------------------------

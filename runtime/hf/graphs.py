@@ -104,7 +104,6 @@ class StepGraph:
         self._out_BQE: torch.Tensor | None = None
 
     def new_store(self, layer: int) -> KVStore:
-        """Returns the store of the cache that the step is captured with."""
         return self.stores.new_store(layer)
 
     def new_state(self) -> DecodeState:

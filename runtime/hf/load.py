@@ -122,23 +122,13 @@ def _check_device_map(device_map: str, device: str) -> None:
 
 
 def load_config(source: ModelSource | str | os.PathLike[str]) -> PreTrainedConfig:
-    """The config of a model, without its weights.
-
-    Raises:
-        UsageError: there is no such model, or no access to it.
-        UnsupportedError: its architecture is not supported.
-    """
+    """The config of a model, without its weights."""
     found = source if isinstance(source, ModelSource) else resolve_model(source)
     return _read_config(found, _options(found))
 
 
 def load_tokenizer(source: ModelSource | str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, without its weights.
-
-    Raises:
-        UsageError: there is no such model, or no access to it, or it has no tokenizer.
-        UnsupportedError: its architecture is not supported.
-    """
+    """The tokenizer of a model, without its weights."""
     found = source if isinstance(source, ModelSource) else resolve_model(source)
     options = _options(found)
     return _read_tokenizer(found, options, _read_config(found, options).vocab_size)
@@ -153,11 +143,7 @@ def _options(found: ModelSource, revision: str | None = None, local_files_only: 
 
 
 def torch_dtype(dtype: str, config: PreTrainedConfig, target: torch.device) -> torch.dtype:
-    """Returns what `load_model` loads a model of this config in: "auto" depends on the type of the device.
-
-    Raises:
-        UsageError: there is no such dtype.
-    """
+    """Returns what `load_model` loads a model of this config in: "auto" depends on the type of the device."""
     if dtype in _DTYPES:
         return _DTYPES[dtype]
     if dtype != "auto":
@@ -190,9 +176,6 @@ def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfi
 def _of_decoder_alone(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config by which transformers loads the decoder of a multimodal checkpoint as a model of text. The config of
     the whole says where the head is the embeddings.
-
-    Raises:
-        UnsupportedError: the decoder's architecture is not supported.
     """
     text = decoder_config(config)
     record = architecture_of(text.model_type)

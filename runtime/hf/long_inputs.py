@@ -66,8 +66,6 @@ class Chunking:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """Holds what one decoder layer is called with."""
-
     hidden_BSE: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor] | None  # cosines and sines, [B, S, R] each; None of layers without
     position_BS: torch.Tensor | None
@@ -153,7 +151,6 @@ class _Rows:
     chunking: Chunking
 
     def layer(self, layer: nn.Module, spare: bool, hidden_BSE: torch.Tensor, **given: Any) -> torch.Tensor:
-        """Returns the output of a decoder layer, piece by piece."""
         into_BSE = hidden_BSE if spare else torch.empty_like(hidden_BSE)
         called_with = LayerInput(
             hidden_BSE, given.get("position_embeddings"), given.get("position_ids"), self.under_way
@@ -162,7 +159,6 @@ class _Rows:
         return forward_in_pieces(layer, self.architecture, called_with, pieces, into_BSE)
 
     def norm(self, norm: nn.Module, spare: bool, hidden_BSE: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the last norm, piece by piece."""
         out_BSE = hidden_BSE if spare else torch.empty_like(hidden_BSE)
         for rows in self.chunking.pieces(*hidden_BSE.shape[:2]):
             out_BSE[:, rows] = type(norm).forward(norm, hidden_BSE[:, rows])

@@ -42,11 +42,7 @@ class TextInputs:
         self._given: dict[str, Any] = {}
 
     def check(self, inputs: Mapping[str, Any]) -> None:
-        """Refuses what is not text.
-
-        Raises:
-            UnsupportedError: it names the input.
-        """
+        """Refuses what is not text."""
         beside = sorted(name for name in self._beside if _is_given(inputs.get(name)))
         beside += [name for name in _TYPES if _has_others(inputs.get(name))]
         if beside:
@@ -56,11 +52,7 @@ class TextInputs:
             )
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of `module`, for text alone; inside it, the decoder is given the caller's inputs.
-
-        Raises:
-            UnsupportedError: there is more than text.
-        """
+        """The forward of `module`, for text alone; inside it, the decoder is given the caller's inputs."""
 
         @wraps(forward)
         def of_text(*args: Any, **kwargs: Any) -> Any:

@@ -48,9 +48,6 @@ def capture_attention(model: PreTrainedModel, observer: Observer) -> Iterator[No
 
     The layers compute dense causal attention, with no mask in memory, unless the observer returns another output.
     The model is restored at the end, exceptions or not; caches made inside cannot be used afterwards.
-
-    Raises:
-        UsageError, UnsupportedError: the model cannot be attached to, see `attach.check_attachable`.
     """
     undo = attach(model, _Watched(observer))
     try:

@@ -68,9 +68,6 @@ def place_layers(
             contexts (they read only chosen tokens back), then others; among each, the last ones.
         mode: what is made of the plan's permission; with "auto", the layers are those that may go.
         sharing: layers that share keys and values with others, which stay on the device.
-
-    Raises:
-        UsageError: there are no such layers, or they are no whole numbers.
     """
     offload = decode.offload if decode else None
     if asked is None:

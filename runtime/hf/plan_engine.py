@@ -108,7 +108,6 @@ class PlanEngine:
 
     @property
     def fixed_rows(self) -> FixedRows:
-        """The layers that evict tokens, and those that are placed in host memory."""
         return FixedRows(frozenset(self.program.evicting), self.placement.layers)
 
     def new_state(self) -> DecodeState:

@@ -181,11 +181,6 @@ def run_by_rows(attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -
     """Returns what the decoder's own forward returns, of rows of different lengths run one by one.
 
     The output of a row is 0 before its tokens, and behind them that of its last one, from which the next token follows.
-
-    Raises:
-        PromptError: no row has a token.
-        UnsupportedError: more is asked of the decoder than hidden states and a cache, or layers of the cache have a
-            recurrent state, evict tokens or are in host memory.
     """
     assert under_way.rows is not None
     if asks_for_more(attached.decoder, inputs):

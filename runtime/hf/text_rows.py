@@ -40,9 +40,6 @@ class Stops:
         Args:
             prompt: its tokens; one more is generated, whatever the criteria say.
             pad: the padding token, if there is one.
-
-        Raises:
-            UsageError: rows that have stopped must be padded, and there is no padding token.
         """
         ends: set[int] = set()
         limits, others = [], StoppingCriteriaList()
@@ -95,11 +92,9 @@ class Text:
         return self.earlier + max(self.lengths) - 1
 
     def growing(self) -> list[int]:
-        """Rows that are not complete."""
         return [row for row, complete in enumerate(self.complete) if not complete]
 
     def rows_by_length(self) -> dict[int, list[int]]:
-        """The growing rows, by their length."""
         found: dict[int, list[int]] = defaultdict(list)
         for row in self.growing():
             found[self.lengths[row]].append(row)
@@ -205,11 +200,7 @@ PROCESSORS: dict[str, tuple[str, ProcessorReads]] = {
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """The processors of one call of `generate`.
-
-    Raises:
-        UnsupportedError: one of them may depend on more than the scores and the tokens before them.
-    """
+    """The processors of one call of `generate`."""
 
     given: LogitsProcessorList
 

@@ -121,9 +121,6 @@ def obstacles_of(model: Any, program: Program) -> Iterator[str]:
 def new_folder(place: Path) -> Iterator[Path]:
     """Yields a folder beside `place` to write into, which takes its name once all is written; nothing is left of one
     that could not be.
-
-    Raises:
-        UsageError: it cannot be written.
     """
     made = place.with_name(f".{place.name}.{uuid4().hex[:8]}")
     try:
@@ -290,7 +287,6 @@ class _Decoder:
         return dense(self._n)[0]
 
     def _rotated(self, module: Any, name: str, x: str, heads: int, angles: tuple[str, str]) -> str:
-        """[B, heads, S, D]"""
         found = self._heads(self._linear(getattr(module, f"{name}_proj"), x), heads)
         if norm := getattr(module, f"{name}_norm", None):
             found = self._norm(norm, found)

@@ -86,7 +86,6 @@ class HostStore:
 
     @staticmethod
     def allocated(layout: Layout, hot: Budget, reads: Reads, tokens: int) -> Bytes:
-        """The most bytes that room for so many tokens of each row takes."""
         whole = HotSet.of(hot, reads, tokens).whole
         return Bytes(layout.bytes(min(tokens, whole)), layout.bytes(tokens - reads.recent) if tokens > whole else 0)
 
@@ -137,7 +136,6 @@ class HostStore:
             self.length = self._whole.length
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
-        """Room for `tokens` in all; allocated now where the layout is known. Raises UsageError without the memory."""
         if self.length == 0:
             self._reserved = max(self._reserved, tokens)
         known = self._layout() or layout
@@ -146,7 +144,6 @@ class HostStore:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Returns the lengths of rows that are equally long."""
         return (self.length,) * (0 if self.keys is None or not self.length else self.keys.shape[0])
 
     @property
@@ -271,7 +268,6 @@ class HostStore:
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """[B, G, *, D]: those on the device."""
         return self.rows.on_device[0] if self._whole is None else self._whole.keys
 
     def _layout(self) -> Layout | None:

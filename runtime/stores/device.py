@@ -78,7 +78,6 @@ class DeviceStore:
         return self.lengths
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Copies the new tokens behind the old ones. Raises ShapeError when they do not fit."""
         check_tokens_fit(self._k_BGCD, k_BGSD, v_BGSD)
         tokens = k_BGSD.shape[2]
         if self._k_BGCD is None or self.length + tokens > self.capacity:
@@ -92,7 +91,6 @@ class DeviceStore:
         self._count(tokens)
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        """The memory behind the cached tokens. Raises ShapeError when the layout does not fit."""
         if self._is_ragged:
             layout.check(self._k_BGCD)
             return layout.empty(tokens), layout.empty(tokens)
@@ -120,7 +118,6 @@ class DeviceStore:
         return len(set(self.lengths)) > 1
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
-        """Room for `tokens` in all; allocated now where the layout is known."""
         if self.length == 0:
             self._reserved = max(self._reserved, tokens)
         known = layout if self._k_BGCD is None else Layout.of(self._k_BGCD)
@@ -181,7 +178,6 @@ class DeviceStore:
         return 0 if self._k_BGCD is None else self._k_BGCD.shape[2]
 
     def prepare(self, length: int) -> None:
-        """Makes room for a captured step at which a row has so many tokens."""
         self.reserve(length)
 
     def advance(self, tokens: int) -> None:
@@ -194,7 +190,6 @@ class DeviceStore:
         return StepMemory(*self.tensors)
 
     def bind(self, binding: Binding) -> object:
-        """The keys, until the store has grown."""
         return self.keys
 
     @property
@@ -203,7 +198,6 @@ class DeviceStore:
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """The first of `tensors`: another one once the store has grown."""
         return self._k_BGCD
 
     @torch.inference_mode(False)  # else what was allocated there could not be written to under torch.no_grad()
@@ -244,7 +238,6 @@ class RowStore:
         return self.lengths
 
     def append(self, k_1GSD: torch.Tensor, v_1GSD: torch.Tensor) -> None:
-        """Copies the new tokens behind the old ones. Raises ShapeError when they do not fit."""
         check_tokens_fit(None, k_1GSD, v_1GSD)
         room_1GSD = self.room(k_1GSD.shape[2], Layout.of(k_1GSD))
         for there_1GSD, new_1GSD in zip(room_1GSD, (k_1GSD, v_1GSD), strict=True):
@@ -252,7 +245,6 @@ class RowStore:
         self.commit(k_1GSD, v_1GSD)
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        """The memory behind the row's tokens. Raises ShapeError when the layout does not fit."""
         (length,) = self.lengths
         self._whole.hold(length + tokens, replace(layout, batch=layout.batch * self._batch), self._row)
         k_1GCD, v_1GCD = self._memory
@@ -265,7 +257,6 @@ class RowStore:
         """Nothing to do: room is made for all rows together."""
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Counts so many tokens of the row."""
         whole = list(self._whole.lengths or (0,) * self._batch)
         (whole[self._row],) = lengths
         self._whole.truncate(whole)
@@ -280,7 +271,6 @@ class RowStore:
         window: int | None = None,
         slots: SlotMap | None = None,
     ) -> tuple[KeyView, Selection, int | None]:
-        """All tokens, without a copy."""
         return self.view(lengths_B), selection, window
 
     @property

@@ -178,7 +178,6 @@ class EvictingStore:
         self._count(k_BGSD)
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        """The memory behind the rows, for tokens of a prompt. Raises ShapeError when the layout does not fit."""
         return self._rows.room(tokens, layout)
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:

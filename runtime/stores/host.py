@@ -102,9 +102,6 @@ class LongRows:
     def allocate(self, capacity: int, sizes: HotSet, layout: Layout, *, is_long: bool) -> None:
         """Makes room on the host for what a context of `capacity` tokens has there; of one that is long already, rows
         on the device too. All or, where memory runs out, nothing.
-
-        Raises:
-            UsageError: host memory does not suffice.
         """
         rows_PBGRD = self._new_rows(sizes, layout) if is_long else self._rows_PBGRD
         if is_long or capacity > sizes.whole:
@@ -217,7 +214,6 @@ class LongRows:
             self.on_device[:, batch, head, slot] = rows_nPD.transpose(0, 1)
 
     def step_memory(self) -> StepMemory:
-        """The rows on the device and the memory on the host."""
         rows_PBGRD = self.on_device
         return StepMemory(rows_PBGRD[0], rows_PBGRD[1], rows_PBGRD, self.on_host)
 

@@ -61,7 +61,6 @@ class CudaStream(CopyStream):
         self.stream = torch.cuda.Stream(device, priority=-1)
 
     def run(self, work: Callable[[], None], reads: Sequence[torch.Tensor]) -> CopyDone:
-        """Queues `work` behind the current stream."""
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             work()
@@ -72,17 +71,14 @@ class CudaStream(CopyStream):
         return done
 
     def order(self, done: CopyDone) -> None:
-        """The current stream waits, the host does not."""
         if done is not None:
             torch.cuda.current_stream(self._device).wait_event(done)
 
     def finish(self, done: CopyDone) -> None:
-        """The host waits."""
         if done is not None:
             done.synchronize()
 
     def settle(self) -> None:
-        """The host waits for every stream."""
         with OUTSIDE_CAPTURES.none_under_way():
             torch.cuda.synchronize(self._device)
 
@@ -239,9 +235,6 @@ class HostMemory:
 
         Free blocks that are too small go back to the system: stores that grow would leave a trail of them, several
         times their contents. Larger ones stay for the next long prompt, unless the machine needs them now.
-
-        Raises:
-            UsageError: the machine has not so much memory left.
         """
         free = self._free.setdefault(device, [])
         fitting = [block for block in free if nbytes <= len(block.data) <= _MAY_BE_LARGER * nbytes]
@@ -344,11 +337,7 @@ def spare_beside(nbytes: int) -> int:
 
 
 def check_room(nbytes: int, available: int | None) -> None:
-    """Refuses a large block that would make the machine run out of memory.
-
-    Raises:
-        UsageError: it would.
-    """
+    """Refuses a large block that would make the machine run out of memory."""
     if available is None or has_room(nbytes, available):
         return
     raise UsageError(

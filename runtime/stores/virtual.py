@@ -37,11 +37,7 @@ class _Memory:
 
     @classmethod
     def of(cls, pool: PagePool, layout: Layout, context: int) -> _Memory:
-        """For so many tokens a row. The first page is there.
-
-        Raises:
-            UsageError: there are not so many addresses.
-        """
+        """For so many tokens a row. The first page is there."""
         token = layout.token_bytes
         row = round_up(context * token, math.lcm(pool.driver.granularity, layout.size * layout.dtype.itemsize))
         try:
@@ -137,7 +133,6 @@ class VirtualStore(DeviceStore):
 
     @torch.inference_mode(False)  # else the copy could not be written to under torch.no_grad()
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualStore:
-        """Has pages of its own."""
         copied = VirtualStore(self._pool, self._context)
         copied._reserved = self._reserved
         if self._memory is not None:
@@ -167,7 +162,6 @@ class VirtualStore(DeviceStore):
         return replace(super().view(lengths_B), held=self.lengths if self._is_ragged else None)
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
-        """Room for `tokens` in all; pages are mapped now where the layout is known."""
         self._reserved = max(self._reserved, tokens)
         if (known := self._layout or layout) is not None:
             self._grow(tokens, known)
@@ -181,7 +175,6 @@ class VirtualStore(DeviceStore):
         self._grow(tokens, layout, wanted if row is not None else None)
 
     def prepare(self, length: int) -> None:
-        """Pages for a captured step at which a row has so many tokens."""
         assert self._memory is not None
         self._grow(length, self._memory.layout)
 

@@ -80,11 +80,7 @@ class EvictingManager(SingleTypeKVCacheManager):
 
 
 def evicting_spec(spec: Any, blocks: EvictedBlocks) -> EvictingSpec:
-    """The cache of an evicting layer, of which vLLM would keep everything.
-
-    Raises:
-        UnsupportedError: vLLM caches the layer in another way, or frees blocks by other calls.
-    """
+    """The cache of an evicting layer, of which vLLM would keep everything."""
     if changed := list(changed_calls(EvictingManager)):
         raise UnsupportedError(f"expected a release that calls {', '.join(changed)}, found another; use a tested one")
     own = {field.name: getattr(spec, field.name) for field in fields(AttentionSpec)}

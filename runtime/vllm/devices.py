@@ -124,7 +124,7 @@ class OnCuda:
 
     @staticmethod
     def classes() -> tuple[Any, Any, Any]:
-        """vLLM's own backend, implementation and metadata builder. Importing them reads the engine's configuration."""
+        """Importing these reads the engine's configuration."""
         from vllm.v1.attention.backends.flash_attn import (
             FlashAttentionBackend,
             FlashAttentionImpl,
@@ -237,9 +237,6 @@ def check_pages(
 
     Returns:
         Two pages of keys and of values, of which the second was written; bytes of a layer with `scales_of`.
-
-    Raises:
-        UnsupportedError: keys and values do not lie where `pages_of` looks for them.
     """
     tokens, heads, size = spec.block_size, spec.num_kv_heads, spec.head_size
     number_SGD = torch.arange(tokens * heads * size, device=device).view(tokens, heads, size)

@@ -143,9 +143,6 @@ def serving_stats(llm: Any) -> ServingStats:
 
     With the engine in another process (the default of vLLM), set VLLM_ALLOW_INSECURE_SERIALIZATION=1: vLLM sends the
     function that reads them there.
-
-    Raises:
-        UsageError: the engine runs no plan.
     """
     stats: ServingStats | None = llm.apply_model(_read)[0]
     if stats is None:
@@ -157,7 +154,6 @@ def serving_stats(llm: Any) -> ServingStats:
 
 
 def reset_stats(llm: Any) -> None:
-    """Starts counting anew in a `vllm.LLM`'s engine. See `serving_stats`."""
     llm.apply_model(_reset)
 
 

@@ -30,10 +30,6 @@ def ask_for_drafts(args: Any) -> None:
     """Writes into the arguments of an engine (`EngineArgs`) what exact output takes, where they ask for it: a draft
     model, which is the target itself and reserves a slot for each drafted token, our worker and scheduler, and sizes of
     graphs.
-
-    Raises:
-        UsageError: there is no plan to draft by.
-        UnsupportedError: another drafter, worker or scheduler was asked for.
     """
     options = read_options(args.additional_config)
     if not options.exact or options.dense or args.worker_cls == WORKER:

@@ -163,11 +163,7 @@ class EngineOptions(BaseModel):
 
 
 def read_options(additional_config: Any) -> EngineOptions:
-    """The options in vLLM's additional config; the defaults where it has none of ours.
-
-    Raises:
-        UsageError: an option is unknown or of another type.
-    """
+    """The options in vLLM's additional config; the defaults where it has none of ours."""
     given = additional_config.get(KEY) if isinstance(additional_config, dict) else None
     try:
         return EngineOptions.model_validate({} if given is None else given)
@@ -189,11 +185,7 @@ _NO_PLAN = b"\0" * 32  # in place of a digest
 
 
 def plan_path(options: EngineOptions, model: str, revision: str | None) -> Path | None:
-    """The plan file of an engine; None where none is required and none lies beside the model.
-
-    Raises:
-        UsageError: a plan was asked for, and is not there.
-    """
+    """The plan file of an engine; None where none is required and none lies beside the model."""
     if options.dense:
         return None
     if options.plan is None:
@@ -231,10 +223,6 @@ def plan_of(
 
     Args:
         gather: the bytes that each of them gives; all of them come here at the same time.
-
-    Raises:
-        UsageError: a plan was asked for, and is not there, or cannot be read.
-        UnsupportedError: the ranks have different plans.
     """
     trouble: SparseKVError | None = None
     path, digest = None, _NO_PLAN

@@ -42,11 +42,9 @@ class VllmKernels:
     scales: Scales | None = None
 
     def queries(self, rows: int, heads: int) -> torch.Tensor:
-        """See `EngineKernels`."""
         return torch.randn(rows, heads, self.size, dtype=self.dtype, device=self.device)
 
     def pages(self, rows: int, tokens: int, kv_heads: int, most_bytes: int) -> Pages:
-        """See `EngineKernels`."""
         page, dtype = vllm.platform.page, self.dtype if self.scales is None else torch.uint8
         each = -(-tokens // page)
         count = max(each, min(rows * each, most_bytes // (2 * page * kv_heads * self.size * dtype.itemsize)))
@@ -57,7 +55,6 @@ class VllmKernels:
         return Pages(cache, vllm.platform.pages_of(cache), table_BP)
 
     def dense(self, q_THD: torch.Tensor, pages: Pages, lengths: Sequence[int], out_THD: torch.Tensor) -> Launch:
-        """See `EngineKernels`."""
         scales = self.scales
         if scales is not None:
             scales = replace(scales, q_G=torch.ones_like(scales.k_G))
@@ -66,7 +63,6 @@ class VllmKernels:
         return vllm.engine_dense_attention(q_THD, pages.cache, pages.table_BP, lengths, scale, out_THD, scales)
 
     def agreed(self, gain: float) -> float:
-        """See `EngineKernels`."""
         if self.ranks == 1:
             return gain
         return float(vllm.gather(torch.tensor([gain], dtype=torch.float32, device=self.device))[0, 0])
