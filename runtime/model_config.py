@@ -168,8 +168,13 @@ def rope_switch(config: PreTrainedConfig) -> int:
     return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else 0
 
 
+def soft_cap(config: PreTrainedConfig) -> float:
+    """The cap of attention scores, 0 without one; see `Softmax`."""
+    return getattr(config, "attn_logit_softcapping", None) or 0.0
+
+
 def has_soft_cap(config: PreTrainedConfig) -> bool:
-    return bool(getattr(config, "attn_logit_softcapping", None))
+    return soft_cap(config) > 0.0
 
 
 # In every layer, whatever `layer_types` says.

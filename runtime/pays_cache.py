@@ -25,15 +25,12 @@ _LONGEST_WAIT = 60.0  # seconds for another engine's measurement
 _MAX_BYTES = 1 << 16
 
 Place = Mapping[str, str | int]
-"""All that a rule depends on: the plan's digest, device, versions, precision, page and step size, ranks."""
+"""All that a rule depends on: the plan's digest and shares, device, versions, precision, page and step size, ranks."""
 
 
-def place_of(
-    plan: str, device: torch.device, dtype: torch.dtype, backend: str, float8: bool, **of_host: str | int
-) -> Place:
-    """The place of a plan's digest on a device, with all that a host adds."""
+def place_of(device: torch.device, dtype: torch.dtype, backend: str, float8: bool, **of_host: str | int) -> Place:
+    """The place of a plan on a device; a host adds the plan's part and its own."""
     return {
-        "plan": plan,
         "device": device_name(device),
         "dtype": dtype_name(dtype),
         "cache": "8 bits" if float8 else "model",

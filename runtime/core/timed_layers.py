@@ -60,6 +60,12 @@ class Place:
     rows: int
     shares: Mapping[int, float]
 
+    @property
+    def key(self) -> dict[str, str | int]:
+        """Its part of the key that a measured rule is stored by."""
+        shares = ",".join(f"{length}:{share:.4g}" for length, share in sorted(self.shares.items()))
+        return {"plan": self.plan, "longest": self.longest, "step": self.step, "rows": self.rows, "shares": shares}
+
     @classmethod
     def of(cls, plan: Plan, longest: int, step: int, rows: int) -> Place:
         predicted = plan.cost.lengths if plan.cost else ()

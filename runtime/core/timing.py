@@ -1,4 +1,5 @@
-"""Times launches of one layer beside each other on a GPU."""
+"""Times launches of one layer beside each other on a GPU: in turn, each with keys that no cache of the device holds,
+as between two layers of a model."""
 
 from __future__ import annotations
 
@@ -10,22 +11,20 @@ import torch
 
 Launch = Callable[[], object]
 
-_ROUNDS = 3
-_IN_A_ROW = 2  # launches, as of neighbouring layers
-_REPLAYS = 10
+_ROUNDS = 5
+_REPLAYS = 15  # launches of some microseconds
 _CYCLES_A_US = 2000  # of a device at two GHz
 _WAIT_US = 20_000.0  # in which the program issues launches
+_REPLAY_WAIT_US = 200.0  # in which it issues a graph
 
 
 def launched_us(launches: Sequence[Launch], device: torch.device) -> list[float]:
     """Median time of each launch where many are issued one after another: the longer of the device's time and the
     program's, each by itself."""
-    repeated = [_repeated(launch, _IN_A_ROW) for launch in launches]
     with torch.cuda.device(device):
-        issued = [_issued_us(launch) for launch in repeated]
-        wait_us = 2 * max(issued)
-        taken = _in_turn(repeated, _IN_A_ROW, device, wait_us)
-    return [max(device_us, us / _IN_A_ROW) for device_us, us in zip(taken, issued, strict=True)]
+        issued = [_issued_us(launch) for launch in launches]
+        taken = _in_turn(launches, _ROUNDS, device, 2 * max(issued))
+    return [max(times) for times in zip(taken, issued, strict=True)]
 
 
 def _issued_us(launch: Launch) -> float:
@@ -51,32 +50,27 @@ def replayed_us(launches: Sequence[Launch], device: torch.device) -> list[float]
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             launch()
         graphs.append(graph)
-    times = _in_turn([_repeated(graph.replay, _REPLAYS) for graph in graphs], _REPLAYS, device)
+    with torch.cuda.device(device):
+        times = _in_turn([graph.replay for graph in graphs], _REPLAYS, device, _REPLAY_WAIT_US)
     for graph in graphs:
         graph.reset()
     return times
 
 
-def _repeated(launch: Launch, times: int) -> Launch:
-    def run() -> None:
-        for _ in range(times):
-            launch()
-
-    return run
-
-
-def _in_turn(launches: Sequence[Launch], times: int, device: torch.device, wait_us: float = 0.0) -> list[float]:
-    with torch.cuda.device(device):
-        for launch in launches:
-            launch()
-        samples = [[_elapsed_us(launch, wait_us) / times for launch in launches] for _ in range(_ROUNDS)]
+def _in_turn(launches: Sequence[Launch], rounds: int, device: torch.device, wait_us: float) -> list[float]:
+    cached = torch.cuda.get_device_properties(device).L2_cache_size
+    other = torch.empty(2 * cached, dtype=torch.uint8, device=device)
+    for launch in launches:
+        launch()
+    samples = [[_elapsed_us(launch, other, wait_us) for launch in launches] for _ in range(rounds)]
     return [median(of_launch) for of_launch in zip(*samples, strict=True)]
 
 
-def _elapsed_us(launch: Launch, wait_us: float) -> float:
-    """The device's time, behind a wait in which the program issues the launch."""
+def _elapsed_us(launch: Launch, other: torch.Tensor, wait_us: float) -> float:
+    """The device's time, behind a wait in which the program issues the launch, with `other` in its L2."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(int(wait_us * _CYCLES_A_US))
+    other.zero_()
     start.record()
     launch()
     end.record()

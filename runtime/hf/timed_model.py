@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sparsekv.kernels.backends import Fallback
-from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, full_view
+from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax, full_view
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.model import ModelInfo
@@ -31,6 +31,8 @@ from sparsekv.runtime.core.roles import DENSE
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.timed_layers import Place, TimedLayers, Timers
 from sparsekv.runtime.core.timing import Launch
+from sparsekv.runtime.hf.describe import config_of
+from sparsekv.runtime.model_config import soft_cap
 from sparsekv.runtime.pays_cache import RuleFile, place_of
 from sparsekv.runtime.settings import cache_folder
 
@@ -45,10 +47,13 @@ def measured_rule(
 ) -> Pays:
     """The rule of a plan on this device, from disk where it was measured before; the hint where memory is short."""
     place = Place.of(plan, max(plan.planned_lengths, default=info.context_length), _STEP, _ROWS)
-    layers = ModelLayers(program, place, Timers(), info, model.device, model.dtype, backend, float8)
+    cap = soft_cap(config_of(model))
+    softmax = Softmax(cap) if cap else PLAIN
+    layers = ModelLayers(program, place, Timers(), info, model.device, model.dtype, backend, float8, softmax)
     key = place_of(
-        place.plan, model.device, model.dtype, backend, float8, host="transformers", model=info.fingerprint.architecture
-    )
+        model.device, model.dtype, backend, float8, host="transformers", model=info.fingerprint.architecture,
+        **place.key,
+    )  # fmt: skip
     seconds = _SECONDS * max(1, len(plan.planned_lengths))
     try:
         return RuleFile(key, cache_folder()).read_or(partial(layers.compiled_rule, seconds))[0]
@@ -66,6 +71,7 @@ class ModelLayers(TimedLayers):
     Attributes:
         backend: of prefill and decode.
         float8: keys and values are in 8 bits.
+        softmax: of its layers.
     """
 
     info: ModelInfo
@@ -73,6 +79,7 @@ class ModelLayers(TimedLayers):
     dtype: torch.dtype
     backend: str
     float8: bool
+    softmax: Softmax = PLAIN
 
     @torch.no_grad()
     def compiled_rule(self, seconds: float) -> Pays:
@@ -87,7 +94,7 @@ class ModelLayers(TimedLayers):
         attend = partial(
             prefill,
             q_BHSD=q_BHTD,
-            keys=full_view(k_BGKD, v_BGKD),
+            keys=replace(full_view(k_BGKD, v_BGKD), softmax=self.softmax),
             chunk=chunk,
             scale=scale,
             fallback=Fallback(self.backend),
@@ -105,7 +112,7 @@ class ModelLayers(TimedLayers):
         state.begin(torch.full((rows,), length, dtype=torch.int32, device=self.device), self.device)
         kinds = [layer for layer, _ in self.kinds]
         q_BHTD, *kv_BGKD = self._tensors(kinds[0], rows, 1, length)
-        keys = self._stored(full_view(*kv_BGKD))
+        keys = replace(self._stored(full_view(*kv_BGKD)), softmax=self.softmax)
 
         def step(layer: LayerProgram) -> torch.Tensor:
             scale = q_BHTD.shape[3] ** -0.5

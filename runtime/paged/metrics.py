@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
+from sparsekv.runtime.core.pays import Pays
 from sparsekv.runtime.core.stats import Meter, RunStats
 
 REPORT_SECONDS = 10.0
@@ -109,14 +110,26 @@ class Drafted:
 
 
 @cache  # of a process, whatever engines it has: so Prometheus counts, and takes a name once
-def _counter(name: str, told: str, *labels: str) -> Any:
+def _counter(name: str, meaning: str, *labels: str) -> Any:
     from prometheus_client import Counter  # which engines bring
 
-    return Counter(name, told, labels)
+    return Counter(name, meaning, labels)
 
 
-def publish(new: ServingStats) -> None:
-    """Adds the counts that came since the last report."""
+@cache
+def _gauge(name: str, meaning: str, *labels: str) -> Any:
+    from prometheus_client import Gauge  # as above
+
+    return Gauge(name, meaning, labels, multiprocess_mode="max")
+
+
+def publish(new: ServingStats, rule: Pays) -> None:
+    """Adds the counts that came since the last report, by an engine that is sparse where `rule` says."""
+    rules = _gauge(
+        "sparsekv_rule", "1 for the rule by which an engine is sparse: context x rows, of chunks and decode steps.",
+        "prefill", "decode",
+    )  # fmt: skip
+    rules.labels(str(rule.prefill), str(rule.decode)).set(1)
     tokens = _counter(
         "sparsekv_prompt_tokens", "Prompt tokens prefilled, by whether the plan is sparse at their length.", "plan"
     )
@@ -145,8 +158,8 @@ def publish(new: ServingStats) -> None:
 
 def publish_drafts(new: Mapping[str, Drafted]) -> None:
     """Adds the drafts that came since the last report, by length."""
-    told = "Tokens that the plan drafted, and those that counted, by context length."
-    tokens = _counter("sparsekv_draft_tokens", told, "kind", "length")
-    for length, one in new.items():
-        tokens.labels("drafted", length).inc(one.drafted)
-        tokens.labels("accepted", length).inc(one.accepted)
+    meaning = "Tokens that the plan drafted, and those that counted, by context length."
+    tokens = _counter("sparsekv_draft_tokens", meaning, "kind", "length")
+    for length, counts in new.items():
+        tokens.labels("drafted", length).inc(counts.drafted)
+        tokens.labels("accepted", length).inc(counts.accepted)

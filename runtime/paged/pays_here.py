@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import torch
 
-from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.keys import KeyView, Scales, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.timed_layers import TimedLayers
@@ -48,6 +48,14 @@ class EngineKernels(Protocol):
     def device(self) -> torch.device:
         """The engine's."""
 
+    @property
+    def softmax(self) -> Softmax:
+        """Of all layers."""
+
+    @property
+    def scales(self) -> Scales | None:
+        """Of pages in 8 bits."""
+
     def queries(self, rows: int, heads: int) -> torch.Tensor:
         """[rows, H, D], random."""
 
@@ -78,7 +86,8 @@ class EngineLayers(TimedLayers):
         scale = q_THD.shape[2] ** -0.5
 
         def keys() -> KeyView:
-            return self.host.scratch.copy(pages.pages, pages.table_BP[0], length)
+            copied = self.host.scratch.copy(pages.pages, pages.table_BP[0], length, kernels.scales)
+            return replace(copied, softmax=kernels.softmax)
 
         alike = self.alike(layer, q_THD.transpose(0, 1)[None], keys().k, chunk, scale)
         if alike is None:
@@ -105,7 +114,7 @@ class EngineLayers(TimedLayers):
 
         def sparse(layer: LayerProgram) -> None:
             idle()
-            step.attend(layer, q_BHD, pages.pages, out_BHD, scale)
+            step.attend(layer, q_BHD, pages.pages, out_BHD, scale, kernels.softmax, kernels.scales)
 
         times = self.timers.replayed([dense, *(partial(sparse, layer) for layer in kinds)], kernels.device)
         return kernels.agreed(self.step_gain(times))

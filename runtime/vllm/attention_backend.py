@@ -272,8 +272,9 @@ class SparseBuilder(_Builder):
             longest, softmax = vllm_config.model_config.max_model_len, own[0].impl.softmax
             host.decode.warm_up(self._programs, pages, longest, softmax, scales)
         if self._counts and host.measures and vllm.platform.captures:
-            impl = own[0].impl
-            kernels = VllmKernels(device, impl.head_size, host.scratch.kind[0], host.program.rank.count, scales)
+            impl, ranks = own[0].impl, host.program.rank.count
+            scales = scales and replace(scales, q_G=None)
+            kernels = VllmKernels(device, impl.head_size, host.scratch.kind[0], ranks, scales, impl.softmax)
             host.pays, host.measures = measured_rule(host, kernels), False
 
     @classmethod
@@ -353,7 +354,7 @@ class SparseBuilder(_Builder):
         new = host.counters.report(time.monotonic(), prefilling)
         if new is not None and host.program.rank.index == 0:  # the others count the same
             vllm.logger.info("sparsekv: %s", new)
-            publish(new)
+            publish(new, host.pays)
 
     def _part_of(self, common: Any, first: int, end: int) -> Any:
         # A fast build leaves alone what the builder keeps for the whole step: a schedule that graphs read.

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_co
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from sparsekv.kernels.keys import FLOAT8, Scales
+from sparsekv.kernels.keys import FLOAT8, Scales, Softmax
 from sparsekv.plans.errors import UnsupportedError
 
 
@@ -69,6 +69,7 @@ class OnCpu:
         scale: float,
         out_THD: torch.Tensor,
         scales: Scales | None,
+        softmax: Softmax,
     ) -> Callable[[], Any]:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa, envs, ops
 
@@ -104,9 +105,9 @@ class OnCpu:
             alibi_slopes=None,
             sliding_window=-1,
             block_table=table_BP,
-            softcap=0,
+            softcap=softmax.cap,
             scheduler_metadata=schedule,
-            s_aux=None,
+            s_aux=softmax.sinks_H,
             **stored,
             **by,
         )
@@ -163,6 +164,7 @@ class OnCuda:
         scale: float,
         out_THD: torch.Tensor,
         scales: Scales | None,
+        softmax: Softmax,
     ) -> Callable[[], Any]:
         from vllm.v1.attention.backends.flash_attn import flash_attn_varlen_func, get_flash_attn_version
 
@@ -187,6 +189,8 @@ class OnCuda:
             max_seqlen_k=max(*lengths, 1),
             softmax_scale=scale,
             causal=True,
+            softcap=softmax.cap,
+            s_aux=softmax.sinks_H,
             block_table=table_BP,
             fa_version=get_flash_attn_version(head_size=size),
             **by,

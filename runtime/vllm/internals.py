@@ -35,7 +35,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from sparsekv.kernels.keys import Scales
+from sparsekv.kernels.keys import PLAIN, Scales, Softmax
 from sparsekv.kernels.prefill.flash.limits import FlashPackage, offer_package
 from sparsekv.plans.errors import BackendError, SparseKVError, UnsupportedError, UsageError
 from sparsekv.runtime.architecture import MODALITIES
@@ -240,7 +240,7 @@ def _defaults() -> VllmConfig:
 
 def engine_dense_attention(
     q_THD: torch.Tensor, cache: torch.Tensor, table_BP: torch.Tensor, lengths: Sequence[int], scale: float,
-    out_THD: torch.Tensor, scales: Scales | None = None,
+    out_THD: torch.Tensor, scales: Scales | None = None, softmax: Softmax = PLAIN,
 ) -> Callable[[], Any]:  # fmt: skip
     """A launch of the kernel that an engine attends by, causal, of the last rows of requests.
 
@@ -250,7 +250,7 @@ def engine_dense_attention(
         out_THD: where each launch writes its result.
         scales: of a cache in e4m3, and of queries that are in that as well.
     """
-    launch: Callable[[], Any] = platform.attention(q_THD, cache, table_BP, lengths, scale, out_THD, scales)
+    launch: Callable[[], Any] = platform.attention(q_THD, cache, table_BP, lengths, scale, out_THD, scales, softmax)
     return launch
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from sparsekv.plans.aliases import PLAN_NAME, is_hub_id
 from sparsekv.plans.errors import PlanWarning, SparseKVError, UnsupportedError, UsageError, install_command
-from sparsekv.plans.files import executed_digest
+from sparsekv.plans.files import content_digest, executed_digest
 from sparsekv.plans.phases import Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_ids
@@ -273,8 +273,10 @@ def _obstacles(facts: EngineFacts, plan: Plan, options: EngineOptions) -> Iterat
     if not options.allow_untested:
         yield from (f"{line}{_ANYWAY}" for line in _chosen(_untested(facts)))
     yield from _chosen(_wrong(facts, plan))
-    executed = plan.model_copy(update={"decode": None}) if facts.self_drafting else plan  # by what writes pages
-    yield from _unnamed_stores(facts, store_name(executed)) if not plan.retained else ()
+    executed, rule = plan, options.pays  # by what writes pages
+    if facts.self_drafting:
+        executed, rule = plan.model_copy(update={"decode": None}), rule and Pays(rule.prefill)
+    yield from _unnamed_stores(facts, store_name(executed, rule)) if not plan.retained else ()
     if options.exact:
         yield from _chosen(_inexact(facts))
 
@@ -352,10 +354,17 @@ def _unknown_connectors(connectors: Sequence[Connector]) -> Iterator[str]:
             yield from (f"{one.name} with {other}" for other in (spec, *tiers) if other not in (*_SPECS, *TIERS))
 
 
-def store_name(plan: Plan) -> str:
-    """Returns the plan's name, which the keys of a shared store have to hold. Engines find pages there by their tokens
-    alone, and the keys of a sparse prefill are not dense attention's."""
-    return f"plan-{executed_digest(plan).removeprefix('sha256:')[:8]}"
+def store_name(plan: Plan, rule: Pays | None = None) -> str:
+    """Returns the name of a plan and the rule by which it is sparse, which the keys of a shared store have to hold.
+    Engines find pages there by their tokens alone, and the keys of a sparse prefill are not dense attention's.
+
+    Args:
+        rule: None where each engine measures its own.
+    """
+    digest = executed_digest(plan)
+    if rule is not None:
+        digest = content_digest({"plan": digest, "rule": str(rule)})
+    return f"plan-{digest.removeprefix('sha256:')[:8]}"
 
 
 def _unnamed_stores(facts: EngineFacts, name: str) -> Iterator[str]:

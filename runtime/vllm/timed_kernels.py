@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from sparsekv.kernels.keys import FLOAT8, Scales
+from sparsekv.kernels.keys import FLOAT8, PLAIN, Scales, Softmax
 from sparsekv.runtime.core.pays import Pays, parse
 from sparsekv.runtime.core.timed_layers import Timers
 from sparsekv.runtime.core.timing import Launch
@@ -32,7 +32,8 @@ class VllmKernels:
     Attributes:
         size: of a head.
         dtype: of the model.
-        scales: of a cache in 8 bits.
+        scales: of a cache in 8 bits; queries have none.
+        softmax: of the layers.
     """
 
     device: torch.device
@@ -40,6 +41,7 @@ class VllmKernels:
     dtype: torch.dtype
     ranks: int
     scales: Scales | None = None
+    softmax: Softmax = PLAIN
 
     def queries(self, rows: int, heads: int) -> torch.Tensor:
         return torch.randn(rows, heads, self.size, dtype=self.dtype, device=self.device)
@@ -56,11 +58,11 @@ class VllmKernels:
 
     def dense(self, q_THD: torch.Tensor, pages: Pages, lengths: Sequence[int], out_THD: torch.Tensor) -> Launch:
         scales = self.scales
-        if scales is not None:
+        if scales is not None and q_THD.is_cuda:
             scales = replace(scales, q_G=torch.ones_like(scales.k_G))
             q_THD = q_THD.to(FLOAT8)
-        scale = self.size**-0.5
-        return vllm.engine_dense_attention(q_THD, pages.cache, pages.table_BP, lengths, scale, out_THD, scales)
+        scale, table_BP = self.size**-0.5, pages.table_BP
+        return vllm.engine_dense_attention(q_THD, pages.cache, table_BP, lengths, scale, out_THD, scales, self.softmax)
 
     def agreed(self, gain: float) -> float:
         if self.ranks == 1:
@@ -73,9 +75,8 @@ def measured_rule(host: EngineHost, kernels: VllmKernels) -> Pays:
     wherever it may be."""
     started, place = time.monotonic(), host.place
     key = place_of(
-        place.plan, kernels.device, kernels.dtype, host.backend, kernels.scales is not None,
-        page=vllm.platform.page, step=place.step, longest=place.longest, rows=place.rows, ranks=kernels.ranks,
-        vllm=vllm.release,
+        kernels.device, kernels.dtype, host.backend, kernels.scales is not None,
+        page=vllm.platform.page, ranks=kernels.ranks, vllm=vllm.release, **place.key,
     )  # fmt: skip
     file = RuleFile(key, cache_folder())
     try:

@@ -3,11 +3,14 @@
 import json
 import multiprocessing
 import time
+from dataclasses import replace
 
 import pytest
+import torch
 
 from sparsekv.runtime.core.pays import ALWAYS, Pays, Thresholds
-from sparsekv.runtime.pays_cache import RuleFile
+from sparsekv.runtime.core.timed_layers import Place
+from sparsekv.runtime.pays_cache import RuleFile, place_of
 
 PLACE = {"plan": "sha256:1", "device": "NVIDIA H200", "ranks": 1}
 RULE = Pays(Thresholds((512, 4096), (16384, 8192)), Thresholds())
@@ -17,6 +20,17 @@ def test_the_second_start_reads_what_the_first_measured(tmp_path):
     assert RuleFile(PLACE, tmp_path).read_or(lambda: RULE) == (RULE, True)
     assert RuleFile(PLACE, tmp_path).read_or(lambda: ALWAYS) == (RULE, False)
     assert RuleFile(PLACE | {"ranks": 2}, tmp_path).read_or(lambda: ALWAYS) == (ALWAYS, True)
+
+
+@pytest.mark.parametrize(
+    "other", [{"plan": "sha256:2"}, {"longest": 4096}, {"step": 256}, {"rows": 4}, {"shares": {1024: 0.5, 2048: 0.2}}],
+    ids=str,
+)  # fmt: skip
+def test_what_a_rule_depends_on_of_a_plan_and_its_sizes_is_part_of_its_place(tmp_path, other):
+    place, device = Place("sha256:1", 2048, 512, 16, {1024: 0.5, 2048: 0.4}), torch.device("cpu")
+    keys = [place_of(device, torch.float32, "cpu", False, **one.key) for one in (place, replace(place, **other))]
+    assert RuleFile(keys[0], tmp_path).read_or(lambda: RULE) == (RULE, True)
+    assert RuleFile(keys[1], tmp_path).read_or(lambda: ALWAYS) == (ALWAYS, True)
 
 
 @pytest.mark.parametrize(

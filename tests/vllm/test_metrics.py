@@ -20,11 +20,16 @@ SAMPLES = {
     "failures": ("sparsekv_prefill_failures_total", {}),
 }
 DECODED = {kind: ("sparsekv_decode_tokens_total", {"plan": kind}) for kind in ("sparse", "dense", "no_scratch")}
+RULE = {"rule": ("sparsekv_rule", {"prefill": "8kx512", "decode": "never"})}
 PUBLISHES = """
+from sparsekv.runtime.core.pays import parse
 from sparsekv.runtime.paged.metrics import ServingStats, publish
 
 prompts = {"tiles_computed": 25.5, "tiles_causal": 100, "sparse_tokens": 700, "dense_tokens": 30, "failures": 2}
-publish(ServingStats(**prompts, decode_sparse=9, decode_dense=5, decode_left=1))
+
+for _ in range(2):
+    new = ServingStats(**prompts, decode_sparse=9, decode_dense=5, decode_left=1)
+    publish(new, parse("prefill=8kx512 decode=never"))
 """
 
 
@@ -44,8 +49,8 @@ def test_a_server_in_another_process_shows_them_where_prometheus_collects_from_s
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     subprocess.run([sys.executable, "-c", PUBLISHES], check=True)
     registry = get_prometheus_registry()
-    shown = {name: registry.get_sample_value(*sample) for name, sample in (SAMPLES | DECODED).items()}
+    shown = {name: registry.get_sample_value(*sample) for name, sample in (SAMPLES | DECODED | RULE).items()}
     assert shown == {
-        "sparse_tokens": 700, "dense_tokens": 30, "tiles_computed": 25.5, "tiles_causal": 100, "failures": 2,
-        "sparse": 9, "dense": 5, "no_scratch": 1,
+        "sparse_tokens": 1400, "dense_tokens": 60, "tiles_computed": 51, "tiles_causal": 200, "failures": 4,
+        "sparse": 18, "dense": 10, "no_scratch": 2, "rule": 1,
     }  # fmt: skip

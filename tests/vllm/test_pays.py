@@ -11,11 +11,13 @@ from vllm_engine import BUDGET, CROSSOVER, NEW, Oracle, generate, make_engine, s
 from vllm_replay import plan_host_of
 
 from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.keys import PLAIN, KeyView, Scales, Softmax
 from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
 from sparsekv.runtime.core.timed_layers import Place, Timers
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.paged.decode_step import DecodeRows
 from sparsekv.runtime.paged.pays_here import EngineLayers
 from sparsekv.runtime.vllm.engine_host import serving_stats
 from sparsekv.runtime.vllm.settings import read_options
@@ -93,7 +95,13 @@ def test_a_rule_is_always_never_or_thresholds() -> None:
         read_options({"sparsekv": {"sparse": "sometimes"}})
 
 
-def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(engine: Any, host: Any) -> None:
+ONES = Scales(torch.ones(2), torch.ones(2), torch.float32)
+
+
+@pytest.mark.parametrize("scales", [None, ONES], ids=["16 bits", "8 bits"])
+def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(
+    engine: Any, host: Any, scales: Scales | None
+) -> None:
     device, shares = torch.device("cpu"), {1536: 0.5, 3072: 0.4}
     seen: list[float] = []
 
@@ -110,13 +118,59 @@ def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(engine: Any
             launch()
         return [1.0, *[0.5] * (len(launches) - 1)]
 
-    kernels = VllmKernels(device, 64, torch.float32, 1)
+    kernels = VllmKernels(device, 64, torch.float32, 1, scales)
     place = Place("sha256:", 3072, BUDGET, 4, shares)
     rule = EngineLayers(host.program, place, Timers(launched, replayed), host, kernels).rule(60.0)
     assert len(seen) > 2
     assert rule.prefill.pays(BUDGET, CROSSOVER + 200)
     assert not rule.prefill.pays(BUDGET, CROSSOVER)
     assert rule.decode.pays(4, 2048)
+
+
+def test_layers_with_soft_caps_are_timed_with_their_caps(
+    engine: Any, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caps: list[float] = []
+
+    def prefill(layer: Any, q_THD: torch.Tensor, keys: KeyView, *rest: Any, counted: bool) -> torch.Tensor:
+        caps.append(keys.softmax.cap)
+        return q_THD
+
+    def attend(self: DecodeRows, *given: Any) -> None:
+        caps.append(given[-2].cap)
+
+    monkeypatch.setattr(host, "prefill", prefill)
+    monkeypatch.setattr(DecodeRows, "attend", attend)
+
+    def timer(launches: Any, device: torch.device) -> list[float]:
+        for launch in launches:
+            launch()
+        return [1.0] * len(launches)
+
+    kernels = VllmKernels(torch.device("cpu"), 64, torch.float32, 1, softmax=Softmax(3.0))
+    place = Place("sha256:", 3072, BUDGET, 4, {3072: 0.4})
+    layers = EngineLayers(host.program, place, Timers(timer, timer), host, kernels)
+    layers.prefill_gain(host.program.layers[1], BUDGET, 3072)
+    layers.decode_gain(1, 2048)
+    assert set(caps) == {3.0}
+    assert len(caps) == 1 + len(layers.kinds)
+
+
+def test_vllms_kernel_caps_scores() -> None:
+    q_THD, outputs = torch.full((1, 4, 64), 2.0), {}
+    pages = VllmKernels(torch.device("cpu"), 64, torch.float32, 1).pages(1, 300, 2, 1 << 30)
+    for cap in (0.0, 0.5):
+        softmax = Softmax(cap) if cap else PLAIN
+        outputs[cap] = torch.empty_like(q_THD)
+        VllmKernels(torch.device("cpu"), 64, torch.float32, 1, softmax=softmax).dense(
+            q_THD, pages, [300], outputs[cap]
+        )()
+    k_NGSD, v_NGSD = (x[pages.table_BP[0].long()].transpose(0, 1).flatten(1, 2)[:, :300] for x in pages.pages)
+    scores_HS = (0.125 * q_THD[0, :, None] * k_NGSD.repeat_interleave(2, 0)).sum(-1)
+    weights_HS = (0.5 * torch.tanh(scores_HS / 0.5)).softmax(-1)
+    expected_HD = (weights_HS[..., None] * v_NGSD.repeat_interleave(2, 0)).sum(1)
+    torch.testing.assert_close(outputs[0.5][0], expected_HD, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(outputs[0.0], outputs[0.5], atol=1e-3)
 
 
 def test_a_layer_of_random_keys_computes_the_share_of_the_plan(engine: Any, host: Any) -> None:

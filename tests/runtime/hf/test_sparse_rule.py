@@ -11,6 +11,7 @@ from emulated_graphs import emulate
 from tiny_models import random_tokens, steps, tiny_model
 from tiny_plans import decode_plan, drops, every_head, info_of, plan_for, segment
 
+from sparsekv.kernels.keys import Softmax
 from sparsekv.plans.errors import PlanWarning, UsageError
 from sparsekv.plans.patterns import VerticalSlash, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
@@ -167,6 +168,25 @@ def test_a_measurement_runs_dense_and_sparse_kernels_of_a_layer(model):
     assert rule.prefill.pays(512, 512)
     assert not rule.prefill.pays(512, 200)
     assert (rule.decode.at(1), rule.decode.at(4)) == (363, 363)  # the first power of sqrt(2) behind the dense bucket
+
+
+def test_layers_with_soft_caps_are_timed_with_their_caps(model):
+    outputs = []
+
+    def timer(launches, device):
+        outputs[-1].extend(launch() for launch in launches)
+        return [1.0] * len(launches)
+
+    work = work_on(model, timer, timer)
+    for cap in (None, 0.05):
+        outputs.append([])
+        torch.manual_seed(0)
+        layers = work if cap is None else replace(work, softmax=Softmax(cap))
+        layers.prefill_gain(work.program.layers[1], 512, 1024)
+        layers.decode_gain(1, 512)
+    plain, capped = outputs
+    assert len(plain) == len(capped) == 5
+    assert not any(torch.allclose(*both) for both in zip(plain, capped, strict=True))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in Triton's interpreter")

@@ -1,5 +1,6 @@
 """Where the plan of an engine is, and engines that cannot run it: refused when they start, by name, with a way out."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import tokens
 from sparsekv.plans.phases import Retention
 from sparsekv.plans.schema import Plan
+from sparsekv.runtime.core.pays import parse
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.plan_checks import refuse
 from sparsekv.runtime.vllm.settings import (
@@ -164,6 +166,16 @@ def test_a_shared_store_runs_with_the_plans_name_in_its_keys_alone(name: str) ->
 def test_a_store_is_named_by_what_an_engine_executes_of_a_plan() -> None:
     assert store_name(PLAN.model_copy(update={"decode": None})) != NAME
     assert store_name(PLAN.model_copy(update={"status": "imported"})) == NAME
+
+
+@pytest.mark.parametrize("rule", ["always", "never", "prefill=18kx512 decode=never"])
+def test_a_store_is_named_by_the_rule_that_an_engine_is_given(rule: str) -> None:
+    name, options = store_name(PLAN, parse(rule)), EngineOptions(sparse=rule)
+    assert name not in (NAME, store_name(PLAN, parse("prefill=16kx512 decode=never")))
+    for path in (NAME, name):
+        facts = EngineFacts("0.32.0", "cpu", connectors=(Connector("ExampleConnector", {"shared_storage_path": path}),))
+        with nullcontext() if path == name else pytest.raises(UnsupportedError, match="without the plan's name"):
+            check_engine(facts, PLAN, options)
 
 
 def test_exact_output_shares_a_store_with_no_engine_whose_decode_is_the_plans() -> None:
