@@ -275,7 +275,7 @@ class Subject:
         from transformers.utils import logging
 
         from sparsekv.kernels.backends import choose_backend
-        from sparsekv.runtime.hf.dequantise import is_dequantised
+        from sparsekv.runtime.hf.dequantise import is_dequantised, stays_packed
         from sparsekv.runtime.hf.load import load_config, load_model, torch_dtype
         from sparsekv.runtime.hf.memory import Available, ModelSize
         from sparsekv.runtime.model_config import describe_config, dtype_name, quantisation_of, torch_device
@@ -290,14 +290,12 @@ class Subject:
             choose_backend(target, torch_dtype(asked.dtype, config, target), info.largest_head, asked.backend)
         if check is not None:
             check(info, target.type)
-        quantisation = quantisation_of(config)
-        stays_packed = quantisation is not None and not is_dequantised(quantisation)  # in how many bytes, nobody tells
-        if device_map is None and not stays_packed and (room := Available.here([target]).device) is not None:
+        if device_map is None and not stays_packed(config) and (room := Available.here([target]).device) is not None:
             precision = torch_dtype(asked.dtype, config, target)
             ModelSize.from_config(config, precision, source.path_or_id).check_fits(room, tokens)
         with self._saying_whose_model():
             loaded = load_model(source, device=device, dtype=asked.dtype, device_map=device_map, config=config)
-        if source.is_gguf or is_dequantised(quantisation):
+        if source.is_gguf or is_dequantised(quantisation_of(config)):
             tell(f"{source.path_or_id}: its quantised weights run as {dtype_name(loaded.model.dtype)}")
         return loaded
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -20,18 +20,17 @@ from sparsekv.cli.arguments import (
     Subject,
     check_machine,
     device_and_dtype,
-    found_source,
     one_plan,
     plan_file,
     plans_place,
     settings_of,
 )
 from sparsekv.cli.output import FAILED, columns, emit, emit_json, placed, size, tell
-from sparsekv.cli.plan_choice import Candidate, best_of, candidates, described, device_called, plans_in
+from sparsekv.cli.plan_choice import best_of, candidates, described, device_called, plans_in
 from sparsekv.planner.common_options import Device
 from sparsekv.planner.flags import Chunk, Count, Flag, Key, Length, OneLength, Size, Unread
-from sparsekv.plans.aliases import resolve_model
-from sparsekv.plans.errors import PlanError, UsageError
+from sparsekv.plans.aliases import PLAN_NAME, resolve_model
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.schema import Plan, check_model
@@ -82,24 +81,28 @@ def doctor(flags: DoctorFlags) -> None:
     a MODEL which plans fit it here, exit 1 where none does; or with --memory what a run takes."""
     machine = settings_of(flags)
     if flags.target is not None:
-        say_fitting(flags.target, flags.plan, machine.device, flags.as_json)
-        return
-    if flags.memory is None:
+        _say_fitting(flags.target, flags.plan, machine.device, flags.as_json)
+    elif flags.memory is None:
         _say_machine(machine, flags.as_json)
-        return
+    else:
+        _say_run(flags, machine, *flags.memory)
+
+
+def _say_run(flags: DoctorFlags, machine: Settings, model: str, length: int) -> None:
     if flags.device_memory is None:
         check_machine(flags)
-    model, length = flags.memory
     subject, placing = Subject.named(model, one_plan(flags, flags.plan, model, length)), flags.placing
     plan = subject.plan
     tell_if_idle(placing, plan.decode if plan else None)
     from sparsekv.bench.public_shapes import config_of
+    from sparsekv.runtime.hf.memory import Request
 
     config, notes = config_of(model, subject.source)
-    room = (flags.device_memory, flags.host_memory)
-    estimate = MemoryEstimate.of(config, model, plan, machine, placing, *room)
-    notes += [] if plan else ["no plan: all layers are dense"]
-    say_memory(estimate, length, flags.max_new_tokens, flags.batch, flags.chunk, notes=notes, as_json=flags.as_json)
+    memory, here = memory_of(config, model, plan, machine, placing, device_bytes=flags.device_memory)
+    available = here if flags.host_memory is None else replace(here, host=flags.host_memory)
+    notes += [*([] if plan else ["no plan: all layers are dense"]), *notes_on(config)]
+    request = Request(length, flags.max_new_tokens, flags.batch, flags.chunk)
+    say_memory(model, memory, available, request, notes, as_json=flags.as_json)
 
 
 def tell_if_idle(placing: Placing, decode: DecodePlan | None) -> None:
@@ -109,56 +112,22 @@ def tell_if_idle(placing: Placing, decode: DecodePlan | None) -> None:
         tell(f"--offload always moves nothing: {why}; name layers, such as --offload 0-3")
 
 
-# --- plans that fit --------------------------------------------------------------------------------------------------
-
-_NEAR = (
-    "of this device",
-    "of this device by another host",
-    "of no device",
-    "of another device: may be slower than dense",
-)
-
-
-def say_fitting(model: str, place: Path | None, device: str, as_json: bool) -> None:
+def _say_fitting(model: str, place: Path | None, device: str, as_json: bool) -> None:
     """Prints the plan beside a model and those in a folder, each with why it fits or not, the best one marked."""
-    folder = place and plans_place(place)
-    named = [] if folder is None else plans_in(folder) if folder.is_dir() else _loaded(plan_file(folder))
-    plans = dict([*_own(model), *named])
+    beside = Subject.named(model)
+    plans = {beside.path or Path(model, PLAN_NAME): beside.plan} if beside.plan else {}
+    if place is not None:
+        folder = plans_place(place)
+        plans |= plans_in(folder) if folder.is_dir() else {(file := plan_file(folder)): load_plan(file)}
     found = candidates(plans.items(), described(model), device_called(device))
     best = best_of(found)
     if as_json:
-        emit_json({"model": model, "plans": [_plan_facts(one, one is best) for one in found]})
+        emit_json({"model": model, "plans": [one.facts | {"best": one is best} for one in found]})
     for one in found if not as_json else ():
-        emit(_line(one, one is best))
+        emit(f"{one.told()}: {one.fit}{'; the best' if one is best else ''}")
     if all(one.why_not for one in found):
         tell(f"no plan fits {model}; make one: sparsekv plan {model}")
         raise typer.Exit(FAILED)
-
-
-def _line(one: Candidate, is_best: bool) -> str:
-    fits = f"does not fit, of another model: {one.why_not}" if one.why_not else f"fits, {_NEAR[one.near]}"
-    return f"{one.told()}: {fits}{'; the best' if is_best else ''}"
-
-
-def _plan_facts(one: Candidate, is_best: bool) -> dict[str, object]:
-    facts = {"path": str(one.path), "status": one.plan.status, "devices": list(one.devices), "why_not": one.why_not}
-    return facts | {"lengths": list(one.plan.planned_lengths), "fits": not one.why_not, "best": is_best}
-
-
-def _own(model: str) -> list[tuple[Path, Plan]]:
-    source = found_source(resolve_model(model))
-    try:
-        return _loaded(plan_file(Path(source.place)))
-    except UsageError:
-        return []
-
-
-def _loaded(path: Path) -> list[tuple[Path, Plan]]:
-    try:
-        return [(path, load_plan(path))]
-    except PlanError as error:
-        tell(f"left out: {error}")
-        return []
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
@@ -226,144 +195,133 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryEstimate:
-    name: str
-    model: MemoryModel
-    available: Available
-    quantised: bool = False  # its weights are and stay so, and are counted as if they were not
+def memory_of(
+    config: PreTrainedConfig,
+    name: str,
+    plan: Plan | None,
+    machine: Settings,
+    placing: Placing,
+    *,
+    device_bytes: int | None = None,
+    allow_mismatch: bool = False,
+) -> tuple[MemoryModel, Available]:
+    """Loads nothing; with `device_bytes` the device is a GPU that need not be there."""
+    import torch
 
-    @classmethod
-    def of(
-        cls,
-        config: PreTrainedConfig,
-        name: str,
-        plan: Plan | None,
-        machine: Settings,
-        placing: Placing,
-        device_bytes: int | None = None,
-        host_bytes: int | None = None,
-        allow_mismatch: bool = False,
-    ) -> MemoryEstimate:
-        """Loads nothing; `device_bytes` is memory of a GPU that need not be there, `host_bytes` what can be pinned."""
-        import torch
+    from sparsekv.kernels.backends import choose_backend
+    from sparsekv.runtime.hf.load import torch_dtype
+    from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize
+    from sparsekv.runtime.hf.placement import warn_of_host_layers
+    from sparsekv.runtime.model_config import torch_device
+    from sparsekv.runtime.stores.page_pool import page_bytes
 
-        from sparsekv.kernels.backends import choose_backend
-        from sparsekv.runtime.hf.dequantise import is_dequantised
-        from sparsekv.runtime.hf.load import torch_dtype
-        from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize
-        from sparsekv.runtime.hf.placement import warn_of_host_layers
-        from sparsekv.runtime.model_config import quantisation_of, torch_device
-        from sparsekv.runtime.stores.page_pool import page_bytes
+    if device_bytes is not None and machine.device == "cpu":
+        raise UsageError("expected a GPU beside --device-memory, found cpu; give --host-memory alone")
+    is_here = device_bytes is None
+    device = torch_device(machine.device) if is_here else torch.device("cuda")
+    warn_of_host_layers(device, placing.mode, placing.host_layers)
+    dtype = torch_dtype(machine.dtype, config, device)
+    size = ModelSize.from_config(config, dtype, resolve_model(name).path_or_id)
+    if plan is not None:
+        check_model(plan, size.info, allow_mismatch, "--allow-mismatch")
+    if is_here and (plan is not None or machine.backend != "auto"):
+        tile = plan.prefill.tile if plan and plan.prefill else None
+        choose_backend(device, dtype, size.info.largest_head, machine.backend, tile)
+    available = Available.here([device] if is_here else [])
+    memory = MemoryModel(
+        size,
+        plan.prefill if plan else None,
+        plan.decode if plan else None,
+        on_cpu=device.type == "cpu",
+        mode=placing.mode or "always",
+        host_layers=placing.host_layers,
+        evicting=plan.retained if plan else {},
+        page=page_bytes(device) if is_here else 0,
+        float8=placing.kv_dtype == "fp8",
+    )
+    return memory, available if is_here else replace(available, device=device_bytes)
 
-        if device_bytes is not None and machine.device == "cpu":
-            raise UsageError("expected a GPU beside --device-memory, found cpu; give --host-memory alone")
-        device = torch_device(machine.device) if device_bytes is None else torch.device("cuda")
-        warn_of_host_layers(device, placing.mode, placing.host_layers)
-        dtype = torch_dtype(machine.dtype, config, device)
-        loaded = ModelSize.from_config(config, dtype, resolve_model(name).path_or_id)
-        if plan is not None:
-            check_model(plan, loaded.info, allow_mismatch, "--allow-mismatch")
-        if device_bytes is None and (plan is not None or machine.backend != "auto"):
-            tile = plan.prefill.tile if plan and plan.prefill else None
-            choose_backend(device, dtype, loaded.info.largest_head, machine.backend, tile)
-        found = Available.here([device] if device_bytes is None else [])
-        found = found if device_bytes is None else replace(found, device=device_bytes)
-        found = found if host_bytes is None else replace(found, host=host_bytes)
-        phases = (plan.prefill, plan.decode) if plan else (None, None)
-        on_cpu = device.type == "cpu"
-        retained = plan.retained if plan else {}
-        page = page_bytes(device) if device_bytes is None else 0
-        memory = MemoryModel(
-            loaded, *phases, on_cpu, placing.mode or "always", placing.host_layers, evicting=retained, page=page,
-            float8=placing.kv_dtype == "fp8",
-        )  # fmt: skip
-        quantisation = quantisation_of(config)
-        return cls(name, memory, found, quantisation is not None and not is_dequantised(quantisation))
 
-    def data(self, request: Request) -> dict[str, Any]:
-        from sparsekv.runtime.stores.pinned import spare_beside
+def notes_on(config: PreTrainedConfig) -> list[str]:
+    from sparsekv.runtime.hf.dequantise import stays_packed
 
-        model, placement = self.model, self.model.place(request, self.available)
-        use, context = model.use(request, placement), model.size.info.context_length
-        longest = model.longest(request, self.available)
-        host_spare = spare_beside(model.host(use))
-        working = {"prefill": use.prefill, "decode": use.decode}
-        on_device = {"weights": use.weights, "kv": use.kv_device, "hot_set": use.hot_set, **working, "spare": use.spare}
-        return {
-            "model": self.name,
-            "dtype": str(model.size.dtype).removeprefix("torch."),
-            "kv_dtype": "fp8" if model.float8 else str(model.size.dtype).removeprefix("torch."),
-            "prompt_tokens": request.prompt,
-            "new_tokens": request.answer,
-            "batch": request.batch,
-            "context_length": context,
-            "host_layers": sorted(placement.layers) if use.kv_host else [],
-            "device": on_device | {"needed": use.device, "available": self.available.device},
-            "host": {
-                "kv": use.kv_host,
-                "spare": host_spare,
-                "needed": model.host(use) + host_spare,
-                "available": self.available.host,
-            },
-            "on_cpu": model.on_cpu,
-            "fits": request.prompt < context and model.fits(use, self.available),
-            "longest_prompt": None if longest is None else min(longest, context - 1),  # room for a token of the answer
-        }
+    return ["its weights are quantised; they are counted as if they were not"] if stays_packed(config) else []
 
 
 def say_memory(
-    estimate: MemoryEstimate,
-    prompt: int,
-    answer: int,
-    batch: int = 1,
-    chunk: int | None = None,
-    *,
-    notes: Sequence[str] = (),
-    as_json: bool,
+    name: str, memory: MemoryModel, available: Available, request: Request, notes: Sequence[str], *, as_json: bool
 ) -> None:
-    """Prints what a prompt and its answer take."""
-    from sparsekv.runtime.hf.memory import Request
-
-    data = estimate.data(Request(prompt, answer, batch, chunk))
-    if estimate.quantised:
-        notes = [*notes, f"its weights are quantised; they are counted as {data['dtype']}, which takes more"]
-    context = data["context_length"]
-    if prompt + answer > context:
-        what = "`run` refuses a prompt that long" if prompt >= context else "the answer stops there"
+    """Prints what a prompt and its answer take of device and host memory; exits 1 where that is more than there is."""
+    data, context = _memory_data(name, memory, available, request), memory.size.info.context_length
+    if request.prompt + request.answer > context:
+        refused = request.prompt >= context
+        what = "`run` refuses a prompt that long" if refused else "the answer stops there"
         notes = [*notes, f"the model's own context is {context:,} tokens: {what}"]
     if as_json:
         emit_json(data | {"notes": list(notes)})
     else:
-        emit(_memory_text(data, estimate.model.size.info.layers, notes))
+        emit(_memory_text(data, memory.size.info.layers, notes))
     if not data["fits"]:
         raise typer.Exit(FAILED)
 
 
-def _memory_text(data: dict[str, Any], layers: int, notes: Sequence[str]) -> str:
-    device, host = data["device"], data["host"]
-    used = [(name, device[part], host[part] if part in ("kv", "spare") else 0) for part, name in _PARTS.items()]
-    if data["on_cpu"]:
-        rows: list[tuple[str, ...]] = [
-            ("", "memory"),
-            *((name, size(own + more)) for name, own, more in used if own + more),
-        ]
-        rows += [("needed", size(host["needed"])), ("available", _known(host["available"]))]
-    else:
-        columned = ((name, size(own), size(more) if more else "") for name, own, more in used if own + more)
-        rows = [("", "device", "host"), *columned, ("needed", size(device["needed"]), size(host["needed"]))]
-        rows.append(("available", _known(device["available"]), _known(host["available"])))
-    rows_of = f", {data['batch']} rows" if data["batch"] > 1 else ""
-    stored = "" if data["kv_dtype"] == data["dtype"] else f", keys and values in {data['kv_dtype']}"
-    tokens = f"{data['prompt_tokens']:,} tokens and {data['new_tokens']:,} new{rows_of}"
-    what = f"{data['model']}, {data['dtype']}{stored}: {tokens}"
-    lines = [what, *notes, placed(data["host_layers"], layers), "", columns(rows, right=(1, 2)), ""]
-    beyond = " the model's context" if data["prompt_tokens"] >= data["context_length"] else ""
-    return "\n".join([*lines, "it fits" if data["fits"] else f"it does not fit{beyond}", _longest(data)])
+def _memory_data(name: str, memory: MemoryModel, available: Available, request: Request) -> dict[str, Any]:
+    from sparsekv.runtime.model_config import dtype_name
+    from sparsekv.runtime.stores.pinned import spare_beside
+
+    placement = memory.place(request, available)
+    use, context, dtype = memory.use(request, placement), memory.size.info.context_length, dtype_name(memory.size.dtype)
+    longest, host_spare = memory.longest(request, available), spare_beside(memory.host(use))
+    device = {"weights": use.weights, "kv": use.kv_device, "hot_set": use.hot_set, "prefill": use.prefill}
+    device |= {"decode": use.decode, "spare": use.spare, "needed": use.device}
+    host = {"kv": use.kv_host, "spare": host_spare, "needed": memory.host(use) + host_spare}
+    return {
+        "model": name,
+        "dtype": dtype,
+        "kv_dtype": "fp8" if memory.float8 else dtype,
+        "prompt_tokens": request.prompt,
+        "new_tokens": request.answer,
+        "batch": request.batch,
+        "context_length": context,
+        "host_layers": sorted(placement.layers) if use.kv_host else [],
+        "device": device | {"available": available.device},
+        "host": host | {"available": available.host},
+        "on_cpu": memory.on_cpu,
+        "fits": request.prompt < context and memory.fits(use, available),
+        "longest_prompt": None if longest is None else min(longest, context - 1),  # room for a token of the answer
+    }
 
 
 _PARTS = {"weights": "weights", "kv": "keys and values", "hot_set": "hot set", "prefill": "prefill, at most"}
 _PARTS |= {"decode": "decode, at most", "spare": "to spare"}
+
+
+def _memory_text(data: dict[str, Any], layers: int, notes: Sequence[str]) -> str:
+    device, host = data["device"], data["host"]
+    parts = [(name, device[part], host.get(part, 0)) for part, name in _PARTS.items()]
+    parts.append(("needed", device["needed"], host["needed"]))
+    used = [(name, own, more) for name, own, more in parts if own + more]
+    rows: list[tuple[str, ...]]
+    if data["on_cpu"]:  # one memory
+        rows = [("", "memory"), *((name, size(more if name == "needed" else own + more)) for name, own, more in used)]
+        rows.append(("available", _known(host["available"])))
+    else:
+        rows = [("", "device", "host"), *((name, size(own), size(more) if more else "") for name, own, more in used)]
+        rows.append(("available", _known(device["available"]), _known(host["available"])))
+    rows_of = f", {data['batch']} rows" if data["batch"] > 1 else ""
+    stored = "" if data["kv_dtype"] == data["dtype"] else f", keys and values in {data['kv_dtype']}"
+    tokens = f"{data['prompt_tokens']:,} tokens and {data['new_tokens']:,} new{rows_of}"
+    beyond = " the model's context" if data["prompt_tokens"] >= data["context_length"] else ""
+    return "\n".join(
+        (
+            f"{data['model']}, {data['dtype']}{stored}: {tokens}",
+            *notes,
+            placed(data["host_layers"], layers),
+            f"\n{columns(rows, right=(1, 2))}\n",
+            "it fits" if data["fits"] else f"it does not fit{beyond}",
+            _longest(data),
+        )
+    )
 
 
 def _known(count: int | None) -> str:
@@ -371,22 +329,14 @@ def _known(count: int | None) -> str:
 
 
 def _longest(data: dict[str, Any]) -> str:
-    longest, context = data["longest_prompt"], data["context_length"]
+    longest = data["longest_prompt"]
     if longest is None:
         return "how long a prompt fits is unknown: this machine does not tell how much memory it has"
     if not longest:
-        return f"no prompt fits{_way_out(data)}"
-    bound = ", by the model's own context" if longest == context - 1 else ""
-    return f"longest prompt that fits: {longest:,} tokens{bound}"
-
-
-def _way_out(data: dict[str, Any]) -> str:
-    """Returns what helps where not even one token fits."""
-    free = data["host" if data["on_cpu"] else "device"]["available"]
-    if free is not None and data["device"]["weights"] > free:
-        narrower = " (SPARSEKV_DTYPE=bfloat16)" if data["dtype"] == "float32" else ""
-        return f": the weights alone take more than there is; take a narrower dtype{narrower}, or a larger device"
-    return ": the answer alone takes more; ask for fewer new tokens, or take a larger device"
+        return "no prompt fits; ask for fewer new tokens, or take SPARSEKV_DTYPE=bfloat16 or a larger device"
+    return f"longest prompt that fits: {longest:,} tokens" + (
+        ", by the model's own context" if longest == data["context_length"] - 1 else ""
+    )
 
 
 app = commands.app(

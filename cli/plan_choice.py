@@ -18,6 +18,12 @@ from sparsekv.plans.types import format_length
 
 _STATUS = ("verified", "unverified", "imported")
 _HOST = "transformers"
+_NEAR = (
+    "of this device",
+    "of this device by another host",
+    "of no device",
+    "of another device: may be slower than dense",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,7 @@ class Candidate:
 
     Attributes:
         why_not: what differs between its model and this one; empty where it is of this model. Weights are not compared.
-        near: 0 of this device by this host, 1 of this device, 2 of no device, 3 of another one.
+        near: which of `_NEAR` it is.
     """
 
     path: Path
@@ -44,6 +50,15 @@ class Candidate:
         reach = max(self.plan.planned_lengths, default=0)
         far = (0, -reach) if length is None else (int(reach < length), abs(reach - length))
         return (self.near, _STATUS.index(self.plan.status), *far)
+
+    @property
+    def fit(self) -> str:
+        return f"does not fit, of another model: {self.why_not}" if self.why_not else f"fits, {_NEAR[self.near]}"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        facts = {"path": str(self.path), "status": self.plan.status, "devices": list(self.devices)}
+        return facts | {"lengths": list(self.plan.planned_lengths), "fits": not self.why_not, "why_not": self.why_not}
 
     def told(self) -> str:
         lengths = ", ".join(map(format_length, self.plan.planned_lengths)) or "no lengths named"

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import AllowMismatch, NewTokens, Output, PlacementFlags, Subject, Subjects, settings_of
-from sparsekv.cli.doctor import MemoryEstimate, say_memory, tell_if_idle
+from sparsekv.cli.doctor import memory_of, notes_on, say_memory, tell_if_idle
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.cli.plan_files import MAX_BYTES, text_of, with_text
 from sparsekv.planner.common_options import PHASES, Hardware, Phase, PrefillChunk, Seed
@@ -139,14 +139,16 @@ def run(flags: RunFlags) -> None:
 
 def _estimate(flags: RunFlags, subject: Subject, used: Plan, text: str) -> None:
     from sparsekv.runtime.hf.generate import room_for_answer
+    from sparsekv.runtime.hf.memory import Request
 
     follows = flags.follows | ({"prefill": False} if flags.exact == "all" else {})
     parts: dict[str, Any] = {phase: getattr(used, phase) if follows[phase] else None for phase in PHASES}
     config, prompt_tokens = subject.config_and_prompt_tokens(text, chat=not flags.raw)
     named = (config, subject.model, used.model_copy(update=parts))
-    estimate = MemoryEstimate.of(*named, settings_of(flags), flags.placing, allow_mismatch=flags.allow_mismatch)
+    memory = memory_of(*named, settings_of(flags), flags.placing, allow_mismatch=flags.allow_mismatch)
     most = min(flags.max_new_tokens, room_for_answer(config.max_position_embeddings, prompt_tokens))
-    say_memory(estimate, prompt_tokens, most, chunk=flags.prefill_chunk, as_json=flags.as_json)
+    request = Request(prompt_tokens, most, chunk=flags.prefill_chunk)
+    say_memory(subject.model, *memory, request, notes_on(config), as_json=flags.as_json)
 
 
 def _session(flags: RunFlags, subject: Subject, used: Plan | None) -> Session:

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from sparsekv.plans.errors import UnsupportedError, UsageError, install_command
+from sparsekv.runtime.model_config import quantisation_of
 
 Parts = Mapping[str, torch.Tensor]
 """The tensors of one layer, by the last part of their names."""
@@ -30,6 +31,12 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight co
 def is_dequantised(config: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:
     """Returns whether `dense_tensors` reads such weights; transformers reads others as it can."""
     return config is not None and config.get("quant_method") in _METHODS
+
+
+def stays_packed(config: Any) -> bool:
+    """Returns whether a model's weights are quantised in memory too, in nobody knows how many bytes."""
+    quantisation = quantisation_of(config)
+    return quantisation is not None and not is_dequantised(quantisation)
 
 
 def check_quantisation(config: Mapping[str, Any]) -> None:
