@@ -110,7 +110,6 @@ class BenchRun:
     """Rows of one bench, and how they are shown.
 
     Attributes:
-        title: stands above them.
         number: the one that is measured; rows without it failed.
         note: beside rows in JSON, which have no title.
     """

@@ -265,7 +265,6 @@ class Conversation:
         """Answers the next turn.
 
         Args:
-            text: what the user says.
             on_text: called with each piece of text as it is final.
             watch: entered around the generation; what it gives is called after each token.
         """

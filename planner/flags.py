@@ -53,8 +53,6 @@ class Unread:
     """Options that nothing reads, and so are refused.
 
     Attributes:
-        names: the options.
-        because: why nothing reads them.
         beside: the options that leave them unread together; a pair is one with that value.
         without: options any of which has them read.
     """
@@ -72,12 +70,6 @@ class Unread:
 
 
 class Spelled(NamedTuple):
-    """A field that has a flag.
-
-    Attributes:
-        group: what `--help` lists it under.
-    """
-
     name: str
     field: FieldInfo
     flag: Flag

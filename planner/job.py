@@ -94,13 +94,7 @@ def job_of(
     cost: Prices | None = None,
     progress: Progress | None = None,
 ) -> Job:
-    """A job for a model.
-
-    Args:
-        profile: an earlier profile, instead of profiling.
-        cost: an earlier device cost, instead of measuring.
-        progress: told when tasks are tried out.
-    """
+    """A job for a model."""
     device = loaded.model.device
     if profile is not None:
         check_model(profile, loaded.info)
@@ -129,12 +123,7 @@ def job_of(
 
 
 def job_of_files(name: str, options: PlanOptions, profile: Profile, cost: Prices) -> Job:
-    """A job without its model, which leaves the plan unverified.
-
-    Args:
-        name: the model: an alias, hub id, folder or GGUF file.
-        options: what to plan, with `verify` "none".
-    """
+    """A job without its model, which leaves the plan unverified."""
     if options.retain is not None:
         raise UsageError(
             "expected a model to try --retain on, found a profile and a cost alone; leave it out, or load it"
@@ -289,9 +278,7 @@ def solved_tasks(
     """The tasks of which the unmodified model's greedy answers are right at least half of the time.
 
     Args:
-        loaded: the model, with nothing applied to it.
         tasks: those with right answers; one that does not fit the length is not solved.
-        samples: of each task.
         most: later tasks are not tried once so many are solved.
     """
     solved = (task for task in tasks if _is_solved(loaded, kit, task, length, samples, seed))

@@ -48,12 +48,7 @@ class Host:
 def check_plan(
     plan: Plan, found: ModelInfo, allow_mismatch: bool = False, option: str = "", host: Host | None = None
 ) -> None:
-    """Refuses a plan that would run wrongly, and warns (`PlanWarning`) of one whose quality was measured elsewhere.
-
-    Args:
-        plan: the phases that will run.
-        option: see `check_model`.
-    """
+    """Refuses a plan that would run wrongly, and warns (`PlanWarning`) of one whose quality was measured elsewhere."""
     for line in check_model(plan, found, allow_mismatch, option):
         warnings.warn(line, PlanWarning, stacklevel=3)
     refuse(plan, found, host or Host())
@@ -107,10 +102,7 @@ def check_target(
 
     Args:
         plan: the plan; one without targets (an import) claims nothing.
-        device: where it is going to run, by its name.
-        backend: of its kernels.
         step: most tokens that it prefills at once; compared with targets that were measured in such chunks.
-        float8: whether keys and values are stored in 8 bits.
     """
     stored = {target.kv_dtype or target.dtype for target in plan.targets}
     if stored and (own := "fp8" if float8 else dtype) not in stored and "fp8" in (own, *stored):

@@ -79,7 +79,6 @@ def evaluate(
     """Compares modes with dense on held-out samples of the tasks.
 
     Args:
-        loaded: the model, with nothing applied to it.
         modes: what to compare with dense, by name; may be empty.
         kit: the evaluation split's, `prepare(tokenizer, Split.EVALUATION)`, for those who call this often.
 
@@ -127,8 +126,6 @@ def opened(
     """Modes that are compared with dense again and again; the model is given back at the end.
 
     Args:
-        loaded: the model, with nothing applied to it.
-        modes: what to measure, by name, such as `{"both": PlanMode(plan)}`.
         batch: most samples run at once; None: as many as surely fit.
         chunk: most tokens of a prompt given to the model at once; None is all.
         greedy: measure exact agreement with dense's greedy continuation as well; False saves that text's decode steps.

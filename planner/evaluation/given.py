@@ -44,7 +44,6 @@ def evaluate_given(
     """Compares modes with dense on prompts of the caller.
 
     Args:
-        loaded: the model, with nothing applied to it.
         modes: what to compare with dense, by name; may be empty.
         batch, chunk: as in `compare`.
 
@@ -127,12 +126,7 @@ class HeldOut:
     def of(
         cls, tokenizer: Any, calibrated: Iterable[GivenPrompt], aside: Sequence[GivenPrompt], options: Settled
     ) -> HeldOut:
-        """Compares prompts as they are at each length; a `PlanWarning` says where some are copies.
-
-        Args:
-            calibrated, aside: the parts of `set_aside`.
-            options: settled: verify, verify_lengths.
-        """
+        """Compares prompts as they are at each length; a `PlanWarning` says where some are copies."""
         encoder = PieceEncoder.of(tokenizer)
         known, own = ([_tokens(tokenizer, one) for one in some] for some in (calibrated, aside))
         whole = [_sample(tokenizer, encoder, one) if one.answer else None for one in aside]

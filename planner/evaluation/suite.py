@@ -37,14 +37,7 @@ from sparsekv.runtime.model_config import device_name
 
 @dataclass(frozen=True, slots=True)
 class SuiteSamples:
-    """Held-out samples of every task of the suite, and how they are fed.
-
-    Attributes:
-        lengths: most tokens of a prompt and of what is generated together.
-        samples: of each task and length.
-        batch: most samples run at once; None: as many as surely fit.
-        prefill_chunk: most tokens of a prompt given to the model at once; None is all.
-    """
+    """Held-out samples of every task of the suite, and how they are fed."""
 
     lengths: tuple[int, ...]
     samples: int = 20
@@ -86,10 +79,7 @@ def run_suite(
     """Runs dense and other modes on every task at every length, but for what a file holds, and adds that to it.
 
     Args:
-        loaded: the model, with nothing applied to it.
-        modes: what to run beside dense, by name.
         file: of records that include `SuiteCell`, of a run with the same settings.
-        kit: the evaluation split's.
     """
     source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
     asked.check_fit(source)

@@ -97,7 +97,6 @@ def check_continued(
     Args:
         known: settings of the run, all or those that are known before a model is loaded.
         plans: digests of its plans by the names of methods.
-        cells: the type of its cells.
     """
     there = {cell.method: cell.plan for cell in file.all(cells).values()}
     others = (difference(f"plan of {name}", there[name], plans[name]) for name in plans if name in there)
@@ -119,12 +118,7 @@ class Paired:
 
 @dataclass(frozen=True, slots=True)
 class SuiteTable:
-    """Results that are complete for some methods and lengths.
-
-    Attributes:
-        methods: beside dense.
-        lengths: ascending.
-    """
+    """Results that are complete for some methods and lengths."""
 
     file: RunFile[SuiteRun]
     methods: tuple[str, ...]

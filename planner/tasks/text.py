@@ -55,7 +55,6 @@ class PieceEncoder:
     Args:
         encode_batch: texts to token ids, without special tokens.
         bos_ids: what prompts start with; empty for models without a begin token.
-        most_cached: pieces remembered.
         decode: token ids to text; without it, no task whose answers are cut out of encoded text can be built.
 
     Attributes:

@@ -17,12 +17,7 @@ from sparsekv.plans.schema import Plan, Provenance
 
 @dataclass(frozen=True)
 class Reader:
-    """The reader of one kind of file.
-
-    Attributes:
-        missed: what a file lacks to be one; None where it is.
-        read: it, for a model.
-    """
+    """The reader of one kind of file, and what a file lacks to be one, None where it is."""
 
     missed: Callable[[Source], str | None]
     read: Callable[[Source, ModelInfo], Imported]

@@ -74,12 +74,8 @@ def decode(
     """Attention of the new tokens of every row in one layer, as its role has it.
 
     Args:
-        layer: what the layer computes.
         q_BHQD: queries of the rank's heads; one token, but where a draft is verified.
-        source: of the layer's keys and values.
         state: of the step: `begin` was called, and filter layers come before the layers of their segments.
-        scale: softmax scale.
-        backend: the name that `choose_backend` gave.
         verifies: the tokens are a draft and what follows it: they attend to everything, in one pass over the keys.
         new_B: how many of the Q tokens each row has; all of them when None.
         out_BHQD: where the output goes; rows without keys are left as they are.

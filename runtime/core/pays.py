@@ -135,7 +135,6 @@ def measure(
     """Finds the threshold of each size by bisection, the largest size first.
 
     Args:
-        sizes: rows of the steps.
         lengths: contexts to choose from, ascending.
         gain: measures; a size with more rows than the context is never asked.
         margin: the gain from which sparse is taken.

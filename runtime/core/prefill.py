@@ -34,13 +34,9 @@ def prefill(
     """Attention of a chunk's rows to everything before them, as the bucket of the longest row says.
 
     Args:
-        layer: what the layer computes.
         q_BHSD: queries of the rank's heads.
         keys: all keys so far, the chunk's included: contiguous. A host with pages copies a request's past first.
-        chunk: where the rows lie.
-        scale: softmax scale.
         fallback: the backend, and what follows when it fails.
-        meter: counts what was computed.
         overwrite_above: where the output holds more bytes than this, it takes the place of q, in groups of KV heads
             that keep each output within it (or one by one); the output of a layer is as large as its queries: 8.6 GB
             at 1M tokens of an 8B model. None never overwrites.

@@ -91,11 +91,7 @@ class Program:
         """Lowers the phases of a plan. A phase that is None runs dense.
 
         Args:
-            prefill: patterns by length.
-            decode: segments by length.
-            model: what the layers are; the phases fit it.
             rank: whose heads; all of them when None.
-            evicting: the rules of layers that evict.
 
         Raises:
             UnsupportedError: heads do not divide over the ranks, a choice of single KV heads crosses ranks, or a filter

@@ -400,10 +400,8 @@ def rows_to_cache(
     """The rows in memory that stay cached where the others are evicted.
 
     Args:
-        rule: of an evicting layer.
         length: tokens so far, evicted ones included.
         observed: the last queries of the prompt, which end where the keys do.
-        k_BGSD: keys of all rows in memory.
         backend: of decode; "reference" is torch on any device.
         gather: gives the tensors of all ranks whose heads choose together, [ranks, ...].
 

@@ -56,14 +56,9 @@ def choose_tokens(
     """The choice of a filter layer for its segment, recorded in the state.
 
     Args:
-        segment: of the filter layer.
         q_BH1D: the new queries; `state.remember` has seen them.
-        keys: all keys, the new ones included.
-        state: of the step.
         scoring: where the scores lie.
         scores_gT: those of the new queries; None where the selector looks at older ones too: computed here.
-        scale: softmax scale.
-        backend: of the attention.
     """
     if scores_gT is None:
         scores_gT = _window_scores(segment, state.queries(segment, q_BH1D), keys, state, scoring, scale)

@@ -182,10 +182,8 @@ class Attachment(Protocol):
     """Holds what is attached to a model, for those who run its forward passes: see `Attached` in attach.py.
 
     Attributes:
-        model: what it is attached to.
         decoder: the module with the layers.
         shapes: what each layer that attends is, in order.
-        under_way: the forward pass under way.
     """
 
     model: PreTrainedModel

@@ -57,9 +57,6 @@ class CacheOwner(Protocol):
 class CacheProgress:
     """Says how far the forward passes over one cache came. One that did not end, whatever ended it, is undone before
     the next one.
-
-    Args:
-        state: what the layers share in decode steps.
     """
 
     def __init__(self, state: DecodeState) -> None:

@@ -72,9 +72,7 @@ def dense_tensors(files: Sequence[Path], config: Mapping[str, Any], dtype: torch
     """All tensors of a checkpoint by their names, those of quantised layers multiplied out.
 
     Args:
-        files: the safetensors files.
         config: the `quantization_config` of the model, of a method that `check_quantisation` has passed.
-        dtype: of the weights that were quantised.
     """
     with ExitStack() as opened:
         places = {

@@ -83,9 +83,7 @@ def describe_model(model: PreTrainedModel, source: str | None = None, revision: 
     """Describes `model`; of a multimodal one the decoder, as if it were loaded alone.
 
     Args:
-        model: a loaded model of a supported architecture, in any dtype, on any device.
         source: where it came from: a hub id, or a folder, of which only the name is kept.
-        revision: the hub revision, where one was asked for.
     """
     described = describe_config(model.config, source, revision)
     weights = weights_fingerprint(_weight_samples(model))

@@ -104,12 +104,7 @@ class Sampled:
 
 
 class ExactLoop:
-    """The loop that `generate` runs in place of transformers' own.
-
-    Args:
-        meter: counts drafts and checks.
-        fixed_rows: the layers of caches to come whose rows all have one length.
-    """
+    """The loop that `generate` runs in place of transformers' own."""
 
     def __init__(self, meter: Callable[[], Meter], fixed_rows: Callable[[], FixedRows]) -> None:
         self._meter = meter

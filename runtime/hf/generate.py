@@ -86,8 +86,6 @@ def generate_stream(
     """Generates an answer, whatever is applied to the model.
 
     Args:
-        loaded: model and tokenizer.
-        prompt_ids: the prompt.
         max_new_tokens: at most so many, and no more than the model's context has room for.
         sampling: greedy when None.
         chunk: prefill in pieces of so many tokens, which bounds memory; None is one piece.
@@ -159,8 +157,6 @@ def piece_sizes(tokens: int, chunk: int, switch: int = 0) -> list[int]:
     a decode step.
 
     Args:
-        tokens: of all pieces.
-        chunk: most of a piece.
         switch: more tokens than this rotate by other angles (`rope_switch`): the first piece then has as many.
     """
     if chunk < LEAST_CHUNK:

@@ -87,13 +87,9 @@ class StepFetches:
     """The layers in host memory of one captured step.
 
     Args:
-        program: what the layers compute.
-        kinds: of all layers with stores.
-        where_LX: the table of addresses.
         shapes: of the keys of each layer, [B, G, S, D].
         capacity: tokens that a row may have.
         lengths_B: int32 on the device, tokens of each row: read in every step.
-        reads: where to count what is read.
     """
 
     def __init__(

@@ -52,10 +52,7 @@ def obstacle(program: Program, stores: Sequence[WholeStore], lengths: tuple[int,
     """Returns why a step over these stores has to run as single launches; empty where it does not.
 
     Args:
-        program: what the layers compute.
-        stores: of all layers that have keys and values.
         lengths: tokens of each row, the new ones included.
-        ids_BQ: of the step.
     """
     rows = ids_BQ.shape[0]
     for layer, store in zip(program.caching, stores, strict=True):
@@ -134,11 +131,8 @@ class StepStores:
     """The stores of one captured step.
 
     Args:
-        stores: of a cache of the kind that is served, one for each layer that has keys and values.
         capacity: tokens that a row may have.
-        program: what the layers compute.
         lengths_B: int32 on the device, tokens of each row: read in every step.
-        reads: where to count what layers in host memory read.
         scales: of each layer, where the cache is in 8 bits; copied, as others are bound later.
     """
 

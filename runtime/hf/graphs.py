@@ -69,14 +69,7 @@ class GraphWarning(UserWarning):
 
 
 class StepGraph:
-    """One captured step of one phase, one shape of tokens, one capacity, and one kind of stores.
-
-    Args:
-        cache: of this kind.
-        key: what it is captured for.
-        program: what the layers compute.
-        reads: where to count what layers in host memory read.
-    """
+    """One captured step of one phase, one shape of tokens, one capacity, and one kind of stores."""
 
     def __init__(self, cache: Cache, key: _Key, program: Program, reads: HostReads) -> None:
         stores = _stores(cache)
@@ -208,9 +201,7 @@ class StepGraphs:
     """The decode steps of one attached decoder, which only captured steps keep alive: `release` lets go of it.
 
     Args:
-        model_type: the model's.
         programs: what the layers compute in each phase that is captured.
-        reads: where to count what layers in host memory read.
     """
 
     def __init__(self, model_type: str, programs: Mapping[Phase, Program], reads: HostReads) -> None:

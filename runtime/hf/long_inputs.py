@@ -73,12 +73,7 @@ class LayerInput:
 
 
 class LongInputs:
-    """The long forward passes of one attached decoder.
-
-    Args:
-        chunking: what is long, and how it is cut.
-        model_type: the model's.
-    """
+    """The long forward passes of one attached decoder."""
 
     def __init__(self, chunking: Chunking, model_type: str) -> None:
         self._chunking = chunking
@@ -195,8 +190,6 @@ def forward_in_pieces(
     """Returns what a decoder layer's own forward returns, up to rounding of products cut by rows.
 
     Args:
-        layer: of the architecture.
-        given: the layer's input.
         pieces: which tokens are worked on together.
         into_BSE: where the result goes; may be the input itself.
     """

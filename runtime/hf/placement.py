@@ -61,8 +61,6 @@ def place_layers(
     """Where the keys and values of a model go, as far as that does not depend on a length.
 
     Args:
-        decode: the decode phase that runs, or None.
-        count: layers of the model.
         asked: which layers go to the host, or how many, in place of what the plan says; None leaves it to the plan.
             Of a number, layers that the plan offloads come first, then those whose decode is sparse at the longest
             contexts (they read only chosen tokens back), then others; among each, the last ones.
@@ -100,7 +98,6 @@ def spill_order(decode: DecodePlan | None, length: int) -> tuple[int, ...]:
     """The layers that a plan permits to offload, those first of which a decode step reads least.
 
     Args:
-        decode: the decode phase that runs, or None.
         length: cached tokens of the step. Of layers that read equally many, the last come first.
     """
     if decode is None or decode.offload is None:

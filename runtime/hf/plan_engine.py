@@ -47,14 +47,9 @@ class PlanEngine:
     """Attention of a model as a program has it.
 
     Args:
-        program: what every layer computes.
-        model: that it is for.
         backend: the kernel backend's name; prefill goes on with another one should it fail.
         placement: the layers whose keys and values live in host memory; of caches to come, so that it may change.
-        chunking: how long inputs are cut.
-        paging: the layers in virtual memory.
         check_cut: told before a prompt runs: most tokens at once, and of how many.
-        memory: where blocks of host memory come from; its own when None.
         exact: the program's steps are drafts, and what they draft is checked.
         pays: where chunks and steps are sparse; everywhere else they are dense.
     """
@@ -243,9 +238,7 @@ class Paging:
         """Maps pages ahead of a prompt layer by layer, in order, while the device works on the layers before.
 
         Args:
-            cache: of the prompt.
             lengths: of its rows, with the prompt.
-            placement: of its other layers.
 
         Raises:
             UsageError: the memory of a device does not suffice; nothing was mapped.

@@ -58,9 +58,6 @@ def rows_of_pass(inputs: dict[str, Any], columns: Columns, phase: Phase, is_chec
     have not, and of a decode step, whose positions then become those of the rows.
 
     Args:
-        inputs: of the decoder.
-        columns: of the pass.
-        phase: of the pass.
         is_checked: whether mask and positions are looked at, which waits for the device.
 
     Raises:

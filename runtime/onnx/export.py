@@ -137,7 +137,6 @@ def export(model: Any, plan: Plan, program: Program, folder: Path) -> Path:
     """Writes `model.onnx`, its weights beside it, into a folder that is there or not.
 
     Args:
-        model: of transformers, for causal language modelling.
         plan: for the metadata; `program` is what is written.
 
     Raises:

@@ -30,7 +30,6 @@ class DecodeHost:
     one step to the next, as the engine may have moved the row.
 
     Args:
-        program: what every layer computes, with a sparse decode step at least.
         rows: of a step, at most.
         gather: over the ranks that choose together; see `DecodeState`. All of them make one at the same time.
     """

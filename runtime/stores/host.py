@@ -57,8 +57,6 @@ class LongRows:
     Before `enter` memory may be allocated, and no token is here.
 
     Args:
-        memory: where blocks of host memory come from and go back to.
-        nbytes: what is allocated, counted.
         recent: the newest tokens, which every step reads: they are on the device.
     """
 

@@ -348,11 +348,7 @@ def check_room(nbytes: int, available: int | None) -> None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that the machine and this process's control groups have left; None where nobody tells.
-
-    Args:
-        root: of the file system that is asked.
-    """
+    """Memory that the machine and this process's control groups have left; None where nobody tells."""
     found = [left for left in (_of_machine(root), _of_group(root)) if left is not None]
     return min(found, default=None)
 

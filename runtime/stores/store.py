@@ -294,8 +294,6 @@ class Reads:
 
     Attributes:
         budgets: of chosen tokens; none where every step reads everything.
-        sink: tokens that are read beside them.
-        recent: tokens that are read beside them.
         whole_up_to: contexts of so many tokens are read as a whole.
     """
 

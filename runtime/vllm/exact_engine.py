@@ -137,9 +137,7 @@ class Drafting:
     is that of a cycle.
 
     Args:
-        drafted: tokens of a draft.
         dense_up_to: contexts that the plan decodes dense, where drafts cost as much as what they save.
-        publish: takes new counts, by length.
     """
 
     def __init__(

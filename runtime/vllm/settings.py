@@ -78,7 +78,6 @@ class Connector:
     """One connector of an engine; a MultiConnector stands for those that it holds.
 
     Attributes:
-        name: its class.
         options: `kv_connector_extra_config`.
         module: that it is loaded from, where it is not one of vLLM's own.
     """
