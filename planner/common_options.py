@@ -59,7 +59,7 @@ class Drawn(Options):
         Tasks,
         Key(
             f"Tasks, of {', '.join(TASKS)}; by default the first {len(DEFAULT_TASKS)}, for `plan` quotations, plain "
-            "text and what the model can answer of them.",
+            "text and the retrieval that the model can answer.",
             "NAMES",
         ),
     ] = ()

@@ -27,7 +27,7 @@ from sparsekv.planner.prices import HeadShape, Prices
 from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, held_out
 from sparsekv.planner.profile.profile_data import Profile, check_model, narrowed
 from sparsekv.planner.progress import Progress
-from sparsekv.planner.tasks import QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
+from sparsekv.planner.tasks import HARD_TASKS, QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
 from sparsekv.planner.timed_host import Host
 from sparsekv.planner.verify import tasks_tested
 from sparsekv.plans.aliases import resolve_model
@@ -260,8 +260,9 @@ def with_tasks(
     length, samples = min(_LENGTH, *options.lengths), _SAMPLES.get(loaded.model.device.type, _SAMPLES["cpu"])
     (progress or Progress()).say("trying out which tasks the model can answer ...")
     kit = prepare(loaded.tokenizer, Split.CALIBRATION, characters=_CHARACTERS_PER_TOKEN * length)
-    most = _MOST_RETRIEVAL.get(loaded.model.device.type, len(RETRIEVAL_TASKS))
-    solved = solved_tasks(loaded, kit, RETRIEVAL_TASKS, length, samples, options.seed, most)
+    retrieval = tuple(dict.fromkeys((*HARD_TASKS, *RETRIEVAL_TASKS)))
+    most = _MOST_RETRIEVAL.get(loaded.model.device.type, len(retrieval))
+    solved = solved_tasks(loaded, kit, retrieval, length, samples, options.seed, most)
     chosen = {*QUOTE_TASKS, *solved, "perplexity"}
     return options.but(tasks=tuple(name for name in TASKS if name in chosen))
 

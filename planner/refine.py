@@ -30,7 +30,7 @@ from sparsekv.planner.allocate import at_target
 from sparsekv.planner.job import Job
 from sparsekv.planner.options import Settled
 from sparsekv.planner.predict import Choice, ScoreTables
-from sparsekv.planner.profile.calibration import CalibrationPrompt
+from sparsekv.planner.profile.calibration import CalibrationPrompt, over_prompts
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.plans.patterns import Pattern, TileShape
@@ -79,7 +79,7 @@ def refines(options: Settled) -> bool:
 def _refined(entry: LengthProfile, target: float, options: Settled, runs: Sequence[_Run]) -> LengthProfile:
     rounds, best, least = options.refine_rounds or 0, entry, np.inf
     now, groups = entry, np.array_split(np.arange(len(entry.layers)), min(_MOST_GROUPS, len(entry.layers)))
-    weight_P = np.array(entry.prompt_weights[: len(runs)])
+    weight_P, tasks = np.array(entry.prompt_weights[: len(runs)]), [run.task for run in runs]
     for number in range(rounds + 1):
         tables = ScoreTables.of(now)
         choice = at_target(tables, options.families, target)
@@ -89,7 +89,7 @@ def _refined(entry: LengthProfile, target: float, options: Settled, runs: Sequen
         # Groups take many passes, for another round alone: after a first one, only once it is known to be better.
         parts = [{entry.layers[row].layer for row in rows} for rows in groups] if number < rounds else []
         found = [run.divergences(patterns, () if number else parts) for run in runs]
-        whole = float(np.mean(weight_P * [one for one, _ in found]))
+        whole = float(over_prompts(weight_P * [one for one, _ in found], tasks))
         if not whole < least:
             break
         best, least = now, whole
@@ -97,7 +97,7 @@ def _refined(entry: LengthProfile, target: float, options: Settled, runs: Sequen
             if number:
                 found = [run.divergences(patterns, parts) for run in runs]
             without_PN = np.array([without_N for _, without_N in found])
-            measured_N = np.maximum(whole - np.mean(weight_P[:, None] * without_PN, 0), 0.0)
+            measured_N = np.maximum(whole - over_prompts(weight_P[:, None] * without_PN, tasks), 0.0)
             predicted_L = tables.take(tables.damage_LCH, choice, 0.0).sum(1)
             now = _corrected(now, groups, np.array([predicted_L[rows].sum() for rows in groups]), measured_N)
     return best
@@ -131,7 +131,7 @@ class _Run:
     def __init__(self, loaded: LoadedModel, prompt: CalibrationPrompt, tile: TileShape, backend: str) -> None:
         self._model: Any = loaded.model
         self._tile, self._backend = tile, backend
-        self._end = prompt.answer_start
+        self._end, self.task = prompt.answer_start, prompt.task
         self._ids_1S = torch.from_numpy(prompt.ids.astype(np.int64)).to(loaded.model.device)[None]
         self._rows = slice(prompt.answer_rows.start, prompt.answer_rows.stop)
         self._patterns: LayerPatterns = {}

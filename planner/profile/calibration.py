@@ -11,9 +11,11 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sparsekv.planner.copies import Seen
 from sparsekv.planner.tasks import (
+    HARD_TASKS,
     QUOTE_TASKS,
     TASKS,
     Kit,
@@ -43,10 +45,12 @@ class CalibrationPrompt:
     Attributes:
         ids: prompt and answer.
         answer_start: the first token of the answer; the row before it is the first that decodes.
+        task: empty for the caller's own.
     """
 
     ids: Ids
     answer_start: int
+    task: str = ""
 
     @property
     def tail_start(self) -> int:
@@ -105,16 +109,28 @@ class Calibration:
 def task_of_each(tasks: Sequence[str], samples: int) -> tuple[str, ...]:
     """The task of every calibration sample of a length.
 
-    Quotations come first, once: they say something about any model. The other tasks then take turns, retrieval and
-    plain text alternating at first, so that a few samples see as many kinds of question as possible. More quotations
-    instead made plans worse on every model and format that was measured (docs/experiments.md).
+    Quotations come first, once: they say something about any model. The other tasks then take turns, hard retrieval
+    first and plain text behind the first of it, so that a few samples see as many kinds of question as possible. More
+    quotations instead made plans worse on every model and format that was measured (docs/experiments.md).
     """
     quotes, others = _split(tasks, QUOTE_TASKS)
     if not quotes or not others:
         return tuple(islice(cycle(tasks), samples))
     text, retrieval = _split(others, ("perplexity",))
+    retrieval = tuple(chain.from_iterable(_split(retrieval, HARD_TASKS)))
     turn = (*retrieval[:1], *text, *retrieval[1:])
     return tuple(islice(chain(quotes, cycle(turn)), samples))
+
+
+def over_prompts(values_P: npt.NDArray[np.float64], tasks: Sequence[str]) -> npt.NDArray[np.float64]:
+    """The mean over all prompts, or over those of the hard task with the largest: other tasks do not show its loss.
+
+    Args:
+        values_P: [P, ...], a number or a table of them a prompt.
+        tasks: of each prompt.
+    """
+    hard = [[task == name for task in tasks] for name in HARD_TASKS if name in tasks]
+    return np.asarray(np.max([values_P.mean(0), *(values_P[own].mean(0) for own in hard)], 0))
 
 
 def _split(names: Sequence[str], first: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -151,7 +167,7 @@ def _from_task(kit: Kit, task: str, turn: int, length: int, seed: int) -> Calibr
 def whole_prompt(sample: Sample) -> CalibrationPrompt:
     """A sample's prompts and answers, fed at once."""
     past_ids = sample.past_ids
-    return CalibrationPrompt(np.concatenate([past_ids, sample.answer_ids]), len(past_ids))
+    return CalibrationPrompt(np.concatenate([past_ids, sample.answer_ids]), len(past_ids), sample.task)
 
 
 def _sample(name: str, kit: Kit, length: int, seed: int, index: int) -> Sample:

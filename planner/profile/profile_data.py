@@ -71,7 +71,7 @@ SCORES = ("damage", "tiles", "columns")
 
 
 class LayerScores(ScoreParts):
-    """Means over the calibration prompts.
+    """Means over the calibration prompts; damage is that of the worst hard task where it is larger there.
 
     Attributes:
         worst: the largest damage on one of the prompts.

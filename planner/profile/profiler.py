@@ -114,7 +114,7 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
         lengths=tuple(
             length_means(
                 length,
-                [len(prompt.ids) for prompt in some],
+                some,
                 candidates[length],
                 choice,
                 [[known[length, sample, layer] for sample in range(len(some))] for layer in range(info.layers)],

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from sparsekv.planner.profile.calibration import CalibrationPrompt, over_prompts
 from sparsekv.planner.profile.profile_data import (
     Candidate,
     LayerScores,
@@ -88,7 +89,7 @@ def left_aside(path: Path) -> list[Path]:
 
 def length_means(
     length: int,
-    prompt_tokens: Sequence[int],
+    prompts: Sequence[CalibrationPrompt],
     candidates: Sequence[Candidate],
     choice: TokenChoice | None,
     records: Sequence[Sequence[LayerRecord]],
@@ -96,7 +97,6 @@ def length_means(
     """The profile of one length: means over its calibration prompts.
 
     Args:
-        prompt_tokens: tokens of each calibration prompt.
         candidates: what was scored; empty without the prefill phase.
         choice: of the decode statistics; None without the decode phase.
         records: [layer][prompt].
@@ -104,10 +104,11 @@ def length_means(
     numbers: dict[Pattern, int] = {}
     searched = [samples for samples in records if samples[0].patterns]
     weights = _prompt_weights(searched) if searched else ()
-    layers = tuple(_layer_means(samples, weights, numbers) for samples in searched)
+    tasks = [prompt.task for prompt in prompts]
+    layers = tuple(_layer_means(samples, weights, tasks, numbers) for samples in searched)
     return LengthProfile(
         length=length,
-        prompt_tokens=tuple(prompt_tokens),
+        prompt_tokens=tuple(len(prompt.ids) for prompt in prompts),
         prompt_weights=weights,
         candidates=tuple(candidates) if layers else (),
         patterns=tuple(numbers),
@@ -128,7 +129,9 @@ def _prompt_weights(records: Sequence[Sequence[LayerRecord]]) -> tuple[float, ..
     return tuple(rounded(float(weight)) for weight in np.exp(logs.mean() - logs))
 
 
-def _layer_means(samples: Sequence[LayerRecord], weights: Sequence[float], numbers: dict[Pattern, int]) -> LayerScores:
+def _layer_means(
+    samples: Sequence[LayerRecord], weights: Sequence[float], tasks: Sequence[str], numbers: dict[Pattern, int]
+) -> LayerScores:
     patterns = tuple(tuple(numbers.setdefault(one, len(numbers)) for one in row) for row in samples[0].patterns)
     damage_PSH = np.array([sample.damage for sample in samples]) * np.array(weights)[:, None, None]
     first = samples[0]
@@ -136,7 +139,7 @@ def _layer_means(samples: Sequence[LayerRecord], weights: Sequence[float], numbe
         layer=first.layer,
         candidates=first.candidates,
         patterns=patterns,
-        damage=as_table(damage_PSH.mean(0)),
+        damage=as_table(over_prompts(damage_PSH, tasks)),
         worst=as_table(damage_PSH.max(0)),
         tiles=as_table(np.mean([sample.tiles for sample in samples], 0)),
         columns=as_table(np.mean([sample.columns for sample in samples], 0)),

@@ -29,8 +29,11 @@ TASKS: dict[str, Task] = {task.name: task for task in (*_QUOTES, *_RETRIEVAL, Pe
 QUOTE_TASKS = tuple(task.name for task in _QUOTES)
 RETRIEVAL_TASKS = tuple(task.name for task in _RETRIEVAL)
 RULER_TASKS = tuple(task.name for task in _RULER)
+# One key among many like it, several keys, several values: few heads answer these, and other tasks do not show them.
+HARD_TASKS = ("niah_multikey", "kv_retrieval", "niah_multivalue", "niah_multiquery")
 
 __all__ = [
+    "HARD_TASKS",
     "QUOTE_TASKS",
     "RETRIEVAL_TASKS",
     "RULER_TASKS",

@@ -9,6 +9,7 @@ from planner_profiles import as_settled, made_up_model, made_up_profile
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions, settle
+from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.profile.head_errors import CandidateScore, Layer, SampledRows, score_candidates
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.resume import LayerRecord, length_means
@@ -69,7 +70,8 @@ def profile_of(found: tuple[Aim, ...], scores: list[CandidateScore], patterns: l
         tiles=table([score.tiles_H for score in scores]),
         columns=table([score.columns_H for score in scores]),
     )
-    entry = length_means(LENGTH, [LENGTH], [aim.candidate for aim in found], None, [[record]])
+    prompt = CalibrationPrompt(np.zeros(LENGTH, np.int32), LENGTH - 8)
+    entry = length_means(LENGTH, [prompt], [aim.candidate for aim in found], None, [[record]])
     (group,) = made_up_model(layers=1).attention
     shape = group.model_copy(update={"heads": 3, "kv_heads": 1})
     return made_up_profile(entry, model=made_up_model().model_copy(update={"attention": (shape,)}))
