@@ -1,22 +1,19 @@
 """Beam search, and other caches whose rows are picked anew."""
 
 import copy
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from emulated_graphs import emulate
 from tiny_models import random_tokens, tiny_model
-from tiny_plans import EVERYTHING, decode_plan, drops, plan_for, segment
-from transformers import GenerationConfig
+from tiny_plans import EVERYTHING, decode_plan, plan_for, segment
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.stores.device import DeviceStore
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False}
-WINDOWED = decode_plan(segment(0, (1, 2), 8, selector="uniform", window=3))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_5_text"])
@@ -27,18 +24,6 @@ def test_beams_of_a_plan_that_keeps_everything_are_those_of_transformers(archite
     layers = (2,) if architecture == "qwen3_5_text" else (1, 2)
     with apply(model, plan_for(model, None, decode_plan(segment(layers[0] - 1 or 1, layers, EVERYTHING)))):
         assert torch.equal(model.generate(prompt, **options), expected)
-
-
-def test_beams_of_a_padded_batch_are_those_of_each_row(model):
-    lengths = (30, 55)
-    ids, mask = torch.zeros(2, 55, dtype=torch.long), torch.zeros(2, 55, dtype=torch.long)
-    prompts = [random_tokens(1, length, length) for length in lengths]
-    for row, prompt in enumerate(prompts):
-        ids[row, 55 - lengths[row] :], mask[row, 55 - lengths[row] :] = prompt[0], 1
-    with apply(model, plan_for(model, None, WINDOWED)):
-        found = model.generate(ids, attention_mask=mask, **BEAMS)
-        for row, prompt in enumerate(prompts):
-            assert torch.equal(found[row, 55:], model.generate(prompt, **BEAMS)[0, lengths[row] :])
 
 
 def test_captured_steps_take_beams(monkeypatch):
@@ -52,35 +37,8 @@ def test_captured_steps_take_beams(monkeypatch):
         assert torch.equal(found, model.generate(prompt, **BEAMS))
 
 
-def test_rows_picked_behind_a_pass_that_failed_go_on_as_if_it_had_not_run(model):
-    prompts, rows, last = random_tokens(3, 40), torch.tensor([2, 0]), model.model.layers[-1]
-    with torch.no_grad(), apply(model, plan_for(model, None, WINDOWED)):
-        logits = []
-        for fails in (True, False):
-            cache = model(prompts).past_key_values
-            hook = last.mlp.register_forward_pre_hook(lambda *_: 1 / 0) if fails else nullcontext()
-            with hook, pytest.raises(ZeroDivisionError) if fails else nullcontext():
-                model(random_tokens(3, 2, 1), past_key_values=cache)
-            if not fails:
-                cache = model(prompts).past_key_values
-            cache.batch_select_indices(rows)
-            new = random_tokens(2, 4, 7)
-            logits.append(torch.cat([model(token, past_key_values=cache).logits for token in new.split(1, 1)], 1))
-    assert torch.equal(*logits)
-
-
 WHERE = [(0,), (1,), (3,), (1, 2), (0, 1, 2, 3)]
 EVICTING, IN_HOST_MEMORY = "evict tokens.* without kv_cache", "in host memory.* offload='never'"
-
-
-@pytest.fixture(scope="module")
-def four_layers():
-    return tiny_model(layers=4)
-
-
-def fixed_rows(model, evicting=(), in_host_memory=()):
-    rules = [drops(evicting, 4)] if evicting else []
-    return apply(model, plan_for(model, None, None, *rules), kv_host_layers=in_host_memory)
 
 
 FIXED = [({"evicting": layers}, EVICTING) for layers in WHERE] + [
@@ -90,32 +48,6 @@ FIXED += [
     ({"evicting": (0,), "in_host_memory": (3,)}, EVICTING),
     ({"evicting": (3,), "in_host_memory": (0,)}, EVICTING),
 ]
-
-
-@pytest.mark.parametrize(("fixed", "why"), FIXED, ids=str)
-def test_rows_that_are_fixed_are_refused_with_the_layers_and_the_reason(four_layers, fixed, why):
-    model, prompts = four_layers, random_tokens(2, 12)
-    with torch.no_grad(), fixed_rows(model, **fixed):
-        cache = model(prompts).past_key_values
-        before = [layer.cached for layer in cache.layers]
-        for pick in (
-            lambda: cache.reorder_cache(torch.tensor([1, 0])),
-            lambda: cache.batch_repeat_interleave(2),
-            lambda: cache.batch_select_indices(torch.tensor([0])),
-        ):
-            with pytest.raises(UnsupportedError, match=why):
-                pick()
-        assert [layer.cached for layer in cache.layers] == before
-        with model.get_input_embeddings().register_forward_pre_hook(lambda *_: pytest.fail("something ran")):
-            for options in ({"num_beams": 2}, {"generation_config": GenerationConfig(num_beams=2)}):
-                with pytest.raises(UnsupportedError, match=why):
-                    model.generate(prompts, **options)
-        mask = torch.ones_like(prompts)
-        mask[1, :3] = 0
-        with pytest.raises(UnsupportedError, match=f"equal length.*{why}"):
-            model(prompts, attention_mask=mask)
-        sampled = model.generate(prompts, do_sample=True, num_return_sequences=2, max_new_tokens=2)
-        assert sampled.shape == (4, 14)
 
 
 def test_where_the_layers_of_a_cache_are_counts_and_not_where_those_of_the_next_one_will_be(model):

@@ -9,7 +9,7 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 from transformers import DynamicCache, StaticCache
 
-from sparsekv.plans.errors import ShapeError, UnsupportedError, UsageError
+from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.hf import cache as cache_file
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import SparseLayer
@@ -95,18 +95,6 @@ def test_a_cache_of_another_open_handle_is_refused(model, cache):
         other(random_tokens(1, 1), past_key_values=cache)
 
 
-def test_another_batch_size_in_a_filled_cache_is_refused(model, cache):
-    with pytest.raises(ShapeError, match="new cache"):
-        model(random_tokens(2, 1), past_key_values=cache)
-
-
-def test_a_cropped_cache_is_refused(cache):
-    with pytest.raises(UnsupportedError, match="close the handle"):
-        cache.crop(-1)
-    cache.crop(0)
-    assert cache.get_seq_length() == 40
-
-
 def test_statistics_give_the_bytes_of_the_cache_used_last(model, handle):
     short = model(random_tokens(1, 20)).past_key_values
     model(random_tokens(1, 2000))
@@ -169,21 +157,3 @@ def test_a_cache_filled_or_copied_in_inference_mode_goes_on_without(model, handl
             found = model(text[:, 40:], past_key_values=one).logits
             assert torch.allclose(found, model(text).logits[:, 40:], atol=1e-4)
             next_logits(model, one)
-
-
-def test_rows_of_different_lengths_decode_as_each_alone(model):
-    """As behind drafts of which each row has taken another part."""
-    lengths, text, new = (40, 33), random_tokens(2, 40), random_tokens(2, 3, 1)
-    with torch.no_grad(), apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 12)))):
-        cache = model(text).past_key_values
-        for layer in cache.layers:
-            layer.store.truncate(lengths)
-        found = [model(token, past_key_values=cache).logits for token in new[:, :2].split(1, 1)]
-        found.append(model(new[:, 1:], past_key_values=cache).logits)
-        for row, length in enumerate(lengths):
-            one, alone = slice(row, row + 1), model(text[row : row + 1, :length]).past_key_values
-            expected = [model(token, past_key_values=alone).logits for token in new[one, :2].split(1, 1)]
-            expected.append(model(new[one, 1:], past_key_values=alone).logits)
-            for ours, theirs in zip(found, expected, strict=True):
-                torch.testing.assert_close(ours[one], theirs, rtol=1e-4, atol=1e-4)
-    assert {layer.store.lengths for layer in cache.layers} == {(44, 37)}

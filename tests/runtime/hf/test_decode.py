@@ -8,120 +8,14 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf import attach
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import CACHE_NAME
-
-NEW = 7
-
-
-def selection_of(cache, plan):
-    """What the filter layer of the only segment chose in the last step."""
-    program = Program.of(None, plan.decode, plan.model)
-    (segment,) = program.segments
-    return cache.layers[0].state.chosen(segment)
-
-
-def run(model, turns, cache=None):
-    """The logits of each turn's last token and of NEW tokens that follow it, whatever was predicted."""
-    seen = []
-    with torch.no_grad():
-        for turn in turns:
-            for piece in (turn[:, :-NEW], *turn[:, -NEW:].split(1, 1)):
-                out = model(piece, past_key_values=cache, logits_to_keep=1)
-                cache = out.past_key_values
-                seen.append(out.logits)
-    return torch.cat(seen, 1)
-
-
-SEGMENTS = {
-    "last": [segment(0, (1, 2, 3), 12)],
-    "uniform": [segment(0, (1, 2, 3), 12, selector="uniform", window=5)],
-    "exponential": [segment(0, (1, 2, 3), 12, selector="exponential", window=4)],
-    "window longer than the context": [segment(0, (1, 2, 3), 12, selector="uniform", window=500)],
-    "per KV head": [segment(0, (1, 2, 3), 12, heads="per_kv_head")],
-    "head map": [segment(0, (1, 2, 3), 12, heads={1: (1, 0), 2: (1, 1), 3: (0, 1)})],
-    "wait layers and two segments": [segment(0, (2,), 9), segment(3, (4, 5), 15)],
-    "no chosen tokens at all": [segment(0, (1, 2, 3), 0)],
-    "filter layers attend to their own choice": [segment(0, (0, 1, 2), 12), segment(3, (3,), 20), segment(4, (5,), 9)],
-    "its own choice, per KV head": [segment(1, (1, 2), 12, heads="per_kv_head")],
-    "its own choice, a window of queries": [segment(1, (1, 2), 12, selector="uniform", window=5)],
-}
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_model(layers=6)
-
-
-def test_a_window_of_queries_holds_no_graph_of_the_passes_it_came_from(model):
-    """With gradients on, as torch has them unless told otherwise."""
-    prompt, plan = random_tokens(2, 60), decode_plan(segment(0, (1, 2, 3), 12, selector="uniform", window=5))
-    logits = []
-    with apply(model, plan_for(model, None, plan)):
-        for mode in (torch.no_grad, torch.enable_grad):
-            with mode():
-                cache = model(prompt[:, :-1]).past_key_values
-                logits.append(model(prompt[:, -1:], past_key_values=copy.deepcopy(cache)).logits.detach())
-    assert torch.equal(*logits)
-
-
-def test_the_layers_of_a_segment_find_a_needle_that_only_the_filter_layer_looks_for(model):
-    """Keys of the needle's tokens are planted in the filter layer; later layers attend to them."""
-    needle, length = [17, 18, 41], 90
-    seen: dict[int, torch.Tensor] = {}
-
-    def plant(module, args, output):
-        if output.shape[1] == length:
-            output = output.clone()
-            output[:, needle] *= 20.0
-        return output
-
-    plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 3)))
-    hook = model.base_model.layers[0].self_attn.k_proj.register_forward_hook(plant)
-    try:
-        with torch.no_grad(), apply(model, plan):
-            cache = model(random_tokens(1, length)).past_key_values
-            for token in random_tokens(1, 4, seed=2).split(1, 1):
-                model(token, past_key_values=cache)
-                seen[cache.get_seq_length()] = selection_of(cache, plan).chosen_BgN.clone()
-    finally:
-        hook.remove()
-    found = [len(set(needle) & set(chosen.flatten().tolist())) for chosen in seen.values()]
-    assert min(found) >= 2, seen
-
-
-@pytest.mark.parametrize("offload", [(), (1,)], ids=["device", "host"])
-def test_generated_tokens_are_chosen_from_like_any_other(offload):
-    """600 tokens after a prompt of 20: what a layer of a segment attends to stays what it is, the share falls."""
-    model = tiny_model(layers=2, heads=2, kv_heads=1, head_dim=16, hidden=16, ffn=16)
-    plan = plan_for(model, None, decode_plan(segment(0, (1,), 30, sink=4, recent=16), offload=offload))
-    with torch.no_grad(), apply(model, plan) as handle:
-        cache, shares = model(random_tokens(1, 20)).past_key_values, []
-        for token in random_tokens(1, 600, seed=1).split(1, 1):
-            model(token, past_key_values=cache)
-            if cache.get_seq_length() % 150 == 20:
-                shares.append(handle.stats().decode_share)
-                handle.reset_stats()
-                chosen = selection_of(cache, plan)
-    assert shares == sorted(shares, reverse=True)
-    assert shares[-1] == pytest.approx(1 / 2 + 1 / 2 * 50 / 545, rel=0.02)
-    assert chosen.chosen_BgN.max() > 300
-
-
-def test_where_sinks_budget_and_recent_cover_the_context_the_step_is_dense_bit_for_bit(model):
-    prompt, token = random_tokens(2, 39), random_tokens(2, 1, seed=1)
-    plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 30, sink=4, recent=6)))
-    with torch.no_grad(), apply(model, plan) as handle:
-        cache = model(prompt).past_key_values
-        covered = model(token, past_key_values=cache).logits
-        assert handle.stats().decode_share == 1.0
-        model(token, past_key_values=cache)
-        assert handle.stats().decode_share < 1.0
-    with torch.no_grad(), apply(model, plan, decode=False):
-        cache = model(prompt).past_key_values
-        assert torch.equal(model(token, past_key_values=cache).logits, covered)
 
 
 def test_with_offload_device_bytes_fall_by_what_moved_to_the_host(model):
@@ -143,17 +37,6 @@ def test_with_offload_device_bytes_fall_by_what_moved_to_the_host(model):
     with apply(model, plan_for(model, None, decode_plan(*segments, offload=(1, 2, 3))), decode=False) as handle:
         model.generate(prompt, max_new_tokens=5, do_sample=False)
     assert handle.stats().kv_bytes_host == 0
-
-
-@pytest.mark.parametrize(("name", "batch"), [*((name, 1) for name in SEGMENTS), ("last", 16)])
-def test_offloaded_layers_give_the_logits_of_those_on_the_device_bit_for_bit(model, name: str, batch: int):
-    turns = [random_tokens(batch, 170), random_tokens(batch, 90, seed=1)]
-    sparse = tuple(layer for part in SEGMENTS[name] for layer in part.layers if layer != part.filter)
-    with apply(model, plan_for(model, None, decode_plan(*SEGMENTS[name]))):
-        expected = run(model, turns)
-    with apply(model, plan_for(model, None, decode_plan(*SEGMENTS[name], offload=sparse, hot=100))) as handle:
-        assert torch.equal(run(model, turns), expected)
-        assert handle.stats().host_tokens_fetched < handle.stats().host_tokens_chosen
 
 
 @pytest.mark.parametrize("chunk", [59, 60, 30, 20])

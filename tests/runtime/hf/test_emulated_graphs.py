@@ -10,7 +10,7 @@ import torch
 from emulated_graphs import emulate
 from tiny_models import random_tokens, steps, tiny_model
 from tiny_multimodal import multimodal_config, multimodal_model
-from tiny_plans import decode_plan, drops, plan_for, segment
+from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.plans.errors import ShapeError
 from sparsekv.runtime.hf import graphs
@@ -46,28 +46,6 @@ def test_the_decoder_inside_a_multimodal_model_is_captured(captured, kind):
         found, _ = steps(whole, prompt, new)
         assert (handle.steps.replayed, handle.steps.why_not) == (2, "")
     torch.testing.assert_close(found, expected(whole, plan, prompt, new), rtol=1e-3, atol=1e-4)
-
-
-def test_caches_take_turns_grow_and_are_copied(model, captured):
-    prompts, new = [random_tokens(1, length, length) for length in (50, 300, 40)], random_tokens(1, 2, 1)
-    plan = plan_for(model, None, SPARSE)
-    with apply(model, plan, backend="triton") as handle:
-        caches = [steps(model, prompt, new[:, :0])[1] for prompt in prompts]
-        caches.append(copy.deepcopy(caches[1]))
-        found = [[] for _ in caches]
-        for token in new.split(1, 1):
-            for cache, seen in zip(caches, found, strict=True):
-                seen.append(steps(model, token, new[:, :0], cache)[0])
-        held = caches[0].layers[0].store
-        held.reserve(9000)  # other memory, and beyond the captured capacity
-        more, _ = steps(model, new[:, :1], new[:, :0], caches[0])
-        assert handle.steps.replayed == 4 * 2 + 1
-        assert len(handle.steps._graphs) == 2
-    for prompt, seen in zip((*prompts, prompts[1]), found, strict=True):
-        alone = expected(model, plan, prompt, new)[:, 1:]
-        torch.testing.assert_close(torch.cat(seen, 1), alone, rtol=1e-3, atol=1e-4)
-    again = expected(model, plan, prompts[0], torch.cat((new, new[:, :1]), 1))[:, -1:]
-    torch.testing.assert_close(more, again, rtol=1e-3, atol=1e-4)
 
 
 def test_captured_steps_outlast_a_suspension(model, captured):
@@ -197,23 +175,3 @@ def test_captured_steps_of_a_mixture_have_what_its_head_reads(kind, captured):
         found, _ = steps(mixture, prompt, new)
     assert handle.steps.replayed == 2
     torch.testing.assert_close(found, expected(mixture, plan, prompt, new), atol=1e-4, rtol=1e-4)
-
-
-def test_layers_that_drop_tokens_are_captured_over_turns_and_caches(model, captured):
-    """More tokens are generated than stay; another cache, whose prompt is too short to drop any, takes turns."""
-    plan = plan_for(model, None, None, drops((1,), 12, generated=5))
-    prompts, new = [random_tokens(2, 60), random_tokens(2, 9, 3)], random_tokens(2, 8, 1)
-
-    def turns(backend):
-        with apply(model, plan, backend=backend) as handle:
-            caches, seen = [None, None], []
-            for text in (prompts[0], random_tokens(2, 30, 2)):
-                for number, part in enumerate((text, prompts[1])):
-                    logits, caches[number] = steps(model, part, new[:, :4], caches[number])
-                    more, _ = steps(model, new[:, 4:5], new[:, 5:], caches[number])
-                    seen += [logits, more]
-            if handle.steps:
-                assert (handle.steps.replayed, handle.steps.why_not, len(handle.steps._graphs)) == (4 * 8, "", 1)
-            return torch.cat(seen, 1)
-
-    torch.testing.assert_close(turns("triton"), turns("cpu"), rtol=1e-3, atol=1e-4)

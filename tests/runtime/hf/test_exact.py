@@ -7,13 +7,13 @@ import torch
 from emulated_graphs import emulate
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.exact import Greedy, Sampled
+from sparsekv.runtime.hf.exact import Sampled
 
 GOOD = decode_plan(segment(0, (1, 2, 3), 30, sink=4, recent=10))
 BAD = decode_plan(segment(0, (1, 2, 3), 1, sink=0, recent=1))
@@ -46,63 +46,6 @@ def test_drafts_behind_rows_that_ended_do_not_grow_the_cache(model, drafting):
     prompt, cache = random_tokens(3, 50), DynamicCache()
     exactly(model, BAD, prompt, cache=cache)
     assert {layer.store.capacity for layer in cache.layers} == {50 + 40 + DRAFTS[-1]}
-
-
-@pytest.mark.parametrize("new", range(1, 12))
-def test_an_answer_ends_where_it_is_told_to(model, drafting, new):
-    prompt = random_tokens(2, 30)
-    assert torch.equal(exactly(model, GOOD, prompt, new=new)[0], generated(model, prompt, new=new))
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_row_that_ends_amid_a_draft_is_padded_and_the_others_go_on(model, drafting, rows):
-    prompt = random_tokens(rows, 50)
-    dense = generated(model, prompt)
-    for end in dense[0, [53, 60, 71]].tolist():
-        options = {"eos_token_id": [end], "pad_token_id": 7}
-        found, _ = exactly(model, GOOD, prompt, **options)
-        assert torch.equal(found, generated(model, prompt, **options))
-
-
-class After(StoppingCriteria):
-    """Ends a text whose last two tokens sum to an even number and that is long enough."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return (input_ids[:, -2:].sum(1) % 2 == 0) & torch.tensor(input_ids.shape[1] > 65)
-
-
-def test_other_criteria_are_asked_behind_every_token(model, drafting):
-    prompt = random_tokens(1, 50)
-    options = {"stopping_criteria": StoppingCriteriaList([After()])}
-    found, _ = exactly(model, GOOD, prompt, **options)
-    assert 50 < found.shape[1] < 90
-    assert torch.equal(found, generated(model, prompt, **options))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.5},
-        {"no_repeat_ngram_size": 2},
-        {"min_new_tokens": 20, "eos_token_id": list(range(100)), "pad_token_id": 0},
-        {"suppress_tokens": list(range(0, 200, 2))},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("rows", [1, 2])
-def test_processors_see_the_text_of_each_row_up_to_every_draft(model, drafting, rows, options):
-    prompt = random_tokens(rows, 50)
-    assert torch.equal(exactly(model, GOOD, prompt, **options)[0], generated(model, prompt, **options))
-
-
-def test_a_next_turn_goes_on_from_the_cache(model, drafting):
-    prompt, more = random_tokens(1, 50), random_tokens(1, 9, 5)
-    with apply(model, plan_for(model, None, GOOD), exact=True):
-        cache = DynamicCache()
-        first = generated(model, prompt, cache)
-        assert cache.get_seq_length() == first.shape[1] - 1
-        found = generated(model, torch.cat((first, more), 1), cache)
-    assert torch.equal(found, generated(model, torch.cat((generated(model, prompt), more), 1)))
 
 
 def test_a_turn_may_be_given_without_the_tokens_before_it(model, drafting):
@@ -157,27 +100,7 @@ class Unknown(LogitsProcessor):
     """May remember what it saw."""
 
 
-def test_what_fails_amid_a_draft_leaves_a_cache_of_whole_tokens(model, drafting, monkeypatch):
-    prompt, calls = random_tokens(1, 50), []
-    real = Greedy.draft
-
-    def broken(self, scores):
-        calls.append(1)
-        if len(calls) == 7:
-            raise Broken
-        return real(self, scores)
-
-    monkeypatch.setattr(Greedy, "draft", broken)
-    with apply(model, plan_for(model, None, GOOD), exact=True):
-        cache = DynamicCache()
-        with pytest.raises(Broken):
-            generated(model, prompt, cache)
-        before = generated(model, prompt, new=cache.get_seq_length() - 49)
-        found = generated(model, before, cache, new=5)
-    assert torch.equal(found, generated(model, prompt, new=found.shape[1] - 50))
-
-
-@pytest.mark.parametrize("passes", range(2, 12))
+@pytest.mark.parametrize("passes", [2, 3, 5, 8])
 def test_a_pass_that_fails_amid_drafts_and_checks_leaves_a_cache_of_whole_tokens(model, drafting, passes):
     prompt, seen = random_tokens(1, 50), []
 

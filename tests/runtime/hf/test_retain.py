@@ -81,20 +81,6 @@ def test_pieces_of_a_prompt_wait_in_memory_for_its_end(model):
 # --- turns and failures -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [torch.inference_mode, torch.enable_grad])
-def test_tokens_dropped_in_one_grad_mode_are_gone_on_from_in_another(model, first):
-    prompt, later = random_tokens(1, 60), random_tokens(1, 30, 1)
-    with apply(model, plan_for(model, None, None, drops((0, 1, 2), 12, generated=4))):
-        caches = []
-        for mode in (first, torch.no_grad):
-            with mode():
-                caches.append(model.generate(prompt, max_new_tokens=6, do_sample=False, return_dict_in_generate=True))
-        found = [run(model, [later], copy.deepcopy(one.past_key_values))[0] for one in caches]
-        again = run(model, [later], caches[0].past_key_values)[0]
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], again)
-
-
 class FailedError(Exception):
     pass
 
@@ -139,6 +125,3 @@ def test_a_later_prompt_that_fails_is_undone_before_anything_is_dropped_and_refu
                 model(later, past_key_values=twin)
         twin.reset()
         model(later, past_key_values=twin)
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------

@@ -62,19 +62,6 @@ def test_layers_are_described_with_their_own_sizes_and_whose_keys_they_attend_to
     assert (found.sharing, found.largest_head) == ({4, 5, 6}, 64)
 
 
-@pytest.mark.parametrize("chosen_by", [0, 4, 5])
-def test_a_layer_without_keys_of_its_own_follows_and_chooses(model, chosen_by: int) -> None:
-    followers = tuple(layer for layer in (2, 4, 5, 6) if layer > chosen_by)
-    plan = plan_for(model, every_head(model, *SPARSE), decode_plan(segment(chosen_by, followers, 9)))
-    pieces = random_tokens(1, 83).split([60, 20, 1, 1, 1], 1)
-    with BruteForce(model, plan):
-        expected, _ = last_rows(model, pieces)
-    with apply(model, plan):
-        found, cache = last_rows(model, pieces)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-    assert len(cache.layers) == 7 - len(info_of(model).sharing - {4})
-
-
 def test_rows_that_nobody_asks_for_skip_layers_without_keys_of_their_own(shared) -> None:
     """And the last one attends to everything there, whatever the patterns."""
     everywhere = every_head(shared, *SPARSE)

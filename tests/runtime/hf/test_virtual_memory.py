@@ -99,23 +99,6 @@ def test_one_captured_step_serves_a_cache_that_grows(monkeypatch, pool):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_of_different_lengths_have_pages_of_their_own_tokens(model, pool):
-    lengths, page = (30, 200, 90), pool.driver.granularity
-    ids, mask = torch.zeros(3, 200, dtype=torch.long), torch.zeros(3, 200, dtype=torch.long)
-    rows = [random_tokens(1, length, length) for length in lengths]
-    for row, one in enumerate(rows):
-        ids[row, 200 - one.shape[1] :], mask[row, 200 - one.shape[1] :] = one[0], 1
-    windowed = decode_plan(segment(0, (1, 2), 8, selector="uniform", window=3))
-    with torch.no_grad(), apply(model, plan_for(model, None, windowed)):
-        cache = model(ids, attention_mask=mask).past_key_values
-        token = 2 * 32 * 4
-        needed = [-(-(-(-length // 128) * 128 * token) // page) * page for length in lengths]
-        assert first_of(cache).store.bytes.device == 2 * sum(needed)
-        found = model.generate(ids, attention_mask=mask, max_new_tokens=40)[:, 200:]
-        for row, one in enumerate(rows):
-            assert torch.equal(found[row], model.generate(one, max_new_tokens=40)[0, one.shape[1] :])
-
-
 def test_pages_mapped_ahead_for_padded_rows_wait_for_their_row(model, pool):
     ids, mask = random_tokens(3, 400), torch.ones(3, 400, dtype=torch.long)
     mask[1, :100] = mask[2, :90] = 0
@@ -124,14 +107,6 @@ def test_pages_mapped_ahead_for_padded_rows_wait_for_their_row(model, pool):
         assert pool.driver.calls["map"] == len(pool.driver.mapped)
         assert "settle" not in pool.driver.calls
         assert first_of(cache).store.lengths == (400, 300, 310)
-
-
-def test_beams_and_copies_are_those_of_the_device_store(model, pool):
-    beams, prompt = {"num_beams": 3, "max_new_tokens": 20, "do_sample": False}, random_tokens(2, 150)
-    with apply(model, plan_for(model, None, DECODE)) as handle:
-        found = model.generate(prompt, num_return_sequences=2, **beams)
-        handle._engine.paging = handle._engine.paging.without()
-        assert torch.equal(found, model.generate(prompt, num_return_sequences=2, **beams))
 
 
 def test_a_copied_cache_shares_nothing_and_a_repeated_one_its_full_pages(model, pool):
