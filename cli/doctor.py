@@ -272,8 +272,8 @@ def _memory_data(name: str, memory: MemoryModel, available: Available, request: 
     placement = memory.place(request, available)
     use, context, dtype = memory.use(request, placement), memory.size.info.context_length, dtype_name(memory.size.dtype)
     longest, host_spare = memory.longest(request, available), spare_beside(memory.host(use))
-    device = {"weights": use.weights, "kv": use.kv_device, "hot_set": use.hot_set, "prefill": use.prefill}
-    device |= {"decode": use.decode, "spare": use.spare, "needed": use.device}
+    device = {"weights": use.weights, "kv": use.kv_device, "hot_set": use.hot_set, "working": use.working}
+    device |= {"spare": use.spare, "needed": use.device}
     host = {"kv": use.kv_host, "spare": host_spare, "needed": memory.host(use) + host_spare}
     return {
         "model": name,
@@ -292,8 +292,8 @@ def _memory_data(name: str, memory: MemoryModel, available: Available, request: 
     }
 
 
-_PARTS = {"weights": "weights", "kv": "keys and values", "hot_set": "hot set", "prefill": "prefill, at most"}
-_PARTS |= {"decode": "decode, at most", "spare": "to spare"}
+_PARTS = {"weights": "weights", "kv": "keys and values", "hot_set": "hot set"}
+_PARTS |= {"working": "working memory, at most", "spare": "to spare"}
 
 
 def _memory_text(data: dict[str, Any], layers: int, notes: Sequence[str]) -> str:

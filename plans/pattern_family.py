@@ -138,10 +138,6 @@ class PatternFamily(Part):
     def most_columns(self, length: int) -> int:
         return 0
 
-    def listed_tiles(self, length: int, tile: TileShape) -> int:
-        """Most entries in the list of a row's tiles."""
-        return min(tile.key_tiles(self.tile_tokens(length)) + 2, tile.key_tiles(length))
-
     @classmethod
     def least_tiles(cls, first: int, last: int, tile: TileShape) -> int:
         """Least tiles of the row tile of these tokens: the mandatory ones that it has."""

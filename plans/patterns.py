@@ -53,10 +53,6 @@ class Dense(PatternFamily):
     def tile_tokens(self, length: int) -> int:
         return length
 
-    def listed_tiles(self, length: int, tile: TileShape) -> int:
-        """Kernels need no list, yet none is narrower than one entry."""
-        return 1
-
 
 class AShape(PatternFamily):
     """Tiles touched by j < sink or i - j < window: StreamingLLM's mask. Static, no index building."""
@@ -68,10 +64,6 @@ class AShape(PatternFamily):
     def tile_tokens(self, length: int) -> int:
         """Returns the tokens of one row of the row tile."""
         return self.sink.resolve(length) + self.window.resolve(length)
-
-    def listed_tiles(self, length: int, tile: TileShape) -> int:
-        """The window moves with the rows of a row tile."""
-        return min(tile.key_tiles(self.tile_tokens(length) + tile.query) + 2, tile.key_tiles(length))
 
     @classmethod
     def widening(cls, sink: int, window: int, step: int | None = None) -> SizeRange[Self]:

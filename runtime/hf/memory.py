@@ -1,15 +1,14 @@
 """Bytes of device and host memory that a run takes, part by part, before it runs, and the longest prompt that fits.
 
-Arithmetic on shapes alone, so that it needs no weights and no GPU: keys and values as the stores allocate them, what a
-layer of a long prompt makes as long_inputs.py runs it, the scores of a filter layer as core/select.py computes them. On
-a CPU there is one memory, which is the host's.
-
-Symbols: B batch, S tokens of a forward pass over all rows, K keys of a row, H query heads, G KV heads, D head size.
+Weights and the stores of keys and values to the byte; the largest tensors of a layer that works on a long prompt, times
+one factor that was measured. Arithmetic on shapes alone needs no weights and no GPU. On a CPU there is one memory, the
+host's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -17,16 +16,13 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from sparsekv.kernels.topk import BLOCK_ELEMENTS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import AttentionGroup, ModelInfo, kv_bytes
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.architecture import Recurrence, architecture_of, recurrence_of
-from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.core.segments import SegmentProgram, scored_tokens
+from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf.describe import config_of, takes_one_piece
-from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, spill_order
 from sparsekv.runtime.model_config import describe_config
@@ -34,16 +30,18 @@ from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.float8 import Float8
 from sparsekv.runtime.stores.page_pool import pool_of
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, spare_beside
-from sparsekv.runtime.stores.store import Bytes, Layout, allocated_slots, grown
+from sparsekv.runtime.stores.store import Bytes, Layout, grown
 from sparsekv.runtime.stores.virtual import VirtualStore, pages_pay
 
 _LONGEST = 1 << 30  # tokens: where the search for a length ends
-_FRAGMENTS = 16  # a share of what a forward pass makes: freed blocks and new ones are not of the same sizes
+# Index lists, decode's scores and slot tables, and blocks of other sizes than those freed: peaks that were measured of
+# passes over 32K to 1.5M tokens are 1.00 to 1.04 times what is counted here.
+_MEASURED = 17 / 16
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Holds what memory depends on of a model.
+    """The sizes of a model that memory depends on.
 
     Attributes:
         info: its layers.
@@ -67,7 +65,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: PreTrainedModel, info: ModelInfo) -> ModelSize:
-        """Returns that of a model, which may be on the meta device."""
+        """The sizes of a model, which may be on the meta device."""
         tensors = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
         config: Any = config_of(model)
         record, recurs = architecture_of(config.model_type), any(group.kind == "linear" for group in info.attention)
@@ -84,7 +82,7 @@ class ModelSize:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, dtype: torch.dtype, source: str | None = None) -> ModelSize:
-        """Returns that of a model with this config, once loaded in `dtype`.
+        """The sizes of a model with this config, once loaded in `dtype`.
 
         Raises:
             UnsupportedError: its architecture is not supported.
@@ -118,7 +116,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Holds what is to run.
+    """A prompt and its answer.
 
     Attributes:
         prompt: tokens of each row.
@@ -136,7 +134,7 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """That a row has room for in the end."""
+        """Tokens that a row has room for in the end."""
         return grown(0, self.filled) if self.grows else self.filled
 
     @property
@@ -158,8 +156,7 @@ class MemoryUse:
         kv_device: keys and values of layers that are on the device.
         hot_set: what layers in host memory have on the device all the same.
         kv_host: keys and values in host memory.
-        prefill: most that a forward pass of the prompt makes on its way, let go of before decode.
-        decode: most that a decode step makes, and the tables of the hot set.
+        working: most that a pass makes on its way.
         spare: left alone on the device: workspaces of libraries, compiled kernels, rounding of blocks.
     """
 
@@ -167,14 +164,13 @@ class MemoryUse:
     kv_device: int
     hot_set: int
     kv_host: int
-    prefill: int
-    decode: int
+    working: int
     spare: int = 0
 
     @property
     def device(self) -> int:
         """All that is on the device at once at most."""
-        return self.weights + self.kv_device + self.hot_set + max(self.prefill, self.decode) + self.spare
+        return self.weights + self.kv_device + self.hot_set + self.working + self.spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +187,8 @@ class Available:
 
     @classmethod
     def here(cls, devices: Iterable[torch.device]) -> Available:
-        """Those of this moment: what the devices have free, with what torch holds of it without need, and what the
-        machine and this process's control group have left."""
+        """Of this moment: memory that devices have free or torch holds without need, and memory that the machine and
+        this process's control group have left."""
         free = [_free_on(device) for device in devices if device.type == "cuda"]
         return cls(sum(free) if free else None, available_bytes())
 
@@ -205,14 +201,14 @@ def _free_on(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Holds what runs of a plan on a model take of memory.
+    """The memory of runs of a plan on a model.
 
     Args:
         size: of the model.
         prefill: the prefill phase that runs, or None.
         decode: the decode phase that runs, or None.
         on_cpu: whether the device is the host.
-        mode: what is made of the plan's permission to offload.
+        mode: use of the plan's permission to offload.
         host_layers: layers in host memory, or how many, in place of the plan's.
         chunking: how long inputs are cut.
         evicting: the rules of evicting layers.
@@ -236,7 +232,7 @@ class MemoryModel:
 
     def __post_init__(self) -> None:
         assert self.mode != "auto" or self.host_layers is None
-        _ = self.permitted  # what is wrong with the arguments is said here
+        _ = self.permitted  # wrong arguments are refused here
 
     @cached_property
     def permitted(self) -> Placement:
@@ -252,22 +248,21 @@ class MemoryModel:
             return self.permitted
         order = spill_order(self.decode, request.tokens)
         placements = [Placement(frozenset(order[:count]), self.permitted.hot) for count in range(len(order) + 1)]
-        return next((one for one in placements if self._fits_device(self.use(request, one), available)), placements[-1])
+        fitting = (placed for placed in placements if self._fits_device(self.use(request, placed), available))
+        return next(fitting, placements[-1])
 
     def use(self, request: Request, placement: Placement) -> MemoryUse:
         """The bytes of a request, part by part."""
         stores = {layer: self._store(layer, request, placement) for layer in self._groups}
         placed = [layer for layer in stores if layer in placement.layers]
         on_host = [layer for layer in placed if stores[layer].host]  # short contexts stay on the device as a whole
-        prefill = self._prefill(request, on_host)
         return MemoryUse(
             weights=self.size.weights,
             kv_device=sum(stores[layer].device for layer in stores.keys() - placement.layers) + self._carried,
             hot_set=sum(stores[layer].device for layer in placed),
             kv_host=sum(stores[layer].host for layer in on_host),
-            prefill=prefill,
-            decode=self._decode(request, on_host) + self._slot_tables(request, placement, on_host),
-            spare=0 if self.on_cpu else SPARE + prefill // _FRAGMENTS,
+            working=self._working(request, on_host),
+            spare=0 if self.on_cpu else SPARE,
         )
 
     def fits(self, use: MemoryUse, available: Available) -> bool:
@@ -281,36 +276,36 @@ class MemoryModel:
 
     def longest(self, request: Request, available: Available, placement: Placement | None = None) -> int | None:
         """The most tokens of a prompt that fit, all else being as in `request`: 0 where none does, None where nobody
-        tells how much memory there is. `placement` is that of `place` when None."""
+        tells how much memory there is. `placement` is of `place` when None."""
 
         def fits(prompt: int) -> bool:
             longer = replace(request, prompt=prompt)
             return self.fits(self.use(longer, placement or self.place(longer, available)), available)
 
-        return None if fits(_LONGEST) else _last(fits, _LONGEST)
+        return None if fits(_LONGEST) else bisect_left(range(1, _LONGEST), True, key=lambda prompt: not fits(prompt))
 
     def check(self, request: Request, available: Available, placement: Placement | None = None) -> None:
-        """Refuses what does not fit; `placement` is that of `place` when None.
+        """Refuses a request that does not fit; `placement` is of `place` when None.
 
         Raises:
-            UsageError: it does not; the message says what would.
+            UsageError: it does not fit; the message has the longest prompt that would.
         """
         placed = placement or self.place(request, available)
         use = self.use(request, placed)
         if self.fits(use, available):
             return
         longest = self.longest(request, available, placement)
-        where, needed, found = "host memory", self.host(use), available.host
+        where, needed, free = "host memory", self.host(use), available.host
         spare = f" (and {SPARE >> 30} GiB to spare)"
         if not self._fits_device(use, available):
-            where, needed, found, spare = "device memory", use.device, available.device, ""
-        assert found is not None, "unknown memory suffices"
+            where, needed, free, spare = "device memory", use.device, available.device, ""
+        assert free is not None, "unknown memory suffices"
         raise UsageError(
             f"expected {needed / 2**30:.1f} GiB of {where}{spare} for {request.tokens:,} tokens"
             + (f", {request.answer:,} of them new" if request.answer else "")
             + (f", in each of {request.batch} rows" if request.batch > 1 else "")
             + (f", layers {format_ids(placed.layers)} in host memory" if placed.layers else "")
-            + f", found {found / 2**30:.1f} GiB available; "
+            + f", found {free / 2**30:.1f} GiB available; "
             + (f"a prompt of {longest:,} tokens fits: shorten it" if longest else "no prompt fits")
             + ("" if takes_one_piece(self.size.info.model_type) else ", or run longer ones in pieces (--prefill-chunk)")
             + ("" if self.on_cpu else ", or move layers (--offload)")
@@ -326,8 +321,8 @@ class MemoryModel:
             return Bytes(request.batch * self.size.recurrence.state_bytes)
         if self._groups[layer].keys_of is not None:
             return Bytes()
-        if (own := role.bytes(layout, request.prompt)) is not None:
-            return own
+        if (of_role := role.bytes(layout, request.prompt)) is not None:
+            return of_role
         if layer in placement.layers:
             return HostStore.allocated(layout, placement.hot, role.hot_reads, request.tokens)
         if layer in self.paged:
@@ -364,118 +359,34 @@ class MemoryModel:
     def _program(self) -> Program:
         return Program.of(self.prefill, self.decode, self.size.info, evicting=self.evicting)
 
-    # --- what is made on the way --------------------------------------------------------------------------------------
-
-    def _prefill(self, request: Request, on_host: list[int]) -> int:
-        """The larger of what is alive while a layer attends and while its MLP runs, as in long_inputs.py."""
-        item, rows = self.size.dtype.itemsize, request.piece * request.batch
-        softmax = (group for group in self.size.info.attention if group.kind != "linear")
-        group, width = max(softmax, key=lambda one: one.heads * one.head_dim), self.size.hidden
-        in_linear = rows * self.size.recurrence.token_bytes if self.size.recurrence else 0
-        worked_on = rows if self.size.whole else min(rows, max(self.chunking.rows, self.chunking.above))  # or cut
-        always = rows * width * item + 2 * request.piece * group.head_dim * item  # hidden states, rotary angles
-        always += rows * self.size.inputs * item
-        in_inputs = rows * self.size.inputs * (2 * item + 8)  # a norm is in float32
+    def _working(self, request: Request, on_host: list[int]) -> int:
+        """Most that a pass of the prompt makes on its way, as long_inputs.py runs it: hidden states and rotary angles
+        throughout, and while a layer attends or its MLP runs, queries and the output or the rows worked on."""
+        size, rows, item = self.size, request.piece * request.batch, self.size.dtype.itemsize
+        group = max((g for g in size.info.attention if g.kind != "linear"), key=lambda g: g.heads * g.head_dim)
         queries = rows * group.heads * group.head_dim * item
         output = min(queries, max(self.chunking.output_bytes, queries // group.kv_heads))  # of a group of heads
-        attending = queries + output + self._index(request, -(-group.heads * output // queries))
-        attending += self._moved(request, on_host) + self._before_eviction(request) + self._multiplied(request)
-        in_mlp = queries + worked_on * (3 * self.size.intermediate + 2 * width) * item
-        return always + max(attending, in_mlp, in_linear, in_inputs)
+        cut = rows if size.whole else min(rows, max(self.chunking.rows, self.chunking.above))
+        in_mlp = cut * (3 * size.intermediate + 2 * size.hidden) * item
+        in_layer = max(
+            queries + max(output + self._copies(request, on_host), in_mlp),
+            rows * size.recurrence.token_bytes if size.recurrence else 0,
+            rows * size.inputs * (2 * item + 8),  # a norm is in float32
+        )
+        throughout = rows * (size.hidden + size.inputs) * item + 2 * request.piece * group.head_dim * item
+        return int(_MEASURED * (throughout + in_layer))
 
-    def _moved(self, request: Request, on_host: list[int]) -> int:
-        """Keys and values of a layer in host memory while it attends: packed, and all before them copied back."""
-        tokens = request.piece if request.piece == request.prompt else request.piece + request.prompt
-        return max((self._layout(layer, request.batch).bytes(tokens) for layer in on_host), default=0)
-
-    def _multiplied(self, request: Request) -> int:
-        """Copies of the keys and values in 8 bits that a layer attends to: of its piece, and all with those before; of
-        the keys that one evicts from once more."""
-        tokens = request.piece if request.piece == request.prompt else request.piece + request.prompt
-        tokens += request.prompt // 2 if self.evicting else 0
-        layers = [layer for layer, group in self._groups.items() if group.kind != "linear"] if self.float8 else []
-        return max((self._read_layout(layer, request.batch).bytes(tokens) for layer in layers), default=0)
-
-    def _before_eviction(self, request: Request) -> int:
-        """Returns what a prompt has more in evicting layers, until they evict: in one layer after another, or where the
-        prompt runs in pieces, in all of them. Beside it lies what a layer moves."""
-        cached = {layer: self._store(layer, request, Placement()).device for layer in self.evicting}
+    def _copies(self, request: Request, on_host: list[int]) -> int:
+        """Keys and values of a layer while it attends, beside its store: copied back from host memory, in the model's
+        precision where they are stored in 8 bits, and before it evicts."""
+        tokens = request.tokens if request.piece == request.prompt else request.piece + request.tokens
+        copied = max((self._layout(layer, request.batch).bytes(tokens) for layer in on_host), default=0)
+        if self.float8:
+            attending = [layer for layer, group in self._groups.items() if group.kind != "linear"]
+            copied += max(self._read_layout(layer, request.batch).bytes(tokens) for layer in attending)
+        stored = {layer: self._store(layer, request, Placement()).device for layer in self.evicting}
         whole = {layer: self._layout(layer, request.batch).bytes(request.tokens) for layer in self.evicting}
-        more = [max(0, whole[layer] - own) for layer, own in cached.items()]
-        together = max(more, default=0) if request.piece == request.prompt else sum(more)
-        return together + 2 * max(cached.values(), default=0)
-
-    def _index(self, request: Request, heads: int) -> int:
-        """The tile lists of the layer that has the widest, for so many heads."""
-        layers = {layer.patterns_at(request.prompt): layer for layer in self._program.layers}
-        rows = [_index_bytes(layer, request) for layer in layers.values()]
-        return request.batch * heads * max(rows)
-
-    def _decode(self, request: Request, on_host: list[int]) -> int:
-        """The logits and scores of a filter layer; all tokens of a layer in host memory that reads them all."""
-        tokens = request.tokens if self.on_cpu else bucketed_capacity(request.tokens)
-        scores = [self._scores(segment, request.batch, tokens) for segment in self._program.segments]
-        roles = {layer: self._program.layers[layer].role for layer in on_host}
-        whole = [layer for layer, role in roles.items() if not role.gathers((request.tokens,))]
-        copied = max((self._layout(layer).bytes(request.tokens) for layer in whole), default=0)
-        return max(scores, default=0) + request.batch * copied
-
-    def _scores(self, segment: SegmentProgram, batch: int, tokens: int) -> int:
-        """Returns what a filter layer makes to choose among so many tokens of each row."""
-        heads, layer = segment.query_heads, self._program.layers[segment.filter]
-        if segment.queries == 1:
-            return 4 * (heads + segment.lists) * min(scored_tokens(heads), batch * tokens)
-        widened = self.on_cpu and self.size.dtype != torch.float32  # the keys of a product
-        copied = 4 if widened else self.size.dtype.itemsize if batch > 1 else 0
-        multiplied = self._read_layout(layer.layer, batch).bytes(tokens) // 2 if self.float8 else 0  # all keys
-        return multiplied + _window_bytes(layer, segment, batch * tokens, copied * self._groups[layer.layer].head_dim)
-
-    def _slot_tables(self, request: Request, placement: Placement, on_host: list[int]) -> int:
-        """SlotTable of each choice that layers in host memory follow: where every token is, and what is in a slot."""
-        columns = request.tokens if self.on_cpu else bucketed_capacity(request.tokens)  # as captured steps have it
-        tables: dict[int, int] = {}
-        for layer in on_host:
-            role = self._program.layers[layer].role
-            follower, slots = role.follows, allocated_slots(placement.hot, role.hot_reads, request.tokens)
-            if follower is None or not slots:
-                continue
-            choice = follower.slots_key(layer)
-            tables[choice] = max(tables.get(choice, 0), 4 * follower.lists * (columns + 1 + 2 * (slots + 1)))
-        return request.batch * sum(tables.values())
-
-
-def _window_bytes(layer: LayerProgram, segment: SegmentProgram, tokens: int, key_bytes: int) -> int:
-    """Scores of several queries, as kernels/scores.py makes them: some KV heads at a time, with copies of keys."""
-    window, lists = segment.queries, segment.lists
-    queries = layer.heads // layer.kv_heads * window  # of a KV head
-    everything = layer.kv_heads * queries * tokens
-    block = min(everything, max(BLOCK_ELEMENTS, queries * tokens))
-    alive = 2 if block == everything else 3  # a block's scores and its softmax, and those of the block before
-    # maxima over heads: so far, of a block, and of both; or those of a block alone, and weighted
-    reduced = 12 * window * tokens if lists == 1 else 8 * (block // queries) * window
-    hidden, chosen = window * tokens, 4 * tokens * (3 * lists + 4)  # a mask; the scores, in order and packed
-    return 4 * alive * block + block // queries * key_bytes + reduced + hidden + chosen
-
-
-def _index_bytes(layer: LayerProgram, request: Request) -> int:
-    """Returns the bytes of one head and batch row: a list of tiles a row tile, and columns with a bit a row tile."""
-    patterns, keys = set(layer.patterns_at(request.prompt)), request.prompt
-    if not patterns:
-        return 0
-    row_tiles = -(-request.piece // layer.tile.query)
-    width = max(pattern.listed_tiles(keys, layer.tile) for pattern in patterns)
-    columns = max(pattern.most_columns(keys) for pattern in patterns)
-    lines = 2 * keys if columns else 0  # scores of columns and diagonals
-    return 4 * (row_tiles * (width + 1 + columns // 32) + columns + lines)
-
-
-def _last(holds: Callable[[int], bool], bound: int) -> int:
-    """The largest number below `bound` for which it holds, which it does up to there; 0 where it never does."""
-    low, high = 0, 1
-    while high < bound and holds(high):
-        low, high = high, 2 * high
-    high = min(high, bound)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+        evicted = [max(0, whole[layer] - stored[layer]) for layer in self.evicting]
+        # A prompt in pieces evicts at its end, in all layers.
+        waiting = max(evicted, default=0) if request.piece == request.prompt else sum(evicted)
+        return copied + waiting + 2 * max(stored.values(), default=0)

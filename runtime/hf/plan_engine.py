@@ -260,7 +260,7 @@ class Paging:
             with pool.first():  # what nobody uses any more is free then
                 missing = sum(virtual[layer].missing(lengths, layer.stored(layouts[layer])) for layer in mine)
                 self._check(pool, missing, lengths)
-                pool.make_way(missing, lambda: self.sizes.use(request, placement).prefill)
+                pool.make_way(missing, lambda: self.sizes.use(request, placement).working)
         for layer, layout in layouts.items():
             layer.expect(lengths, layout)
 

@@ -335,9 +335,3 @@ class HotSet:
     @property
     def rows(self) -> int:
         return self.slots + self.ring
-
-
-def allocated_slots(hot: Budget, reads: Reads, capacity: int) -> int:
-    """Returns how many slots a layer in host memory has for chosen tokens, where there is room for `capacity`."""
-    sizes = HotSet.of(hot, reads, capacity)
-    return sizes.slots if capacity > sizes.whole else 0

@@ -111,7 +111,7 @@ def test_a_long_pass_takes_no_more_than_was_said(architecture: str, widths: dict
     for event in sorted(changes, key=lambda event: event.start_ns()):
         held += event.nbytes()
         most = max(most, held)
-    assert said.prefill / 2 < most <= 1.02 * said.prefill  # a few numbers of the router
+    assert said.working / 2 < most <= said.working
     assert said.weights == sum(weight.nbytes for weight in (*model.parameters(), *model.buffers()))
 
 

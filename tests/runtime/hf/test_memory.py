@@ -2,8 +2,6 @@
 
 import gc
 import re
-import weakref
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,16 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparsekv.bench.hand_plans import hand_plan
 from sparsekv.bench.public_shapes import PUBLIC_SHAPES
-from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape, fraction, tokens
 from sparsekv.plans.phases import Offload
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.stores.pinned import Block
 
@@ -73,80 +70,19 @@ def test_keys_and_values_take_what_was_said_to_the_byte(model, size, options, ho
     assert (use.kv_host > 0) == (options not in ({"offload": "never"}, {"offload": "auto"}) and hot != tokens(5000))
 
 
-@pytest.mark.parametrize("heads", ["max", "per_kv_head"])
-def test_slot_tables_are_counted_to_the_byte(model, size, heads):
-    segments = segment(1, (2, 3), 64, heads=heads), segment(4, (5, 6), 32, heads=heads)
-    decode = decode_plan(*segments, offload=OFFLOADED, hot=16)
-    always, never = (MemoryModel(size, None, decode, True, mode) for mode in ("always", "never"))
-    request, before = Request(300, 7, batch=2), slot_tables()
-    said = [one.use(request, one.permitted).decode for one in (always, never)]
-    with torch.no_grad(), apply(model, plan_for(model, decode=decode), offload="always") as handle:
-        cache = handle.new_cache(request.tokens, request.batch)
-        for count in (300, 1):
-            model(random_tokens(2, count), past_key_values=cache)
-        made = [table for table in slot_tables() if not any(table is old for old in before)]
-    tensors = [part for table in made for part in (table.slot_of_BgC, table.token_BgH, table.worth_BgH)]
-    assert len(made) == 2
-    assert sum(part.nbytes for part in tensors) == said[0] - said[1]
-
-
-def slot_tables():
-    return [thing for thing in gc.get_objects() if type(thing) is SlotTable]
-
-
-class Peak(TorchDispatchMode):
-    """Most bytes of tensors made here that were alive at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.bytes, self.most = Counter(), 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {self._storage(x)[0] for x in args if isinstance(x, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            address, count = self._storage(out)
-            if self.alive[address] or address not in given:
-                self.alive[address] += 1
-                self.bytes += count if self.alive[address] == 1 else 0
-                self.most = max(self.most, self.bytes)
-                weakref.finalize(out, self._drop, address, count)
-        return out
-
-    def _drop(self, address, count):
-        self.alive[address] -= 1
-        self.bytes -= 0 if self.alive[address] else count
-
-    @staticmethod
-    def _storage(tensor):
-        storage = tensor.untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
-
-
-@pytest.mark.parametrize("heads", ["max", "per_kv_head"])
-def test_a_window_of_queries_takes_no_more_than_was_said(model, size, heads):
-    decode = decode_plan(segment(1, (2, 3), 8, selector="uniform", window=16, heads=heads))
-    estimate = MemoryModel(size, None, decode, True)
-    said = estimate.use(Request(4000, 1), estimate.permitted).decode
-    with torch.no_grad(), apply(model, plan_for(model, decode=decode)) as handle:
-        cache = handle.new_cache(4001)
-        model(random_tokens(1, 4000), past_key_values=cache)
-        with Peak() as peak:
-            model(random_tokens(1, 1), past_key_values=cache)
-    assert said / 2 < peak.most < said
-
-
-# Peak memory of the sparse rows of "Long prompts" in docs/results.md, on an H200.
+# Peak memory of sparse rows in docs/results/prompts.md, and of the longest context in host-memory.md, on an H200.
 @pytest.mark.parametrize(
     ("length", "density", "host_layers", "peak"),
-    [(1 << 15, 0.2, 0, 20.9), (1 << 17, 0.08, 0, 34.5), (1 << 19, 0.04, 0, 89.4), (1 << 20, 0.03, 12, 117.7)],
-)
-def test_peaks_of_long_prompts_are_as_they_were_measured(llama, length, density, host_layers, peak):
+    [(1 << 15, 0.2, 0, 20.9), (1 << 17, 0.08, 0, 34.5), (1 << 19, 0.04, 0, 89.4), (1 << 20, 0.03, 12, 117.7),
+     (3 << 19, 0.015, (*range(13, 18), *range(19, 32)), 141.4e9 / GIB)],
+)  # fmt: skip
+def test_peaks_of_long_prompts_are_at_most_5_percent_below_the_estimate(llama, length, density, host_layers, peak):
     plan, _ = hand_plan(llama.info, [length], [density], TileShape())
     estimate = MemoryModel(llama, plan.prefill, None, on_cpu=False, host_layers=host_layers)
     use = estimate.use(Request(length), estimate.permitted)
-    assert (use.device - use.spare) / GIB == pytest.approx(peak, rel=0.02)
-    assert use.kv_host == host_layers * length * 2 * 8 * 128 * 2
+    assert peak <= (use.device - use.spare) / GIB <= 1.05 * peak
+    layers = host_layers if isinstance(host_layers, int) else len(host_layers)
+    assert use.kv_host == layers * length * 2 * 8 * 128 * 2
 
 
 @settings(deadline=None)
@@ -290,3 +226,45 @@ def test_ctrl_c_while_memory_is_had_frees_all_of_it(model):
         assert sum(more for more, _ in told) == handle.stats().kv_bytes_host == told[0][1]
         assert blocks() == before + len(OFFLOADED)
         del cache
+
+
+@pytest.fixture(scope="module")
+def twelve_layers():
+    """Twelve layers of the 8B shape on the GPU, with its sizes, and bytes that were allocated before."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    config = AutoConfig.for_model(**PUBLIC_SHAPES["llama3-8b-1m"] | {"num_hidden_layers": 12})
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    return model, ModelSize.of(model, describe_model(model)), before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 30 GiB of a GPU")
+@pytest.mark.parametrize("length", [1 << 15, 1 << 17])
+@pytest.mark.parametrize(
+    ("kv_dtype", "host_layers", "chunk"),
+    [("auto", 0, None), ("fp8", 0, None), ("auto", 4, None), ("auto", 0, 1 << 14)],
+    ids=["device", "8 bits", "host memory", "in pieces"],
+)
+def test_the_peak_of_a_pass_is_at_most_5_percent_below_the_estimate(
+    twelve_layers, length, kv_dtype, host_layers, chunk
+):
+    model, size, before = twelve_layers
+    plan, _ = hand_plan(size.info, [length], [0.1], TileShape())
+    estimate = MemoryModel(size, plan.prefill, None, on_cpu=False, host_layers=host_layers, float8=kv_dtype == "fp8")
+    said = estimate.use(Request(length, 16, chunk=chunk), estimate.permitted)
+    prompt = random_tokens(1, length).cuda()
+    with (
+        torch.no_grad(),
+        apply(model, plan, kv_host_layers=host_layers, kv_dtype=kv_dtype, sparse="always") as handle,
+    ):
+        handle._engine.paging = handle._engine.paging.without()  # pages are not counted there
+        model(prompt[:, :2000], logits_to_keep=1)  # compiles
+        gc.collect()
+        cache = handle.new_cache(length + 16, answer=16, chunk=chunk)
+        torch.cuda.reset_peak_memory_stats()
+        for piece in prompt.split(chunk or length, 1):
+            model(piece, past_key_values=cache, logits_to_keep=1)
+        peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= said.device - said.spare <= 1.05 * peak

@@ -74,7 +74,7 @@ def test_pieces_of_a_prompt_wait_in_memory_for_its_end(model):
     memory = MemoryModel(size, None, None, on_cpu=True, evicting=plan.retained)
     whole, pieces = (memory.use(Request(4000, 20, chunk=chunk), Placement()) for chunk in (None, 40))
     token = 2 * 2 * 32 * 4
-    assert pieces.prefill > 2 * 3900 * token
+    assert pieces.working > 2 * 3900 * token
     assert whole.kv_device == pieces.kv_device == (4020 + 2 * 25) * token
 
 

@@ -177,7 +177,7 @@ def test_working_memory_is_asked_for_by_the_row_with_most_new_tokens(model, pool
         more = torch.ones(2, 200, dtype=torch.long)
         more[0, :199] = 0
         model(random_tokens(2, 200, 1), past_key_values=cache, attention_mask=torch.cat((mask, more), 1))
-        expected = handle._memory.use(Request(301, batch=2, chunk=200), Placement()).prefill
+        expected = handle._memory.use(Request(301, batch=2, chunk=200), Placement()).working
     assert asked[1] == expected
 
 
