@@ -113,7 +113,7 @@ def _the_plan(phase: Phase, inputs: CurveInputs, length: int) -> Modes:
 
 def _compiled_prefill(inputs: CurveInputs, length: int) -> Modes:
     assert inputs.profile is not None
-    asked = PlanOptions(lengths=(length,), phases=("prefill",), crossover=False, verify="none")
+    asked = PlanOptions(lengths=(length,), phases=("prefill",), verify="none")
     ladder, before = inputs.ladder(length, "vertical_slash"), None
     for density in ladder:
         options, own = for_profile(asked.but(target_density=(density,)), inputs.profile)
@@ -130,7 +130,7 @@ def _compiled_prefill(inputs: CurveInputs, length: int) -> Modes:
 
 def _preset(inputs: CurveInputs, length: int) -> Modes:
     assert inputs.preset is not None
-    asked = PlanOptions(lengths=(length,), phases=("prefill",), crossover=False, verify="none")
+    asked = PlanOptions(lengths=(length,), phases=("prefill",), verify="none")
     options, own = for_profile(asked, inputs.preset)
     prefill = allocate(own, _prices(own), settle(options, own.model.context_length, "cpu"))
     yield "preset", PlanMode(_plan_of(inputs, prefill), "prefill")
@@ -141,7 +141,7 @@ def _compiled_decode(inputs: CurveInputs, length: int) -> Modes:
     found: dict[tuple[Segment, ...], str] = {}
     for name, options in _decode_options(length, bool(entry.trials)):
         asked, own = for_profile(options, cast(Profile, inputs.profile))
-        bucket = choose_filter_layers(own, _prices(own), settle(asked, own.model.context_length, "cpu")).bucket(length)
+        bucket = choose_filter_layers(own, settle(asked, own.model.context_length, "cpu")).bucket(length)
         if bucket.segments:
             found.setdefault(bucket.segments, name)
     compiled = list(found.items())
@@ -154,7 +154,7 @@ def _compiled_decode(inputs: CurveInputs, length: int) -> Modes:
 
 
 def _decode_options(length: int, tried: bool) -> Iterator[tuple[str, PlanOptions]]:
-    base = PlanOptions(lengths=(length,), phases=("decode",), crossover=False, verify="none")
+    base = PlanOptions(lengths=(length,), phases=("decode",), verify="none")
     for kl in _DECODE_KLS if tried else ():
         yield f"at most {kl:g} nats", base.but(decode_kl=kl)
     for loss in () if tried else _DECODE_LOSSES:
@@ -171,7 +171,7 @@ def _plan_of(inputs: CurveInputs, prefill: PrefillPlan) -> Plan:
 
 
 def _prices(profile: Profile) -> Prices:
-    """Prices that nothing reads: without a crossover, tiles and tokens decide."""
+    """Prices that ship: curves are the same on every device."""
     return shipped_prices(head_shape(profile.model), profile.tile)
 
 

@@ -22,13 +22,10 @@ from sparsekv.plans.schema import to_data
 if TYPE_CHECKING:
     from sparsekv.planner.job import Job
     from sparsekv.planner.plan import PlanResult
-    from sparsekv.planner.prices import Prices
     from sparsekv.planner.profile.profile_data import Profile
     from sparsekv.planner.progress import Progress
 
-    Measured = tuple[Profile | None, Prices | None]
-
-_HOW_SPARSE = "longer --lengths or --no-crossover leave more of it sparse"
+_HOW_SPARSE = "longer --lengths leave more of it sparse"
 _PROFILED = ("preset", "calibration_samples", "prompts_file")
 _MACHINE = (*Hardware.model_fields, "device_map")
 
@@ -39,7 +36,7 @@ class PlanFlags(PlanFiles, PlanOptions, Output):
         Unread(_PROFILED, "a profile brings what it was made with", ("profile",)),
         Unread(("verify", "require_verified"), "nothing is verified", ("no_verify",)),
         Unread(("require_verified",), "nothing is verified", (("verify", "none"),)),
-        Unread(_MACHINE, "no model runs", ("profile", "cost", "no_verify"), without=("retain",)),
+        Unread(_MACHINE, "no model runs", ("profile", "no_verify"), without=("retain",)),
         Unread(DecodeSearch.model_fields, "only prefill is planned", (("phases", ("prefill",)),)),
         Unread((*Search.model_fields, "target_density"), "only decode is planned", (("phases", ("decode",)),)),
     )
@@ -48,7 +45,7 @@ class PlanFlags(PlanFiles, PlanOptions, Output):
 
     @property
     def needs_model(self) -> bool:
-        return not (self.profile and self.cost and not self.verifies) or self.retain is not None
+        return not self.profile or self.verifies or self.retain is not None
 
     @property
     def verifies(self) -> bool:
@@ -72,7 +69,7 @@ def plan(flags: PlanFlags) -> None:
     resolve_model(flags.model)  # before the files: where there is no model, a plan finds no folder of it either
     flags.check_files()
     wanted, subject = flags.options, Subject(flags.model)
-    measured = _measured(flags, wanted)
+    profile = _profile(flags, wanted)
     if flags.needs_model:
         subject = subject.checked(flags, wanted.lengths)
     # Imports torch and transformers, which takes seconds: what is wrong with the call was said by now.
@@ -83,11 +80,10 @@ def plan(flags: PlanFlags) -> None:
 
     progress = BarProgress()
     with nullcontext() if flags.profile else only_run(flags.resume), flags.telling_what_is_saved():
-        job = _job(flags, wanted, subject, measured, progress)
+        job = _job(flags, wanted, subject, profile, progress)
         result = compile_plan(
             job,
             profile_out=flags.profile_out,
-            cost_out=flags.cost_out,
             resume=flags.resume,
             outcomes=outcomes_beside(flags.file),
             progress=progress,
@@ -101,26 +97,25 @@ def plan(flags: PlanFlags) -> None:
         tell(f"{other} is left of a run with other options, which goes on from it; remove it if that one is not wanted")
 
 
-def _measured(flags: PlanFlags, wanted: PlanOptions) -> Measured:
-    from sparsekv.planner.prices import Prices
-    from sparsekv.planner.profile.profile_data import Profile, narrowed
+def _profile(flags: PlanFlags, wanted: PlanOptions) -> Profile | None:
+    from sparsekv.planner.profile.profile_data import Profile, for_profile
     from sparsekv.planner.records import read_measured
 
-    profile = read_measured(Profile, flags.profile) if flags.profile else None
-    cost = read_measured(Prices, flags.cost) if flags.cost else None
-    narrowed(wanted, profile, cost)
-    return profile, cost
+    if flags.profile is None:
+        return None
+    profile = read_measured(Profile, flags.profile)
+    for_profile(wanted, profile)
+    return profile
 
 
-def _job(flags: PlanFlags, wanted: PlanOptions, subject: Subject, measured: Measured, progress: Progress) -> Job:
-    from sparsekv.planner.job import check_plannable, job_of, job_of_files
+def _job(flags: PlanFlags, wanted: PlanOptions, subject: Subject, profile: Profile | None, progress: Progress) -> Job:
+    from sparsekv.planner.job import check_plannable, job_of, job_of_profile
 
-    profile, cost = measured
-    if profile and cost and not flags.needs_model:
-        return job_of_files(flags.model, wanted, profile, cost)
+    if profile and not flags.needs_model:
+        return job_of_profile(flags.model, wanted, profile)
     longest = max(wanted.lengths, default=0)
-    loaded = subject.load(flags, lambda info, kind: check_plannable(info, wanted, kind, profile, cost), longest)
-    return job_of(loaded, wanted, profile, cost, progress)
+    loaded = subject.load(flags, lambda info, kind: check_plannable(info, wanted, kind, profile), longest)
+    return job_of(loaded, wanted, profile, progress)
 
 
 def _tell(result: PlanResult, flags: PlanFlags, seconds: float) -> None:

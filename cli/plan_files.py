@@ -50,8 +50,6 @@ class PlanFiles(Options):
         ),
     ] = None
     profile: Annotated[Path | None, Flag("Use a saved profile.", metavar="FILE")] = None
-    cost_out: Annotated[Path | None, Flag("Save the measured device cost.", metavar="FILE")] = None
-    cost: Annotated[Path | None, Flag("Use a saved device cost.", metavar="FILE")] = None
 
     @property
     def file(self) -> Path:
@@ -65,15 +63,14 @@ class PlanFiles(Options):
 
     def check_files(self) -> None:
         """Finds out before hours of work whether the outputs can be written."""
-        for path in filter(None, (self.file, self.profile_out, self.cost_out)):
+        for path in filter(None, (self.file, self.profile_out)):
             check_writable(path)
         for path in (self.resume, outcomes_beside(self.file)):
             check_writable(path)
-        inputs = (("--profile", self.profile), ("--cost", self.cost), ("--prompts", self.prompts_file))
+        inputs = (("--profile", self.profile), ("--prompts", self.prompts_file))
         outputs = (
             ("--out", self.file, "plan"),
             ("--profile-out", self.profile_out, "profile"),
-            ("--cost-out", self.cost_out, "cost"),
             ("an unfinished --profile-out", self.resume, "partial"),
             ("an unfinished test", outcomes_beside(self.file), "outcomes"),
         )
@@ -176,7 +173,6 @@ _WHAT = {
     "plan": "a plan",
     "profile": "a profile",
     "partial": "an unfinished profile",
-    "cost": "a device cost",
     "page": "a page of `sparsekv report`",
     "outcomes": "outcomes of a verification",
     "curve": "curves of a model",

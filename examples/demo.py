@@ -25,12 +25,12 @@ def main() -> None:
     document, plan = FOLDER / "document.txt", FOLDER / "plan.yaml"
     question, answer = write_document(document)
     show(f"{document}: source text of {TOKENS:,} tokens with one sentence hidden in it. It ends:\n  {question}")
-    # Without --no-crossover the plan would go dense where dense is faster on this machine. One sample of two tasks keep
-    # this to a few minutes without a GPU; a test takes hundreds of prompts, so that the plan stays unverified.
+    # One sample of two tasks keep this to a few minutes without a GPU; a test takes hundreds of prompts, so that the
+    # plan stays unverified.
     few = ("tasks=niah_single,kv_retrieval", "calibration_samples=1")
     # Two prompts prove no decode divergence as small as the default bound, and decode would run dense.
     keys = [part for key in (*few, "decode_kl=0.01") for part in ("--set", key)]
-    sparsekv("plan", MODEL, "-o", str(plan), "--force", "--lengths", "8k", "--no-crossover", "--no-verify", *keys)
+    sparsekv("plan", MODEL, "-o", str(plan), "--force", "--lengths", "8k", "--no-verify", *keys)
     sparsekv("show", str(plan))
     show(f"The hidden answer is {answer}. Without and with the plan the model says:")
     answers = ("--compare", "--max-new-tokens", "8")

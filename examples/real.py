@@ -21,8 +21,7 @@ def main() -> None:
     page.write_text(Path("LICENSE").read_text()[:CHARACTERS] + QUESTION)
     if not plan.exists():
         lengths = "2k,4k,8k" if torch.cuda.is_available() else "2k"
-        # Without --no-crossover the plan would go dense where dense is faster on this machine.
-        sparsekv("plan", str(FOLDER), "-o", str(plan), "--force", "--lengths", lengths, "--no-crossover")
+        sparsekv("plan", str(FOLDER), "-o", str(plan), "--force", "--lengths", lengths)
     sparsekv("show", str(plan))
     show(f"{page} is the beginning of LICENSE. It ends:{QUESTION}")
     sparsekv("run", str(FOLDER), "--prompt-file", str(page), "--compare", "--max-new-tokens", "80")

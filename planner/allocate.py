@@ -5,11 +5,7 @@ the sum of their damages (profile/head_errors.py) is least. So heads get what th
 everything, instead of one density each (MInference 1.0, section 3.2, algorithm 1, as the preset does it). The damage
 that comes out is the same on every device. For as little damage a device may have a faster choice, by the time of
 tiles, single columns and indices there: heads and families are ranked by damage a microsecond. Its density may be a
-little above the target.
-
-Heads that the crossover makes dense stand outside the target: they are dense because that is faster, so that sparser
-neighbours would lose accuracy and win nothing that was asked for. The plan is then denser than its target, which
-`plan_remarks` tells.
+little above the target. Where sparse attention is faster at all, the host finds out.
 """
 
 from __future__ import annotations
@@ -21,24 +17,13 @@ from itertools import pairwise
 import numpy as np
 
 from sparsekv.planner.options import Family, Settled
-from sparsekv.planner.predict import (
-    ABSENT,
-    DENSE,
-    Choice,
-    Mask,
-    Savings,
-    ScoreTables,
-    head_times,
-    layer_times,
-    longest_losing,
-    pays,
-)
+from sparsekv.planner.predict import ABSENT, DENSE, Choice, ScoreTables, head_times
 from sparsekv.planner.prices import Floats, Prices
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.profile.search_space import ROUNDING, too_low
 from sparsekv.planner.relaxation import Allocation, least_cost, solve
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import Pattern, TileShape, mandatory_density
+from sparsekv.plans.patterns import TileShape, mandatory_density
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.types import format_length
 
@@ -48,12 +33,9 @@ TOLERANCE = 1.1
 
 
 def allocate(profile: Profile, cost: Prices, options: Settled, say: Callable[[str], None] | None = None) -> PrefillPlan:
-    """The prefill phase of a plan: one bucket a profiled length, and an open-ended one like the last (dense where that
-    would not pay all the way up to the model's context).
+    """The prefill phase of a plan: one bucket a profiled length, and an open-ended one like the last.
 
-    The density over the sparse heads of each bucket is at most its target. Heads, layers, and lengths between the
-    profiled ones that dense is predicted to compute faster go dense, unless `options.crossover` is off; and so do the
-    lengths of `options.dense`.
+    The density over the heads of each bucket is at most its target. The lengths of `options.dense` are dense.
 
     Args:
         options: settled for the profile: `target_density` has one entry a profiled length, or none where the profile
@@ -63,21 +45,15 @@ def allocate(profile: Profile, cost: Prices, options: Settled, say: Callable[[st
     Raises:
         UsageError: a target lies below all that was profiled.
     """
-    work, choices = [], []
+    buckets: list[PrefillBucket] = []
     for entry, target in _targets(profile, options):
         length = _Length(profile, entry, cost, options)
-        choice = length.chosen(options, target)
-        work.append(length)
-        choices.append(choice)
+        buckets.append(length.bucket(length.chosen(options, target)))
         if say is not None and (line := length.told()):
             say(line)
-    buckets: list[PrefillBucket] = []
-    for length, choice in zip(work, choices, strict=True):
-        above = buckets[-1].up_to if buckets else None
-        buckets += length.buckets(choice, above or 0)
     last = PrefillBucket(up_to=None, dense=True)
     if not buckets[-1].dense:
-        last = work[-1].beyond(choices[-1], profile.model.context_length)
+        last = PrefillBucket(up_to=None, extrapolated=True, same_as=buckets[-1].up_to)
     # A dense bucket that a longer dense one follows is part of it.
     lengths = [bucket for bucket, after in pairwise([*buckets, last]) if not (bucket.dense and after.dense)]
     return PrefillPlan(tile=profile.tile, lengths=(*lengths, last))
@@ -145,11 +121,10 @@ class _Length:
     """The allocation of one length."""
 
     def __init__(self, profile: Profile, entry: LengthProfile, cost: Prices, options: Settled) -> None:
-        self._profile, self._entry, self._cost = profile, entry, cost
+        self._profile, self._entry = profile, entry
         self._tile: TileShape = profile.tile
         self.tables = ScoreTables.of(entry)
-        self._savings = Savings(cost, self.tables, profile.tile) if options.crossover else None
-        self._time_LCH = head_times(cost, self.tables).ranked_LCH
+        self._time_LCH = head_times(cost, self.tables)
         self._own_LCH = self.tables.of_families(options.families)
         self._families = options.families
         self._found: Allocation | None = None  # of the last budget that was asked for
@@ -160,29 +135,14 @@ class _Length:
             return self._dense
         if self._profile.preset is None and self._least > target * (1.0 + ROUNDING):
             raise self._unreached(target, self._least)
-        return self._at(target)
+        return self._least_damage(target) if self._profile.preset else self._within(target)
 
     @property
     def _dense(self) -> Choice:
         return np.where(self.tables.present_LH, DENSE, ABSENT)
 
-    def _at(self, target: float) -> Choice:
-        """The least damage at a mean cost, and what of it the crossover leaves sparse."""
-        allowed_LCH, sparse_LH = self._own_LCH.copy(), self.tables.present_LH.copy()
-        if self._savings is None:
-            return self._within(allowed_LCH, sparse_LH, target)
-        allowed_LCH &= self._savings.paying_candidates()
-        while True:  # each turn but the last takes a family from a layer, or makes a layer dense
-            choice = self._within(allowed_LCH, sparse_LH, target)
-            if self._without_losing_families(choice, allowed_LCH, self._savings):
-                continue
-            lasting = self._savings.without_losing_layers(choice)
-            if np.array_equal(lasting, choice):
-                return choice
-            sparse_LH &= ~((lasting == DENSE) & (choice >= 0)).any(1)[:, None]
-
     def told(self) -> str | None:
-        """Returns how good the allocation is, over the heads that the crossover leaves sparse; None of a preset."""
+        """Returns how good the allocation is; None of a preset."""
         if self._found is None:
             return None
         damage, bound = self._found.damage, self._found.bound
@@ -192,114 +152,53 @@ class _Length:
             f"proven to be within {gap:.2%} of the least for its density"
         )
 
-    def buckets(self, choice: Choice, above: int) -> list[PrefillBucket]:
-        """The choice as a bucket, behind a dense one for the lengths from `above` on at which it would not pay."""
-        length = self._entry.length
-        own = self.bucket(choice)
-        if own.dense:
-            return [own]
-        below = None if self._savings is None else longest_losing(lambda n: self._pays_at(choice, n), length, above)
-        dense = [PrefillBucket(up_to=below, dense=True)] if below else []
-        return [*dense, own]
-
     def bucket(self, choice: Choice) -> PrefillBucket:
         """The choice as a bucket."""
-        groups = self._groups(choice, as_shares=self._cost.cuts_prompts)
-        return PrefillBucket(up_to=self._entry.length, heads=groups, dense=not groups)
-
-    def beyond(self, choice: Choice, longest: int) -> PrefillBucket:
-        """The choice at lengths up to `longest` that nothing was profiled at: the same tokens however long, so that
-        density falls; dense where that would not pay all the way."""
-        if not self._pays_up_to(longest, choice):
-            return PrefillBucket(up_to=None, dense=True)
-        if self._cost.cuts_prompts:
-            return PrefillBucket(up_to=None, extrapolated=True, heads=self._groups(choice, as_shares=False))
-        return PrefillBucket(up_to=None, extrapolated=True, same_as=self._entry.length)
-
-    def _groups(self, choice: Choice, as_shares: bool) -> tuple[HeadGroup, ...]:
-        def pattern(row: int, head: int) -> Pattern:
-            chosen = self.tables.pattern(choice, row, head)
-            return chosen.of_context(self._entry.length) if as_shares else chosen
-
-        return tuple(
-            HeadGroup(layer=scores.layer, heads=(head,), pattern=pattern(row, head))
+        groups = tuple(
+            HeadGroup(layer=scores.layer, heads=(head,), pattern=self.tables.pattern(choice, row, head))
             for row, scores in enumerate(self._entry.layers)
             for head in np.flatnonzero(choice[row] >= 0).tolist()
         )
+        return PrefillBucket(up_to=self._entry.length, heads=groups, dense=not groups)
 
-    def _pays_up_to(self, longest: int, choice: Choice) -> bool:
-        """Returns whether the choice pays at longer lengths too, or is to hold whether it pays or not."""
-        length = self._entry.length
-        if self._savings is None or longest <= length:
-            return True
-        return longest_losing(lambda n: self._pays_at(choice, n), longest + 1, length) is None
-
-    def _pays_at(self, choice: Choice, length: int) -> bool:
-        times = layer_times(self._cost, self.tables, choice, self._tile, length)
-        return pays(float(times.sparse_us.sum()), float(times.dense_us.sum()))
-
-    def _within(self, allowed_LCH: Mask, sparse_LH: Mask, target: float) -> Choice:
-        """The least damage over the heads of `sparse_LH`; the others are dense."""
-        if self._profile.preset is not None:
-            return self._least_damage(allowed_LCH, sparse_LH, target)
-        tables, sparse_LH = self.tables, self._affordable(allowed_LCH, sparse_LH, target)
-        least = float(self._cheapest(allowed_LCH)[sparse_LH].sum())  # above the target only by rounding
-        budget = max(target * int(sparse_LH.sum()), least)
-        found = solve(tables.density_LCH, tables.damage_LCH, allowed_LCH, sparse_LH, budget)
+    def _within(self, target: float) -> Choice:
+        """The least damage at a mean density over all heads."""
+        tables, present_LH = self.tables, self.tables.present_LH
+        least = float(self._cheapest[present_LH].sum())  # above the target only by rounding
+        budget = max(target * int(present_LH.sum()), least)
+        found = solve(tables.density_LCH, tables.damage_LCH, self._own_LCH, present_LH, budget)
         assert found is not None
-        self._found = self._faster(found, allowed_LCH, sparse_LH)
-        return np.where(tables.present_LH & ~sparse_LH, DENSE, self._found.choice)
+        self._found = self._faster(found)
+        return np.where(present_LH, self._found.choice, ABSENT)
 
-    def _faster(self, found: Allocation, allowed_LCH: Mask, sparse_LH: Mask) -> Allocation:
+    def _faster(self, found: Allocation) -> Allocation:
         """The least time on the device for the damage of an allocation, or that itself where it is faster."""
         tables, time_LCH = self.tables, self._time_LCH
-        choice, damage = least_cost(
-            time_LCH, tables.damage_LCH, allowed_LCH, sparse_LH, found.damage * (1.0 + ROUNDING)
-        )
+        most = found.damage * (1.0 + ROUNDING)
+        choice, damage = least_cost(time_LCH, tables.damage_LCH, self._own_LCH, tables.present_LH, most)
         ours, theirs = (float(tables.take(time_LCH, one, 1.0).sum()) for one in (choice, found.choice))
         denser, dense = (float(tables.take(tables.density_LCH, one, 1.0).sum()) for one in (choice, found.choice))
-        # Where dense heads take least, the crossover decides whether they are dense.
         is_better = ours < theirs and denser <= TOLERANCE * dense
         return Allocation(choice, damage, min(found.bound, damage)) if is_better else found
 
     @property
     def _least(self) -> float:
-        """The mean density of the sparsest choice, whether it pays or not."""
-        return float(self._cheapest(self._own_LCH)[self.tables.present_LH].mean())
+        """The mean density of the sparsest choice."""
+        return float(self._cheapest[self.tables.present_LH].mean())
 
-    def _cheapest(self, allowed_LCH: Mask) -> Floats:
-        return np.asarray(np.minimum(np.where(allowed_LCH, self.tables.density_LCH, np.inf).min(1), 1.0))
+    @property
+    def _cheapest(self) -> Floats:
+        return np.asarray(np.minimum(np.where(self._own_LCH, self.tables.density_LCH, np.inf).min(1), 1.0))
 
-    def _affordable(self, allowed_LCH: Mask, sparse_LH: Mask, target: float) -> Mask:
-        """Heads that fit into the target together. Where the crossover took what is cheap, the dearest go dense."""
-        taken_LH = self._own_LCH.any(1) & ~allowed_LCH.any(1)
-        cheapest = np.where(sparse_LH & ~taken_LH, self._cheapest(allowed_LCH), np.inf).reshape(-1)
-        order = cheapest.argsort(kind="stable")
-        means = cheapest[order].cumsum() / np.arange(1, order.size + 1)
-        fits = np.zeros(order.size, np.bool_)
-        fits[order] = means <= target * (1.0 + ROUNDING)
-        return fits.reshape(sparse_LH.shape)
-
-    def _least_damage(self, allowed_LCH: Mask, sparse_LH: Mask, target: float) -> Choice:
+    def _least_damage(self, target: float) -> Choice:
         """Algorithm 1 of MInference: for each head by itself, among candidates of one cost."""
         tables = self.tables
         # A range whose smallest pattern costs more than the target is not at the target cost.
-        usable_LCH = allowed_LCH & (tables.density_LCH <= target * TOLERANCE)
-        if (missing_LH := sparse_LH & ~usable_LCH.any(1)).any() and self._savings is None:
-            least_LH = np.where(self._own_LCH, tables.density_LCH, np.inf).min(1)
-            raise self._unreached(target, float(least_LH[missing_LH].max()))
+        usable_LCH = self._own_LCH & (tables.density_LCH <= target * TOLERANCE)
+        if (missing_LH := tables.present_LH & ~usable_LCH.any(1)).any():
+            raise self._unreached(target, float(self._cheapest[missing_LH].max()))
         damage_LCH = np.where(usable_LCH, tables.damage_LCH, np.inf)
-        best_LH = np.where(usable_LCH.any(1) & sparse_LH, damage_LCH.argmin(1), DENSE)
-        return np.where(tables.present_LH, best_LH, ABSENT)
-
-    def _without_losing_families(self, choice: Choice, allowed_LCH: Mask, savings: Savings) -> bool:
-        """Takes from each layer the family whose index costs it more than it saves, if there is one; whether it did."""
-        took = False
-        for row in range(len(choice)):
-            if (losing := savings.losing_family(choice[row], row)) is not None:
-                allowed_LCH[row] &= ~self.tables.of_families((losing,))[row]
-                took = True
-        return took
+        return np.where(tables.present_LH, damage_LCH.argmin(1), ABSENT)
 
     def _unreached(self, target: float, found: float) -> UsageError:
         least = min(mandatory_density(self._entry.length, self._tile, family) for family in self._families)

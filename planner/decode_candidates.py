@@ -228,9 +228,9 @@ class CandidateSpace:
         attended = min(self._length, options.decode_sink + budget.resolve(self._length) + options.decode_recent)
         visible = [visible_tokens(groups[layer], self._length) for layer in range(self._model.layers)]
         return SegmentProblem(
-            dense_ns=np.array(visible, np.int64) * _TOKEN_COST,
-            sparse_ns=np.full(len(visible), attended * _TOKEN_COST),
-            choose_ns=np.zeros(len(visible), np.int64),
+            dense=np.array(visible, np.int64) * _TOKEN_COST,
+            sparse=np.full(len(visible), attended * _TOKEN_COST),
+            choose=np.zeros(len(visible), np.int64),
             loss=self._lost[budget] * weights_J[:, None],
             most_loss=0.0,
         )

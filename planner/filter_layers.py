@@ -7,12 +7,13 @@ or the caller names them.
 
 All sparse lengths of a plan share their segments, so that one captured step serves them; budgets may differ where they
 were tried. A length at which no trial of the same segments stayed inside the gate goes dense. Without trials it
-bounds the loss at the worst of the sparse lengths, and counts the time of the longest, where decode has most to gain. A
-short length that would cost the longer ones their sparsity goes dense: segments are solved for all lengths, for all but
-the shortest, and so on; those that save most over all lengths together are taken.
+bounds the loss at the worst of the sparse lengths, and counts the tokens of the longest, where decode has most to gain.
+A short length that would cost the longer ones their sparsity goes dense: segments are solved for all lengths, for all
+but the shortest, and so on; those that save most over all lengths together are taken. What is saved is cached tokens
+that are not read: the same on every device.
 
 The dynamic programme (`solve_segments`) walks the layers; a state is the filter in force; each state keeps the partial
-assignments that no other one beats in both cost and loss. Costs are whole nanoseconds, so that equal sums are equal.
+assignments that no other one beats in both cost and loss.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sparsekv.planner.options import Settled
-from sparsekv.planner.predict import decode_share, dense_step_us, longest_losing, pays, step_us, visible_tokens
-from sparsekv.planner.prices import Floats, Prices
+from sparsekv.planner.predict import decode_share, visible_tokens
+from sparsekv.planner.prices import Floats
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile, Reuse, TokenChoice
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
@@ -42,19 +43,17 @@ _NO_FILTER = -1
 _LEAST_HOT = 4096
 
 
-def choose_filter_layers(profile: Profile, cost: Prices, options: Settled) -> DecodePlan:
+def choose_filter_layers(profile: Profile, options: Settled) -> DecodePlan:
     """The decode phase of a plan: the same segments at every length that is sparse.
 
-    Lengths at which they are not predicted to be faster than dense go dense, unless `options.crossover` is off, or rows
-    are to be offloaded: that asks for memory first, and only sparse layers can give theirs. So do the lengths of
-    `options.dense`, of which the others keep what they would have beside them.
+    The lengths of `options.dense` are dense; the others keep what they would have beside them.
 
     Raises:
         UsageError: see `check_filters` and `check_budget`.
     """
     check_filters(profile.model, options)
     check_budget(profile, options)
-    chooser = _Chooser(profile, cost, options.but(crossover=options.crossover and not options.offload))
+    chooser = _Chooser(profile, options)
     buckets = chooser.buckets(chooser.without(chooser.choose(), options.dense_at("decode")))
     plan = DecodePlan(lengths=buckets)
     layers = tuple(sorted(plan.follower_layers - profile.model.sharing)) if options.offload else ()
@@ -113,11 +112,11 @@ def _inside(entry: LengthProfile, options: Settled) -> list[DecodeTrial]:
 
 
 class _Chooser:
-    """The lengths that have decode statistics, on one device."""
+    """The lengths that have decode statistics."""
 
-    def __init__(self, profile: Profile, cost: Prices, options: Settled) -> None:
+    def __init__(self, profile: Profile, options: Settled) -> None:
         model = profile.model
-        self._cost, self._options, self._model = cost, options, model
+        self._options, self._model = options, model
         self._full = model.full_layers
         reuses = [(entry.length, entry.reuse) for entry in profile.lengths if entry.reuse]
         self._tried = takes_trials(profile, options)
@@ -130,7 +129,7 @@ class _Chooser:
         """Returns what each length attends to."""
         if self._options.filter_layers:
             given = following(sorted(self._options.filter_layers), self._full)
-            return self._where_it_pays(given, range(len(self._lengths)))
+            return (tuple(map(self._segment, given)),) * len(self._lengths)
         found = list(self._proven() if self._tried else self._solved())
         return min(found, key=self._spent)
 
@@ -144,8 +143,8 @@ class _Chooser:
         for first in range(len(self._lengths)):
             assignment = solve_segments(self._problem(first)).segments
             bound = self._options.loss_bound * (1.0 + 1e-9)
-            kept = [position for position, one in enumerate(self._lengths) if one.lost(assignment) <= bound]
-            yield self._where_it_pays(assignment, kept)
+            segments = tuple(map(self._segment, assignment))
+            yield tuple(segments if one.lost(assignment) <= bound else () for one in self._lengths)
 
     def _proven(self) -> Iterator[Choice]:
         """By trials inside the gate: nothing, and the cheapest at each length that differ in their budgets alone."""
@@ -159,71 +158,29 @@ class _Chooser:
             yield tuple(map(self._cheapest, found, self._lengths))
 
     def _cheapest(self, found: Sequence[tuple[Segment, ...]], at: _Statistics) -> tuple[Segment, ...]:
-        paying = [one for one in found if not self._options.crossover or self._pays(one, at.length)]
-        return min(paying, key=lambda one: self._relative(one, at.length), default=())
+        return min(found, key=lambda one: decode_share(one, at.length, self._model), default=())
 
     def buckets(self, choice: Choice) -> tuple[DecodeBucket, ...]:
-        """Ascending, equal neighbours as one, the last open-ended: dense where the context would outgrow the gain."""
-        buckets: list[DecodeBucket] = []
-        for one, segments in zip(self._lengths, choice, strict=True):
-            above = (buckets[-1].up_to or 0) if buckets else 0
-            below = self._crossing(segments, one.length, above) if segments else one.length
-            buckets += [DecodeBucket(up_to=below, dense=True)] if below else []
-            buckets += [DecodeBucket(up_to=one.length, segments=segments)] if segments else []
+        """Ascending, equal neighbours as one, the last open-ended."""
+        pairs = zip(self._lengths, choice, strict=True)
+        buckets = [DecodeBucket(up_to=one.length, segments=segments, dense=not segments) for one, segments in pairs]
         differing = [bucket for bucket, after in pairwise(buckets) if bucket.segments != after.segments]
-        last = buckets[-1]
-        # Beyond the longest length budgets no longer grow, and times are linear: the far end tells of all between.
-        if last.segments and self._options.crossover and not self._pays(last.segments, self._model.context_length):
-            return (*differing, last, DecodeBucket(up_to=None, dense=True))
-        return (*differing, last.model_copy(update={"up_to": None}))
-
-    def _where_it_pays(self, assignment: Sequence[FilterSegment], allowed: Sequence[int]) -> Choice:
-        segments = tuple(map(self._segment, assignment))
-        return tuple(
-            segments
-            if position in allowed and (not self._options.crossover or self._pays(segments, one.length))
-            else ()
-            for position, one in enumerate(self._lengths)
-        )
-
-    def _pays(self, segments: tuple[Segment, ...], length: int) -> bool:
-        for rows in (prices.rows for prices in self._cost.steps):
-            step = step_us(segments, self._cost, length, self._model, rows=rows)
-            if step is None or not pays(step, dense_step_us(self._cost, length, self._model, rows=rows)):
-                return False
-        return True
-
-    def _crossing(self, segments: tuple[Segment, ...], length: int, above: int) -> int | None:
-        if not self._options.crossover:
-            return None
-        return longest_losing(lambda shorter: self._pays(segments, shorter), length, above)
+        return (*differing, buckets[-1].model_copy(update={"up_to": None}))
 
     def _spent(self, choice: Choice) -> float:
-        """Returns the time of a step relative to dense, summed over the lengths."""
-        return sum(self._relative(used, one.length) for used, one in zip(choice, self._lengths, strict=True))
-
-    def _relative(self, segments: tuple[Segment, ...], length: int) -> float:
-        step = step_us(segments, self._cost, length, self._model) if self._options.crossover else None
-        if step is None:
-            return decode_share(segments, length, self._model)
-        return step / max(dense_step_us(self._cost, length, self._model), 1e-9)
+        """Returns the share of the cached tokens that a step reads, summed over the lengths."""
+        pairs = zip(choice, self._lengths, strict=True)
+        return sum(decode_share(used, one.length, self._model) for used, one in pairs)
 
     def _problem(self, first: int) -> SegmentProblem:
         """Over the lengths from the `first` on."""
-        options, cost, length = self._options, self._cost, self._longest
+        options, length = self._options, self._longest
         attended = min(length, options.decode_sink + options.decode_budget.resolve(length) + options.decode_recent)
         groups = self._model.by_layer
-        visible = [visible_tokens(groups[layer], length) for layer in range(len(groups))]
-        # Without a crossover the file is to be sparse whatever this device makes of it: tokens stand in for time.
-        dense_us, sparse_us, choose_us = list(map(float, visible)), float(attended), 1.0
-        if options.crossover:
-            step = cost.step()
-            dense_us = [step.dense.at(seen) for seen in visible]
-            sparse_us, choose_us = step.sparse_us(attended, length), step.choice_us(length)
-        dense_ns = np.array([round(us * 1e3) for us in dense_us])
-        sparse_ns, choose_ns = (np.full(len(groups), round(us * 1e3)) for us in (sparse_us, choose_us))
+        dense = np.array([visible_tokens(groups[layer], length) for layer in range(len(groups))])
+        sparse, choose = np.full(len(groups), attended), np.full(len(groups), 1)
         loss = np.max([one.loss for one in self._lengths[first:]], 0)
-        return SegmentProblem(dense_ns, sparse_ns, choose_ns, loss, options.loss_bound)
+        return SegmentProblem(dense, sparse, choose, loss, options.loss_bound)
 
     def _segment(self, found: FilterSegment) -> Segment:
         return segment_of(found, self._choice, self._options.decode_budget, self._longest)
@@ -334,15 +291,15 @@ class SegmentProblem:
     """Holds what an assignment costs and loses.
 
     Attributes:
-        dense_ns, sparse_ns, choose_ns: per layer; a filter costs dense_ns + choose_ns.
+        dense, sparse, choose: per layer; a filter costs dense + choose.
         loss: [layer j, layer i]: what is lost when layer j attends to the choice of layer i < j; infinite
             where it may not.
         most_loss: the sum of losses that is allowed.
     """
 
-    dense_ns: Ints
-    sparse_ns: Ints
-    choose_ns: Ints
+    dense: Ints
+    sparse: Ints
+    choose: Ints
     loss: Floats
     most_loss: float
 
@@ -377,7 +334,7 @@ def solve_segments(problem: SegmentProblem) -> Assignment:
         return [(spent + cost, lost + loss, first + n) for n, (spent, lost, _) in enumerate(front)]
 
     fronts: dict[int, _Front] = {_NO_FILTER: [(0, 0.0, -1)]}
-    prices = zip(problem.dense_ns.tolist(), problem.sparse_ns.tolist(), problem.choose_ns.tolist(), strict=True)
+    prices = zip(problem.dense.tolist(), problem.sparse.tolist(), problem.choose.tolist(), strict=True)
     for layer, (dense, sparse, choose) in enumerate(prices):
         everything = _pruned(chain.from_iterable(fronts.values()), problem.most_loss)
         for filter_, front in fronts.items():

@@ -1,8 +1,8 @@
 """A plan to be made: the model, options with nothing left open, the samples, and what was measured before.
 
 A job is made at one of two doors, where everything is checked that can be found out before anything is measured. With
-a model, `job_of`; from a profile and a device cost alone, for another budget or another GPU, `job_of_files`, which
-needs neither the weights of the model nor its device. The architecture is checked against the model's config; the
+a model, `job_of`; from a profile alone, for another budget, `job_of_profile`, which needs neither the weights of the
+model nor its device. The architecture is checked against the model's config; the
 weights cannot be, so the plan carries the fingerprint of the weights that were profiled, and applying it to others
 warns. A model is calibrated and verified on the tasks that say something about it, found out here.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 
@@ -23,12 +22,11 @@ from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.evaluation.predictions import answered, prefill
 from sparsekv.planner.filter_layers import check_budget, check_filters, check_trials
 from sparsekv.planner.options import PlanOptions, Settled, settle
-from sparsekv.planner.prices import HeadShape, Prices
+from sparsekv.planner.prices import HeadShape
 from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, held_out
-from sparsekv.planner.profile.profile_data import Profile, check_model, narrowed
+from sparsekv.planner.profile.profile_data import Profile, check_model, for_profile
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.tasks import HARD_TASKS, QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
-from sparsekv.planner.timed_host import Host
 from sparsekv.planner.verify import tasks_tested
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
@@ -37,7 +35,6 @@ from sparsekv.runtime.hf.dequantise import is_dequantised
 from sparsekv.runtime.hf.describe import takes_one_piece
 from sparsekv.runtime.hf.load import LoadedModel, load_config
 from sparsekv.runtime.model_config import describe_config, quantisation_of
-from sparsekv.runtime.vllm.settings import check_installed
 
 _NO_WEIGHTS = "the weights of {name} were not read: the plan is for those that were profiled, and warns on others"
 _NO_CONFIG = "{name} cannot be reached and was not checked: the plan is for the model of that name that was profiled"
@@ -49,13 +46,11 @@ class Job:
 
     Attributes:
         model: what the plan is for.
-        loaded: the model itself, with nothing applied to it; None where a profile and a cost are all there is.
+        loaded: the model itself, with nothing applied to it; None where a profile is all there is.
         calibration: the prompts that it is profiled on.
         kit: what held-out samples are drawn from; None where nothing is verified.
         held_out: the caller's prompts that were set aside, to verify on in their place.
         given: an earlier profile, whole; `profile` is that of the lengths that are planned.
-        cost: an earlier device cost.
-        host: what times prefill, where that is not transformers.
         remarks: what was found out about the model.
     """
 
@@ -66,15 +61,13 @@ class Job:
     kit: Kit | None = None
     given: Profile | None = None
     profile: Profile | None = None
-    cost: Prices | None = None
-    host: Host | None = None
     remarks: tuple[str, ...] = ()
     held_out: HeldOut | None = None
 
     @property
     def subject(self) -> LoadedModel:
         """The model, in stages that need it."""
-        assert self.loaded is not None, "a job from files has its profile and its cost, and verifies nothing"
+        assert self.loaded is not None, "a job from a profile verifies nothing"
         return self.loaded
 
     @property
@@ -83,7 +76,7 @@ class Job:
         return {length: self.calibration_prompts(length, samples_at(length)) for length in self.options.lengths}
 
     def calibration_prompts(self, length: int, samples: int) -> tuple[CalibrationPrompt, ...]:
-        assert self.calibration is not None, "a job from files has its profile"
+        assert self.calibration is not None, "a job from a profile has no prompts"
         return self.calibration.prompts(length, samples)
 
 
@@ -91,26 +84,20 @@ def job_of(
     loaded: LoadedModel,
     options: PlanOptions,
     profile: Profile | None = None,
-    cost: Prices | None = None,
     progress: Progress | None = None,
 ) -> Job:
     """A job for a model."""
-    device = loaded.model.device
     if profile is not None:
         check_model(profile, loaded.info)
     else:
         _check_gradients(loaded, options)
-    asked, own = narrowed(options, profile, cost)
-    host = _vllm(asked, device) if asked.host == "vllm" and cost is None else None
-    if asked.prefill_chunk is None and (times := host or cost):
-        # Verification cuts prompts as what was measured does: what a plan keeps depends on the cuts.
-        asked = asked.but(prefill_chunk=times.chunk)
+    asked, own = for_profile(options, profile) if profile else (options, None)
     verifies = asked.verify != "none"
     calibrated, aside = set_aside(asked.prompts) if verifies else (asked.prompts, ())
     if aside:
         asked = asked.but(prompts=calibrated)
-    settled = settle(asked, loaded.info.context_length, device.type)
-    _check(loaded.info, settled, own, cost)
+    settled = settle(asked, loaded.info.context_length, loaded.model.device.type)
+    _check(loaded.info, settled, own)
     held_out = HeldOut.of(loaded.tokenizer, calibrated, aside, settled) if aside else None
     if verifies or not settled.prompts:  # behind a profile, too: retention is tried out, and buckets timed, on prompts
         settled = with_tasks(loaded, settled, own.tasks if own else (), progress)
@@ -119,34 +106,28 @@ def job_of(
         EvalSamples(tasks_tested(evicts=settled.retain is not None), settled.verify_lengths).check_fit(kit)
     texts = tuple(prompt.text for prompt in settled.prompts)
     calibration = Calibration(loaded.tokenizer, texts, settled.tasks, settled.seed)
-    return Job(loaded.info, settled, loaded, calibration, kit, profile, own, cost, host, held_out=held_out)
+    return Job(loaded.info, settled, loaded, calibration, kit, profile, own, held_out=held_out)
 
 
-def job_of_files(name: str, options: PlanOptions, profile: Profile, cost: Prices) -> Job:
+def job_of_profile(name: str, options: PlanOptions, profile: Profile) -> Job:
     """A job without its model, which leaves the plan unverified."""
     if options.retain is not None:
-        raise UsageError(
-            "expected a model to try --retain on, found a profile and a cost alone; leave it out, or load it"
-        )
+        raise UsageError("expected a model to try --retain on, found a profile alone; leave it out, or load it")
     if options.verify != "none":
         raise UsageError("expected no verification without the model's weights, found some; leave it out, or load it")
     remark = _checked(name, profile)
-    asked, own = narrowed(options, profile, cost)
-    settled = settle(asked, profile.model.context_length, "cpu" if cost.backend == "cpu" else "cuda")
-    _check(profile.model, settled, own, cost)
-    return Job(profile.model, settled, given=profile, profile=own, cost=cost, remarks=(remark,))
+    asked, own = for_profile(options, profile)
+    settled = settle(asked, profile.model.context_length, "cpu" if profile.backend == "cpu" else "cuda")
+    _check(profile.model, settled, own)
+    return Job(profile.model, settled, given=profile, profile=own, remarks=(remark,))
 
 
-def check_plannable(
-    model: ModelInfo, options: PlanOptions, device_type: str, profile: Profile | None, cost: Prices | None
-) -> None:
+def check_plannable(model: ModelInfo, options: PlanOptions, device_type: str, profile: Profile | None) -> None:
     """Finds out what `job_of` refuses of a model from its description alone, before its weights are read."""
     if profile is not None:
         check_model(profile, model, weights=False)
-    asked, own = narrowed(options, profile, cost)
-    if asked.host == "vllm" and cost is None:
-        check_installed()
-    _check(model, settle(asked, model.context_length, device_type), own, cost)
+    asked, own = for_profile(options, profile) if profile else (options, None)
+    _check(model, settle(asked, model.context_length, device_type), own)
 
 
 def head_shape(model: ModelInfo) -> HeadShape:
@@ -164,13 +145,7 @@ def _check_gradients(loaded: LoadedModel, options: PlanOptions) -> None:
         )
 
 
-def _vllm(options: PlanOptions, device: Any) -> Host:
-    from sparsekv.planner.timed_host import VllmHost
-
-    return VllmHost(options.prefill_chunk, device, options.kv_dtype == "fp8")
-
-
-def _check(model: ModelInfo, options: Settled, profile: Profile | None, cost: Prices | None) -> None:
+def _check(model: ModelInfo, options: Settled, profile: Profile | None) -> None:
     """What can be found out before anything is measured."""
     if not model.full_layers:
         windows = ", ".join(sorted({str(group.window) for group in model.attention}))
@@ -178,14 +153,12 @@ def _check(model: ModelInfo, options: Settled, profile: Profile | None, cost: Pr
             f"expected a model with layers of full attention, found that each layer of {model.id} attends to "
             f"a window of {windows:.200} tokens: there is nothing to make sparse; run it without a plan"
         )
-    cut = options.prefill_chunk or options.host == "vllm" or (cost is not None and cost.chunk)
-    alone = options.phases == ("prefill",) and options.retain is None and not cut
+    alone = options.phases == ("prefill",) and options.retain is None and not options.prefill_chunk
     if takes_one_piece(model.model_type) and not alone:
         raise UnsupportedError(
             f"expected prefill alone, of whole prompts, for {model.model_type!r}: in transformers its layers with a "
             "recurrent state begin every pass of several tokens without one, by which trials of decode and prompts in "
-            "chunks are measured; plan with --only prefill (phases=('prefill',)), for --host transformers, without "
-            "--prefill-chunk"
+            "chunks are measured; plan with --only prefill (phases=('prefill',)), without --prefill-chunk"
         )
     if "decode" in options.phases:
         check_filters(model, options)
@@ -194,29 +167,6 @@ def _check(model: ModelInfo, options: Settled, profile: Profile | None, cost: Pr
             check_trials(profile, options)
     if "prefill" in options.phases and profile is not None:
         check_profiled(profile, options)
-    if cost is not None:
-        _check_cost(cost, model, options)
-
-
-def _check_cost(cost: Prices, model: ModelInfo, options: Settled) -> None:
-    """Refuses prices that are not of this model's heads and these tiles, or lack a family of the plan."""
-    expected, found = (head_shape(model), options.tile), (cost.shape, cost.tile)
-    if expected != found:
-        raise UsageError(
-            f"expected a device cost measured for {expected[0]!r} and {expected[1]!r}, found {found[0]!r} and "
-            f"{found[1]!r}; measure again (leave --cost out)"
-        )
-    if (stored := cost.kv_dtype or "auto") != options.kv_dtype:
-        raise UsageError(
-            f"expected a device cost measured with kv_dtype {options.kv_dtype}, found {stored}; measure again (leave "
-            f"--cost out), or plan with --set kv_dtype={stored}"
-        )
-    missing = [family for family in options.families if family not in cost.index]
-    if missing and "prefill" in options.phases:
-        raise UsageError(
-            f"expected a device cost with prices of {', '.join(options.families)}, found none of {', '.join(missing)}; "
-            f"measure again with the same families (leave --cost out), or leave {missing[0]} out of families"
-        )
 
 
 def _checked(name: str, profile: Profile) -> str:

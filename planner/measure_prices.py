@@ -1,9 +1,8 @@
 """Measures the prices of this device: the launches of a layer, timed at a few shares and lengths.
 
-Queries, keys and values are random: what kernels cost depends on tiles and lengths alone. Of a host that cuts prompts,
-the chunk that ends at a length is timed, with its past. Launches of prefill are issued one after another: the time is
-the longer of the device's and the program's, as in a prompt whose attention is all there is to it. Decode steps are
-timed as captured ones on a GPU.
+Queries, keys and values are random: what kernels cost depends on tiles and lengths alone. Launches of prefill are
+issued one after another: the time is the longer of the device's and the program's, as in a prompt whose attention is
+all there is to it. Decode steps are timed as captured ones on a GPU.
 
 Shapes: B batch (1), H query heads, G KV heads, S tokens, T rows of a chunk, D head size, E in and F out of a product.
 """
@@ -23,15 +22,14 @@ from typing import cast
 import numpy as np
 import torch
 
-from sparsekv.kernels.backends import choose_backend, decode_attention, prefill_attention
+from sparsekv.kernels.backends import choose_backend, decode_attention, dense_prefill, prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.tiles import Chunk, TileIndex, density
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
 from sparsekv.planner.prices import HeadShape, Prices, StepPrices, Table
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.records import versions
-from sparsekv.planner.timed_host import Host
 from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.plans.patterns import PATTERNS, AShape, Dense, Pattern, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import DecodeBudget, Segment
@@ -42,6 +40,7 @@ from sparsekv.runtime.core.roles import Filter, Step
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.model_config import device_name, dtype_name
+from sparsekv.runtime.stores.float8 import Float8
 
 # Work of the largest dense launch that is timed, in floating-point operations: a fraction of a second either way.
 _MOST_WORK = {"cpu": 1.2e10, "cuda": 2e14}
@@ -77,7 +76,7 @@ def measure_prices(
     families: Collection[Family] = FAMILIES,
     backend: str = "auto",
     offload: bool = False,
-    host: Host | None = None,
+    float8: bool = False,
     progress: Progress | None = None,
 ) -> Prices:
     """Times dense and sparse attention, index building and decode on this device.
@@ -89,14 +88,14 @@ def measure_prices(
         families: whose index building is timed besides that of the default ones.
         backend: of sparse prefill, or "auto".
         offload: time reading rows from host memory too.
-        host: the program that runs the plan; None is the transformers host.
+        float8: whether keys and values are cached in 8 bits.
 
     Raises:
         BackendError: the backend cannot run here.
     """
     choice = choose_backend(device, dtype, shape.head_dim, backend, tile)
     timed_families = tuple(name for name in KNOWN_FAMILIES if name in FAMILIES or name in families)
-    bench = Bench(shape, device, dtype, tile, timed_families, choice.name, host or Host())
+    bench = Bench(shape, device, dtype, tile, timed_families, choice.name, float8)
     timed = timed_lengths(shape, lengths, device.type)
     bench.products()
     if offload:
@@ -221,7 +220,7 @@ class Bench:
     tile: TileShape
     families: tuple[Family, ...]
     backend: str
-    host: Host
+    float8: bool
     times: Times = field(default_factory=Times)
 
     def prices(self) -> Prices:
@@ -231,26 +230,17 @@ class Bench:
             device=device_name(self.device),
             measured=datetime.now(UTC).date().isoformat(),
             source="measured",
-            host=self.host.name,
-            chunk=self.host.chunk,
-            kv_dtype="fp8" if self.host.float8 else None,
+            kv_dtype="fp8" if self.float8 else None,
             dtype=dtype_name(self.dtype),
             backend=cast(BackendName, self.backend),
             shape=self.shape,
             tile=self.tile,
-            versions=versions() | dict(self.host.versions),
+            versions=versions(),
             dense=table("dense"),
             tiles=table("tiles"),
             columns=table("columns"),
-            copy_keys=find("copy"),
             index={name: table(f"index {name}") for name in self.families},
-            steps=tuple(
-                StepPrices(
-                    rows=rows,
-                    **{name: table(f"{name} of {rows}") for name in ("dense", "sparse", "chooses", "chooses_alone")},
-                )
-                for rows in self.host.batches
-            ),
+            step=StepPrices(**{name: table(f"step {name}") for name in StepPrices.model_fields}),
             fetch=find("fetch"),
             check=find("check"),
             products=find("products"),
@@ -260,15 +250,13 @@ class Bench:
         """Times everything at one length."""
         q_BHSD, k_BGSD, v_BGSD = self._random(length)
         self._prefill(q_BHSD, k_BGSD, v_BGSD)
-        for rows in self.host.batches:
-            q_BH1D = q_BHSD[:, :, -1:].repeat(rows, 1, 1, 1)
-            self._decode(q_BH1D, self._views(k_BGSD, v_BGSD, rows), length)
-        if self.host.name == "transformers":
-            views = self._views(k_BGSD, v_BGSD, 1)
-            for new in _NEW:
-                q_BHQD = q_BHSD[:, :, -new:]
-                launches = [self.host.dense_step(q_BHQD, view, self._scale, self.backend) for view in views]
-                self.times.add("check", length, self._watch.step(launches), new)
+        views = self._views(k_BGSD, v_BGSD)
+        self._decode(q_BHSD[:, :, -1:], views, length)
+        for new in _NEW:
+            self.times.add("check", length, self._watch.step(self._dense_steps(q_BHSD[:, :, -new:], views)), new)
+
+    def _dense_steps(self, q_BHQD: torch.Tensor, views: Sequence[KeyView]) -> list[Launch]:
+        return [partial(decode_attention, q_BHQD, view, scale=self._scale, backend=self.backend) for view in views]
 
     def products(self) -> None:
         """Times matrices as wide as the heads together, as those of attention and of MLPs are."""
@@ -283,28 +271,25 @@ class Bench:
                 self.times.add("products", out * width, us, new)
 
     def _prefill(self, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Times the last chunk of a prompt."""
+        """Times a prompt."""
         length, heads = k_BGSD.shape[2], self.shape.heads
-        chunk = Chunk.uniform(1, length - min(length, self.host.chunk or length), length)
-        q_BHTD = q_BHSD[:, :, chunk.past[0] :]
+        chunk, scale, backend = Chunk.uniform(1, 0, length), self._scale, self.backend
 
         def build(patterns: Sequence[Pattern]) -> TileIndex:
-            return build_index(tuple(patterns), q_BHTD, k_BGSD, chunk, self.tile, scale=self._scale)
+            return build_index(tuple(patterns), q_BHSD, k_BGSD, chunk, self.tile, scale=scale)
 
         def attend(index: TileIndex) -> None:
-            sparse = prefill_attention(q_BHTD, k_BGSD, v_BGSD, index, chunk, scale=self._scale, backend=self.backend)
-            self.host.take(sparse.out_BHSD)
+            prefill_attention(q_BHSD, k_BGSD, v_BGSD, index, chunk, scale=scale, backend=backend)
 
         points: list[tuple[str, float, Launch]] = []
-        points.append(("dense", 1.0, self.host.dense(q_BHTD, k_BGSD, v_BGSD, chunk, self._scale, self.backend)))
-        if (copy := self.host.copy(k_BGSD, v_BGSD)) is not None:
-            points.append(("copy", 1.0, copy))
+        dense = partial(dense_prefill, q_BHSD, k_BGSD, v_BGSD, chunk, scale=scale, backend=backend)
+        points.append(("dense", 1.0, dense))
         for family in self.families:
             *_, pattern = PATTERNS[family].timed(length)
             for count in sorted({1, heads}):
                 some = (pattern,) * count + (Dense(),) * (heads - count)
                 points.append((f"index {family}", count, partial(build, some)))
-        for name, layers in (("tiles", _layers_of_tiles(chunk)), ("columns", _layers_of_columns(length))):
+        for name, layers in (("tiles", _layers_of_tiles(length)), ("columns", _layers_of_columns(length))):
             for even, odd in layers:
                 index = build([(even, odd)[head % 2] for head in range(heads)])
                 whole = float(index.counts_BHT.sum()) / (heads * chunk.causal_tiles(self.tile))
@@ -322,20 +307,13 @@ class Bench:
                 self.times.add(name, length, us, across)
 
     def _decode(self, q_BH1D: torch.Tensor, views: Sequence[KeyView], length: int) -> None:
-        keys, rows = views[0], len(q_BH1D)
-        add, step = self.times.add, self._watch.step
-        add(
-            f"dense of {rows}",
-            length,
-            step([self.host.dense_step(q_BH1D, view, self._scale, self.backend) for view in views]),
-        )
-        idle = [one for view in views if (one := self.host.idle_step(q_BH1D, view, self._scale))]
-        idle_us = step(idle) if idle else 0.0
+        keys, add, step = views[0], self.times.add, self._watch.step
+        add("step dense", length, step(self._dense_steps(q_BH1D, views)))
         segment = _segment(length // 10, self.shape.heads)
         chooses = [self._filter_step(segment, q_BH1D, view)[0] for view in views]
-        add(f"chooses of {rows}", length, step(chooses) + idle_us)
+        add("step chooses", length, step(chooses))
         alone = [self._choice(segment, q_BH1D, view) for view in views]
-        add(f"chooses_alone of {rows}", length, step(alone))
+        add("step chooses_alone", length, step(alone))
         for share in _READ:
             segment = _segment(round(length * share), self.shape.heads)
             run, state = self._filter_step(segment, q_BH1D, keys)
@@ -343,8 +321,7 @@ class Bench:
             selection = state.chosen(segment)
             assert selection is not None, "fewer tokens than there are"
             attend = partial(decode_attention, q_BH1D, scale=self._scale, backend=self.backend)
-            sparse_us = step([partial(attend, view, selection) for view in views]) + idle_us
-            add(f"sparse of {rows}", length, sparse_us, share)
+            add("step sparse", length, step([partial(attend, view, selection) for view in views]), share)
 
     def _filter_step(self, segment: SegmentProgram, q_BH1D: torch.Tensor, keys: KeyView) -> tuple[Launch, DecodeState]:
         """A step of a filter layer, to be run time and again, and its state."""
@@ -372,7 +349,7 @@ class Bench:
         """Times reading the keys and values of tokens from host memory, over the link that captured steps read by."""
         for count in _FETCHED:
             size = (count, 2, self.shape.kv_heads, self.shape.head_dim)
-            rows = torch.zeros(size, dtype=torch.uint8 if self.host.float8 else self.dtype, device="cpu")
+            rows = torch.zeros(size, dtype=torch.uint8 if self.float8 else self.dtype, device="cpu")
             rows = rows.pin_memory() if self.device.type == "cuda" else rows
             fetch = partial(rows.to, self.device, non_blocking=True, copy=True)
             self.times.add("fetch", count, self._watch.queued([fetch])[0])
@@ -400,11 +377,14 @@ class Bench:
             return _CPU_CACHE
         return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
 
-    def _views(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, rows: int) -> list[KeyView]:
-        copies = 1
+    def _views(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> list[KeyView]:
+        """The keys and values as often as steps need to read them cold."""
+        copies, stored = 1, Float8()
         if self.device.type == "cuda":
-            copies = copies_to_read_cold(round(rows * (k_BGSD.nbytes + v_BGSD.nbytes) * _READ[0]), self._cache_bytes)
-        return self.host.views(k_BGSD, v_BGSD, rows, copies)
+            copies = copies_to_read_cold(round((k_BGSD.nbytes + v_BGSD.nbytes) * _READ[0]), self._cache_bytes)
+        if self.float8:
+            return [stored.view(full_view(*stored.rounded(k_BGSD, v_BGSD))) for _ in range(copies)]
+        return [full_view(k_BGSD, v_BGSD), *(full_view(k_BGSD.clone(), v_BGSD.clone()) for _ in range(copies - 1))]
 
 
 def dense_heads_us(mixed_us: float, narrow_us: float, heads: int) -> float:
@@ -414,11 +394,11 @@ def dense_heads_us(mixed_us: float, narrow_us: float, heads: int) -> float:
     return (mixed_us * heads - narrow_us * narrow) / (heads - narrow)
 
 
-def _layers_of_tiles(chunk: Chunk) -> Iterator[tuple[Pattern, Pattern]]:
+def _layers_of_tiles(length: int) -> Iterator[tuple[Pattern, Pattern]]:
     """The patterns of even and of odd heads: windows that come to about the shares of the table, and at last a layer
     with dense heads beside the narrowest."""
-    widths = [share if chunk.past[0] else 1 - math.sqrt(1 - share) for share in _TILES]
-    windows = [AShape(sink=tokens(1), window=tokens(max(64, round(chunk.longest * width)))) for width in widths]
+    widths = [1 - math.sqrt(1 - share) for share in _TILES]
+    windows = [AShape(sink=tokens(1), window=tokens(max(64, round(length * width)))) for width in widths]
     yield from ((window, window) for window in windows)
     yield Dense(), windows[0]
 

@@ -41,7 +41,7 @@ from sparsekv.planner.flags import (
 )
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import PATTERNS, TileShape, fraction, mandatory_density
-from sparsekv.plans.schema import HostName, Plan
+from sparsekv.plans.schema import Plan
 from sparsekv.runtime.settings import DeviceMap
 
 _SEARCHED = [name for name, kind in PATTERNS.items() if kind.ranges(TileShape(), 1)]
@@ -68,7 +68,6 @@ class Targets(Options):
         ),
     ] = ()
     target_density: Annotated[Shares, Key("Share of the causal tiles to compute: one, or one a length.", "SHARES")] = ()
-    host: Annotated[HostName, Flag("What will run the plan, whose attention is timed.")] = "transformers"
     phases: Annotated[
         tuple[Phase, ...],
         Field(min_length=1),
@@ -76,7 +75,6 @@ class Targets(Options):
         AfterValidator(each_once),
         Flag("Plan this phase alone.", ("--only",), reads=Phase),
     ] = PHASES
-    crossover: Annotated[bool, Flag("Sparse at every length, also where dense is faster.")] = True
 
 
 class Search(Options):
@@ -133,6 +131,9 @@ class DecodeSearch(Options):
             metavar="SHARE",
         ),
     ] = None
+    few_groups: Annotated[
+        bool, Key("With `retain`, one share for all layers that evict, in few groups of block tables for vLLM.", "true")
+    ] = False
 
     @property
     def tries_decode(self) -> bool:
@@ -167,8 +168,8 @@ class PlanOptions(Targets, Search, DecodeSearch, Drawn, Hardware):
         Unread(("target_density", "levels"), "each is a target", ("preset",)),
         Unread(_LOSSES, "layers that are given have no bound on what is lost", ("filter_layers",)),
         Unread(("decode_kl",), "each is a bound on what is lost", ("decode_loss",)),
-        Unread(("offload",), "vLLM keeps all pages on the device", (("host", "vllm"),)),
         Unread(_OF_SEGMENTS, "an evicting layer is in no segment", ("retain",)),
+        Unread(("few_groups",), "no layer evicts", without=("retain",)),
         Unread(("retain",), "the decode that is planned alone is that of filter layers", (("phases", ("decode",)),)),
     )
     # The caller's own, instead of samples of tasks: half of them are set aside, to verify the plan on.

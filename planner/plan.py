@@ -31,17 +31,15 @@ from sparsekv.planner.prices import Prices, shipped_prices
 from sparsekv.planner.profile.calibration import mix_of
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
-from sparsekv.planner.profile.search_space import ROUNDING
 from sparsekv.planner.progress import Progress, Stages
 from sparsekv.planner.records import digest_of, versions, write_measured
 from sparsekv.planner.refine import refine, refines
 from sparsekv.planner.retain_search import search_retention
 from sparsekv.planner.rungs import dense_at, dense_remarks, denser, denser_remarks
-from sparsekv.planner.timed_host import Host
 from sparsekv.planner.verify import Verification, VerifyRun, verify
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
+from sparsekv.plans.phases import DecodePlan, Retention
 from sparsekv.plans.schema import NOTHING_SPARSE, Estimate, Plan, Prediction, Provenance, Target
 from sparsekv.plans.types import and_listed, format_length
 from sparsekv.runtime.hf.describe import config_of, describe_model
@@ -80,7 +78,6 @@ def compile_plan(
     job: Job,
     *,
     profile_out: Path | None = None,
-    cost_out: Path | None = None,
     resume: Path | None = None,
     outcomes: Path | None = None,
     progress: Progress | None = None,
@@ -88,7 +85,7 @@ def compile_plan(
     """Profiles, measures, chooses and verifies, as far as the job leaves it to be done.
 
     Args:
-        profile_out, cost_out: where to write the profile and the device cost.
+        profile_out: where to write the profile.
         resume: a file for what is profiled, from which an interrupted run goes on; the caller removes it once the
             plan is written.
         outcomes: the same of a test under way.
@@ -103,12 +100,9 @@ def compile_plan(
     measured = job.profile or _profiled(job, stages, resume)
     if profile_out is not None:
         write_measured(job.given or measured, profile_out)
-    cost = job.cost or _prices(job, measured, stages)
-    options = with_reached_densities(job.options, measured)
-    job = replace(job, options=options.but(crossover=options.crossover and not cost.stands_in))
-    beside = _beside_others(job.subject.model.device) if _measures_prices(job) else ()
-    if cost_out is not None:
-        write_measured(cost, cost_out)
+    cost = _prices(job, measured, stages)
+    job = replace(job, options=with_reached_densities(job.options, measured))
+    beside = () if cost.stands_in else _beside_others(job.subject.model.device)
     kv_cache, told = search_retention(job, stages) if job.options.retain is not None else ((), ())
     found = _verified(job, measured, cost, stages, kv_cache, outcomes)
     remarks = (
@@ -145,16 +139,15 @@ def _profiled(job: Job, stages: Progress, resume: Path | None) -> Profile:
 
 
 def _measures_prices(job: Job) -> bool:
-    """Returns whether prices are measured: on a GPU, and of what none are shipped."""
-    if job.cost is not None:
-        return False
-    return job.host is not None or job.options.kv_dtype != "auto" or job.subject.model.device.type == "cuda"
+    """Returns whether prices are measured: on a GPU."""
+    return job.loaded is not None and job.loaded.model.device.type == "cuda"
 
 
 def _prices(job: Job, measured: Profile, stages: Progress) -> Prices:
-    model, options, shape = job.subject.model, job.options, head_shape(job.model)
+    options, shape = job.options, head_shape(job.model)
     if not _measures_prices(job):
         return shipped_prices(shape, measured.tile)
+    model = job.subject.model
     capped = has_soft_cap(config_of(model))
     backend = choose_backend(model.device, model.dtype, shape.head_dim, options.backend, measured.tile, capped)
     return measure_prices(
@@ -166,7 +159,7 @@ def _prices(job: Job, measured: Profile, stages: Progress) -> Prices:
         families=options.families,
         backend=backend.name,
         offload=options.offload and "decode" in options.phases,
-        host=job.host or Host(options.kv_dtype == "fp8"),
+        float8=options.kv_dtype == "fp8",
         progress=stages,
     )
 
@@ -216,13 +209,12 @@ def _verified(
             said = (NOTHING_SPARSE if plan.is_dense else _USED_UP.format(job.held_out.count if job.held_out else 0),)
             break
         attempts += 1
-        anywhere = plan.model_copy(update={"targets": ()})  # the warning of another host or device is not for here
         run = VerifyRun("full" if used.verify == "full" else "small", number, level, outcomes)
-        last = verify(job.subject, anywhere, used, run, stages, job.kit, held_out=held_out)
+        last = verify(job.subject, plan, used, run, stages, job.kit, held_out=held_out)
         plan, said = last.recorded(plan), last.reasons
         for length in last.quality.missed:
             lost[length].append(last.test.worst_at(length))
-        stricter = _after(used, measured, cost, last.quality.missed, attempts)
+        stricter = _after(used, measured, last.quality.missed, attempts)
         if stricter == used:
             break
         stages.say(f"the plan missed its test ({last.reasons[0]}); the next one is denser")
@@ -233,13 +225,13 @@ def _verified(
     return _Found(plan, used, attempts, (*said, *dense_remarks(used, lost)), last)
 
 
-def _after(used: Settled, measured: Profile, cost: Prices, missed: Collection[int], attempts: int) -> Settled:
+def _after(used: Settled, measured: Profile, missed: Collection[int], attempts: int) -> Settled:
     """Options of the plan behind one that missed at some lengths; the same where none follows."""
     if not missed or attempts > len(RUNGS):
         return used
     if attempts == len(RUNGS):
         return dense_at(used, measured, missed)
-    return denser(used, measured, cost, missed)
+    return denser(used, measured, missed)
 
 
 def compile_once(
@@ -265,12 +257,12 @@ def compile_once(
             step.advance()
     if "decode" in options.phases:
         with stages.stage("filter layers", total=1) as step:
-            decode = choose_filter_layers(measured, cost, options)
+            decode = choose_filter_layers(measured, options)
             step.advance()
     return Plan(
         status="unverified",
         model=model,
-        targets=() if cost.stands_in else (_target(cost),),
+        targets=(_target(measured, options),),
         prefill=prefill,
         decode=decode,
         kv_cache=kv_cache or None,
@@ -279,9 +271,9 @@ def compile_once(
     )
 
 
-def _target(cost: Prices) -> Target:
-    names = ("device", "host", "backend", "dtype", "chunk", "kv_dtype")
-    return Target(**{name: getattr(cost, name) for name in names})
+def _target(measured: Profile, options: Settled) -> Target:
+    stored = None if options.kv_dtype == "auto" else options.kv_dtype
+    return Target(device=measured.device, backend=measured.backend, dtype=measured.dtype, kv_dtype=stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +325,6 @@ def _provenance(options: Settled, measured: Profile, cost: Prices, held_out: Hel
     by_trials, by_loss = takes_trials(measured, options), not options.filter_layers
     settings: dict[str, Any] = {
         "target_density": list(options.target_density),
-        "crossover": options.crossover,
         "dense": {phase: sorted(lengths) for phase, lengths in options.dense.items()} or None,
         "decode_budget": options.decode_budget.model_dump(exclude_none=True) if options.retain is None else None,
         "decode_loss": options.loss_bound if by_loss and not by_trials and options.retain is None else None,
@@ -374,44 +365,18 @@ def plan_remarks(plan: Plan, options: Settled, profile: Profile, cost: Prices) -
     """A line for each thing to change about a plan; `options` are those it was compiled with, settled."""
     assert plan.cost is not None, "compiled just now"
     lines: list[str] = []
-    if cost.host == "vllm":
-        stored = f" --kv-cache-dtype {cost.kv_dtype}" if cost.kv_dtype else ""
-        serve = f"--max-num-batched-tokens {cost.chunk}{stored}"
-        lines.append(f"timed in steps of {cost.chunk} tokens: serve it with {serve}")
     if cost.stands_in:
         lines.append(
             f"predictions are for {cost.device}, by prices that ship ({cost.source}): plan on a GPU to measure its own"
         )
-    if plan.prefill:
-        found = {entry.length: entry.prefill for entry in plan.cost.lengths if entry.prefill}
-        lines += _prefill_remarks(plan.prefill, found, options, profile)
     if plan.decode:
         steps = {entry.length: entry.decode for entry in plan.cost.lengths if entry.decode}
         lines += _decode_remarks(plan.decode, steps, options, profile)
-        if plan.decode.offload and cost.fetch is None:
-            lines.append(
-                "decode is not predicted: the device cost has no prices of rows in host memory; leave --cost out"
-            )
     longest, context = profile.lengths[-1].length, profile.model.context_length
     if longest < context:
         lengths = ",".join(map(format_length, lengths_up_to(context, [entry.length for entry in profile.lengths])))
         lines.append(f"contexts above {format_length(longest)} were not profiled; --lengths {lengths} plans them")
     return tuple(lines)
-
-
-def _prefill_remarks(
-    prefill: PrefillPlan, found: dict[int, Estimate], options: Settled, profile: Profile
-) -> Iterator[str]:
-    entries = [entry for entry in profile.lengths if entry.layers]
-    dense = [entry.length for entry in entries if prefill.bucket(entry.length).dense]
-    if slower := [length for length in dense if length not in options.dense_at("prefill")]:
-        yield f"prefill at {_listed(slower)}: dense is faster here"
-    targets: Sequence[float] = options.target_density or [entry.densities[-1] for entry in entries]
-    sparse = [pair for pair in zip(entries, targets, strict=True) if pair[0].length in found]
-    sparse = [pair for pair in sparse if pair[0].length not in dense]
-    above = [one.length for one, target in sparse if found[one.length].density > target * (1.0 + ROUNDING)]
-    if options.crossover and above:
-        yield f"prefill at {_listed(above)} computes more than asked: some heads are faster dense"
 
 
 def _decode_remarks(
@@ -420,7 +385,7 @@ def _decode_remarks(
     lengths = [entry.length for entry in profile.lengths if entry.reuse]
     missed = options.dense_at("decode")
     if dense := [length for length in lengths if decode.bucket(length).dense and length not in missed]:
-        yield f"decode at {_listed(dense)}: no choice within the bound on its loss is faster than dense here"
+        yield f"decode at {_listed(dense)} is dense: no choice of tokens is within the bound on its loss"
     if options.offload and decode.offload is None and decode.sparse_layers:
         yield "nothing is offloaded: every sparse layer chooses for itself, and so reads all keys in each step"
     slower = [length for length, step in steps.items() if step.sparse_us > step.dense_us]

@@ -1,13 +1,5 @@
-"""Predicts what a plan costs, from a profile and the prices of a device. Nothing is timed here. And where sparse pays:
-from which length on, and for which heads, families and layers of a length.
-
-Between two profiled lengths A < B the patterns of B hold. Where they are not predicted to be faster than dense, dense
-runs, even if the patterns of A paid at A: those were never measured on contexts longer than A, while patterns in
-tokens lose nothing on shorter ones, and dense loses nothing anywhere. Profiling more lengths gives more buckets.
-
-Within a length (`Savings`), from the inside out. A head: do its tiles and its part of the index cost less than a dense
-head of the same launch? A family in a layer: do its heads together save what its index launch costs? A layer: is
-sparse attention with all its indices faster than the dense kernel?
+"""Predicts what a plan costs, from a profile and the prices of a device. Nothing is timed here, and nothing is decided:
+a host measures from where on sparse attention is faster (runtime/core/pays.py).
 
 Shapes: L profiled layers, C slots of candidates, H heads (of the widest layer; absent heads hold nan).
 """
@@ -15,7 +7,7 @@ Shapes: L profiled layers, C slots of candidates, H heads (of the widest layer; 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +30,8 @@ WORST_WEIGHT = 0.1
 
 Choice = npt.NDArray[np.int64]
 """[L, H]: the slot of each head's candidate, DENSE, or ABSENT where a layer has fewer heads."""
+
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,14 +123,12 @@ class LayerTimes:
     sparse_us: Floats  # as chosen; a layer without sparse heads runs the dense kernel
 
 
-def layer_times(
-    cost: Prices, tables: ScoreTables, choice: Choice, tile: TileShape, length: int | None = None
-) -> LayerTimes:
-    """The profiled layers over a prompt of `length` tokens (the profiled length by default) by these choices."""
-    tokens = length or tables.entry.length
+def layer_times(cost: Prices, tables: ScoreTables, choice: Choice) -> LayerTimes:
+    """The profiled layers over a prompt of the profiled length by these choices."""
+    tokens = tables.entry.length
     dense_L = cost.dense_us(tokens) * (choice != ABSENT).sum(1) / cost.shape.heads
-    heads_LH = cost.heads_us(*shares_at(tables, choice, tile, tokens, as_shares=cost.cuts_prompts), tokens)
-    sparse_L = np.where(choice == ABSENT, 0.0, heads_LH).sum(1) + cost.copies_us(tokens)
+    shares = tables.take(tables.tiles_LCH, choice, 1.0), tables.take(tables.columns_LCH, choice, 0.0)
+    sparse_L = np.where(choice == ABSENT, 0.0, cost.heads_us(*shares, tokens)).sum(1)
     index = {family: cost.index_us(family, tokens) for family in cost.index}
     for row, choice_H in enumerate(choice):
         for family, heads in heads_by_pattern(tables, row, choice_H).items():
@@ -145,65 +137,26 @@ def layer_times(
     return LayerTimes(dense_L, np.where((choice >= 0).any(1), sparse_L, dense_L))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadTimes:
-    """Holds what a head adds to a sparse launch of its layer at the profiled length, its part of the index included, in
-    microseconds. The index launch itself is not a head's."""
-
-    dense_us: float  # all causal tiles
-    sparse_LCH: Floats  # by slot; infinite where its family was not priced
-    launch_us: dict[Family, float]
-    ranked_LCH: Floats  # by slot, a head's part of an index launch of all heads included; a dense head is 1
-
-
-def head_times(cost: Prices, tables: ScoreTables) -> HeadTimes:
-    """Each slot at the prices of a device."""
+def head_times(cost: Prices, tables: ScoreTables) -> Floats:
+    """[L, C, H]: the time of each slot by the prices of a device, as a share of a dense head's: its tiles and columns,
+    and its part of an index launch of all heads. At most 1, as hosts are dense where sparse attention is slower."""
     entry, length = tables.entry, tables.entry.length
-    # Families that were profiled but not priced are not among those asked for (`check_cost`).
+    # Families that were profiled but not priced are not among those asked for.
     index = {name: cost.index_us(name, length) for name in cost.index}
     launch_C, index_C = np.array([*(index.get(one.family, (0.0, np.inf)) for one in entry.candidates), (0.0, np.inf)]).T
+    index_C = index_C + launch_C / cost.shape.heads
     sparse_LCH = cost.heads_us(tables.tiles_LCH, tables.columns_LCH, length) + index_C[tables.candidate_LCH]
-    dense_us = float(cost.heads_us(np.ones(1), np.zeros(1), length)[0])
-    ranked_LCH = (sparse_LCH + launch_C[tables.candidate_LCH] / cost.shape.heads) / dense_us
-    return HeadTimes(dense_us, sparse_LCH, {name: launch for name, (launch, _) in index.items()}, ranked_LCH)
-
-
-def shares_at(
-    tables: ScoreTables, choice: Choice, tile: TileShape, length: int, as_shares: bool = False
-) -> tuple[Floats, Floats]:
-    """[L, H] each: whole tiles and single columns of a head as shares of its causal tiles, at another length.
-
-    Budgets are in tokens: a row computes as many tiles at every length, as far as it has them. A head that computes r
-    tiles in every row of n computes 1 - (1 - r / n)^2 of the triangle.
-
-    Args:
-        as_shares: up to the profiled length budgets are shares of the context instead, as `allocate` writes them for a
-            host that cuts prompts.
-    """
-    tiles_LH = tables.take(tables.tiles_LCH, choice, 1.0)
-    columns_LH = tables.take(tables.columns_LCH, choice, 0.0)
-    if length == tables.entry.length:
-        return tiles_LH, columns_LH
-    stretch = 1.0 if as_shares and length < tables.entry.length else tables.entry.length / length
-    least = min(1.0, tile.mandatory * tile.key / length)
-
-    def at_length(share_LH: Floats) -> Floats:
-        row_LH = (1.0 - np.sqrt(np.maximum(0.0, 1.0 - share_LH))) * stretch
-        return np.asarray(1.0 - (1.0 - np.clip(row_LH, least, 1.0)) ** 2)
-
-    there_LH = np.where(choice == ABSENT, 0.0, at_length(tiles_LH))
-    both_LH = np.where(choice == ABSENT, 0.0, at_length(tiles_LH + columns_LH))
-    return there_LH, both_LH - there_LH
+    return np.asarray(np.minimum(sparse_LCH / cost.heads_us(np.ones(1), np.zeros(1), length), 1.0))
 
 
 def prefill_estimate(cost: Prices, tables: ScoreTables, choice: Choice, profile: Profile) -> Estimate:
     """Attention of a whole prefill over all layers, when each head follows its choice.
 
     Layers with a window of their own compute the same tiles and take the same time either way; they count in both.
-    Outside vLLM, layers without keys of their own take no time: only the last row of a prompt goes through them.
+    Layers without keys of their own take no time: only the last row of a prompt goes through them.
     """
-    times, length, tile = layer_times(cost, tables, choice, profile.tile), tables.entry.length, profile.tile
-    own = [group for group in profile.model.attention if cost.host == "vllm" or group.keys_of is None]
+    times, length, tile = layer_times(cost, tables, choice), tables.entry.length, profile.tile
+    own = [group for group in profile.model.attention if group.keys_of is None]
     windowed = [
         (len(group.layers) * group.heads * causal_tiles(length, tile, group.window), group in own)
         for group in profile.model.attention
@@ -228,13 +181,8 @@ def predicted_gain(estimate: Estimate) -> float:
 
 def heads_by_pattern(tables: ScoreTables, row: int, choice_H: Choice) -> dict[Family, int]:
     """Returns how many heads of the profiled layer `row` follow each family."""
-    return dict(Counter(family for _, family in families_of(tables, row, choice_H)))
-
-
-def families_of(tables: ScoreTables, row: int, choice_H: Choice) -> Iterator[tuple[int, Family]]:
-    """The sparse heads of a profiled layer, and the family of each."""
-    for head in np.flatnonzero(choice_H >= 0).tolist():
-        yield head, tables.entry.candidates[tables.candidate_LCH[row, choice_H[head], head]].family
+    heads = np.flatnonzero(choice_H >= 0).tolist()
+    return dict(Counter(tables.entry.candidates[tables.candidate_LCH[row, choice_H[h], h]].family for h in heads))
 
 
 def choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
@@ -294,11 +242,9 @@ def _can_draft(plan: DecodePlan, model: ModelInfo) -> bool:
     return by_newest and not recurs and not plan.offload and model.rope.get("rope_type") != "longrope"
 
 
-def dense_step_us(
-    cost: Prices, length: int, model: ModelInfo, without: Collection[int] = frozenset[int](), rows: int = 1
-) -> float:
+def dense_step_us(cost: Prices, length: int, model: ModelInfo, without: Collection[int] = frozenset[int]()) -> float:
     """Attention of one dense decode step over all layers but some, in microseconds."""
-    dense = cost.step(rows).dense
+    dense = cost.step.dense
     return sum(
         len(set(group.layers).difference(without)) * dense.at(visible_tokens(group, length))
         for group in model.attention
@@ -315,11 +261,10 @@ def visible_tokens(group: AttentionGroup, length: int) -> int:
 
 
 def step_us(
-    segments: Sequence[Segment], cost: Prices, length: int, model: ModelInfo, offload: Offload | None = None,
-    rows: int = 1,
-) -> float | None:  # fmt: skip
-    """Attention of one decode step of rows of this length over all layers, in microseconds; None where rows
-    in host memory have no price.
+    segments: Sequence[Segment], cost: Prices, length: int, model: ModelInfo, offload: Offload | None = None
+) -> float | None:
+    """Attention of one decode step at this length over all layers, in microseconds; None where rows in host memory
+    have no price.
 
     A filter layer costs what a dense one does, and its choice on top; one that attends to its own choice costs that
     choice, in a pass over the keys, and sparse attention. The rest of a step, weights and sampling, is not
@@ -329,7 +274,7 @@ def step_us(
     hosted = frozenset(offload.layers if offload else ())
     if hosted - sparse:
         return None  # it reads back everything it has, in every step
-    total, step = dense_step_us(cost, length, model, sparse, rows), cost.step(rows)
+    total, step = dense_step_us(cost, length, model, sparse), cost.step
     for segment in segments:
         chosen, moved = segment.chosen_tokens(length), len(hosted.intersection(segment.layers))
         sparse_us = step.dense.at(length)
@@ -364,91 +309,3 @@ def decode_share(segments: Sequence[Segment], length: int, model: ModelInfo) -> 
     attended = {layer: segment.read_tokens(layer, length) for segment in segments for layer in segment.layers}
     visible = {layer: visible_tokens(group, length) for layer, group in model.by_layer.items()}
     return sum((visible | attended).values()) / sum(visible.values())
-
-
-# Predictions and timings differ by more than this: a smaller gain is none.
-LEAST_GAIN = 0.02
-_STEP = 256  # tokens; bounds of buckets are multiples of it
-_TILE = 64  # rows of the smallest tile
-_APART = 16  # lengths that are asked about first lie a sixteenth apart, or a step
-
-
-def pays(sparse_us: float, dense_us: float) -> bool:
-    """Returns whether a predicted time is worth leaving dense for."""
-    return sparse_us < (1.0 - LEAST_GAIN) * dense_us
-
-
-def longest_losing(pays_at: Callable[[int], bool], length: int, above: int = 0) -> int | None:
-    """The longest length between `above` and `length` at which sparse does not pay; None if it pays all the way down.
-
-    Everything from there down to `above` is dense, also where a shorter length would pay again. Lengths are asked
-    about from the longest down, so that nothing hangs on predictions that rise with length; then between the first
-    that loses and the one before it.
-
-    Args:
-        pays_at: whether the patterns of `length` are predicted to pay at a shorter one.
-        length: the length that the patterns were profiled at.
-        above: the profiled length before it; 0 for none.
-
-    Returns:
-        A multiple of 256 tokens.
-    """
-    paying = length
-    for shorter in _descending(length, above):
-        if not pays_at(shorter):
-            return _refined(pays_at, shorter, paying)
-        paying = shorter
-    # Between `above` and the first multiple of 256, which is as fine as buckets are cut, all of it or nothing. Where a
-    # tile ends, what dense costs has stood still for longest, and index building has not.
-    ends = range((above // _TILE + 1) * _TILE, paying, _TILE)
-    return paying if paying < length and not all(map(pays_at, (above + 1, *ends))) else None
-
-
-def _descending(length: int, above: int) -> Iterator[int]:
-    point = (length - 1) // _STEP * _STEP
-    while point > above:
-        yield point
-        sixteenth = -(-point * (_APART - 1) // _APART // _STEP) * _STEP
-        point = min(point - _STEP, sixteenth)
-
-
-def _refined(pays_at: Callable[[int], bool], losing: int, paying: int) -> int:
-    while paying - losing > _STEP:
-        middle = (losing + paying) // 2 // _STEP * _STEP
-        if pays_at(middle):
-            paying = middle
-        else:
-            losing = middle
-    return losing
-
-
-Mask = npt.NDArray[np.bool_]
-
-
-class Savings:
-    """Holds what sparse saves over dense at one length, on one device."""
-
-    def __init__(self, cost: Prices, tables: ScoreTables, tile: TileShape) -> None:
-        self._cost, self._tables, self._tile = cost, tables, tile
-        times = head_times(cost, tables)
-        self._launch_us = times.launch_us
-        self._saved_LCH = np.asarray(times.dense_us - times.sparse_LCH)
-
-    def paying_candidates(self) -> Mask:
-        """[L, C, H]: those that cost less than a dense head of the same launch."""
-        return np.asarray(self._saved_LCH > 0.0)
-
-    def losing_family(self, choice_H: Choice, row: int) -> Family | None:
-        """The family of the profiled layer `row` whose heads save least against its index launch, if that is a loss."""
-        families = dict(families_of(self._tables, row, choice_H))
-        gain = {name: -self._launch_us[name] for name in families.values()}
-        for head, name in families.items():
-            gain[name] += float(self._saved_LCH[row, choice_H[head], head])
-        losing = [(us, name) for name, us in gain.items() if us <= 0.0]
-        return min(losing)[1] if losing else None
-
-    def without_losing_layers(self, choice: Choice) -> Choice:
-        """The choice, with layers dense as a whole where sparse attention and index building would not pay."""
-        times = layer_times(self._cost, self._tables, choice, self._tile)
-        losing_L = np.array([not pays(*pair) for pair in zip(times.sparse_us, times.dense_us, strict=True)])
-        return np.where(losing_L[:, None] & (choice >= 0), DENSE, choice)

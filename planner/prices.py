@@ -25,7 +25,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from sparsekv.planner.options import Family
 from sparsekv.plans.patterns import TileShape
-from sparsekv.plans.schema import BackendName, DtypeName, HostName
+from sparsekv.plans.schema import BackendName, DtypeName
 from sparsekv.plans.types import Count, FieldError, Length, NonNegative, Part, Text, rounded
 
 _MOST_POINTS = 256  # of an axis
@@ -106,14 +106,12 @@ class StepPrices(Part):
     """Attention of a layer in one decode step.
 
     Attributes:
-        rows: of the step, each with its own keys; times are of all of them.
-        dense: by cached tokens of a row.
+        dense: by cached tokens.
         sparse: by the share of the cached tokens that is attended to, and by these.
         chooses: a filter layer that attends to everything and chooses tokens, by cached tokens.
         chooses_alone: choosing tokens in a filter layer that attends to its own choice.
     """
 
-    rows: Count
     dense: Table
     sparse: Table
     chooses: Table
@@ -129,38 +127,28 @@ class StepPrices(Part):
 
 
 class Prices(Part):
-    """Prices of one device and head shape, as one host runs it.
-
-    A host that cuts prompts attends chunk by chunk: each time at a length is of the chunk that ends there.
+    """Prices of one device and head shape, of whole prompts. They rank candidates and predict.
 
     Attributes:
         measured: the day.
         source: how the times came about.
-        stands_in: whether the plan is for another device: its prices rank and predict, but make no length dense.
-        host: the program whose kernels and way to prefill were timed.
-        chunk: most tokens of a prompt that it prefills at once; None is all.
+        stands_in: whether they were measured on another device.
         kv_dtype: of cached keys and values, where it is not `dtype`.
         dense: the fastest dense kernel, by length.
         tiles: sparse attention over whole tiles, by their share of the causal tiles; all of them is dense heads in a
             sparse launch.
         columns: sparse attention over few tiles, by the share of single columns beside them.
-        copy_keys: making the keys of a chunk with a past contiguous; None where the host has no need to.
         index: per family, building the index of so many heads, of the others dense.
-        steps: of decode, by rows; decode by a plan must pay with each.
+        step: of decode, with one row.
         fetch: reading the keys and values of so many tokens from host memory. None where it was not asked for.
-        check: a dense pass of several new tokens of a row, by these and cached tokens; None where the host has no
-            exact output.
+        check: a dense pass of several new tokens of a row, by these and cached tokens.
         products: a product of new tokens with a matrix of weights and the small kernels beside it, by the parameters.
     """
 
-    kind: Literal["sparsekv.cost"] = "sparsekv.cost"
-    schema_version: Literal[4] = 4
     device: Text
     measured: Text
     source: Text
     stands_in: bool = False
-    host: HostName = "transformers"
-    chunk: Length | None = None
     kv_dtype: Literal["fp8"] | None = None
     dtype: DtypeName
     backend: BackendName
@@ -170,21 +158,11 @@ class Prices(Part):
     dense: Table
     tiles: Table
     columns: Table
-    copy_keys: Table | None = None
     index: dict[Family, Table]
-    steps: Annotated[tuple[StepPrices, ...], Field(min_length=1)]
+    step: StepPrices
     fetch: Table | None = None
     check: Table | None = None
     products: Table | None = None
-
-    @property
-    def cuts_prompts(self) -> bool:
-        """Returns whether the host prefills long prompts in chunks."""
-        return self.chunk is not None
-
-    def step(self, rows: int = 1) -> StepPrices:
-        """The prices of steps of so many rows, which were measured."""
-        return next(step for step in self.steps if step.rows == rows)
 
     def dense_us(self, length: int, share: float = 1.0) -> float:
         """A dense layer over a whole prompt.
@@ -192,7 +170,7 @@ class Prices(Part):
         Args:
             share: of the tiles of all heads, where some are absent or the layer has a window of its own.
         """
-        return share * float(self._over_chunks(self.dense, length)[0])
+        return share * self.dense.at(length, growth=2.0)
 
     def heads_us(self, tiles: Floats, columns: Floats, length: int) -> Floats:
         """Each head of a sparse launch over a whole prompt, its index left out.
@@ -200,36 +178,16 @@ class Prices(Part):
         Args:
             tiles, columns: shares of the causal tiles; a dense head computes all.
         """
-        times_A, columns_A = (self._over_chunks(table, length) for table in (self.tiles, self.columns))
+        times_A, columns_A = (table.column([length], 2.0)[:, 0] for table in (self.tiles, self.columns))
         beside = self.columns.read(columns_A, columns) - columns_A[0]
         return np.asarray((self.tiles.read(times_A, tiles) + beside) / self.shape.heads)
 
     def index_us(self, family: Family, length: int) -> tuple[float, float]:
         """Building the index of a family over a whole prompt: the launch, and each head."""
         table = self.index[family]
-        times_A = self._over_chunks(table, length)
+        times_A = table.column([length], 2.0)[:, 0]
         head = (times_A[-1] - times_A[0]) / max(1.0, table.across[-1] - table.across[0])
         return max(0.0, float(times_A[0] - head * table.across[0])), float(head)
-
-    def copies_us(self, length: int) -> float:
-        """Copying keys over a whole prompt; 8-bit keys of the first chunk are read back, too."""
-        if self.copy_keys is None:
-            return 0.0
-        ends_N, _ = self._chunks(length)
-        copied_N = ends_N if self.kv_dtype else ends_N[1:]
-        return float(self.copy_keys.column(copied_N).sum()) if len(copied_N) else 0.0
-
-    def _chunks(self, length: int) -> tuple[Floats, Floats]:
-        """[N] each: where the chunks of a prompt end, and their rows as a share of a whole chunk's."""
-        if self.chunk is None or length <= self.chunk:
-            return np.array([float(length)]), np.ones(1)
-        ends_N = np.array([*range(self.chunk, length, self.chunk), length], np.float64)
-        return ends_N, np.diff(ends_N, prepend=0.0) / self.chunk
-
-    def _over_chunks(self, table: Table, length: int) -> Floats:
-        """[A]: the times of a table, over all chunks of a prompt."""
-        ends_N, rows_N = self._chunks(length)
-        return np.asarray(table.column(ends_N, 2.0 if self.chunk is None else 1.0) @ rows_N)
 
     def stood_in(self, shape: HeadShape, tile: TileShape) -> Prices:
         """These prices for other heads, by the ratio of their work; of another device than the plan is for."""
@@ -240,10 +198,7 @@ class Prices(Part):
             update={
                 **_scaled(self, prefill, "dense", "tiles", "columns"),
                 **_scaled(self, decode, "fetch", "check"),
-                "steps": tuple(
-                    step.model_copy(update=_scaled(step, decode, "dense", "sparse", "chooses", "chooses_alone"))
-                    for step in self.steps
-                ),
+                "step": self.step.model_copy(update=_scaled(self.step, decode, *StepPrices.model_fields)),
                 "shape": shape,
                 "tile": tile,
                 "stands_in": True,

@@ -248,14 +248,11 @@ def _locked(lock: Path) -> BinaryIO:
         file.close()  # a run that ended has removed it in the meantime
 
 
-_AGAIN = {"sparsekv.cost": "`sparsekv plan MODEL --cost-out FILE` measures again"}
-
-
-# --- profiles and device costs ----------------------------------------------------------------------------------------
+# --- profiles ---------------------------------------------------------------------------------------------------------
 
 
 def write_measured(measured: Part, path: Path) -> None:
-    """Writes a profile or a device cost, atomically; large ones are compressed, whatever the name."""
+    """Writes a profile, atomically; large ones are compressed, whatever the name."""
     data = measured.model_dump(mode="json")
     content = json.dumps(data | {_INTEGRITY: content_digest(data)}, separators=(",", ":")).encode() + b"\n"
     write_bytes(path, gzip.compress(content, mtime=0) if len(content) > _COMPRESS_ABOVE else content)
@@ -288,9 +285,8 @@ def record_of(kind: type[Measured], data: Any, path: Path) -> Measured:
         return kind.model_validate(data)
     except ValidationError as error:
         schema = kind.model_fields["schema_version"].default
-        again = _AGAIN.get(_what(kind), "make it again")
         raise PlanError(
-            f"expected a {_what(kind)} of schema {schema} in {path}, found at {first_fault(error)}; {again}"
+            f"expected a {_what(kind)} of schema {schema} in {path}, found at {first_fault(error)}; make it again"
         ) from error
 
 
@@ -308,7 +304,7 @@ def _what(kind: type[Part]) -> str:
 
 
 def digest_of(measured: BaseModel) -> str:
-    """`sha256:...` over the canonical content of a profile or a device cost."""
+    """`sha256:...` over the canonical content of a profile or of prices."""
     return content_digest(measured.model_dump(mode="json"))
 
 

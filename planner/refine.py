@@ -4,8 +4,7 @@ The plan that the allocation gives runs on a few calibration prompts, and again 
 (neighbouring layers together where there are many): what the divergence falls by is what those layers contribute. Where
 the prediction gives them too large or too small a share, the weight of their damage is corrected, and the allocation is
 solved again. It stops when the divergence of the whole plan falls no more, and keeps the weights of the best plan; they
-become a part of the profile, so that a later compile without the model gives the same plan. Plans are those without a
-crossover, which is a matter of the device.
+become a part of the profile, so that a later compile without the model gives the same plan.
 
 A pass with some layers dense begins at the first of them, from its captured input: on average half of the layers run.
 

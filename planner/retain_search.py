@@ -61,7 +61,7 @@ def search_retention(job: Job, progress: Progress | None = None) -> tuple[tuple[
     """
     options, length = job.options, job.options.lengths[-1]
     layers = tuple(layer for layer in job.model.full_layers if layer not in job.model.sharing)
-    prompts, runs = job.calibration_prompts(length, options.samples_at(length)), 2 if options.host == "vllm" else 3
+    prompts, runs = job.calibration_prompts(length, options.samples_at(length)), 2 if options.few_groups else 3
     with (
         retention_trials(job.subject) as model,
         (progress or Progress()).stage("retention", total=runs * len(prompts)) as step,
@@ -76,7 +76,7 @@ def search_retention(job: Job, progress: Progress | None = None) -> tuple[tuple[
 
         damage_LC = damage_beside({}, layers, mean)
         alone = allocated(layers, damage_LC, options, length)
-        if options.host == "vllm":
+        if options.few_groups:
             layouts = in_few_groups(layers, damage_LC, options, length)
         else:
             beside = allocated(layers, damage_beside(alone, layers, mean), options, length)

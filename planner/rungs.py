@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from sparsekv.planner.common_options import Phase
 from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
 from sparsekv.planner.options import Settled
-from sparsekv.planner.prices import Prices
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.plans.patterns import Budget
 from sparsekv.plans.types import format_length
@@ -21,17 +20,17 @@ _LOSS_STEP = 0.5
 _LEAST_LOSS = 0.005
 
 
-def denser(options: Settled, profile: Profile, cost: Prices, lengths: Collection[int]) -> Settled:
+def denser(options: Settled, profile: Profile, lengths: Collection[int]) -> Settled:
     """Options of the next denser plan at these lengths; where nothing is denser, they are dense. The same where they
     are dense already: what such a plan loses is rounding.
 
     Args:
         options: settled, of the plan that missed.
-        profile, cost: what it was compiled from.
+        profile: what it was compiled from.
     """
     found = options
     for phase in options.phases:
-        found = _stricter(found, profile, cost, phase, lengths)
+        found = _stricter(found, profile, phase, lengths)
     return dense_at(options, profile, lengths) if found == options else found
 
 
@@ -51,7 +50,7 @@ def _sparse_lengths(options: Settled, profile: Profile, phase: Phase) -> list[in
     return [length for length in profiled if length not in options.dense_at(phase)]
 
 
-def _stricter(options: Settled, profile: Profile, cost: Prices, phase: Phase, lengths: Collection[int]) -> Settled:
+def _stricter(options: Settled, profile: Profile, phase: Phase, lengths: Collection[int]) -> Settled:
     """The same options where there are no stricter ones, or none that leave the other lengths sparse."""
     sparse = _sparse_lengths(options, profile, phase)
     if not any(length in lengths for length in sparse):
@@ -59,7 +58,7 @@ def _stricter(options: Settled, profile: Profile, cost: Prices, phase: Phase, le
     if phase == "prefill":
         return _denser_prefill(options, profile, [length for length in sparse if length in lengths])
     stricter = _more_careful(options, profile)
-    plans = [choose_filter_layers(profile, cost, one) for one in (options, stricter)]
+    plans = [choose_filter_layers(profile, one) for one in (options, stricter)]
     before, after = ({length for length in sparse if not plan.bucket(length).dense} for plan in plans)
     return stricter if before.difference(lengths) <= after else options
 

@@ -42,10 +42,10 @@ HostName = Literal["transformers", "vllm"]
 
 
 class Target(Part):
-    """A device that cost and crossover were measured on, and the program that runs the model there.
+    """A device that the plan was measured on, and the program that ran the model there.
 
-    `chunk` is the most tokens of a prompt that the program prefills at once, where it cuts prompts; `kv_dtype` that of
-    keys and values in a cache, where it is not the model's.
+    `kv_dtype` is that of keys and values in a cache, where it is not the model's. Older plans name the host that their
+    crossovers were measured for, and its `chunk`: most tokens of a prompt that it prefills at once.
     """
 
     device: Text
@@ -88,7 +88,7 @@ class Prediction(Part):
 
 
 class Cost(Part):
-    """Predicted from the profile and the device-cost file, never timed while the plan is written."""
+    """Predicted from the profile and the prices of a device, never timed while the plan is written."""
 
     device: Text
     backend: BackendName

@@ -15,7 +15,7 @@ import torch
 from sparsekv.plans.errors import PlanWarning, UnsupportedError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import Segment
-from sparsekv.plans.schema import HostName, Plan, check_model, cut_text, unsupported
+from sparsekv.plans.schema import Plan, check_model, cut_text, unsupported
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.settings import threads_spin
 
@@ -80,8 +80,8 @@ def _beyond(plan: Plan, model: ModelInfo, host: Host) -> Iterator[str]:
         f"layers {evicting} that evict tokens beside caches of another shape: plan without `kv_cache`": plan.retained
         and (len(shapes) > 1 or linear)
         and not host.mixed_caches,
-        "exact output by a plan whose decode is dense, which drafts nothing: plan longer --lengths, or with "
-        "--no-crossover": host.drafts and not segments,
+        "exact output by a plan whose decode is dense, which drafts nothing: plan longer --lengths": host.drafts
+        and not segments,
         f"exact output where layers {evicting} evict tokens: plan without `kv_cache`": host.drafts and plan.retained,
         f"exact output by layers with a recurrent state ({format_ids(linear)}), from which drafts cannot be taken "
         "back": host.drafts and linear,
@@ -93,37 +93,13 @@ def segments_of(plan: Plan) -> list[Segment]:
     return [segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments]
 
 
-def check_target(
-    plan: Plan, device: str, backend: str, dtype: str, host: HostName = "transformers", step: int | None = None,
-    float8: bool = False,
-) -> None:  # fmt: skip
-    """Warns (`PlanWarning`) where the plan's cost was measured on another device: sparse may be slower than dense here;
-    and where its quality was measured with other keys and values.
-
-    Args:
-        plan: the plan; one without targets (an import) claims nothing.
-        step: most tokens that it prefills at once; compared with targets that were measured in such chunks.
-    """
+def check_stored(plan: Plan, dtype: str, float8: bool = False) -> None:
+    """Warns (`PlanWarning`) where the quality of a plan was measured with keys and values in another precision."""
     stored = {target.kv_dtype or target.dtype for target in plan.targets}
     if stored and (own := "fp8" if float8 else dtype) not in stored and "fp8" in (own, *stored):
         warnings.warn(
-            f"quality and cost of this plan were measured with keys and values in {' and '.join(sorted(stored))}, not "
-            f"in {own}: answers may differ from it; plan with --set kv_dtype={'fp8' if float8 else 'auto'} for these",
-            PlanWarning,
-            stacklevel=3,
-        )
-    measured = [
-        f"{target.device} ({target.host}, {target.backend}, {target.dtype}{_chunks(target.chunk)}"
-        f"{_devices(target.count)})"
-        for target in plan.targets
-    ]
-    here = f"{device} ({host}, {backend}, {dtype}{_chunks(step if any(t.chunk for t in plan.targets) else None)})"
-    if measured and here not in measured:
-        again = "" if host == "transformers" else f" --host {host}"
-        warnings.warn(
-            f"cost and crossover of this plan were measured on {', '.join(measured)}, not on {here}: sparse may be "
-            f"slower than dense here. `sparsekv plan MODEL --dtype {dtype} --set backend={backend}{again}` plans "
-            "for this, in seconds with --profile FILE where --profile-out saved one",
+            f"quality of this plan was measured with keys and values in {' and '.join(sorted(stored))}, not in {own}: "
+            f"answers may differ from it; plan with --set kv_dtype={'fp8' if float8 else 'auto'} for these",
             PlanWarning,
             stacklevel=3,
         )
@@ -148,14 +124,6 @@ def check_cut(plan: Plan, chunk: int | None, tokens: int) -> None:
             PlanWarning,
             stacklevel=1,  # one place for all callers, so that nobody is told twice
         )
-
-
-def _chunks(tokens: int | None) -> str:
-    return "" if tokens is None else f", chunks of {tokens}"
-
-
-def _devices(count: int) -> str:
-    return "" if count == 1 else f", {count} devices"
 
 
 _BESIDE = 0.5  # above the cores, that our own threads alone may fill

@@ -16,17 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 from mutations import Mutations, survey
-from planner_models import made_up_prices
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
 from plans_samples import full_plan, model_info, small_plan
 from rich.console import Console
 
-from sparsekv.planner.job import job_of_files
+from sparsekv.planner.job import job_of_profile
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_plan
-from sparsekv.planner.prices import Prices
 from sparsekv.planner.profile.profile_data import Profile
-from sparsekv.planner.records import record_of
 from sparsekv.plans.errors import PlanMismatchError
 from sparsekv.plans.files import dump_plan, parse_plan, plan_of, with_digest
 from sparsekv.plans.patterns import fraction, tokens
@@ -100,19 +97,14 @@ def _profile(seed: int, **fields: Any) -> Profile:
     return made_up_profile(*lengths, model=model).model_copy(update=fields)
 
 
-def _cost() -> Prices:
-    return made_up_prices(tiles=(5.0, 1.0), column=1.5, fetch=(5.0, 0.01), lengths=(256, 1024, 4096))
-
-
-COSTS = Mutations(_cost().model_dump(mode="json"))
 WANTED = tuple(
     PlanOptions(**({"verify": "none"} | given))
     for given in (
         {"target_density": (0.3,), "decode_loss": 1.0},
-        {"target_density": (0.4,), "crossover": False},
+        {"target_density": (0.4,)},
         {"target_density": (0.3,), "filter_layers": (0,), "decode_budget": tokens(100)},
         {"decode_loss": 0.5, "decode_budget": fraction(0.2)},
-        {"target_density": (0.25,), "offload": True, "decode_loss": 1.0, "crossover": False},
+        {"target_density": (0.25,), "offload": True, "decode_loss": 1.0},
         {"target_density": (0.3,), "families": ("a_shape", "vertical_slash"), "phases": ("prefill",)},
         {"phases": ("decode",), "decode_loss": 1.0, "lengths": (4096,)},
         {},
@@ -120,16 +112,10 @@ WANTED = tuple(
 )
 
 
-def recompile(profile: Profile, cost: Prices, wanted: PlanOptions) -> None:
-    """What `sparsekv plan --profile FILE --cost FILE --no-verify` does once both are read."""
-    plan = compile_plan(job_of_files("made/up", wanted, profile, cost)).plan
+def recompile(profile: Profile, wanted: PlanOptions) -> None:
+    """What `sparsekv plan --profile FILE --no-verify` does once it is read."""
+    plan = compile_plan(job_of_profile("made/up", wanted, profile)).plan
     assert parse_plan(dump_plan(plan)) == with_digest(plan)
-
-
-def use_cost(data: Any) -> None:
-    cost = record_of(Prices, data, PATH)
-    draw = random.Random(json.dumps(data))
-    recompile(_profile(draw.randrange(2)), cost, draw.choice(WANTED))
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
@@ -137,7 +123,6 @@ def use_cost(data: Any) -> None:
 KINDS = {
     "plan": (PLANS, use_plan, 500),
     "plan text": (PLANS, use_plan_text, 50),
-    "cost": (COSTS, use_cost, 80),
 }
 
 

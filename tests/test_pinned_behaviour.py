@@ -15,10 +15,9 @@ from tiny_plans import segment
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import sparsekv
-from sparsekv.planner.job import job_of_files
+from sparsekv.planner.job import job_of_profile
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_plan
-from sparsekv.planner.prices import Prices
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.records import read_measured
 from sparsekv.plans.aliases import resolve_model
@@ -36,7 +35,6 @@ FAMILIES = {
 NEW = 8
 COMPILED: dict[str, dict[str, Any]] = {
     "default": {},
-    "sparse_everywhere": {"crossover": False},
     "density": {"phases": "prefill", "target_density": "0.7"},
     "lines": {"families": "vertical_slash", "target_density": "0.7,0.5"},
     "mass": {"phases": "decode", "decode_budget": "256", "decode_loss": 0.2},
@@ -45,10 +43,10 @@ COMPILED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_plan_compiled_from_a_profile_and_a_cost_has_the_bytes_it_had(name: str, tmp_path: Path):
+def test_a_plan_compiled_from_a_profile_has_the_bytes_it_had(name: str, tmp_path: Path):
     asked = PlanOptions(lengths="2k,4k", verify="none", **COMPILED[name])
-    profile, cost = read_measured(Profile, DATA / "profile.json"), read_measured(Prices, DATA / "cost.json")
-    write_plan(compile_plan(job_of_files("tiny-retriever", asked, profile, cost)).plan, tmp_path / "plan.yaml")
+    profile = read_measured(Profile, DATA / "profile.json")
+    write_plan(compile_plan(job_of_profile("tiny-retriever", asked, profile)).plan, tmp_path / "plan.yaml")
     digests = ("integrity:", "  versions:", "  profile:", "  device_cost:")  # of releases and of the files read
     lines = (tmp_path / "plan.yaml").read_text().splitlines(keepends=True)
     found = "".join(line for line in lines if not line.startswith(digests))

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULT
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 VALUES = {"LENGTH": "1k", "LIST": "1k,2k", "N": "3", "A": "0.5", "R": "0.5", "SHARE": "0.5"}
-OUTPUTS = ("-o", "--out", "--profile-out", "--cost-out", "--picture")
+OUTPUTS = ("-o", "--out", "--profile-out", "--picture")
 STAGES = (
     *(f"sparsekv.planner.{name}" for name in ("verify.verify", "evaluation.evaluate", "evaluation.suite.run_suite")),
     *(f"sparsekv.bench.{name}" for name in ("kernels.bench_kernels", "prefill.bench_prefill", "decode.bench_decode")),
@@ -65,10 +64,9 @@ def stages(monkeypatch: pytest.MonkeyPatch, stand_ins: StandIns) -> None:
     def stop(*_: object, **__: object) -> None:
         raise typer.Exit
 
-    def planned(job: object, *, profile_out: Path | None, cost_out: Path | None, **_: object) -> PlanResult:
-        for flag, path in (("--profile", profile_out), ("--cost", cost_out)):
-            if path:
-                stand_ins.put(str(path), flag)
+    def planned(job: object, *, profile_out: Path | None, **_: object) -> PlanResult:
+        if profile_out:
+            stand_ins.put(str(profile_out), "--profile")
         return PlanResult(stand_ins.plan, 1.0, 1, ("nothing was measured",))
 
     def benched(flags: Benched, *_: object, **__: object) -> BenchModel:
@@ -85,7 +83,6 @@ def stages(monkeypatch: pytest.MonkeyPatch, stand_ins: StandIns) -> None:
     monkeypatch.setattr(backends, "check_backend", lambda *_: None)
     monkeypatch.setattr(backends, "choose_backend", lambda *shape: choose_backend(*shape[:3]))
     monkeypatch.setattr("sparsekv.runtime.vllm.settings.find_spec", lambda _: True)
-    monkeypatch.setattr("sparsekv.planner.timed_host.VllmHost", lambda *_: SimpleNamespace(chunk=None))
     monkeypatch.setattr("sparsekv.planner.job.solved_tasks", lambda *_: ())
 
 

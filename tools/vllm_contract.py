@@ -59,8 +59,6 @@ NAMES: Places = MappingProxyType(
         "vllm.platforms.interface:Platform": ("device_type", "get_device_capability", "is_cpu", "is_cuda"),
         "vllm.entrypoints.llm:LLM": ("apply_model", "generate", "llm_engine"),
         "vllm.sampling_params:SamplingParams": ("temperature", "max_tokens", "ignore_eos", "detokenize"),
-        "vllm.engine.arg_utils:EngineArgs": ("get_batch_defaults",),
-        "vllm.usage.usage_lib:UsageContext": ("OPENAI_API_SERVER",),
         "vllm.v1.attention.backend:AttentionType": ("DECODER",),
         "vllm.v1.attention.backend:AttentionCGSupport": ("UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE"),
         "vllm.v1.attention.backends.registry:AttentionBackendEnum": (

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from sparsekv.planner.options import KNOWN_FAMILIES, Family, PlanOptions
-from sparsekv.planner.prices import Prices
 from sparsekv.plans.errors import PlanMismatchError, UsageError
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo, same_architecture
 from sparsekv.plans.patterns import Budget, Pattern, TileShape
@@ -197,14 +196,6 @@ def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> 
         f"expected a profile of {model.id}, found one of {profile.model.id}, with {other}; "
         "profile this model again (leave --profile out)"
     )
-
-
-def narrowed(options: PlanOptions, profile: Profile | None, cost: Prices | None) -> tuple[PlanOptions, Profile | None]:
-    """The options as far as what was measured before leaves them open, and the lengths of the profile that are asked
-    for.
-    """
-    asked = options if cost is None else options.but(host=cost.host)
-    return (asked, None) if profile is None else for_profile(asked, profile)
 
 
 def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Profile]:

@@ -33,8 +33,8 @@ from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Reques
 from sparsekv.runtime.hf.placement import OffloadMode, layouts_of, warn_of_host_layers
 from sparsekv.runtime.hf.plan_engine import Paging, PlanEngine
 from sparsekv.runtime.hf.timed_model import measured_rule
-from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers, rope_switch
-from sparsekv.runtime.plan_checks import Host, check_cut, check_plan, check_target, warn_of_spinning
+from sparsekv.runtime.model_config import dtype_name, has_soft_cap, linear_layers, rope_switch
+from sparsekv.runtime.plan_checks import Host, check_cut, check_plan, check_stored, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.page_pool import page_bytes
 from sparsekv.runtime.stores.pinned import HostMemory
@@ -354,7 +354,7 @@ def apply(
     choice = choose_backend(model.device, model.dtype, info.largest_head, backend, tile, capped)
     float8 = check_kv_dtype(kv_dtype, choice.name, model.device)
     if prefill or decode:
-        check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), float8=float8)
+        check_stored(plan, dtype_name(model.dtype), float8)
     loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
     page = page_bytes(model.device)

@@ -19,11 +19,11 @@ from sparsekv.runtime.core.program import LayerProgram, Program, Rank
 from sparsekv.runtime.core.state import Gather, Observed
 from sparsekv.runtime.core.timed_layers import Place
 from sparsekv.runtime.hub import model_folder
-from sparsekv.runtime.model_config import describe_config, device_name, dtype_name, files_fingerprint, has_soft_cap
+from sparsekv.runtime.model_config import describe_config, dtype_name, files_fingerprint, has_soft_cap
 from sparsekv.runtime.paged.decode_step import DecodeHost
 from sparsekv.runtime.paged.metrics import ServingStats
 from sparsekv.runtime.paged.plan_host import PlanHost, Scratch
-from sparsekv.runtime.plan_checks import check_cut, check_plan, check_target
+from sparsekv.runtime.plan_checks import check_cut, check_plan, check_stored
 from sparsekv.runtime.vllm.evicting_step import EvictingHost
 from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions, host_of, warn_of_release
 
@@ -88,8 +88,7 @@ def start_host(
     choice = choose_backend(
         model.device, model.dtype, found.largest_head, options.backend, tile, has_soft_cap(model.config)
     )
-    here = (device_name(model.device), choice.name, dtype_name(model.dtype))
-    check_target(plan, *here, "vllm", model.step, float8=facts.kv_cache_dtype.startswith("fp8"))
+    check_stored(plan, dtype_name(model.dtype), facts.kv_cache_dtype.startswith("fp8"))
     check_cut(plan, model.step, model.longest)
     _announce(plan, path)
     scratch = Scratch(model.longest, group.kv_heads * group.head_dim, model.dtype, model.device)

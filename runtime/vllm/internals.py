@@ -215,15 +215,6 @@ def device_type() -> str:
     return kind
 
 
-def server_step() -> int:
-    """Tokens that a server computes in a step at most, on this device and where nothing else is asked for."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
-
-    defaults, _ = EngineArgs.get_batch_defaults(1)
-    return int(defaults[UsageContext.OPENAI_API_SERVER])
-
-
 def empty_cache(pages: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A layer's cache outside of an engine, with pages as vLLM has them where nothing else is asked for."""
     spec = SimpleNamespace(num_kv_heads=kv_heads, block_size=platform.page, head_size=size, dtype=dtype)

@@ -13,7 +13,6 @@ from sparsekv.plans.files import load_plan
 SHORT = (
     "--lengths",
     "1k",
-    "--no-crossover",
     "--set",
     "tasks=niah_single",
     "--set",

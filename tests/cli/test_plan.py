@@ -22,7 +22,7 @@ from sparsekv.plans.files import load_plan
 from sparsekv.runtime.hf.memory import Available
 
 TASK = ("--set", "tasks=kv_retrieval")
-FAST = ("--lengths", "1k", "--no-crossover", *TASK, "--set", "calibration_samples=1")
+FAST = ("--lengths", "1k", *TASK, "--set", "calibration_samples=1")
 ONE = (*FAST, "--only", "prefill")  # half the work, where it is not the phases that a test is about
 PROVEN = Verification(quality_at(1024), FixedTest(SMALL, 0.025, (), {}), ())
 OLDER = "kind: sparsekv.plan\n"
@@ -36,17 +36,10 @@ def measured(model, tmp_path_factory: pytest.TempPathFactory) -> tuple[object, .
 
     folder = tmp_path_factory.mktemp("measured")
     call = ("plan", model, "-o", folder / "plan.yaml", *FAST, "--no-verify")
-    files = ("--profile-out", folder / "a.profile", "--cost-out", folder / "a.cost")
     with pytest.raises(SystemExit) as stop:
-        main([str(part) for part in (*call, *files)])
+        main([str(part) for part in (*call, "--profile-out", folder / "a.profile")])
     assert not stop.value.code
-    return ("--no-crossover", "--profile", folder / "a.profile", "--cost", folder / "a.cost")
-
-
-@pytest.fixture
-def priced(measured) -> tuple[object, ...]:
-    """The device cost that was measured once, as an option."""
-    return measured[measured.index("--cost") :]
+    return ("--profile", folder / "a.profile")
 
 
 @pytest.fixture
@@ -176,20 +169,20 @@ def test_a_plan_that_must_be_verified_and_is_exits_with_0(sparsekv, model, measu
     assert load_plan(out).status == "verified"
 
 
-def test_ctrl_c_before_anything_was_measured_leaves_nothing_and_says_so(sparsekv, model, priced, out, ctrl_c_in):
+def test_ctrl_c_before_anything_was_measured_leaves_nothing_and_says_so(sparsekv, model, out, ctrl_c_in):
     with ctrl_c_in("profile", steps=0):
-        done = sparsekv("plan", model, "-o", out, *ONE, *priced, "--no-verify")
+        done = sparsekv("plan", model, "-o", out, *ONE, "--no-verify")
     assert done.code == 130
     assert "nothing" in done.err
     assert not list(out.parent.glob(f"{out.name}*"))
 
 
 @pytest.mark.parametrize("stage", ["profile", "evaluate"])
-def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, ctrl_c_in, stage):
+def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, out, ctrl_c_in, stage):
     profile = out.with_name("a.profile")
     call = ("plan", model, "-o", out, *ONE, "--profile-out", profile)
     with ctrl_c_in(stage):
-        done = sparsekv(*call, *priced)
+        done = sparsekv(*call)
     assert (done.code, done.out) == (130, "")
     assert done.err.splitlines()[-2:-1] == ["interrupted"]
     assert str(profile) in done.err
@@ -197,14 +190,14 @@ def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, ct
     partial = out.with_name("a.profile.partial")
     assert f"{partial}: " in done.err
     assert profile.exists() == (f"`--profile {profile}`" in done.err) == (stage != "profile")
-    again = sparsekv(*call, *priced)
+    again = sparsekv(*call)
     assert again.code == 0
     assert f"profile resumed: {'33.3' if stage == 'profile' else '100'}% of it" in again.err
     assert sorted(out.parent.iterdir()) == [profile, out]
 
 
-def test_what_a_run_with_other_options_has_left_is_told_at_the_end_and_goes_on(sparsekv, model, priced, out, ctrl_c_in):
-    call = ("plan", model, "-o", out, *ONE, *priced, "--no-verify", "--set")
+def test_what_a_run_with_other_options_has_left_is_told_at_the_end_and_goes_on(sparsekv, model, out, ctrl_c_in):
+    call = ("plan", model, "-o", out, *ONE, "--no-verify", "--set")
     with ctrl_c_in("profile"):
         assert sparsekv(*call, "seed=1").code == 130
     other = sparsekv(*call, "seed=2")
@@ -216,11 +209,11 @@ def test_what_a_run_with_other_options_has_left_is_told_at_the_end_and_goes_on(s
     assert list(out.parent.iterdir()) == [out]
 
 
-def test_an_older_profile_is_not_told_as_that_of_an_interrupted_run(sparsekv, model, priced, out, ctrl_c_in):
+def test_an_older_profile_is_not_told_as_that_of_an_interrupted_run(sparsekv, model, out, ctrl_c_in):
     profile = out.with_name("a.profile")
     profile.write_text('{"kind":"sparsekv.profile"}')
     with ctrl_c_in("profile"):
-        done = sparsekv("plan", model, "-o", out, *ONE, *priced, "--no-verify", "--profile-out", profile)
+        done = sparsekv("plan", model, "-o", out, *ONE, "--no-verify", "--profile-out", profile)
     assert f"{profile}.partial" in done.err
     assert "complete" not in done.err
 
@@ -266,19 +259,18 @@ def test_sigterm_while_profiling_leaves_the_profile_so_far(model, out):
     assert saved.exists()
 
 
-@pytest.mark.parametrize("name", ["plan.yaml", "b.profile", "b.cost"])
+@pytest.mark.parametrize("name", ["plan.yaml", "b.profile"])
 def test_a_full_disk_leaves_the_older_file_as_it_was_whatever_is_written(
     sparsekv, model, measured, out, full_disk, name
 ):
     files = {
         out: OLDER,
         out.with_name("b.profile"): '{"kind":"sparsekv.profile"}',
-        out.with_name("b.cost"): '{"kind":"sparsekv.cost"}',
     }
     for file, older in files.items():
         file.write_text(older)
     full_disk(name)
-    kept = ("--profile-out", out.with_name("b.profile"), "--cost-out", out.with_name("b.cost"))
+    kept = ("--profile-out", out.with_name("b.profile"))
     done = sparsekv("plan", model, "-o", out, *measured, "--no-verify", "--force", *kept)
     assert (done.code, done.out) == (2, "")
     assert "No space left" in done.err
@@ -297,12 +289,12 @@ def test_a_full_disk_while_profiling_says_that_the_run_can_go_on(sparsekv, model
 
 
 def test_a_second_run_into_the_files_of_one_that_profiles_is_refused_before_it_loads_a_model(
-    sparsekv, model, priced, out, during, tmp_path
+    sparsekv, model, out, during, tmp_path
 ):
     refused, unreadable = [], tmp_path / "model"
     unreadable.mkdir()
     (unreadable / "config.json").write_text("{}")
-    call = ("-o", out, *ONE, *priced, "--no-verify", "--set")
+    call = ("-o", out, *ONE, "--no-verify", "--set")
     during("profile", lambda: refused.append(sparsekv("plan", unreadable, *call, "seed=1")))
     assert sparsekv("plan", model, *call, "seed=0").code == 0
     (second,) = refused
@@ -351,20 +343,20 @@ def test_calibration_prompts_name_the_line_that_is_wrong(sparsekv, model, out, t
     assert word in done.err
 
 
-def test_calibration_prompts_may_hold_line_separators(sparsekv, model, priced, out, tmp_path):
+def test_calibration_prompts_may_hold_line_separators(sparsekv, model, out, tmp_path):
     file = tmp_path / "prompts.jsonl"
     prompt = "ab\u2028cd\x85 " * 200
     file.write_text(json.dumps({"prompt": prompt, "answer": "b"}, ensure_ascii=False) + "\n", encoding="utf-8")
-    own = ("--lengths", "1k", "--no-crossover", *priced, "--no-verify", "--only", "decode")
+    own = ("--lengths", "1k", "--no-verify", "--only", "decode")
     done = sparsekv("plan", model, "-o", out, *own, "--prompts", file)
     assert done.code == 0, done.err
 
 
-def test_own_calibration_prompts_are_used(sparsekv, model, priced, out, tmp_path):
+def test_own_calibration_prompts_are_used(sparsekv, model, out, tmp_path):
     lines, text = tmp_path / "prompts.jsonl", tmp_path / "prompt.txt"
     lines.write_text(json.dumps({"prompt": "ab " * 330, "answer": "c" * 40}) + "\n")
     text.write_text("ab " * 330 + "c" * 40)
-    own = ("--lengths", "1k", "--no-crossover", *priced)
+    own = ("--lengths", "1k")
     digests = []
     for file in (lines, text):
         done = sparsekv("plan", model, "-o", out, *own, "--no-verify", "--only", "decode", "--prompts", file, "--force")
@@ -374,12 +366,12 @@ def test_own_calibration_prompts_are_used(sparsekv, model, priced, out, tmp_path
 
 
 def test_prompts_that_are_one_text_where_they_are_cut_are_refused_before_anything_is_measured(
-    sparsekv, model, priced, out, tmp_path
+    sparsekv, model, out, tmp_path
 ):
     file = tmp_path / "prompts.jsonl"
     lines = [{"prompt": f"{text_of(0, 1100)}{number}?", "answer": " 4"} for number in range(10)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    done = sparsekv("plan", model, "-o", out, "--lengths", "1k", "--no-crossover", *priced, "--prompts", file)
+    done = sparsekv("plan", model, "-o", out, "--lengths", "1k", "--prompts", file)
     assert done.code == 2
     assert "found 0 of 5 at 1k" in done.err
     assert "evaluate" not in done.err
@@ -387,14 +379,14 @@ def test_prompts_that_are_one_text_where_they_are_cut_are_refused_before_anythin
 
 
 def test_verify_counts_the_same_prompts_as_the_plan_that_was_made_from_them(
-    sparsekv, model, priced, out, tmp_path, monkeypatch
+    sparsekv, model, out, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("sparsekv.planner.fixed_test.MEAN_NATS", 100.0)  # of random weights
     monkeypatch.setattr("sparsekv.planner.fixed_test.WORST_NATS", 100.0)
     file = tmp_path / "prompts.jsonl"
     lines = [{"prompt": f"{text_of(number % 7, 1000)}{number}?", "answer": " 4"} for number in range(12)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    own = ("--lengths", "1k", "--no-crossover", *priced, "--only", "prefill", "--prompts", file)
+    own = ("--lengths", "1k", "--only", "prefill", "--prompts", file)
     done = sparsekv("plan", model, "-o", out, *own, "--set", "calibration_samples=1")
     assert done.code == 0, done.err
     told = re.search(r"(\d) of 6 held-out prompts are different texts at 1k", done.err)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planner_models import made_up_prices
 from plans_samples import quality_at
 
 from sparsekv.planner.fixed_test import SMALL, FixedTest
@@ -14,34 +13,29 @@ from sparsekv.planner.records import read_measured, write_measured
 from sparsekv.planner.retain_search import rules_of
 from sparsekv.planner.verify import Verification
 from sparsekv.plans.files import load_plan
-from sparsekv.plans.patterns import TileShape
 
 PROVEN = Verification(quality_at(1024), FixedTest(SMALL, 0.025, (), {}), ())
-DEVICE = made_up_prices(tile=TileShape())
 CHOICES: dict[str, tuple[Any, ...]] = {
     "profile": (None, "of tasks", "of own texts"),
     "samples": (None, 1),
     "no_verify": (False, True),
     "retain": (None, 0.5),
     "only": (None, "prefill", "decode"),
-    "cost": (False, True),
 }
 
 
 @pytest.fixture(scope="module")
 def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with profiles and the cost of the made-up device."""
+    """A folder with profiles."""
     from sparsekv.cli.main import main
 
     folder = tmp_path_factory.mktemp("kept")
     quick = ("--lengths", "1k", "--set", "calibration_samples=1", "--set", "tasks=kv_retrieval", "--no-verify")
-    quick += ("--no-crossover",)
     with pytest.raises(SystemExit) as stop:
         main(["plan", str(model), "-o", str(folder / "plan"), *quick, "--profile-out", str(folder / "of tasks")])
     assert not stop.value.code
     own = read_measured(Profile, folder / "of tasks").model_copy(update={"tasks": ()})
     write_measured(own, folder / "of own texts")
-    write_measured(DEVICE, folder / "cost")
     return folder
 
 
@@ -52,7 +46,6 @@ def stand_ins(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "profile": lambda job, *_: (job.prompts, read_measured(Profile, kept / "of tasks"))[1],
         "refine": lambda job, measured, *_: measured,
         "measure_trials": lambda job, measured, *_: measured,
-        "measure_prices": lambda *_, **__: DEVICE,
         "search_retention": lambda job, *_: (job.calibration_prompts(1024, 1) and rules_of(job.model, {0: 0.5}), ()),
         "verify": lambda *_, **__: PROVEN,
     }
@@ -63,11 +56,11 @@ def stand_ins(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(tuple(CHOICES), [*product(*CHOICES.values())])
 def test_every_combination_makes_a_plan_or_is_refused(
-    sparsekv, model, kept, tmp_path, stand_ins, profile, samples, no_verify, retain, only, cost
+    sparsekv, model, kept, tmp_path, stand_ins, profile, samples, no_verify, retain, only
 ):
     given = {"--retain": retain, "--only": only}
     given |= {"--set": samples and f"calibration_samples={samples}"}
-    given |= {"--profile": profile and kept / profile, "--cost": kept / "cost" if cost else None}
+    given |= {"--profile": profile and kept / profile}
     flags = [part for flag, value in given.items() if value is not None for part in (flag, value)]
     out = tmp_path / "plan.yaml"
     done = sparsekv("plan", model, "-o", out, "--lengths", "1k", "--json", *flags, *["--no-verify"] * no_verify)

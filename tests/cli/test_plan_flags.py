@@ -56,9 +56,7 @@ def refused(sparsekv, model, out):
         (("--set", "tasks="), "--set tasks"),
         (("--prompts", "/nowhere/prompts.jsonl"), "found none"),
         (("--profile", "/nowhere/a.profile"), "profile"),
-        (("--cost", "/nowhere/a.cost"), "a.cost"),
         (("--profile-out", "/nowhere/a.profile"), "/nowhere"),
-        (("--host", "sglang"), "vllm"),
         (("--set", "tasks=niah_singel"), "did you mean niah_single"),
         (("--preset", "minferenc"), "did you mean minference"),
         (("--set", "backend=trito"), "did you mean triton"),
@@ -95,16 +93,9 @@ def test_options_of_which_one_would_be_dropped_are_refused_by_name(refused, tmp_
     "arguments",
     [
         ("--profile-out", "plan.yaml"),
-        ("--cost-out", "plan.yaml"),
-        ("--profile-out", "a", "--cost-out", "a"),
-        ("--profile-out", "a", "--cost-out", "nothing/../a"),
-        ("--profile-out", "a", "--cost-out", "a.partial"),
         ("--profile", "plan.yaml"),
-        ("--cost", "plan.yaml"),
         ("--prompts", "plan.yaml"),
         ("--profile", "kept", "--profile-out", "kept"),
-        ("--cost", "kept", "--cost-out", "kept"),
-        ("--cost", "kept", "--cost-out", "link"),
     ],
     ids=" ".join,
 )
@@ -147,10 +138,9 @@ def test_a_file_that_is_no_plan_is_never_overwritten_by_one(refused, target, hel
     assert path.read_bytes() == NO_PLAN[held]
 
 
-@pytest.mark.parametrize("flag", ["--profile-out", "--cost-out"])
-def test_a_file_that_is_no_measurement_is_never_overwritten_by_one(refused, target, flag):
+def test_a_file_that_is_no_profile_is_never_overwritten_by_one(refused, target):
     path = target(b'{"kind": "sparsekv.plan"}')
-    assert flag in refused(flag, path)
+    assert "--profile-out" in refused("--profile-out", path)
     assert path.read_bytes() == b'{"kind": "sparsekv.plan"}'
 
 
@@ -177,11 +167,10 @@ def test_any_plan_and_an_empty_file_may_be_overwritten(refused, target, data):
     assert ("--force" in refused("--lengths", "64k", out=path)) == bool(data)
 
 
-def test_measurements_may_be_overwritten_by_such_measurements(refused, target, tmp_path):
-    other = tmp_path / "b"
-    other.write_bytes(gzip.compress(b'{"backend":"cpu","kind":"sparsekv.cost"}'))
-    profile = target(b'{"backend":"cpu","kind":"sparsekv.profile"}')
-    assert "64k" in refused("--lengths", "64k", "--profile-out", profile, "--cost-out", other)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_profile_may_be_overwritten_by_another_one(refused, target, packed):
+    data = b'{"backend":"cpu","kind":"sparsekv.profile"}'
+    assert "64k" in refused("--lengths", "64k", "--profile-out", target(gzip.compress(data) if packed else data))
 
 
 def test_a_plan_goes_beside_a_model_that_lies_here_and_else_where_the_command_runs(model):
@@ -231,14 +220,13 @@ def test_calibration_prompts_that_are_no_text_are_refused(refused, tmp_path_fact
         assert str(file) in refused("--prompts", file)
 
 
-@pytest.mark.parametrize("what", ["--profile", "--cost", "--prompts"])
+@pytest.mark.parametrize("what", ["--profile", "--prompts"])
 def test_a_file_without_end_is_refused(refused, what):
     assert "/dev/zero" in refused(what, "/dev/zero")
 
 
-@pytest.mark.parametrize("what", ["--profile", "--cost"])
 @pytest.mark.parametrize("data", [b"", b"{}", b"not json", b"\x1f\x8b\x08cut", b"[" * 100_000, b"\xff\xfe"], ids=repr)
-def test_a_file_that_is_no_measurement_is_named(refused, tmp_path_factory, what, data):
+def test_a_file_that_is_no_profile_is_named(refused, tmp_path_factory, data):
     file = tmp_path_factory.mktemp("measured") / "a"
     file.write_bytes(data)
-    assert str(file) in refused(what, file)
+    assert str(file) in refused("--profile", file)

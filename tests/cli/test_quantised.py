@@ -23,7 +23,6 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
 FAST = (
     "--lengths",
     "1k",
-    "--no-crossover",
     "--set",
     "tasks=kv_retrieval",
     "--set",

@@ -19,7 +19,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Dense, Pattern
 
 SCORES = ("candidates", "patterns", "damage", "worst", "tiles", "columns")
-ALWAYS = options_for(target_density=(0.3,), crossover=False)
+ALWAYS = options_for(target_density=(0.3,))
 
 
 def profile_with(seed: int = 0, length: int = 8192, **options) -> Profile:
@@ -173,20 +173,20 @@ def test_absent_heads_take_no_part() -> None:
 @given(st.integers(0, 10_000), st.floats(0.19, 0.6), st.floats(0.0, 0.09))
 def test_the_predicted_density_is_within_the_target(seed: int, target: float, drift: float) -> None:
     profile = profile_with(seed, drift=drift, levels=(0.15, 0.25, 0.35, 0.5))
-    options = options_for(target_density=(target,), crossover=False)
+    options = options_for(target_density=(target,))
     assert density_of(profile, options) <= target * 1.0002
 
 
 def test_another_target_takes_another_level_of_the_ladder() -> None:
     profile = profile_with()
-    low, high = (density_of(profile, options_for(target_density=(t,), crossover=False)) for t in (0.2, 0.4))
+    low, high = (density_of(profile, options_for(target_density=(t,))) for t in (0.2, 0.4))
     assert low == pytest.approx(0.2)
     assert 0.35 < high <= 0.4
 
 
 @pytest.mark.parametrize("family", ["a_shape", "vertical_slash", "block_sparse"])
 def test_one_family_alone_is_allocated_from_a_profile_of_all(family: str) -> None:
-    options = options_for(target_density=(0.3,), crossover=False, families=(family,))
+    options = options_for(target_density=(0.3,), families=(family,))
     bucket = allocate(profile_with(drift=0.05), made_up_prices(), options).bucket(8192)
     assert {pattern.pattern for layer in range(3) for pattern in bucket.patterns(layer, 4)} == {family}
 
@@ -235,7 +235,7 @@ def test_under_the_preset_each_head_takes_the_least_damage_at_the_target_cost() 
     damage = np.array(profile.lengths[0].layers[0].damage)
     tiles[0], damage[0] = 0.9, 0.0  # a range that does not come down to the target
     profile = changed(profile, 0, tiles=tiles, damage=damage, worst=damage).model_copy(update={"preset": "minference"})
-    bucket = allocate(profile, made_up_prices(), options_for(crossover=False)).bucket(8192)
+    bucket = allocate(profile, made_up_prices(), options_for()).bucket(8192)
     (entry,) = profile.lengths
     for row, damage_CH in enumerate(ScoreTables.of(entry).damage_LCH):
         least = damage_CH[1:].argmin(0) + 1 if row == 0 else damage_CH.argmin(0)
@@ -253,7 +253,7 @@ def test_under_the_preset_each_head_takes_the_least_damage_at_the_target_cost() 
 )
 def test_lengths_that_are_to_be_dense_are_and_the_others_stay_as_they_are(dense, found) -> None:
     profile = made_up_profile(*(made_up_length(n, np.random.default_rng(0)) for n in (4096, 8192, 16384)))
-    options = options_for(target_density=(0.3,) * 3, crossover=False)
+    options = options_for(target_density=(0.3,) * 3)
     before, plan = (
         allocate(profile, made_up_prices(), one) for one in (options, options.but(dense={"prefill": dense}))
     )
@@ -273,7 +273,7 @@ def test_candidates_that_cost_more_on_other_prompts_than_fitted_are_told_from_to
     drifted = made_up_profile(profile.lengths[0].model_copy(update={"layers": tuple(scores)}))
     with pytest.raises(UsageError, match=r"found 0\.30"):
         allocate(drifted, made_up_prices(), ALWAYS)
-    assert density_of(drifted, options_for(target_density=(0.31,), crossover=False)) <= 0.31
+    assert density_of(drifted, options_for(target_density=(0.31,))) <= 0.31
 
 
 def test_a_default_density_gives_way_to_what_prompts_come_down_to_and_one_asked_for_does_not() -> None:
@@ -282,11 +282,18 @@ def test_a_default_density_gives_way_to_what_prompts_come_down_to_and_one_asked_
     profile = made_up_profile(
         entry.model_copy(update={"layers": tuple(scores.model_copy(update=tables) for scores in entry.layers)})
     )
-    default = settle(options_for(lengths=(512,), crossover=False), 4096, "cpu")
+    default = settle(options_for(lengths=(512,)), 4096, "cpu")
     reached = with_reached_densities(default, profile)
     assert (default.target_density, reached.target_density) == ((0.9,), (0.9003,))
     assert not allocate(profile, made_up_prices(), reached).bucket(512).dense
-    given = settle(options_for(lengths=(512,), crossover=False, target_density=(0.9,)), 4096, "cpu")
+    given = settle(options_for(lengths=(512,), target_density=(0.9,)), 4096, "cpu")
     assert with_reached_densities(given, profile) == given
     sparser = made_up_profile(made_up_length(512, np.random.default_rng(0), levels=(0.2,)))
     assert with_reached_densities(default, sparser) == default
+
+
+@pytest.mark.parametrize("target", [0.3, 0.97])
+def test_a_device_on_which_sparse_attention_never_pays_gets_a_sparse_plan(target: float) -> None:
+    profile, slow = made_up_profile(made_up_length(8192, np.random.default_rng(0))), made_up_prices(tiles=(1e8, 10.0))
+    buckets = allocate(profile, slow, options_for(target_density=(target,))).lengths
+    assert [(bucket.up_to, bucket.dense) for bucket in buckets] == [(8192, False), (None, False)]

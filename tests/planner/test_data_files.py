@@ -9,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planner_models import made_up_prices
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
 
-from sparsekv.planner.prices import Prices
 from sparsekv.planner.profile.profile_data import Profile, check_model
 from sparsekv.planner.records import digest_of, read_measured, write_measured
 from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
@@ -27,8 +25,6 @@ def profile() -> Profile:
 def test_what_is_read_is_what_was_written(profile: Profile, tmp_path: Path) -> None:
     write_measured(profile, tmp_path / "p.json")
     assert read_measured(Profile, tmp_path / "p.json") == profile
-    write_measured(made_up_prices(), tmp_path / "c.json")
-    assert read_measured(Prices, tmp_path / "c.json") == made_up_prices()
 
 
 def test_a_large_profile_is_compressed_to_the_same_bytes_each_time(tmp_path: Path) -> None:
@@ -161,7 +157,7 @@ def test_a_missing_file_and_binary_data_are_named(tmp_path: Path) -> None:
         read_measured(Profile, tmp_path / "nothing.json")
     (tmp_path / "b").write_bytes(b"\x00\xff" * 100)
     with pytest.raises(PlanError, match="b"):
-        read_measured(Prices, tmp_path / "b")
+        read_measured(Profile, tmp_path / "b")
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(profile: Profile, tmp_path: Path) -> None:
@@ -176,29 +172,3 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(profile: Profile, t
 def test_the_digest_is_of_the_content(profile: Profile) -> None:
     assert digest_of(profile) == digest_of(Profile.model_validate_json(profile.model_dump_json()))
     assert digest_of(profile) != digest_of(profile.model_copy(update={"seed": 1}))
-
-
-def test_prices_of_an_older_version_are_refused_with_what_measures_them_again(tmp_path: Path) -> None:
-    path = tmp_path / "device.cost"
-    path.write_text(json.dumps({"kind": "sparsekv.cost", "schema_version": 3, "prefill_dense": {"prices": [0.0, 1.0]}}))
-    with pytest.raises(PlanError, match=r"schema 4 in .*device\.cost, found at schema_version.* --cost-out") as refused:
-        read_measured(Prices, path)
-    assert "make it again" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("forge", "said"),
-    [
-        (_put(0.5, "dense", "us", 0, 3), "rise along both axes"),
-        (_put([64, 64], "tiles", "along"), "ascending points"),
-        (_put([[1.0]], "columns", "us"), "rows of"),
-        (_put([], "steps"), "steps: "),
-    ],
-    ids=range(4),
-)
-def test_prices_that_cannot_be_are_refused_where_they_are(tmp_path: Path, forge, said: str) -> None:
-    data = made_up_prices().model_dump(mode="json")
-    forge(data)
-    (tmp_path / "c.json").write_text(json.dumps(data))
-    with pytest.raises(PlanError, match=said):
-        read_measured(Prices, tmp_path / "c.json")

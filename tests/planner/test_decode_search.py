@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from model_folders import save_model
-from planner_models import bare_job, loaded_hybrid, made_up_prices, quick_options
+from planner_models import bare_job, loaded_hybrid, quick_options
 from planner_profiles import made_up_model, made_up_profile, made_up_reuse, options_for
 from progress import Counting
 
@@ -16,7 +16,7 @@ from sparsekv.planner.decode_candidates import CandidateSpace, anchor_layers
 from sparsekv.planner.decode_search import Effort, measure_trials, upper_bound
 from sparsekv.planner.decode_trials import decode_trials
 from sparsekv.planner.filter_layers import choose_filter_layers
-from sparsekv.planner.job import job_of, job_of_files
+from sparsekv.planner.job import job_of, job_of_profile
 from sparsekv.planner.options import PlanOptions, settle
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.predict import decode_share
@@ -34,7 +34,7 @@ from sparsekv.runtime.hf.load import LoadedModel
 
 LAYERS, LENGTH = 10, 8192
 MODEL = made_up_model(layers=LAYERS)
-ALWAYS = options_for(crossover=False)
+ALWAYS = options_for()
 QUICK = quick_options(phases=("decode",), verify="none", decode_kl=100.0)
 SETTLED = settle(QUICK, 4096, "cpu")
 EFFORT = Effort(prompts=3, steps=4, trials=8)
@@ -54,8 +54,8 @@ def tried(*trials: DecodeTrial, length: int = LENGTH) -> LengthProfile:
     return LengthProfile(length=length, prompt_tokens=(length,), reuse=reuse, trials=trials)
 
 
-def chosen(*entries: LengthProfile, options: PlanOptions = ALWAYS, **cost: Any) -> DecodePlan:
-    return choose_filter_layers(made_up_profile(*entries, model=MODEL), made_up_prices(**cost), options)
+def chosen(*entries: LengthProfile, options: PlanOptions = ALWAYS) -> DecodePlan:
+    return choose_filter_layers(made_up_profile(*entries, model=MODEL), options)
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,7 @@ def test_what_was_tried_and_passed_is_in_the_profile_and_the_sparsest_is_planned
 ) -> None:
     (entry,) = measured.lengths
     assert all(one.prompts <= EFFORT.prompts for one in entry.trials)
-    plan = choose_filter_layers(measured, made_up_prices(tile=measured.tile), SETTLED)
+    plan = choose_filter_layers(measured, SETTLED)
     shares = [decode_share(one.segments, 1024, loaded.info) for one in entry.trials]
     assert decode_share(plan.bucket(1024).segments, 1024, loaded.info) == min(shares) < 0.6
 
@@ -272,7 +272,7 @@ def test_nothing_is_sparse_inside_a_gate_that_nothing_passes(loaded: LoadedModel
     options = settle(QUICK.but(decode_kl=0.0), 4096, "cpu")
     found = measure_trials(bare_job(loaded, options), measured.model_copy(update={"lengths": (bare,)}), effort=EFFORT)
     assert found.lengths[0].trials
-    assert choose_filter_layers(found, made_up_prices(tile=found.tile), options).bucket(1024).dense
+    assert choose_filter_layers(found, options).bucket(1024).dense
 
 
 def test_measuring_again_gives_the_same_trials(loaded: LoadedModel, measured: Profile) -> None:
@@ -283,10 +283,9 @@ def test_measuring_again_gives_the_same_trials(loaded: LoadedModel, measured: Pr
 
 def test_a_compile_from_files_gives_the_plan_that_was_measured(loaded: LoadedModel, tmp_path: Path) -> None:
     folder = save_model(loaded.model, tmp_path / "tiny")
-    cost = made_up_prices(tile=QUICK.tile)
-    first = compile_plan(job_of(loaded, QUICK, cost=cost), profile_out=tmp_path / "p.json")
+    first = compile_plan(job_of(loaded, QUICK), profile_out=tmp_path / "p.json")
     assert first.filter_layers
-    again = compile_plan(job_of_files(str(folder), QUICK, read_measured(Profile, tmp_path / "p.json"), cost))
+    again = compile_plan(job_of_profile(str(folder), QUICK, read_measured(Profile, tmp_path / "p.json")))
     assert dump_plan(again.plan) == dump_plan(first.plan)
 
 
@@ -337,24 +336,9 @@ def test_a_length_at_which_no_trial_passed_is_dense() -> None:
     assert [bucket.dense for bucket in plan.lengths] == [True, False]
 
 
-def test_the_cheapest_trial_on_a_device_where_choosing_is_dear_chooses_less_often() -> None:
-    often = trial(segment(0, (1, 2, 3)), segment(4, (5, 6, 7)), segment(8, (9,)), bound=0.001)
-    once = trial(segment(0, (1, 2, 3, 4, 5, 6)), bound=0.001)
-    device = options_for()
-    assert chosen(tried(often, once), options=device).bucket(LENGTH).segments == often.segments
-    dear = chosen(tried(often, once), options=device, choice=(12.0, 0.0))
-    assert dear.bucket(LENGTH).segments == once.segments
-
-
-def test_a_layer_chooses_for_itself_where_a_pass_over_the_keys_is_cheaper_than_dense() -> None:
+def test_a_layer_chooses_for_itself_where_fewer_tokens_are_read() -> None:
     own, other = trial(segment(0, (0, 1, 2, 3)), bound=0.001), trial(segment(0, (1, 2, 3)), bound=0.001)
-    for line, segments in (
-        ((0.0, 0.0006), own.segments),  # dense takes 0.001 a token, sparse as much for a tenth of them
-        ((3.0, 0.001), other.segments),
-    ):
-        plan = chosen(tried(own, other), options=options_for(), alone=line)
-        assert plan.bucket(LENGTH).segments == segments
-    assert chosen(tried(own, other)).bucket(LENGTH).segments == own.segments  # fewer tokens, whatever they cost
+    assert chosen(tried(own, other)).bucket(LENGTH).segments == own.segments
 
 
 def test_a_layer_that_chooses_for_itself_is_not_offloaded() -> None:

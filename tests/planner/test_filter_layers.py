@@ -1,8 +1,7 @@
-"""From similarities and costs to segments: given layers, budgets, crossover, offload."""
+"""From similarities to segments: given layers, budgets, offload."""
 
 import numpy as np
 import pytest
-from planner_models import made_up_prices
 from planner_profiles import made_up_model, made_up_profile, made_up_reuse, options_for
 
 from sparsekv.planner.filter_layers import choose_filter_layers
@@ -11,7 +10,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.plans.phases import DecodeBudget, DecodePlan
 
-ALWAYS = options_for(crossover=False)
+ALWAYS = options_for()
 
 
 def profile_of(*kept: np.ndarray, importance: tuple[float, ...] | None = None) -> Profile:
@@ -36,21 +35,21 @@ def good(layers: int, *pairs: tuple[int, range]) -> np.ndarray:
 
 
 def test_the_number_of_filter_layers_comes_out_of_the_similarities() -> None:
-    one = choose_filter_layers(profile_of(np.ones((8, 8))), made_up_prices(), ALWAYS)
+    one = choose_filter_layers(profile_of(np.ones((8, 8))), ALWAYS)
     assert segments(one) == [(0, tuple(range(1, 8)))]
     two = good(8, (0, range(1, 4)), (4, range(5, 8)))
-    assert segments(choose_filter_layers(profile_of(two), made_up_prices(), ALWAYS)) == [(0, (1, 2, 3)), (4, (5, 6, 7))]
+    assert segments(choose_filter_layers(profile_of(two), ALWAYS)) == [(0, (1, 2, 3)), (4, (5, 6, 7))]
 
 
 def test_layers_that_no_choice_serves_stay_dense() -> None:
     kept = good(8, (2, range(4, 7)))
-    assert segments(choose_filter_layers(profile_of(kept), made_up_prices(), ALWAYS)) == [(2, (4, 5, 6))]
+    assert segments(choose_filter_layers(profile_of(kept), ALWAYS)) == [(2, (4, 5, 6))]
 
 
 def test_an_unimportant_layer_may_lose_what_an_important_one_may_not() -> None:
     kept = np.full((3, 3), 0.9)
-    options = options_for(crossover=False, decode_loss=0.01)
-    plan = choose_filter_layers(profile_of(kept, importance=(1.0, 0.05, 1.0)), made_up_prices(), options)
+    options = options_for(decode_loss=0.01)
+    plan = choose_filter_layers(profile_of(kept, importance=(1.0, 0.05, 1.0)), options)
     assert segments(plan) == [(0, (1,))]
 
 
@@ -58,16 +57,16 @@ def test_a_higher_loss_makes_no_fewer_layers_sparse() -> None:
     rng = np.random.default_rng(0)
     profile = profile_of(rng.uniform(0.7, 1.0, (12, 12)))
     sparse = [
-        sum(len(layers) for _, layers in segments(choose_filter_layers(profile, made_up_prices(), options)))
-        for options in (options_for(crossover=False, decode_loss=loss) for loss in (0.01, 0.03, 0.1, 1.0))
+        sum(len(layers) for _, layers in segments(choose_filter_layers(profile, options)))
+        for options in (options_for(decode_loss=loss) for loss in (0.01, 0.03, 0.1, 1.0))
     ]
     assert sparse == sorted(sparse)
     assert sparse[-1] == 11
 
 
 def test_fixed_layers_are_taken_as_they_are() -> None:
-    options = options_for(crossover=False, filter_layers=(5, 2))
-    assert segments(choose_filter_layers(profile_of(np.zeros((8, 8))), made_up_prices(), options)) == [
+    options = options_for(filter_layers=(5, 2))
+    assert segments(choose_filter_layers(profile_of(np.zeros((8, 8))), options)) == [
         (2, (3, 4)),
         (5, (6, 7)),
     ]
@@ -85,36 +84,29 @@ def sliding(profile: Profile, *layers: int) -> Profile:
 
 def test_a_model_of_windows_alone_decodes_densely() -> None:
     profile = sliding(profile_of(np.ones((4, 4))), *range(4))
-    plan = choose_filter_layers(profile, made_up_prices(), ALWAYS)
+    plan = choose_filter_layers(profile, ALWAYS)
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(None, True)]
 
 
 def test_fixed_layers_of_a_model_of_windows_alone_are_refused() -> None:
     options = options_for(filter_layers=(2,))
     with pytest.raises(UsageError, match="without such layers"):
-        choose_filter_layers(sliding(profile_of(np.ones((4, 4))), *range(4)), made_up_prices(), options)
-
-
-def test_dense_where_it_is_faster_unless_crossover_is_off() -> None:
-    slow = made_up_prices(decode_sparse=(1000.0, 1.0))
-    profile = profile_of(np.ones((6, 6)))
-    assert choose_filter_layers(profile, slow, options_for()).bucket(8192).dense
-    assert not choose_filter_layers(profile, slow, ALWAYS).bucket(8192).dense
+        choose_filter_layers(sliding(profile_of(np.ones((4, 4))), *range(4)), options)
 
 
 def test_lengths_that_are_sparse_alike_are_one_open_ended_bucket() -> None:
-    plan = choose_filter_layers(profile_of(np.ones((4, 4)), np.ones((4, 4))), made_up_prices(), ALWAYS)
+    plan = choose_filter_layers(profile_of(np.ones((4, 4)), np.ones((4, 4))), ALWAYS)
     assert [bucket.up_to for bucket in plan.lengths] == [None]
 
 
 def test_the_loss_of_shared_segments_is_bounded_at_every_sparse_length() -> None:
     first, second = good(6, (0, range(1, 6)), (2, range(3, 6))), good(6, (2, range(3, 6)))
-    plan = choose_filter_layers(profile_of(first, second), made_up_prices(), ALWAYS)
+    plan = choose_filter_layers(profile_of(first, second), ALWAYS)
     assert segments(plan, 8192) == segments(plan, 16384) == [(2, (3, 4, 5))]
 
 
 def test_a_short_length_that_no_shared_choice_serves_goes_dense_and_costs_the_longer_ones_nothing() -> None:
-    plan = choose_filter_layers(profile_of(np.zeros((6, 6)), np.ones((6, 6))), made_up_prices(), ALWAYS)
+    plan = choose_filter_layers(profile_of(np.zeros((6, 6)), np.ones((6, 6))), ALWAYS)
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(8192, True), (None, False)]
     assert segments(plan, 16384) == [(0, (1, 2, 3, 4, 5))]
 
@@ -130,10 +122,8 @@ def test_a_short_length_that_no_shared_choice_serves_goes_dense_and_costs_the_lo
 )
 @pytest.mark.parametrize("rule", [{}, {"filter_layers": (0,)}, {"offload": True}], ids=str)
 def test_lengths_that_are_to_be_dense_are_and_the_others_stay_as_they_are(rule, dense, found) -> None:
-    profile, options = profile_of(*[np.ones((4, 4))] * 3), options_for(crossover=False, **rule)
-    before, plan = (
-        choose_filter_layers(profile, made_up_prices(), one) for one in (options, options.but(dense={"decode": dense}))
-    )
+    profile, options = profile_of(*[np.ones((4, 4))] * 3), options_for(**rule)
+    before, plan = (choose_filter_layers(profile, one) for one in (options, options.but(dense={"decode": dense})))
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == found
     sparse = {8192, 16384, 32768} - {*dense}
     assert all(segments(plan, length) == segments(before, length) for length in sparse)
@@ -141,25 +131,16 @@ def test_lengths_that_are_to_be_dense_are_and_the_others_stay_as_they_are(rule, 
 
 
 def test_a_fraction_says_how_many_tokens_it_comes_to_at_most() -> None:
-    options, profile = options_for(crossover=False), profile_of(np.ones((3, 3)), np.ones((3, 3)))
-    (segment,) = choose_filter_layers(profile, made_up_prices(), options).bucket(8192).segments
+    options, profile = options_for(), profile_of(np.ones((3, 3)), np.ones((3, 3)))
+    (segment,) = choose_filter_layers(profile, options).bucket(8192).segments
     assert segment.budget == DecodeBudget(fraction=0.1, at_most=1639)
     assert (segment.sink, segment.recent) == (profile.lengths[0].reuse.sink, profile.lengths[0].reuse.recent)
 
 
 def test_the_budget_asked_for_is_written_and_its_loss_not_underestimated() -> None:
     kept = np.ones((4, 4))  # the smallest budget of the made-up profile keeps half of everything
-    between = options_for(crossover=False, decode_budget=fraction(0.08))
-    assert choose_filter_layers(profile_of(kept), made_up_prices(), between).bucket(8192).dense
-    larger = options_for(crossover=False, decode_budget=tokens(1000))
-    plan = choose_filter_layers(profile_of(kept), made_up_prices(), larger)
+    between = options_for(decode_budget=fraction(0.08))
+    assert choose_filter_layers(profile_of(kept), between).bucket(8192).dense
+    larger = options_for(decode_budget=tokens(1000))
+    plan = choose_filter_layers(profile_of(kept), larger)
     assert plan.bucket(8192).segments[0].budget == DecodeBudget(tokens=1000)
-
-
-def test_an_offloaded_layer_is_never_dense_at_short_lengths() -> None:
-    slow = made_up_prices(choice=(1e8, 0.0))  # choosing never pays
-    profile = profile_of(np.ones((4, 4)))
-    assert all(bucket.dense for bucket in choose_filter_layers(profile, slow, options_for()).lengths)
-    offloaded = choose_filter_layers(profile, slow, options_for(offload=True))
-    assert not any(bucket.dense for bucket in offloaded.lengths)
-    assert offloaded.offload.layers == (1, 2, 3)

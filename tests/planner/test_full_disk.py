@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_models import made_up_prices
 from planner_profiles import made_up_length, made_up_profile
 from plans_samples import small_plan
 
@@ -28,7 +27,6 @@ def record(path: Path) -> None:
 WRITERS: dict[str, Callable[[Path], None]] = {
     "plan": lambda path: write_plan(small_plan(), path),
     "profile": lambda path: write_measured(PROFILE, path),
-    "cost": lambda path: write_measured(made_up_prices(), path),
     "report": lambda path: write_bytes(path, b"<html>" * 100),
     "partial": record,
 }

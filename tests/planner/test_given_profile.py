@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-from planner_models import made_up_prices
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.profile.profile_data import for_profile, narrowed
+from sparsekv.planner.profile.profile_data import for_profile
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 
@@ -53,10 +52,3 @@ def test_saying_again_what_the_profile_says_is_fine() -> None:
     assert for_profile(options, PROFILE)[0].tile == PROFILE.tile
     assert for_profile(PlanOptions(preset="minference"), PRESET)[0].preset == "minference"
     assert for_profile(PlanOptions(phases=("prefill",)), PREFILL_ONLY)[0].phases == ("prefill",)
-
-
-def test_a_device_cost_of_vllm_makes_it_the_host() -> None:
-    cost = made_up_prices(tile=PROFILE.tile).model_copy(update={"host": "vllm", "chunk": 2048})
-    assert narrowed(PlanOptions(), PROFILE, cost)[0].host == "vllm"
-    with pytest.raises(UsageError, match=r"offload .*--host vllm"):
-        narrowed(PlanOptions(offload=True), PROFILE, cost)

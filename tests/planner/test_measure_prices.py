@@ -20,13 +20,12 @@ def measured() -> Prices:
 
 def test_every_table_is_measured_at_every_length(measured: Prices) -> None:
     lengths = timed_lengths(SHAPE, (2048,), "cpu")
-    (step,) = measured.steps
+    step = measured.step
     tables = (measured.dense, measured.tiles, measured.columns, *measured.index.values(), measured.check)
     for table in (*tables, step.dense, step.sparse, step.chooses, step.chooses_alone):
         assert table.along == lengths
     assert set(measured.index) == set(PRESET_FAMILIES)
     assert {table.across for table in measured.index.values()} == {(1.0, 4.0)}
-    assert measured.copy_keys is None
     assert measured.fetch.at(1000) > 0
     assert measured.products.along == (128 * 128, 4 * 128 * 128)
     assert (measured.source, measured.stands_in) == ("measured", False)

@@ -60,7 +60,6 @@ def test_what_makes_no_sense_is_refused_by_the_name_of_its_flag(asked: dict[str,
         ({"decode_kl": 0.1, "decode_loss": 0.1}, ("decode_kl", "decode_loss")),
         ({"decode_kl": 0.1, "filter_layers": (2,)}, ("decode_kl", "filter_layers")),
         ({"decode_loss": 0.1, "filter_layers": (2,)}, ("decode_loss", "filter_layers")),
-        ({"host": "vllm", "offload": True}, ("offload", "--host vllm")),
     ],
 )
 def test_options_that_leave_one_another_unread_are_refused_by_name(asked: dict[str, Any], flags: Any) -> None:

@@ -18,14 +18,13 @@ from sparsekv.planner.fixed_test import SMALL, Cell, FixedTest
 from sparsekv.planner.job import job_of
 from sparsekv.planner.options import settle
 from sparsekv.planner.plan import compile_plan
-from sparsekv.planner.prices import Prices
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.records import read_measured
 from sparsekv.planner.verify import Verification, VerifyRun
 from sparsekv.plans.brief import sentence
 from sparsekv.plans.errors import PromptError, UsageError
-from sparsekv.plans.patterns import TileShape, tokens
+from sparsekv.plans.patterns import tokens
 from sparsekv.plans.quality import Quality
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import apply
@@ -50,13 +49,12 @@ def progress() -> Counting:
 
 @pytest.fixture(scope="module")
 def planned(loaded: LoadedModel, folder: Path, progress: Counting) -> planning.PlanResult:
-    files = {"profile_out": folder / "profile.json", "cost_out": folder / "cost.json"}
-    return compile_plan(job_of(loaded, OPTIONS), **files, progress=progress)
+    return compile_plan(job_of(loaded, OPTIONS), profile_out=folder / "profile.json", progress=progress)
 
 
 @pytest.fixture(scope="module")
-def measured(planned: planning.PlanResult, folder: Path) -> tuple[Profile, Prices]:
-    return read_measured(Profile, folder / "profile.json"), read_measured(Prices, folder / "cost.json")
+def measured(planned: planning.PlanResult, folder: Path) -> Profile:
+    return read_measured(Profile, folder / "profile.json")
 
 
 def test_the_plan_says_what_it_was_tested_on(planned: planning.PlanResult) -> None:
@@ -68,16 +66,16 @@ def test_the_plan_says_what_it_was_tested_on(planned: planning.PlanResult) -> No
     assert planned.predicted_speedup > 0
     assert planned.filter_layers == (0,)
     assert plan.provenance.profile.startswith("sha256:")
-    assert (plan.targets, plan.cost.device) == ((), "NVIDIA H200")  # prices that ship: nothing was measured here
+    assert [(target.backend, target.dtype) for target in plan.targets] == [("cpu", "float32")]
+    assert plan.cost.device == "NVIDIA H200"  # prices that ship
 
 
 def test_nothing_but_the_files_asked_for_is_left(planned: planning.PlanResult, folder: Path) -> None:
-    assert sorted(path.name for path in folder.iterdir()) == ["cost.json", "profile.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["profile.json"]
 
 
 def test_a_plan_from_files_is_the_plan_from_measuring(loaded: LoadedModel, planned, measured) -> None:
-    profile, cost = measured
-    assert compile_plan(job_of(loaded, OPTIONS, profile=profile, cost=cost)).plan == planned.plan
+    assert compile_plan(job_of(loaded, OPTIONS, profile=measured)).plan == planned.plan
 
 
 def test_the_plan_runs_on_its_model(loaded: LoadedModel, planned: planning.PlanResult) -> None:
@@ -90,14 +88,14 @@ def test_the_plan_runs_on_its_model(loaded: LoadedModel, planned: planning.PlanR
 
 def test_the_default_density_is_planned_where_prompts_have_fewer_tiles_than_their_length(loaded, measured) -> None:
     shorter = quick_options(lengths=(258,), target_density=(), phases=("prefill",), verify="none")
-    result = compile_plan(job_of(loaded, shorter.but(tasks=("perplexity",)), cost=measured[1]))
+    result = compile_plan(job_of(loaded, shorter.but(tasks=("perplexity",))))
     assert result.prefill_density == pytest.approx(0.9, abs=0.01)  # of 10 tiles, where the whole length has 15
 
 
 def test_half_of_the_callers_prompts_are_set_aside_before_the_search(loaded: LoadedModel, measured) -> None:
     prompts = [GivenPrompt(text_of(number, 1080)) for number in range(5)]
     asked = OPTIONS.but(prompts=(*prompts, prompts[0]), tasks=(), verify="small", phases=("prefill",))
-    job = job_of(loaded, asked, cost=measured[1])
+    job = job_of(loaded, asked)
     calibrated, aside = set_aside(reversed(prompts))
     assert (len(calibrated), len(aside), job.held_out.count, job.options.prompts) == (3, 2, 2, calibrated)
     assert job.calibration.texts == tuple(one.text for one in calibrated)
@@ -110,7 +108,7 @@ def test_plans_are_tried_as_long_as_prompts_that_none_saw_are_left(loaded: Loade
     prompts = tuple(GivenPrompt(text_of(number, 1080)) for number in range(4))
     asked = OPTIONS.but(prompts=prompts, tasks=(), phases=("prefill",))
     tried = misses({1024: 9})
-    result = compile_plan(job_of(loaded, asked, cost=measured[1]))
+    result = compile_plan(job_of(loaded, asked))
     assert [len(one.held_out.by_length[1024]) for one in tried] == [2]
     assert "all 2 prompts" in result.remarks[0]
     assert (result.plan.status, result.plan.quality) == ("unverified", None)
@@ -125,7 +123,7 @@ def test_prompts_too_short_to_verify_on_are_refused(loaded: LoadedModel) -> None
 @pytest.fixture(scope="module")
 def two_lengths(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Profile:
     file = tmp_path_factory.mktemp("profiles") / "two"
-    compile_plan(job_of(loaded, TWO.but(verify="none"), cost=made_up_prices()), profile_out=file)
+    compile_plan(job_of(loaded, TWO.but(verify="none")), profile_out=file)
     return read_measured(Profile, file)
 
 
@@ -170,7 +168,7 @@ def is_dense(plan: Plan, length: int) -> bool:
 
 def test_a_plan_that_misses_is_followed_by_a_denser_one(loaded: LoadedModel, two_lengths, misses) -> None:
     tried = misses({1024: 1})
-    result = compile_plan(job_of(loaded, TESTED, profile=two_lengths, cost=made_up_prices()))
+    result = compile_plan(job_of(loaded, TESTED, profile=two_lengths))
     first, second = ([entry.prefill.density for entry in one.plan.cost.lengths] for one in tried)
     assert [one.run.level for one in tried] == [0.025, 0.0125]
     assert second[1] > first[1]
@@ -183,7 +181,7 @@ def test_a_length_that_misses_three_times_goes_dense_and_the_others_are_tested_a
     loaded: LoadedModel, two_lengths, misses
 ) -> None:
     tried = misses({1024: 3})
-    result = compile_plan(job_of(loaded, TESTED, profile=two_lengths, cost=made_up_prices()))
+    result = compile_plan(job_of(loaded, TESTED, profile=two_lengths))
     assert [is_dense(result.plan, length) for length in (512, 1024)] == [False, True]
     assert [(one.run.number, one.run.level) for one in tried] == [(1, 0.025), (1, 0.0125), (1, 0.0125), (2, 0.05 / 6)]
     assert (result.plan.status, result.plan.quality.run) == ("verified", 2)
@@ -195,7 +193,7 @@ def test_a_plan_that_nothing_sparse_serves_is_dense_and_says_that_nothing_is_gai
     loaded: LoadedModel, two_lengths, misses
 ) -> None:
     misses({512: 9, 1024: 9})
-    result = compile_plan(job_of(loaded, TESTED, profile=two_lengths, cost=made_up_prices()))
+    result = compile_plan(job_of(loaded, TESTED, profile=two_lengths))
     assert result.plan.is_dense
     assert (result.plan.status, result.plan.quality, result.attempts) == ("unverified", None, 3)
     assert sentence(result.plan) == "dense: nothing gained"
@@ -204,19 +202,18 @@ def test_a_plan_that_nothing_sparse_serves_is_dense_and_says_that_nothing_is_gai
 @pytest.mark.parametrize(
     ("changes", "known", "first", "count"),
     [
-        ({"refine_rounds": 1}, (), "profile", 6),
-        ({"phases": ("prefill",)}, (), "profile", 3),
-        ({"phases": ("decode",), "verify": "none"}, (), "profile", 3),
-        ({"filter_layers": (0,), "decode_kl": None, "refine_rounds": 1}, ("cost",), "profile", 5),
-        ({"refine_rounds": 1}, ("profile",), "allocate", 3),
-        ({"verify": "none"}, ("profile", "cost"), "allocate", 2),
+        ({"refine_rounds": 1}, False, "profile", 6),
+        ({"phases": ("prefill",)}, False, "profile", 3),
+        ({"phases": ("decode",), "verify": "none"}, False, "profile", 3),
+        ({"filter_layers": (0,), "decode_kl": None, "refine_rounds": 1}, False, "profile", 5),
+        ({"refine_rounds": 1}, True, "allocate", 3),
+        ({"verify": "none"}, True, "allocate", 2),
     ],
 )
 def test_stages_that_will_not_run_are_not_counted(loaded: LoadedModel, measured, changes, known, first, count) -> None:
-    given = {name: found for name, found in zip(("profile", "cost"), measured, strict=True) if name in known}
     progress = CtrlC(first, steps=0)
     with pytest.raises(KeyboardInterrupt):
-        compile_plan(job_of(loaded, OPTIONS.but(**changes), **given), progress=progress)
+        compile_plan(job_of(loaded, OPTIONS.but(**changes), measured if known else None), progress=progress)
     assert (progress.stages, progress.numbers) == ([first], [f"1 of {count}"])
 
 
@@ -255,14 +252,7 @@ def test_what_a_profile_does_not_hold_is_found_out_before_the_device_is_measured
 ) -> None:
     progress = Counting()
     with pytest.raises(UsageError, match=message):
-        compile_plan(job_of(loaded, quick_options(**changes), profile=measured[0]), progress=progress)
-    assert progress.stages == []
-
-
-def test_a_device_cost_that_does_not_fit_is_found_out_before_the_model_is_profiled(loaded, measured) -> None:
-    progress = Counting()
-    with pytest.raises(UsageError, match="device cost"):
-        compile_plan(job_of(loaded, quick_options(tile=TileShape()), cost=measured[1]), progress=progress)
+        compile_plan(job_of(loaded, quick_options(**changes), profile=measured), progress=progress)
     assert progress.stages == []
 
 
@@ -275,25 +265,17 @@ def test_a_model_of_windows_alone_is_refused_as_having_nothing_to_plan() -> None
     assert progress.stages == []
 
 
-@pytest.mark.parametrize("stage", [*STAGES, "cost"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_an_interruption_in_any_stage_leaves_whole_files_and_the_model_as_it_was(
     loaded: LoadedModel, measured, tmp_path: Path, stage: str
 ) -> None:
-    known, cost = measured
-    given = {} if stage in MEASURING else {"profile": known}
-    given |= {} if stage == "cost" else {"cost": cost}
+    given = {} if stage in MEASURING else {"profile": measured}
     with pytest.raises(KeyboardInterrupt):
-        compile_plan(
-            job_of(loaded, OPTIONS_REFINED.but(kv_dtype="fp8" if stage == "cost" else "auto"), **given),
-            profile_out=tmp_path / "p",
-            cost_out=tmp_path / "c",
-            progress=CtrlC(stage),
-        )
+        compile_plan(job_of(loaded, OPTIONS_REFINED, **given), profile_out=tmp_path / "p", progress=CtrlC(stage))
     is_profiled = stage not in MEASURING
     assert (tmp_path / "p").exists() == is_profiled
     if is_profiled:
-        assert read_measured(Profile, tmp_path / "p") == known
-    assert (tmp_path / "c").exists() == (is_profiled and stage != "cost")
+        assert read_measured(Profile, tmp_path / "p") == measured
     assert loaded.model.config._attn_implementation == "sdpa"
 
 
@@ -301,7 +283,6 @@ def test_the_facade_plans_a_loaded_model_and_reports_on_it(loaded: LoadedModel) 
     progress = Counting()
     options = {
         "lengths": (1024,),
-        "crossover": False,
         "tile": OPTIONS.tile,
         "tasks": OPTIONS.tasks,
         "calibration_samples": 1,
@@ -316,11 +297,11 @@ def test_the_facade_plans_a_loaded_model_and_reports_on_it(loaded: LoadedModel) 
 
 
 def test_predictions_that_were_measured_beside_other_work_are_said_to_be(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, measured: tuple[Profile, Prices]
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, measured: Profile
 ) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (999.0,) * 3)
-    options = quick_options(verify="none", phases=("decode",), kv_dtype="fp8")  # of which no prices ship
-    job = job_of(loaded, options, profile=measured[0])
+    monkeypatch.setattr(planning, "_prices", lambda *_: made_up_prices())
+    job = job_of(loaded, quick_options(verify="none", phases=("decode",)), profile=measured)
     assert any("load 999.0" in line for line in compile_plan(job).remarks)
 
 
@@ -329,8 +310,6 @@ def test_the_published_preset_plans_with_its_own_tiles_and_target(loaded: Loaded
     found = profile(bare_job(loaded, settle(options, 4096, "cpu")))
     assert found.preset == "minference"
     assert {candidate.density for candidate in found.lengths[0].candidates} == {1.0}
-    plan = compile_plan(
-        job_of(loaded, quick_options(verify="none", target_density=()), profile=found, cost=made_up_prices())
-    ).plan
+    plan = compile_plan(job_of(loaded, quick_options(verify="none", target_density=()), profile=found)).plan
     assert plan.provenance.preset == "minference"
     assert plan.prefill.tile.key == 64

@@ -1,4 +1,4 @@
-"""Tables of prices: what is read off between their points, over chunks, and of other heads."""
+"""Tables of prices: what is read off between their points, and of other heads."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_models import TILE, made_up_prices
 from planner_profiles import made_up_length, made_up_profile, options_for
+from pydantic import ValidationError
 
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.predict import ScoreTables, choice_of, layer_times, step_us
@@ -62,11 +63,11 @@ def test_a_time_that_falls_is_taken_for_noise() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(64, 100_000), st.integers(0, 2000), st.sampled_from((None, 1000, 4096)))
-def test_more_tokens_and_larger_budgets_never_cost_less(length: int, more: int, chunk: int | None) -> None:
-    prices = shipped_prices(HeadShape(heads=4, kv_heads=2, head_dim=32), TILE).model_copy(update={"chunk": chunk})
+@given(st.integers(64, 100_000), st.integers(0, 2000))
+def test_more_tokens_and_larger_budgets_never_cost_less(length: int, more: int) -> None:
+    prices = shipped_prices(HeadShape(heads=4, kv_heads=2, head_dim=32), TILE)
     shares = np.array([0.0, 0.03, 0.2, 1.0])
-    for read in (prices.dense_us, prices.copies_us, lambda n: prices.index_us("vertical_slash", n)[1]):
+    for read in (prices.dense_us, lambda n: prices.index_us("vertical_slash", n)[1]):
         assert read(length) <= read(length + more) * (1 + 1e-9)
     heads, denser = prices.heads_us(shares, 0 * shares, length), prices.heads_us(shares, shares / 5, length + more)
     assert (heads <= denser + 1e-9).all()
@@ -76,19 +77,6 @@ def test_more_tokens_and_larger_budgets_never_cost_less(length: int, more: int, 
     steps = (Segment(filter=0, layers=(1, 2), budget=budget, sink=4, recent=128) for budget in budgets)
     small, large = (step_us([one], prices, 200_000, model) for one in steps)
     assert small <= large * (1 + 1e-9)
-
-
-def test_every_chunk_pays_for_its_launches_and_all_but_the_first_for_the_copy_of_their_keys() -> None:
-    ends = (1000, 2000, 2500)
-    prices = made_up_prices(chunk=1000, lengths=ends, copies=(7.0, 0.5), index={"a_shape": (100.0, 1.0, 0.0)})
-    flat = Table(along=ends, us=((10.0, 30.0, 60.0),))
-    prices = prices.model_copy(update={"dense": flat})
-    assert prices.dense_us(2500) == pytest.approx(10 + 30 + 60 / 2)  # of the last chunk half of the rows
-    assert prices.dense_us(800) == pytest.approx(10)
-    launch, head = prices.index_us("a_shape", 2500)
-    assert (launch, head) == pytest.approx((100 + 100 + 50, 1000 + 2000 + 1250))
-    assert prices.copies_us(2500) == pytest.approx(2 * 7 + 0.5 * 4500)
-    assert prices.model_copy(update={"kv_dtype": "fp8"}).copies_us(2500) == pytest.approx(3 * 7 + 0.5 * 5500)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +90,7 @@ def test_the_prices_that_ship_are_scaled_from_the_heads_most_like_these(shape, l
     ratio = shape[0] * shape[2] / (like[0] * like[2])
     assert found.dense_us(32768) == pytest.approx(ratio * known.dense_us(32768), rel=1e-4)
     decode = shape[1] * shape[2] / (like[1] * like[2])
-    assert found.step().dense.at(32768) == pytest.approx(decode * known.step().dense.at(32768), rel=1e-4)
+    assert found.step.dense.at(32768) == pytest.approx(decode * known.step.dense.at(32768), rel=1e-4)
 
 
 PROFILE = read_measured(Profile, Path(__file__).parents[1] / "data" / "profile.json")
@@ -123,14 +111,14 @@ def tilted(prices: Prices, scale: float, work: float, index: Sequence[float]) ->
 
 
 def planned(prices: Prices, target: float) -> PrefillPlan:
-    options = options_for(target_density=(target,) * 2, crossover=False)
+    options = options_for(target_density=(target,) * 2)
     return allocate(PROFILE, prices, options)
 
 
 def share_and_time(prices: Prices, plan: PrefillPlan, entry: LengthProfile) -> tuple[float, float]:
     tables = ScoreTables.of(entry)
     choice = choice_of(plan.bucket(entry.length), tables)
-    return tables.density(choice), float(layer_times(prices, tables, choice, PROFILE.tile).sparse_us.sum())
+    return tables.density(choice), float(layer_times(prices, tables, choice).sparse_us.sum())
 
 
 @settings(max_examples=15, deadline=None)
@@ -151,3 +139,16 @@ def test_two_devices_give_plans_of_like_shares_each_nearly_as_fast_on_the_other(
         assert foreign_us <= 1.05 * us
         (_, foreign_us), (_, us) = (share_and_time(second, plan, entry) for plan in (one, other))
         assert foreign_us <= 1.05 * us
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"us": ((1.0, 0.5),)}, "rise along both axes"),
+        ({"along": (64, 64)}, "ascending points"),
+        ({"us": ((1.0,),)}, "rows of"),
+    ],
+)
+def test_tables_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        Table(**({"along": (64, 128), "us": ((1.0, 2.0),)} | changes))

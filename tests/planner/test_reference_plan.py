@@ -42,7 +42,6 @@ def plan(reference: LoadedModel) -> Plan:
         PlanOptions(
             lengths=(LENGTH,),
             target_density=(0.6,),
-            crossover=False,
             tile=TILE,
             levels=(1.0,),
             calibration_samples=1,

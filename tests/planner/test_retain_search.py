@@ -108,7 +108,7 @@ def test_a_share_that_keeps_all_up_to_the_context_is_no_rule():
 def test_for_vllm_layers_that_lose_least_drop_in_few_groups_that_fit_with_their_padding(retain):
     generator, layers = np.random.default_rng(0), tuple(range(32))
     damage = np.sort(generator.random((32, len(retain_search._SHARES))), 1)
-    found = in_few_groups(layers, damage, settled(host="vllm").but(retain=retain), 8192)
+    found = in_few_groups(layers, damage, settled(few_groups=True).but(retain=retain), 8192)
     assert 1 < len(found) <= 4
     for name, layout in found.items():
         (share,), few = set(layout.values()), len(layout)
@@ -158,4 +158,4 @@ def test_a_plan_keeps_its_share_of_bytes_is_verified_as_decode_and_says_what_els
 def test_what_needs_segments_is_refused_beside_it(other):
     with pytest.raises(UsageError, match="--retain"):
         PlanOptions(retain=0.3, **other)
-    assert PlanOptions(retain=0.3, host="vllm").retain == 0.3
+    assert PlanOptions(retain=0.3, few_groups=True).few_groups

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from planner_models import made_up_prices
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse, options_for
 from tiny_plans import segment
 
@@ -21,13 +20,11 @@ BASE = options_for(lengths=(4096, 8192), target_density=(0.2, 0.2))
 PREFILL = BASE.but(phases=("prefill",))
 DECODE = BASE.but(phases=("decode",))
 # Of which nothing is stricter.
-TOP = options_for(
-    lengths=(4096, 8192), target_density=(0.8, 0.8), filter_layers=(0,), decode_budget=fraction(0.2), crossover=False
-)
+TOP = options_for(lengths=(4096, 8192), target_density=(0.8, 0.8), filter_layers=(0,), decode_budget=fraction(0.2))
 
 
 def after(options: Settled, missed: Sequence[int], profile: Profile = PROFILE) -> Settled:
-    return denser(options, profile, made_up_prices(), missed)
+    return denser(options, profile, missed)
 
 
 def test_only_the_lengths_that_missed_get_denser_and_decode_with_prefill() -> None:
@@ -64,7 +61,7 @@ def test_decode_that_was_tried_goes_on_to_a_trial_that_diverged_half_as_much() -
 def test_stricter_decode_that_would_make_a_length_dense_that_passed_is_not_taken() -> None:
     lengths = [entry.model_copy(update={"reuse": made_up_reuse(np.full((3, 3), 0.98))}) for entry in PROFILE.lengths]
     profile = PROFILE.model_copy(update={"lengths": tuple(lengths)})
-    options = DECODE.but(crossover=False, decode_loss=0.01)
+    options = DECODE.but(decode_loss=0.01)
     assert after(options, [8192], profile) == options.but(dense={"decode": (8192,)})
     assert not after(options, [4096, 8192], profile).dense
 

@@ -48,7 +48,6 @@ def quick_options(**changes: Any) -> PlanOptions:
     base = PlanOptions(
         lengths=(1024,),
         target_density=(0.7,),
-        crossover=False,
         tile=TILE,
         levels=(0.8, 1.0),
         calibration_samples=1,
@@ -81,8 +80,6 @@ def made_up_prices(
     choice: Costs = (0.0, 1e-4),
     alone: Costs | None = None,
     fetch: Costs | None = None,
-    copies: Costs | None = None,
-    batches: tuple[int, ...] = (1,),
     lengths: Sequence[int] = _LENGTHS,
     **changes: Any,
 ) -> Prices:
@@ -99,15 +96,15 @@ def made_up_prices(
     def table(rows: Sequence[Sequence[float]], across: Sequence[float] = (1.0,)) -> Table:
         return Table.measured(across, lengths, np.maximum(rows, 1e-6))
 
-    def step(rows: int) -> StepPrices:
-        read, own = [rows * length for length in lengths], alone or choice
-        dense_us = [decode_dense[0] + decode_dense[1] * tokens for tokens in read]
+    def step() -> StepPrices:
+        own = alone or choice
+        dense_us = [decode_dense[0] + decode_dense[1] * tokens for tokens in lengths]
+        read = [[decode_sparse[0] + share * decode_sparse[1] * n for n in lengths] for share in (0, 1)]
         return StepPrices(
-            rows=rows,
             dense=table([dense_us]),
-            sparse=table([[decode_sparse[0] + share * decode_sparse[1] * n for n in read] for share in (0, 1)], (0, 1)),
-            chooses=table([[us + choice[0] + choice[1] * n for us, n in zip(dense_us, read, strict=True)]]),
-            chooses_alone=table([[own[0] + own[1] * n for n in read]]),
+            sparse=table(read, (0, 1)),
+            chooses=table([[us + choice[0] + choice[1] * n for us, n in zip(dense_us, lengths, strict=True)]]),
+            chooses_alone=table([[own[0] + own[1] * n for n in lengths]]),
         )
 
     def index_of(launch: float, token: float, square: float) -> Table:
@@ -125,8 +122,7 @@ def made_up_prices(
         tiles=table([[tiles[0] + share * tiles[1] * work for work in causal] for share in (0, 1)], (0, 1)),
         columns=table([[tiles[0] + share * column * work for work in causal] for share in (0, 1)], (0, 1)),
         index={name: index_of(*index.get(name, (0.0, 0.0, 0.0))) for name in PRESET_FAMILIES},
-        steps=tuple(map(step, batches)),
-        copy_keys=copies and table([[copies[0] + copies[1] * length for length in lengths]]),
+        step=step(),
         fetch=fetch and table([[fetch[0] + fetch[1] * length for length in lengths]]),
     )
     return base.model_copy(update=changes)

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from model_folders import save_model, sparse_plan
-from planner_models import made_up_prices
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 from tiny_models import VOCABULARY, tiny_model
 
@@ -35,7 +34,6 @@ _FILES = {
     "plan": r"--plan .+|.* (PLAN|.+\.yaml)",
     "preset": r".* (preset|minference)\.profile",
     "profile": r"--profile .+|.* .+\.profile",
-    "cost": r"--cost .+",
     "curve": r".* (.+\.16k|curve)\.json|report\.html FILE",
     "suite": r".* ruler\.jsonl",
     "own": r"--prompts .+",
@@ -94,7 +92,6 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
     make = {
         "profile": lambda path: write_measured(profile, path),
         "preset": lambda path: write_measured(profile.model_copy(update={"preset": "minference"}), path),
-        "cost": lambda path: write_measured(made_up_prices(), path),
         "curve": lambda path: write(CurveRun.of(loaded, tasks=(), **drawn), [row], path),
         "suite": lambda path: write(SuiteRun.of(loaded, phase="both", backend="auto", **drawn), cells, path),
         "own": lambda path: path.write_text(
