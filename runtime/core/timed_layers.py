@@ -29,7 +29,8 @@ _SMALLEST_CHUNK = 128
 _DECODE_ROWS = (1, 4, 16, 64)
 _SCALINGS = 6
 _NEAR = 0.1  # of the share on calibration prompts
-_MARGIN = 1.02  # of a layer's attention, the noise of a measurement
+_MARGIN = 1.02  # the noise of a measurement
+_PRODUCTS = 12  # of a layer, each of E by E weights: 4 of attention, 8 of a gated feed-forward layer of 8/3 E
 
 Timer = Callable[[Sequence[Launch], torch.device], Sequence[float]]
 
@@ -112,7 +113,8 @@ class TimedLayers(ABC):
             return Thresholds()
         if not self.place.shares:  # random keys would be computed at another share than prompts
             return self.program.hint.prefill
-        lengths = [n for n in contexts(_SMALLEST_CHUNK, longest) if layer.patterns_at(n)]
+        begins = (bound + 1 for bound in layer.bounds if bound < longest)
+        lengths = [n for n in (*contexts(_SMALLEST_CHUNK, longest), *begins) if layer.patterns_at(n)]
         rows = [_SMALLEST_CHUNK << (2 * power) for power in range(8)]
         rows = [*(size for size in rows if size < step), step]
         return measure(rows, sorted({*lengths, longest}), partial(self.prefill_gain, layer), margin=_MARGIN, until=left)
@@ -139,6 +141,24 @@ class TimedLayers(ABC):
                 return replace(layer, bounds=(), patterns=(patterns,))
             patterns = tuple(_scaled(pattern, share / computed, length) for pattern in patterns)
         return None
+
+    def layer_gain(self, dense: Launch, sparse: Launch, x_TE: torch.Tensor) -> float:
+        """Dense time over sparse time of a layer: attention, and products as of its projections, whose time on the
+        device hides that of the program, which an index takes more of.
+
+        Args:
+            x_TE: as many numbers a row as the heads have.
+        """
+        w_EE, out_TE = torch.randn(x_TE.shape[1], x_TE.shape[1]).to(x_TE), torch.empty_like(x_TE)
+
+        def layer(attention: Launch) -> object:
+            attended = attention()
+            for _ in range(_PRODUCTS):
+                torch.mm(x_TE, w_EE, out=out_TE)
+            return attended
+
+        dense_us, sparse_us = self.timers.launched([partial(layer, dense), partial(layer, sparse)], x_TE.device)
+        return dense_us / sparse_us
 
     @property
     def kinds(self) -> list[tuple[LayerProgram, int]]:

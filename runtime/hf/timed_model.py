@@ -102,9 +102,8 @@ class ModelLayers(TimedLayers):
         alike = self.alike(layer, q_BHTD, k_BGKD, chunk, scale)
         if alike is None:
             return math.inf
-        launches = [partial(attend, layer.without_patterns), partial(attend, alike)]
-        dense_us, sparse_us = self.timers.launched(launches, self.device)
-        return dense_us / sparse_us
+        dense, sparse = partial(attend, layer.without_patterns), partial(attend, alike)
+        return self.layer_gain(dense, sparse, q_BHTD[0].transpose(0, 1).flatten(1))
 
     def decode_gain(self, rows: int, length: int) -> float:
         """All layers of a step, of which one of each kind is timed, filter layers first."""

@@ -97,8 +97,7 @@ class EngineLayers(TimedLayers):
             out_THD.copy_(self.host.prefill(alike, q_THD, keys(), chunk, scale, counted=False))
 
         dense = kernels.dense(q_THD, pages, [length], out_THD)
-        dense_us, sparse_us = self.timers.launched([dense, sparse], kernels.device)
-        return self.agreed(dense_us / sparse_us)
+        return self.agreed(self.layer_gain(dense, sparse, q_THD.flatten(1)))
 
     def decode_gain(self, rows: int, length: int) -> float:
         """All layers of a step, of which one of each kind is timed, filter layers first."""

@@ -10,6 +10,7 @@ import torch
 from emulated_graphs import emulate
 from tiny_models import random_tokens, steps, tiny_model
 from tiny_plans import decode_plan, drops, every_head, info_of, plan_for, segment
+from torch.utils.flop_counter import FlopCounterMode
 
 from sparsekv.kernels.keys import Softmax
 from sparsekv.plans.errors import PlanWarning, UsageError
@@ -229,3 +230,18 @@ def test_a_rule_is_measured_once_and_what_has_no_memory_has_the_hint(model, monk
     monkeypatch.setattr(ModelLayers, "compiled_rule", lambda self, seconds: calls.append(seconds) or ALWAYS)
     assert [measured_rule(*here) for _ in range(2)] == [ALWAYS, ALWAYS]
     assert calls == [1.0]
+
+
+def test_attention_of_a_prompt_is_timed_between_the_products_of_its_layer(model):
+    flops = []
+
+    def launched(launches, device):
+        for launch in launches:
+            with FlopCounterMode(display=False) as counter:
+                assert launch() == "attended"
+            flops.append(counter.get_total_flops())
+        return [3.0, 2.0]
+
+    layers = work_on(model, launched, None)
+    assert layers.layer_gain(lambda: "attended", lambda: "attended", torch.ones(8, 4)) == 1.5
+    assert flops == [2 * 8 * 4 * (12 * 4)] * 2
