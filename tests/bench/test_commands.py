@@ -11,7 +11,6 @@ from tiny_plans import decode_plan, plan_for, segment
 from sparsekv.cli.bench import HeadlineFlags, KernelFlags, headline, kernels
 from sparsekv.cli.bench_model import DecodeFlags, decode
 from sparsekv.planner.records import only_run
-from sparsekv.plans.errors import BackendError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
 
@@ -44,17 +43,6 @@ def test_kernels_prints_a_row_of_every_case_that_can_run(asked):
         assert said in done.out
 
 
-def test_kernels_that_could_not_be_timed_are_a_failure(asked, monkeypatch):
-    def fails(*_: object) -> None:
-        raise BackendError("no memory")
-
-    monkeypatch.setattr("sparsekv.bench.kernels.choose_backend", fails)
-    done = asked(kernels, KernelFlags, **KERNELS, density="50%", as_json=True)
-    assert done.code == 1
-    assert done.data[0]["sparse_ms"] is None
-    assert done.data[0]["note"]
-
-
 def test_prefill_follows_the_plan_of_the_folder(sparsekv, folder):
     done = sparsekv("bench", "prefill", folder, "--lengths", 512, "--json")
     assert done.code == 0, done.err
@@ -62,15 +50,6 @@ def test_prefill_follows_the_plan_of_the_folder(sparsekv, folder):
     assert list(row)[:9] == RELIED_ON
     assert (row["weights"], row["plan"], row["layers"]) == ("loaded", "given", 3)
     assert 0 < row["density"] < 1
-
-
-def test_prefill_with_random_weights_says_that_they_are_and_what_the_plan_is(sparsekv, folder):
-    call = ("--random-weights", "--lengths", "4k,512", "--set", "density=0.3,50%")
-    done = sparsekv("bench", "prefill", folder, *call)
-    assert done.code == 0, done.err
-    for said in ("random", "0.5, 0.3", "2k", "4k"):
-        assert said in done.out
-    assert "random" in done.err
 
 
 def test_decode_follows_the_plan_of_the_folder(sparsekv, folder):
@@ -81,14 +60,6 @@ def test_decode_follows_the_plan_of_the_folder(sparsekv, folder):
         assert (row["plan"], row["selector"], row["batch"], row["weights"]) == ("given", "last", 1, "loaded")
         assert 0 < row["density"] < 1
     assert [row["name"] for row in done.data] == ["attention", "token"]
-
-
-def test_decode_by_hand_says_for_people_what_is_random_and_what_the_plan_is(sparsekv, folder):
-    call = ("--random-weights", "--lengths", 4096, "--batch", 2)
-    done = sparsekv("bench", "decode", folder, *BY_HAND, *call)
-    assert done.code == 0, done.err
-    for said in ("random", "choose 32", "2k", "4k, batch 2, token: ", "4k, batch 2, attention"):
-        assert said in done.out
 
 
 @pytest.mark.parametrize(

@@ -96,16 +96,6 @@ def test_a_rule_that_leaves_nothing_out_is_dense(mode: Mode, loaded: LoadedModel
     assert (found.spent.tiles, found.spent.attended) == (found.spent.causal_tiles, found.spent.cached)
 
 
-def test_rounding_is_measured_where_it_is_named_and_leaves_the_weights_as_they_were(
-    loaded: LoadedModel, samples: list[Sample]
-) -> None:
-    assert "bfloat16" not in chosen_methods(("decode",), (), ())["decode"]
-    methods = chosen_methods(("decode",), ("bfloat16",), ())
-    (point,) = curve_modes(methods, CurveInputs(loaded), LENGTH)
-    assert 0 < max(compare(loaded, {"rounded": point.mode}, samples, greedy=False)["rounded"].kl) < 0.1
-    assert loaded.model.dtype == torch.float32
-
-
 def call_of(length: int) -> AttentionCall:
     draws = torch.Generator().manual_seed(length)
     q_BH1D = torch.randn(2, 4, 1, 16, generator=draws)
@@ -163,12 +153,6 @@ def test_omnikvs_rule_takes_the_best_servers_and_leaves_a_wait_layer() -> None:
     assert omnikv_of(kept_JI) == [(2, tuple(range(4, 8))), (8, tuple(range(10, 18))), (18, tuple(range(20, 32)))]
 
 
-def test_omnikvs_rule_keeps_the_first_layers_dense() -> None:
-    kept_JI = np.full((12, 12), 0.5)
-    kept_JI[:, 0] = 1.0
-    assert omnikv_of(kept_JI)[0][0] >= 2
-
-
 @pytest.mark.parametrize("budget", [fraction(0.01), fraction(0.1), tokens(300)])
 def test_rules_give_segments_at_budgets_that_were_not_profiled(budget: Budget) -> None:
     reuse = made_up_reuse(np.random.default_rng(0).uniform(0.5, 1.0, (12, 12)))
@@ -193,15 +177,6 @@ def test_rows_are_deterministic_and_readable(
     assert {*RunFile.of(run, tmp_path / "curve.json").all(CurvePoint).values()} == {*rows}
     assert all(row.samples == 2 and row.kl_interval is not None for row in rows)
     assert np.isfinite([row.kl for row in rows]).all()
-
-
-def test_methods_without_their_input_are_left_out_or_refused() -> None:
-    found = chosen_methods(("prefill", "decode"), (), ("plan",))
-    assert ("plan" in found["decode"], "sparsekv" in found["decode"]) == (True, False)
-    with pytest.raises(UsageError, match="--profile"):
-        chosen_methods(("decode",), ("kascade",), ("plan",))
-    with pytest.raises(UsageError, match="found 'quest'"):
-        chosen_methods(("prefill",), ("quest",), ())
 
 
 def test_a_length_or_phase_that_was_not_profiled_is_refused(profiled: Profile) -> None:

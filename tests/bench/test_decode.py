@@ -6,21 +6,18 @@ import pytest
 import torch
 from emulated_graphs import emulate
 from host_pages import page_on_the_host
-from tiny_models import HYBRIDS, SHARED, tiny_model
+from tiny_models import SHARED, tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
 
 import sparsekv
 from sparsekv.bench import token_runs
-from sparsekv.bench.decode import ATTENTION, TOKEN, bench_decode, check_decode, softmax_of
-from sparsekv.bench.hand_plans import HandDecode
+from sparsekv.bench.decode import ATTENTION, TOKEN, bench_decode, check_decode
 from sparsekv.bench.random_model import BenchModel
 from sparsekv.bench.step_attention import StepAttention, fill
 from sparsekv.bench.token_runs import EXACT, OURS, UNMODIFIED, DecodeBench, DecodeRuns, Forced, Run
 from sparsekv.plans.errors import PlanMismatchError, UnsupportedError, UsageError
-from sparsekv.plans.patterns import tokens
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.placement import layouts_of
-from sparsekv.runtime.stores.store import Layout
 
 LENGTH, BUDGET = 256, 20
 TIMES = {UNMODIFIED: 9.0, OURS: 6.0, "plan": 2.0}
@@ -130,22 +127,6 @@ def test_ratios_are_medians_of_runs_in_turn_against_the_fastest_way_to_run_dense
     assert ran == one + one[::-1] + one
 
 
-def test_every_length_batch_and_selector_has_its_rows(subject, taking):
-    hand = HandDecode(tokens(BUDGET), (0,), ("last", "uniform", "exponential"), 4)
-    plans, _ = hand.plans(subject.info, LENGTH)
-    taking({UNMODIFIED: 1.0, OURS: 1.0} | dict.fromkeys(plans, 1.0))
-    rows = rows_of(subject, plans, lengths=(LENGTH, 128), batches=(1, 2))
-    cases = [(row.length, row.own["batch"], row.name, row.own["selector"], row.own["window"]) for row in rows]
-    assert cases == [
-        (length, batch, name, selector, window)
-        for length in (LENGTH, 128)
-        for batch in (1, 2)
-        for name in (ATTENTION, TOKEN)
-        for selector, window in (("last", 1), ("uniform", 4), ("exponential", 4))
-    ]
-    assert all(row.sparse_ms > 0 for row in rows)
-
-
 @pytest.mark.parametrize(
     ("family", "own"),
     [("llama", {}), ("mistral", {"sliding_window": 100}), (SHARED, {"global_head_dim": 32})],
@@ -161,23 +142,6 @@ def test_every_dense_kernel_computes_what_the_runtime_computes(family, own):
         torch.testing.assert_close(found, expected)
 
 
-def test_attention_alone_is_that_of_layers_with_full_attention_sinks_included():
-    model = tiny_model(
-        "gpt_oss", layer_types=["sliding_attention", "full_attention", "full_attention"], sliding_window=64
-    )
-    info, plain = info_of(model), softmax_of(tiny_model())
-    steps = {
-        softmax: StepAttention(info, tuple(layouts_of(model)), LENGTH, "cpu", 1, softmax)
-        for softmax in (softmax_of(model), plain)
-    }
-    with_sinks, without = (torch.stack(one.dense()["sparsekv dense"]()) for one in steps.values())
-    assert len(with_sinks) == len(info.full_layers) == 2
-    assert not torch.equal(with_sinks, without)
-    plans, _ = HandDecode(tokens(BUDGET), (info.full_layers[0],)).plans(info, LENGTH)
-    counts = steps[plain].counted(plans["last"].decode)
-    assert counts.decode_tokens_cached == 2 * LENGTH
-
-
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -188,25 +152,6 @@ def test_what_does_not_fit_in_memory_is_said_and_the_next_case_is_timed(subject,
     assert "batch 2" in full.note
     assert full.peers.refused == {UNMODIFIED: "out of memory", OURS: "out of memory"}
     assert (fits.own["batch"], fits.sparse_ms) == (1, TIMES["plan"] + 1)
-
-
-def test_keys_that_do_not_fit_leave_the_rows_of_tokens(subject, plan, taking):
-    taking(TIMES)
-    huge = subject.info.model_copy(update={"context_length": 1 << 50})
-    attention, token = rows_of(BenchModel(subject.model, huge, "tiny", "random"), plan, lengths=(1 << 45,))
-    assert (attention.sparse_ms, token.sparse_ms) == (None, 2.0)
-    assert "out of memory" in attention.note
-    layouts = [Layout(1, 8, 128, torch.float32, torch.device("cpu"))] * 32
-    with pytest.raises(MemoryError):
-        fill((), 131072, layouts, 0, available=lambda: 25 << 30)
-
-
-def test_a_row_says_against_what_its_ratio_is_and_why_steps_are_not_captured(subject, plan, taking):
-    taking(TIMES | {UNMODIFIED: FULL}, plan={"why_not": "the selector looks back"}, **{OURS: {"why_not": "a hook"}})
-    (_, row) = rows_of(subject, plan)
-    assert (row.own["unmodified_ms"], row.dense_ms, row.speedup) == (None, 6.0, 3.0)
-    assert "a hook" in row.note
-    assert "the selector looks back" in row.note
 
 
 # --- one run, and what is refused -------------------------------------------------------------------------------------
@@ -270,19 +215,6 @@ def test_steps_that_are_captured_over_pages_have_their_times(monkeypatch, option
     token = rows[1].own
     assert (token["replay_ms"] > 0, token["dense_replay_ms"] > 0) == (True, True)
     assert ("map" in pool.driver.calls, pool.used) == (True, 0)
-
-
-@pytest.mark.parametrize("architecture", HYBRIDS)
-def test_layers_with_a_recurrent_state_get_it_from_a_first_token(monkeypatch, architecture):
-    emulate(monkeypatch)
-    model = tiny_model(architecture, layers=4 if architecture == "jamba" else 3, context=1024)
-    subject = BenchModel(model, info_of(model), architecture, "random")
-    first, *others = subject.info.full_layers
-    plan = plan_for(model, decode=decode_plan(segment(first, tuple(others), BUDGET)))
-    attention, token = rows_of(subject, plan, backend="triton", new_tokens=4)
-    assert (attention.note, token.note, token.peers.refused) == ("", "", {})
-    assert {UNMODIFIED, OURS} == set(token.peers.timed_ms)
-    assert min(token.sparse_ms, token.own["replay_ms"]) > 0
 
 
 def test_exact_tokens_are_a_row_of_their_own_over_our_dense_steps(subject, plan):

@@ -6,20 +6,19 @@ from itertools import pairwise
 import pytest
 import torch
 from tiny_models import tiny_model
-from tiny_plans import every_head, info_of, plan_for
+from tiny_plans import info_of
 
 from sparsekv.bench import random_model as random_models
-from sparsekv.bench.hand_plans import HandDecode, dense_up_to, dummy_plan, hand_plan, kept_by_hand
+from sparsekv.bench.hand_plans import HandDecode, dummy_plan, hand_plan, kept_by_hand
 from sparsekv.bench.public_shapes import PUBLIC_SHAPES
 from sparsekv.bench.random_model import describe_named, random_model
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.plans.aliases import ALIASES
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import AShape, TileShape, fraction, tokens
+from sparsekv.plans.patterns import TileShape, fraction, tokens
 from sparsekv.runtime.architecture import ARCHITECTURES
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.plan_checks import check_plan
 
 CPU = torch.device("cpu")
 
@@ -92,16 +91,6 @@ def test_a_plan_by_hand_has_a_bucket_a_length_and_a_pattern_for_every_head(info)
         hand_plan(recurrent, (512,), (0.5,), TileShape())
 
 
-def test_a_plan_that_is_dense_up_to_a_crossover_is_as_it_was_behind_it():
-    model = tiny_model()
-    plan = plan_for(model, every_head(model, AShape(sink=tokens(64), window=tokens(64))), None)
-    later = dense_up_to(plan, 700)
-    check_plan(later, plan.model, False)
-    before, layer = (Program.of(one.prefill, None, plan.model).layers[0] for one in (plan, later))
-    assert not layer.patterns_at(700)
-    assert layer.patterns_at(701) == before.patterns_at(701) != ()
-
-
 def test_a_plan_for_dummy_weights_has_its_density_where_all_scores_are_equal_cut_or_not(info):
     tile, length = TileShape(), 32768
     plan, _ = dummy_plan(info, (length,), (0.2,), tile)
@@ -127,14 +116,6 @@ def test_filters_by_hand_choose_for_all_layers_up_to_the_next():
     assert layers == {0: tuple(range(1, 8)), 8: tuple(range(9, 18)), 18: tuple(range(19, 32))}
     assert {(one.budget.tokens, one.sink, one.recent) for one in bucket.segments} == {(2048, 4, 128)}
     assert all(str(number) in words for number in (2048, 18))
-
-
-@pytest.mark.parametrize(
-    ("name", "filters"), [("llama3-8b", [2, 8, 18]), ("qwen2.5-7b-1m", [2, 7, 15]), ("tiny-retriever", [2, 4, 6])]
-)
-def test_without_filters_given_three_layers_by_depth_choose(name, filters):
-    plans, _ = HandDecode().plans(describe_named(name, random_weights=True), 1 << 17)
-    assert [one.filter for one in plans["last"].decode.lengths[0].segments] == filters
 
 
 def test_budgets_that_are_shares_are_bounded_at_the_longest_context_and_hot_sets_are_two_of_them(info):

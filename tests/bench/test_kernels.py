@@ -7,7 +7,7 @@ import torch
 from progress import Counting
 
 from sparsekv.bench import kernels
-from sparsekv.bench.kernels import KernelBench, bench_kernels, families_of
+from sparsekv.bench.kernels import KernelBench, bench_kernels
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.planner.progress import prefill_work
@@ -46,31 +46,12 @@ def test_every_length_density_and_pattern_is_a_row_with_all_of_its_numbers():
     assert rows[2].peers is rows[3].peers
 
 
-def test_vertical_slash_heads_sample_as_many_queries_as_asked_for(monkeypatch):
-    sampled = set()
-
-    def build(patterns, *tensors, **options):
-        sampled.update(getattr(pattern, "last_q", None) for pattern in patterns)
-        return build_index(patterns, *tensors, **options)
-
-    monkeypatch.setattr(kernels, "build_index", build)
-    list(bench_kernels(bench(patterns=("vertical_slash", "a_shape"), last_q=17)))
-    assert sampled == {17, None}
-
-
 def test_a_length_that_does_not_fit_is_a_row_the_others_go_on_and_progress_ends_whole(no_room_for_640):
     progress = Counting()
     rows = list(bench_kernels(bench(lengths=(512, 640, 768)), progress))
     assert [row.note for row in rows] == ["", "out of memory", ""]
     assert rows[1].speedup is None
     assert progress.done == progress.total == 2 * sum(map(prefill_work, (512, 640, 768)))
-
-
-def test_a_row_that_computes_more_than_was_asked_for_says_why():
-    few, more = bench_kernels(bench(densities=(0.25, 0.9), patterns=("block_sparse",)))
-    assert few.density > 1.1 * 0.25
-    assert "0.583" in few.note  # 8 diagonal tiles, 7 before them and 6 first ones, of 36
-    assert (more.density <= 1.1 * 0.9, more.note) == (True, "")
 
 
 def test_backends_that_cannot_run_are_rows_with_a_reason():
@@ -112,11 +93,6 @@ def test_an_output_that_fails_or_is_wrong_has_no_time_and_keeps_the_dense_ones(m
     assert (row.sparse_ms, row.speedup) == (None, None)
     assert row.note
     assert row.dense_ms > 0
-
-
-def test_families_are_dealt_out_to_the_heads():
-    assert families_of("a_shape+block_sparse", 3) == ("a_shape", "block_sparse", "a_shape")
-    assert set(families_of("mixed", 8)) >= {"vertical_slash", "a_shape", "block_sparse"}
 
 
 @pytest.mark.parametrize(

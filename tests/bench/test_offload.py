@@ -97,22 +97,6 @@ def test_bytes_and_ratios(subject, timed):
     assert (data["device_ms"], data["host_layers"], data["offloaded_ms"]) == (4.0, 0, None)
 
 
-def test_memory_is_free_when_nobody_asks_for_the_other_rows(subject, timed):
-    memories = timed(never=4.0, always=5.0)
-    rows = iterated(subject, lengths=(LENGTH, LENGTH + 1))
-    next(rows)
-    assert memories[0].free_bytes == 100
-    rows.close()
-    assert memories[0].free_bytes == 0
-
-
-def test_an_error_of_the_device_ends_the_bench(subject, timed):
-    timed(never=4.0, always=torch.AcceleratorError("CUDA error: illegal address"))
-    data = row_of(subject, lengths=(LENGTH, LENGTH + 1), repeats=2)
-    assert (data["length"], data["device_ms"], data["offloaded_ms"]) == (LENGTH, 4.0, None)
-    assert "illegal address" in data["note"]
-
-
 def test_a_length_that_the_device_cannot_hold_is_timed_from_host_memory(subject, timed):
     timed(never=torch.OutOfMemoryError("CUDA out of memory"), auto=5.0)
     data = row_of(subject, "auto")

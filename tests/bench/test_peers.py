@@ -1,6 +1,5 @@
 """`bench peers`: every method as published and at the plan's density, in a file that goes on over several runs."""
 
-import json
 import subprocess
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,8 +22,7 @@ from sparsekv.planner.evaluation import suite as suites
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.tasks import Split, prepare, ruler_suite
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.files import load_plan, write_plan
-from sparsekv.plans.phases import PrefillBucket
+from sparsekv.plans.files import write_plan
 from sparsekv.runtime.hf.observe import AttentionCall
 
 CASES = [(name, at) for name in peers.METHODS for at in ("published", "equal")]
@@ -140,18 +138,6 @@ def test_random_weights_have_times_at_equal_density_and_no_quality(called, tmp_p
     assert called(**call, **own, samples=2).code == 2
 
 
-def test_a_plan_that_is_dense_there_is_a_row_that_says_so(called, folder, tmp_path):
-    plan = load_plan(folder / "sparsekv.yaml")
-    dense = plan.prefill.model_copy(update={"lengths": (PrefillBucket(up_to=None, dense=True),)})
-    write_plan(plan.model_copy(update={"prefill": dense}), tmp_path / "dense.yaml")
-    own = {"plan": tmp_path / "dense.yaml", "methods": "FlashPrefill", "out": tmp_path / "peers.json"}
-    done = called(**FEW, **own, ruler_samples=0, as_json=True)
-    notes = {row["name"]: row["note"] for row in done.data}
-    assert "dense at 1k" in notes["sparsekv"]
-    assert "name one" in notes["FlashPrefill at equal density"]
-    assert notes["FlashPrefill"] == ""
-
-
 def test_fetching_clones_a_commit_once_and_leaves_other_files_alone(tmp_path):
     there = tmp_path / "there"
     there.mkdir()
@@ -171,10 +157,6 @@ def test_fetching_clones_a_commit_once_and_leaves_other_files_alone(tmp_path):
         next(fetch(tmp_path / "other", (one,)))
     with pytest.raises(UsageError, match="expected to fetch"):
         next(fetch(tmp_path / "new", (replace(one, commit="0" * 40),)))
-
-
-def test_every_method_has_an_original(tmp_path):
-    assert {one.name for one in originals.ORIGINALS} == set(peers.METHODS)
 
 
 def test_an_original_takes_the_place_of_full_attention_in_prompts_alone(loaded):
@@ -204,10 +186,3 @@ def mode_attend(mode, call):
         patch.setattr(originals, "capture_attention", lambda model, observer: nullcontext(found.append(observer)))
         with mode.running(None):
             return found[0](call)
-
-
-def test_a_file_of_something_else_is_not_replaced(called, tmp_path):
-    (tmp_path / "peers.json").write_text(json.dumps({"kind": "mine"}))
-    done = called(**FEW, out=tmp_path / "peers.json")
-    assert done.code == 2
-    assert "bench peers" in done.err

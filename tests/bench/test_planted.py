@@ -2,24 +2,22 @@
 bench times attention to nothing."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
 from sparsekv.bench.kernels import families_of
 from sparsekv.bench.planted import Planted, check_plantable, check_rows, plant, sample_rows
-from sparsekv.bench.structure import FAMILIES, SINK, diffuse_pattern, pattern_for, sizes_for
+from sparsekv.bench.structure import FAMILIES, SINK, diffuse_pattern
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.reference import mask_of, reference_attention
 from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import AShape, Dense, TileShape, tokens
+from sparsekv.plans.patterns import TileShape
 
 ALL = "+".join(FAMILIES)
 S, TILE = 1024, TileShape(query=64, key=64)
-NARROW = AShape(sink=tokens(1), window=tokens(1))  # the first tile, the diagonal, one more
 
 
 def planted(mix: str, heads: int = 2, kv_heads: int = 1, **options) -> Planted:
@@ -115,16 +113,6 @@ def p():
     return planted(ALL, 4, 2, head_dim=64, seed=0)
 
 
-def test_mass_tells_a_dense_index_from_the_planted_one_and_one_that_looks_elsewhere(p):
-    dense, own, narrow = (index_of(p, patterns) for patterns in ((Dense(),) * 4, p.patterns, (NARROW,) * 4))
-    assert check_rows(p, dense, sample_rows(S)).mass == pytest.approx(1)
-    assert check_rows(p, own, sample_rows(S)).least > 0.9
-    assert check_rows(p, narrow, sample_rows(S)).least < 0.6
-    listed = replace(narrow, columns_BHC=own.columns_BHC, live_BHTN=torch.zeros_like(own.live_BHTN))
-    assert own.columns_BHC.shape[2] > 0  # listed, but no row computes them
-    assert check_rows(p, listed, sample_rows(S)).mass == check_rows(p, narrow, sample_rows(S)).mass
-
-
 def test_mass_and_error_are_those_of_the_oracle(p):
     index, rows = index_of(p, p.patterns), list(sample_rows(S, 7))
     oracle = reference_attention(*p.tensors, mask_of(index, p.chunk, S), scale=p.scale)
@@ -141,41 +129,7 @@ def test_mass_and_error_are_those_of_the_oracle(p):
         assert check_rows(p, index, rows, wrong).error == pytest.approx(error, abs=1e-3)
 
 
-def test_rows_are_spread_to_the_last_one_at_different_places_of_their_tiles():
-    assert sample_rows(3, 8) == (0, 1, 2)
-    for length in (100, 1000, 131072):
-        rows = sample_rows(length)
-        assert rows[-1] == length - 1
-        assert all(place * length // 32 <= row < (place + 1) * length // 32 for place, row in enumerate(rows))
-    assert min(len({row % tile for row in sample_rows(131072)}) for tile in (64, 128)) > 16
-
-
 # --- budgets and structure for a density ------------------------------------------------------------------------------
-
-
-def density_of(pattern, length, tile, size):
-    random = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, 1, length, size, generator=random) for _ in range(2))
-    chunk = Chunk.uniform(1, 0, length)
-    return float(density(build_index([pattern], q, k, chunk, tile, scale=size**-0.5), chunk))
-
-
-@pytest.mark.parametrize("length", [32768, 131072])
-@pytest.mark.parametrize("share", [0.05, 0.2])
-def test_a_static_pattern_comes_to_the_density(length, share):
-    tile = TileShape()
-    pattern = pattern_for(sizes_for("a_shape", length, share, tile), length, share, tile)
-    assert density_of(pattern, length, tile, 1) == pytest.approx(share, rel=0.1)
-
-
-def test_structure_grows_with_density_and_bands_are_never_narrower_than_can_be_planted():
-    shares, tile = (0.02, 0.05, 0.1, 0.2, 0.4), TileShape()
-    sizes = [sizes_for("vertical_slash", 131072, share, tile, narrowest=1000) for share in shares]
-    assert all(size.band >= 1000 for size in sizes)
-    for counts in ([(size.columns, size.diagonals) for size in sizes], [len(size.bands) for size in sizes]):
-        assert counts == sorted(counts)
-    hot = [sizes_for("block_sparse", 131072, share, tile).clusters for share in shares]
-    assert hot == sorted(hot, reverse=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,13 +1,12 @@
 """The prefill bench on tiny models: dense and sparse of the same model."""
 
-import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from host_pages import page_on_the_host
-from tiny_models import SHARED, tiny_model
+from tiny_models import tiny_model
 from tiny_plans import every_head, info_of, plan_for
 
 from sparsekv.bench.prefill import SPARSE, PrefillBench, PrefillRuns, bench_prefill, layer_flops
@@ -70,32 +69,6 @@ def test_the_fastest_dense_kernel_is_a_peer_wherever_sparse_keeps_its_rows(plan,
     assert "transformers, flash-attn-4" in PrefillRuns(on_gpu, plan, PrefillBench((1,), kv_host_layers=hosted)).dense
 
 
-@pytest.mark.parametrize(("milliseconds", "dense_ms"), [((30.0, 50.0), 30 + 1 * 20), ((50.0, 30.0), None)])
-def test_dense_of_a_layer_is_multiplied_unless_it_takes_no_time(subject, plan, changed, milliseconds, dense_ms):
-    changed(lambda way, ids, layers, run: replace(run, milliseconds=milliseconds[layers - 1]) if layers else run)
-    (row,) = rows_of(subject, plan, dense_layers=1)
-    assert row.dense_ms == dense_ms
-    assert (row.peers.timed_ms or row.peers.refused).keys() == {THEIRS, OURS}
-    assert "1 measured layer" in row.note
-
-
-@pytest.mark.parametrize("options", [{"dense_layers": 1}, {}])
-def test_sparse_is_repeated_also_where_dense_is_not(subject, plan, changed, options):
-    sparse = []
-
-    def watch(way, ids, layers, run):
-        if way == SPARSE:
-            sparse.append(run)
-        elif not options:
-            raise FULL
-        return run
-
-    changed(watch)
-    (row,) = rows_of(subject, plan, repeats=4, **options)
-    assert len(sparse) == 1 + 4  # one warms up
-    assert row.sparse_ms == statistics.median(run.milliseconds for run in sparse[1:])
-
-
 @pytest.mark.parametrize(("fits", "ran_whole"), [(True, OURS), (False, THEIRS)])
 def test_of_a_very_long_prompt_the_way_that_is_fastest_on_a_part_and_runs_on_all_is_timed(
     subject, plan, changed, fits, ran_whole
@@ -139,22 +112,6 @@ def test_a_sparse_run_that_fails_leaves_the_dense_times(subject, plan, changed):
     assert "out of memory" in row.note
 
 
-def test_a_repeat_that_fails_leaves_what_was_measured(subject, plan, changed):
-    runs = []
-
-    def failing(way, ids, layers, run):
-        runs.append(run)
-        if len(runs) == 8:  # each of the three ways runs twice, and then they take turns
-            raise FULL
-        return run
-
-    changed(failing)
-    (row,) = rows_of(subject, plan, repeats=5)
-    assert len(runs) == 8
-    assert min(row.sparse_ms, row.dense_ms) > 0
-    assert "repeat 2" in row.note
-
-
 def test_what_cannot_be_timed_is_refused_before_anything_runs(subject, plan):
     other = tiny_model(layers=3)
     for error, options in (
@@ -192,27 +149,6 @@ def test_every_way_runs_in_virtual_memory_whatever_part_of_the_model_runs(as_on_
     assert min(row.sparse_ms, row.dense_ms) > 0, row.note
     assert as_on_cuda.used == 0
     assert ("map" in as_on_cuda.driver.calls) == (options.get("kv_host_layers") != 2)
-
-
-@pytest.mark.parametrize("chunk", [None, 200])
-@pytest.mark.parametrize("family", [SHARED, "bamba"])  # the last layer has no keys of its own; the first no attention
-def test_parts_of_models_of_several_kinds_of_layers_run(as_on_cuda, family, chunk):
-    model = tiny_model(family, layers=3, context=1024)
-    runs = PrefillRuns(model, plan_for(model, every_head(model, STATIC)), PrefillBench((1,), chunk=chunk))
-    for way in (SPARSE, *runs.dense):
-        for layers in (1, 2, 3, None):
-            runs.run(way, torch.ones(1, 300, dtype=torch.long), layers)
-    assert "map" in as_on_cuda.driver.calls
-
-
-@pytest.mark.parametrize("way", [SPARSE, OURS])
-def test_layers_that_do_not_run_take_no_memory(as_on_cuda, subject, plan, way):
-    used = []
-    hook = subject.model.register_forward_hook(lambda *call: used.append(as_on_cuda.used))
-    for layers in (1, None):
-        PrefillRuns(subject.model, plan, PrefillBench((1,))).run(way, torch.ones(1, 1024, dtype=torch.long), layers)
-    hook.remove()
-    assert used[1] == 2 * used[0] > 0
 
 
 @pytest.mark.parametrize("way", [THEIRS, OURS])

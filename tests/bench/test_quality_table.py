@@ -16,7 +16,7 @@ from task_tokenizers import REFERENCE_MODEL
 from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 
 from sparsekv.bench import quality_methods, quality_table
-from sparsekv.bench.eviction_rules import Evicted, cached_share, observed_prompt, top_of_layer
+from sparsekv.bench.eviction_rules import Evicted, cached_share, observed_prompt
 from sparsekv.bench.quality_file import (
     LOST,
     Knobs,
@@ -28,7 +28,7 @@ from sparsekv.bench.quality_file import (
     markdown,
     merged,
 )
-from sparsekv.bench.quality_methods import Group, Inputs, Method, budget_for, check_shares, quest_budget, share_read
+from sparsekv.bench.quality_methods import Group, Inputs, budget_for, quest_budget, share_read
 from sparsekv.bench.quality_table import Table, main
 from sparsekv.planner.evaluation.suite import SuiteSamples
 from sparsekv.planner.profile.profile_data import LengthProfile
@@ -129,21 +129,6 @@ def test_every_method_runs_once_at_what_it_is_held_to_and_a_stopped_run_goes_on(
     lost = [key for key in found.by_key if key[0] != "dense" and found.loss(*key) >= 0.1]
     assert lost, "some method at a share of 0.4 loses"
     assert all(found.samples(key) == 2 for key in lost), "a task that lost has more samples"
-
-
-def test_settings_that_were_searched_are_saved_also_where_that_took_all_the_time(
-    inputs: Inputs, few: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = SuiteSamples((LENGTH,), samples=1)
-    table = Table(inputs, asked, found := empty(inputs), lambda: RUN, lambda line: None)
-
-    def searched(*given: object) -> tuple[dict[str, Method], dict[str, float]]:
-        table.until = 0.0
-        return {}, {"density": 0.4}
-
-    monkeypatch.setattr(Inputs, "prefill_peers", searched)
-    assert not table.run([LENGTH])
-    assert found.all(Knobs)[LENGTH].values == {"density": 0.4}
 
 
 @pytest.mark.gpu
@@ -251,40 +236,6 @@ def test_a_loss_of_ten_points_is_one_whatever_floating_point_makes_of_it(inputs:
     assert made_up(inputs, "plan", {"dense": 17, "plan": 15}, ["fwe"]).loss("plan", "fwe", LENGTH) >= LOST
 
 
-def test_methods_stand_beside_each_other_on_the_tasks_that_all_have_run(
-    inputs: Inputs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tasks = tuple(ruler_suite.RULER_SUITE)[:3]
-    monkeypatch.setattr(ruler_suite, "RULER_SUITE", {task: ruler_suite.RULER_SUITE[task] for task in tasks})
-    found = made_up(inputs, "decode", {"dense": 17, "plan, decode": 17, "Quest": 15}, tasks)
-    found.add(found.by_key["Quest", tasks[2], LENGTH].model_copy(update={"kl": ()}))  # which was not run
-    whole = made_up(inputs, "plan", {"plan": 16}, tasks)
-    found.add(*whole.by_key.values(), *whole.all(MethodNote).values())
-    monkeypatch.setattr("sparsekv.bench.quality_file.FEWEST", 2)
-    lines = list(markdown(found))
-    decode = [line for line in lines[lines.index("**Decode at the plan's share, prefill dense**\n") :] if "1k" in line]
-    assert all(line.startswith("| 1k, 2 tasks |") for line in decode[:3]), decode
-    assert f"All of these methods have run 2 tasks at 1k: {', '.join(tasks[:2])}.\n" in lines
-    assert any(line.startswith("| 1k | plan |") for line in lines), "other groups have them all"
-    monkeypatch.setattr("sparsekv.bench.quality_file.FEWEST", 3)
-    assert not any("1k, 2 tasks" in line for line in markdown(found))
-
-
-def test_methods_that_evict_are_told_by_bytes_ours_first(inputs: Inputs) -> None:
-    right = {
-        "dense": 17,
-        "SnapKV, 0.25": 5,
-        "SnapKV, 0.5": 12,
-        "plan, evicting to 0.25": 14,
-        "plan, evicting to 0.5": 17,
-    }
-    lines = list(markdown(made_up(inputs, "eviction", right, tuple(ruler_suite.RULER_SUITE))))
-    order = [line.split(" | ")[1] for line in lines if line.startswith("| 1k |")]
-    assert order == ["dense", "plan, evicting to 0.5", "SnapKV, 0.5", "plan, evicting to 0.25", "SnapKV, 0.25"]
-    assert sum("our divergence is 4.00 of that of SnapKV, 0." in line for line in lines) == 2
-    assert sum("RULER's mean there" in line for line in lines) == 1, "at half of the bytes alone"
-
-
 @pytest.mark.parametrize(
     ("own", "other", "bound", "ratio"),
     [
@@ -314,13 +265,6 @@ def test_budgets_read_the_share_that_they_are_made_for() -> None:
         own = (quest_budget(share, 12, 8192) / 8192 + 1 / 16) * 10 + 2
         assert own / 12 == pytest.approx(share, abs=0.001)
     assert budget_for(0.1, segments, 12, 8192) == 1, "filter and dense layers alone read more"
-
-
-def test_plans_that_evict_are_named_by_their_share() -> None:
-    assert check_shares(["0.5=a.yaml"]) == {"0.5": "a.yaml"}
-    for wrong in (["a.yaml"], ["half=a.yaml"], ["1.5=a.yaml"], ["0.0=a.yaml"], ["0.5=a.yaml", "0.5=b.yaml"]):
-        with pytest.raises(UsageError, match="each share once"):
-            check_shares(wrong)
 
 
 # --- eviction ---------------------------------------------------------------------------------------------------------
@@ -355,11 +299,6 @@ def test_expected_attention_unrotates_queries_and_keeps_what_future_ones_attend_
         weights_S = (logits_S.softmax(0) + others_S.softmax(0)) / 2
         expected_S = (weights_S + 0.02) * v_BGSD[1, 1, 4:].norm(dim=-1)
         torch.testing.assert_close(seen._expected(1)[1, 1, 4:], expected_S, atol=1e-4, rtol=1e-3)
-
-
-def test_heads_share_the_budget_of_a_layer_and_none_starves() -> None:
-    scores_BGS = torch.stack([torch.arange(10.0), 100 + torch.arange(10.0)])[None]
-    assert top_of_layer(scores_BGS, 4).sum(-1).tolist() == [[1, 7]]
 
 
 def test_masks_are_attended_to_as_an_evicted_cache_is(retriever: LoadedModel) -> None:

@@ -13,9 +13,8 @@ from sparsekv.bench.report.facts import (
     layer_reads,
     pattern_maps,
     quality_tables,
-    similarity,
 )
-from sparsekv.plans.patterns import AShape, TileShape, fraction, tokens
+from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
 from sparsekv.plans.schema import Cost, Estimate, Plan, Prediction, Provenance
 
@@ -48,17 +47,6 @@ def test_heads_have_the_density_and_the_damage_of_the_candidate_with_their_patte
     assert {(f.pattern, f.density, f.damage) for f in shown.heads if f is not fact} == {("dense", 1.0, 0.0)}
 
 
-def test_without_a_profile_the_density_is_that_of_a_mask_of_the_whole_budget() -> None:
-    pattern = AShape(sink=tokens(64), window=fraction(0.125))
-    ((shown,), _) = pattern_maps(plan_of(HeadGroup(layer=0, heads=(0,), pattern=pattern)), None)
-    size = 1024
-    row, column = np.indices((size, size))
-    sink = 64 * size // shown.length
-    mask = (column <= row) & ((column < sink) | (row - column < size // 8))
-    assert not shown.measured
-    assert shown.heads[0].density == pytest.approx(mask.sum() / np.tri(size).sum(), rel=0.01)
-
-
 def test_every_kind_of_layer_has_its_cells_and_every_range_is_named() -> None:
     plan = full_plan()
     maps, lines = pattern_maps(plan, None)
@@ -88,16 +76,6 @@ def test_layers_read_sinks_choice_and_recent_tokens_of_the_longest_context() -> 
     assert {fact.share for key, fact in facts.items() if key != ("above 8,192", 2)} == {1.0}
     assert budget_table(plan)[1] == ["1", "2", "last", "max", "4", "128", "1000 tokens"]
     assert layer_reads(small_plan(decode=None)) == ()
-
-
-@pytest.mark.parametrize(("share", "scale"), [(0.04, 0.5), (0.11, 1.0)])
-def test_the_similarity_is_of_the_budget_nearest_to_the_plans(share: float, scale: float) -> None:
-    matrix = similarity(with_segments(DecodeBudget(fraction=share, at_most=1 << 20)), profile())
-    assert {(cell.layer, cell.filter): cell.mass for cell in matrix.cells}[2, 1] == 0.7 * scale
-    assert len(matrix.cells) == 6
-    assert [(mark.layer, mark.filter, mark.role) for mark in matrix.marks] == [
-        (1, 1, "filter layer"), (2, 1, "its segment"),
-    ]  # fmt: skip
 
 
 def test_the_quality_tables_have_every_cell_and_length() -> None:

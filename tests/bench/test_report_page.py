@@ -178,13 +178,6 @@ def test_a_drawing_has_the_shares_that_a_pattern_computes(pattern, expected) -> 
     assert sketch_of(pattern, shape, 1024, TileShape(query=64, key=64)) == expected
 
 
-def test_heads_with_a_window_or_without_a_matrix_are_drawn_as_they_are() -> None:
-    shape = AttentionGroup(kind="sliding", layers=(0,), heads=1, kv_heads=1, head_dim=64, window=256)
-    assert sketch_of(Dense(), shape, 1024, TileShape()) == Sketch(0.0, 0.25)
-    linear = AttentionGroup(kind="linear", layers=(0,), heads=1, kv_heads=1, head_dim=64)
-    assert sketch_of(Dense(), linear, 1024, TileShape()) == Sketch(0.0, 0.0)
-
-
 def fields_of(encoding: Any) -> Iterator[str]:
     if isinstance(encoding, dict):
         if "field" in encoding:
@@ -195,28 +188,6 @@ def fields_of(encoding: Any) -> Iterator[str]:
             yield from fields_of(part)
 
 
-def test_dense_has_its_line_in_every_chart_of_curves_and_times(sparsekv, files, tmp_path) -> None:
-    sparsekv(*everything(files), "-o", tmp_path / "page.html")
-    data = Page((tmp_path / "page.html").read_text()).data
-    rules = {name: chart for name, chart in data["charts"].items() if name.startswith("curve-")}
-    found = {name: chart["datasets"][chart["layer"][0]["data"]["name"]] for name, chart in rules.items()}
-    assert found == {"curve-prefill-4096-kl": [{"kl": 1e-6}], "curve-prefill-4096-accuracy": [{"accuracy": 0.95}]}
-    for phase in ("prefill", "decode"):
-        width = data["charts"][f"{phase}-time"]["encoding"]["strokeWidth"]
-        assert (width["condition"], width["value"]) == ([{"test": "datum.mode == 'dense'", "value": 6}], 2)
-        assert data["datasets"][f"{phase}-times"]["rows"][0][1] == "dense"  # drawn first, below the narrower line
-
-
-def test_what_has_one_point_is_a_table_and_no_chart(sparsekv, tmp_path) -> None:
-    write_plan(full_plan(), tmp_path / "plan.yaml")
-    point = {"method": "ours", "length": 4096, "phase": "prefill", "density": 0.1, "kl": 0.0456}
-    write_curve(tmp_path / "curve.json", [point])
-    sparsekv("report", tmp_path / "plan.yaml", tmp_path / "curve.json", "-o", tmp_path / "page.html")
-    page = Page((tmp_path / "page.html").read_text())
-    assert not {name for name in page.data["charts"] if "time" in name or "curve" in name}
-    assert all(cell in page.text for cell in ("0.0456", "4.00x", "4.29x"))
-
-
 @pytest.mark.parametrize("status", ["verified", "unverified"])
 def test_the_page_opens_with_the_verdict_that_show_prints(sparsekv, tmp_path, status) -> None:
     plan = tmp_path / "plan.yaml"
@@ -225,12 +196,6 @@ def test_the_page_opens_with_the_verdict_that_show_prints(sparsekv, tmp_path, st
     shown = " ".join(Page((tmp_path / "page.html").read_text()).text.split())
     for line in sparsekv("show", plan).out.rpartition("\n\n")[2].splitlines():
         assert line.partition(": ")[2] in shown.partition("Architecture")[0]
-
-
-def test_equal_inputs_give_equal_bytes(sparsekv, files, tmp_path) -> None:
-    for name in ("one.html", "two.html"):
-        sparsekv(*everything(files), "-o", tmp_path / name)
-    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
 
 
 def test_nothing_in_a_plan_or_a_curve_becomes_markup(sparsekv, files, tmp_path) -> None:
@@ -260,15 +225,6 @@ def test_a_profile_of_another_model_is_refused(sparsekv, files, tmp_path) -> Non
     page = tmp_path / "page.html"
     found = sparsekv("report", tmp_path / "other.yaml", "-o", page, files / "profile.json")
     assert (found.code, page.exists()) == (3, False)
-
-
-def test_another_profile_than_the_plans_own_is_told(sparsekv, files, tmp_path) -> None:
-    provenance = Provenance(profile="sha256:" + "1" * 64)
-    write_plan(Plan(status="unverified", model=made_up_model(), provenance=provenance), tmp_path / "plan.yaml")
-    page = tmp_path / "page.html"
-    found = sparsekv("report", tmp_path / "plan.yaml", "-o", page, files / "profile.json")
-    assert found.code == 0
-    assert "another profile" in found.err
 
 
 def test_a_missing_package_is_named_with_its_install_command(sparsekv, files, tmp_path, monkeypatch) -> None:

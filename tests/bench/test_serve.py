@@ -21,7 +21,6 @@ from sparsekv.bench.serve import (
     serve,
     served_model,
 )
-from sparsekv.cli.bench_model import ServeFlags, loads_of
 from sparsekv.planner.progress import StageStep
 
 
@@ -39,11 +38,6 @@ def test_engines_have_room_for_the_longest_request_and_for_all_that_come_at_once
     assert bench.engine["max_num_seqs"] == 8
     assert "gpu_memory_utilization" not in bench.engine
     assert "kv_cache_memory_bytes" not in bench.engine
-
-
-def test_engines_get_the_memory_for_keys_and_values_that_is_asked_for() -> None:
-    bench = ServeBench((Load(10, 10),), torch.device("cpu"), torch.float32, cache_bytes=5 << 20)
-    assert bench.engine["kv_cache_memory_bytes"] == 5 << 20
 
 
 def test_requests_come_at_random_as_many_a_minute_as_asked_and_the_same_in_every_run() -> None:
@@ -130,14 +124,6 @@ def test_an_engine_whose_process_ends_is_a_note_beside_what_the_other_gave(monke
     assert (list(found.turns), found.note.startswith("dense: its process ended")) == (["sparse"], True)
 
 
-def test_each_length_and_number_at_once_is_a_load() -> None:
-    def loads(**asked: object) -> tuple[Load, ...]:
-        return loads_of(ServeFlags.model_validate({"model": "tiny-retriever", **asked}), (100, 200))
-
-    each = [(length, at_once) for length in (100, 200) for at_once in (1, 4)]
-    assert loads(answer=8, at_once="1,4") == tuple(Load(length, 8, at_once, at_once) for length, at_once in each)
-
-
 def test_an_engine_that_is_late_is_not_asked_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -162,9 +148,3 @@ def test_an_engine_that_is_late_is_not_asked_more_often(monkeypatch: pytest.Monk
     assert [load for load in bench.loads if "dense not asked" in found[load].note] == [loads[2]]
     assert asked.count("slow") == 4
     assert found[others[2]].note.count("no token timed, since 1 requests never decoded together") == 2
-
-
-def test_tokens_of_requests_that_come_at_random_are_timed_while_fewer_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsekv.bench.serve.greedy", lambda tokens: tokens)
-    found = serve(SimpleNamespace(llm_engine=OnePromptAStep(6)), [[1, 2]] * 2, 6, 8, [0.0, 0.0])
-    assert len(found.token_seconds) == 5

@@ -8,13 +8,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_cases import TILES, Layer, layers, make_layer
-from small_blocks import small_blocks
 from tile_masses import antidiagonal_scores, pooled_scores, visible_tiles
 
 from sparsekv.bench.tile_rules import TileRule, cumulative_mass, max_threshold, tile_scores
 from sparsekv.kernels.index.layout import IndexCall
 from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex
-from sparsekv.plans.patterns import Dense, TileShape
+from sparsekv.plans.patterns import Dense
 from sparsekv.runtime.hf.observe import AttentionCall
 
 KINDS = ("antidiagonal", "pooled")
@@ -73,16 +72,6 @@ def test_scores_are_what_loops_say_with_poison_all_around(layer: Layer, kind: st
     assert ((total - 1.0).abs().lt(1e-5) | (total == 0.0)).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tile", TILES)
-def test_blocks_of_heads_and_rows_join_without_seams(kind: str, tile: TileShape) -> None:
-    layer = make_layer([Dense()] * 6, Chunk((7, 64), (700, 500)), tile, kv_heads=3, spare=20)
-    for heads in ([0, 1, 2, 3, 4, 5], [0, 1, 3, 5]):
-        whole = scores_of(kind, heads, layer)
-        with small_blocks():
-            torch.testing.assert_close(scores_of(kind, heads, layer), whole, atol=1e-6, rtol=1e-5)
-
-
 def mandatory_of(layer: Layer, first: int, last: int) -> set[int]:
     key = layer.tile.key
     seen = visible_tiles(first, last, key, layer.window)
@@ -130,14 +119,6 @@ def test_rows_take_the_tiles_with_a_share_of_the_best_ones(layer: Layer, alpha: 
     for kept, shares, mandatory, seen in taken(max_threshold(alpha, layer.tile), layer):
         above = {tile for tile in seen if shares[tile] >= torch.tensor(alpha) * torch.tensor(max(shares))}
         assert kept == above | mandatory
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_equal_scores_keep_the_lower_tiles(kind: str) -> None:
-    layer = make_layer([Dense()], Chunk((0,), (1024,)), TILES[0])
-    layer.q_BHSD.zero_()
-    index = index_of(cumulative_mass(kind, 5.5 / 15, TILES[0]), layer)
-    assert index.tiles_BHTW[0, 0, 14, :6].tolist() == [0, 1, 2, 3, 13, 14]
 
 
 @pytest.mark.parametrize("kind", KINDS)

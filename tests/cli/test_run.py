@@ -8,10 +8,9 @@ from itertools import count
 import pytest
 from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model, tiny_tokenizer
-from tiny_plans import every_head, plan_for
+from tiny_plans import plan_for
 
 from sparsekv.plans.files import load_plan, write_plan
-from sparsekv.plans.patterns import Dense
 from sparsekv.runtime.hf.describe import describe_model
 
 KEYS = {
@@ -167,14 +166,6 @@ def test_compare_says_which_side_runs_and_how_many_tokens_it_has(folder):
     assert progress.total == 2 * 4
 
 
-def test_compare_finds_no_difference_where_the_plan_computes_everything(sparsekv, copy):
-    model = tiny_model(context=2048)
-    write_plan(plan_for(model, every_head(model, Dense())), copy / "sparsekv.yaml")
-    done = sparsekv("run", copy, "--prompt", PROMPT, "--compare", "--json", *FEW)
-    assert done.data["first_diverging_token"] is None
-    assert done.data["text"] == done.data["dense"]["text"]
-
-
 def test_compare_runs_a_beginning_both_ways_before_it_times_anything(tmp_path):
     from sparsekv.cli.chat import Session
     from sparsekv.runtime.hf.load import load_model
@@ -319,27 +310,15 @@ def test_turns_of_a_model_without_a_template_are_said_to_be_one_text(sparsekv, f
         assert ("chat template" in done.err) is is_said
 
 
-def test_turns_over_one_cache_say_what_one_long_prompt_says(folder):
-    from sparsekv.cli.chat import Conversation, Session
-    from sparsekv.runtime.hf.load import load_model
-
-    session = Session(load_model(str(folder)), max_new_tokens=6, chat=False)
-    turns, fresh = Conversation(session), Conversation(session)
-    said = turns.ask("a" * 100).generation
-    again = turns.ask("b" * 50).generation
-    assert fresh.ask("a" * 100 + said.text + "\n" + "b" * 50).generation.token_ids == again.token_ids
-
-
-@pytest.mark.parametrize("planned", [False, True], ids=["dense", "planned"])
-@pytest.mark.parametrize("architecture", ["bamba", "jamba", "lfm2"])
-def test_turns_of_layers_with_a_recurrent_state_say_what_one_long_prompt_says(architecture: str, planned: bool):
+@pytest.mark.parametrize("architecture", ["llama", "bamba", "jamba"])
+def test_turns_say_what_one_long_prompt_says_recurrent_states_included(architecture: str):
     from sparsekv.cli.chat import Conversation, Session
     from sparsekv.runtime.hf.generate import generate_stream
     from sparsekv.runtime.hf.load import LoadedModel
 
     model = tiny_model(architecture, context=2048)
     loaded = LoadedModel(model, tiny_tokenizer(), describe_model(model))
-    session = Session(loaded, plan_for(model) if planned else None, max_new_tokens=6, chat=False)
+    session = Session(loaded, plan_for(model), max_new_tokens=6, chat=False)
     with session.applied() as handle:
         turns = Conversation(session, handle, turns=True)
         said = [turns.ask(letter * 60).generation for letter in "abc"]
@@ -348,9 +327,8 @@ def test_turns_of_layers_with_a_recurrent_state_say_what_one_long_prompt_says(ar
     assert whole.token_ids == said[-1].token_ids
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("planned", [False, True], ids=["dense", "planned"])
-def test_a_turn_that_failed_leaves_no_trace_in_later_answers(folder, planned: bool, error: type[BaseException]):
+def test_a_turn_that_failed_leaves_no_trace_in_later_answers(folder, planned: bool):
     from sparsekv.cli.chat import Conversation, Session
     from sparsekv.runtime.hf.load import load_model
 
@@ -362,9 +340,9 @@ def test_a_turn_that_failed_leaves_no_trace_in_later_answers(folder, planned: bo
 
         def fail(*_: object) -> None:
             if next(steps) == 3:
-                raise error
+                raise KeyboardInterrupt
 
-        with loaded.model.lm_head.register_forward_hook(fail), pytest.raises(error):
+        with loaded.model.lm_head.register_forward_hook(fail), pytest.raises(KeyboardInterrupt):
             turns.ask(text)
 
     with session.applied() as handle:
@@ -382,22 +360,6 @@ def test_the_chat_template_is_applied_unless_raw(sparsekv, tmp_path):
     applied = sparsekv("run", chatty, "--prompt", PROMPT, "--json", *FEW).data
     assert raw["prompt_tokens"] == len(PROMPT)
     assert applied["prompt_tokens"] == len(f"<user>{PROMPT}<assistant>")
-
-
-def test_a_template_keeps_the_cache_over_turns(tmp_path):
-    from sparsekv.cli.chat import Conversation, Session
-    from sparsekv.runtime.hf.load import load_model
-
-    loaded = load_model(str(save_model(tiny_model(context=2048), tmp_path / "chatty", TEMPLATE)))
-    turns = Conversation(Session(loaded, max_new_tokens=6))
-    first = turns.ask("a" * 30).generation
-    cache = turns.cache
-    second = turns.ask("b" * 30).generation
-    assert second.prompt_tokens > first.prompt_tokens + first.new_tokens
-    assert turns.messages[1] == {"role": "assistant", "content": first.text}
-    kept = turns.cache is cache
-    retold = loaded.tokenizer(first.text)["input_ids"] == list(first.token_ids)
-    assert kept is retold  # a template that would retell the answer otherwise starts anew
 
 
 def test_a_plan_of_another_architecture_exits_with_3_unless_allowed_where_its_layers_fit(sparsekv, folder, tmp_path):
@@ -456,15 +418,6 @@ def test_a_plan_for_other_weights_runs_with_a_warning(sparsekv, folder, tmp_path
     assert done.err.startswith("warning: ")
     assert "weights" in done.err
     assert json.loads(done.out)["new_tokens"] == 6
-
-
-def test_sliding_layers_that_the_plan_does_not_name_are_refused(sparsekv, tmp_path):
-    model = tiny_model("mistral", context=2048)
-    sliding = save_model(tiny_model("mistral", context=2048, sliding_window=128), tmp_path / "sliding")
-    write_plan(plan_for(model, every_head(model, Dense())), tmp_path / "plan.yaml")
-    done = sparsekv("run", sliding, "--plan", tmp_path / "plan.yaml", "--prompt", "a")
-    assert done.code == 3
-    assert "sliding" in done.err
 
 
 def test_a_comparison_where_decode_alone_is_sparse_compares_speeds(sparsekv, folder):

@@ -88,23 +88,18 @@ def test_an_offload_that_moves_nothing_is_said_to(sparsekv, folder, tmp_path):
 IDLE = "saves nothing on a CPU"
 
 
-@pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=str)
 @pytest.mark.parametrize(
     ("how", "times"),
     [
         (("--offload", "2"), 1),
-        (("--offload", "0-1"), 1),
-        (("--offload", "always"), 1),
+        (("--offload", "always", "--dry-run"), 1),
         (("--offload", "0"), 0),
         (("--offload", "auto"), 0),
-        ((), 0),
     ],
     ids=str,
 )
-def test_layers_in_host_memory_that_a_cpu_does_not_need_are_said_once_to_save_nothing(
-    sparsekv, folder, how, times, more
-):
-    done = sparsekv("run", folder, *how, *more, *FEW)
+def test_layers_in_host_memory_that_a_cpu_does_not_need_are_said_once_to_save_nothing(sparsekv, folder, how, times):
+    done = sparsekv("run", folder, *how, *FEW)
     assert done.code == 0, done.err
     assert done.err.count(IDLE) == times
 
@@ -125,7 +120,7 @@ def test_large_amounts_of_host_memory_are_told_of_as_they_are_had(sparsekv, fold
     assert "host memory, GB" not in sparsekv("run", folder, "--offload", "never", *FEW).err
 
 
-@pytest.mark.parametrize("how", [("--offload", "always"), ("--offload", "2"), ("--offload", "never"), ()], ids=str)
+@pytest.mark.parametrize("how", [("--offload", "always"), ("--offload", "2")], ids=str)
 def test_a_dry_run_says_what_a_run_then_takes_and_reads_no_weights(sparsekv, folder, tmp_path, how):
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     said, ran = sparsekv("run", bare, "--dry-run", *how, *FEW), sparsekv("run", folder, *how, *FEW)

@@ -58,16 +58,6 @@ def test_rows_are_exactly_as_long_as_asked_and_learn_answers_or_text(kit: Kit, l
     assert {NO_LOSS, TEXT} < kinds
 
 
-def test_a_row_depends_on_its_place_and_on_nothing_made_before_it(work: Path, kit: Kit) -> None:
-    fresh = training_kit(work)
-    for index in (5, 2, 9):
-        one, other = make_row(kit, RECIPE, 256, index), make_row(fresh, RECIPE, 256, index)
-        assert (one.ids == other.ids).all()
-        assert (one.kinds == other.kinds).all()
-    assert (make_row(kit, RECIPE, 256, 2).ids != make_row(kit, RECIPE, 256, 3).ids).any()
-    assert (make_row(kit, RECIPE, 256, 2).ids != make_row(kit, replace(RECIPE, seed=1), 256, 2).ids).any()
-
-
 def test_batches_that_start_late_are_those_of_the_whole_run(work: Path) -> None:
     stage = Stage(128, 4)
     whole = list(load_batches(RECIPE, stage, work, 0, 4, workers=0))
@@ -79,15 +69,6 @@ def test_batches_that_start_late_are_those_of_the_whole_run(work: Path) -> None:
         assert torch.equal(one.ids_RT, other.ids_RT)
         assert torch.equal(one.kinds_RT, other.kinds_RT)
     assert whole[0].ids_RT.shape == (rows_per_micro_batch(RECIPE, 128), 128)
-
-
-def test_learning_rates_rise_stay_and_fall_to_zero_within_the_last_length() -> None:
-    recipe = replace(Recipe(), stages=(Stage(128, 50), Stage(256, 100)), warmup_steps=10, decay_share=0.5)
-    factors = [rate_factor(recipe, step) for step in range(recipe.steps)]
-    assert factors[:3] == [0.1, 0.2, 0.3]
-    assert set(factors[9:100]) == {1.0}
-    assert factors[100:] == sorted(factors[100:], reverse=True)
-    assert 0 < factors[-1] <= 1 / 50
 
 
 def test_learning_rates_fall_to_zero_within_the_seconds_of_the_last_length() -> None:

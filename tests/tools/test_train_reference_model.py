@@ -1,7 +1,6 @@
 """The tool that makes the reference model, from text to model card, in small and on the CPU."""
 
 import io
-import json
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -10,13 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import train_reference_model
-from reference_model import checkpoint
 from reference_model.evaluate import load_results
-from reference_model.formats import FORMATS
-from reference_model.recipe import SHAPES, Recipe, smoke
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from reference_model.recipe import Recipe, smoke
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS
+from sparsekv.planner.tasks import RETRIEVAL_TASKS
 
 STEPS = sum(stage.steps for stage in smoke(Recipe()).stages)
 
@@ -76,31 +73,6 @@ def test_every_task_is_scored_at_every_length_and_shown_on_the_card(finished: Pa
     assert "2 prompts a cell" in card
 
 
-def test_other_tasks_are_learned_for_so_many_seconds_and_scored(tool: Tool) -> None:
-    lengths = ("--lengths", "128,192", "--seconds", "0.1,0.1")
-    assert tool("formats", "--tasks", "other", "--shape", "wide", *lengths, "--eval-samples", "1") == "done"
-    records = [json.loads(line) for line in (tool.base / "formats" / "log.jsonl").read_text().splitlines()]
-    assert list(dict.fromkeys(record["stage"] for record in records)) == ["train-128", "train-192"]
-    assert records[-1]["elapsed"] >= 0.2
-    assert {name for record in records for name in record} & {*TASKS, *FORMATS} <= set(FORMATS)
-    results = load_results(out_of(tool.base / "formats"))
-    assert list(results) == sorted([*FORMATS, "perplexity"])
-    assert all(list(scores) == ["192"] for scores in results.values())
-    assert not (out_of(tool.base / "formats") / "README.md").exists()
-
-
-@pytest.mark.parametrize("shape", ["wide", "deep", "big"])
-def test_every_shape_is_exported_with_its_heads_and_the_context_it_was_trained_at(tool: Tool, shape: str) -> None:
-    chosen = ("--tasks", "other", "--shape", shape, "--lengths", "128", "--steps", "1")
-    assert tool("shape", *chosen, "--stage", "train-128") == "done"
-    assert tool("shape", *chosen, "--stage", "export") == "done"
-    config = AutoConfig.from_pretrained(out_of(tool.base / "shape"))
-    assert config.max_position_embeddings == 128
-    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    assert heads == (SHAPES[shape].heads, SHAPES[shape].kv_heads, SHAPES[shape].head_dim)
-    (tool.base / "shape" / checkpoint.FILE_NAME).unlink()  # the prepared text serves the next shape
-
-
 def test_a_run_that_is_stopped_after_every_step_makes_the_same_bytes(tool: Tool, finished: Path) -> None:
     stops = 0
     while tool("pieces", "--stage", "train-256", "--stop-after-seconds", "0").startswith("stopped"):
@@ -119,14 +91,6 @@ def test_a_finished_run_does_nothing_again(tool: Tool, finished: Path) -> None:
     assert tool("whole", "--stage", "evaluate", "--eval-samples", "2") == "done"
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert (out_of(finished) / "results.json").read_bytes() == scores
-
-
-def test_scores_of_other_weights_are_forgotten(finished: Path, tmp_path: Path) -> None:
-    for name in ("results.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((out_of(finished) / name).read_bytes())
-    assert load_results(tmp_path) == load_results(out_of(finished)) != {}
-    (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    assert load_results(tmp_path) == {}
 
 
 def test_an_unknown_stage_is_refused_before_anything_is_made(tool: Tool, capsys: pytest.CaptureFixture[str]) -> None:
