@@ -1,7 +1,6 @@
 """Every command in the documents can be typed: its module, subcommand and flags are there, or a commit is named."""
 
 import re
-import subprocess
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -98,28 +97,3 @@ def test_marks_stand_behind_spans_and_blocks_have_none() -> None:
     text = "a `python\nb.py` (at 0123abc; two GPUs), `c` at\n0123abcd and `d` of 0123abc\n\n    python e.py  # why\n"
     found = [("python e.py", ""), ("python b.py", "0123abc"), ("c", "0123abcd"), ("d", "")]
     assert list(commands(text)) == found
-
-
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no clone")
-def test_a_commit_that_is_named_has_the_script() -> None:
-    git = ("git", "-c", "safe.directory=*", "-C", str(ROOT))
-    named = set()
-    for page in PAGES:
-        for command, commit in commands(page.read_text()):
-            module = re.match(r"python -m sparsekv\.([\w.]+)", command)
-            script = OLD_SCRIPT.search(command)
-            if commit and (module or script):
-                named.add((commit, module[1].replace(".", "/") + ".py" if module else script[0]))
-    known = {
-        commit
-        for commit, _ in named
-        if not subprocess.run((*git, "cat-file", "-e", commit), capture_output=True).returncode
-    }
-    if not known:
-        pytest.skip("a clone without history")
-    absent = [
-        one
-        for one in named
-        if subprocess.run((*git, "cat-file", "-e", f"{one[0]}:{one[1]}"), capture_output=True).returncode
-    ]
-    assert not absent

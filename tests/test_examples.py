@@ -22,14 +22,6 @@ def test_examples_import_public_names_alone():
         assert "from sparsekv" not in text
 
 
-def test_public_names_run_the_bundled_model_by_its_alias():
-    loaded = sparsekv.load_model("tiny-retriever", device="cpu")
-    plan = Plan(status="unverified", model=loaded.info)
-    with sparsekv.apply(loaded.model, plan, info=loaded.info) as handle:
-        loaded.model(**loaded.tokenizer("lemon", return_tensors="pt"))
-    assert handle.stats().prefill_density == 1
-
-
 def test_the_one_for_transformers_takes_an_alias_and_a_plan(tmp_path, monkeypatch, capsys):
     plan, document = tmp_path / "plan.yaml", tmp_path / "document.txt"
     loaded = sparsekv.load_model("tiny-retriever", device="cpu")

@@ -9,7 +9,6 @@ from model_folders import save_model
 from tiny_models import tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
-from sparsekv.cli.doctor import DoctorFlags, doctor
 from sparsekv.plans.files import write_plan
 
 GPU = ("--device-memory", "1.5GiB", "--host-memory", "1.25 GiB")
@@ -103,23 +102,6 @@ def test_auto_moves_what_the_plan_permits_once_the_device_is_full(sparsekv, fold
     assert dense["host_layers"] == [0, 1]
 
 
-def test_contexts_as_short_as_the_hot_set_stay_on_the_device(sparsekv, folder):
-    call = ("doctor", "--memory", folder, "64", "--set", "max_new_tokens=1", *GPU, "--offload", "always", "--json")
-    short = sparsekv(*call).data
-    assert (short["host_layers"], short["host"]["kv"]) == ([], 0)
-    assert short["device"]["hot_set"] > short["device"]["kv"] > 0
-
-
-def test_more_rows_longer_answers_and_whole_prompts_take_more(sparsekv, asked, folder):
-    call = ("doctor", "--memory", folder, "64", *GPU, "--json", "--set")
-    keys = ("batch=1", "batch=4", "max_new_tokens=100000")
-    plain, rows, answer = (sparsekv(*call, key).data["longest_prompt"] for key in keys)
-    given = {"memory": (str(folder), "64"), "device_memory": GPU[1], "host_memory": GPU[3], "as_json": True}
-    cut, also_cut = (asked(doctor, DoctorFlags, **given, chunk=chunk).data["longest_prompt"] for chunk in (4096, "4k"))
-    assert rows < plain / 3
-    assert answer < plain < cut == also_cut
-
-
 def test_a_cpu_has_one_memory(sparsekv, folder):
     call = ("doctor", "--memory", folder, "4k", "--device", "cpu", "--host-memory", "2GiB")
     data = sparsekv(*call, "--json").data
@@ -155,19 +137,3 @@ def test_quantised_weights_are_said_to_be_counted_as_if_they_were_not(sparsekv, 
     said = "quantised"
     assert said in sparsekv("doctor", "--memory", quantised, "1k", *GPU).out
     assert said not in sparsekv("doctor", "--memory", folder, "1k", *GPU).out
-
-
-def test_without_a_plan_all_layers_are_dense(sparsekv, folder, tmp_path):
-    bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("sparsekv.yaml"))
-    done = sparsekv("doctor", "--memory", bare, "1k", *GPU)
-    assert "no plan" in done.out
-    idle = sparsekv("doctor", "--memory", bare, "1k", *GPU, "--offload", "always")
-    assert "--offload always" in idle.err
-    named = ("--plan", folder / "sparsekv.yaml", "--offload", "always", "--json")
-    assert sparsekv("doctor", "--memory", bare, "1k", *GPU, *named).data["host_layers"] == list(HOSTED)
-
-
-def test_a_plan_of_another_model_is_refused(sparsekv, folder, tmp_path):
-    other = save_model(tiny_model(layers=7), tmp_path / "other")
-    call = ("doctor", "--memory", other, "1k", "--plan", folder / "sparsekv.yaml", *GPU)
-    assert sparsekv(*call).code == 3

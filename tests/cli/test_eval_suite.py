@@ -113,18 +113,6 @@ def test_a_file_of_another_run_is_refused_before_the_model_is_loaded(sparsekv, c
     assert file.read_bytes() == before
 
 
-def test_other_weights_in_a_folder_of_the_same_name_are_refused(sparsekv, folder, tmp_path, few):
-    from model_folders import save_model
-    from tiny_models import tiny_model
-
-    file, call = tmp_path / "ruler.json", ("--suite", "ruler", "--length", "768", "--samples", 1)
-    assert sparsekv("eval", folder, *call, "-o", file).code == 0
-    other = save_model(tiny_model(seed=9, context=2048), tmp_path / "tiny")
-    done = sparsekv("eval", other, "--plan", folder / "sparsekv.yaml", *call, "-o", file)
-    assert done.code == 2
-    assert "weights: sha256-all:" in done.err
-
-
 def test_further_plans_stand_beside_by_their_names(sparsekv, folder, tmp_path, few):
     half, file = tmp_path / "half.yaml", tmp_path / "ruler.json"
     write_plan(load_plan(folder / "sparsekv.yaml").model_copy(update={"decode": None}), half)
@@ -134,23 +122,6 @@ def test_further_plans_stand_beside_by_their_names(sparsekv, folder, tmp_path, f
     assert [method["method"] for method in data["methods"]] == ["dense", "plan", "half"]
     assert data["methods"][:2] == first["methods"]
     assert data["methods"][2]["decode_share"] == {"768": 1.0}
-
-
-def test_without_a_plan_dense_is_run_alone(sparsekv, copy, few):
-    (copy / "sparsekv.yaml").unlink()
-    done = sparsekv("eval", copy, "--suite", "ruler", "--length", "768", "--samples", 1)
-    assert done.code == 0, done.err
-    assert "dense is measured alone" in done.err
-    assert [line.split()[0] for line in done.out.splitlines() if line.split()[:1] == ["fwe"]] == ["fwe"]
-
-
-def test_a_file_of_something_else_is_neither_read_nor_replaced(sparsekv, folder, tmp_path):
-    file = tmp_path / "mine.json"
-    file.write_text('{"mine": 1}')
-    done = sparsekv("eval", folder, "--suite", "ruler", "--length", "768", "-o", file)
-    assert done.code == 2
-    assert "results of `eval --suite`" in done.err
-    assert file.read_text() == '{"mine": 1}'
 
 
 def test_the_page_of_a_plan_draws_its_results(sparsekv, folder, tmp_path, few):
@@ -168,20 +139,6 @@ def test_the_page_of_a_plan_draws_its_results(sparsekv, folder, tmp_path, few):
     other = tmp_path / "other.yaml"
     write_plan(load_plan(folder / "sparsekv.yaml").model_copy(update={"decode": None}), other)
     assert "other plans than this one" in sparsekv("report", other, *drawing[2:]).err
-
-
-def test_results_of_another_model_or_of_no_whole_length_are_not_drawn(sparsekv, folder, tmp_path, few):
-    file, page = tmp_path / "ruler.json", tmp_path / "page.html"
-    assert sparsekv("eval", folder, "--suite", "ruler", "--samples", 1, "-o", file, "--length", "768").code == 0
-    whole = RunFile.read(SuiteRun, file)
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-2]))
-    assert "at which all tasks were run" in sparsekv("report", folder, "-o", page, file).err
-    other = RunFile(whole.settings.model_copy(update={"architecture": "sha256:" + "0" * 64}))
-    other.add(*whole.all(SuiteCell).values())
-    other.write(file)
-    done = sparsekv("report", folder, "-o", page, file)
-    assert (done.code, page.exists()) == (3, False)
-    assert "of another architecture" in done.err
 
 
 def test_without_lengths_a_suite_runs_at_two_inside_each_bucket_of_the_plan(sparsekv, copy, few, monkeypatch) -> None:

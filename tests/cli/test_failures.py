@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import importlib
 import json
 import os
 import signal
@@ -13,13 +12,12 @@ import time
 from functools import partial
 
 import pytest
-import torch
 from plans_samples import small_plan
 from typer.main import get_command
 
 import sparsekv.__main__
 from sparsekv.cli.main import app, main
-from sparsekv.cli.output import SIGNALS, Terminated, emit_json, ending_by_signals, report, size
+from sparsekv.cli.output import SIGNALS, Terminated, emit_json, ending_by_signals, report
 from sparsekv.plans.errors import GateError, PlanError, PlanMismatchError, UsageError
 from sparsekv.plans.files import write_plan
 
@@ -58,13 +56,6 @@ def test_each_kind_of_failure_has_its_message_json_and_exit_code(capsys, error, 
     told = json.loads(capsys.readouterr().out)["error"]
     assert (told["kind"], told["exit_code"]) == ("Interrupted" if code == 130 else type(error).__name__, code)
     assert told["message"]
-
-
-def test_host_memory_that_torch_cannot_allocate_is_no_bug(capsys):
-    with pytest.raises(RuntimeError) as failure:
-        torch.empty(1 << 60)
-    assert report(failure.value, "plan") == 1
-    assert "--debug" not in capsys.readouterr().err
 
 
 def test_a_failure_as_json_says_what_people_are_told(capsys):
@@ -153,19 +144,6 @@ def test_signals_while_a_file_is_written_leave_it_as_it_was_and_nothing_beside_i
     assert path.read_text() == before
 
 
-def test_what_a_signal_makes_of_a_command_is_told_as_the_signal(sparsekv, on_output):
-    def half_imported():
-        try:
-            signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt:
-            raise ImportError("half imported") from None
-
-    on_output(half_imported)
-    done = sparsekv("schema")
-    assert (done.code, done.err.count("\n")) == (130, 1)
-    assert done.err.startswith("interrupted")
-
-
 def test_a_signal_that_is_swallowed_is_raised_again_once():
     def swallows_two_times():
         with contextlib.suppress(KeyboardInterrupt):
@@ -197,21 +175,6 @@ def test_one_signal_does_not_interrupt_the_cleanup_that_it_started():
     assert cleaned == ["all"]
 
 
-def test_the_alarm_of_the_caller_and_its_timer_are_as_before():
-    def alarm(*_):
-        raise TimeoutError
-
-    before, timer = signal.signal(signal.SIGALRM, alarm), signal.setitimer(signal.ITIMER_REAL, 60.0)
-    try:
-        with pytest.raises(Terminated), ending_by_signals():
-            signal.raise_signal(signal.SIGTERM)
-        assert signal.getsignal(signal.SIGALRM) is alarm
-        assert 50.0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60.0
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, before)
-
-
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_before_the_command_line_is_read_is_told_as_well(number):
     program = f"""
@@ -232,13 +195,6 @@ main()
     told = json.loads(done.stdout)["error"]
     assert (done.returncode, told["exit_code"], told["kind"]) == (128 + number, 128 + number, "Interrupted")
     assert done.stderr == f"{told['message']}\n"
-
-
-def test_importing_the_module_that_python_m_runs_changes_no_signal():
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    importlib.reload(sparsekv.__main__)
-    assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_DFL}
 
 
 @pytest.mark.parametrize("run", [main, sparsekv.__main__.main])
@@ -328,13 +284,6 @@ def test_control_characters_of_a_name_never_reach_the_terminal(sparsekv, call, f
         assert done.data["error"]["exit_code"] == 2
 
 
-def test_what_a_command_prints_about_a_file_is_escaped_too(sparsekv, tmp_path):
-    write_plan(small_plan(), tmp_path / f"{CONTROLS}.yaml")
-    done = sparsekv("validate", tmp_path / f"{CONTROLS}.yaml")
-    assert done.code == 0
-    assert ESCAPED in done.out
-
-
 @pytest.mark.parametrize("arguments", [("schema",), ("validate", "plan.yaml", "--json")])
 def test_a_working_folder_that_was_removed_is_told(sparsekv, tmp_path, monkeypatch, arguments):
     (tmp_path / "gone").mkdir()
@@ -348,7 +297,3 @@ def test_a_working_folder_that_was_removed_is_told(sparsekv, tmp_path, monkeypat
 def test_json_has_no_numbers_that_json_does_not_know(capsys):
     emit_json({"a": float("nan"), "b": [float("inf"), 1.5]})
     assert capsys.readouterr().out == '{\n  "a": null,\n  "b": [\n    null,\n    1.5\n  ]\n}\n'
-
-
-def test_sizes_read_well():
-    assert [size(n) for n in (999, 1000, 137 * 10**9)] == ["999 B", "1.0 kB", "137.0 GB"]

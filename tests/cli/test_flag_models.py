@@ -59,12 +59,6 @@ def test_values_out_of_bounds_are_wrong_usage_that_names_the_flag(typed):
     assert typed[0] in done.output
 
 
-def test_keys_are_read_as_programs_give_them():
-    _, (flags,) = call("x", "--set", "budget=4k,8k", "--set", "sure=true")
-    assert flags == Asked(name="x", budget=(4096, 8192), sure=True)
-    assert flags.is_given("sure")
-
-
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
@@ -90,12 +84,6 @@ def test_help_lists_keys_and_examples_in_groups():
 
 def unread(flags: Asked) -> None:
     """Runs."""
-
-
-def test_texts_that_mean_nothing_name_the_flag():
-    done, _ = call("x", "--lengths", "soon")
-    assert isinstance(done.exception, UsageError)
-    assert "--lengths" in str(done.exception)
 
 
 PLAN: dict[str, Any] = {"model": "m", "out": "o"}

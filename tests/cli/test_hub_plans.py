@@ -167,12 +167,6 @@ def offline(cache, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
 
 
-def test_run_of_a_hub_model_applies_the_plan_of_its_repository(sparsekv):
-    done = sparsekv("run", "example/tiny", "--prompt", "What is it? " * 60, "--max-new-tokens", 3, "--json")
-    assert done.code == 0, done.err
-    assert 0.1 < done.data["prefill_density"] < 1
-
-
 def test_a_cached_model_whose_plan_is_not_at_hand_is_still_measured_dense(sparsekv):
     done = sparsekv("run", "example/bare", "--prompt", "a")
     assert done.code == 2
@@ -195,14 +189,6 @@ def test_a_folder_or_a_repository_stands_for_its_plan(sparsekv, tmp_path, cache,
     assert sparsekv("diff", "example/tiny", cache / "models--example--tiny" / "snapshots" / COMMIT).code == 0
 
 
-def test_a_plan_may_be_named_by_its_repository(sparsekv, tmp_path):
-    refused = sparsekv("run", "--plan", "example/bare", "--prompt", "a")
-    assert (refused.code, "example/bare" in refused.err) == (2, True)
-    write_plan(small_plan(), tmp_path / "sparsekv.yaml")
-    refused = sparsekv("run", "example/tiny", "--plan", tmp_path, "--prompt", "a")
-    assert refused.code == 3  # the plan of the folder, which is of another model
-
-
 def test_of_several_plans_in_a_repository_the_one_that_fits_is_taken_and_a_changed_one_is_not(sparsekv):
     call = ("example/tiny", "--plan", "example/several", "--device", "cpu")
     done = sparsekv("run", *call, "--prompt", "What is it? " * 60, "--max-new-tokens", 1, "--json")
@@ -223,12 +209,6 @@ def test_a_mistyped_path_is_not_looked_for_on_the_hub(sparsekv, tmp_path, monkey
     done = sparsekv("show", name)
     assert done.code == 2
     assert f"{name}: " in done.err
-
-
-def test_verify_does_not_write_into_the_cache_of_the_hub(sparsekv):
-    done = sparsekv("verify", "example/tiny", "--write")
-    assert done.code == 2
-    assert "repository" in done.err
 
 
 def test_publish_to_a_hub_model_uploads_the_file_as_it_is(sparsekv, tmp_path, monkeypatch):

@@ -106,15 +106,6 @@ def test_eval_says_where_a_plan_is_dense_at_the_length(sparsekv, copy):
     assert "at 768" in sparsekv(*call, "768", "--only", "prefill").err
 
 
-def test_eval_without_a_plan_is_dense_alone(sparsekv, copy):
-    (copy / "sparsekv.yaml").unlink()
-    call = ("eval", copy, *SMALL, "--length", "1k", "--samples", 1)
-    data = sparsekv(*call, "--json").data
-    assert data["tasks"]["kv_retrieval"]["sparse"] is None
-    assert data["prefill_density"] is None
-    assert "kv_retrieval" in sparsekv(*call).out
-
-
 def test_verify_exits_with_1_when_the_plan_loses_too_much(sparsekv, copy, monkeypatch):
     cell = Cell("niah_multikey", 1024, 30, 30, 20, 0)
     quality = quality_at(1024).model_copy(update={"missed": (1024,), "reason": "loss of niah_multikey"})
@@ -147,15 +138,6 @@ def test_a_backend_that_cannot_run_is_found_out_before_dense_is_measured(sparsek
         done = sparsekv(*call_on(command, folder, folder / "sparsekv.yaml"), "--set", "backend=flash")
     assert done.code == 2
     assert "flash" in done.err
-
-
-@pytest.mark.parametrize(("command", "flag"), [("eval", "--length"), ("verify", "--lengths")])
-def test_a_length_beyond_the_context_needs_no_weights(sparsekv, copy, command, flag):
-    (copy / "model.safetensors").unlink()
-    done = sparsekv(command, copy, "--plan", copy / "sparsekv.yaml", flag, "64k")
-    assert (done.code, done.out) == (2, "")
-    assert "context" in done.err
-    assert "MODEL --plan" not in done.err
 
 
 def test_verify_writes_what_it_measured_where_that_is_asked_for(sparsekv, copy):
@@ -200,14 +182,6 @@ def test_a_second_run_into_one_plan_is_refused_before_it_measures(sparsekv, copy
     with only_run(copy / "sparsekv.yaml.outcomes"):
         done = sparsekv("verify", copy, "--write", *SMALL)
     assert (done.code, "found one that is under way; wait for its end" in done.err) == (1, True), done.err
-
-
-def test_a_file_of_another_kind_is_not_replaced_by_outcomes(sparsekv, copy):
-    outcomes = copy / "sparsekv.yaml.outcomes"
-    outcomes.write_text("mine\n")
-    done = sparsekv("verify", copy, *SMALL, "--write")
-    assert (done.code, "found another file" in done.err) == (2, True)
-    assert outcomes.read_text() == "mine\n"
 
 
 def test_an_interrupted_run_is_gone_on_with(sparsekv, copy, ctrl_c_in):
@@ -319,13 +293,3 @@ def test_verify_overwrites_no_plan_that_was_edited_while_it_ran(sparsekv, copy, 
     assert str(path) in done.err
     assert done.data["quality"]["cells"]
     assert (path.read_text() if path.exists() else None) == edited
-
-
-def test_verify_leaves_the_plan_where_the_disk_is_full(sparsekv, copy, full_disk):
-    before = (copy / "sparsekv.yaml").read_bytes()
-    full_disk()
-    done = sparsekv(*call_on("verify", copy, copy / "sparsekv.yaml"), "--write", "--json")
-    assert done.code == 2
-    assert "No space left" in done.data["error"]["message"]
-    assert (copy / "sparsekv.yaml").read_bytes() == before
-    assert not list(copy.glob("*.tmp")) + list(copy.glob(".*.tmp"))

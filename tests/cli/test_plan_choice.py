@@ -54,15 +54,6 @@ def test_doctor_says_which_plans_fit_a_model(sparsekv, model, plans):
     assert [(plan["fits"], plan["best"]) for plan in data["plans"]] == [(False, False), (True, False), (True, True)]
 
 
-def test_doctor_finds_the_plan_beside_a_model_and_exits_1_where_none_fits(sparsekv, model, folder, plans):
-    done = sparsekv("doctor", folder, "--device", "cpu")
-    assert (done.code, "fits, of no device; the best" in done.out) == (0, True)
-    done = sparsekv("doctor", model, "--plan", plans / "a.yaml", "--device", "cpu")
-    assert (done.code, f"sparsekv plan {model}" in done.err) == (1, True)
-    done = sparsekv("doctor", model, "--memory", model, "1k")
-    assert (done.code, "leave one out" in done.err) == (2, True)
-
-
 def test_run_takes_the_plan_of_a_folder_that_fits_and_says_which(sparsekv, model, plans):
     call = ("run", model, "--plan", plans, "--device", "cpu", "-p", "a b c", "--max-new-tokens", 1)
     done = sparsekv(*call)

@@ -13,7 +13,7 @@ from sparsekv.cli import exchange
 from sparsekv.plans.aliases import ModelSource
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import write_plan
-from sparsekv.plans.schema import Cost, Estimate, Plan, Prediction, Target
+from sparsekv.plans.schema import Cost, Estimate, Plan, Prediction
 from sparsekv.runtime import hub
 
 FOLDER = ModelSource("/")
@@ -89,11 +89,6 @@ def test_the_section_says_in_words_what_was_measured_and_where_it_does_not_pay(p
     made = section(plan)
     assert [part for part in (*told, "git clone THIS_REPOSITORY") if part not in made] == []
     assert untold not in made
-
-
-def test_a_name_in_a_plan_is_no_markup_of_the_section():
-    made = section(small_plan(targets=(Target(device="<b> [a](b) #12", backend="triton", dtype="float16"),)))
-    assert not any(part in made for part in ("<b>", "[a]", "#12"))
 
 
 def test_a_hub_model_gets_the_plan_uploaded_and_a_refusal_says_what_to_do(monkeypatch):

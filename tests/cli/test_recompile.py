@@ -4,8 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from model_folders import save_model
-from tiny_models import tiny_model
 
 from sparsekv.cli.plan import PlanFlags, plan
 from sparsekv.plans.files import load_plan
@@ -36,14 +34,6 @@ def test_a_plan_from_files_needs_no_weights_and_says_so(sparsekv, bare, kept, tm
     plan = load_plan(tmp_path / "plan.yaml")
     assert plan.targets == load_plan(kept / "plan.yaml").targets
     assert not plan.prefill.bucket(1024).dense
-
-
-def test_a_profile_of_another_architecture_exits_with_3(sparsekv, kept, tmp_path):
-    other = save_model(tiny_model(layers=2, context=2048), tmp_path / "other")
-    done = sparsekv("plan", other, "-o", tmp_path / "plan.yaml", *AGAIN, "--profile", kept / "profile")
-    assert done.code == 3
-    assert "architecture" in done.err
-    assert not (tmp_path / "plan.yaml").exists()
 
 
 def test_a_density_without_room_for_mandatory_tiles_is_refused_before_profiling(sparsekv, model, tmp_path):

@@ -1,7 +1,6 @@
 """run: prompts from everywhere, answers on standard output, everything said about them on standard error."""
 
 import json
-import os
 import shutil
 from itertools import count
 
@@ -53,17 +52,6 @@ def test_keys_and_values_in_8_bits_take_a_quarter_of_float32(sparsekv, folder):
     assert "--set kv_dtype" in sparsekv("run", folder, "--prompt", "a", "--dense", "--set", "kv_dtype=fp8").err
 
 
-def test_a_plan_anywhere_runs_on_the_model_that_is_named(sparsekv, folder, tmp_path):
-    shutil.copy(folder / "sparsekv.yaml", tmp_path / "plan.yaml")
-    bare = tmp_path / "bare"
-    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("sparsekv.yaml"))
-    done = sparsekv("run", bare, "--plan", tmp_path / "plan.yaml", "--prompt", PROMPT, *FEW)
-    assert done.code == 0, done.err
-    assert "of attention computed" in done.err
-    expected = sparsekv("run", folder, "--prompt", PROMPT, "--json", *FEW).data
-    assert done.out == expected["text"] + "\n"
-
-
 def test_the_prompt_comes_from_an_option_a_file_or_standard_input(sparsekv, folder, tmp_path, stdin):
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
@@ -84,14 +72,6 @@ def test_one_newline_at_the_end_of_a_file_or_of_standard_input_is_no_part_of_the
     stdin(file.read_bytes())
     assert given_prompt(None, file) == given_prompt(None, None) == f"a\nb{left}"
     assert given_prompt(f"a{end}", None) == f"a{end}"
-
-
-def test_a_prompt_file_may_be_a_pipe(sparsekv, folder):
-    read, write = os.pipe()
-    os.write(write, PROMPT.encode())
-    os.close(write)
-    assert sparsekv("run", folder, "--prompt-file", f"/dev/fd/{read}", *FEW).code == 0
-    os.close(read)
 
 
 def test_a_prompt_without_end_is_refused(sparsekv, copy, stdin):
@@ -260,11 +240,6 @@ def test_exact_says_what_dense_attention_says_and_prefills_by_the_plan_where_ask
     assert min(exact["tokens_drafted"], decode_alone["tokens_drafted"]) > 0 == by_plan["tokens_drafted"]
 
 
-def test_prefill_in_pieces_says_the_same(sparsekv, folder):
-    whole = sparsekv("run", folder, "--prompt", PROMPT, "--only", "decode", *FEW).out
-    assert sparsekv("run", folder, "--prompt", PROMPT, "--only", "decode", "--prefill-chunk", 300, *FEW).out == whole
-
-
 def test_sampling_repeats_with_its_seed(sparsekv, folder):
     def sampled(seed: int) -> str:
         return sparsekv(
@@ -409,18 +384,3 @@ def test_a_plan_that_the_model_lacks_layers_for_is_refused_before_weights_are_re
     done = sparsekv(name, other, "--plan", folder / "sparsekv.yaml", *options)
     assert done.code == 3
     assert word in done.err
-
-
-def test_a_plan_for_other_weights_runs_with_a_warning(sparsekv, folder, tmp_path):
-    tuned = save_model(tiny_model(seed=7, context=2048), tmp_path / "tuned")
-    done = sparsekv("run", tuned, "--plan", folder / "sparsekv.yaml", "--prompt", PROMPT, "--json", *FEW)
-    assert done.code == 0
-    assert done.err.startswith("warning: ")
-    assert "weights" in done.err
-    assert json.loads(done.out)["new_tokens"] == 6
-
-
-def test_a_comparison_where_decode_alone_is_sparse_compares_speeds(sparsekv, folder):
-    done = sparsekv("run", folder, "--prompt", PROMPT, "--compare", "--only", "decode", *FEW)
-    assert "nothing was sparse" not in done.out
-    assert "attention computed in decode" in done.out

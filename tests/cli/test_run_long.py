@@ -33,14 +33,6 @@ def test_layers_go_to_the_host_by_number_or_by_name(sparsekv, folder):
     assert found["0"] == 0 < found["1"] == plain["kv_bytes_host"] < found["0-1"] == found["0,2"] < found["3"]
 
 
-def test_dense_prefill_places_them_too(sparsekv, folder):
-    call = ("run", folder, "--only", "decode", *FEW, "--offload")
-    done = sparsekv(*call, 3)
-    assert done.data["text"] == sparsekv(*call, "never").data["text"]
-    assert done.data["kv_bytes_host"] > 0
-    assert done.data["prefill_density"] == 1.0
-
-
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -113,13 +105,6 @@ def test_bench_prefill_and_doctor_say_it_too(sparsekv, folder):
     assert IDLE not in sparsekv("doctor", "--memory", folder, "1k", "--device-memory", "1GiB", *hosted).err
 
 
-def test_large_amounts_of_host_memory_are_told_of_as_they_are_had(sparsekv, folder, monkeypatch):
-    assert "host memory, GB" not in sparsekv("run", folder, "--offload", "always", *FEW).err
-    monkeypatch.setattr("sparsekv.cli.chat._SHOWN_FROM", 1)
-    assert "host memory, GB: done" in sparsekv("run", folder, "--offload", "always", *FEW).err
-    assert "host memory, GB" not in sparsekv("run", folder, "--offload", "never", *FEW).err
-
-
 @pytest.mark.parametrize("how", [("--offload", "always"), ("--offload", "2")], ids=str)
 def test_a_dry_run_says_what_a_run_then_takes_and_reads_no_weights(sparsekv, folder, tmp_path, how):
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -131,9 +116,3 @@ def test_a_dry_run_says_what_a_run_then_takes_and_reads_no_weights(sparsekv, fol
     assert data["host"]["kv"] == ran.data["kv_bytes_host"]
     assert data["fits"]
     assert data["longest_prompt"] > len(PROMPT)
-
-
-def test_a_dry_run_of_a_prompt_beyond_the_context_is_what_the_run_would_be(sparsekv, folder):
-    texts = [sparsekv("run", folder, "--prompt", "a" * 4096, *how) for how in ((), ("--dry-run",))]
-    assert [done.code for done in texts] == [2, 2]
-    assert texts[0].err == texts[1].err

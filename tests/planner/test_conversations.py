@@ -65,7 +65,7 @@ def by_hand(loaded: LoadedModel, sample: Sample, chunk: int | None, plan: Plan |
     return torch.cat(rows[-len(sample.answer_ids) - 1 :], 1)[0].float().log_softmax(-1)
 
 
-@pytest.mark.parametrize("chunk", [None, 128])
+@pytest.mark.parametrize("chunk", [128])
 @pytest.mark.parametrize("rule", RULES)
 def test_the_turns_of_a_conversation_run_as_a_users_do(loaded: LoadedModel, rule: str, chunk: int | None) -> None:
     decode, dropped = RULES[rule]
@@ -91,15 +91,6 @@ def test_a_plan_that_keeps_everything_equals_dense_in_every_turn(loaded: LoadedM
         assert own.nll == pytest.approx(dense.nll, abs=1e-4)
         assert (own.agreed, own.scored, own.exact) == (5, 5, True)
         assert own.text == LongText(pytest.approx(0.0, abs=1e-6), 40, 40)
-
-
-def test_on_conversations_of_other_shapes_batches_are_equal_turn_by_turn(loaded: LoadedModel) -> None:
-    one, other = conversations()
-    longer = replace(other, later=(Turn(other.later[0].reply_ids[1:], other.later[0].prompt_ids),))
-    plan = plan_for(loaded.model, None, None, *RULES["dropped tokens"][1])
-    together = compare(loaded, {"d": PlanMode(plan, "decode")}, [one, longer, one], batch=4)["d"].kl
-    alone = [compare(loaded, {"d": PlanMode(plan, "decode")}, [sample])["d"].kl[0] for sample in (one, longer, one)]
-    assert together == pytest.approx(alone, rel=1e-4)
 
 
 # --- long texts -------------------------------------------------------------------------------------------------------
@@ -129,15 +120,6 @@ def test_a_long_text_is_read_beside_the_answer_and_changes_nothing_of_it(loaded:
 
 
 # --- on the reference model -------------------------------------------------------------------------------------------
-
-
-def test_a_long_text_ends_with_the_context(loaded: LoadedModel) -> None:
-    (sample,), plan = conversations(1), plan_for(loaded.model, None, SPARSE)
-    shorter = replace(loaded, info=loaded.info.model_copy(update={"context_length": sample.length + 20}))
-    with opened(shorter, {"decode": PlanMode(plan, "decode")}, text=40) as evaluator:
-        (outcome,) = evaluator.compare([sample])["decode"].outcomes
-    assert outcome.text is not None
-    assert outcome.text.scored == 20 + len(sample.answer_ids)
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,9 @@ from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 from transformers import PreTrainedModel
 
 from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode, compare, evaluate, opened
-from sparsekv.planner.evaluation.batches import MOST_TEXT, Batch, batches
-from sparsekv.planner.evaluation.predictions import answered, divergence, log_likelihood, until_end
-from sparsekv.planner.evaluation.results import EvalResult, Outcome, Spent, TaskResult, merged
-from sparsekv.planner.profile.calibration import held_out
+from sparsekv.planner.evaluation.batches import MOST_TEXT
+from sparsekv.planner.evaluation.predictions import divergence, log_likelihood, until_end
+from sparsekv.planner.evaluation.results import EvalResult, Outcome, Spent
 from sparsekv.planner.progress import StageStep
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
 from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
@@ -73,11 +72,6 @@ def drawn(count: int = 3, answer: int = 4, prompt: int = PROMPT, text: str = "")
     rng = np.random.default_rng(5)
     both = [(rng.integers(1, 90, prompt, np.int32), rng.integers(1, 90, answer, np.int32)) for _ in range(count)]
     return [Sample(*ids, text, "own", prompt + answer) for ids in both]
-
-
-def as_batch(text: str, answer_ids: list[int]) -> Batch:
-    sample = replace(drawn(1)[0], answer_ids=np.array(answer_ids, np.int32), answer=text)
-    return Batch.of([sample], torch.device("cpu"))
 
 
 @contextmanager
@@ -221,13 +215,6 @@ def test_an_answer_is_right_when_the_model_generates_it(loaded: LoadedModel) -> 
         assert compare(loaded, {}, [asked])[DENSE].outcomes[0].correct == (wanted and not digits)
 
 
-def test_an_answer_that_goes_on_with_digits_is_wrong(loaded: LoadedModel) -> None:
-    four, two, seven, dot = (loaded.tokenizer.convert_tokens_to_ids(character) for character in "427.")
-    batch = as_batch("42", [four, two])
-    for after, wanted in ((seven, False), (dot, True)):
-        assert answered(loaded, batch, torch.tensor([[four, two, after]])) == [wanted]
-
-
 def test_likelihood_and_divergence_are_those_of_the_definition() -> None:
     generator = torch.Generator().manual_seed(1)
     dense, sparse = (torch.randn(1, 4, 10, generator=generator).log_softmax(-1) for _ in range(2))
@@ -262,15 +249,6 @@ def test_of_a_long_text_only_the_beginning_is_fed(loaded: LoadedModel) -> None:
     assert whole.outcomes[0].scored == MOST_TEXT
 
 
-def test_samples_of_any_origin_are_told_in_their_order(loaded: LoadedModel) -> None:
-    samples = [one for both in zip(drawn(2, prompt=320), drawn(2), strict=True) for one in both]
-    modes = modes_of(sparse_plan(loaded), ("both",))
-    found = compare(loaded, modes, samples)
-    assert len(found[DENSE].outcomes) == 4
-    for place, sample in enumerate(samples):
-        assert found["both"].kl[place] == pytest.approx(compare(loaded, modes, [sample])["both"].kl[0], rel=1e-4)
-
-
 # --- by which passes --------------------------------------------------------------------------------------------------
 
 
@@ -288,16 +266,6 @@ def test_a_prompt_is_prefilled_once_dense_and_once_sparse(loaded, phases, case, 
     with passes(loaded) as seen:
         compare(loaded, modes_of(sparse_plan(loaded, CASES[case][0]), phases), drawn(), batch=2)
     assert seen[PROMPT] == 2 * prefills  # in two batches
-
-
-def test_many_plans_decode_from_one_dense_prefill_as_each_does_alone(loaded: LoadedModel) -> None:
-    plans = [plan_for(loaded.model, None, decode_plan(segment(0, (1, 2), budget))) for budget in (4, 8, 16, 32)]
-    modes = {str(place): PlanMode(plan, "decode") for place, plan in enumerate(plans)}
-    with passes(loaded) as seen:
-        found = compare(loaded, modes, drawn(), batch=2)
-    assert seen[PROMPT] == 2
-    for name, mode in modes.items():
-        assert found[name] == compare(loaded, {name: mode}, drawn(), batch=2)[name]
 
 
 def test_decode_prefills_where_the_dense_cache_has_dropped_tokens(windowed: LoadedModel) -> None:
@@ -410,16 +378,6 @@ def test_a_plan_of_full_density_scores_as_dense_does(loaded: LoadedModel, kit: K
     assert found[DENSE].prefill_density == 1.0
 
 
-def test_a_sparse_plan_moves_distributions_and_says_what_it_computed(loaded: LoadedModel, kit: Kit) -> None:
-    found = scored(loaded, modes_of(sparse_plan(loaded)), kit)
-    assert found["prefill"].prefill_density < 0.75
-    assert found["decode"].prefill_density == 1.0
-    assert found["decode"].decode_share < 0.6
-    assert found["both"].prefill_density < 0.8
-    assert all(found[phase].kl > 1e-4 for phase in PHASES)
-    assert found[DENSE].kl == 0.0
-
-
 def test_lengths_are_measured_apart_and_progress_ends_where_it_said(loaded: LoadedModel, kit: Kit) -> None:
     asked, progress = EvalSamples(("kv_retrieval", "niah_single"), (LENGTH, 2 * LENGTH), 2), Counting()
     modes = modes_of(sparse_plan(loaded), ("prefill",))
@@ -427,27 +385,3 @@ def test_lengths_are_measured_apart_and_progress_ends_where_it_said(loaded: Load
     assert progress.done == pytest.approx(progress.total)
     for place, length in enumerate(asked.lengths):
         assert found["prefill"][place] == evaluate(loaded, modes, replace(asked, lengths=(length,)), kit)["prefill"][0]
-
-
-def test_evaluation_samples_are_not_those_of_calibration(loaded: LoadedModel, kit: Kit) -> None:
-    calibration = prepare(loaded.tokenizer, Split.CALIBRATION)
-    for task in ("kv_retrieval", "perplexity"):
-        (a,), (b,) = (list(held_out(source, task, LENGTH, 1, 0)) for source in (kit, calibration))
-        assert a.prompt_ids.tolist() != b.prompt_ids.tolist()
-
-
-def test_only_samples_of_equal_shape_share_a_batch(loaded: LoadedModel) -> None:
-    made = [drawn(1, prompt=prompt, answer=answer)[0] for prompt, answer in ((5, 2), (6, 2), (5, 2), (5, 3), (5, 2))]
-    found = [(*some.prompt_BS.shape, some.answer_BA.shape[1]) for some in batches(made, loaded.model, 2)]
-    assert found == [(2, 5, 2), (1, 5, 2), (1, 5, 3), (1, 6, 2)]
-
-
-def test_results_of_several_lengths_are_pooled() -> None:
-    right, wrong = Outcome(True, 1.0), Outcome(False, 2.0, 0.5)
-    first, second = TaskResult((right, right), (right, wrong)), TaskResult((right,), (right,))
-    pooled = merged([EvalResult((4096,), {"t": first}, Spent(1, 4)), EvalResult((8192,), {"t": second}, Spent(3, 4))])
-    assert pooled.lengths == (4096, 8192)
-    assert pooled.prefill_density == 0.5
-    assert pooled.tasks["t"].score.sparse == pytest.approx(2 / 3)
-    assert pooled.tasks["t"].score.samples == 3
-    assert pooled.kl == pytest.approx(0.5 / 3)

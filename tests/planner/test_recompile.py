@@ -59,22 +59,6 @@ def test_verification_is_refused(measured: Profile, folder: Path) -> None:
         compile_plan(job_of_profile(str(folder), quick_options(verify="small"), measured))
 
 
-def test_families_that_the_search_dropped_for_heads_are_told(loaded: LoadedModel, folder: Path) -> None:
-    options = quick_options(verify="none", phases=("prefill",), families=("a_shape", "vertical_slash"))
-    searched = profile(bare_job(loaded, settle(options, 4096, "cpu")))
-    narrow = options.but(families=("a_shape",))
-    with pytest.raises(UsageError, match="a_shape"):
-        compile_plan(job_of_profile(str(folder), narrow, searched))
-
-
-def test_without_families_a_plan_has_those_of_its_profile(loaded: LoadedModel, folder: Path) -> None:
-    options = quick_options(verify="none", phases=("prefill",))
-    searched = profile(bare_job(loaded, settle(options.but(families=("a_shape",)), 4096, "cpu")))
-    bucket = compile_plan(job_of_profile(str(folder), options, searched)).plan.prefill.bucket(1024)
-    assert {pattern.pattern for layer in range(3) for pattern in bucket.patterns(layer, 4)} <= {"a_shape", "dense"}
-    assert not bucket.dense
-
-
 def test_the_profile_is_written_again_where_asked_for(measured: Profile, folder: Path, tmp_path: Path) -> None:
     compile_plan(job_of_profile(str(folder), OPTIONS, measured), profile_out=tmp_path / "a.profile")
     assert read_measured(Profile, tmp_path / "a.profile") == measured

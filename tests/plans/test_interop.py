@@ -17,7 +17,7 @@ from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, U
 from sparsekv.plans.files import dump_plan, parse_plan
 from sparsekv.plans.interop.formats import READERS, WRITERS, plan_of, recognised
 from sparsekv.plans.interop.source import Source
-from sparsekv.plans.patterns import PATTERNS, AShape, BlockSparse, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.patterns import PATTERNS, AShape, BlockSparse, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import (
     DecodeBucket,
     DecodeBudget,
@@ -118,13 +118,6 @@ def test_its_lines_are_those_that_the_published_rule_takes_of_equal_scores() -> 
         assert {int(index.columns_BHC[0, 0, at]) for at in live} == single
 
 
-def test_qwens_are_dense_up_to_32k() -> None:
-    plan = imported(FILES["qwen-1m"])
-    assert plan.prefill.bucket(32768).dense
-    (pattern, *_) = plan.prefill.bucket(32769).patterns(0, HEADS)
-    assert (pattern.vertical, pattern.slash) == (tokens(130), tokens(800))
-
-
 def test_kascades_anchors_choose_by_head_for_the_layers_up_to_the_next() -> None:
     segments = imported(FILES["kascade"]).decode.bucket(CONTEXT).segments
     assert [(one.filter, one.layers) for one in segments] == [(0, (1, 2)), (3, (4, 5))]
@@ -170,15 +163,6 @@ def test_a_layer_that_another_one_chooses_for_once_exported_is_told(to: str) -> 
         assert differs == any("segments.filter`" in line for line in written.lost)
         changed += differs
     assert 20 < changed < 180
-
-
-def test_fewer_columns_and_diagonals_than_minference_computes_are_told() -> None:
-    few = VerticalSlash(vertical=tokens(10), slash=tokens(20), max_tiles=fraction(1.0))
-    group = HeadGroup(layer=0, heads=(0,), pattern=few)
-    prefill = PrefillPlan(tile=TileShape(query=64, key=64), lengths=(PrefillBucket(up_to=None, heads=(group,)),))
-    lost = " ".join(WRITERS["minference"](Plan(status="unverified", model=MODEL, prefill=prefill)).lost)
-    assert "pattern.vertical`" in lost
-    assert "pattern.slash`" in lost
 
 
 @pytest.mark.parametrize("name", ["a\nb.json", "\udcff.json", "a\x00.json"])

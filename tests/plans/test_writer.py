@@ -46,14 +46,6 @@ def test_bytes_do_not_depend_on_libyaml(monkeypatch: pytest.MonkeyPatch) -> None
     assert dump_plan(full_plan()) == fast
 
 
-def test_bytes_do_not_depend_on_the_hash_seed() -> None:
-    code = "from plans_samples import *; import sparsekv.plans.files as f; print(f.dump_plan(full_plan()), end='')"
-    for seed in ("1", "2"):
-        env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-        assert found.stdout == dump_plan(full_plan())
-
-
 @pytest.mark.parametrize("share", [1e-05, 2.5e-07, 1e-300, 0.1, 1.0, 1 / 3])
 def test_floats_are_floats_for_every_yaml_reader(share: float) -> None:
     pattern = VerticalSlash(vertical=fraction(share), slash=tokens(1), max_tiles=fraction(share))

@@ -162,7 +162,7 @@ def test_what_an_engine_ran_by_is_freed_with_it(planned: Path) -> None:
     assert all(host is None for _, host in attention_backend._hosts)
 
 
-@pytest.mark.parametrize("at", ["_check", "check_engine_layer", "check_pages"])
+@pytest.mark.parametrize("at", ["check_pages"])
 def test_what_only_layers_show_leaves_all_of_them_dense_or_ends_an_engine_that_requires_its_plan(
     planned: Path, at: str, warned: list[str], dense: Oracle, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

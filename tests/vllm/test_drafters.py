@@ -128,20 +128,18 @@ def test_answers_are_those_without_a_drafter_at_the_same_cuts(
     assert (stats.decode_sparse, stats.failures) == (0, 0)
 
 
-@pytest.mark.parametrize("method", ["ngram", "mtp"])
 def test_requests_together_that_are_preempted_answer_as_dense(
-    method: str, retriever: str, mimo: str, plan: Plan, tmp_path: Path, prompts: Prompts, kept_engines: list[Any]
+    mimo: str, plan: Plan, tmp_path: Path, prompts: Prompts, kept_engines: list[Any]
 ) -> None:
     """A plan whose patterns cover everything computes what dense does, whatever is cut, drafted or computed again.
     Answers grow into a further page, of which there are too few."""
     write_plan(whole(plan), tmp_path / "plan.yaml")
     first = prompts[200]
     asked = [((first[at:] + first[:at]) * 4)[: 633 + at % 3] for at in range(8)]  # that share no page
-    model, drafter = (retriever, NGRAM) if method == "ngram" else (mimo, MTP)
     found = {}
     for name, options in (("plan", {"plan": str(tmp_path / "plan.yaml")}), ("dense", {"dense": True})):
         few = {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 8 * BUDGET}  # all begin together
-        llm = engine(model, options, speculative_config=drafter, **few)
+        llm = engine(mimo, options, speculative_config=MTP, **few)
         kept_engines.append(llm)
         found[name] = [tokens_of(output) for output in generate(llm, asked, NEW)]
         assert preemptions(llm) > 0

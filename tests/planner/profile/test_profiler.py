@@ -15,7 +15,7 @@ from sparsekv.planner.predict import ScoreTables
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import fitted_at_once, profile, step_reads
 from sparsekv.planner.profile.resume import LayerRecord, ProfileRun
-from sparsekv.planner.records import RunFile, write_measured
+from sparsekv.planner.records import RunFile
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
@@ -91,12 +91,6 @@ def test_each_head_has_all_densities_of_its_ranges_and_the_patterns_of_their_fam
     assert len(chosen) > 1
 
 
-def test_two_profiles_with_one_seed_are_the_same_bytes(loaded: LoadedModel, whole: Profile, tmp_path: Path) -> None:
-    for name, found in (("a", whole), ("b", profile(bare_job(loaded, OPTIONS)))):
-        write_measured(found, tmp_path / name)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
 @pytest.mark.parametrize(("length", "rows"), [(1 << 15, 4), (1 << 17, 2), (1 << 18, 1), (1 << 20, 1)])
 def test_long_prompts_have_fewer_candidates_fitted_at_once(length: int, rows: int) -> None:
     assert fitted_at_once(torch.empty(1, 32, length, 128, dtype=torch.bfloat16, device="meta")) == rows
@@ -148,25 +142,6 @@ def test_what_another_run_left_is_not_taken_up(
     found = partial.read_text().splitlines()
     assert len(found) == 1 + 6
     assert set(found).isdisjoint(finished.records.splitlines())
-
-
-def test_own_prompts_with_another_seed_are_measured_anew(loaded: LoadedModel, tmp_path: Path) -> None:
-    partial, text = tmp_path / "profile.partial", "The quick brown fox jumps over the lazy dog. " * 12
-    options = quick_options(lengths=(512,), prompts=(text,), families=("a_shape",), levels=(1.0,), phases=("prefill",))
-    found = []
-    for seed in (0, 1):
-        profile(bare_job(loaded, settle(options.but(seed=seed), 4096, "cpu")), resume=partial)
-        found.append(partial.read_text().splitlines())
-    assert len(found[0]) == len(found[1]) == 4
-    assert set(found[0]).isdisjoint(found[1])
-
-
-def test_one_phase_is_profiled_alone(loaded: LoadedModel) -> None:
-    only = {phase: profile(bare_job(loaded, QUICK.but(phases=(phase,)))) for phase in ("prefill", "decode")}
-    assert only["prefill"].lengths[0].reuse is None
-    assert only["prefill"].lengths[0].layers
-    assert only["decode"].lengths[0].layers == ()
-    assert only["decode"].lengths[0].reuse is not None
 
 
 def test_own_prompts_are_calibrated_on_and_short_ones_refused(loaded: LoadedModel) -> None:

@@ -15,7 +15,6 @@ from sparsekv.planner.tasks import (
     TASKS,
     Kit,
     Sample,
-    TaskError,
     make_sample,
     make_samples,
 )
@@ -109,15 +108,6 @@ def test_without_a_template_of_several_messages_a_second_question_is_a_line_behi
     assert lines[-1] == text("shipped", replace(sample, prompt_ids=turn.prompt_ids)).strip()
 
 
-@pytest.mark.parametrize("task", ["quote_text", "quote_code"])
-def test_a_quotation_begins_the_reply_and_goes_on_as_what_it_quotes(task: str) -> None:
-    sample = make_sample(TASKS[task], chat_kit("shipped"), 900, seed=0, index=1)
-    ids, answer = sample.prompt_ids.tolist(), sample.answer_ids.tolist()
-    passage = [*ids[-16:], *answer]
-    assert text("shipped", sample)[: -len(kit_text(ids[-16:]))].endswith("Reply:\n")
-    assert sum(ids[i : i + len(passage)] == passage for i in range(len(ids))) == 1
-
-
 def kit_text(ids: list[int]) -> str:
     return kit_named("shipped").encoder.text_of(ids)
 
@@ -133,18 +123,6 @@ def test_the_tokens_are_those_of_the_rendered_text() -> None:
         [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
     )
     assert prompt.startswith(rendered)
-
-
-def test_plain_text_is_not_put_into_a_frame() -> None:
-    framed, bare = (
-        make_sample(TASKS["perplexity"], kit, 500, 0, 0) for kit in (chat_kit("shipped"), kit_named("shipped"))
-    )
-    assert framed.prompt_ids.tolist() == bare.prompt_ids.tolist()
-
-
-def test_a_length_that_the_frame_fills_is_refused() -> None:
-    with pytest.raises(TaskError):
-        make_sample(TASKS["niah_single"], chat_kit("characters"), 20, 0, 0)
 
 
 @pytest.mark.parametrize(

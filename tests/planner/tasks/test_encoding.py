@@ -65,22 +65,6 @@ def test_no_key_or_value_is_longer_than_the_longest(name: str, first: str, secon
     assert len(encoder.encode([f" {number}"])) <= longest_value(7)
 
 
-def test_forgetting_what_was_encoded_changes_nothing() -> None:
-    small = PieceEncoder(
-        lambda texts: tokenizer_named("shipped")(texts, add_special_tokens=False)["input_ids"], most_cached=3
-    )
-    runs = [(" amber", "-falcon"), (" amber", "-river", ":"), (" brave", "-river"), (" amber", "-falcon")]
-    expected = [[t for piece in run for t in encode_whole("shipped", piece)] for run in runs]
-    assert [small.encode(run) for run in runs] == expected
-    assert small.encode_all(runs) == expected
-
-
-def test_a_begin_token_that_the_tokenizer_does_not_put_in_front_is_left_out() -> None:
-    tokenizer = tokenizer_named("metaspace_no_begin")
-    assert tokenizer.bos_token_id is not None
-    assert PieceEncoder.of(tokenizer).bos_ids == ()
-
-
 def test_a_tokenizer_that_merges_newlines_with_what_follows_is_refused() -> None:
     vocabulary = {"▁": 0, "\n": 1, "g": 2, "r": 3, "e": 4, "n": 5, "\ng": 6, "▁\n": 7, "x": 8}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("\n", "g")]))

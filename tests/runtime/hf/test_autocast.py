@@ -37,10 +37,8 @@ def close(found: torch.Tensor, expected: torch.Tensor, epsilons: int = 8) -> boo
 
 
 @pytest.mark.parametrize("offload", [(), (2, 3)], ids=["device", "host memory"])
-@pytest.mark.parametrize("of_model", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_are_those_of_dense_under_the_same_autocast(dtype, of_model, offload):
-    model = tiny_model(layers=4, dtype=of_model)
+def test_logits_are_those_of_dense_under_the_same_autocast(model, dtype, offload):
     with torch.autocast("cpu", dtype):
         expected, _ = steps(model, PROMPT, NEW)
         with apply(model, planned(model, offload), backend="cpu"):

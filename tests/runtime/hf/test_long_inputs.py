@@ -38,10 +38,9 @@ def check_pieces(model, prompt, cuts, expected_cuts):
     assert cuts == expected_cuts
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_one_piece_gives_the_very_bits_of_the_layers_own_forward(architecture, dtype, cuts):
-    model, prompt = tiny_model(architecture, dtype=dtype), random_tokens(2, 90)
+def test_one_piece_gives_the_very_bits_of_the_layers_own_forward(architecture, cuts):
+    model, prompt = tiny_model(architecture, dtype=torch.bfloat16), random_tokens(2, 90)
     plan = plan_for(model, every_head(model, AShape(sink=tokens(1), window=tokens(30)), Dense()))
     expected = logits_of(model, prompt, WHOLE, plan)
     assert cuts == []
@@ -223,8 +222,7 @@ class Kept(Doubled):
 
 
 @pytest.mark.parametrize("over", ["layer", "forward"])
-@pytest.mark.parametrize("kind", [Doubled, Kept])
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize(("kind", "number"), [(Doubled, 0), (Kept, 1), (Doubled, 2)])
 def test_what_is_put_around_a_layer_after_apply_finds_its_input_and_output_unchanged(number, kind, over, cuts):
     model, prompt = tiny_model(), random_tokens(1, 50)
     plain = copy.deepcopy(model)

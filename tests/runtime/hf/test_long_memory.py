@@ -45,8 +45,8 @@ def largest(model, chunking):
 
 
 @pytest.mark.parametrize("architecture", TYPICAL)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_tensor_is_larger_than_the_hidden_states(architecture, dtype):
+def test_no_tensor_is_larger_than_the_hidden_states(architecture):
+    dtype = torch.bfloat16
     model = model_of(architecture, dtype)
     hidden = LENGTH * HIDDEN * dtype.itemsize
     assert 2 * ROWS * FFN * dtype.itemsize <= hidden  # gate and up of a piece; glm makes them at once
@@ -73,7 +73,7 @@ def peak(model, chunking):
     return most
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_all_that_is_alive_at_once_is_the_hidden_states_the_heads_and_one_piece(architecture):
     dtype = torch.float32
     model = model_of(architecture, dtype)

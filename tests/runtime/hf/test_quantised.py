@@ -88,9 +88,7 @@ def test_a_checkpoint_that_transformers_quantised_is_what_it_dequantises(tmp_pat
 
 
 SCHEMES = {
-    "weights of 4 bits": {"W4A16": ["Linear"]},
     "8 bits": {"W8A8": ["Linear"]},
-    "FP8": {"FP8": ["Linear"]},
     "several": {"W4A16": [r"re:.*mlp\..*_proj"], "FP8_DYNAMIC": [r"re:.*self_attn\..*_proj"]},
 }
 

@@ -120,24 +120,10 @@ def test_continuous_batching(planned):
             call()
 
 
-def test_several_samples_of_one_prompt_are_fine(planned):
-    out = planned.generate(random_tokens(1, 6), do_sample=True, num_return_sequences=3, max_new_tokens=2)
-    assert out.shape == (3, 8)
-
-
 def test_an_unsupported_architecture():
     other = BertModel(BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16))
     with pytest.raises(UnsupportedError, match="'bert'"):
         apply(other.eval(), None)
-
-
-@pytest.mark.parametrize("change", [{"heads": 8}, {"layers": 4}, {"head_dim": 64}, {"rope_theta": 5e5}], ids=str)
-def test_a_plan_of_another_model(model, change: dict):
-    theta = change.pop("rope_theta", None)
-    if theta:
-        change["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
-    with pytest.raises(PlanMismatchError, match="tests/tiny"):
-        apply(model, plan_for(tiny_model(**change)))
 
 
 def test_a_plan_of_another_model_on_request(model):

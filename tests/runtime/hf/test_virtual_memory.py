@@ -10,7 +10,7 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 from transformers import DynamicCache
 
-from sparsekv.plans.errors import ShapeError, UsageError
+from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import first_of, take_back
 from sparsekv.runtime.hf.memory import Request
@@ -69,14 +69,6 @@ def test_the_last_announced_tokens_take_no_more_pages(model, pool):
         model(random_tokens(2, 120), past_key_values=cache)
         logits(model, cache, random_tokens(2, 7, 1))
         assert pool.used == handle._memory.use(Request(120, 8, batch=2), Placement()).kv_device
-
-
-def test_a_cache_for_other_rows_is_refused(model, pool):
-    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)) as handle:
-        cache = handle.new_cache(100, 2)
-        with pytest.raises(ShapeError, match="batch"):
-            model(random_tokens(3, 50), past_key_values=cache)
-        model(random_tokens(2, 50), past_key_values=cache)
 
 
 def test_small_layers_keep_the_device_store(pool):

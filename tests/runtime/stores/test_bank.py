@@ -25,12 +25,10 @@ from kv_stores import (
 )
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
-from transformers import DynamicCache
 
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.cache import reserve
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.stores import host as packed
 from sparsekv.runtime.stores import pinned as memory
@@ -192,19 +190,6 @@ def layouts_bytes(model, batch):
     return batch * 2 * layout.heads * layout.size * layout.dtype.itemsize
 
 
-def test_a_cache_made_before_takes_note_of_what_is_reserved(model):
-    with torch.no_grad(), apply(model, offloading(model)) as handle:
-        cache = DynamicCache()
-        reserve(cache, 160)
-        model(random_tokens(1, 150), past_key_values=cache)
-        assert handle.stats().kv_bytes_host == 2 * (160 - 3) * layouts_bytes(model, 1)
-        reserve(cache, 161)
-        assert cache.get_seq_length() == 150
-        twin = copy.deepcopy(cache)
-        a, b = (model(random_tokens(1, 1), past_key_values=one).logits for one in (cache, twin))
-    assert torch.equal(a, b)
-
-
 def test_the_machine_is_asked_before_it_runs_out_of_memory(monkeypatch):
     check_room(1 << 20, 0)  # a small block
     check_room(100 << 30, None)  # nobody knows
@@ -264,15 +249,6 @@ def test_free_blocks_are_given_up_before_a_prompt_is_refused(monkeypatch):
     assert free_bytes(shared) == 2 << 30  # there is room: it may serve the next long prompt
     shared.take(1 << 30, CPU)
     assert free_bytes(shared) == 0
-
-
-def test_pages_are_memory_like_any_other():
-    data = memory._pages(3 * 4096 + 5)
-    assert data.shape == (3 * 4096 + 5,)
-    assert not data.any()
-    whole = memory.Block(data).view((3, 1024), torch.float32)
-    whole.fill_(2.0)
-    assert whole.sum() == 3 * 1024 * 2
 
 
 def test_what_was_written_to_room_is_not_packed_again(monkeypatch):

@@ -144,15 +144,6 @@ def test_a_layer_fetches_what_the_first_of_its_segment_missed_and_no_more() -> N
     assert 0 < first.fetched < first.chosen
 
 
-def test_a_layer_that_was_left_out_of_a_step_catches_up() -> None:
-    layers = Layers(1, tokens(200), HostMemory())
-    layers.append(500, 0)
-    layers.decode(0)
-    layers.decode(1, upto=1)
-    layers.decode(2)  # checks what both gather
-    assert layers.stores[1].counts.fetched > layers.stores[0].counts.fetched
-
-
 def test_a_fork_fetches_again_what_it_chooses_and_the_original_does_not() -> None:
     layers = Layers(1, tokens(200), HostMemory())
     layers.append(500, 0)
@@ -212,15 +203,3 @@ def test_a_block_of_a_cancelled_request_serves_the_next_one(late: bool) -> None:
     assert layers.stores[0].rows.block is block
     layers.decode(1)
     layers.views()
-
-
-def test_a_hundred_requests_take_no_more_memory_than_the_first() -> None:
-    memory, taken = HostMemory(), []
-    layers = Layers(2, tokens(100), memory)
-    for request in range(100):
-        layers.append(600 + request % 3, request)
-        layers.decode(request)
-        held = sum(store.bytes.device + len(store.rows.block.data) for store in layers.stores)
-        taken.append(held + memory.free_bytes)
-        layers.reset()
-    assert max(taken) <= 1.01 * taken[0]

@@ -5,7 +5,6 @@ import torch
 from host_pages import host_pool
 from kv_stores import (
     BATCH,
-    GROUPS,
     TOKEN_BYTES,
     assert_gathers,
     filled,
@@ -17,7 +16,6 @@ from kv_stores import (
     with_more,
 )
 
-from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.plans.errors import ShapeError
 from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.stores.bank import HostStore
@@ -30,19 +28,6 @@ HOT = [tokens(0), tokens(1), tokens(7), tokens(300), tokens(5000), fraction(0.1)
 
 def on_device(kind: str | None) -> DeviceStore:
     return VirtualStore(host_pool(), 500) if kind == "virtual" else DeviceStore()
-
-
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("heads", [1, GROUPS])
-@pytest.mark.parametrize("hot", [None, "virtual", *HOT], ids=str)
-def test_gather_gives_the_tokens_that_were_selected(hot: Budget | str | None, heads: int, window: int | None):
-    store = HostStore(hot, None, Reads((tokens(20),), 3, 4)) if isinstance(hot, Budget) else on_device(hot)
-    k, v = filled(store, [150, 1, 60, 1, 1])
-    for _ in range(3):
-        chosen = torch.stack([torch.randperm(140)[:20].sort().values + 3 for _ in range(BATCH * heads)])
-        chosen = chosen.view(BATCH, heads, 20)
-        chosen[:, :, -3:] = NO_TOKEN
-        assert_gathers(store, selecting(chosen, 3, 4), k, v, window)
 
 
 def test_a_gather_reads_from_the_host_only_what_is_not_hot():
