@@ -38,10 +38,13 @@ YARN = {  # vLLM knows no other rope of this family
 _GEMMA4 = {"sliding_window": 100, "global_head_dim": 128}
 FAMILIES = {
     "qwen3_moe": {},  # first: it has experts
+    "phi3": {},
     "gemma2": {"layers": 4, "layer_types": LOCAL, "sliding_window": 100},
     "gpt_oss": {"layers": 4, "layer_types": LOCAL, "sliding_window": 100, "rope_parameters": YARN},
+    "gemma4_text": _GEMMA4 | {"layers": 4, "layer_types": LOCAL},
     SHARED: _GEMMA4 | {"layers": 6, "layer_types": LOCAL + LOCAL[:2], "num_kv_shared_layers": 2},
     "gemma3_text": {"layers": 4, "layer_types": LOCAL, "sliding_window": 100},
+    "glm4_moe": {},
 }
 ONE_GROUP = "gemma2 in one group"  # layers with a window share the page tables of the others
 
