@@ -42,7 +42,7 @@ from sparsekv.runtime.vllm.engine_host import EngineHost, start_host
 from sparsekv.runtime.vllm.evicted_tables import EvictedBlocks, EvictedLengths, EvictedTable, Requests, TableRows
 from sparsekv.runtime.vllm.evicting_step import move
 from sparsekv.runtime.vllm.settings import check_engine_layer, plan_of, read_options
-from sparsekv.runtime.vllm.timed_kernels import VllmKernels, measured_rule
+from sparsekv.runtime.vllm.timed_kernels import measured_rule
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
 _Backend: Any
@@ -272,10 +272,8 @@ class SparseBuilder(_Builder):
             longest, softmax = vllm_config.model_config.max_model_len, own[0].impl.softmax
             host.decode.warm_up(self._programs, pages, longest, softmax, scales)
         if self._counts and host.measures and vllm.platform.captures:
-            impl, ranks = own[0].impl, host.program.rank.count
-            scales = scales and replace(scales, q_G=None)
-            kernels = VllmKernels(device, impl.head_size, host.scratch.kind[0], ranks, scales, impl.softmax)
-            host.pays, host.measures = measured_rule(host, kernels), False
+            impl = own[0].impl
+            host.pays, host.measures = measured_rule(host, device, impl.head_size, scales, impl.softmax), False
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:

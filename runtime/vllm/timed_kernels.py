@@ -1,8 +1,15 @@
-"""Measures in an engine of vLLM where its plan is faster than vLLM's own attention, once a place; see
-`runtime/paged/pays_here.py`."""
+"""Measures in an engine of vLLM where its plan is faster than vLLM's own attention, once a place.
+
+Timed is one layer over random keys in scattered pages: vLLM's kernel beside the kernels that run in its place, the copy
+of a past and the index of a chunk included.
+
+Shapes: T rows of a request's chunk, H query heads, G KV heads, D head size, P pages of a request, B rows of a decode
+step.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +17,12 @@ from functools import partial
 
 import torch
 
-from sparsekv.kernels.keys import FLOAT8, PLAIN, Scales, Softmax
+from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax
+from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.core.pays import Pays, parse
-from sparsekv.runtime.core.timed_layers import Timers
+from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.core.timed_layers import TimedLayers, Timers
 from sparsekv.runtime.core.timing import Launch
-from sparsekv.runtime.paged.pays_here import EngineLayers, Pages
 from sparsekv.runtime.pays_cache import RuleFile, place_of
 from sparsekv.runtime.settings import cache_folder
 from sparsekv.runtime.vllm import internals as vllm
@@ -23,65 +31,130 @@ from sparsekv.runtime.vllm.engine_host import EngineHost
 _SECONDS = 5.0
 _MOST_TEXT = 1024  # bytes of a rule
 _FINITE = 0x7F  # bytes below it are numbers in e4m3
+_MOST_PAGES = 1 << 31  # bytes of pages, many times a device's cache; more rows share them in another order
 
 
 @dataclass(frozen=True, slots=True)
-class VllmKernels:
-    """See `EngineKernels`. vLLM's kernel takes queries in e4m3 beside a cache in 8 bits.
+class Pages:
+    """Keys and values of one layer in pages, and the pages of each row.
+
+    Attributes:
+        cache: as vLLM's kernel takes it.
+        pages: the same as ours do, [N, G, S, D] each.
+        table_BP: int32.
+    """
+
+    cache: torch.Tensor
+    pages: tuple[torch.Tensor, torch.Tensor]
+    table_BP: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLayers(TimedLayers):
+    """The layers of an engine beside vLLM's kernel, which takes queries in e4m3 beside a cache in 8 bits.
 
     Attributes:
         size: of a head.
-        dtype: of the model.
         scales: of a cache in 8 bits; queries have none.
         softmax: of the layers.
     """
 
+    host: EngineHost
     device: torch.device
     size: int
-    dtype: torch.dtype
-    ranks: int
     scales: Scales | None = None
     softmax: Softmax = PLAIN
 
-    def queries(self, rows: int, heads: int) -> torch.Tensor:
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        return self.host.scratch.kind[0]
+
+    @property
+    def ranks(self) -> int:
+        return self.program.rank.count
+
+    def agreed(self, measured: float) -> float:
+        if self.ranks == 1:
+            return measured
+        return float(vllm.gather(torch.tensor([measured], dtype=torch.float32, device=self.device))[0, 0])
+
+    def prefill_gain(self, layer: LayerProgram, rows: int, length: int) -> float:
+        chunk, scale = Chunk.uniform(1, length - rows, length), self.size**-0.5
+        q_THD, pages = self._queries(rows, layer.heads), self._pages(1, length, layer.kv_heads)
+        out_THD = torch.empty_like(q_THD)
+
+        def keys() -> KeyView:
+            copied = self.host.scratch.copy(pages.pages, pages.table_BP[0], length, self.scales)
+            return replace(copied, softmax=self.softmax)
+
+        alike = self.alike(layer, q_THD.transpose(0, 1)[None], keys().k, chunk, scale)
+        if alike is None:
+            return self.agreed(math.inf)  # ranks that reached the share wait
+
+        def sparse() -> None:
+            out_THD.copy_(self.host.prefill(alike, q_THD, keys(), chunk, scale, counted=False))
+
+        dense = self.dense(q_THD, pages, [length], out_THD)
+        return self.agreed(self.layer_gain(dense, sparse, q_THD.flatten(1)))
+
+    def decode_gain(self, rows: int, length: int) -> float:
+        """All layers of a step, of which one of each kind is timed, filter layers first."""
+        assert self.host.decode is not None
+        kinds, scale = [layer for layer, _ in self.kinds], self.size**-0.5
+        layer = kinds[0]
+        pages, q_BHD = self._pages(rows, length, layer.kv_heads), self._queries(rows, layer.heads)
+        out_BHD = torch.empty_like(q_BHD)
+        lengths_B = torch.full((rows,), length, dtype=torch.int32, device=self.device)
+        step = self.host.decode.begin(lengths_B, (), pages.table_BP, None)
+        dense = self.dense(q_BHD, pages, [length] * rows, out_BHD)
+        idle = self.dense(q_BHD, pages, [0] * rows, out_BHD)
+
+        def sparse(layer: LayerProgram) -> None:
+            idle()
+            step.attend(layer, q_BHD, pages.pages, out_BHD, scale, self.softmax, self.scales)
+
+        times = self.timers.replayed([dense, *(partial(sparse, layer) for layer in kinds)], self.device)
+        return self.agreed(self.step_gain(times))
+
+    def dense(self, q_THD: torch.Tensor, pages: Pages, lengths: Sequence[int], out_THD: torch.Tensor) -> Launch:
+        """A launch of vLLM's kernel for the last rows of requests."""
+        scales, scale = self.scales, self.size**-0.5
+        if scales is not None and q_THD.is_cuda:
+            scales = replace(scales, q_G=torch.ones_like(scales.k_G))
+            q_THD = q_THD.to(FLOAT8)
+        return vllm.engine_dense_attention(
+            q_THD, pages.cache, pages.table_BP, lengths, scale, out_THD, scales, self.softmax
+        )
+
+    def _queries(self, rows: int, heads: int) -> torch.Tensor:
         return torch.randn(rows, heads, self.size, dtype=self.dtype, device=self.device)
 
-    def pages(self, rows: int, tokens: int, kv_heads: int, most_bytes: int) -> Pages:
+    def _pages(self, rows: int, tokens: int, kv_heads: int) -> Pages:
+        """Random keys and values of so many rows, in pages that lie scattered."""
         page, dtype = vllm.platform.page, self.dtype if self.scales is None else torch.uint8
         each = -(-tokens // page)
-        count = max(each, min(rows * each, most_bytes // (2 * page * kv_heads * self.size * dtype.itemsize)))
+        count = max(each, min(rows * each, _MOST_PAGES // (2 * page * kv_heads * self.size * dtype.itemsize)))
         cache = vllm.empty_cache(count, kv_heads, self.size, dtype, self.device)
         cache.normal_() if self.scales is None else cache.random_(0, _FINITE)
         order_P = torch.randperm(count, dtype=torch.int32, device=self.device)
         table_BP = order_P.repeat(-(-rows * each // count))[: rows * each].view(rows, each)
         return Pages(cache, vllm.platform.pages_of(cache), table_BP)
 
-    def dense(self, q_THD: torch.Tensor, pages: Pages, lengths: Sequence[int], out_THD: torch.Tensor) -> Launch:
-        scales = self.scales
-        if scales is not None and q_THD.is_cuda:
-            scales = replace(scales, q_G=torch.ones_like(scales.k_G))
-            q_THD = q_THD.to(FLOAT8)
-        scale, table_BP = self.size**-0.5, pages.table_BP
-        return vllm.engine_dense_attention(q_THD, pages.cache, table_BP, lengths, scale, out_THD, scales, self.softmax)
 
-    def agreed(self, gain: float) -> float:
-        if self.ranks == 1:
-            return gain
-        return float(vllm.gather(torch.tensor([gain], dtype=torch.float32, device=self.device))[0, 0])
-
-
-def measured_rule(host: EngineHost, kernels: VllmKernels) -> Pays:
+def measured_rule(host: EngineHost, device: torch.device, size: int, scales: Scales | None, softmax: Softmax) -> Pays:
     """The rule of this engine, from disk where it was measured before. Where memory is short the plan is sparse
     wherever it may be."""
     started, place = time.monotonic(), host.place
+    scales = scales and replace(scales, q_G=None)
+    layers = EngineLayers(host.program, place, Timers(), host, device, size, scales, softmax)
     key = place_of(
-        kernels.device, kernels.dtype, host.backend, kernels.scales is not None,
-        page=vllm.platform.page, ranks=kernels.ranks, vllm=vllm.release, **place.key,
+        device, layers.dtype, host.backend, scales is not None,
+        page=vllm.platform.page, ranks=layers.ranks, vllm=vllm.release, **place.key,
     )  # fmt: skip
-    file = RuleFile(key, cache_folder())
+    file, measure = RuleFile(key, cache_folder()), partial(layers.rule, _SECONDS)
     try:
-        measure = partial(EngineLayers(host.program, place, Timers(), host, kernels).rule, _SECONDS)
-        rule, is_new = file.read_or(measure) if kernels.ranks == 1 else _on_ranks(file, measure)
+        rule, is_new = file.read_or(measure) if layers.ranks == 1 else _on_ranks(file, measure)
     except torch.OutOfMemoryError:
         vllm.logger.warning("sparsekv: no memory to measure where the plan is faster; it is sparse wherever it may be")
         return host.pays

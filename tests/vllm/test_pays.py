@@ -18,10 +18,9 @@ from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
 from sparsekv.runtime.core.timed_layers import Place, Timers
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.paged.decode_step import DecodeRows
-from sparsekv.runtime.paged.pays_here import EngineLayers
 from sparsekv.runtime.vllm.engine_host import serving_stats
 from sparsekv.runtime.vllm.settings import read_options
-from sparsekv.runtime.vllm.timed_kernels import VllmKernels
+from sparsekv.runtime.vllm.timed_kernels import EngineLayers
 
 Prompts = dict[int, list[int]]
 
@@ -95,6 +94,7 @@ def test_a_rule_is_always_never_or_thresholds() -> None:
         read_options({"sparsekv": {"sparse": "sometimes"}})
 
 
+CPU = torch.device("cpu")
 ONES = Scales(torch.ones(2), torch.ones(2), torch.float32)
 
 
@@ -102,7 +102,7 @@ ONES = Scales(torch.ones(2), torch.ones(2), torch.float32)
 def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(
     engine: Any, host: Any, scales: Scales | None
 ) -> None:
-    device, shares = torch.device("cpu"), {1536: 0.5, 3072: 0.4}
+    shares = {1536: 0.5, 3072: 0.4}
     seen: list[float] = []
 
     def launched(launches: Any, device: torch.device) -> list[float]:
@@ -118,9 +118,8 @@ def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(
             launch()
         return [1.0, *[0.5] * (len(launches) - 1)]
 
-    kernels = VllmKernels(device, 64, torch.float32, 1, scales)
     place = Place("sha256:", 3072, BUDGET, 4, shares)
-    rule = EngineLayers(host.program, place, Timers(launched, replayed), host, kernels).rule(60.0)
+    rule = EngineLayers(host.program, place, Timers(launched, replayed), host, CPU, 64, scales).rule(60.0)
     assert len(seen) > 2
     assert rule.prefill.pays(BUDGET, CROSSOVER + 200)
     assert not rule.prefill.pays(BUDGET, CROSSOVER)
@@ -147,24 +146,21 @@ def test_layers_with_soft_caps_are_timed_with_their_caps(
             launch()
         return [1.0] * len(launches)
 
-    kernels = VllmKernels(torch.device("cpu"), 64, torch.float32, 1, softmax=Softmax(3.0))
     place = Place("sha256:", 3072, BUDGET, 4, {3072: 0.4})
-    layers = EngineLayers(host.program, place, Timers(timer, timer), host, kernels)
+    layers = EngineLayers(host.program, place, Timers(timer, timer), host, CPU, 64, softmax=Softmax(3.0))
     layers.prefill_gain(host.program.layers[1], BUDGET, 3072)
     layers.decode_gain(1, 2048)
     assert set(caps) == {3.0}
     assert len(caps) == 1 + len(layers.kinds)
 
 
-def test_vllms_kernel_caps_scores() -> None:
+def test_vllms_kernel_caps_scores(host: Any) -> None:
     q_THD, outputs = torch.full((1, 4, 64), 2.0), {}
-    pages = VllmKernels(torch.device("cpu"), 64, torch.float32, 1).pages(1, 300, 2, 1 << 30)
+    work = EngineLayers(host.program, Place("sha256:", 3072, BUDGET, 4, {}), Timers(), host, CPU, 64)
+    pages = work._pages(1, 300, 2)
     for cap in (0.0, 0.5):
-        softmax = Softmax(cap) if cap else PLAIN
         outputs[cap] = torch.empty_like(q_THD)
-        VllmKernels(torch.device("cpu"), 64, torch.float32, 1, softmax=softmax).dense(
-            q_THD, pages, [300], outputs[cap]
-        )()
+        replace(work, softmax=Softmax(cap) if cap else PLAIN).dense(q_THD, pages, [300], outputs[cap])()
     k_NGSD, v_NGSD = (x[pages.table_BP[0].long()].transpose(0, 1).flatten(1, 2)[:, :300] for x in pages.pages)
     scores_HS = (0.125 * q_THD[0, :, None] * k_NGSD.repeat_interleave(2, 0)).sum(-1)
     weights_HS = (0.5 * torch.tanh(scores_HS / 0.5)).softmax(-1)
@@ -174,13 +170,12 @@ def test_vllms_kernel_caps_scores() -> None:
 
 
 def test_a_layer_of_random_keys_computes_the_share_of_the_plan(engine: Any, host: Any) -> None:
-    kernels = VllmKernels(torch.device("cpu"), 64, torch.float32, 1)
+    work = EngineLayers(host.program, Place("sha256:", 3072, BUDGET, 4, {3072: 0.25}), Timers(), host, CPU, 64)
     layer, chunk = host.program.layers[1], Chunk.uniform(1, 2560, 3072)
     heads = replace(layer, bounds=(), patterns=(tuple(layer.patterns_at(3072)[:1] * 4),))  # lines alone
-    q_THD, pages = kernels.queries(512, heads.heads), kernels.pages(1, 3072, heads.kv_heads, 1 << 30)
+    q_THD, pages = work._queries(512, heads.heads), work._pages(1, 3072, heads.kv_heads)
     keys = host.scratch.copy(pages.pages, pages.table_BP[0], 3072)
     q_BHTD = q_THD.transpose(0, 1)[None]
-    work = EngineLayers(host.program, Place("sha256:", 3072, BUDGET, 4, {3072: 0.25}), Timers(), host, kernels)
     alike = work.alike(heads, q_BHTD, keys.k, chunk, 0.125)
     index = build_index(alike.patterns_at(3072), q_BHTD, keys.k, chunk, layer.tile, scale=0.125)
     assert float(density(index, chunk)) == pytest.approx(0.25, rel=0.1)
