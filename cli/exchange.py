@@ -14,8 +14,9 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import Json, PlanPlace, Subject, found_source, plan_file
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_files import check_new, check_replaceable, check_writable, default_plan
+from sparsekv.cli.verdict import markdown
 from sparsekv.plans.aliases import PLAN_NAME, ModelSource, is_hub_id, resolve_model
-from sparsekv.plans.brief import eviction_losses, kept_share, sentence
+from sparsekv.plans.brief import brief, sentence
 from sparsekv.plans.errors import PlanError, UsageError, did_you_mean, install_command
 from sparsekv.plans.files import MAX_BYTES as MOST_PLAN_BYTES
 from sparsekv.plans.files import load_plan, read_bytes, write_bytes, write_plan
@@ -23,7 +24,7 @@ from sparsekv.plans.interop.formats import READERS, WRITERS, plan_of, recognised
 from sparsekv.plans.interop.source import MAX_BYTES, Source
 from sparsekv.plans.markdown import cell
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Estimate, Plan, check_model
+from sparsekv.plans.schema import Plan, check_model
 from sparsekv.plans.show import target_text
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.settings import read_settings
@@ -244,50 +245,9 @@ def section(plan: Plan, source: ModelSource) -> Iterator[str]:
         + (f" Planned for prompts of {lengths}." if lengths else "")
         + (f" Measured on {cell(devices)}." if devices else "")
     )
-    yield "\n" + "\n".join(f"- {line}" for line in _facts(plan)) + "\n"
+    gains = (f"gains are predicted, of attention alone on {plan.cost.device}",) if plan.cost else ()
+    yield f"\n{markdown(plan, (*brief(plan), sentence(plan), *gains))}\n"
     yield _RUNNING.format(repository=named if is_hub_id(named) else _UNKNOWN)
-
-
-def _facts(plan: Plan) -> Iterator[str]:
-    """A sentence each: quality, status, gain, and what evicting tokens loses."""
-    if plan.is_dense:
-        yield "**It does not pay**: nothing in it is sparse, and the model runs as without it."
-        return
-    told = cell(sentence(plan))
-    yield f"{told[:1].upper()}{told[1:]}." if plan.status == "verified" else f"**{told[:1].upper()}{told[1:]}.**"
-    yield _measured(plan)
-    if plan.retained:
-        yield f"It evicts tokens from the KV cache, which is lossy: what stays is {kept_share(plan)}."
-        yield from (f"{cell(line).capitalize()}." for line in eviction_losses(plan))
-    yield from _gains(plan)
-
-
-def _measured(plan: Plan) -> str:
-    """The divergence of next tokens from dense attention, in a sentence."""
-    scores = plan.quality.lengths if plan.quality else ()
-    if not scores:
-        return "How far its answers are from dense attention's was not measured."
-    nats = ", ".join(f"{one.kl:.2g} at {format_length(one.length)}" for one in scores)
-    return f"Its next tokens diverge from dense attention's by (nats) {nats}."
-
-
-def _gains(plan: Plan) -> Iterator[str]:
-    cost, gains = plan.cost, [(phase, gain) for phase in ("prefill", "decode") if (gain := _predicted(plan, phase))]
-    if cost is None or not gains:
-        yield "**Whether it pays is not known**: its speed was not predicted."
-        return
-    for phase, (length, found) in gains:
-        speed = found.dense_us / max(found.sparse_us, 1e-9)
-        at = f"at {format_length(length)} on {cell(cost.device)}"
-        pays = "" if speed > 1 else "; **it does not pay there**"
-        yield f"Attention in {phase} is predicted to be {speed:.2f}x as fast as dense {at}{pays}."
-
-
-def _predicted(plan: Plan, phase: str) -> tuple[int, Estimate] | None:
-    """The longest priced length at which a phase is sparse, with its cost; None where there is none."""
-    part = getattr(plan, phase)
-    priced = ((entry.length, getattr(entry, phase)) for entry in reversed(plan.cost.lengths if plan.cost else ()))
-    return next((one for one in priced if one[1] and part and not part.bucket(one[0]).dense), None)
 
 
 app = commands.group()

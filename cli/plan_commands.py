@@ -16,6 +16,7 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import PLACE, Json, PlanArgument, PlanPlace, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json, emit_verdict, tell
 from sparsekv.cli.plan_files import check_replaceable, kind_of
+from sparsekv.cli.verdict import markdown as markdown_of
 from sparsekv.cli.verdict import sentences, verdict
 from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UsageError, install_command
 from sparsekv.plans.files import dump_plan, executed_digest, load_plan, parse_plan, read_text, write_bytes
@@ -55,14 +56,11 @@ def show(
 
 
 def _print_markdown(plan: Plan, full: bool, place: str) -> None:
-    from sparsekv.plans.brief import LENGTH_HEADER, length_rows
-    from sparsekv.plans.markdown import cell, markdown, table
+    from sparsekv.plans.markdown import cell, markdown
     from sparsekv.plans.show import describe
 
-    numbers = [True] * len(LENGTH_HEADER)
-    told = "\n".join(f"- {cell(line)}" for line in sentences(plan, place))
     emit(f"### Sparsity plan of {cell(plan.model.id)}: {plan.status_text}\n")
-    emit(f"{table(LENGTH_HEADER, length_rows(plan), numbers)}\n\n{told}\n\n{markdown(describe(plan, full)).rstrip()}")
+    emit(f"{markdown_of(plan, sentences(plan, place))}\n\n{markdown(describe(plan, full)).rstrip()}")
 
 
 def _print(plan: Plan, full: bool, place: str) -> None:

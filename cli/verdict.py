@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from textwrap import wrap
 
 from sparsekv.cli.output import columns
@@ -24,6 +25,14 @@ def verdict(plan: Plan, file: str, *, model: str = "") -> tuple[str, ...]:
 def sentences(plan: Plan, file: str, model: str = "") -> tuple[str, ...]:
     """The lines of `verdict` below its table."""
     return (*brief(plan), *wrap(sentence(plan), _WIDTH), f"next: {next_command(plan, file, model)}")
+
+
+def markdown(plan: Plan, lines: Iterable[str]) -> str:
+    """The table of lengths, and lines below it, as Markdown."""
+    from sparsekv.plans.markdown import cell, table  # loads rich
+
+    told = "\n".join(f"- {cell(line)}" for line in lines)
+    return f"{table(LENGTH_HEADER, length_rows(plan), [True] * len(LENGTH_HEADER))}\n\n{told}"
 
 
 def next_command(plan: Plan, file: str, model: str = "") -> str:

@@ -154,7 +154,7 @@ def test_the_sentence_names_prompts_points_and_what_is_excluded() -> None:
 def test_a_status_says_for_which_cut_of_prompts_it_is(chunk: int | None, said: str) -> None:
     plan = small_plan(status="verified", quality=quality_at(4096, chunk=chunk))
     assert verdict(plan, "a.yaml")[0] == f"a.yaml: verified{said}"
-    assert "Verified (small)" in "\n".join(section(plan, ModelSource("org/name")))
+    assert "verified (small)" in "\n".join(section(plan, ModelSource("org/name")))
     unverified = plan.model_copy(update={"status": "unverified"})
     assert verdict(unverified, "a.yaml")[0] == "a.yaml: unverified"
 
