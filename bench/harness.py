@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from sparsekv.plans.errors import SparseKVError
-from sparsekv.plans.types import format_length, parse_length
+from sparsekv.plans.types import columns, format_bytes, format_length, parse_length
 
 Call = Callable[[], object]
 Found = TypeVar("Found")
@@ -262,29 +262,21 @@ def number(form: str, per: float = 1.0) -> Show:
 
 
 def bytes_in_short(count: int | None) -> str:
-    """Bytes for people: 12.3 MB."""
-    value, unit = float(count or 0), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value >= 1000:
-            value, unit = value / 1000, larger
-    return "-" if count is None else f"{value:.{0 if unit == 'B' else 1}f} {unit}"
+    return "-" if count is None else format_bytes(count)
 
 
-def table(rows: Sequence[Row], columns: Columns) -> str:
+def table(rows: Sequence[Row], shown: Columns) -> str:
     """A line a row under the titles."""
     found = [row.data() for row in rows]
-    cells = [[title, *(show(row.get(key)) for row in found)] for title, (key, show) in columns.items()]
-    widths = [max(map(len, column)) for column in cells]
-    aligned = [
-        [cell.ljust(width) if show is str else cell.rjust(width) for cell in column]
-        for column, width, (_, show) in zip(cells, widths, columns.values(), strict=True)
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
+    cells = [[title, *(show(row.get(key)) for row in found)] for title, (key, show) in shown.items()]
+    numbers = [at for at, (_, show) in enumerate(shown.values()) if show is not str]
+    return columns(list(zip(*cells, strict=True)), right=numbers)
 
 
-def report(rows: Sequence[Row], title: str, columns: Columns) -> str:
+def report(rows: Sequence[Row], title: str, shown: Columns) -> str:
     """For people: the ways to run dense once a case (ratios are against the first), the table, and the notes."""
-    return "\n".join([title, *dict.fromkeys(_dense_lines(rows)), "", table(rows, columns), *_notes(rows)])
+    notes = dict.fromkeys(f"{row.backend or row.name}: {row.note}" for row in rows if row.note)
+    return "\n".join([title, *dict.fromkeys(_dense_lines(rows)), "", table(rows, shown), *notes])
 
 
 def case_of(row: Row) -> str:
@@ -299,7 +291,3 @@ def _dense_lines(rows: Sequence[Row]) -> Iterable[str]:
             timed = sorted(row.peers.timed_ms.items(), key=lambda item: item[1])
             yield f"dense at {case_of(row)}: {', '.join(f'{name} {ms:.3f} ms' for name, ms in timed) or 'none ran'}"
             yield from (f"  not {name}: {why}" for name, why in row.peers.refused.items())
-
-
-def _notes(rows: Sequence[Row]) -> Iterable[str]:
-    return dict.fromkeys(f"{row.backend or row.name}: {row.note}" for row in rows if row.note)

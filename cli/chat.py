@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from transformers import Cache, DynamicCache
 
-from sparsekv.cli.output import placed, size, tell
+from sparsekv.cli.output import placed, tell
 from sparsekv.planner.progress import BarProgress, Progress, StageStep
 from sparsekv.plans.brief import percent
 from sparsekv.plans.phases import bucket_of, first_sparse
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.types import MAX_LENGTH, KVDtype
+from sparsekv.plans.types import MAX_LENGTH, KVDtype, format_bytes
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.describe import config_of, takes_one_piece
 from sparsekv.runtime.hf.generate import (
@@ -88,14 +88,14 @@ class Answer:
 
     def as_line(self) -> str:
         said = self.generation
-        host = f" + {size(self.kv_bytes_host)} on the host" if self.kv_bytes_host else ""
+        host = f" + {format_bytes(self.kv_bytes_host)} on the host" if self.kv_bytes_host else ""
         is_dense = self.prefill_density == 1.0
         density = "dense" if is_dense else f"{percent(self.prefill_density)} of attention computed"
         read = "" if self.decode_share in (None, 1.0) else f", {percent(self.decode_share)} of attention computed"
         drafts = f", {self.accepted} of {self.drafted} drafted tokens accepted" if self.drafted else ""
         return (
             f"{said.prompt_tokens:,} prompt tokens in {said.prefill_seconds:.2f} s, {density}; "
-            f"{said.new_tokens} new ({self.rate}{read}{drafts}), KV {size(self.kv_bytes_device)}{host}"
+            f"{said.new_tokens} new ({self.rate}{read}{drafts}), KV {format_bytes(self.kv_bytes_device)}{host}"
         )
 
 

@@ -25,7 +25,7 @@ from sparsekv.cli.arguments import (
     plans_place,
     settings_of,
 )
-from sparsekv.cli.output import FAILED, columns, emit, emit_json, placed, size, tell
+from sparsekv.cli.output import FAILED, emit, emit_json, placed, tell
 from sparsekv.cli.plan_choice import best_of, candidates, described, device_called, plans_in
 from sparsekv.planner.common_options import Device
 from sparsekv.planner.flags import Chunk, Count, Flag, Key, Length, OneLength, Size, Unread
@@ -34,6 +34,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.schema import Plan, check_model
+from sparsekv.plans.types import columns, format_bytes
 from sparsekv.runtime.settings import Settings
 
 if TYPE_CHECKING:
@@ -179,16 +180,16 @@ def _device(hardware: torch.device) -> dict[str, Any]:
 def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     device, backend, virtual = report["device"], report["backend"], report["virtual_memory"]
     yield from ((name, found or "not installed") for name, found in report["versions"].items())
-    own = f"{device.get('cores')} cores, {size(device['memory_bytes'])}"
+    own = f"{device.get('cores')} cores, {format_bytes(device['memory_bytes'])}"
     if "capability" in device:
         own = f"{device['count']} of them, compute capability {device['capability']}, CUDA {device['cuda']}, "
-        own += f"{size(device['free_bytes'])} of {size(device['memory_bytes'])} free"
+        own += f"{format_bytes(device['free_bytes'])} of {format_bytes(device['memory_bytes'])} free"
     yield "", ""
     yield "device", f"{device['name']} ({device['type']}), {own}"
     yield "host memory", f"{_known(report['host']['available_bytes'])} available"
     yield "backend", f"{backend['name']}: {backend['reason']}"
     yield from (("", f"not {name}: {why}") for name, why in backend["rejected"].items())
-    used = f"pages of {size(virtual['page_bytes'])}, so that caches grow without a copy"
+    used = f"pages of {format_bytes(virtual['page_bytes'])}, so that caches grow without a copy"
     yield "virtual memory", f"not used: {virtual['why_not']}" if virtual["why_not"] else used
 
 
@@ -303,10 +304,12 @@ def _memory_text(data: dict[str, Any], layers: int, notes: Sequence[str]) -> str
     used = [(name, own, more) for name, own, more in parts if own + more]
     rows: list[tuple[str, ...]]
     if data["on_cpu"]:  # one memory
-        rows = [("", "memory"), *((name, size(more if name == "needed" else own + more)) for name, own, more in used)]
+        rows = [("", "memory")]
+        rows += [(name, format_bytes(more if name == "needed" else own + more)) for name, own, more in used]
         rows.append(("available", _known(host["available"])))
     else:
-        rows = [("", "device", "host"), *((name, size(own), size(more) if more else "") for name, own, more in used)]
+        rows = [("", "device", "host")]
+        rows += [(name, format_bytes(own), format_bytes(more) if more else "") for name, own, more in used]
         rows.append(("available", _known(device["available"]), _known(host["available"])))
     rows_of = f", {data['batch']} rows" if data["batch"] > 1 else ""
     stored = "" if data["kv_dtype"] == data["dtype"] else f", keys and values in {data['kv_dtype']}"
@@ -325,7 +328,7 @@ def _memory_text(data: dict[str, Any], layers: int, notes: Sequence[str]) -> str
 
 
 def _known(count: int | None) -> str:
-    return "unknown" if count is None else size(count)
+    return "unknown" if count is None else format_bytes(count)
 
 
 def _longest(data: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, plan_file, settings_of
-from sparsekv.cli.output import columns, emit, emit_json, tell
+from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_files import answered_prompts, only_writer
 from sparsekv.planner.common_options import DEFAULT_TASKS, Drawn, Hardware, Phase, check_lengths
 from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Unread
@@ -19,7 +19,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import executed_digest, load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, check_model, to_data
-from sparsekv.plans.types import format_length
+from sparsekv.plans.types import columns, format_length
 
 if TYPE_CHECKING:
     from sparsekv.planner.evaluation import EvalSamples, PlanMode

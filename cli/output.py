@@ -90,28 +90,6 @@ def _finite(data: Any) -> Any:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Rows of equal length as text; the columns in `right` are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = (
-        [
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    )
-    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
-
-
-def size(count: int) -> str:
-    """Bytes for people: 12.3 MB."""
-    value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
-    while value >= 1000 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
-
-
 def placed(host_layers: Collection[int], layers: int) -> str:
     """Returns where the keys and values of a model's layers are."""
     from sparsekv.plans.types import format_ids
@@ -125,6 +103,7 @@ def placed(host_layers: Collection[int], layers: int) -> str:
 def quality_tables(quality: Quality) -> str:
     """Right answers by task and length, and divergence by length."""
     from sparsekv.plans.quality import LENGTH_ROWS, cell_rows, length_score_rows
+    from sparsekv.plans.types import columns
 
     tables = ([*cell_rows(quality)], [LENGTH_ROWS, *length_score_rows(quality)])
     return "\n\n".join(columns(rows, right=range(1, len(rows[0]))) for rows in tables if rows[1:])

@@ -87,30 +87,14 @@ class PlanFiles(Options):
     @contextmanager
     def telling_what_is_saved(self) -> Iterator[None]:
         """Adds to an interruption, and to any failure that leaves a part of the profile, what a rerun will find."""
-        before = _version_of(self.profile_out)
         try:
             yield
         except BaseException as stop:
-            if isinstance(stop, KeyboardInterrupt) or self._is_resumable():
-                command = "the same command" if isinstance(stop, KeyboardInterrupt) else "a run that profiles the same"
-                stop.add_note(self._saved(_version_of(self.profile_out) != before, command))
+            if self.profile is None and self.resume.exists() and self.resume.stat().st_size:
+                stop.add_note(f"saved what was profiled in {self.resume}: the same command goes on from there")
+            elif isinstance(stop, KeyboardInterrupt):
+                stop.add_note(f"nothing was written to {self.file}")
             raise
-
-    def _is_resumable(self) -> bool:
-        return self.profile is None and self.resume.exists() and bool(self.resume.stat().st_size)
-
-    def _saved(self, is_complete: bool, command: str) -> str:
-        if self._is_resumable():
-            told = f"saved what was profiled in {self.resume}: {command} goes on from there"
-            if is_complete:
-                told += (
-                    f"; the profile in {self.profile_out} is complete: `--profile {self.profile_out}`, without "
-                    "--profile-out and what else only profiling reads, skips the trials too"
-                )
-            return told
-        if self.profile is not None:
-            return f"{self.file} was not written; the profile in {self.profile} is unchanged"
-        return f"{self.file} was not written, and nothing was profiled yet"
 
 
 def default_plan(model: str) -> Path:
@@ -132,15 +116,6 @@ def outcomes_beside(plan: Path) -> Path:
     written."""
     file = Path(os.path.realpath(plan))
     return file.with_name(f"{file.name}.outcomes")
-
-
-def _version_of(path: Path | None) -> tuple[int, int] | None:
-    """Changes when the file is written anew; None where there is none."""
-    try:
-        found = path.stat() if path else None
-    except FileNotFoundError:
-        return None
-    return found and (found.st_ino, found.st_mtime_ns)
 
 
 def check_writable(path: Path) -> None:

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import AllowMismatch, NewTokens, Output, PlacementFlags, Subject, Subjects, settings_of
 from sparsekv.cli.doctor import memory_of, notes_on, say_memory, tell_if_idle
-from sparsekv.cli.output import columns, emit, emit_json, size, tell
+from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_files import MAX_BYTES, text_of, with_text
 from sparsekv.planner.common_options import PHASES, Hardware, Phase, PrefillChunk, Seed
 from sparsekv.planner.flags import Flag, Key, Unread, text
@@ -22,6 +22,7 @@ from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.files import as_text
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import columns, format_bytes
 from sparsekv.runtime.core.pays import parse
 
 if TYPE_CHECKING:
@@ -289,9 +290,10 @@ def _compared(dense: Answer, sparse: Answer) -> Iterator[tuple[str, ...]]:
     if sparse.decode_share not in (None, 1.0):
         yield "attention computed in decode", "100%", percent(sparse.decode_share), ""
     for place in ("device", "host"):
-        before, after = (getattr(answer, f"kv_bytes_{place}") for answer in (dense, sparse))
-        if size(before) != size(after):
-            yield f"keys and values on the {place}", size(before) if before else "-", size(after) if after else "-", ""
+        both = (getattr(answer, f"kv_bytes_{place}") for answer in (dense, sparse))
+        before, after = (format_bytes(count) if count else "-" for count in both)
+        if before != after:
+            yield f"keys and values on the {place}", before, after, ""
 
 
 # --- the prompt -------------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Iterable
 from textwrap import wrap
 
-from sparsekv.cli.output import columns
 from sparsekv.plans.aliases import PLAN_NAME
 from sparsekv.plans.brief import LENGTH_HEADER, brief, length_rows, sentence
 from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import columns
 
 _WIDTH = 100  # columns
 

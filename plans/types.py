@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Annotated, Any, Literal, TypeVar
@@ -85,6 +85,28 @@ def and_listed(values: Iterable[object]) -> str:
     """The text of a list for people: "1, 4 and 7"."""
     *others, last = map(str, values)
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Rows of equal length as text; the columns in `right` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = (
+        [
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    )
+    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+
+
+def format_bytes(count: int) -> str:
+    """Bytes for people: 12.3 MB."""
+    value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 def _check_once(ids: Sequence[int]) -> None:

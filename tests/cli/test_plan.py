@@ -150,7 +150,7 @@ def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, out, ctrl_c_in,
     assert not out.exists()
     partial = out.with_name("a.profile.partial")
     assert f"{partial}: " in done.err
-    assert profile.exists() == (f"`--profile {profile}`" in done.err) == (stage != "profile")
+    assert profile.exists() == (stage != "profile")
     again = sparsekv(*call)
     assert again.code == 0
     assert f"profile resumed: {'33.3' if stage == 'profile' else '100'}% of it" in again.err
@@ -176,7 +176,7 @@ def test_a_plan_from_a_profile_leaves_the_records_of_an_interrupted_run(sparsekv
     call = ("plan", model, "-o", out, *measured, "--profile-out", out.with_name("b.profile"))
     with ctrl_c_in("evaluate"):
         done = sparsekv(*call, *TASK)
-    assert str(measured[2]) in done.err.splitlines()[-1]
+    assert done.err.splitlines()[-1] == f"nothing was written to {out}"
     assert sparsekv(*call, "--no-verify").code == 0
     assert partial.exists()
 
