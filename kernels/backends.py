@@ -294,7 +294,7 @@ def _cannot_run(name: str, device: torch.device, obstacle: str) -> BackendError:
 def _obstacle(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, tile: TileShape | None = None
 ) -> str | None:
-    """Returns why a backend cannot run there; None when it can."""
+    """The reason why a backend cannot run there; None when it can."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it takes float32, float16 and bfloat16, found {dtype}"
     if found := _machine_obstacle(name, device):
@@ -309,7 +309,7 @@ def _obstacle(
 
 
 def float8_obstacle(backend: str, device: torch.device) -> str | None:
-    """Returns why a backend does not read keys and values in e4m3 there; None when it does."""
+    """The reason why a backend does not read keys and values in e4m3 there; None when it does."""
     if backend in ("cpu", "reference") or device.type != "cuda":
         return None
     if torch.version.hip is not None:
@@ -357,7 +357,7 @@ class Fallback:
 
     @property
     def builder_failed(self) -> str:
-        """Returns why indices are no longer built by Triton; empty where nothing failed."""
+        """The reason why indices are no longer built by Triton; empty where nothing failed."""
         return self._by_torch.get("index building", "")
 
     def run(self, call: Callable[[str], Found], q_BHSD: torch.Tensor, tile: TileShape | None = None) -> Found:

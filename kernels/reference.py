@@ -15,7 +15,7 @@ from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, unpack_bit
 
 
 def mask_of(index: TileIndex, chunk: Chunk, queries: int, window: int | None = None) -> torch.Tensor:
-    """Returns which query rows see which keys, straight from the definition in tiles.py.
+    """The keys that each query row sees, straight from the definition in tiles.py.
 
     Args:
         queries: S, rows of the query tensor, padding included.

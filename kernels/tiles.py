@@ -33,7 +33,7 @@ WORD = 32  # columns in an int32 word of live bits: bit b of word n is column 32
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Says which tokens the queries of a call are, known to the host, so that nothing has to ask the device.
+    """The tokens of a call's queries, known to the host, so that nothing has to ask the device.
 
     Row r of batch row b is token past[b] + r; the rows from lengths[b] - past[b] on are padding. Keys from
     lengths[b] on are not looked at, whatever memory holds there.

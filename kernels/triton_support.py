@@ -48,7 +48,7 @@ def overlap(on: bool) -> dict[str, bool]:
 
 
 def head_size_obstacle(head_dim: int) -> str | None:
-    """Returns why the kernels do not take a head size; None when they do."""
+    """The reason why the kernels do not take a head size; None when they do."""
     if head_dim % 8 == 0 and SMALLEST_HEAD <= head_dim <= LARGEST_HEAD:
         return None
     return f"it takes head sizes that are multiples of 8 from {SMALLEST_HEAD} to {LARGEST_HEAD}, found {head_dim}"

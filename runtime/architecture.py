@@ -294,7 +294,7 @@ _CHUNK = 64  # tokens that torch computes together in a gated delta rule
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """Holds the sizes of a layer with a recurrent state.
+    """The sizes of a layer with a recurrent state.
 
     Attributes:
         heads: of its state.

@@ -126,7 +126,7 @@ def find_plan(repository: str, revision: str | None = None) -> Path | None:
 
 
 def _trouble(repository: str) -> str:
-    """Returns why the hub does not give us a repository; empty where it does."""
+    """The reason why the hub does not give us a repository; empty where it does."""
     answers: list[str] = []
     lookup = Thread(
         target=lambda: answers.append(_refusal(repository)), daemon=True

@@ -22,7 +22,7 @@ from sparsekv.runtime.settings import threads_spin
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a host can do with a plan, as far as hosts differ.
+    """The abilities of a host, as far as hosts differ.
 
     Attributes:
         name: as messages have it.

@@ -219,7 +219,7 @@ class SlotStep:
 
     @property
     def slotted(self) -> int:
-        """Returns how many of the tokens, of all rows and lists, need a slot. Waits for the device, once a step."""
+        """The number of tokens, of all rows and lists, that need a slot. Waits for the device, once a step."""
         return int(self._on_host[2][1])
 
     @cached_property

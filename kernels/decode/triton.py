@@ -33,7 +33,7 @@ _SCORED_AT_ONCE = 128  # tokens of one program of the score kernel
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaunch:
-    """Says how the first kernel is cut and compiled; the answer does not depend on it beyond rounding."""
+    """The cut and compilation of the first kernel; the answer does not depend on it beyond rounding."""
 
     splits: int
     block_n: int

@@ -49,7 +49,7 @@ def index_block_sparse(group: FamilyHeads, call: IndexCall) -> HeadIndex:
 
 
 def tile_limits(tiles: int, rows: RowTiles) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns which tiles a row must take, and which it may: bool [B, R, M]."""
+    """The tiles that a row must take, and those that it may: bool [B, R, M]."""
     tile_M = torch.arange(tiles, device=rows.base_BT.device)
     base_BR1, end_BR1, seen_BR1 = (x.unsqueeze(-1) for x in (rows.base_BT, rows.end_BT, rows.seen_BT))
     visible_BRM = (tile_M >= seen_BR1) & (tile_M <= end_BR1)

@@ -84,7 +84,7 @@ def build_index(
     builder: BuilderName = "auto",
     cap: float = 0.0,
 ) -> TileIndex:
-    """Returns which tiles and single columns each head computes.
+    """The tiles and single columns that each head computes.
 
     Args:
         patterns: one of each query head.

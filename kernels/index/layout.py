@@ -146,7 +146,7 @@ def _locate(device: torch.device, layout: IndexLayout) -> RowTiles:
 
 @dataclass(frozen=True, slots=True)
 class LineScores:
-    """Says how much attention each line received, float32, summing over a head to its sampled queries."""
+    """Attention that each line received, float32, summing over a head to its sampled queries."""
 
     vertical_BhS: torch.Tensor  # index j: the column of key j
     slash_BhS: torch.Tensor  # index o: the diagonal i - j = o
@@ -190,7 +190,7 @@ class IndexCall:
 
 @dataclass(frozen=True, slots=True)
 class IndexWidths:
-    """Says how wide an index is; follows from budgets and lengths."""
+    """The width of an index; follows from budgets and lengths."""
 
     tiles: int  # W
     columns: int  # C

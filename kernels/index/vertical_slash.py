@@ -239,7 +239,7 @@ class TileDiagonals:
         return self.chosen_BhE.gather(-1, self._entry(distance_BhX))
 
     def count_within(self, distance_BhX: torch.Tensor) -> torch.Tensor:
-        """Returns how many chosen distances are at most these; from -right up."""
+        """The number of chosen distances that are at most these; from -right up."""
         return self.within_BhE.gather(-1, self._entry(distance_BhX))
 
     def _entry(self, distance_BhX: torch.Tensor) -> torch.Tensor:
@@ -312,7 +312,7 @@ def _crossed(offset_BhO: torch.Tensor, layout: IndexLayout) -> torch.Tensor:
 
 
 def _affordable(rank_BhE: torch.Tensor, ranks: int, limit_Bh1: torch.Tensor) -> torch.Tensor:
-    """Returns how many slashes, best first, keep the number of tile diagonals within the limit: [B, h, 1]."""
+    """The number of slashes, best first, that keep tile diagonals within the limit: [B, h, 1]."""
     slot_BhE = rank_BhE + 1
     new_BhR = torch.zeros((*rank_BhE.shape[:2], ranks + 2), dtype=torch.int64, device=rank_BhE.device)
     new_BhR.scatter_add_(-1, slot_BhE, torch.ones_like(slot_BhE))

@@ -286,7 +286,7 @@ def _lists(index: TileIndex, b: int, h: int, last_T: torch.Tensor) -> tuple[torc
 
 
 def _columns(index: TileIndex, b: int, h: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns which columns are live in each query tile, and the columns."""
+    """Flags of live columns in each query tile, and the columns."""
     columns_C = index.columns_BHC[b, h]
     if index.dense_H[h]:
         columns_C = columns_C[:0]

@@ -39,7 +39,7 @@ MOST_VALUES = 256  # numbers of a value in one program: the accumulator of more 
 
 @dataclass(frozen=True, slots=True)
 class PrefillLaunch:
-    """Says how the kernel cuts the work: rows and keys of a step, columns gathered at once, warps, pipeline depths."""
+    """The kernel's cut of the work: rows and keys of a step, columns gathered at once, warps, pipeline depths."""
 
     block_m: int
     block_n: int

@@ -1,1 +1,1 @@
-"""Says what a plan means for a layer, on torch tensors alone: no model, no host."""
+"""A plan at work in a layer, on torch tensors alone: no model, no host."""

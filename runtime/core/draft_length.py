@@ -1,5 +1,4 @@
-"""Says how long drafts should be where dense attention verifies what a plan drafts (docs/exact.md), by what cycles took
-and what of them counted."""
+"""The length of drafts that dense attention verifies (docs/exact.md), by the time and gain of earlier cycles."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ _FIRST_PAUSE = 256  # dense tokens before drafts that did not pay are tried agai
 
 
 class DraftLength:
-    """Says how many tokens to draft before the next check: those that give most tokens a second, by the share of drafts
-    that counted lately and the seconds that cycles of each length took. Where no draft pays it is 0, dense decoding,
-    but for one now and then of the shortest length that was tried: another one would be captured for it.
+    """Chooses the number of tokens to draft that gives most tokens a second, by the share of drafts that counted lately
+    and the seconds that cycles of each length took. Where no draft pays it is 0, dense decoding, but for one now and
+    then of the shortest length that was tried: another one would be captured for it.
 
     Args:
         sizes: the lengths to choose from, ascending, 0 among them.

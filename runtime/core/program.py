@@ -50,7 +50,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class LayerProgram:
-    """Holds what one layer computes on one rank."""
+    """The patterns and the decode role of one layer on one rank."""
 
     layer: int
     heads: int  # query heads of the rank
@@ -78,7 +78,7 @@ class LayerProgram:
 
 @dataclass(frozen=True)
 class Program:
-    """Holds what every layer of a model computes on one rank."""
+    """A lowered plan: all layers of a model on one rank."""
 
     rank: Rank
     layers: tuple[LayerProgram, ...]

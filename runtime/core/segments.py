@@ -20,7 +20,7 @@ from sparsekv.runtime.stores.store import Reads
 
 @dataclass(frozen=True, slots=True)
 class SegmentProgram:
-    """Says how one filter layer chooses tokens for the layers of its segment, at every length."""
+    """The choice of tokens by one filter layer for the layers of its segment, at every length."""
 
     filter: int
     sink: int
@@ -68,7 +68,7 @@ class SegmentProgram:
 
     @property
     def reads(self) -> Reads:
-        """Returns what its layers read of a long context."""
+        """Reads of a long context by its layers."""
         budgets = tuple(bucket.budget for bucket in self.buckets if bucket is not None)
         return Reads(budgets, self.sink, self.recent, self.whole_up_to)
 

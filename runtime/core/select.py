@@ -127,7 +127,7 @@ def _window_scores(
 def selected_for(
     segment: SegmentProgram, kv_map: tuple[int, ...] | None, state: DecodeState, device: torch.device
 ) -> Selection | None:
-    """Returns what a layer of the segment, whose keys are on `device`, attends to in this step; None is everything."""
+    """The tokens that a layer of the segment attends to in this step, on the device of its keys; None is everything."""
     selection = state.chosen(segment, device)
     if selection is None or kv_map is None:
         return selection

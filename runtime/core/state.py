@@ -1,4 +1,4 @@
-"""Holds what the layers of a decode step share: lengths, budgets, choices, the newest queries of filter layers.
+"""The state that layers of a decode step share: lengths, budgets, choices, the newest queries of filter layers.
 
 Shapes: B batch, H query heads, S queries, W queries of a selector, D head size; F filter layers.
 """
@@ -203,7 +203,7 @@ class DecodeState:
         self._observed[layer] = newest.before(self._observed.get(layer), most)
 
     def observed(self, layer: int) -> Observed | None:
-        """Returns what `observe` remembers of the prompt, which is complete; None from then on."""
+        """The queries that `observe` remembers of the prompt, which is complete; None from then on."""
         return self._observed.pop(layer, None)
 
     @property

@@ -60,7 +60,7 @@ class Handle:
 
     @property
     def backend(self) -> BackendChoice:
-        """Returns what computes prefill: the backend that was chosen, or the fallback when it failed."""
+        """The backend of prefill: the one that was chosen, or the fallback when it failed."""
         fallback, choice = self._engine.fallback, self._backend
         if fallback.backend == choice.name:
             return choice
@@ -69,7 +69,7 @@ class Handle:
 
     @property
     def builder_failed(self) -> str:
-        """Returns why torch builds the indices in place of Triton; empty where Triton did not fail."""
+        """The reason why torch builds the indices in place of Triton; empty where Triton did not fail."""
         return self._engine.fallback.builder_failed
 
     @property
@@ -85,7 +85,7 @@ class Handle:
 
     @property
     def loop(self) -> ExactLoop | None:
-        """Returns what `generate` runs under `exact`."""
+        """The loop that `generate` runs under `exact`."""
         return self._engine.loop
 
     @property
@@ -245,7 +245,7 @@ class Handle:
         )
 
     def stats(self) -> RunStats:
-        """Returns what was computed since the start or the last reset; waits for the device. Also after `close()`."""
+        """Counts since the start or the last reset; waits for the device. Also after `close()`."""
         stores = self._engine.bytes
         found = self._engine.meter.read(sum(store.device for store in stores), sum(store.host for store in stores))
         reads = self._engine.host_reads.collect()

@@ -37,7 +37,7 @@ NAME = "sparsekv"
 
 
 class Phase(Enum):
-    """Holds what a forward pass is: decided once, where it enters the model."""
+    """The kind of a forward pass: decided once, where it enters the model."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -179,7 +179,7 @@ def check_layer(expected: int | None, found: int | None) -> None:
 
 
 class Attachment(Protocol):
-    """Holds what is attached to a model, for those who run its forward passes: see `Attached` in attach.py.
+    """An engine attached to a model, for whoever runs its forward passes: see `Attached` in attach.py.
 
     Attributes:
         decoder: the module with the layers.
@@ -192,7 +192,7 @@ class Attachment(Protocol):
     under_way: Pass | None
 
     def run(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
-        """Returns what the decoder's own forward returns, by an executor where one takes the pass."""
+        """The output of the decoder's own forward, by an executor where one takes the pass."""
 
     def run_own(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
         """The decoder's own forward, whose layers attend as the pass says."""
@@ -211,7 +211,7 @@ class Executor(Protocol):
         """Returns whether it runs this pass."""
 
     def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> Any:
-        """Returns what the decoder's own forward returns."""
+        """The output of the decoder's own forward."""
 
 
 class Loop(Protocol):
@@ -234,10 +234,10 @@ class Engine(CacheOwner, Protocol):
 
     @property
     def loop(self) -> Loop | None:
-        """Returns what `generate` runs in place of its own; None for its own."""
+        """The loop of `generate`; None for its own."""
 
     def executors(self) -> Sequence[Executor]:
-        """Returns what runs its forward passes, besides that of long inputs."""
+        """Executors of its forward passes, besides long inputs'."""
 
     def step_phase(self, cache: Cache, lengths: tuple[int, ...]) -> Phase:
         """The phase of a pass of one token behind a past of so many tokens in each row."""

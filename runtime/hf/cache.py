@@ -51,13 +51,11 @@ class CacheOwner(Protocol):
         """An empty store for layer number `layer`."""
 
     def new_state(self) -> DecodeState:
-        """Returns what the layers of one cache share in decode steps."""
+        """State that the layers of one cache share in decode steps."""
 
 
 class CacheProgress:
-    """Says how far the forward passes over one cache came. One that did not end, whatever ended it, is undone before
-    the next one.
-    """
+    """The progress of forward passes over one cache. A pass that did not end is undone before the next one."""
 
     def __init__(self, state: DecodeState) -> None:
         self.state = state
@@ -330,7 +328,7 @@ def put_back(cache: Cache, states: States) -> None:
 
 
 def handed_over(cache: Cache, tokens: int) -> Iterator[Given]:
-    """Returns what every layer has of the first tokens, for `Handle.cache_of`.
+    """Yields the first tokens of every layer, for `Handle.cache_of`.
 
     The cache is empty from then on: it lets go of each layer as that is taken, so that a whole copy needs little more
     memory than the cache itself.

@@ -1,4 +1,4 @@
-"""Says what a loaded model is, as a plan records it: what its config says, and a fingerprint of its weights."""
+"""Describes a loaded model as a plan records it: facts of its config, and a fingerprint of its weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparsekv.runtime.model_config import attention_groups, describe_config, fil
 
 _OLD_NAME = "past_key_values"
 CACHE_NAME = "cache" if "cache" in MoeModelOutputWithPast.__dataclass_fields__ else _OLD_NAME
-"""What models call the cache that they take and return: "cache" from transformers 5.24 on."""
+"""The name of the cache among a model's inputs and outputs: "cache" from transformers 5.24 on."""
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:

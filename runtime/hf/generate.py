@@ -29,7 +29,7 @@ from sparsekv.runtime.model_config import dtype_name, rope_switch
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Says how the next token is drawn. Temperature 0 is greedy."""
+    """Settings of drawing the next token. Temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_p: float = 1.0

@@ -33,7 +33,7 @@ class FetchError(SparseKVError):
 
 
 def fetch_obstacle(layer: LayerProgram, hot: HotRows, lengths: tuple[int, ...]) -> str:
-    """Returns why a layer in host memory cannot be fetched for a captured step."""
+    """The reason why a layer in host memory cannot be fetched for a captured step."""
     if not layer.role.gathers(lengths):
         return "reads all of its tokens at this length, which are in host memory"
     follower = layer.role.follows

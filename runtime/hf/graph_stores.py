@@ -49,7 +49,7 @@ from sparsekv.runtime.stores.store import Binding, Bytes, CachedRows, HostReads,
 
 
 def obstacle(program: Program, stores: Sequence[WholeStore], lengths: tuple[int, ...], ids_BQ: torch.Tensor) -> str:
-    """Returns why a step over these stores has to run as single launches; empty where it does not.
+    """The reason why a step over these stores has to run as single launches; empty where it does not.
 
     Args:
         lengths: tokens of each row, the new ones included.
@@ -269,7 +269,7 @@ class StepStates:
 
     @contextmanager
     def unmoved(self) -> Iterator[None]:
-        """What runs inside leaves the states as they were."""
+        """Restores the states at its end."""
         saved = {slot: own.clone() for slot, own in self._own.items()}
         try:
             yield

@@ -52,9 +52,13 @@ _MOST_GRAPHS = 16  # of all batch sizes and capacities; the one that was not use
 
 
 class _Key(NamedTuple):
-    """Holds what a step is captured for: a phase, a batch size, new tokens of a row, a capacity, the dtype of the cache
-    (another one than the model's where it was filled under autocast), and the rows on the device of layers in host
-    memory and of those that evict tokens."""
+    """The sizes that a captured step serves.
+
+    Attributes:
+        new: tokens of a row.
+        dtype: of the cache; another one than the model's where it was filled under autocast.
+        kinds: rows on the device of layers in host memory and of layers that evict tokens.
+    """
 
     phase: Phase
     rows: int
@@ -111,7 +115,7 @@ class StepGraph:
         self.states.bind(cache)
 
     def load(self, under_way: Pass, inputs: dict[str, Any], lengths: tuple[int, ...]) -> None:
-        """What the next step is of; lengths with the new tokens."""
+        """Writes the inputs of the next step; lengths count the new tokens."""
         self.ids_BQ.copy_(inputs["input_ids"])
         if len(set(lengths)) == 1:
             self.lengths_B.fill_(lengths[0])  # a launch; a copy from the host would wait
@@ -188,7 +192,7 @@ def _fetch(stores: StepStores, segment: SegmentProgram, selection: Selection) ->
 
 @contextmanager
 def _refusing_waits() -> Iterator[None]:
-    """Inside it, what waits for the device raises RuntimeError."""
+    """Inside it, a wait for the device raises RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -251,7 +255,7 @@ class StepGraphs:
         return not self.why_not
 
     def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> Any:
-        """Returns what the decoder's own forward returns. `takes` has made the step ready.
+        """The output of the decoder's own forward. `takes` has made the step ready.
 
         Whether the model still is what was captured is looked at while the device works: asking first would take as
         long as a layer. The captured tensors are kept alive, so that a replay in vain reads nothing but old weights. It
@@ -275,7 +279,7 @@ class StepGraphs:
         self._next = self._pool = self._captured = None
 
     def _obstacle(self, program: Program, decoder: nn.Module, cache: Cache, inputs: dict[str, Any]) -> str:
-        """Returns why the step has to run as the model's own forward; empty where it does not."""
+        """The reason why the step has to run as the model's own forward; empty where it does not."""
         ids = inputs.get("input_ids")
         if ids is None or inputs.get("inputs_embeds") is not None or asks_for_more(decoder, inputs):
             return "more is asked of the model than the next token of token ids"
@@ -404,7 +408,7 @@ _OWN = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_h
 
 
 def obstacle_in(decoder: nn.Module, model_type: str) -> str:
-    """Returns why the modules of a decoder cannot be captured; empty where they can."""
+    """The reason why the modules of a decoder cannot be captured; empty where they can."""
     package = ARCHITECTURES[model_type].home.rpartition(".")[0]
     homes = (f"{package}.", "transformers.activations", "torch.nn.modules.")
     for module in _inside(decoder):

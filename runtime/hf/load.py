@@ -143,7 +143,7 @@ def _options(found: ModelSource, revision: str | None = None, local_files_only: 
 
 
 def torch_dtype(dtype: str, config: PreTrainedConfig, target: torch.device) -> torch.dtype:
-    """Returns what `load_model` loads a model of this config in: "auto" depends on the type of the device."""
+    """The dtype in which `load_model` loads a model of this config: "auto" depends on the type of the device."""
     if dtype in _DTYPES:
         return _DTYPES[dtype]
     if dtype != "auto":

@@ -39,7 +39,7 @@ _INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", CACHE
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """Says how the work of a long input is cut into rows and heads.
+    """The cut of the work of a long input into rows and heads.
 
     Args:
         above: inputs of more tokens, over all batch rows, are cut.
@@ -57,7 +57,7 @@ class Chunking:
         return tokens > 1 and batch * tokens > self.above
 
     def pieces(self, batch: int, tokens: int) -> Iterator[slice]:
-        """Returns which tokens each chunk has: all of them, in order, in chunks of about one size."""
+        """All tokens, in order, in chunks of about one size."""
         most = max(1, self.rows // batch)
         size = -(-tokens // -(-tokens // most))
         for start in range(0, tokens, size):
@@ -187,7 +187,7 @@ def forward_in_pieces(
     pieces: Sequence[slice],
     into_BSE: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns what a decoder layer's own forward returns, up to rounding of products cut by rows.
+    """The output of a decoder layer's own forward, up to rounding of products cut by rows.
 
     Args:
         pieces: which tokens are worked on together.

@@ -25,7 +25,7 @@ from sparsekv.runtime.hf.describe import decoder_of
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Holds what one layer attends with in one forward pass."""
+    """The inputs of one layer's attention in one forward pass."""
 
     layer: int
     q_BHSD: torch.Tensor

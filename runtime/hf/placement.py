@@ -111,8 +111,7 @@ def spill_order(decode: DecodePlan | None, length: int) -> tuple[int, ...]:
 
 
 def layouts_of(model: PreTrainedModel) -> list[Layout]:
-    """Returns what a token's keys and values look like in each layer that has its own, for one batch row: the others
-    come behind those."""
+    """The layout of a row in each layer that has keys and values of its own: the others come behind."""
     groups = {layer: group for group in attention_groups(config_of(model)) for layer in group.layers}
     decoder: Any = decoder_of(model)
     # of any parameter, a norm's at last: quantised projections may show none

@@ -140,7 +140,7 @@ def _interval(is_token_S: list[bool]) -> slice:
 
 
 def _check_new(rows: Sequence[slice], cached: Sequence[int]) -> None:
-    """What follows a row is computed from its last token, which has to be in the last pass of a prompt."""
+    """A row is continued from its last token, which has to be in the last pass of a prompt."""
     for row, (tokens, length) in enumerate(zip(rows, cached, strict=True)):
         if length and not _count(tokens):
             raise UnsupportedError(
@@ -175,7 +175,7 @@ def _check_row_positions(positions: torch.Tensor | None, rows: Sequence[slice], 
 
 
 def run_by_rows(attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> DecoderOutput:
-    """Returns what the decoder's own forward returns, of rows of different lengths run one by one.
+    """The output of the decoder's own forward, of rows of different lengths run one by one.
 
     The output of a row is 0 before its tokens, and behind them that of its last one, from which the next token follows.
     """

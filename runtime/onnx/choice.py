@@ -22,7 +22,7 @@ _LEAST = np.float32(-1.0)  # below every attention weight
 
 
 class ChoiceStep:
-    """Holds what the layers of a step share: lengths, and for each segment how many tokens a row chooses.
+    """Shared by the layers of a step: lengths, and for each segment the number of tokens that a row chooses.
 
     Args:
         lengths_B: int64, the new token included.

@@ -28,7 +28,7 @@ class Forks:
         return self._same_BB is not None
 
     def same_as(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
-        """Returns how many first tokens of each row are those of row `rows[i]`; lengths are tokens of the rows."""
+        """Counts the first tokens that each row shares with row `rows[i]`; lengths are tokens of the rows."""
         if len(rows) != len(lengths):
             return [0] * len(rows)
         return [

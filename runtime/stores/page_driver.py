@@ -163,7 +163,7 @@ class _Array:
 
 
 def why_not(device: torch.device) -> str:
-    """Returns why a device's keys and values cannot lie in virtual memory; empty where they can."""
+    """The reason why a device's keys and values cannot lie in virtual memory; empty where they can."""
     if device.type != "cuda":
         return f"{device.type} has none"
     if torch.version.hip is not None:

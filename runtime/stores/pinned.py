@@ -26,7 +26,7 @@ import torch
 from sparsekv.plans.errors import UsageError
 
 CopyDone = Any
-"""What `run` returns: stands for that work and all before it on the stream."""
+"""The result of `run`: stands for its work and all before it on the stream."""
 
 
 class CopyStream:

@@ -78,8 +78,7 @@ class Bytes:
 
 @dataclass(slots=True)
 class HostReads:
-    """Holds what decode steps have read of contexts in host memory: a step of every layer counts, and every row and
-    list.
+    """Reads of contexts in host memory by decode steps: a step of every layer counts, and every row and list.
 
     Captured steps count on the device: `collect` adds their counts.
     """
@@ -106,7 +105,7 @@ class HostReads:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is counted on devices inside does not count."""
+        """Inside it, devices count in vain."""
         before = {device: counts_3.clone() for device, counts_3 in self._on_device.items()}
         try:
             yield
@@ -151,7 +150,7 @@ class KVStore(KeySource, Protocol):
 
     @property
     def cached(self) -> tuple[int, ...]:
-        """Returns how many of these are in memory."""
+        """Those of them in memory."""
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Adds to each row the tokens that follow those it has.
@@ -290,7 +289,7 @@ LEAVING = 64  # tokens move to the host so many at a time
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Holds what decode steps of a layer read of a long context, which sizes the layer's part on the device.
+    """Reads of a long context by decode steps of a layer, which size the layer's part on the device.
 
     Attributes:
         budgets: of chosen tokens; none where every step reads everything.

@@ -90,7 +90,7 @@ def capture_sizes(drafted: int, rows: Sequence[int]) -> list[int]:
 
 
 def drafts_of(plan: Plan) -> int:
-    """Returns how many tokens a draft has: those that gain most at the longest priced length."""
+    """Tokens of a draft: as many as gain most at the longest priced length."""
     gains = list(exact_gains(plan))
     return (max(gains, key=lambda gain: gain.length).drafted if gains else 0) or DRAFTED
 
@@ -108,7 +108,7 @@ _SHARE = 1 << 10  # shorter contexts are counted as one
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Holds a step that is over.
+    """A step that is over.
 
     Attributes:
         rows: of each request.
@@ -124,7 +124,7 @@ class Step:
 
     @property
     def drafted(self) -> int | None:
-        """Returns how many tokens every request verified; None where they differ, or one of them was not decoding."""
+        """Tokens that every request verified; None where they differ, or one of them was not decoding."""
         sizes = {self.drafts.get(one, 0) for one in self.rows}
         decoding = all(rows == 1 + self.drafts.get(one, 0) for one, rows in self.rows.items())
         return sizes.pop() if len(sizes) == 1 and decoding else None

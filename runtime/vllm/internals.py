@@ -246,7 +246,7 @@ def engine_dense_attention(
 
 
 def without_prefill(config: VllmConfig, support: AttentionCGSupport) -> AttentionCGSupport:
-    """Returns what is captured in whole graphs at most: steps that only decode, or verify as many drafts of each
+    """The most that is captured in whole graphs: steps that only decode, or verify as many drafts of each
     request. Sparse prefill is launched anew each time."""
     drafts = config.speculative_config is not None
     most = AttentionCGSupport.UNIFORM_BATCH if drafts else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

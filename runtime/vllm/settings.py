@@ -248,8 +248,8 @@ def plan_of(
 
 
 def host_of(facts: EngineFacts, plan: Plan, options: EngineOptions) -> Host:
-    """Returns what an engine can do with a plan, with everything in its settings that would run it wrongly, or that
-    this version was not tested on."""
+    """An engine as a host of plans, with everything in its settings that would run one wrongly, or that this version
+    was not tested on."""
     return Host(
         "vLLM", older_queries=False, windows=False, mixed_caches=False, drafts=bool(options.exact),
         obstacles=tuple(_obstacles(facts, plan, options)),

@@ -206,7 +206,7 @@ def _load_order(order_T, tile_M, end_T):
 @triton.jit
 @no_type_check
 def _count_reaching(order_T, end_T, first_T, second_T, third_T, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Returns how many tiles of each row are at least each of three bounds."""
+    """Counts the tiles of each row that are at least each of three bounds."""
     from_first_T = tl.zeros([BLOCK_T], tl.int32)
     from_second_T = tl.zeros([BLOCK_T], tl.int32)
     from_third_T = tl.zeros([BLOCK_T], tl.int32)

@@ -35,7 +35,7 @@ NOTHING = tl.constexpr(2147483647)  # a threshold that no score exceeds
 @triton.jit
 @no_type_check
 def _count_from(row_ptr, count, first, second, third, BLOCK: tl.constexpr):
-    """Returns how many of the numbers are at least each of three bounds, which are 0 or more."""
+    """Counts the numbers that are at least each of three bounds, which are 0 or more."""
     lane = tl.arange(0, BLOCK)
     # The sign of a difference, -1 or 0, is added in a single instruction.
     below_first = tl.zeros([BLOCK], tl.int32)

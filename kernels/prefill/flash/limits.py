@@ -54,7 +54,7 @@ def package() -> FlashPackage:
 
 
 def device_obstacle(device: torch.device) -> str | None:
-    """Returns why this GPU or this installation cannot run it; None when it can."""
+    """The reason why this GPU or this installation cannot run it; None when it can."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return "it needs an NVIDIA GPU of the Hopper generation"
     major, minor = torch.cuda.get_device_capability(device)
@@ -70,7 +70,7 @@ def device_obstacle(device: torch.device) -> str | None:
 
 
 def shape_obstacle(dtype: torch.dtype, head_dim: int, tile: TileShape | None) -> str | None:
-    """Returns why it does not take such tensors; None when it does. Without a tile, whether any tile works."""
+    """The reason why it does not take such tensors; None when it does. Without a tile, of any tile."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, found {dtype}"
     found = package()
@@ -92,7 +92,7 @@ def shape_obstacle(dtype: torch.dtype, head_dim: int, tile: TileShape | None) ->
 
 
 def untested() -> str | None:
-    """Returns why the installed release is not chosen by itself; None for one that was tested."""
+    """The reason why the installed release is not chosen by itself; None for one that was tested."""
     found = package()
     try:
         release = version(found.distribution).partition("+")[0]
