@@ -50,11 +50,7 @@ from sparsekv.runtime.hf.observe import AttentionCall, Observer, capture_attenti
 
 
 def prefill_plan(model: ModelInfo, tile: TileShape, patterns: Mapping[int, Patterns]) -> Plan:
-    """A plan for every length.
-
-    Args:
-        patterns: of the heads of every layer with full attention.
-    """
+    """A plan for every length."""
     groups = tuple(
         HeadGroup(layer=layer, heads=(head,), pattern=pattern)
         for layer, own in patterns.items()

@@ -45,7 +45,7 @@ from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, for_profile
 from sparsekv.plans import patterns
 from sparsekv.plans.errors import UsageError, did_you_mean
-from sparsekv.plans.patterns import AShape, Budget, Pattern, TileShape, VerticalSlash, fraction, last_q_for
+from sparsekv.plans.patterns import AShape, Budget, TileShape, VerticalSlash, fraction, last_q_for
 from sparsekv.plans.phases import DecodeBudget, PrefillPlan, Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
@@ -182,7 +182,7 @@ def _streaming(inputs: CurveInputs, length: int) -> Modes:
     patterns = AShape.widening(_SINK, length)
     for density in inputs.ladder(length, "a_shape"):
         pattern = static_at_density(patterns, length, density, inputs.tile)
-        yield _density(density), _same(inputs, pattern)
+        yield _density(density), SamePattern(pattern, inputs.tile).mode(inputs.loaded.info)
 
 
 def _vertical_slash(inputs: CurveInputs, length: int) -> Modes:
@@ -225,10 +225,6 @@ def _cumulative(score: ScoreKind, knob: str, inputs: CurveInputs, length: int) -
 def _max_threshold(inputs: CurveInputs, length: int) -> Modes:
     for alpha in _ALPHAS:
         yield f"alpha {alpha:g}", max_threshold(alpha, inputs.tile)
-
-
-def _same(inputs: CurveInputs, pattern: Pattern) -> PlanMode:
-    return SamePattern(pattern, inputs.tile).mode(inputs.loaded.info)
 
 
 def _density(density: float) -> str:

@@ -58,7 +58,6 @@ def measure_curves(
     """Measures methods at every length but for the points that a file holds, and adds those of each length to it.
 
     Args:
-        methods: of `chosen_methods`.
         asked: tasks, lengths and samples.
 
     Returns:

@@ -63,9 +63,7 @@ class KernelBench:
         densities: that structure is planted at; what comes of it is in the rows.
         backends: those to time; empty for all that there are.
         patterns: of each case, see `families_of`.
-        builder: of indices, see `build_index`.
         last_q: queries that vertical-slash heads sample; None: as the planner's own patterns.
-        rounds: samples of each call.
     """
 
     lengths: tuple[int, ...]

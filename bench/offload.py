@@ -71,7 +71,6 @@ class OffloadRun(Run):
     """Tokens generated once; `replay_ms` is None where the step would find the tokens of its one choice in the hot set.
 
     Attributes:
-        host_layers: that were in host memory.
         link: of the memory that was read; None where nothing was, or not by a GPU.
     """
 
@@ -81,11 +80,7 @@ class OffloadRun(Run):
 
 @dataclass(frozen=True)
 class OffloadRuns(DecodeRuns):
-    """Tokens of one model by one plan; a way to run is a mode of `--offload`.
-
-    Attributes:
-        memory: blocks of host memory, which all runs use in turn.
-    """
+    """Tokens of one model by one plan; a way to run is a mode of `--offload`."""
 
     memory: HostMemory = field(default_factory=HostMemory)
 

@@ -81,9 +81,6 @@ class PrefillBench:
     """Says how to time.
 
     Attributes:
-        repeats: runs of each, alternating.
-        chunk: most tokens given to the model at once; None is all.
-        backend: of sparse attention, or "auto".
         kv_host_layers: layers whose keys and values go to host memory, instead of those that the plan says.
         dense_layers: measure dense on so many layers, and multiply; None measures the whole model.
         ranked_from: tokens from which the ways to run dense are compared on a part, and the fastest alone runs on all.

@@ -118,7 +118,6 @@ class Table:
     Attributes:
         note: makes the note of this run, which is added after each batch.
         until: when to stop, by the monotonic clock.
-        tasks: those of RULER's that are run; None for all.
         untimed: leave times out.
         known: what is added with the next batch.
     """
@@ -247,7 +246,9 @@ class Batch:
         where nothing is observed beside it."""
         rules = {name: method for name, method in methods.items() if isinstance(method, Rule)}
         runs = {name: method for name, method in methods.items() if isinstance(method, Run)}
-        shared = {name: run for name, run in runs.items() if _goes_on_from_dense(run)}
+        shared = {
+            name: run for name, run in runs.items() if isinstance(run.mode, PlanMode) and run.mode.prefilled_by == DENSE
+        }
         model = self.loaded.model
         observes = tuple(sorted({one for rule in rules.values() for one in rule.observes}))
         self._warm_up()
@@ -369,10 +370,6 @@ class Batch:
         kl_BT = (dense_BTV.exp() * (dense_BTV - log_BTV)).sum(-1).double().clamp(min=0.0) * counted_BT
         mean_B: list[float] = (kl_BT.sum(1) / counted_BT.sum(1).clamp(min=1)).tolist()
         return mean_B
-
-
-def _goes_on_from_dense(run: Run) -> bool:
-    return isinstance(run.mode, PlanMode) and run.mode.prefilled_by == DENSE
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

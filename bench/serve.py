@@ -89,13 +89,9 @@ class ServeBench:
     """Says how engines are set, and what is asked of them.
 
     Attributes:
-        repeats: of each load, in turn.
         step_tokens: that an engine computes in a step at most (vLLM's `max_num_batched_tokens`).
-        backend: of the kernels that prefill sparse, or "auto".
         alone: one engine at a time.
         cache_bytes: of keys and values, of each engine; None takes what the device has left.
-        ranks: GPUs of each engine (tensor parallelism).
-        kv_dtype: of keys and values in both engines.
         drafted: tokens that a look-up (ngram) drafts at a time; 0 without.
     """
 
@@ -418,8 +414,6 @@ def serve(
     """Serves all prompts, a new one as soon as one of `at_once` is answered, or when its time has come.
 
     Args:
-        llm: a `vllm.LLM`.
-        prompts: tokens.
         answer: tokens of every answer, whatever the model says.
         at_once: requests that the engine has at a time.
         arrivals: seconds from the beginning, ascending, at which each prompt is given instead.

@@ -101,13 +101,9 @@ class StepAttention:
     """Random queries of one step, and the keys and values of all layers.
 
     Args:
-        info: of the model.
         layouts: of its layers, for the batch.
         length: tokens of each row, the new one included.
-        backend: the name that `choose_backend` gave.
-        seed: of what is random.
         softmax: of every layer; kernels of others compute it without sinks and caps.
-        float8: keys and values are in 8 bits, which kernels of others do not take.
 
     Raises:
         What an allocation raises.

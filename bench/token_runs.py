@@ -48,9 +48,7 @@ class DecodeBench:
 
     Attributes:
         lengths: tokens of a row once the last token is there.
-        repeats: of each, in turn.
         new_tokens: that a whole token is the mean of.
-        backend: of kernels, or "auto".
         exact: also time tokens that plans draft and dense attention checks; the unmodified model is left out.
         acceptance: the share of drafts that are taken to count, whatever the check says; None asks it.
     """

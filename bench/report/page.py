@@ -102,7 +102,7 @@ def report(
         sections=sections,
         data=_json(data),
         script=Markup(script),
-        script_hash=Markup(_hash(script)),
+        script_hash=Markup(f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"),
     )
 
 
@@ -118,10 +118,6 @@ def _script() -> str:
     version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
     drawing = resources.files("sparsekv.bench.report").joinpath("drawing.js").read_text()
     return vl_convert.javascript_bundle(drawing, vl_version=version).replace("</script", "<\\/script")
-
-
-def _hash(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 _MAPS = (

@@ -149,7 +149,7 @@ class TimedLayers(ABC):
         Args:
             x_TE: as many numbers a row as the heads have.
         """
-        w_EE, out_TE = torch.randn(x_TE.shape[1], x_TE.shape[1]).to(x_TE), torch.empty_like(x_TE)
+        w_EE, out_TE = torch.randn(x_TE.shape[1], x_TE.shape[1], device=x_TE.device).to(x_TE), torch.empty_like(x_TE)
 
         def layer(attention: Launch) -> object:
             attended = attention()
