@@ -63,6 +63,7 @@ class DecodeState:
         on_choice: what to do right behind every choice.
         scratch: float32 memory of the host for the scores of one filter layer after another; its size bounds them.
         carried: makers of what roles carry from step to step, by layer.
+        readers: by layer with keys and values of its own, itself and the layers that attend to these.
 
     Raises:
         UsageError: a segment is chosen for across ranks and there is no `gather`.
@@ -75,6 +76,7 @@ class DecodeState:
         on_choice: OnChoice | None = None,
         scratch: torch.Tensor | None = None,
         carried: Mapping[int, NewCarried] | None = None,
+        readers: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
         if gather is None and any(segment.across_ranks for segment in segments):
             raise UsageError(
@@ -85,6 +87,7 @@ class DecodeState:
         self.scratch = scratch
         self._on_choice = on_choice
         self._new_carried = carried or {}
+        self._readers = readers or {}
         self._segments = tuple(segments)
         self._numbers = {segment.filter: number for number, segment in enumerate(segments)}
         self._tables: dict[torch.device, Budgets] = {}
@@ -216,15 +219,18 @@ class DecodeState:
     def remembered(self, before: Remembered) -> None:
         self._queries, self._observed, self.carried = dict(before.queries), dict(before.observed), dict(before.carried)
 
-    def restore(self, layer: int, before: Remembered) -> None:
-        _put_back(self._queries, before.queries, layer)
-        _put_back(self._observed, before.observed, layer)
-        if layer in before.carried:
-            self.carried[layer].copy_(before.carried[layer])
+    def restore(self, cached: int, before: Remembered) -> None:
+        """Puts back what was remembered of a layer with keys of its own and of those that read them."""
+        for layer in self._readers.get(cached, (cached,)):
+            _put_back(self._queries, before.queries, layer)
+            _put_back(self._observed, before.observed, layer)
+            if layer in before.carried:
+                self.carried[layer].copy_(before.carried[layer])
 
-    def select(self, layer: int, rows_B: torch.Tensor) -> None:
-        """Row i of the sequences becomes a copy of row `rows_B[i]`, in what is remembered of a layer."""
-        if layer in self._queries:
+    def select(self, cached: int, rows_B: torch.Tensor) -> None:
+        """Row i of the sequences becomes a copy of row `rows_B[i]`, in what is remembered of a layer with keys of its
+        own and of those that read them."""
+        for layer in self._queries.keys() & {*self._readers.get(cached, (cached,))}:
             queries_BHWD = self._queries[layer]
             self._queries[layer] = queries_BHWD.index_select(0, rows_B.to(queries_BHWD.device))
 

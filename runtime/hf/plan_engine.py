@@ -106,7 +106,7 @@ class PlanEngine:
         return FixedRows(frozenset(self.program.evicting), self.placement.layers)
 
     def new_state(self) -> DecodeState:
-        return DecodeState(self.program.segments, carried=self.program.carried)
+        return DecodeState(self.program.segments, carried=self.program.carried, readers=self.program.readers)
 
     def executors(self) -> Sequence[Executor]:
         if not can_capture(self._device, self._backend):

@@ -6,13 +6,11 @@ from shutil import copyfile
 import pytest
 from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model
-from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.cli.bench import HeadlineFlags, KernelFlags, headline, kernels
 from sparsekv.cli.bench_model import DecodeFlags, decode
 from sparsekv.planner.records import only_run
 from sparsekv.plans.files import write_plan
-from sparsekv.plans.schema import Plan
 
 RELIED_ON = ["name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device"]
 KERNELS = {"lengths": (512,), "heads": 2, "kv_heads": 1, "head_dim": 32, "tile": "64", "repeats": 1, "backend": "cpu"}
@@ -97,29 +95,6 @@ def test_decode_from_host_memory_stands_beside_decode_on_the_device(sparsekv, fo
     (row,) = sparsekv(*call, "--offload", "never", "--json").data
     assert row["device_ms"] > 0
     assert row["offloaded_ms"] is None
-
-
-def test_a_plan_without_what_is_to_be_timed_is_refused(sparsekv, folder, tmp_path):
-    model = tiny_model(context=2048)
-    write_plan(plan_for(model, decode=decode_plan(segment(0, (1, 2), 20))), device := tmp_path / "device.yaml")
-    write_plan(Plan(status="unverified", model=sparse_plan(model).model), prefill := tmp_path / "prefill.yaml")
-    call = ("bench", "decode", folder, "--lengths", 256, "--plan")
-    for path, options, word in ((device, ("--offload", "always"), "offload=true"), (prefill, (), "budget=2k")):
-        done = sparsekv(*call, path, *options)
-        assert (done.code, done.out) == (2, "")
-        assert word in done.err
-
-
-def test_a_decode_whose_smallest_case_does_not_fit_is_refused_unless_its_plan_offloads(sparsekv, folder, tmp_path):
-    call = ("bench", "decode", folder, "--random-weights", "--lengths", "1024k", "--batch", 8192)
-    done = sparsekv(*call, *BY_HAND)
-    assert (done.code, done.out) == (2, "")
-    assert "--lengths" in done.err
-    plan = plan_for(tiny_model(context=2048), decode=decode_plan(segment(0, (1, 2), 20), offload=(2,)))
-    write_plan(plan, path := tmp_path / "offload.yaml")
-    done = sparsekv(*call, "--plan", path)
-    assert done.code == 1
-    assert "out of memory" in done.out
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,6 @@ def test_both_axes_are_read_off_straight_lines_in_logarithms() -> None:
         assert density_within(LINE, kl) == pytest.approx(density)
 
 
-def test_what_a_method_does_not_reach_has_no_number() -> None:
-    assert (value_at(LINE, 0.05), density_within(LINE, 0.00001)) == (None, None)
-    assert (value_at(LINE, 0.9), density_within(LINE, 1.0)) == (0.0001, 0.1)
-    assert (value_at([], 0.5), density_within([], 0.5)) == (None, None)
-
-
 def test_tables_have_a_row_a_method_of_each_phase_and_length() -> None:
     common = {"phase": "decode", "length": 4096}
     points = [CurvePoint(method=name, density=0.5, kl=kl, **common) for name, kl in (("a", 0.0), ("b", 0.5))]

@@ -14,14 +14,13 @@ from sparsekv.bench import token_runs
 from sparsekv.bench.decode import ATTENTION, TOKEN, bench_decode, check_decode
 from sparsekv.bench.random_model import BenchModel
 from sparsekv.bench.step_attention import StepAttention, fill
-from sparsekv.bench.token_runs import EXACT, OURS, UNMODIFIED, DecodeBench, DecodeRuns, Forced, Run
+from sparsekv.bench.token_runs import OURS, UNMODIFIED, DecodeBench, DecodeRuns, Forced, Run
 from sparsekv.plans.errors import PlanMismatchError, UnsupportedError, UsageError
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.placement import layouts_of
 
 LENGTH, BUDGET = 256, 20
 TIMES = {UNMODIFIED: 9.0, OURS: 6.0, "plan": 2.0}
-FULL = torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.fixture(scope="module")
@@ -91,21 +90,6 @@ def test_rates_count_the_keys_and_values_that_attention_reads(subject, plan, tak
     assert data["tflops"] == pytest.approx(attended * 4 * 4 * 32 / data["sparse_ms"] / 1e9)
 
 
-def test_keys_and_values_in_8_bits_are_timed_against_our_own_dense_kernel(subject, plan):
-    attention, token = (row.data() for row in rows_of(subject, plan, kv_dtype="fp8"))
-    assert (attention["kv_dtype"], token["kv_dtype"]) == ("fp8", "fp8")
-    assert attention["dense_peers_ms"].keys() == {"sparsekv dense"}
-    attended, token_bytes = LENGTH + 2 * (2 + BUDGET + 3), 2 * 2 * 32  # a byte for each number
-    assert attention["gbytes_per_second"] == pytest.approx(attended * token_bytes / attention["sparse_ms"] / 1e6)
-    assert token["sparse_ms"] > 0
-    whole, stored = (
-        StepAttention(subject.info, tuple(layouts_of(subject.model)), LENGTH, "cpu", 0, float8=float8)
-        for float8 in (False, True)
-    )
-    for one, other in zip(whole.by_plan(None)(), stored.by_plan(None)(), strict=True):
-        assert 1e-4 < (one - other).norm() / one.norm() < 0.1
-
-
 def test_the_share_of_tokens_is_what_a_run_counts(subject, plan):
     attention, token = rows_of(subject, plan)
     with sparsekv.apply(subject.model, plan) as handle:
@@ -140,18 +124,6 @@ def test_every_dense_kernel_computes_what_the_runtime_computes(family, own):
     assert expected.shape == (3, 2, 4, 1, 32)
     for found in others:
         torch.testing.assert_close(found, expected)
-
-
-# --- what goes wrong --------------------------------------------------------------------------------------------------
-
-
-def test_what_does_not_fit_in_memory_is_said_and_the_next_case_is_timed(subject, plan, taking):
-    taking(lambda way, batch: FULL if batch > 1 else TIMES[way])
-    _, full, _, fits = rows_of(subject, plan, batches=(2, 1))
-    assert (full.own["batch"], full.sparse_ms, full.dense_ms, full.own["unmodified_ms"]) == (2, None, None, None)
-    assert "batch 2" in full.note
-    assert full.peers.refused == {UNMODIFIED: "out of memory", OURS: "out of memory"}
-    assert (fits.own["batch"], fits.sparse_ms) == (1, TIMES["plan"] + 1)
 
 
 # --- one run, and what is refused -------------------------------------------------------------------------------------
@@ -215,15 +187,6 @@ def test_steps_that_are_captured_over_pages_have_their_times(monkeypatch, option
     token = rows[1].own
     assert (token["replay_ms"] > 0, token["dense_replay_ms"] > 0) == (True, True)
     assert ("map" in pool.driver.calls, pool.used) == (True, 0)
-
-
-def test_exact_tokens_are_a_row_of_their_own_over_our_dense_steps(subject, plan):
-    rows = rows_of(subject, plan, exact=True, acceptance=0.9)
-    assert [row.name for row in rows] == [ATTENTION, TOKEN, EXACT]
-    token, exact = (row.data() for row in rows[1:])
-    assert exact["dense_ms"] == token["dense_ms"] == exact["dense_peers_ms"][OURS]
-    assert UNMODIFIED not in exact["dense_peers_ms"]
-    assert token["density"] < exact["density"] <= 1  # checks read everything
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.8, 1.0])

@@ -44,17 +44,6 @@ def test_random_weights_have_the_shape_of_the_config_a_seed_and_a_note():
         random_model("tiny-retriever", device=CPU, dtype=torch.float32, longest=512, layers=13)
 
 
-def test_a_known_shape_stands_in_where_no_config_can_be_had(monkeypatch):
-    smaller = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-    smaller |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100}
-    monkeypatch.setitem(PUBLIC_SHAPES, "llama3-8b", PUBLIC_SHAPES["llama3-8b"] | smaller)
-    made = random_model("llama3-8b", device=CPU, dtype=torch.float32, longest=512)
-    assert (made.info.layers, made.info.attention[0].kv_heads) == (2, 2)
-    with pytest.raises(UsageError) as unknown:
-        random_model("someone/unheard-of", device=CPU, dtype=torch.float32, longest=512)
-    assert "llama3-8b" in unknown.value.__notes__[0]
-
-
 def test_public_shapes_are_of_aliases_and_of_supported_architectures():
     types = {alias.name: alias.model_type for alias in ALIASES}
     for name, shape in PUBLIC_SHAPES.items():
@@ -137,11 +126,3 @@ def test_all_layers_but_three_keep_by_hand_and_a_model_without_others_is_refused
     assert "layers 3-4 keep 64 + 132" in words
     with pytest.raises(UsageError, match=r"keep, found 3;"):
         kept_by_hand(info_of(tiny_model(layers=3)), 64, 40)
-
-
-@pytest.mark.parametrize(("filters", "found"), [((3,), "3"), ((2,), "2"), ((0, 1, 2), "0-2"), ((0, 7), "7")])
-def test_filter_layers_that_are_not_there_or_choose_for_none_are_refused(info, filters, found):
-    with pytest.raises(UsageError, match=f"found {found};"):
-        HandDecode(filters=filters).plans(info, 256)
-    with pytest.raises(UsageError):
-        HandDecode().plans(info_of(tiny_model(layers=1)), 256)

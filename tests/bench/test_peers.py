@@ -124,20 +124,6 @@ def test_a_run_that_ends_in_the_middle_shows_the_rows_that_it_has(called, tmp_pa
     assert f"{out}; the same command goes on" in done.err
 
 
-def test_random_weights_have_times_at_equal_density_and_no_quality(called, tmp_path):
-    out = tmp_path / "peers.json"
-    call = {"random_weights": True, "lengths": "2k", "repeats": 1, "out": out}
-    own = {"density": "40%", "methods": "FlexPrefill", "tile": "64"}
-    done = called(**call, **own, originals=tmp_path)
-    assert done.code == 0, done.err
-    rows = {(row.method, row.at): row for row in rows_in(out)}
-    equal = rows["FlexPrefill", "equal"]
-    assert (equal.kl, equal.density) == (None, None)
-    assert equal.timed_density == pytest.approx(0.4, abs=0.05)
-    assert "--fetch" in rows["FlexPrefill", "original"].note
-    assert called(**call, **own, samples=2).code == 2
-
-
 def test_fetching_clones_a_commit_once_and_leaves_other_files_alone(tmp_path):
     there = tmp_path / "there"
     there.mkdir()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
-from plans_samples import full_plan, quality_at, small_plan
+from plans_samples import quality_at, small_plan
 
 from sparsekv.bench.report.facts import (
     budget_table,
     density_table,
     layer_reads,
     pattern_maps,
-    quality_tables,
 )
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
@@ -47,19 +46,6 @@ def test_heads_have_the_density_and_the_damage_of_the_candidate_with_their_patte
     assert {(f.pattern, f.density, f.damage) for f in shown.heads if f is not fact} == {("dense", 1.0, 0.0)}
 
 
-def test_every_kind_of_layer_has_its_cells_and_every_range_is_named() -> None:
-    plan = full_plan()
-    maps, lines = pattern_maps(plan, None)
-    cells = {(fact.layer, fact.head): fact for fact in maps[0].heads}
-    assert len(cells) == 8 * 4 + 8
-    assert [cells[layer, 0].pattern for layer in range(9)] == [
-        "a_shape", "a_shape", "block_sparse", "vertical_slash", "dense", "sliding", "dense", "dense", "linear",
-    ]  # fmt: skip
-    assert cells[8, 0].density is None
-    assert lines == ("up to 12,288: dense", "above 131,072: as up to 131,072")
-    assert pattern_maps(small_plan(prefill=None), None) == ((), ("every length: dense",))
-
-
 def with_segments(budget: DecodeBudget) -> Plan:
     segment = Segment(filter=1, layers=(2,), budget=budget, recent=128)
     decode = DecodePlan(lengths=(DecodeBucket(up_to=8192, dense=True), DecodeBucket(up_to=None, segments=(segment,))))
@@ -76,14 +62,6 @@ def test_layers_read_sinks_choice_and_recent_tokens_of_the_longest_context() -> 
     assert {fact.share for key, fact in facts.items() if key != ("above 8,192", 2)} == {1.0}
     assert budget_table(plan)[1] == ["1", "2", "last", "max", "4", "128", "1000 tokens"]
     assert layer_reads(small_plan(decode=None)) == ()
-
-
-def test_the_quality_tables_have_every_cell_and_length() -> None:
-    (_, answers), (_, divergence) = quality_tables(full_plan().quality)
-    assert all(len(row) == len(table[0]) for table in (answers, divergence) for row in table)
-    assert [row[0] for row in answers[1:]] == ["niah_multikey", "two_stage"]
-    assert [row[0] for row in divergence[1:]] == ["8k", "32k"]
-    assert "99.9%" in divergence[1]
 
 
 @pytest.mark.parametrize(

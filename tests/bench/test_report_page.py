@@ -17,11 +17,9 @@ from planner_profiles import made_up_length, made_up_model, made_up_profile, mad
 from plans_samples import digest_of, full_plan, model_info, quality_at, small_plan
 
 from sparsekv.bench.curve_file import CurvePoint, CurveRun
-from sparsekv.bench.report.sketch import Sketch, sketch_of
 from sparsekv.planner.records import RunFile, write_measured
 from sparsekv.plans.files import write_plan
-from sparsekv.plans.model import AttentionGroup
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
 from sparsekv.plans.schema import Cost, Plan, Provenance
 
@@ -158,24 +156,6 @@ def test_a_head_of_each_pattern_has_its_drawing_and_divergence_its_chart_by_leng
         assert all(0 <= share <= 1 for row in shapes["rows"] for share in row)
         assert set(sketch["charts"]) <= data["charts"].keys()
     assert data["datasets"]["quality"]["rows"] == [["both", n, 0.01, 0.01, 0.03] for n in (4096, 8192)]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        (Dense(), Sketch(0.0, 1.0)),
-        (AShape(sink=tokens(64), window=tokens(256)), Sketch(0.0625, 0.25)),
-        (BlockSparse(keep=tokens(512)), Sketch(0.0625, 0.0625, tiles=0.375)),
-        (
-            VerticalSlash(vertical=tokens(128), slash=tokens(2), last_q=64, max_tiles=fraction(1.0)),
-            Sketch(0.0625, 0.0625, columns=0.125, diagonals=0.25),
-        ),
-    ],
-    ids=lambda one: type(one).__name__,
-)
-def test_a_drawing_has_the_shares_that_a_pattern_computes(pattern, expected) -> None:
-    shape = AttentionGroup(kind="full", layers=(0,), heads=1, kv_heads=1, head_dim=64)
-    assert sketch_of(pattern, shape, 1024, TileShape(query=64, key=64)) == expected
 
 
 def fields_of(encoding: Any) -> Iterator[str]:

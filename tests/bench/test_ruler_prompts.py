@@ -9,7 +9,7 @@ from task_tokenizers import REFERENCE_MODEL
 from tiny_plans import decode_plan, every_head, plan_for, segment
 
 from sparsekv.bench import ruler_prompts
-from sparsekv.bench.ruler_prompts import Answer, Prompt, read_prompts, table
+from sparsekv.bench.ruler_prompts import Prompt
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.hf.load import load_model
@@ -44,17 +44,6 @@ def test_dense_and_a_plan_answer_the_same_prompts(prompts: Path, tmp_path: Path,
     assert capsys.readouterr().out.splitlines()[1].split() == ["niah_single_1", "2", "100.0", "0.0", "2", "0"]
 
 
-def test_as_many_prompts_of_a_task_are_read_as_asked(prompts: Path) -> None:
-    assert [len(some) for some in read_prompts(prompts, 1).values()] == [1]
-    assert [len(some) for some in read_prompts(prompts).values()] == [2]
-
-
 def test_a_score_is_the_share_of_strings_in_the_answer_in_whatever_case() -> None:
     prompt = Prompt("ruler_vt", 2048, "", ["ABCDE", "FGHIJ"], 30)
     assert [prompt.score(text) for text in ("abcde, FGHIJ", "it is Abcde", "none")] == [1.0, 0.5, 0.0]
-
-
-def test_losses_and_wins_are_counted_prompt_by_prompt() -> None:
-    pairs = {"dense": (1.0, 0.5, 0.0), "plan": (0.5, 0.5, 1.0)}
-    found = [Answer(name, "ruler_cwe", i, score, "") for name, row in pairs.items() for i, score in enumerate(row)]
-    assert table(found).splitlines()[1].split() == ["ruler_cwe", "3", "50.0", "66.7", "1", "1"]

@@ -1,6 +1,5 @@
 """bench serve, as far as it needs no vLLM: which model is served, how engines are set, and when requests come."""
 
-import sys
 from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
@@ -13,10 +12,8 @@ from sparsekv.bench.serve import (
     Measured,
     ServeBench,
     Served,
-    ServedModel,
     Timing,
     _arrivals,
-    _each,
     _one_by_one,
     serve,
     served_model,
@@ -122,29 +119,3 @@ def test_an_engine_whose_process_ends_is_a_note_beside_what_the_other_gave(monke
     bench = ServeBench((Load(4, 2),), torch.device("cpu"), torch.float32)
     ((_, found),) = _one_by_one(None, None, bench, StageStep())  # type: ignore[arg-type]
     assert (list(found.turns), found.note.startswith("dense: its process ended")) == (["sparse"], True)
-
-
-def test_an_engine_that_is_late_is_not_asked_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def served(engine: str, prompts: list, answer: int, at_once: int, arrivals: list[float] | None = None) -> Served:
-        if arrivals is not None:
-            asked.append(engine)
-        first = 2.0 if engine == "slow" and asked.count("slow") == 2 else 0.1
-        return Served((Timing(0.0, first, 3.0),), answer)
-
-    monkeypatch.setattr("sparsekv.bench.serve.serve", served)
-    monkeypatch.setitem(
-        sys.modules, "sparsekv.runtime.vllm.engine_host",
-        SimpleNamespace(reset_stats=str, serving_stats=str, serving_backend=str),
-    )  # fmt: skip
-    loads = tuple(Load(4, 2, requests=2, per_minute=often) for often in (60, 90, 120))
-    others = (Load(4, 2, requests=2, per_minute=30), Load(8, 2, requests=2, per_minute=120), Load(4, 2))
-    bench = ServeBench((*loads, *others), torch.device("cpu"), torch.float32, repeats=1)
-    model = ServedModel("", None, 100, "", random=True)  # type: ignore[arg-type]
-    found = dict(_each({"dense": "slow", "sparse": "fast"}, model, bench))
-    assert [load for load in bench.loads if "dense" not in found[load].turns] == [loads[2]]
-    assert all("sparse" in one.turns for one in found.values())
-    assert [load for load in bench.loads if "dense not asked" in found[load].note] == [loads[2]]
-    assert asked.count("slow") == 4
-    assert found[others[2]].note.count("no token timed, since 1 requests never decoded together") == 2

@@ -261,6 +261,8 @@ def _decode_rows() -> Iterator[tuple[str, Row]]:
     )
     heads = {"selector": "uniform", "window": 3, "heads": "per_kv_head"}
     yield "several queries under a soft cap", _steps(segment(0, (1, 2), 9, **heads), family="gemma2")
+    several = segment(5, (6,), 9, selector="uniform", window=4)  # by a layer without keys of its own
+    yield "several queries over shared keys", Row(SHARED, _shared(2), decode=decode_plan(several))
     growing = (
         DecodeBucket(up_to=72, dense=True),
         DecodeBucket(up_to=92, segments=(segment(0, (1, 2), 30),)),
@@ -350,10 +352,10 @@ def _captured_rows() -> Iterator[tuple[str, Row]]:
     yield "captured, 8 bits in host memory", Row(decode=moved, made=SMALL, options={"kv_dtype": "fp8"}, **hosted)
 
 
-def _shared() -> dict[str, Any]:
-    """Layer 5 attends to the keys of layer 4."""
-    kinds = [*["full_attention", "sliding_attention"] * 2, *["full_attention"] * 2]
-    return {"layers": 6, "layer_types": kinds, "sliding_window": 24, "num_kv_shared_layers": 1}
+def _shared(layers: int = 1) -> dict[str, Any]:
+    """So many layers, from layer 5 on, attend to the keys of layer 4."""
+    kinds = [*["full_attention", "sliding_attention"] * 2, *["full_attention"] * (1 + layers)]
+    return {"layers": 5 + layers, "layer_types": kinds, "sliding_window": 24, "num_kv_shared_layers": layers}
 
 
 LOCAL = {"layer_types": ["full_attention", "sliding_attention", *["full_attention"] * 2], "sliding_window": 24}

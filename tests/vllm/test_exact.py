@@ -126,6 +126,24 @@ def test_penalties_count_drafted_tokens_as_generated(exact: Any, dense: Any) -> 
     same(exact, dense, prompts, bad_words=["a"], min_tokens=3)
 
 
+@on_v2
+def test_aborted_requests_leave_the_others_as_they_are(exact: Any, dense: Any) -> None:
+    from vllm import SamplingParams
+
+    prompts = texts(7, (140, 90, 200))
+    expected = [tokens_of(one) for one in ask(dense, prompts, max_tokens=16)]
+    engine, answers = exact.llm_engine, {}
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    ids = [engine.add_request(f"r{number}", {"prompt_token_ids": one}, params) for number, one in enumerate(prompts)]
+    for step in range(200):
+        if step == 4:
+            engine.abort_request([ids[1]], internal=True)
+        answers |= {one.request_id: tokens_of(one) for one in engine.step()}
+        if not engine.has_unfinished_requests():
+            break
+    assert (answers["r0"], answers["r2"]) == (expected[0], expected[2])
+
+
 @torch.no_grad()
 def pair_probabilities(model: Any, prompt: list[int], temperature: float, least: float) -> dict[tuple[int, int], float]:
     """The pairs of next tokens by dense attention whose joint probability is at least `least`, with it."""

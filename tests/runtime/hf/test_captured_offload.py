@@ -20,7 +20,6 @@ from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.graph_fetches import StepFetches
 from sparsekv.runtime.hf.graphs import GraphWarning
 from sparsekv.runtime.stores.bank import HostStore
-from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES, HostMemory
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -138,34 +137,6 @@ def test_caches_take_turns_and_single_launches_go_between(model, captured):
     assert also == replayed
 
 
-def test_only_what_the_hot_set_lacks_is_fetched_and_counted(model, captured):
-    prompt, new = ids(2, LONG), ids(2, STEPS, 1)
-    with applied(model, (1, 2)) as handle:
-        steps(model, prompt, new)
-        stats = handle.stats()
-    assert handle.steps.replayed == STEPS
-    assert (stats.host_steps, stats.host_tokens_chosen) == (2 * STEPS, 2 * STEPS * 2 * (4 + 12))
-    # what the first step chose was fetched while it was captured, which does not count
-    assert 0 < stats.host_tokens_fetched <= (STEPS - 1) * 2 * 2 * 12
-    handle.reset_stats()
-    assert handle.stats().host_steps == 0
-
-
-@torch.no_grad()
-def test_turns_of_one_token_are_replayed(model, captured):
-    prompt, seen = ids(1, LONG), []
-    for way in ((), (1, 2)):
-        with applied(model, way) as handle:
-            cache, turn = steps(model, prompt[:, :-1], prompt[:, :0])[1], prompt
-            for _ in range(2):  # the second goes on from the last token of the first
-                mask = torch.ones_like(turn)
-                turn = model.generate(turn, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
-            assert (handle.steps.replayed, handle.steps.why_not) == (2, "")
-            assert on_host(cache) == list(way)
-            seen.append(turn)
-    assert torch.equal(*seen)
-
-
 def test_a_layer_that_reads_everything_from_host_memory_runs_as_single_launches(model, captured):
     prompt, new = ids(1, LONG), ids(1, 1, 1)
     with applied(model, ()):
@@ -267,27 +238,6 @@ def test_a_kernel_that_fetches_and_fails_is_named_and_attention_goes_on_by_trito
     assert "ptxas died" in failed
     assert before == len(calls) == fails_at
     assert torch.equal(found, expected)
-
-
-def test_garbage_that_waits_for_the_device_does_not_end_a_capture(model, captured, monkeypatch):
-    """A GPU refuses to be waited for then, in its own words."""
-    memory, ran, seen = HostMemory(), [], []
-    blocks = [memory.take(1 << 20, DEVICE) for _ in range(3)]
-    fetch = StepFetches.fetch
-
-    def littering(self, segment, selection):
-        blocks[-1:] = []  # is unlocked
-        OUTSIDE_CAPTURES.run(lambda: ran.append(CUDA and torch.cuda.synchronize()))
-        seen.append(len(ran))
-        fetch(self, segment, selection)
-
-    monkeypatch.setattr(StepFetches, "fetch", littering)
-    with applied(model, (1, 2)) as handle:
-        steps(model, ids(1, LONG), ids(1, 1, 1))
-        assert (handle.steps.replayed, handle.steps.why_not) == (1, "")
-    captures = 3 if CUDA else 2
-    assert seen[:captures] == [0] * captures
-    assert len(ran) == len(seen)
 
 
 @pytest.mark.skipif(not CUDA, reason="device memory is a GPU's")

@@ -1,7 +1,5 @@
 """`exact`: what is generated is what dense attention generates, whatever the plan drafts."""
 
-from itertools import zip_longest
-
 import pytest
 import torch
 from emulated_graphs import emulate
@@ -207,20 +205,6 @@ def test_drafts_from_dense_attentions_own_distribution_all_count():
     verdict = judge.judge(drafts, scores[:, None].expand(50, 4, 8))
     assert verdict.accepted_B.tolist() == [3] * 50
     assert judge.judge(drafts[:, :0], scores[:, None]).accepted_B.tolist() == [0] * 50
-
-
-def test_sampling_draws_by_temperature_top_k_and_top_p_as_transformers_applies_them(model, drafting):
-    """The third token behind a prompt, drafted or not, against the distribution that dense passes give it."""
-    prompt, options = random_tokens(1, 40), {"do_sample": True, "temperature": 1.5, "top_k": 3, "top_p": 0.9}
-    torch.manual_seed(0)
-    with apply(model, plan_for(model, None, BAD), exact=True):
-        found = generated(model, prompt.expand(600, 40), new=3, **options)
-    dense = generated(model, prompt.expand(600, 40), new=3, **options)
-    for at in (40, 41):
-        one, other = (torch.bincount(x[:, at]).tolist() for x in (found, dense))
-        pairs = [(float(x), float(y)) for x, y in zip_longest(one, other, fillvalue=0) if x + y > 20]
-        assert sum((x - y) ** 2 / (x + y) for x, y in pairs) < 4 * len(pairs) + 12  # two samples of 600
-        assert sum(x + y for x, y in pairs) > 600
 
 
 # --- how long drafts are ----------------------------------------------------------------------------------------------

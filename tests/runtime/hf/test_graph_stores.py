@@ -178,19 +178,6 @@ def long_cache() -> Cache:
     return cache
 
 
-def test_slots_stay_filled_until_something_else_writes_to_them() -> None:
-    steps, caches = Steps(), [long_cache(), long_cache()]
-    listed = 2 * BATCH * (SINK + CHOSEN)  # of two layers
-    step(steps, caches[0], 1)
-    assert (steps.reads.collect().fetched, steps.reads.chosen) == (listed, listed)
-    for count in (0, 3):  # tokens appended by single launches between
-        steps.reads.reset()
-        if count:
-            caches[0].append(count, 2)
-        step(steps, caches[0], 1)
-        assert steps.reads.collect().fetched < listed
-
-
 def test_caches_that_take_turns_find_their_slots_as_they_left_them() -> None:
     steps, caches, alone = Steps(), [long_cache(), long_cache()], Steps()
     for seed in (1, 2, 1):  # what an undisturbed cache fetches
@@ -201,18 +188,6 @@ def test_caches_that_take_turns_find_their_slots_as_they_left_them() -> None:
             step(steps, cache, seed)
     assert steps.reads.collect().fetched == 2 * expected
     assert len(steps.graphs) == 1
-
-
-def test_slots_that_were_written_to_between_turns_begin_empty() -> None:
-    steps, caches = Steps(), [long_cache(), long_cache()]
-    for cache in caches:
-        step(steps, cache, 1)
-    caches[0].append(1, 5)
-    for store, (k, v) in zip(caches[0].stores, caches[0].given, strict=True):
-        assert_gathers(store, caches[0].choice(1), k, v)  # by single launches
-    steps.reads.reset()
-    step(steps, caches[0], 1)
-    assert steps.reads.collect().fetched == 2 * BATCH * (SINK + CHOSEN)
 
 
 def test_a_step_that_is_released_takes_along_what_it_knew_of_slots() -> None:

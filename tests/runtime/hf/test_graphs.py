@@ -12,9 +12,7 @@ from tiny_models import HYBRIDS, MORE, SHARED, TYPICAL, USUAL, random_tokens, st
 from tiny_plans import decode_plan, info_of, plan_for, segment
 from torch import nn
 
-from sparsekv.kernels.backends import BackendWarning
 from sparsekv.plans.phases import DecodeBucket, DecodePlan
-from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.graphs import GraphWarning
 
@@ -152,22 +150,6 @@ def test_logits_handed_out_are_copies(llama):
         assert torch.equal(first, before)
 
 
-def test_a_hook_of_the_user_runs_and_is_told_once(llama):
-    seen, token = [], random_tokens(1, 1).cuda()
-    with apply(llama, plan_for(llama)) as handle, torch.no_grad():
-        cache = llama(random_tokens(1, 100).cuda()).past_key_values
-        llama(token, past_key_values=cache)
-        hook = llama.model.layers[1].mlp.register_forward_hook(lambda *_: seen.append(1))
-        llama(token, past_key_values=cache)  # found out behind the replay, which then does not count
-        with pytest.warns(GraphWarning, match="hook") as told:
-            steps(llama, token, token, cache)
-        assert (len(seen), len(told), handle.steps.replayed) == (3, 1, 1)
-        assert cache.get_seq_length() == 104
-        hook.remove()
-        llama(token, past_key_values=cache)
-        assert (len(seen), handle.steps.replayed, handle.steps.why_not) == (3, 2, "")
-
-
 def other_parameter(linear):
     linear.weight = nn.Parameter(linear.weight + 0.5, requires_grad=False)
 
@@ -211,24 +193,6 @@ def test_a_model_that_asks_the_device_runs_one_launch_at_a_time():
     assert (found - dense).float().norm() / dense.float().norm() < 0.03
 
 
-def test_memory_that_runs_out_while_capturing_is_freed_and_steps_go_on(llama, monkeypatch):
-    capture = graphs.StepGraph.capture
-
-    def fail(self, *args):
-        capture(self, *args)
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    prompt, new = random_tokens(1, 100).cuda(), random_tokens(1, 5, 1).cuda()
-    with apply(llama, plan_for(llama, None, SPARSE)):
-        expected, _ = steps(llama, prompt, new)
-    monkeypatch.setattr(graphs.StepGraph, "capture", fail)
-    with apply(llama, plan_for(llama, None, SPARSE)) as handle:
-        with pytest.warns(GraphWarning, match="OutOfMemoryError: CUDA out of memory"):
-            found, _ = steps(llama, prompt, new)
-        assert handle.steps._graphs == {}
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("rows", [64, 65])
 def test_up_to_64_rows_are_captured(llama, rows):
     with apply(llama, plan_for(llama)) as handle, warnings.catch_warnings():
@@ -265,49 +229,3 @@ def test_a_cache_that_is_let_go_of_is_freed(llama):
         del cache
         gc.collect()
         assert before - torch.cuda.memory_allocated() >= held
-
-
-def test_two_models_share_nothing(uncaptured):
-    models = [tiny_model(head_dim=64, dtype=torch.bfloat16, seed=seed).cuda() for seed in (0, 1)]
-    prompt, new = random_tokens(1, 300).cuda(), random_tokens(1, 20, 1).cuda()
-    handles = [apply(model, plan_for(model, None, SPARSE)) for model in models]
-    caches, found = [None, None], [[], []]
-    with torch.no_grad():
-        for piece in (prompt, *new.split(1, 1)):
-            for number, model in enumerate(models):
-                out = model(piece, past_key_values=caches[number], logits_to_keep=1)
-                caches[number] = out.past_key_values
-                found[number].append(out.logits)
-    for handle in handles:
-        handle.close()
-    uncaptured()
-    for number, model in enumerate(models):
-        with apply(model, plan_for(model, None, SPARSE)):
-            assert torch.equal(torch.cat(found[number], 1), steps(model, prompt, new)[0])
-
-
-def test_a_kernel_that_does_not_compile_is_replaced_once_with_a_warning(llama, monkeypatch):
-    prompt, new = random_tokens(1, 300).cuda(), random_tokens(1, 10, 1).cuda()
-    with apply(llama, plan_for(llama, None, SPARSE)):
-        expected, _ = steps(llama, prompt, new)
-
-    def broken(*args, **kwargs):
-        raise RuntimeError("at 12:3: ptxas died")
-
-    monkeypatch.setattr("sparsekv.kernels.decode.triton.decode", broken)
-    with apply(llama, plan_for(llama, None, SPARSE)) as handle, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found, _ = steps(llama, prompt, new)
-    assert [one.category for one in told].count(BackendWarning) == 1
-    assert handle.steps.replayed == 0
-    assert (found - expected).float().norm() / expected.float().norm() < 0.03
-
-
-def test_a_budget_that_covers_the_context_gives_the_dense_tokens(model):
-    prompt, new = random_tokens(2, 300).cuda(), random_tokens(2, 30, 1).cuda()
-    found = []
-    for plan in (None, decode_plan(segment(0, (1, 2), 400, sink=4, recent=30))):
-        with apply(model, plan_for(model, None, plan)) as handle:
-            found.append(steps(model, prompt, new)[0])
-        assert handle.steps.replayed == 30
-    assert torch.equal(*found)

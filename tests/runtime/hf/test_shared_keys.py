@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from brute_force import BruteForce
 from tiny_models import SHARED, random_tokens, steps, tiny_model
 from tiny_plans import EVERYTHING, decode_plan, drops, every_head, info_of, plan_for, segment
-from transformers import DynamicCache
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash, fraction, tokens
@@ -44,15 +42,6 @@ def shared():
     return tiny("shared")
 
 
-def last_rows(model, pieces):
-    """Logits of the last row of each piece, and the cache; every layer computes all rows."""
-    seen, cache = [], DynamicCache()
-    with torch.no_grad():
-        for piece in pieces:
-            seen.append(model(piece, use_cache=True, **{CACHE_NAME: cache}).logits[:, -1:])
-    return torch.cat(seen, 1), cache
-
-
 def test_layers_are_described_with_their_own_sizes_and_whose_keys_they_attend_to(model, shared) -> None:
     groups = info_of(model).by_layer
     assert [groups[layer].head_dim for layer in range(7)] == [64, 16] * 2 + [64] * 3
@@ -88,16 +77,6 @@ def test_rows_that_nobody_asks_for_skip_layers_without_keys_of_their_own(shared)
         else:
             torch.testing.assert_close(found, whole)
             torch.testing.assert_close(found, first)
-
-
-def test_a_filter_layer_that_looks_back_sees_all_queries(shared) -> None:
-    own = segment(5, (6,), 9, selector="uniform", window=4)
-    prompt, new, plan = random_tokens(1, 60), random_tokens(1, 2, 1), plan_for(shared, None, decode_plan(own))
-    with BruteForce(shared, plan):
-        expected, _ = last_rows(shared, (prompt, *new.split(1, 1)))
-    with apply(shared, plan):
-        found, _ = steps(shared, prompt, new)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_shared_keys_stay_on_the_device_and_are_not_evicted(shared) -> None:

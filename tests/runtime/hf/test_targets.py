@@ -13,13 +13,10 @@ from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan, Target
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.model_config import device_name
 from sparsekv.runtime.plan_checks import check_cut, check_stored
 
-CPU = device_name(torch.device("cpu"))
 H200 = Target(device="NVIDIA H200", backend="flash", dtype="bfloat16")
 PROMPT = torch.arange(200)[None] % 90 + 5
-HERE = Target(device=CPU, backend="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")
