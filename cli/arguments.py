@@ -222,7 +222,8 @@ class Subject:
             place = Path(source.place)
             path, reason = _plan_of(source)
         found = None if path is None else load_plan(path)
-        own = path if place is not None and path in (place, place / PLAN_NAME) and not _in_hub_cache(path) else None
+        is_cached = path is not None and "snapshots" in path.parts and any(p.startswith("models--") for p in path.parts)
+        own = path if place is not None and path in (place, place / PLAN_NAME) and not is_cached else None
         if target is not None:
             reason = reason or without_plan(target, f"no {PLAN_NAME} beside {target}")
             return cls(target, found, own, no_plan=reason, source=source)
@@ -343,27 +344,28 @@ def plan_file(place: Path) -> Path:
     beside = place / PLAN_NAME
     if os.path.isfile(beside):
         return beside
+    if not os.path.isdir(place) and os.path.exists(place):
+        return place  # the reader of the file says what is wrong with it
+    expected = f"expected a plan file, or a folder or hub repository (ORG/NAME) with {PLAN_NAME} in it, found"
     if os.path.isdir(place):
         raise UsageError(
-            f"expected a plan file, or a folder with {PLAN_NAME} in it, found the folder {place} without one; name the "
-            f"plan's file, or make the plan of a model in it: sparsekv plan {place}"
+            f"{expected} the folder {place} without one; name the plan's file, or plan a model in it: "
+            f"sparsekv plan {place}"
         )
-    if is_alias(str(place)) and not os.path.exists(place):
+    if is_alias(str(place)):
         raise UsageError(
-            f"expected a plan file, or a folder or hub repository with {PLAN_NAME} in it, found {place}, the alias of "
-            f"a model; make its plan, and name that: sparsekv plan {place}"
+            f"{expected} {place}, the alias of a model; make its plan, and name that: sparsekv plan {place}"
         )
-    if not os.path.exists(place) and is_url(place):
+    if is_url(place):
         named = _HUB_PAGE.match(str(place))
         meant = f": {named[1]}" if named else ""
         raise UsageError(
-            f"expected a plan file, or a folder or hub repository (ORG/NAME) with {PLAN_NAME} in it, found the URL "
-            f"{place}; name the hub repository{meant}, or download the plan and name its file"
+            f"{expected} the URL {place}; name the hub repository{meant}, or download the plan and name its file"
         )
     if not _names_repository(place):
         if _is_missing(place):
             raise UsageError(f"{place}: expected a plan, found no file and no folder; {NAME_A_PLAN}")
-        return place  # the reader of the file says what is wrong with it
+        return place
     from sparsekv.runtime.hub import download_plan
 
     return download_plan(ModelSource(str(place)))
@@ -382,11 +384,6 @@ def _names_repository(place: Path) -> bool:
     """Returns whether it can only be meant as a hub id: a mistyped path of a file is not looked for on the hub."""
     is_path = os.path.exists(place) or os.path.exists(place.parent) or place.suffix in (".yaml", ".yml", ".json")
     return is_hub_id(str(place)) and not is_path
-
-
-def _in_hub_cache(path: Path) -> bool:
-    """Returns whether a file is the local cache's copy of one in a hub repository, which is not to be written to."""
-    return any(part.startswith("models--") for part in path.parts) and "snapshots" in path.parts
 
 
 def found_source(source: ModelSource) -> ModelSource:

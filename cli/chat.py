@@ -150,9 +150,6 @@ class Session:
         """An empty cache for a prompt and its answer; under a plan its memory is there before anything runs.
 
         Args:
-            prompt: tokens.
-            answer: most new tokens.
-            at_most: tokens that it may grow to.
             say: where the keys and values lie, if that was decided here.
         """
         if handle is None:

@@ -74,7 +74,11 @@ def command(run: Callable[[Any], None]) -> Callable[..., None]:
 
     def called(context: typer.Context, **values: Any) -> None:
         given = model.set_by(values.pop("set_keys", None) or ())
-        typed = {name: value for name, value in values.items() if _is_typed(context, name)}
+        typed = {
+            name: value
+            for name, value in values.items()
+            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        }
         # What is on by default has a flag that switches it off.
         run(
             model(
@@ -95,11 +99,6 @@ def _set_keys() -> Iterator[inspect.Parameter]:
     option = typer.Option("--set", metavar="KEY=VALUE", help=help, show_default=False, rich_help_panel=_KEYS)
     annotation = Annotated[list[str] | None, option]
     yield inspect.Parameter("set_keys", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def _is_typed(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _parameters(spelled: dict[str, Spelled]) -> Iterator[inspect.Parameter]:

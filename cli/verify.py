@@ -91,7 +91,10 @@ def verify(flags: VerifyFlags) -> None:
 def _verify(flags: VerifyFlags, subject: Subject, found: Plan, file: Path | None = None, before: str = "") -> None:
     """Runs a plan, and writes to its file, which held `before`, where one is named."""
     if found.is_dense:
-        _tell_nothing_sparse(found, subject, flags)
+        if flags.as_json:
+            emit_json({"passed": True, "verified": False, "reasons": [NOTHING_SPARSE], "quality": None})
+        else:
+            _say(found, subject, flags)
         return
     asked = flags.options(found)
     subject = subject.checked(flags, asked.lengths)
@@ -172,13 +175,6 @@ def _set_aside(plan: Plan, file: Path | None) -> tuple[tuple[GivenPrompt, ...], 
     return (calibrated, aside) if digest_of_prompts(aside) == plan.provenance.prompts else ((), ())
 
 
-def _tell_nothing_sparse(plan: Plan, subject: Subject, flags: VerifyFlags) -> None:
-    if flags.as_json:
-        emit_json({"passed": True, "verified": False, "reasons": [NOTHING_SPARSE], "quality": None})
-    else:
-        _say(plan, subject, flags)
-
-
 def _write(result: Verification, plan: Plan, file: Path, before: str, facts: dict[str, Any]) -> None:
     """Puts the result in the plan's file; of a run that decides nothing, behind a plan that is verified, its number."""
     recorded = result.recorded(plan)
@@ -220,18 +216,14 @@ def _own_file(subject: Subject) -> Path:
 
 def _check_same_weights(plan: Plan, model: ModelInfo) -> None:
     """A plan's quality is of the weights that it was made for."""
-    if _other_weights(plan, model):
+    known = plan.model.fingerprint.weights
+    if known is None or known != model.fingerprint.weights:
         is_older = plan.model.fingerprint.weights_difference(model.fingerprint) == "older kind"
         part = "a newer weights fingerprint, which says nothing about the older one of the plan"
         raise UsageError(
             f"expected the model that the plan was made for beside --write, found another one ({model.id}, with "
             f"{part if is_older else OTHER_WEIGHTS}); leave --write out, or plan this model"
         )
-
-
-def _other_weights(plan: Plan, model: ModelInfo) -> bool:
-    known = plan.model.fingerprint.weights
-    return known is None or known != model.fingerprint.weights
 
 
 app = commands.app(

@@ -45,13 +45,10 @@ class Job:
     """Holds what every stage of planning is a function of, beside what earlier stages found.
 
     Attributes:
-        model: what the plan is for.
         loaded: the model itself, with nothing applied to it; None where a profile is all there is.
-        calibration: the prompts that it is profiled on.
         kit: what held-out samples are drawn from; None where nothing is verified.
         held_out: the caller's prompts that were set aside, to verify on in their place.
         given: an earlier profile, whole; `profile` is that of the lengths that are planned.
-        remarks: what was found out about the model.
     """
 
     model: ModelInfo
@@ -202,7 +199,6 @@ def with_tasks(
     """The options with their tasks; where none were asked for, quotations, what the model solves, and plain text.
 
     Args:
-        options: settled.
         known: the tasks that an earlier profile of the model was made with; then nothing is run.
     """
     if options.tasks or known:

@@ -84,9 +84,7 @@ def measure_prices(
     Lengths too long to time quickly are left to the price of work at the longest.
 
     Args:
-        lengths: context lengths the plan is for.
         families: whose index building is timed besides that of the default ones.
-        backend: of sparse prefill, or "auto".
         offload: time reading rows from host memory too.
         float8: whether keys and values are cached in 8 bits.
 

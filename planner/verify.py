@@ -62,7 +62,6 @@ class Verification:
     """The result of a test.
 
     Attributes:
-        test: its bounds.
         reasons: each fact that keeps the plan from being verified, in a line.
     """
 
@@ -122,7 +121,6 @@ def verify(
     """Runs the test of a plan beside dense.
 
     Args:
-        loaded: the model, with nothing applied to it.
         options: settled: verify_lengths, verify_tasks, verify_chosen, verify_seed, batch, prefill_chunk, backend.
         prompts: of the caller, in place of samples of tasks; they verify nothing, as they were chosen.
         held_out: prompts of the caller that were set aside before the plan was searched for.

@@ -35,8 +35,6 @@ class CellOutcomes(RunRecord):
         dense: whether dense answers each; None where there is no answer to compare.
         plan, kl: the same of the plan, and its divergence in nats; empty where the cell is not judged.
         rounding: divergence of the kernels with every tile and token computed, of the first prompts.
-        texts: of some prompts.
-        spent: as `Spent`.
     """
 
     task: Text

@@ -23,15 +23,12 @@ class Architecture:
     """Names of attributes.
 
     Attributes:
-        model_type: of the config.
         package: of transformers.models, that has its classes; the model type where empty.
-        attention: of a layer.
         mlp: of a layer; may be a mixture of experts.
         beside: of a layer, an MLP whose output is added to that of the other one; it may have none.
         norms: of a layer, before its attention and before its MLP; empty where it has none there.
         norms_after: of a layer, of what its attention and its MLP add to the hidden states.
         parallel: whether the MLP of a layer reads what its attention reads: the first norm of the layer's input.
-        last_norm: of a decoder.
         output: of an attention, its last projection.
         residual: of a layer, the number by which it multiplies what it adds.
         idle: of a layer, modules that do nothing in evaluation.
@@ -297,7 +294,6 @@ class Recurrence:
     """The sizes of a layer with a recurrent state.
 
     Attributes:
-        heads: of its state.
         key_heads: heads or groups of what is written to it.
         head_dim: numbers of a head that a token adds.
         state_bytes: of a row, whatever its length.

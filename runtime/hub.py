@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -50,18 +51,18 @@ def without_model(repository: str, trouble: str) -> str:
     )
 
 
-def download_plan(source: ModelSource) -> Path:
-    """The plan in a hub repository, at the revision that models are loaded at (`main`), as a file in the local cache.
+def download_plan(source: ModelSource, revision: str | None = None) -> Path:
+    """The plan in a hub repository, at the revision that models are loaded at, as a file in the local cache.
 
     The copy of an earlier call serves where the hub cannot be reached.
     """
     repository, trouble = source.path_or_id, asked(source).trouble
-    if trouble and (cached := _cached(repository, PLAN_NAME)):  # a download would look for the hub even so
+    if trouble and (cached := _cached(repository, PLAN_NAME, revision)):  # a download would look for the hub even so
         return cached
     missing = f"no {PLAN_NAME} of {repository}: {trouble}"
     try:
         if not trouble:
-            return Path(hf_hub_download(repository, PLAN_NAME))
+            return Path(hf_hub_download(repository, PLAN_NAME, revision=revision))
     except Exception as error:  # whatever the HTTP library of the hub client raises
         missing = f"no {PLAN_NAME} of {repository}: {_reason(error)}"
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
@@ -114,28 +115,22 @@ def model_folder(source: str, revision: str | None = None) -> Path | None:
 
 def find_plan(repository: str, revision: str | None = None) -> Path | None:
     """The plan in a hub repository at a revision, from the local cache or else the hub; None where neither has one."""
-    cached = try_to_load_from_cache(repository, PLAN_NAME, revision=revision)
-    if cached is not None:  # a path, or the mark of a file that the hub is known not to have
-        return Path(cached) if isinstance(cached, str) else None
-    if _trouble(repository):  # a download tries again and again
-        return None
-    try:
-        return Path(hf_hub_download(repository, PLAN_NAME, revision=revision))
-    except Exception:  # whatever the HTTP library of the hub client raises, and its offline mode
-        return None
+    known = try_to_load_from_cache(repository, PLAN_NAME, revision=revision)
+    if known is not None:  # a path, or the mark of a file that the hub is known not to have
+        return Path(known) if isinstance(known, str) else None
+    with suppress(UsageError):
+        return download_plan(ModelSource(repository), revision)
+    return None
 
 
 def _trouble(repository: str) -> str:
     """The reason why the hub does not give us a repository; empty where it does."""
     answers: list[str] = []
-    lookup = Thread(
-        target=lambda: answers.append(_refusal(repository)), daemon=True
-    )  # a name is looked up without limit
+    lookup = Thread(target=lambda: answers.append(_refusal(repository)), daemon=True)  # names are looked up unlimited
     lookup.start()
     lookup.join(_SECONDS)
-    return (
-        answers[0] if answers else f"{_OFFLINE}: the hub did not answer in {_SECONDS:.0f} s, and there is no local copy"
-    )
+    late = f"{_OFFLINE}: the hub did not answer in {_SECONDS:.0f} s, and there is no local copy"
+    return answers[0] if answers else late
 
 
 def _refusal(repository: str) -> str:

@@ -25,14 +25,11 @@ class Host:
     """The abilities of a host, as far as hosts differ.
 
     Attributes:
-        name: as messages have it.
         older_queries: filter layers may choose by more than the newest query.
         windows: layers with a sliding window may prefill sparse.
-        evicts: layers may evict tokens.
         mixed_caches: they may beside layers whose caches have another shape.
         drafts: decode drafts only, and the output is that of dense attention (exact output).
         obstacles: a sentence for each of its own settings that stands in the way of the plan.
-        way_out: ends a refusal.
     """
 
     name: str = "transformers"

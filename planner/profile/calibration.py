@@ -43,7 +43,6 @@ class CalibrationPrompt:
     """Tokens fed at once, teacher forced.
 
     Attributes:
-        ids: prompt and answer.
         answer_start: the first token of the answer; the row before it is the first that decodes.
         task: empty for the caller's own.
     """

@@ -68,7 +68,6 @@ def walk_layers(
     """Runs a prompt through the model, and back down through its layers.
 
     Args:
-        ids_BS: one prompt and its answer.
         scored: rows whose next-token distributions count.
         seed: of the tokens that the score function is taken at.
         up: called for the layers in order.

@@ -223,7 +223,6 @@ class Follower(_InSegment):
     """A layer that attends to the choice of its filter layer.
 
     Attributes:
-        segment: that it belongs to.
         kv_map: for each KV head, the filter layer's KV head whose choice it takes; its own number's where None.
     """
 
@@ -264,7 +263,6 @@ class Filter(_InSegment):
     """A layer that chooses tokens for its segment.
 
     Attributes:
-        segment: that it chooses for.
         itself: how it attends to its own choice; None where it attends to everything.
     """
 

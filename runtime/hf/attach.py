@@ -72,11 +72,7 @@ def check_attachable(model: PreTrainedModel) -> None:
 
 
 def attach(model: PreTrainedModel, engine: Engine, chunking: Chunking | None = None) -> Callable[[], None]:
-    """Attaches `engine` and returns what undoes it, any number of times, exceptions or not.
-
-    Args:
-        chunking: how long inputs are cut, where not as usual.
-    """
+    """Attaches `engine` and returns what undoes it, any number of times, exceptions or not."""
     check_attachable(model)
     register()
     with ExitStack() as undo:

@@ -179,12 +179,7 @@ def check_layer(expected: int | None, found: int | None) -> None:
 
 
 class Attachment(Protocol):
-    """An engine attached to a model, for whoever runs its forward passes: see `Attached` in attach.py.
-
-    Attributes:
-        decoder: the module with the layers.
-        shapes: what each layer that attends is, in order.
-    """
+    """An engine attached to a model, for whoever runs its forward passes: see `Attached` in attach.py."""
 
     model: PreTrainedModel
     decoder: PreTrainedModel

@@ -190,7 +190,6 @@ def forward_in_pieces(
     """The output of a decoder layer's own forward, up to rounding of products cut by rows.
 
     Args:
-        pieces: which tokens are worked on together.
         into_BSE: where the result goes; may be the input itself.
     """
     attention, mlp = getattr(layer, architecture.attention), _mlp_of(layer, architecture)

@@ -125,12 +125,7 @@ def layouts_of(model: PreTrainedModel) -> list[Layout]:
 
 @dataclass(frozen=True, slots=True)
 class FixedRows:
-    """The layers of a cache whose rows all have one length and stay as they are: none is moved, repeated or left out.
-
-    Attributes:
-        evicting: layers that evict tokens.
-        in_host_memory: layers whose keys and values are there.
-    """
+    """The layers whose rows all have one length and stay as they are: none is moved, repeated or left out."""
 
     evicting: frozenset[int] = frozenset()
     in_host_memory: frozenset[int] = frozenset()

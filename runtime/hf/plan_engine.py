@@ -204,13 +204,7 @@ def _attending(program: Program, cache: Cache) -> Iterator[tuple[LayerProgram, S
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """Virtual memory of the layers of one model.
-
-    Attributes:
-        sizes: what a prompt takes.
-        layouts: of each layer, for one row.
-        pools: of each layer that is in virtual memory.
-    """
+    """Virtual memory of the layers of one model."""
 
     sizes: MemoryModel
     layouts: Sequence[Layout]
@@ -236,9 +230,6 @@ class Paging:
 
     def expect(self, cache: Cache, lengths: tuple[int, ...], placement: Placement) -> None:
         """Maps pages ahead of a prompt layer by layer, in order, while the device works on the layers before.
-
-        Args:
-            lengths: of its rows, with the prompt.
 
         Raises:
             UsageError: the memory of a device does not suffice; nothing was mapped.

@@ -66,13 +66,7 @@ def measured_rule(
 
 @dataclass(frozen=True, slots=True)
 class ModelLayers(TimedLayers):
-    """The layers of a model of transformers.
-
-    Attributes:
-        backend: of prefill and decode.
-        float8: keys and values are in 8 bits.
-        softmax: of its layers.
-    """
+    """The layers of a model of transformers."""
 
     info: ModelInfo
     device: torch.device

@@ -236,7 +236,6 @@ class StepEviction:
     written when another cache is served or another prompt was evicted from.
 
     Args:
-        kinds: of all layers.
         lengths_B: int32 on the device, tokens of each row: read in every step.
     """
 

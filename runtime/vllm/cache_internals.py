@@ -134,10 +134,6 @@ def follow_steps(config: VllmConfig, requests_of: Callable[[VllmConfig], Request
     """Tells of each step which requests it has, row by row.
 
     A step of single rows, one of them of a prompt, is launched: in a captured graph nothing would see the row's query.
-
-    Args:
-        config: of the engine; its model runner is one of two.
-        requests_of: what to tell, of an engine.
     """
     told = {one.name for one in fields(SchedulerOutput)}
     if lacks := {"num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids"} - told:

@@ -35,10 +35,8 @@ class EvictingHost:
     """The layers of a plan that evict tokens, in one worker of an engine.
 
     Args:
-        fallback: should they fail where there is one rank.
         copy: gives the first tokens of a request contiguously, until the next copy; see `Scratch`.
         rows: of a step, at most.
-        gather: over the ranks whose heads choose together.
     """
 
     def __init__(

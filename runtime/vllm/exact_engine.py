@@ -111,9 +111,7 @@ class Step:
     """A step that is over.
 
     Attributes:
-        rows: of each request.
         drafts: tokens of its draft that it verified, where it had any.
-        accepted: of these.
         lengths: tokens of each request, those of the step included.
     """
 
