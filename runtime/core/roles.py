@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.backends import decode_attention, decode_scores
-from sparsekv.kernels.decode.selection import ALL, Scoring, Selection, choose
+from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView, Scales, scaled
 from sparsekv.plans.phases import Retention
-from sparsekv.runtime.core.eviction_scores import SCORES
+from sparsekv.runtime.core.eviction import rows_to_cache
 from sparsekv.runtime.core.segments import SegmentProgram, counts_of
 from sparsekv.runtime.core.select import choose_tokens, scoring_for, selected_for
 from sparsekv.runtime.core.state import DecodeState, Observed
@@ -389,44 +389,3 @@ class Evicting(Role):
 def _own(store: KVStore) -> EvictingStore:
     assert isinstance(store, EvictingStore), "hosts give an evicting layer its own kind"
     return store
-
-
-def rows_to_cache(
-    rule: Retention, length: int, observed: Observed, k_BGSD: torch.Tensor, *, backend: str,
-    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor | None:  # fmt: skip
-    """The rows in memory that stay cached where the others are evicted.
-
-    Args:
-        length: tokens so far, evicted ones included.
-        observed: the last queries of the prompt, which end where the keys do.
-        backend: of decode; "reference" is torch on any device.
-        gather: gives the tensors of all ranks whose heads choose together, [ranks, ...].
-
-    Returns:
-        int64 [B, g, K] ascending; None where all stay.
-    """
-    (batch, _, cached, _), device = k_BGSD.shape, k_BGSD.device
-    sink, recent, chosen = rule.sink or 0, rule.recent or 0, rule.chosen_tokens(length)
-    if rule.kept_tokens(length) >= cached:
-        return None
-    score = SCORES[rule.score or ""]
-    scores_BgS = score(observed.before(None, cached), k_BGSD, together=rule.heads == "max", backend=backend)
-    if rule.heads == "max" and gather is not None:
-        scores_BgS = gather(scores_BgS).amax(0)
-    starts_B = torch.arange(batch, dtype=torch.int32, device=device) * cached
-    lengths_B, counts_B = (torch.full_like(starts_B, count) for count in (cached, chosen))
-    chosen_BgN = choose(
-        scores_BgS.transpose(0, 1).flatten(1).contiguous(),
-        Scoring(starts_B, batch * cached, scores_BgS.shape[1]),
-        lengths_B,
-        counts_B,
-        capacity=cached,
-        most=chosen,
-        sink=sink,
-        recent=recent,
-        backend=backend,
-    )
-    row_S = torch.arange(cached, device=device).expand(*scores_BgS.shape)
-    # where scores are no numbers fewer are chosen
-    return torch.cat((row_S[..., :sink], chosen_BgN.long().clamp(min=0), row_S[..., cached - recent :]), 2)

@@ -15,8 +15,8 @@ import torch
 from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.keys import KeyView, Scales
 from sparsekv.plans.phases import Retention
+from sparsekv.runtime.core.eviction import rows_to_cache
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.core.roles import rows_to_cache
 from sparsekv.runtime.core.state import Gather, Observed
 from sparsekv.runtime.vllm.evicted_tables import EvictedBlocks, PromptRows, Requests, StepTables
 
