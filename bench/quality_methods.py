@@ -215,7 +215,7 @@ class Inputs:
             for ids_1S in prompts:
                 model(input_ids=ids_1S, use_cache=False, logits_to_keep=1)
             computed = spent()
-        return computed.tiles / computed.causal_tiles
+        return computed.density
 
     def _tuning_prompts(self, length: int) -> Iterator[torch.Tensor]:
         kit: Kit = prepare(self.loaded.tokenizer, Split.CALIBRATION)

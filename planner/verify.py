@@ -310,8 +310,8 @@ def _length_score(length: int, parts: Sequence[CellOutcomes], test: FixedTest) -
     spent, rows = spent_of(parts), [row for one in parts for row in one.texts]
     return LengthScore(
         length=length,
-        density=spent.tiles / spent.causal_tiles if spent.causal_tiles else 1.0,
-        read=spent.attended / spent.cached if spent.cached else 1.0,
+        density=spent.density,
+        read=spent.read,
         kl=float(np.mean([nats for one in parts for nats in one.kl])),
         floor=_rounding(parts),
         upper=min(mean.upper, 1e6),

@@ -170,6 +170,13 @@ class PrefillPlan(Part):
         named = None if found.same_as is None else self._named(found.same_as)
         return found if named is None else named
 
+    def skips_at(self, length: int) -> bool:
+        """Returns whether budgets of some head leave tiles out there, whatever the prompt."""
+        least = self.tile.mandatory * self.tile.key
+        patterns = (group.pattern for group in self.bucket(length).heads)
+        budgets = (pattern.tile_tokens(length) + pattern.most_columns(length) for pattern in patterns)
+        return any(max(budget, least) + 2 * self.tile.key < length for budget in budgets)  # rounded to whole tiles
+
 
 def _check_overlap(groups: Iterable[HeadGroup]) -> None:
     seen: dict[int, set[int]] = {}

@@ -253,6 +253,7 @@ class _Applied:
 
     def __init__(self, mode: PlanMode, handle: Handle, keeps_steps: bool) -> None:
         handle.suspend()
+        self.check = mode.check
         self.prefilled_by, self.dense_prefill = mode.prefilled_by, mode.dense_prefill
         self.dense_decode, self.unmodified_decode = mode.phase == "prefill", mode.unmodified_decode
         self.handle, self._keeps_steps = handle, keeps_steps
@@ -351,6 +352,8 @@ class _Run:
         names = list(modes)
         for name, mode in modes.items():
             read, spent, source = self._predicted(mode, source, last=name == names[-1])
+            if isinstance(mode, _Applied):
+                mode.check(self.batch.past, spent)
             first = int(mode.dense_prefill and not self.batch.later)  # a later prompt runs behind what was decoded
             yield name, self.batch.samples, self.outcomes(read, first), spent
 

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, Protocol
 from transformers import PreTrainedModel
 
 from sparsekv.planner.evaluation.results import Spent
+from sparsekv.plans.errors import GateError
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import KVDtype
 from sparsekv.runtime.hf.apply import Handle, apply
@@ -71,6 +72,21 @@ class PlanMode:
     @property
     def stored(self) -> KVDtype:
         return self.kv_dtype or self.plan.kv_dtype
+
+    def check(self, length: int, spent: Spent) -> None:
+        """Refuses a sample of which everything was computed although budgets leave some out: it tells nothing of what
+        that loses."""
+        prefill = self.plan.prefill if self.phase != "decode" else None
+        decode = self.plan.decode if self.phase != "prefill" else None
+        skips = {
+            "prefill": prefill and prefill.skips_at(length) and spent.tiles >= spent.causal_tiles > 0,
+            "decode": decode and decode.bucket(length).is_sparse_at(length) and spent.attended >= spent.cached > 0,
+        }
+        for phase in (phase for phase, is_whole in skips.items() if is_whole):
+            raise GateError(
+                f"expected {phase} of {length} tokens to be sparse, as the plan has it, found that everything was "
+                "computed; `sparse` is for runs, not for measurements"
+            )
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:

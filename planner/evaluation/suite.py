@@ -120,7 +120,7 @@ class _Run:
             length=self.length,
             recall=tuple(recall(text, sample.answer) for text, sample in both),
             exact=tuple(float(self.asked.tasks[self.task].is_exact(text, sample.answer)) for text, sample in both),
-            prefill_density=computed.tiles / computed.causal_tiles if computed.causal_tiles else 1.0,
+            prefill_density=computed.density,
             decode_share=computed.attended / computed.cached if computed.cached else None,
         )
 

@@ -18,13 +18,13 @@ from tiny_models import tiny_model, tiny_tokenizer
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 from transformers import PreTrainedModel
 
-from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode, compare, evaluate, opened
+from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode, compare, evaluate, modes, opened
 from sparsekv.planner.evaluation.batches import MOST_TEXT
 from sparsekv.planner.evaluation.predictions import divergence, log_likelihood, until_end
 from sparsekv.planner.evaluation.results import EvalResult, Outcome, Spent
 from sparsekv.planner.progress import StageStep
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
-from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
+from sparsekv.plans.errors import GateError, PlanMismatchError, PromptError, UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, TileShape, tokens
 from sparsekv.plans.phases import DecodePlan, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
@@ -376,6 +376,14 @@ def test_a_plan_of_full_density_scores_as_dense_does(loaded: LoadedModel, kit: K
     assert found["prefill"].decode_share == 1.0
     assert found[DENSE].tasks["kv_retrieval"].dense == found[DENSE].tasks["kv_retrieval"].sparse
     assert found[DENSE].prefill_density == 1.0
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_samples_that_were_not_run_sparse_are_refused(loaded: LoadedModel, kit: Kit, monkeypatch, phase: str) -> None:
+    plan = sparse_plan(loaded)
+    monkeypatch.setattr(modes, "apply", lambda *args, **named: apply(*args, **named | {"sparse": "never"}))
+    with pytest.raises(GateError, match=f"expected {phase} of .* to be sparse"):
+        scored(loaded, {phase: PlanMode(plan, phase)}, kit, ("kv_retrieval",))
 
 
 def test_lengths_are_measured_apart_and_progress_ends_where_it_said(loaded: LoadedModel, kit: Kit) -> None:
