@@ -113,16 +113,9 @@ def _check_room(config: Any, dtype: torch.dtype, cached: int, available: int | N
     )
 
 
-def describe_named(name: str, random_weights: bool, layers: int | None = None) -> ModelInfo:
-    """Returns what is known of a model before its weights are loaded or made.
-
-    Args:
-        layers: only so many layers, of a model with random weights.
-    """
-    config = config_of(name)[0] if random_weights else load_config(name)
-    if layers is not None:
-        _cut(config, layers)
-    return describe_config(config, _short(name))
+def describe_named(name: str, random_weights: bool) -> ModelInfo:
+    """Returns what is known of a model before its weights are loaded or made."""
+    return describe_config(config_of(name)[0] if random_weights else load_config(name), _short(name))
 
 
 def _short(name: str) -> str:

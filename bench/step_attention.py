@@ -57,20 +57,13 @@ def kv_bytes(layouts: Iterable[Layout]) -> int:
     return sum(one.bytes(1) for one in layouts)
 
 
-def fill(
-    layers: Iterable[Fillable],
-    tokens: int,
-    layouts: Sequence[Layout],
-    seed: int,
-    available: Callable[[], int | None] = available_bytes,
-) -> None:
+def fill(layers: Iterable[Fillable], tokens: int, layouts: Sequence[Layout], seed: int) -> None:
     """Appends random tokens, of normal distribution, the same for one seed and device.
 
-    Args:
-        available: bytes of host memory. Linux grants more than there is, and kills the process that writes to it.
+    Linux grants more host memory than there is, and kills the process that writes to it.
     """
     on_host = kv_bytes(layout for layout in layouts if layout.device.type == "cpu")
-    if not has_room(tokens * on_host, available()):
+    if not has_room(tokens * on_host, available_bytes()):
         raise MemoryError("not enough memory for keys and values")
     for number, (layer, layout) in enumerate(zip(layers, layouts, strict=True)):
         generator = torch.Generator(layout.device).manual_seed(seed + number)

@@ -162,10 +162,6 @@ class Session:
             tell(f"offload auto: {placed(handle.host_layers, self.loaded.info.layers)}")
         return cache
 
-    def once(self, text: str, on_text: Callable[[str], None] | None = None, watch: _Watch | None = None) -> Answer:
-        with self.applied(say=True) as handle:
-            return Conversation(self, handle).ask(text, on_text, watch)
-
     def dense_and_sparse(self, text: str, progress: Progress | None = None) -> tuple[Answer, Answer]:
         """The answers without and with the plan, one after the other.
 
@@ -182,9 +178,11 @@ class Session:
                 cache = session.new_cache(handle, len(beginning), 2, at_most=self.tokens(prompt), say=False)
                 with progress.stage(f"{name}: warm-up"):
                     generate_stream(self.loaded, beginning, max_new_tokens=2, chunk=self.chunk, cache=cache)
-        most = self.tokens(prompt) - len(prompt)
-        dense, sparse = (session.once(text, watch=_watch(progress, name, most)) for name, session in sides.items())
-        return dense, sparse
+        most, answers = self.tokens(prompt) - len(prompt), []
+        for name, session in sides.items():
+            with session.applied(say=True) as handle:
+                answers.append(Conversation(session, handle).ask(text, watch=_watch(progress, name, most)))
+        return answers[0], answers[1]
 
     def why_dense(self, answer: Answer) -> str:
         """Returns why nothing of an answer by the plan was sparse, or that layers dropped tokens; else empty."""

@@ -156,7 +156,6 @@ class Evaluator:
         names: Collection[str] | None = None,
         *,
         step: StageStep | None = None,
-        before: int = 0,
     ) -> dict[str, Comparison]:
         """Runs dense and modes on samples.
 
@@ -167,7 +166,6 @@ class Evaluator:
                 measured on.
             names: of the modes that run; None is all.
             step: advanced by the `prefill_work` of each sample, for dense and each mode.
-            before: how many samples of the same length ran before these, for the notes of the step.
 
         Returns:
             By mode, and for "dense": outcomes in the order of the samples, and what was computed.
@@ -177,6 +175,7 @@ class Evaluator:
         modes = {name: mode for name, mode in self.modes.items() if names is None or name in names}
         outcomes: dict[str, dict[int, Outcome]] = defaultdict(dict)
         spent: dict[str, Spent] = defaultdict(Spent)
+        before = 0
         with closing(self._measured(modes, samples)) as measured:  # closed, it suspends what is applied
             for name, some, found, computed in measured:  # dense first
                 before += len(some) if name == DENSE else 0

@@ -49,6 +49,9 @@ class Split(enum.Enum):
     EVALUATION = "evaluation"
 
 
+_MOST_CACHED = 300_000  # pieces
+
+
 class PieceEncoder:
     """Encodes pieces of text, remembering what it has seen.
 
@@ -65,14 +68,12 @@ class PieceEncoder:
         self,
         encode_batch: EncodeBatch,
         bos_ids: Sequence[int] = (),
-        most_cached: int = 300_000,
         decode: Decode | None = None,
     ) -> None:
         self.bos_ids = tuple(bos_ids)
         self._decode = decode
         self.encode_lines = encode_batch if _is_concatenative(encode_batch) else _anchored(encode_batch)
         self._cache: dict[str, list[int]] = {}
-        self._most_cached = most_cached
         self.newline_ids = tuple(self.encode(["\n"]))
 
     @classmethod
@@ -107,7 +108,7 @@ class PieceEncoder:
         new = [piece for piece in pieces if piece not in self._cache]
         if not new:
             return
-        if len(self._cache) + len(new) > self._most_cached:
+        if len(self._cache) + len(new) > _MOST_CACHED:
             self._cache.clear()
             new = list(pieces)
         self._cache.update(zip(new, self.encode_lines(new), strict=True))
