@@ -88,8 +88,8 @@ def _copy_each(
 ) -> None:
     for x_NGSD, into_GKD in zip(pages, into, strict=True):
         parts = into_GKD.split(x_NGSD.shape[2], 1)
-        for one, into_GSD in zip(table_P.tolist(), parts, strict=True):  # index_select would copy the whole cache
-            into_GSD.copy_(x_NGSD[one, :, : into_GSD.shape[1]])
+        for page, into_GSD in zip(table_P.tolist(), parts, strict=True):  # index_select would copy the whole cache
+            into_GSD.copy_(x_NGSD[page, :, : into_GSD.shape[1]])
 
 
 class PlanHost:
