@@ -8,30 +8,17 @@ import torch
 from sparsekv.bench.decode import bench_decode, check_decode
 from sparsekv.bench.hand_plans import HandDecode
 from sparsekv.bench.harness import try_each
-from sparsekv.bench.kernels import KernelBench, bench_kernels, families_of
+from sparsekv.bench.kernels import KernelBench, bench_kernels
 from sparsekv.bench.peers import METHODS
 from sparsekv.bench.peers_file import PeerRow, PeersFile, PeersRun
-from sparsekv.bench.planted import plant
 from sparsekv.bench.random_model import random_model
 from sparsekv.bench.step_attention import StepAttention
-from sparsekv.bench.structure import FAMILIES
 from sparsekv.bench.token_runs import DecodeBench
 from sparsekv.cli import bench
 from sparsekv.plans.patterns import TileShape, tokens
 from sparsekv.runtime.hf.placement import layouts_of
 
 pytestmark = pytest.mark.gpu
-
-
-def test_structure_is_the_same_on_a_gpu_as_on_the_host():
-    options = {"kv_heads": 1, "head_dim": 128, "length": 1024, "density": 0.35, "seed": 3, "dtype": torch.float32}
-    tile, families = TileShape(query=64, key=64), families_of("+".join(FAMILIES), 4)
-    host, gpu = (plant(families, tile=tile, device=torch.device(name), **options) for name in ("cpu", "cuda"))
-    assert len(host.heads) == 4
-    for one, other in zip(host.heads, gpu.heads, strict=True):
-        assert one.bands == other.bands
-        assert torch.equal(one.columns_C, other.columns_C)
-        assert torch.equal(one.looks_at_TZ, other.looks_at_TZ)
 
 
 @pytest.mark.parametrize("tile", [64, 128])

@@ -9,10 +9,9 @@ import torch
 
 from sparsekv.bench import dense_kernels
 from sparsekv.bench.dense_kernels import dense_calls, dense_flops, time_calls, time_dense
-from sparsekv.bench.harness import DensePeers, Row, measure, number, report
+from sparsekv.bench.harness import DensePeers, measure
 
 CPU = torch.device("cpu")
-RELIED_ON = ["name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device"]
 
 
 def test_every_call_runs_in_every_round_and_every_other_round_is_backwards():
@@ -66,14 +65,3 @@ def test_of_a_very_long_prompt_only_the_fastest_on_a_part_that_runs_on_all_of_it
     assert (peers.length, list(peers.timed_ms), len(peers.refused)) == (256, [timed], 1)
     assert (("slow", 256) in lengths) == (not fits)
     assert ("slow", 64) in lengths
-
-
-def test_a_row_has_the_keys_that_scripts_rely_on_and_a_table_what_was_asked_of_it():
-    row = Row(name="a", length=4096, device="cpu", dtype="float32", own={"index_ms": None}, dense_ms=3.0)
-    row = row.plus("slow", "", sparse_ms=1.5, index_ms=0.25, peers=DensePeers(4096, {"torch": 3.0}, {"other": "why"}))
-    data = row.data()
-    assert list(data)[:9] == RELIED_ON
-    assert (data["speedup"], data["index_ms"], data["note"], data["dense_kernel"]) == (2.0, 0.25, "slow", "torch")
-    text = report([row, row], "title", {"what": ("name", str), "index us": ("index_ms", number(".1f", 1e-3))})
-    assert text.count("torch 3.000 ms") == text.count("not other: why") == text.count("slow") == 1
-    assert [line.split() for line in text.splitlines() if line.startswith("a ")] == [["a", "250.0"]] * 2

@@ -13,7 +13,6 @@ from sparsekv.bench.serve import (
     ServeBench,
     Served,
     Timing,
-    _arrivals,
     _one_by_one,
     serve,
     served_model,
@@ -35,14 +34,6 @@ def test_engines_have_room_for_the_longest_request_and_for_all_that_come_at_once
     assert bench.engine["max_num_seqs"] == 8
     assert "gpu_memory_utilization" not in bench.engine
     assert "kv_cache_memory_bytes" not in bench.engine
-
-
-def test_requests_come_at_random_as_many_a_minute_as_asked_and_the_same_in_every_run() -> None:
-    load = Load(10, 1, requests=2000, per_minute=120)
-    came = _arrivals(load, 0)
-    assert came == sorted(came) == _arrivals(load, 0)
-    assert came[-1] == pytest.approx(1000, rel=0.1)
-    assert _arrivals(Load(10, 1), 0) is None
 
 
 class OneAStep:

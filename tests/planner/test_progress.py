@@ -37,14 +37,6 @@ def test_no_time_left_is_told_of_the_first_units_which_pay_for_warming_up(consol
     assert "2:40:00" not in early  # 96 units
 
 
-def test_a_stage_of_unknown_length_has_no_time_left() -> None:
-    assert told(100.0, 2, total=None)[1:-1] == ["evaluate: 0:01:40, prompt 1", "evaluate: 0:03:20, prompt 2"]
-
-
-def test_a_log_is_not_flooded() -> None:
-    assert len(told(1.0, 60)) == 2 + 3  # within a minute
-
-
 def test_a_bar_shows_the_time_left_whole_on_a_narrow_terminal() -> None:
     shown = told(100.0, 3, force_terminal=True, color_system=None, width=80)
     assert any("0:05:00 left 0:01:40 prompt" in line for line in shown)
@@ -53,12 +45,6 @@ def test_a_bar_shows_the_time_left_whole_on_a_narrow_terminal() -> None:
 def test_a_prompt_counts_by_its_time_not_as_one() -> None:
     assert prefill_work(2048) > 2 * prefill_work(1024)
     assert prefill_work(1 << 17) > 3.5 * prefill_work(1 << 16)
-
-
-def test_what_is_said_once_reaches_the_log_as_it_is() -> None:
-    text = io.StringIO()
-    Stages(BarProgress(Console(file=text, width=20)), ("profile",)).say("profile resumed: [1] of 12 layers")
-    assert text.getvalue() == "profile resumed: [1] of 12 layers\n"
 
 
 def test_stages_of_a_longer_run_are_numbered() -> None:

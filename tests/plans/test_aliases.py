@@ -29,10 +29,6 @@ def test_an_alias_names_one_checkpoint(alias: aliases.Alias) -> None:
     assert parse_length(alias.context) >= 8192
 
 
-def test_aliases_are_distinct() -> None:
-    assert len({a.name for a in ALIASES}) == len({a.checkpoint for a in ALIASES}) == len(ALIASES)
-
-
 @pytest.mark.parametrize(
     ("name", "checkpoint"),
     [
@@ -73,11 +69,6 @@ def test_a_folder_goes_before_a_hub_id_of_the_same_name(folder: Path) -> None:
     assert Path(resolve_model("mine/sub").path_or_id) == Path("mine/sub")
     with pytest.raises(UsageError, match="found none"):  # at once, and not by the hub
         resolve_model("mine/other")
-
-
-def test_a_folder_without_a_model_does_not_hide_an_alias(folder: Path) -> None:
-    (folder.parent / "qwen3-8b").mkdir()
-    assert resolve_model("qwen3-8b").path_or_id == "Qwen/Qwen3-8B"
 
 
 @pytest.mark.parametrize(

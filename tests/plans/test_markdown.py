@@ -7,11 +7,10 @@ from pathlib import Path
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
-from plans_samples import full_plan, small_plan
+from plans_samples import full_plan
 
 from sparsekv.plans.files import parse_plan
 from sparsekv.plans.markdown import cell, markdown, table
-from sparsekv.plans.schema import Target
 from sparsekv.plans.show import describe
 
 GOLDEN = Path(__file__).parent / "golden" / "v1.yaml"
@@ -66,14 +65,3 @@ def test_any_name_shows_as_it_is_wherever_it_stands(name: str) -> None:
         assert [one.replace("\u200b", "") for one in read(text)] == shown
         assert not any(re.search(r"[#@]\w", one) for one in read(text))  # which GitHub links where it shows
         assert not re.search(r"://|www\.", text, re.IGNORECASE)  # and these where they are written
-
-
-def test_a_plan_names_its_device_without_markup() -> None:
-    plan = small_plan(targets=(Target(device=HOSTILE, backend="triton", dtype="float16"),))
-    (line,) = (line for line in markdown(describe(plan)).splitlines() if "img src" in line)
-    assert cell(HOSTILE) in line
-    assert cell("1 x H200, 5%") == "1 x H200, 5%"
-
-
-def test_a_short_row_is_filled() -> None:
-    assert table(("a", "b"), [("1",)], [True, False]) == "| a | b |\n| --: | --- |\n| 1 |  |"

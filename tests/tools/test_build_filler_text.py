@@ -29,13 +29,6 @@ def test_text_is_the_files_of_its_split_and_the_notice_names_where_they_are_from
     assert f"Python {platform.python_version()}, Copyright" in (tmp_path / "NOTICE").read_text()
 
 
-def test_the_same_files_make_the_same_bytes(library: Path, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        build(library, tmp_path / name)
-    for path in (tmp_path / "one").iterdir():
-        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
-
-
 @pytest.mark.skipif(
     f"Python {platform.python_version()}," not in (SHIPPED / "NOTICE").read_text()
     or not (standard_library() / "test" / "test_json").is_dir(),

@@ -84,15 +84,6 @@ def test_a_run_that_is_stopped_after_every_step_makes_the_same_bytes(tool: Tool,
         assert (made / name).read_bytes() == (out_of(finished) / name).read_bytes(), name
 
 
-def test_a_finished_run_does_nothing_again(tool: Tool, finished: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in [finished / "tokens.npy", finished / "log.jsonl"]}
-    scores = (out_of(finished) / "results.json").read_bytes()
-    assert tool("whole", "--stage", "train-256") == "done"
-    assert tool("whole", "--stage", "evaluate", "--eval-samples", "2") == "done"
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert (out_of(finished) / "results.json").read_bytes() == scores
-
-
 def test_an_unknown_stage_is_refused_before_anything_is_made(tool: Tool, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         tool("nothing", "--stage", "train-77")
