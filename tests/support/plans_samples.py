@@ -147,7 +147,7 @@ def full_plan() -> Plan:
             profile=digest_of("d"),
             device_cost=digest_of("e"),
             source="an example",
-            settings={"target_density": 0.3, "lengths": [8192, 32768], "gate": {"drop": 1.0}},
+            settings={"target_density": 0.3, "lengths": [8192, 32768], "gate": {"drop": 1.0}, "crossover": False},
         ),
         extensions={"example.org/note": {"text": "no", "list": [1, 2.5e-05, None, True, "1e-05", "line\nbreak"]}},
     )
