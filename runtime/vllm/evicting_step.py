@@ -1,5 +1,5 @@
-"""Says what evicting layers do with a prompt in an engine: its last queries are observed, and at its end what is stays
-cached moves together.
+"""Eviction of a prompt's tokens in an engine: its last queries are observed, and at its end the tokens that stay move
+together.
 
 Shapes: P pages of a request, N pages in memory, G KV heads, H query heads, S tokens of a page, W observed queries, K
 cached tokens, D head size.

@@ -18,6 +18,7 @@ from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
 from sparsekv.runtime.core.timed_layers import Place, Timers
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.paged.decode_step import DecodeRows
+from sparsekv.runtime.vllm import timed_kernels
 from sparsekv.runtime.vllm.engine_host import serving_stats
 from sparsekv.runtime.vllm.settings import read_options
 from sparsekv.runtime.vllm.timed_kernels import EngineLayers
@@ -124,6 +125,26 @@ def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(
     assert rule.prefill.pays(BUDGET, CROSSOVER + 200)
     assert not rule.prefill.pays(BUDGET, CROSSOVER)
     assert rule.decode.pays(4, 2048)
+
+
+def test_an_engine_measures_once_a_place(
+    engine: Any, host: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[int] = []
+
+    def timer(launches: Any, device: torch.device) -> list[float]:
+        calls.append(len(launches))
+        return [1.0] * len(launches)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(timed_kernels, "Timers", lambda: Timers(timer, timer))
+    rules, counts = [], []
+    for place in ({}, {}, {"shares": {3072: 0.3}}):
+        monkeypatch.setattr(host, "place", replace(Place("sha256:", 3072, BUDGET, 1, {3072: 0.4}), **place))
+        rules.append(timed_kernels.measured_rule(host, CPU, 64, None, PLAIN))
+        counts.append(len(calls))
+    assert rules[0] == rules[1]
+    assert 0 < counts[0] == counts[1] < counts[2]
 
 
 def test_layers_with_soft_caps_are_timed_with_their_caps(
