@@ -3,7 +3,7 @@
 Both phases run together, at every planned length that is sparse, sparse always on. Tasks are fixed here. Prompts follow
 from what the plan executes and from the number of the run, so that no earlier run saw them. Dense runs first, cell by
 cell: whether a cell is judged, and on how many prompts, follows from dense alone (verify_cells.py). A plan is verified
-where the test is passed and every sparse bucket was run sparse near the end of its lengths (untouched.py). An
+where the test is passed and every sparse bucket was run sparse near the end of its lengths (verify_record.py). An
 interrupted run goes on with the same prompts (verify_record.py).
 """
 
@@ -35,9 +35,8 @@ from sparsekv.planner.options import Settled
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.records import RunFile, versions
 from sparsekv.planner.tasks import Kit, Split, prepare
-from sparsekv.planner.untouched import untouched
 from sparsekv.planner.verify_cells import BOTH, WHOLE, Cells
-from sparsekv.planner.verify_record import CellOutcomes, OutcomesSettings, cell_of, outcomes_file, spent_of
+from sparsekv.planner.verify_record import CellOutcomes, OutcomesSettings, cell_of, outcomes_file, spent_of, untouched
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import executed_digest
 from sparsekv.plans.patterns import AShape, tokens

@@ -138,7 +138,8 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
     parts: list[RenderableType] = [_facts(plan, full)]
     if full:
         parts += _prefill(plan.prefill, plan.model) if plan.prefill else [Text("\nPrefill: dense at every length")]
-        parts += _decode(plan.decode, plan.model) if plan.decode else [Text(f"\nDecode: dense {over(plan)}")]
+        over = "over what layers keep" if plan.retained else "at every length"
+        parts += _decode(plan.decode, plan.model) if plan.decode else [Text(f"\nDecode: dense {over}")]
         parts += [_cache(plan.kv_cache)] if plan.kv_cache else []
         parts += _quality(plan.quality, plan.status) if plan.quality else [Text("\nQuality: not measured")]
         parts += [_cost(plan.cost)] if plan.cost else []
@@ -193,11 +194,6 @@ def _rules(plan: Plan) -> Iterator[str]:
         layers = format_ids(layer for rule in rules for layer in rule.layers)
         ends = span([(rule.sink or 0) + (rule.recent or 0) for rule in rules])
         yield f"KV cache eviction: layers {layers} keep {span([rule.keep for rule in rules])} and {ends} at the ends"
-
-
-def over(plan: Plan) -> str:
-    """Returns what dense decode attends to, in words."""
-    return "over what layers keep" if plan.retained else "at every length"
 
 
 def _table(title: str, names: str, rows: Iterable[Sequence[str]], numbers: str = "") -> Table:

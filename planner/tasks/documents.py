@@ -299,7 +299,8 @@ def build(kit: Kit, units: list[Unit], request: DocumentRequest, draws: Draws, s
         scattered: over filler text that makes up the rest of the length. Otherwise the units stand by themselves,
             behind what little text a request with `answer_room` needs to come out exact.
     """
-    lines = _encode_lines(kit.encoder, units)
+    encoded = iter(kit.encoder.encode_all([line for unit in units for line in unit.lines]))
+    lines = [[next(encoded) for _ in unit.lines] for unit in units]
     asked = _fitting_queries(kit.encoder, units[: request.queries], request.length)
     sizes = np.cumsum([sum(len(line) for line in unit) for unit in lines])
     count = int(np.searchsorted(sizes, _room(request, asked), side="right"))
@@ -331,11 +332,6 @@ def _lay_out(
     wanted = (positions[order] * (text + 1)).astype(np.int32) if scattered else np.full(len(lines), text, np.int32)
     context_ids, is_text = plant(ids, breaks, [lines[i] for i in order.tolist()], wanted)
     return Document(context_ids, is_text, tuple(asked))
-
-
-def _encode_lines(encoder: PieceEncoder, units: list[Unit]) -> list[list[list[int]]]:
-    encoded = iter(encoder.encode_all([line for unit in units for line in unit.lines]))
-    return [[next(encoded) for _ in unit.lines] for unit in units]
 
 
 def _fitting_queries(encoder: PieceEncoder, units: list[Unit], length: int) -> list[Query]:

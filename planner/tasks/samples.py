@@ -1,7 +1,7 @@
 """Prompts of each split, each from a random generator of its own, and how answers are matched."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -51,7 +51,8 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
     kit = kit.of_sample(task.name, length, seed, index)
     is_twice = isinstance(task, SecondQuestion)
     frame = _frame(kit, task)
-    before, after, between = (_ids(ids) for ids in (frame.before_ids, frame.after_ids, frame.between_ids or ()))
+    parts = (frame.before_ids, frame.after_ids, frame.between_ids or ())
+    before, after, between = (np.asarray(ids, np.int32) for ids in parts)
     around = len(before) + len(after) + (len(between) + len(after) if is_twice else 0)
     if length <= around:
         raise TaskError(f"expected a length of more than {around} tokens, found {length}")
@@ -79,10 +80,6 @@ def _frame(kit: Kit, task: Task) -> ChatFrame:
     if chat is None or isinstance(task, Perplexity) or (lacks_turns and isinstance(task, SecondQuestion)):
         return ChatFrame(kit.encoder.bos_ids, (), kit.encoder.newline_ids)
     return chat
-
-
-def _ids(ids: Sequence[int]) -> Ids:
-    return np.asarray(ids, np.int32)
 
 
 def make_samples(task: Task, kit: Kit, length: int, seed: int, count: int) -> Iterator[Sample]:

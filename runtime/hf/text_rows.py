@@ -124,7 +124,7 @@ class Text:
     def settle(self, streamer: Any) -> None:
         """Asks the criteria of each step that all rows have come to, and streams it. Once all rows have stopped, what
         they have beyond the last step is cut."""
-        while not all(self.stopped) and self._has_next_step():
+        while not all(self.stopped) and all(self.lengths[row] > self.asked for row in self.growing()):
             self.asked += 1
             for row, stops in enumerate(self._stops_here()):
                 if stops and not self.stopped[row]:
@@ -141,9 +141,6 @@ class Text:
             if length < tokens:
                 row[length:] = self.stops.pad
         return found_BT
-
-    def _has_next_step(self) -> bool:
-        return all(self.lengths[row] > self.asked for row in self.growing())
 
     def _stops_here(self) -> list[bool]:
         ends = [full and length == self.asked for full, length in zip(self.complete, self.lengths, strict=True)]
