@@ -41,9 +41,6 @@ def allocate(profile: Profile, cost: Prices, options: Settled, say: Callable[[st
         options: settled for the profile: `target_density` has one entry a profiled length, or none where the profile
             has one density a length (the preset).
         say: gets a line a length: the damage of the allocation, and how far above the least possible it may be.
-
-    Raises:
-        UsageError: a target lies below all that was profiled.
     """
     buckets: list[PrefillBucket] = []
     for entry, target in _targets(profile, options):
@@ -67,9 +64,6 @@ def _targets(profile: Profile, options: Settled) -> list[tuple[LengthProfile, fl
 
 def check_profiled(profile: Profile, options: Settled) -> None:
     """Finds out, without a device cost, whether anything was profiled within the target densities.
-
-    Args:
-        options: settled for the profile.
 
     Raises:
         UsageError: a target lies below all that was profiled.

@@ -51,8 +51,6 @@ class CandidateSpace:
     """Holds what may be proposed at one profiled length.
 
     Args:
-        model: that was profiled; it has layers with full attention.
-        entry: of the length, with decode statistics.
         options: settled: budget, sink, recent.
     """
 

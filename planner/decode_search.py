@@ -54,7 +54,6 @@ class Guess:
     """Holds what is expected of a candidate.
 
     Attributes:
-        kl: its divergence in nats.
         deviation: the standard deviation of the logarithm of that.
         share: cached tokens that it reads, of all; noted here, since every step of the search asks for all of them.
     """
@@ -100,7 +99,6 @@ def measure_trials(
     """The profile with decode trials at every length; unchanged where there are some, or nothing to search.
 
     Args:
-        profile: with decode statistics, where decode is planned.
         effort: how much to measure; by device when None.
 
     Raises:

@@ -88,7 +88,6 @@ class DecodeTrials:
         """KL(dense || sparse) of the next token, in nats: a mean over the steps of each prompt.
 
         Args:
-            segments: of this model.
             most: later prompts are left out once the sum is above this.
         """
         found: list[float] = []

@@ -47,9 +47,6 @@ def choose_filter_layers(profile: Profile, options: Settled) -> DecodePlan:
     """The decode phase of a plan: the same segments at every length that is sparse.
 
     The lengths of `options.dense` are dense; the others keep what they would have beside them.
-
-    Raises:
-        UsageError: see `check_filters` and `check_budget`.
     """
     check_filters(profile.model, options)
     check_budget(profile, options)
@@ -209,11 +206,7 @@ def following(filters: Sequence[int], full: Sequence[int]) -> tuple[FilterSegmen
 
 
 def check_filters(model: ModelInfo, options: Settled) -> None:
-    """Finds out, from the model alone, whether it has the filter layers that are given.
-
-    Raises:
-        UsageError: one of them does not exist, has a window of its own, or has no layer with full attention above it.
-    """
+    """Finds out, from the model alone, whether it has the filter layers that are given."""
     full = model.full_layers
     unknown = sorted(set(options.filter_layers) - set(full[:-1]))
     if unknown and not full:
@@ -226,22 +219,14 @@ def check_filters(model: ModelInfo, options: Settled) -> None:
 
 
 def check_budget(profile: Profile, options: Settled) -> None:
-    """Finds out whether a profile says what the budget loses.
-
-    Raises:
-        UsageError: the budget is below all that were profiled.
-    """
+    """Finds out whether a profile says what the budget loses."""
     for entry in profile.lengths:
         if entry.reuse:
             budget_index(entry.reuse.budgets, options.decode_budget, entry.length)
 
 
 def check_trials(profile: Profile, options: Settled) -> None:
-    """Refuses a bound on divergence with a profile that says nothing of it.
-
-    Raises:
-        UsageError: nothing was tried out.
-    """
+    """Refuses a bound on divergence with a profile that says nothing of it."""
     if options.decode_kl is not None and not options.filter_layers and not takes_trials(profile, options):
         raise UsageError(
             "expected a profile with decode trials for decode_kl, found none in it; profile again (leave --profile "
@@ -255,7 +240,6 @@ def lost_mass(reuse: Reuse, budget: int, full: Sequence[int]) -> Floats:
 
     Args:
         budget: position among the measured ones.
-        full: the layers with full attention.
     """
     lost = np.ones((len(reuse.importance),) * 2)
     for j, row in enumerate(reuse.kept[budget]):
@@ -271,11 +255,7 @@ def shares_of(importance: Sequence[float]) -> Floats:
 
 
 def budget_index(measured: Sequence[Budget], wanted: Budget, length: int) -> int:
-    """The position of the largest measured budget within the wanted one: what is lost is then not underestimated.
-
-    Raises:
-        UsageError: the wanted one is below all.
-    """
+    """The position of the largest measured budget within the wanted one: what is lost is then not underestimated."""
     sizes = [(budget.resolve(length), number) for number, budget in enumerate(measured)]
     fitting = [size for size in sizes if size[0] <= wanted.resolve(length)]
     if not fitting:

@@ -87,9 +87,6 @@ def measure_prices(
         families: whose index building is timed besides that of the default ones.
         offload: time reading rows from host memory too.
         float8: whether keys and values are cached in 8 bits.
-
-    Raises:
-        BackendError: the backend cannot run here.
     """
     choice = choose_backend(device, dtype, shape.head_dim, backend, tile)
     timed_families = tuple(name for name in KNOWN_FAMILIES if name in FAMILIES or name in families)

@@ -157,11 +157,7 @@ _OF_SEGMENTS = ("filter_layers", "decode_budget", *_LOSSES, "decode_sink", "deco
 
 
 class PlanOptions(Targets, Search, DecodeSearch, Drawn, Hardware):
-    """Says how to plan.
-
-    Raises:
-        UsageError: a value cannot be meant, or options leave one another unread.
-    """
+    """Says how to plan."""
 
     group: ClassVar = "Verification"
     unread: ClassVar[tuple[Unread, ...]] = (
@@ -285,11 +281,7 @@ class Settled(PlanOptions):
 
 
 def settle(options: PlanOptions, context_length: int, device_type: str) -> Settled:
-    """Options with every default filled in.
-
-    Raises:
-        UsageError: a length is beyond the model's context, or lengths and densities do not pair up.
-    """
+    """Options with every default filled in."""
     on_gpu, preset = device_type == "cuda", options.preset is not None
     lengths = _lengths(options, context_length, device_type)
     tile = options.tile or (TileShape(query=64, key=64) if preset else TileShape())

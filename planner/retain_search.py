@@ -54,11 +54,7 @@ Layout = Mapping[int, float]
 
 
 def search_retention(job: Job, progress: Progress | None = None) -> tuple[tuple[Retention, ...], tuple[str, ...]]:
-    """The layers' rules for `retain` of the cache's bytes, and a remark for each thing to know.
-
-    Raises:
-        UsageError: sinks and recent tokens of all layers alone are more than that.
-    """
+    """The layers' rules for `retain` of the cache's bytes, and a remark for each thing to know."""
     options, length = job.options, job.options.lengths[-1]
     layers = tuple(layer for layer in job.model.full_layers if layer not in job.model.sharing)
     prompts, runs = job.calibration_prompts(length, options.samples_at(length)), 2 if options.few_groups else 3

@@ -23,10 +23,6 @@ _LEAST_LOSS = 0.005
 def denser(options: Settled, profile: Profile, lengths: Collection[int]) -> Settled:
     """Options of the next denser plan at these lengths; where nothing is denser, they are dense. The same where they
     are dense already: what such a plan loses is rounding.
-
-    Args:
-        options: settled, of the plan that missed.
-        profile: what it was compiled from.
     """
     found = options
     for phase in options.phases:
