@@ -23,7 +23,7 @@ from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.profile.search_space import ROUNDING, too_low
 from sparsekv.planner.relaxation import Allocation, least_cost, solve
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import TileShape, mandatory_density
+from sparsekv.plans.patterns import Pattern, TileShape, mandatory_density
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.types import format_length
 
@@ -33,7 +33,9 @@ TOLERANCE = 1.1
 
 
 def allocate(profile: Profile, cost: Prices, options: Settled, say: Callable[[str], None] | None = None) -> PrefillPlan:
-    """The prefill phase of a plan: one bucket a profiled length, and an open-ended one like the last.
+    """The prefill phase of a plan: one bucket a profiled length, and an open-ended one like the last. It is dense below
+    half of the shortest length, for which nothing was measured. Budgets are shares of the context, so that the first
+    chunks of a prompt are as dense as all of it.
 
     The density over the heads of each bucket is at most its target. The lengths of `options.dense` are dense.
 
@@ -48,6 +50,8 @@ def allocate(profile: Profile, cost: Prices, options: Settled, say: Callable[[st
         buckets.append(length.bucket(length.chosen(options, target)))
         if say is not None and (line := length.told()):
             say(line)
+    if buckets[0].up_to and buckets[0].up_to > 1:
+        buckets.insert(0, PrefillBucket(up_to=buckets[0].up_to // 2, dense=True))
     last = PrefillBucket(up_to=None, dense=True)
     if not buckets[-1].dense:
         last = PrefillBucket(up_to=None, extrapolated=True, same_as=buckets[-1].up_to)
@@ -149,11 +153,14 @@ class _Length:
     def bucket(self, choice: Choice) -> PrefillBucket:
         """The choice as a bucket."""
         groups = tuple(
-            HeadGroup(layer=scores.layer, heads=(head,), pattern=self.tables.pattern(choice, row, head))
+            HeadGroup(layer=scores.layer, heads=(head,), pattern=self._pattern(choice, row, head))
             for row, scores in enumerate(self._entry.layers)
             for head in np.flatnonzero(choice[row] >= 0).tolist()
         )
         return PrefillBucket(up_to=self._entry.length, heads=groups, dense=not groups)
+
+    def _pattern(self, choice: Choice, row: int, head: int) -> Pattern:
+        return self.tables.pattern(choice, row, head).of_context(self._entry.length)
 
     def _within(self, target: float) -> Choice:
         """The least damage at a mean density over all heads."""

@@ -16,7 +16,7 @@ from sparsekv.planner.profile.profile_data import LayerScores, Profile
 from sparsekv.planner.profile.search_space import ROUNDING
 from sparsekv.planner.relaxation import Allocation, least_cost, solve
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import Dense, Pattern
+from sparsekv.plans.patterns import Dense, Pattern, VerticalSlash
 
 SCORES = ("candidates", "patterns", "damage", "worst", "tiles", "columns")
 ALWAYS = options_for(target_density=(0.3,))
@@ -93,7 +93,9 @@ def solved(cost_CH: np.ndarray, damage_CH: np.ndarray, allowed_CH: np.ndarray, b
 
 # Few values, so that equal costs, equal damages, and no damage at all are common.
 COSTS = st.sampled_from((0.05, 0.1, 0.2, 0.3, 0.5, 0.9, 1.0))
-DAMAGES = st.sampled_from((0.0, 0.0, 1e-6, 0.01, 0.1, 0.5, 0.5, 1.0, 7.0)) | st.floats(0.0, 10.0)
+DAMAGES = st.sampled_from((0.0, 0.0, 1e-6, 0.01, 0.1, 0.5, 0.5, 1.0, 7.0)) | st.floats(0.0, 10.0).map(
+    lambda nats: round(nats, 6)
+)
 
 
 @st.composite
@@ -239,15 +241,15 @@ def test_under_the_preset_each_head_takes_the_least_damage_at_the_target_cost() 
     (entry,) = profile.lengths
     for row, damage_CH in enumerate(ScoreTables.of(entry).damage_LCH):
         least = damage_CH[1:].argmin(0) + 1 if row == 0 else damage_CH.argmin(0)
-        assert bucket.patterns(row, 4) == tuple(entry.patterns[slot] for slot in least)
+        assert bucket.patterns(row, 4) == tuple(entry.patterns[slot].of_context(8192) for slot in least)
 
 
 @pytest.mark.parametrize(
     ("dense", "found"),
     [
         ((4096,), [(4096, True), (8192, False), (16384, False), (None, False)]),
-        ((8192,), [(4096, False), (8192, True), (16384, False), (None, False)]),
-        ((16384,), [(4096, False), (8192, False), (None, True)]),
+        ((8192,), [(2048, True), (4096, False), (8192, True), (16384, False), (None, False)]),
+        ((16384,), [(2048, True), (4096, False), (8192, False), (None, True)]),
         ((4096, 8192, 16384), [(None, True)]),
     ],
 )
@@ -296,4 +298,16 @@ def test_a_default_density_gives_way_to_what_prompts_come_down_to_and_one_asked_
 def test_a_device_on_which_sparse_attention_never_pays_gets_a_sparse_plan(target: float) -> None:
     profile, slow = made_up_profile(made_up_length(8192, np.random.default_rng(0))), made_up_prices(tiles=(1e8, 10.0))
     buckets = allocate(profile, slow, options_for(target_density=(target,))).lengths
-    assert [(bucket.up_to, bucket.dense) for bucket in buckets] == [(8192, False), (None, False)]
+    assert [(bucket.up_to, bucket.dense) for bucket in buckets] == [(4096, True), (8192, False), (None, False)]
+
+
+def test_budgets_are_shares_of_the_context_and_nothing_is_sparse_below_half_of_the_shortest_length() -> None:
+    profile = made_up_profile(*(made_up_length(n, np.random.default_rng(0), levels=(0.3,)) for n in (4096, 8192)))
+    plan = allocate(profile, made_up_prices(), options_for(target_density=(0.3, 0.3)))
+    assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths][:2] == [(2048, True), (4096, False)]
+    assert (plan.lengths[-1].extrapolated, plan.lengths[-1].same_as) == (True, 8192)
+    for entry in profile.lengths:
+        for row in range(3):
+            patterns = plan.bucket(entry.length).patterns(row, 4)
+            assert {one.in_tokens(entry.length) for one in patterns} <= {*entry.patterns}
+            assert all(one.vertical.fraction for one in patterns if isinstance(one, VerticalSlash))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from planner_models import loaded_tiny, made_up_prices, quick_options
+from planner_models import loaded_tiny, quick_options
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sparsekv.planner.job import job_of
@@ -36,7 +36,7 @@ def planned(model: PreTrainedModel) -> PlanResult:
     loaded = LoadedModel(model, plain.tokenizer, describe_model(model, "tests/tiny"))
     assert loaded.info == plain.info
     short = {"lengths": (512,), "target_density": (0.8,), "decode_loss": 1.0}
-    return compile_plan(job_of(loaded, quick_options(**short, refine_rounds=1), cost=made_up_prices()))
+    return compile_plan(job_of(loaded, quick_options(**short, refine_rounds=1)))
 
 
 def same(one: PlanResult, other: PlanResult) -> bool:
