@@ -23,18 +23,10 @@ class Reader:
     read: Callable[[Source, ModelInfo], Imported]
 
 
-def _no_qwen(source: Source) -> str | None:
-    return minference.missed(source) or (f"it is called {source.name}" if minference.is_qwen(source) else None)
-
-
-def _qwen(source: Source) -> str | None:
-    return minference.missed(source) or (None if minference.is_qwen(source) else f"not called {minference.QWEN_FILE}")
-
-
 READERS = MappingProxyType(
     {
-        "minference": Reader(_no_qwen, minference.read),
-        "qwen-1m": Reader(_qwen, minference.read_qwen),
+        "minference": Reader(minference.missed, minference.read),
+        "qwen-1m": Reader(minference.missed, minference.read_qwen),
         "kascade": Reader(filter_lists.missed_maps, filter_lists.read_maps),
         "filter-layers": Reader(filter_lists.missed_list, filter_lists.read_list),
         "indexcache": Reader(filter_lists.missed_letters, filter_lists.read_letters),
@@ -56,13 +48,12 @@ def recognised(source: Source, kind: str | None = None) -> str:
     if kind is not None and kind not in READERS:
         raise PlanError(f"expected a kind of {', '.join(READERS)}, found {kind!r}{did_you_mean(kind, READERS)}")
     tried = {name: reader.missed(source) for name, reader in READERS.items() if kind in (None, name)}
-    if kind == "minference" or kind == "qwen-1m":  # the name of the file decides only where nothing was said
-        tried = {kind: minference.missed(source)}
     found = next((name for name, missed in tried.items() if missed is None), None)
     if found is None:
         listed = "\n".join(f"  {name}: {missed}" for name, missed in tried.items())
         raise PlanError(f"expected a file of one of these kinds, found in {source.name}:\n{listed}")
-    return found
+    is_qwen = kind is None and found == "minference" and minference.is_qwen(source)
+    return "qwen-1m" if is_qwen else found
 
 
 def plan_of(source: Source, kind: str, model: ModelInfo) -> tuple[Plan, tuple[str, ...]]:
