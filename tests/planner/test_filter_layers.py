@@ -82,6 +82,11 @@ def sliding(profile: Profile, *layers: int) -> Profile:
     return profile.model_copy(update={"model": profile.model.model_copy(update={"attention": tuple(groups)})})
 
 
+def test_layers_with_a_window_of_their_own_neither_choose_nor_follow() -> None:
+    plan = choose_filter_layers(sliding(profile_of(np.ones((6, 6))), 0, 3), ALWAYS)
+    assert segments(plan) == [(1, (2, 4, 5))]
+
+
 def test_a_model_of_windows_alone_decodes_densely() -> None:
     profile = sliding(profile_of(np.ones((4, 4))), *range(4))
     plan = choose_filter_layers(profile, ALWAYS)
