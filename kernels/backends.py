@@ -107,11 +107,7 @@ def choose_backend(
 
 
 def check_backend(requested: str, device: torch.device) -> None:
-    """Refuses a backend that cannot run on this device, whatever the model.
-
-    Raises:
-        BackendError: the message says why and what to do.
-    """
+    """Refuses a backend that cannot run on this device, whatever the model."""
     if requested != "auto" and (obstacle := _machine_obstacle(requested, device)):
         raise _cannot_run(requested, device, obstacle)
 
@@ -144,7 +140,6 @@ def prefill_attention(
         scale: of the scores, usually 1 / sqrt(D).
         window: the layer's own sliding window in tokens, or None.
         want_lse: whether to return the natural log-sum-exp of each row, of its keys.
-        backend: the name that `choose_backend` gave.
 
     Raises:
         ShapeError: the tensors, the chunk and the index do not fit together.
@@ -248,7 +243,6 @@ def decode_attention(
             as they are.
         new_B: int32 on the device: how many of the Q tokens each row has, the first ones; all of them when None. The
             others give 0, and a row without any reads no key.
-        backend: the name that `choose_backend` gave.
 
     Raises:
         ShapeError: Q is none of these, or the tensors do not fit together.
@@ -345,7 +339,6 @@ class Fallback:
     """The backend in use, and its fallbacks when it fails: one object for the lifetime of an engine.
 
     Args:
-        backend: the name that `choose_backend` gave.
         relieve: gives memory of the device back that nobody uses; whether there was any.
     """
 

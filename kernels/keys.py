@@ -164,9 +164,6 @@ class KeyView:
     def contiguous(self, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, G, longest, D] each: views of contiguous keys, copies of paged ones, of those `held` and of those with
         `scales`, which are multiplied. Rows shorter than `longest` hold anything behind their end.
-
-        Raises:
-            ShapeError: no row can be that long.
         """
         v_BGSD = self._rows(stored_as_bytes(self.v), longest)
         if self.scales is not None:
@@ -208,9 +205,6 @@ def check_keys(
     """One query token a batch row, or up to `most_queries`, and keys that fit to it. No check asks the device.
 
     `any_strides` is as of `check_qkv`.
-
-    Raises:
-        ShapeError: they do not fit; the message says what and how to fix it.
     """
     if keys.scales is None:
         check_qkv(q_BHQD, keys.k, keys.v, scale, any_strides)

@@ -51,7 +51,6 @@ def reference_attention(
         q_BHSD: queries, G KV heads serving H / G query heads each.
         k_BGKD: keys, or more of them than the mask has; what no row sees may hold anything.
         mask_BHSK: bool; a row without any key gives 0 and a log-sum-exp of -inf.
-        cap: soft cap of the scores; 0 is none.
     """
     groups, keys = k_BGKD.shape[1], mask_BHSK.shape[3]
     k_BHKD, v_BHKD = (x[:, :, :keys].float().repeat_interleave(q_BHSD.shape[1] // groups, 1) for x in (k_BGKD, v_BGKD))

@@ -94,7 +94,6 @@ def observed_attention(
     Args:
         q_BHWD: queries of the last W tokens; W is at most S.
         together: the most of all KV heads.
-        backend: of decode; "reference" is torch on any device.
 
     Returns:
         float32 [B, g, S], from 0 to 1; g is 1 if `together`, else G.

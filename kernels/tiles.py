@@ -168,9 +168,6 @@ def check_qkv(
 ) -> None:
     """Query, key and value tensors fit together, but for the batch, and their head dimension is contiguous, unless keys
     and values of `any_strides` are taken.
-
-    Raises:
-        ShapeError: they do not; the message says which and how to fix it.
     """
     check_layouts(q_BHSD, k_BGKD, v_BGKD, any_strides)
     check_heads(q_BHSD, k_BGKD, v_BGKD)
@@ -209,11 +206,7 @@ def check_heads(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor
 
 
 def check_chunk(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, window: int | None) -> None:
-    """The chunk's rows are rows of q, and its keys lie in k.
-
-    Raises:
-        ShapeError: they do not, or the window is not positive.
-    """
+    """The chunk's rows are rows of q, and its keys lie in k."""
     if not len(chunk.past) == q_BHSD.shape[0] == k_BGKD.shape[0]:
         raise ShapeError(
             f"the chunk describes {len(chunk.past)} batch rows, q has {q_BHSD.shape[0]}, k has {k_BGKD.shape[0]}"
@@ -228,11 +221,7 @@ def check_chunk(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, window
 
 
 def check_index(q_BHSD: torch.Tensor, index: TileIndex, chunk: Chunk) -> None:
-    """The index was built for these heads and these rows.
-
-    Raises:
-        ShapeError: it was not.
-    """
+    """The index was built for these heads and these rows."""
     B, H, S, _ = q_BHSD.shape
     T = chunk.query_tiles(index.tile, S)
     C = index.columns_BHC.shape[-1]

@@ -44,10 +44,8 @@ def gather_missed(
         where_X: int64 [COLUMNS] on the device, as kernels/keys.py says; the addresses at ROWS and HOST are divisible
             by 16.
         lengths_B: int32, tokens of each row; token `length - recent` goes to the host.
-        kv_heads: G.
         token_bytes: of the keys of one head of one token.
         slots: first row of the ring.
-        ring: its rows.
         recent: at least 2, as the newest token is not in the ring yet.
         programs: in all, where there are no more lists than that; None is what suits the device.
     """

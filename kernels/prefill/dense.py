@@ -48,9 +48,6 @@ def dense_attention(
         q_BHSD: the chunk's queries; row r of batch row b is token past[b] + r.
         k_BGKD: all keys so far, at least chunk.longest of them; those past a row's length are not looked at.
         window: the layer's own sliding window in tokens, or None.
-
-    Raises:
-        ShapeError: the tensors do not fit together or do not cover the chunk.
     """
     check_qkv(q_BHSD, k_BGKD, v_BGKD, scale)
     check_chunk(q_BHSD, k_BGKD, chunk, window)

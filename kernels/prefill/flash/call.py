@@ -245,7 +245,6 @@ def dense_ranges(heads: Sequence[int], group: int) -> Iterator[HeadRange]:
 
     Args:
         heads: dense query heads, ascending.
-        group: query heads of a KV head.
     """
     dense = set(heads)
     whole = [kv for kv in sorted({head // group for head in heads}) if dense.issuperset(_members(kv, group))]
