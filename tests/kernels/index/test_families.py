@@ -8,7 +8,7 @@ from strided_pattern import Strided
 
 from sparsekv.kernels.index.build import BUILDERS, IndexBuilder, build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex, density
-from sparsekv.plans.patterns import PATTERNS, Pattern, TileShape
+from sparsekv.plans.patterns import PATTERNS, AShape, Pattern, TileShape, tokens
 
 TILES = (TileShape(query=64, key=64), TileShape(query=128, key=128), TileShape(query=128, key=64))
 FAMILIES = {"strided": Strided, **PATTERNS}
@@ -39,6 +39,14 @@ def test_no_index_has_more_columns_than_its_pattern_says(family: str, length: in
     for pattern in FAMILIES[family].timed(length):
         index = diffuse_index(pattern, length, tile)
         assert index.columns_BHC.shape[-1] <= pattern.most_columns(length)
+
+
+@pytest.mark.parametrize("window", [2, 64, 65, 66, 129, 130])
+def test_a_window_reaches_the_tile_of_the_oldest_key_that_the_first_row_of_a_tile_sees(window: int) -> None:
+    index = diffuse_index(AShape(sink=tokens(1), window=tokens(window)), 640, TILES[0])
+    for row in range(10):
+        found = {*index.tiles_BHTW[0, 0, row, : index.counts_BHT[0, 0, row]].tolist()}
+        assert found == {0, *range(max(0, (64 * row - window + 1) // 64), row + 1)}
 
 
 @pytest.mark.parametrize("family", SEARCHED)
