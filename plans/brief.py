@@ -16,14 +16,16 @@ _MOST = 5  # lengths of a table
 
 @dataclass(frozen=True, slots=True)
 class PhaseShare:
-    """Attention of one phase at one length: computed share, and predicted speed-up; None where not known."""
+    """Attention of one phase at one length: computed share, and predicted speed-up; None where not known. Where that is
+    below one, hosts run dense: no gain."""
 
     computed: float | None = 1.0
     gain: float | None = None
 
     @property
     def cells(self) -> tuple[str, str]:
-        return percent(self.computed), "" if self.gain is None else f"{self.gain:.2f}x"
+        gain = "" if self.gain is None else f"{self.gain:.2f}x" if self.gain >= 1.0 else "none"
+        return percent(self.computed), gain
 
 
 def percent(share: float | None) -> str:
