@@ -165,31 +165,23 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-Document = dict[str, Any]
-
-# From the data of a version n file to that of version n + 1; each comes with a golden file of version n. None yet.
-MIGRATIONS: Mapping[int, Callable[[Document], Document]] = {}
 _INTEGRITY = "integrity"
 # Fields of version 1 that nothing reads any more.
 _FIELDS_GONE = {("provenance", "command")}
 
 
-def migrate(document: Document, target: int, source: str, registry: Mapping[int, Any] = MIGRATIONS) -> Document:
-    """`document` as schema version `target`."""
+def _check_version(document: dict[str, Any], source: str) -> None:
     version = document.get("schema_version")
     if type(version) is not int or version < 1:
         found = "none" if version is None else repr(version)[:40]
-        raise PlanError(f"{source}: expected `schema_version`, a whole number from 1 to {target}, found {found}")
-    if version > target:
         raise PlanError(
-            f"{source}: expected schema_version {target} or older, which this sparsekv reads, found {version}; "
+            f"{source}: expected `schema_version`, a whole number from 1 to {SCHEMA_VERSION}, found {found}"
+        )
+    if version > SCHEMA_VERSION:
+        raise PlanError(
+            f"{source}: expected schema_version {SCHEMA_VERSION} or older, which this sparsekv reads, found {version}; "
             "install a newer sparsekv, or plan the model again with this one"
         )
-    for step in range(version, target):
-        if step not in registry:
-            raise PlanError(f"{source}: schema_version {step} can no longer be read; plan the model again")
-        document = registry[step](document) | {"schema_version": step + 1}
-    return document
 
 
 def _without_gone(value: Any, path: tuple[str, ...] = ()) -> Any:
@@ -271,8 +263,9 @@ def plan_of(tree: Tree, *, sealed: bool = True) -> Plan:
         raise PlanError(f"{source}: expected a plan, a mapping with `kind: {KIND}`, found {found}; {NAME_A_PLAN}")
     if tree.data.get("kind") != KIND:
         raise PlanError(f"{source}: expected `kind: {KIND}`, found {_what(tree.data)}")
+    _check_version(tree.data, source)
     try:
-        data = _without_gone(migrate(tree.data, SCHEMA_VERSION, source))
+        data = _without_gone(tree.data)
         plan = Plan.model_validate(data | ({"quality": without_old(data["quality"])} if "quality" in data else {}))
     except ValidationError as error:
         raise plan_error(error, tree) from None

@@ -149,7 +149,7 @@ class TaskResult:
 
     def _accuracies(self) -> tuple[float, float, Interval | None]:
         before, after = self.answers
-        return float(np.mean(before)), float(np.mean(after)), accuracy_interval(before, after)
+        return float(np.mean(before)), float(np.mean(after)), score_interval(before, after)
 
     def _perplexities(self) -> tuple[float, float, Interval | None]:
         before, after = ([outcome.nll for outcome in side] for side in (self.dense, self.sparse))
@@ -232,42 +232,14 @@ def agreement_of(outcomes: Sequence[Outcome]) -> Agreement:
 # --- intervals --------------------------------------------------------------------------------------------------------
 
 
-def accuracy_interval(dense: Sequence[bool], sparse: Sequence[bool]) -> Interval:
-    """The 95% interval of the difference of two paired proportions, sparse - dense.
-
-    Newcombe's hybrid score interval for paired data (Statistics in Medicine 17, 1998, method 10), from Wilson's
-    intervals. Unlike a bootstrap, it does not collapse to zero when no sample changed.
-    """
-    before, after = np.asarray(dense, bool), np.asarray(sparse, bool)
-    p_before, p_after = float(before.mean()), float(after.mean())
-    (low_b, high_b), (low_a, high_a) = (_wilson(share, len(before)) for share in (p_before, p_after))
-    phi, difference = _correlation(before, after), p_after - p_before
-    down = _hybrid(p_after - low_a, high_b - p_before, phi)
-    up = _hybrid(high_a - p_after, p_before - low_b, phi)
-    return max(-1.0, difference - down), min(1.0, difference + up)
-
-
 def _hybrid(a: float, b: float, phi: float) -> float:
     return math.sqrt(max(0.0, a * a - 2.0 * phi * a * b + b * b))
 
 
-def _correlation(before: np.ndarray, after: np.ndarray) -> float:
-    sides = ((before, after), (~before, ~after), (before, ~after), (~before, after))
-    both, neither, lost, won = (float((one & other).sum()) for one, other in sides)
-    margins = (both + lost) * (won + neither) * (both + won) * (lost + neither)
-    if margins == 0.0:
-        return 0.0
-    agreement = both * neither - lost * won
-    if agreement > 0.0:
-        agreement = max(agreement - len(before) / 2.0, 0.0)  # Newcombe's continuity correction
-    return agreement / math.sqrt(margins)
-
-
 def score_interval(dense: Sequence[float], sparse: Sequence[float]) -> Interval:
-    """The 95% interval of the mean of paired differences, sparse - dense, of scores from 0 to 1 that need not be right
-    or wrong.
+    """The 95% interval of the mean of paired differences, sparse - dense, of scores from 0 to 1.
 
-    Newcombe's hybrid (see `accuracy_interval`) of what was won and what was lost, each from Wilson's interval, which is
+    Newcombe's hybrid (Statistics in Medicine 17, 1998) of what was won and what was lost, each from Wilson's interval,
     too wide where samples win or lose a part of the score. It does not collapse to zero when no sample changed.
     """
     moved = np.asarray(sparse, float) - np.asarray(dense, float)

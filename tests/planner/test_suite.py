@@ -13,7 +13,7 @@ from tiny_plans import decode_plan, every_head, plan_for, segment
 
 from sparsekv.planner.evaluation import PlanMode
 from sparsekv.planner.evaluation import suite as suites
-from sparsekv.planner.evaluation.results import accuracy_interval, score_interval
+from sparsekv.planner.evaluation.results import score_interval
 from sparsekv.planner.evaluation.suite import SuiteSamples, generated, run_suite
 from sparsekv.planner.evaluation.suite_results import SuiteCell, SuiteRun, SuiteTable, check_continued
 from sparsekv.planner.records import RunFile
@@ -174,8 +174,3 @@ def test_the_interval_of_scores_covers_what_is_true() -> None:
             low, high = score_interval(dense.mean(1), sparse.mean(1))
             covered += low <= truth <= high
         assert covered / draws >= 0.93
-
-
-def test_the_interval_of_scores_is_near_newcombes_where_they_are_right_or_wrong() -> None:
-    dense, sparse = [True] * 15 + [False] * 5, [True] * 12 + [False] * 7 + [True]
-    assert score_interval(dense, sparse) == pytest.approx(accuracy_interval(dense, sparse), abs=0.06)
