@@ -1,4 +1,4 @@
-"""Files on disk: read whole up to a bound, written whole or not at all; and plan files: migrated, checked, sealed.
+"""Files on disk: read whole up to a bound, written whole or not at all; and plan files: checked, sealed.
 
 Plan files are read strictly: every field known and of its type, each fault named by its line. `integrity` is the
 sha256 of the canonical JSON of everything else in the file. It shows that a plan was changed by hand after it was
