@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -34,10 +34,10 @@ from transformers import PreTrainedModel
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.scores import scaled_scores, token_scores
 from sparsekv.kernels.tiles import Chunk, TileIndex
-from sparsekv.planner.decode_candidates import anchor_layers
+from sparsekv.planner.decode_search import anchor_layers
 from sparsekv.planner.evaluation import PlanMode
 from sparsekv.planner.evaluation.results import Spent
-from sparsekv.planner.filter_layers import FilterSegment, following, lost_mass, segment_of
+from sparsekv.planner.filter_layers import Segments, segments_of
 from sparsekv.planner.prices import Floats
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Reuse
 from sparsekv.planner.profile.search_space import CommonPrefix, Patterns, fit_to_target
@@ -245,9 +245,7 @@ _FIRST_DENSE = 2
 _LAYERS_A_FILTER = 32 / 3  # OmniKV's choice for 32 layers has three filters
 
 
-def segments_by_rule(
-    profile: Profile, entry: LengthProfile, rule: FilterRuleName, budget: Budget
-) -> tuple[Segment, ...]:
+def segments_by_rule(profile: Profile, entry: LengthProfile, rule: FilterRuleName, budget: Budget) -> Segments:
     """Segments of one length whose filter layers are chosen by a rule of others.
 
     `omnikv`: its reading of inter-layer similarity, with its wait layer. `kascade`: its anchor layers, five of 32, one
@@ -261,23 +259,20 @@ def segments_by_rule(
     assert reuse is not None
     kept_JI = _similarities(profile, reuse, budget, entry.length)
     count = max(1, round(_ANCHORS_A_LAYER * len(full)))
+    even = [full[1 + (len(full) - 1) * number // count] for number in range(count)]
+    filters: Sequence[int] = even
     if rule == "omnikv":
-        found = _after_wait(similar_layers(kept_JI, full), full)
+        filters = similar_layers(kept_JI, full)
     elif rule == "kascade":
-        found = following(anchor_layers(kept_JI, reuse.importance, full, count), full)
-    else:
-        found = following([full[1 + (len(full) - 1) * number // count] for number in range(count)], full)
-    return tuple(segment_of(one, reuse, budget, entry.length) for one in found)
+        filters = anchor_layers(kept_JI, reuse.importance, full[1:], count)
+    segments = segments_of(filters, full, reuse, budget, entry.length)
+    return _after_wait(segments) if rule == "omnikv" else segments
 
 
-def _after_wait(filters: Sequence[int], full: Sequence[int]) -> tuple[FilterSegment, ...]:
+def _after_wait(segments: Segments) -> Segments:
     """With the first layer after each filter left dense."""
-    waiting = {filter_ + 1 for filter_ in filters}
-    found = (
-        replace(one, layers=tuple(layer for layer in one.layers if layer not in waiting))
-        for one in following(filters, full)
-    )
-    return tuple(one for one in found if one.layers)
+    rests = [tuple(layer for layer in one.layers if layer != one.filter + 1) for one in segments]
+    return tuple(one.model_copy(update={"layers": rest}) for one, rest in zip(segments, rests, strict=True) if rest)
 
 
 def similar_layers(kept_JI: Floats, full: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -308,7 +303,12 @@ def _similarities(profile: Profile, reuse: Reuse, budget: Budget, length: int) -
     sizes = [one.resolve(length) for one in reuse.budgets]
     within = [number for number, size in enumerate(sizes) if size <= budget.resolve(length)]
     number = max(within, key=sizes.__getitem__) if within else sizes.index(min(sizes))
-    return 1.0 - np.minimum(lost_mass(reuse, number, profile.model.full_layers), 1.0)
+    kept_JI, full = np.zeros((profile.model.layers,) * 2), profile.model.full_layers
+    for layer in full:
+        row = reuse.kept[number][layer]
+        kept_JI[layer, : len(row)] = np.minimum(row, 1.0)
+    kept_JI[:, sorted(set(range(profile.model.layers)).difference(full))] = 0.0
+    return kept_JI
 
 
 def decode_plan(model: ModelInfo, segments: tuple[Segment, ...]) -> Plan:

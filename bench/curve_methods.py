@@ -55,8 +55,7 @@ _STEPS, _MOST = 8, 0.9
 _MASSES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 _ALPHAS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.003)
 BUDGETS = (0.0125, 0.025, 0.05, 0.1, 0.2)
-_DECODE_KLS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
-_DECODE_LOSSES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
+_DECODE_LOSSES = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 # Budgets of the densest segments found, and of the sparsest.
 _SCALES = ((0, 2.0), (0, 4.0), (-1, 4.0), (-1, 2.0), (-1, 0.5), (-1, 0.25), (-1, 0.125))
 _SINK = 128  # StreamingLLM's needs four tokens; a tile is computed anyway
@@ -137,9 +136,8 @@ def _preset(inputs: CurveInputs, length: int) -> Modes:
 
 
 def _compiled_decode(inputs: CurveInputs, length: int) -> Modes:
-    entry = _entry(inputs, length)
     found: dict[tuple[Segment, ...], str] = {}
-    for name, options in _decode_options(length, bool(entry.trials)):
+    for name, options in _decode_options(length):
         asked, own = for_profile(options, cast(Profile, inputs.profile))
         bucket = choose_filter_layers(own, settle(asked, own.model.context_length, "cpu")).bucket(length)
         if bucket.segments:
@@ -153,12 +151,10 @@ def _compiled_decode(inputs: CurveInputs, length: int) -> Modes:
         yield name, PlanMode(decode_plan(inputs.loaded.info, segments), "decode")
 
 
-def _decode_options(length: int, tried: bool) -> Iterator[tuple[str, PlanOptions]]:
+def _decode_options(length: int) -> Iterator[tuple[str, PlanOptions]]:
     base = PlanOptions(lengths=(length,), phases=("decode",), verify="none")
-    for kl in _DECODE_KLS if tried else ():
-        yield f"at most {kl:g} nats", base.but(decode_kl=kl)
-    for loss in () if tried else _DECODE_LOSSES:
-        yield f"mass lost at most {loss:g}", base.but(decode_loss=loss)
+    for loss in _DECODE_LOSSES:
+        yield f"at most {loss:g} nats", base.but(loss=loss)
 
 
 def _with_share(segment: Segment, share: float, length: int) -> Segment:

@@ -158,5 +158,5 @@ def _facts(result: PlanResult, out: Path, seconds: float) -> dict[str, Any]:
 app = commands.app(
     plan,
     "sparsekv plan Qwen/Qwen2.5-Coder-0.5B-Instruct -o plan.yaml --lengths 8k,16k,32k",
-    "sparsekv plan ./my-model --profile-out model.profile --set target_density=20%",
+    "sparsekv plan ./my-model --profile-out model.profile --loss 0.005",
 )

@@ -1,16 +1,16 @@
-"""Decides which pattern each head follows: one budget for the whole model.
+"""Decides which pattern each head follows: one loss for the whole model.
 
-A target density is a budget of tiles: every head of every layer takes one of its candidates, or stays dense, such that
-the sum of their damages (profile/head_errors.py) is least. So heads get what they need, from the mandatory tiles to
-everything, instead of one density each (MInference 1.0, section 3.2, algorithm 1, as the preset does it). The damage
-that comes out is the same on every device. For as little damage a device may have a faster choice, by the time of
-tiles, single columns and indices there: heads and families are ranked by damage a microsecond. Its density may be a
-little above the target. Where sparse attention is faster at all, the host finds out.
+The loss is given, the share is found: every head of every layer takes one of its candidates, or stays dense, such that
+the sum of their damages (profile/head_errors.py) stays inside the loss and the computed tiles are fewest. Or a target
+density is given, a budget of tiles for which the damage is least. So heads get what they need, from the mandatory
+tiles to everything, instead of one density each (MInference 1.0, section 3.2, algorithm 1, as the preset does it). The
+damage that comes out is the same on every device. For as little damage a device may have a faster choice, by the time
+of tiles, single columns and indices there: heads and families are ranked by damage a microsecond. Its density may be a
+little above that. Where sparse attention is faster at all, the host finds out.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 from itertools import pairwise
 
@@ -30,6 +30,7 @@ from sparsekv.plans.types import format_length
 # A density may be so much above its target: the mean of all prompts, of candidates that a preset fitted on one; and a
 # faster choice.
 TOLERANCE = 1.1
+_DENSER = 1.3  # where a density is asked for, of a plan behind one that missed its test
 
 
 def allocate(profile: Profile, cost: Prices, options: Settled, say: Callable[[str], None] | None = None) -> PrefillPlan:
@@ -37,17 +38,17 @@ def allocate(profile: Profile, cost: Prices, options: Settled, say: Callable[[st
     half of the shortest length, for which nothing was measured. Budgets are shares of the context, so that the first
     chunks of a prompt are as dense as all of it.
 
-    The density over the heads of each bucket is at most its target. The lengths of `options.dense` are dense.
+    The damage of each bucket is at most the loss of the phase, or half of what the plan before lost at a length that
+    missed its test; of a `target_density`, the density is at most that. The lengths of `options.dense` are dense.
 
     Args:
-        options: settled for the profile: `target_density` has one entry a profiled length, or none where the profile
-            has one density a length (the preset).
+        options: settled for the profile.
         say: gets a line a length: the damage of the allocation, and how far above the least possible it may be.
     """
     buckets: list[PrefillBucket] = []
-    for entry, target in _targets(profile, options):
+    for entry in (entry for entry in profile.lengths if entry.layers):
         length = _Length(profile, entry, cost, options)
-        buckets.append(length.bucket(length.chosen(options, target)))
+        buckets.append(length.bucket(length.chosen(options)))
         if say is not None and (line := length.told()):
             say(line)
     if buckets[0].up_to and buckets[0].up_to > 1:
@@ -58,12 +59,6 @@ def allocate(profile: Profile, cost: Prices, options: Settled, say: Callable[[st
     # A dense bucket that a longer dense one follows is part of it.
     lengths = [bucket for bucket, after in pairwise([*buckets, last]) if not (bucket.dense and after.dense)]
     return PrefillPlan(tile=profile.tile, lengths=(*lengths, last))
-
-
-def _targets(profile: Profile, options: Settled) -> list[tuple[LengthProfile, float]]:
-    entries = [entry for entry in profile.lengths if entry.layers]
-    targets = options.target_density or tuple(entry.densities[-1] for entry in entries)
-    return list(zip(entries, targets, strict=True))
 
 
 def check_profiled(profile: Profile, options: Settled) -> None:
@@ -82,37 +77,17 @@ def check_profiled(profile: Profile, options: Settled) -> None:
             )
 
 
-def with_reached_densities(options: Settled, profile: Profile) -> Settled:
-    """The options with default target densities no lower than what the prompts of the profile come down to.
-
-    A default is made for prompts of the whole length. Theirs are some tokens shorter, and patterns that were fitted on
-    one of them cost a little more on others: at a few hundred tokens, where the tiles that every pattern computes are
-    nearly all, that is more than the default.
-
-    Args:
-        options: settled for the profile. Densities that were asked for stay as they are.
-    """
-    entries = [entry for entry in profile.lengths if entry.layers]
-    if not (options.density_is_default and entries):
-        return options
-    targets = zip(entries, options.target_density, strict=True)
-    reached = tuple(max(target, _least_density(entry, options.families)) for entry, target in targets)
-    return options.but(target_density=reached)
-
-
-def _least_density(entry: LengthProfile, families: Collection[Family]) -> float:
-    """The mean over all heads of the sparsest candidate of each, rounded up; 0 where a head has none of them."""
-    tables = ScoreTables.of(entry)
-    own_LCH = tables.of_families(families)
-    least_H = np.where(own_LCH, tables.density_LCH, np.inf).min(1)[tables.present_LH]
-    return math.ceil(float(np.minimum(least_H, 1.0).mean()) * 1e4 - 1e-6) / 1e4 if np.isfinite(least_H).all() else 0.0
-
-
 def at_target(tables: ScoreTables, families: Collection[Family], target: float) -> Choice | None:
     """The least damage at a mean density over all heads, whatever that costs; None where nothing is so sparse."""
     budget = target * int(tables.present_LH.sum())
     found = solve(tables.density_LCH, tables.damage_LCH, tables.of_families(families), tables.present_LH, budget)
     return None if found is None else found.choice
+
+
+def at_loss(tables: ScoreTables, families: Collection[Family], most: float) -> tuple[Choice, float]:
+    """The least mean density over all heads with at most so much damage, and the damage."""
+    own_LCH = tables.of_families(families)
+    return least_cost(tables.density_LCH, tables.damage_LCH, own_LCH, tables.present_LH, most)
 
 
 class _Length:
@@ -127,13 +102,26 @@ class _Length:
         self._families = options.families
         self._found: Allocation | None = None  # of the last budget that was asked for
 
-    def chosen(self, options: Settled, target: float) -> Choice:
-        """The least damage at the target that the options have; dense where they say so."""
-        if self._entry.length in options.dense_at("prefill"):
+    def chosen(self, options: Settled) -> Choice:
+        """The least damage at the density that the options have, or that their loss gives; dense where they say so."""
+        length, missed = self._entry.length, options.missed_at(self._entry.length)
+        if length in options.dense or (self._profile.preset and missed):
             return self._dense
-        if self._profile.preset is None and self._least > target * (1.0 + ROUNDING):
+        if self._profile.preset:
+            return self._least_damage(self._entry.densities[-1])
+        if (target := options.target_at(length)) is None:
+            return self._within(self._density_of(options.phase_loss, missed))
+        if self._least > target * (1.0 + ROUNDING):
             raise self._unreached(target, self._least)
-        return self._least_damage(target) if self._profile.preset else self._within(target)
+        return self._within(min(1.0, target * _DENSER**missed))
+
+    def _density_of(self, loss: float, missed: int) -> float:
+        """The least density whose damage is within the loss, of each plan behind one that missed its test half of the
+        damage before."""
+        choice, damage = at_loss(self.tables, self._families, loss)
+        for _ in range(missed):
+            choice, damage = at_loss(self.tables, self._families, damage / 2)
+        return self.tables.density(choice)
 
     @property
     def _dense(self) -> Choice:
@@ -166,7 +154,7 @@ class _Length:
         """The least damage at a mean density over all heads."""
         tables, present_LH = self.tables, self.tables.present_LH
         least = float(self._cheapest[present_LH].sum())  # above the target only by rounding
-        budget = max(target * int(present_LH.sum()), least)
+        budget = max(target * int(present_LH.sum()), least) * (1.0 + 1e-12)
         found = solve(tables.density_LCH, tables.damage_LCH, self._own_LCH, present_LH, budget)
         assert found is not None
         self._found = self._faster(found)

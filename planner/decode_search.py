@@ -1,70 +1,49 @@
-"""Filter layers by proof: candidates are run on calibration prompts, and what each does to next tokens is recorded.
+"""Filter layers by proof: candidates decode calibration prompts, and what each does to next tokens is recorded.
 
-First every layer alone attends to the choice of the layer before it, which says what a lost share of attention mass
-does to the next token there. From that and the similarities, candidates are proposed, each with an expected divergence.
-The search goes best first: what is measured next is the candidate that saves most beside the best one inside the gate,
-times the chance that it stays inside. Whatever was measured, inside or outside, is built on: its neighbours, one step
-away in either direction (a layer more or less in a segment, a filter layer more or less or at another layer, a budget
-larger or smaller), are expected to diverge as it did, plus what the additive model says of the step. At last layers
-that are still dense, filter layers among them, choose for themselves, which saves half of what they read. The search
-ends when no candidate promises enough, or with the effort. A candidate is given up at the first prompt after which its
-mean can no longer stay inside the gate, and prompts that were hardest so far come first.
+Candidates come from rules of others: filters at even distances, and Kascade's anchor layers, which the similarities of
+layers give; one to four of them, with three budgets. Each is measured. From the one that reads least inside the loss a
+round of moves of one layer follows: a dense layer joins the segment before it, or chooses for itself, a segment gets
+half its budget. A move that stays inside the loss is kept, and the next one goes on from there. A candidate is given up
+at the first prompt after which its mean can no longer stay inside; prompts that were hardest so far come first.
 
 This is done at the longest length; at the others the segments that passed are measured again, with their own budgets
-and with larger ones. `choose_filter_layers` takes what is cheapest among the trials inside the gate.
+and with larger ones. `choose_filter_layers` takes what is cheapest among the trials inside the loss.
+
+Shapes: J layers that attend, I layers that choose.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from functools import partial
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
 
-from sparsekv.planner.decode_candidates import CandidateSpace, Segments
 from sparsekv.planner.decode_trials import DecodeTrials, Prefix, decode_trials
+from sparsekv.planner.filter_layers import Segments, segments_of, with_budget
 from sparsekv.planner.job import Job
 from sparsekv.planner.options import Settled
+from sparsekv.planner.predict import decode_share
 from sparsekv.planner.prices import Floats
+from sparsekv.planner.profile.calibration import over_prompts
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.progress import Progress, StageStep
 from sparsekv.plans.model import ModelInfo, kv_bytes
+from sparsekv.plans.patterns import Budget
 
+_EVEN = (1, 2, 3, 4)  # filter layers
+_ANCHORS = ((0, 2), (0, 3), (1, 1), (1, 2))  # the first layer, and filter layers
+_BUDGETS, _BELOW = (2.0, 1.0, 0.5), (1.0, 0.5, 0.25)  # of the usual one, and of one that was asked for
+_HALF = 0.5  # of a segment's budget, in one move
+_LARGER = (2.0, 4.0)  # budgets at shorter lengths
+_MOST_CHOSEN = 0.7  # share of the context; more is not worth a choice
+_MOST_SHORTER = 3  # segments that are measured at shorter lengths
 _PREFIX_BYTES = 12 << 30  # keys and values of all prompts of a length together
 _LEAST_PROMPTS = 2
-_PROBE_PROMPTS = 2
-_RESERVED = 0.25  # of the trials: those in which layers choose for themselves
-_MOST_SHORTER = 3  # segments that are measured at shorter lengths
 _RESAMPLES = 2000
-_LEAST_GAIN = 0.003  # of all cached tokens; less is not worth a trial
-_LEAST_PROMISE = 0.0004  # gain times the chance of it
-# Deviations of the logarithm of a divergence from what was expected: of a proposal, of a step from what was measured,
-# from what was given up early, and for each power of e by which the step is expected to change it.
-_PROPOSAL, _STEP, _AFTER_GIVEN_UP, _CHANGE = 1.0, 0.15, 0.22, 0.3
-_MOST_FALL = 0.05  # of a divergence in one step, by the additive model
-_BOUND_OVER_MEAN = 1.3  # before the first trial says
-_NOTHING = 1e-9  # nats
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """Holds what is expected of a candidate.
-
-    Attributes:
-        deviation: the standard deviation of the logarithm of that.
-        share: cached tokens that it reads, of all; noted here, since every step of the search asks for all of them.
-    """
-
-    kl: float
-    deviation: float
-    share: float
-
-    def chance(self, allowed: float) -> float:
-        """That the divergence is at most this."""
-        return NormalDist(math.log(self.kl + _NOTHING), self.deviation).cdf(math.log(allowed + _NOTHING))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +53,10 @@ class Effort:
     Attributes:
         prompts: at most; as many as memory has room for.
         steps: of decode, of each prompt.
-        trials: for so many candidates, were all prompts run for each.
     """
 
     prompts: int
     steps: int
-    trials: int
 
     @classmethod
     def on(cls, device: torch.device, samples: int) -> Effort:
@@ -88,9 +65,7 @@ class Effort:
         Args:
             samples: calibration samples a length.
         """
-        if device.type == "cuda":
-            return cls(min(12, samples + 4), 32, 100)
-        return cls(min(6, samples + 3), 16, 24)
+        return cls(min(12, samples + 4), 32) if device.type == "cuda" else cls(min(6, samples + 3), 16)
 
 
 def measure_trials(
@@ -99,6 +74,7 @@ def measure_trials(
     """The profile with decode trials at every length; unchanged where there are some, or nothing to search.
 
     Args:
+        profile: with decode statistics, where decode is planned.
         effort: how much to measure; by device when None.
 
     Raises:
@@ -110,26 +86,24 @@ def measure_trials(
         return profile
     entries: list[LengthProfile] = []
     passed: list[Segments] = []
-    # Nearly all is done at the longest length, which comes first.
-    shares = [effort.trials] + [_MOST_SHORTER] * (len(profile.lengths) - 1)
-    stage = (progress or Progress()).stage("decode trials", total=sum(shares))
+    stage = (progress or Progress()).stage("decode trials", total=len(profile.lengths))
     with stage as step, decode_trials(loaded) as model:
-        for entry, share in zip(reversed(profile.lengths), shares, strict=True):
+        for entry in reversed(profile.lengths):
             prefixes = _prefixes(job, model, entry.length, effort, step)
-            search = _Search(loaded.info, prefixes, model, entry, options, effort, step, share)
+            search = _Search(loaded.info, prefixes, model, entry, options, step)
             if passed:
                 search.repeat(passed)
             else:
                 search.run()
-                passed = search.passed_of_both_kinds[:_MOST_SHORTER]
+                passed = sorted(search.passed, key=search.share)[:_MOST_SHORTER]
             entries.append(entry.model_copy(update={"trials": tuple(search.trials)}))
-            search.end()
+            step.advance(1, f"{entry.length} tokens")
     return profile.model_copy(update={"lengths": tuple(reversed(entries))})
 
 
 def tries_decode(model: ModelInfo, options: Settled) -> bool:
     """Returns whether there is anything to search, of options that are settled."""
-    return "decode" in options.phases and options.tries_decode and len(model.full_layers) > 1
+    return "decode" in options.phases and not options.filter_layers and len(model.full_layers) > 1
 
 
 def upper_bound(values: Sequence[float]) -> float:
@@ -141,7 +115,7 @@ def upper_bound(values: Sequence[float]) -> float:
 
 
 class _Search:
-    """The trials of one length, which are `share` units of the stage."""
+    """The trials of one length."""
 
     def __init__(
         self,
@@ -150,139 +124,181 @@ class _Search:
         model: DecodeTrials,
         entry: LengthProfile,
         options: Settled,
-        effort: Effort,
         step: StageStep,
-        share: float,
     ) -> None:
-        self._model, self._gate, self._step = model, options.decode_bound, step
-        self._space = CandidateSpace(info, entry, options)
-        self._prefixes = prefixes
-        self._hardness = [0.0] * len(self._prefixes)
-        self._guesses: dict[Segments, Guess] = {}
-        self._bound_over_mean = _BOUND_OVER_MEAN
+        self._info, self._model, self._entry, self._step = info, model, entry, step
+        self._prefixes, self._most = prefixes, options.phase_loss
+        self._hardness = [0.0] * len(prefixes)
+        self._budget, self._factors = options.decode_budget, _BUDGETS if options.any_budget else _BELOW
         self._tried: set[Segments] = set()
         self.trials: list[DecodeTrial] = []
-        self.runs = effort.trials * len(self._prefixes)  # of a prompt, left
-        self._units_a_run = share / self.runs
-        self._reserved = int(_RESERVED * effort.trials) * len(self._prefixes)  # of these, for layers that choose
-        self._length = entry.length
+
+    def run(self) -> None:
+        """Every candidate, then moves from the best. Where a budget loses too much, smaller ones lose more."""
+        for wide in candidates(self._info, self._entry, self._budget):
+            all(self._measure(tuple(with_budget(one, factor) for one in wide)) for factor in self._factors)
+        best = min(self.passed, key=self.share, default=())
+        for move in moves(self._info.full_layers):
+            changed = move(best)
+            if changed and self._measure(changed):
+                best = changed
+
+    def repeat(self, passed: Iterable[Segments]) -> None:
+        """Each with its own budgets, or the least larger ones that stay inside the loss."""
+        for segments in passed:
+            for factor in (1.0, *_LARGER):
+                grown = tuple(with_budget(one, factor) for one in segments)
+                largest = max(one.budget.resolve(self._entry.length) for one in grown)
+                if largest <= _MOST_CHOSEN * self._entry.length and self._measure(grown):
+                    break
 
     @property
     def passed(self) -> list[Segments]:
-        """Returns what stayed inside the gate, those that read least first."""
-        return sorted((trial.segments for trial in self.trials if self._is_inside(trial)), key=self._space.share)
+        return [trial.segments for trial in self.trials if trial.kl_bound <= self._most]
 
-    @property
-    def passed_of_both_kinds(self) -> list[Segments]:
-        """The same, the best one whose filter layers attend to everything as one of the first two: which is cheaper is
-        a matter of the device."""
-        found = self.passed
-        others = [one for one in found if not any(segment.filter_is_sparse for segment in one)]
-        return list(dict.fromkeys([*found[:1], *others[:1], *found]))
-
-    def _is_inside(self, trial: DecodeTrial) -> bool:
-        return trial.prompts == len(self._prefixes) and trial.kl_bound <= self._gate
-
-    def run(self) -> None:
-        """Probes, proposals, then best first."""
-        weights_J = self._weights()
-        for segments in self._space.proposed(weights_J, self._gate):
-            expected, share = self._space.expected(segments, weights_J), self._space.share(segments)
-            self._guesses[segments] = Guess(expected, _PROPOSAL, share)
-        self._best_first(self._space.neighbours, weights_J)
-        self._reserved = 0
-        for trial in self.trials:
-            self._guess(trial, self._space.alone(trial.segments), weights_J)
-        self._best_first(self._space.alone, weights_J)
-
-    def _best_first(self, steps: Callable[[Segments], Iterable[Segments]], weights_J: Floats) -> None:
-        """Measures what promises most, and guesses what its steps do, until nothing promises enough."""
-        best = min(map(self._space.share, self.passed), default=1.0)
-        while self._may_measure and (next_one := self._most_promising(best)):
-            if self._measure(next_one):
-                best = min(best, self._space.share(next_one))
-            self._guess(self.trials[-1], steps(next_one), weights_J)
-
-    @property
-    def _may_measure(self) -> bool:
-        return self.runs - self._reserved >= len(self._prefixes)
-
-    def _most_promising(self, best: float) -> Segments | None:
-        """Returns what to measure next, where `best` of the cached tokens are read by the best so far."""
-        allowed = self._gate / self._bound_over_mean
-        promises = (
-            (gain * guess.chance(allowed), -guess.kl, segments)
-            for segments, guess in self._guesses.items()
-            if (gain := best - guess.share) >= _LEAST_GAIN
-        )
-        promise, _, segments = max(promises, key=lambda found: found[:2], default=(0.0, 0.0, None))
-        return segments if promise >= _LEAST_PROMISE or best == 1.0 else None
-
-    def _guess(self, trial: DecodeTrial, steps: Iterable[Segments], weights_J: Floats) -> None:
-        """Returns what steps from a trial lead to, as far as nothing surer is known."""
-        own = self._space.expected(trial.segments, weights_J)
-        whole = trial.prompts == len(self._prefixes)
-        measured = (trial.kl if whole else self._overall(trial)) + _NOTHING
-        for one in steps:
-            if one in self._tried:
-                continue
-            change = self._space.expected(one, weights_J) - own
-            # Where layers stand in for each other the model is too low: what it falls by counts in proportion.
-            kl = measured + change if change > 0 else measured * max(_MOST_FALL, 1.0 + change / max(own, _NOTHING))
-            deviation = (_STEP if whole else _AFTER_GIVEN_UP) + _CHANGE * abs(math.log(kl / measured))
-            before = self._guesses.get(one)
-            if before is None or deviation < before.deviation:
-                self._guesses[one] = Guess(kl, deviation, before.share if before else self._space.share(one))
-
-    def _overall(self, trial: DecodeTrial) -> float:
-        """The mean over all prompts of a trial that was given up, which began with the hardest ones."""
-        hardest = sorted(self._hardness, reverse=True)
-        known = sum(hardest[: trial.prompts]) / max(sum(hardest), _NOTHING)
-        return trial.kl * trial.prompts / len(hardest) / max(known, 1.0 / len(hardest))
-
-    def repeat(self, candidates: Iterable[Segments]) -> None:
-        """Each with its own budgets, or the least larger ones that stay inside the gate."""
-        for segments in candidates:
-            for one in (segments, *self._space.larger(segments)):
-                if self._measure(one):
-                    break
-
-    def _weights(self) -> Floats:
-        found = {}
-        for layer in self._space.full:
-            few = self._prefixes[:_PROBE_PROMPTS]
-            found[layer] = float(np.mean(self._run(self._space.probe(layer), few)))
-        return self._space.weights(found)
-
-    def end(self) -> None:
-        """Counts what was left out as done."""
-        self._step.advance(self.runs * self._units_a_run)
+    def share(self, segments: Segments) -> float:
+        return decode_share(segments, self._entry.length, self._info)
 
     def _measure(self, segments: Segments) -> bool:
-        """Returns whether they were measured now, and stayed inside the gate."""
-        if segments in self._tried or not self._may_measure:
+        """Returns whether they were measured now, and stayed inside the loss."""
+        if segments in self._tried:
             return False
         self._tried.add(segments)
-        self._guesses.pop(segments, None)
         order = sorted(range(len(self._prefixes)), key=lambda number: -self._hardness[number])
-        most = self._gate * len(order)
-        found = self._run(segments, [self._prefixes[number] for number in order], most)
+        found = self._model.divergences(segments, [self._prefixes[n] for n in order], self._most * len(order))
         for number, kl in zip(order, found, strict=False):
-            self._hardness[number] += min(kl, self._gate)
-        mean, bound = float(np.mean(found)), upper_bound(sorted(found))
-        trial = DecodeTrial(segments=segments, kl=mean, kl_bound=max(mean, bound), prompts=len(found))
-        self.trials.append(trial)
-        if trial.prompts == len(order) and trial.kl > _NOTHING:
-            self._bound_over_mean = trial.kl_bound / trial.kl
-        return self._is_inside(trial)
+            self._hardness[number] += min(kl, self._most)
+        self._step.advance(0, f"{self._entry.length} tokens, {self.share(segments):.0%} of them read")
+        if len(found) < len(order):
+            return False
+        mean = float(over_prompts(np.array(found), [self._prefixes[n].task for n in order]))
+        bound = max(mean, upper_bound(sorted(found)))
+        self.trials.append(DecodeTrial(segments=segments, kl=mean, kl_bound=bound, prompts=len(found)))
+        return bound <= self._most
 
-    def _run(self, segments: Segments, prefixes: Sequence[Prefix], most: float = float("inf")) -> list[float]:
-        found = self._model.divergences(segments, prefixes, most)
-        self.runs -= len(found)
-        self._step.advance(
-            len(found) * self._units_a_run, f"{self._length} tokens, {self._space.share(segments):.0%} of them read"
-        )
-        return found
+
+def candidates(model: ModelInfo, entry: LengthProfile, budget: Budget) -> list[Segments]:
+    """By rule, each once: filters at even distances, and anchors from the first layer or from the second, as Kascade
+    has them.
+
+    Args:
+        entry: with decode statistics.
+        budget: of each filter.
+    """
+    reuse, full = entry.reuse, model.full_layers
+    assert reuse is not None
+    even = (tuple(full[len(full) * number // count] for number in range(count)) for count in _EVEN)
+    kept_JI = reuse.kept[min(1, len(reuse.kept) - 1)]
+    anchors = (anchor_layers(kept_JI, reuse.importance, full[first:], count) for first, count in _ANCHORS)
+    shapes = dict.fromkeys(chain(even, anchors))
+    wide = dict.fromkeys(segments_of(one, full, reuse, budget, entry.length) for one in shapes)
+    return [segments for segments in wide if segments]
+
+
+Move = Callable[[Segments], Segments]
+"""Gives segments one step away, none where it does not apply."""
+
+
+def moves(full: Sequence[int]) -> Iterator[Move]:
+    """One round of each layer, from the last on, and of each segment's budget, twice."""
+    for move in (joined, lowered, alone, merged, partial(merged, growth=2.0), halved, halved):
+        for layer in reversed(full):
+            yield partial(move, layer=layer)
+
+
+def merged(segments: Segments, layer: int, growth: float = 1.0) -> Segments:
+    """Without the filter `layer`, which follows the one before it, with all that followed it."""
+    numbers = {one.filter: number for number, one in enumerate(segments)}
+    number = numbers.get(layer, 0)
+    if not number:
+        return ()
+    before, own = segments[number - 1 : number + 1]
+    larger = max(before, own, key=lambda one: one.budget.most)
+    layers = tuple(sorted({*before.layers, layer, *own.layers}))
+    both = with_budget(larger.model_copy(update={"filter": before.filter, "layers": layers}), growth)
+    return _legal((*segments[: number - 1], both, *segments[number + 1 :]))
+
+
+def lowered(segments: Segments, layer: int) -> Segments:
+    """With the dense `layer` as the filter in place of the next one, which follows it."""
+    numbers = [number for number, one in enumerate(segments) if one.filter > layer]
+    if not numbers or any(layer in (one.filter, *one.layers) for one in segments):
+        return ()
+    number = numbers[0]
+    own = segments[number]
+    changes = {"filter": layer, "layers": tuple(sorted({own.filter, *own.layers}))}
+    return _legal((*segments[:number], own.model_copy(update=changes), *segments[number + 1 :]))
+
+
+def joined(segments: Segments, layer: int) -> Segments:
+    """With a dense layer in the segment before it; none where it is sparse, chooses, or would cross another segment."""
+    before = [number for number, one in enumerate(segments) if one.filter < layer]
+    if not before or any(layer in (one.filter, *one.layers) for one in segments):
+        return ()
+    own = segments[before[-1]]
+    grown = own.model_copy(update={"layers": tuple(sorted((*own.layers, layer)))})
+    return _legal((*segments[: before[-1]], grown, *segments[before[-1] + 1 :]))
+
+
+def alone(segments: Segments, layer: int) -> Segments:
+    """With a dense layer that chooses for itself: a filter layer, or one outside all segments."""
+    if not segments or any(layer in one.layers for one in segments):
+        return ()
+    numbers = {one.filter: number for number, one in enumerate(segments)}
+    if layer in numbers:
+        own = segments[numbers[layer]]
+        grown = own.model_copy(update={"layers": (layer, *own.layers)})
+        return _legal((*segments[: numbers[layer]], grown, *segments[numbers[layer] + 1 :]))
+    nearest = min(segments, key=lambda one: abs(one.filter - layer))
+    own = nearest.model_copy(update={"filter": layer, "layers": (layer,)})
+    return _legal(tuple(sorted((*segments, own), key=lambda one: one.filter)))
+
+
+def halved(segments: Segments, layer: int) -> Segments:
+    """With half the budget in the segment whose filter is `layer`."""
+    changed = tuple(with_budget(one, _HALF) if one.filter == layer else one for one in segments)
+    return changed if changed != segments else ()
+
+
+def _legal(segments: Segments) -> Segments:
+    """The segments if a plan may have them, in their order (see `Segment` and `DecodeBucket`); else none."""
+    ordered = all(one.filter < after.filter and one.layers[-1] < after.layers[0] for one, after in pairwise(segments))
+    dense = {one.filter for one in segments if not one.filter_is_sparse}
+    is_legal = ordered and not any(dense.intersection(one.layers) for one in segments)
+    return segments if is_legal else ()
+
+
+Similarities = Sequence[Sequence[float]] | Floats
+
+
+def anchor_layers(
+    kept_JI: Similarities, importance_J: Sequence[float], rest: Sequence[int], count: int
+) -> tuple[int, ...]:
+    """Kascade's anchor layers (arXiv 2512.16391): those that maximise the similarity, weighted by importance, of every
+    layer to the anchor before it.
+
+    Args:
+        kept_JI: share of layer j's attention mass that the choice of layer i holds.
+        rest: layers with full attention, ascending, of which the first is the first anchor.
+        count: of anchors; fewer where there are fewer layers.
+    """
+    best: dict[int, tuple[float, tuple[int, ...]]] = {len(rest): (0.0, ())}
+    for _ in range(min(count, len(rest))):  # from the last segment to the first: best of everything from a position on
+        longer: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for start in range(len(rest)):
+            options = [
+                (score + _similarity(kept_JI, importance_J, rest[start:end]), (rest[start], *anchors))
+                for end, (score, anchors) in best.items()
+                if end > start
+            ]
+            if options:
+                longer[start] = max(options)
+        best = longer
+    return best[0][1] if 0 in best else ()
+
+
+def _similarity(kept_JI: Similarities, importance_J: Sequence[float], layers: Sequence[int]) -> float:
+    return float(sum(importance_J[layer] * min(kept_JI[layer][layers[0]], 1.0) for layer in layers[1:]))
 
 
 def _prefixes(job: Job, model: DecodeTrials, length: int, effort: Effort, step: StageStep) -> list[Prefix]:

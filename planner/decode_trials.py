@@ -41,12 +41,14 @@ class Prefix:
         states: the recurrent states of these tokens.
         rows_1R: the tokens of the steps.
         dense_1RV: log-probabilities after each step, float32.
+        task: of the prompt.
     """
 
     cache: Cache
     states: States
     rows_1R: torch.Tensor
     dense_1RV: torch.Tensor
+    task: str
 
     @property
     def past(self) -> int:
@@ -80,7 +82,8 @@ class DecodeTrials:
             states = states_of(cache)
             rows_1R = self._continued(ids_1S[:, first : first + steps], steps, cache)
         _rewind(cache, states, first)
-        return Prefix(cache, states, rows_1R, self._log_probabilities((), cache, states, rows_1R))
+        dense_1RV = self._log_probabilities((), cache, states, rows_1R)
+        return Prefix(cache, states, rows_1R, dense_1RV, prompt.task)
 
     def divergences(
         self, segments: Sequence[Segment], prefixes: Sequence[Prefix], most: float = math.inf

@@ -20,7 +20,7 @@ from sparsekv.planner.evaluation import EvalSamples
 from sparsekv.planner.evaluation.batches import batches
 from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.evaluation.predictions import answered, prefill
-from sparsekv.planner.filter_layers import check_budget, check_filters, check_trials
+from sparsekv.planner.filter_layers import check_filters
 from sparsekv.planner.options import PlanOptions, Settled, settle
 from sparsekv.planner.prices import HeadShape
 from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, held_out
@@ -159,9 +159,6 @@ def _check(model: ModelInfo, options: Settled, profile: Profile | None) -> None:
         )
     if "decode" in options.phases:
         check_filters(model, options)
-        if profile is not None:
-            check_budget(profile, options)
-            check_trials(profile, options)
     if "prefill" in options.phases and profile is not None:
         check_profiled(profile, options)
 

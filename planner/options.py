@@ -17,7 +17,6 @@ from sparsekv.planner.common_options import (
     GivenPrompt,
     Hardware,
     KVPrecision,
-    PartOfAll,
     Phase,
     as_prompts,
     check_lengths,
@@ -40,7 +39,7 @@ from sparsekv.planner.flags import (
     words,
 )
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import PATTERNS, TileShape, fraction, mandatory_density
+from sparsekv.plans.patterns import PATTERNS, TileShape, fraction
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.settings import DeviceMap
 
@@ -52,8 +51,7 @@ PRESET_FAMILIES = tuple(name for name, kind in PATTERNS.items() if kind.publishe
 Family = Annotated[str, one_of(KNOWN_FAMILIES)]
 Preset = Literal["minference"]
 DECODE_BUDGET = fraction(0.1)
-_DECODE_KL = 0.003
-_DECODE_LOSS = 0.02
+LOSS = 0.01  # nats, half of what the test allows: the search leaves room
 
 
 class Targets(Options):
@@ -67,7 +65,19 @@ class Targets(Options):
             "LIST",
         ),
     ] = ()
-    target_density: Annotated[Shares, Key("Share of the causal tiles to compute: one, or one a length.", "SHARES")] = ()
+    loss: Annotated[
+        float,
+        Field(ge=0.0, allow_inf_nan=False),
+        Flag(
+            f"Most divergence from dense to plan for, both phases together; {LOSS:g} by default, half of what the test "
+            "allows.",
+            metavar="NATS",
+        ),
+    ] = LOSS
+    target_density: Annotated[
+        Shares,
+        Key("Share of the causal tiles to compute in place of a loss, one or one a length: for experiments.", "SHARES"),
+    ] = ()
     phases: Annotated[
         tuple[Phase, ...],
         Field(min_length=1),
@@ -88,8 +98,8 @@ class Search(Options):
         Field(description=f"Patterns to search, of {', '.join(KNOWN_FAMILIES)}; the first by default."),
     ] = ()
     tile: Annotated[Tile, Field(description="Rows and columns of a tile; 128, under the preset 64.")] = None
-    # The ladder of densities that is profiled, as multiples of the target, so that one profile serves several targets
-    # and a plan that misses its test can be made denser; by device.
+    # The ladder of densities that is profiled, as multiples of the target or the usual density of a length, so that one
+    # profile serves several losses; by device.
     levels: tuple[Annotated[float, Field(gt=0.0)], ...] = ()
     # How often the weights of layers are corrected by the divergence of whole plans (refine.py); once on CUDA, never on
     # the CPU, where the passes of one round take longer than profiling.
@@ -112,16 +122,6 @@ class DecodeSearch(Options):
     # The first and the last tokens that sparse layers attend to besides.
     decode_sink: Annotated[int, Field(ge=0)] = 4
     decode_recent: Annotated[int, Field(ge=1)] = 128
-    decode_loss: Annotated[
-        PartOfAll | None,
-        Field(description="Most attention mass lost to the choice, in place of `decode_kl`: nothing is tried out."),
-    ] = None
-    # By the 95% upper bound of the mean, where the model is at hand or the profile has trials.
-    decode_kl: Annotated[
-        float | None,
-        Field(ge=0.0),
-        Key(f"Most divergence of decode from dense on calibration prompts; {_DECODE_KL} by default.", "NATS"),
-    ] = None
     offload: Annotated[bool, Key("Permit rows of sparse layers in host memory.", "true")] = False
     retain: Annotated[
         OneShare | None,
@@ -136,14 +136,6 @@ class DecodeSearch(Options):
     ] = False
 
     @property
-    def tries_decode(self) -> bool:
-        return not self.filter_layers and self.decode_loss is None
-
-    @property
-    def loss_bound(self) -> float:
-        return _DECODE_LOSS if self.decode_loss is None else self.decode_loss
-
-    @property
     def any_budget(self) -> bool:
         """Returns whether the decode budget was left open, so that trials may choose it."""
         return self.decode_budget == DECODE_BUDGET
@@ -152,8 +144,7 @@ class DecodeSearch(Options):
 VerifySize = Literal["small", "full", "none"]
 
 
-_LOSSES = ("decode_kl", "decode_loss")
-_OF_SEGMENTS = ("filter_layers", "decode_budget", *_LOSSES, "decode_sink", "decode_recent", "offload")
+_OF_SEGMENTS = ("filter_layers", "decode_budget", "decode_sink", "decode_recent", "offload")
 
 
 class PlanOptions(Targets, Search, DecodeSearch, Drawn, Hardware):
@@ -162,8 +153,6 @@ class PlanOptions(Targets, Search, DecodeSearch, Drawn, Hardware):
     group: ClassVar = "Verification"
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(("target_density", "levels"), "each is a target", ("preset",)),
-        Unread(_LOSSES, "layers that are given have no bound on what is lost", ("filter_layers",)),
-        Unread(("decode_kl",), "each is a bound on what is lost", ("decode_loss",)),
         Unread(_OF_SEGMENTS, "an evicting layer is in no segment", ("retain",)),
         Unread(("few_groups",), "no layer evicts", without=("retain",)),
         Unread(("retain",), "the decode that is planned alone is that of filter layers", (("phases", ("decode",)),)),
@@ -188,11 +177,6 @@ class PlanOptions(Targets, Search, DecodeSearch, Drawn, Hardware):
     device_map: Annotated[
         DeviceMap | None, Key("Spread a model that is too large for one device over all, by accelerate.", "auto")
     ] = None
-
-    @property
-    def decode_bound(self) -> float:
-        """`decode_kl`, or its default."""
-        return _DECODE_KL if self.decode_kl is None else self.decode_kl
 
     @property
     def profiled_phases(self) -> tuple[Phase, ...]:
@@ -224,7 +208,8 @@ _DENSITIES = ((1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072,
 
 
 def density_for(length: int) -> float:
-    """The default target density at a length: interpolated in log length, flat outside the known range."""
+    """The usual density of a length, around which candidates are profiled: interpolated in log length, flat outside the
+    known range."""
     length = min(max(length, _DENSITIES[0][0]), _DENSITIES[-1][0])
     (low, dense), (high, sparse) = next(pair for pair in pairwise(_DENSITIES) if length <= pair[1][0])
     share = math.log(length / low) / math.log(high / low)
@@ -251,26 +236,33 @@ class Settled(PlanOptions):
     """Options that leave nothing open, made by `settle` alone.
 
     Attributes:
-        density_is_default: nobody asked for `target_density`, which gives way to what the tiles that every pattern
-            computes take of the prompts at hand.
         samples_are_default: nobody asked for `calibration_samples`, of which long prompts get fewer.
-        dense: the profiled lengths at which a phase is dense, since every sparser plan missed its test.
+        missed: by length, how many plans missed their test there; each one made the next denser.
+        dense: the lengths that are dense, since every sparser plan missed its test.
     """
 
     tile: TileShape
     refine_rounds: int
     calibration_samples: int
-    density_is_default: bool
     samples_are_default: bool
-    dense: Mapping[Phase, tuple[int, ...]] = {}
+    missed: Mapping[int, int] = {}
+    dense: tuple[int, ...] = ()
 
     def but(self, **changes: Any) -> Settled:
         """These options, some of them others, which are not checked again."""
         return self.model_copy(update=changes)
 
-    def dense_at(self, phase: Phase) -> tuple[int, ...]:
-        """The lengths at which a phase is dense whatever else is asked for."""
-        return self.dense.get(phase, ())
+    @property
+    def phase_loss(self) -> float:
+        """Returns the part of the loss that each planned phase has."""
+        return self.loss / len(self.phases)
+
+    def missed_at(self, length: int) -> int:
+        return self.missed.get(length, 0)
+
+    def target_at(self, length: int) -> float | None:
+        """The density asked for at a length; None where the loss gives it."""
+        return self.target_density[self.lengths.index(length)] if self.target_density else None
 
     def samples_at(self, length: int) -> int:
         samples = self.calibration_samples
@@ -292,7 +284,7 @@ def settle(options: PlanOptions, context_length: int, device_type: str) -> Settl
     filled: dict[str, Any] = {
         "phases": options.profiled_phases,
         "lengths": lengths,
-        "target_density": () if preset else _densities(options, lengths, tile, families),
+        "target_density": _densities(options, lengths),
         "families": families,
         "tile": tile,
         "levels": (1.0,) if preset else options.levels or _LEVELS["cuda" if on_gpu else "cpu"],
@@ -302,7 +294,6 @@ def settle(options: PlanOptions, context_length: int, device_type: str) -> Settl
         "calibration_samples": options.calibration_samples or len(options.prompts) or samples,
         "verify_lengths": options.verify_lengths or lengths,
         "verify_chosen": tuple(_chosen(options)),
-        "density_is_default": not (options.target_density or preset),
         "samples_are_default": not (options.calibration_samples or options.prompts or options.tasks or preset),
     }
     return Settled.model_construct(**{name: getattr(options, name) for name in PlanOptions.model_fields} | filled)
@@ -330,14 +321,9 @@ def _lengths(options: PlanOptions, context_length: int, device_type: str) -> tup
     return tuple(sorted(options.lengths))
 
 
-def _densities(
-    options: PlanOptions, lengths: tuple[int, ...], tile: TileShape, families: Sequence[Family]
-) -> tuple[float, ...]:
+def _densities(options: PlanOptions, lengths: tuple[int, ...]) -> tuple[float, ...]:
     given = options.target_density
-    if not given:
-        least = (min(mandatory_density(length, tile, family) for family in families) for length in lengths)
-        return tuple(max(density_for(length), floor) for length, floor in zip(lengths, least, strict=True))
-    if len(given) == 1:
+    if len(given) <= 1:
         return given * len(lengths)
     if len(given) != len(lengths):
         raise UsageError(

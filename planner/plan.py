@@ -1,9 +1,7 @@
 """From a model to a plan: profile, refine, decode trials, prices, allocate, filter layers, verify, result.
 
-A plan that misses its test is followed by the next denser one, on fresh prompts: a larger budget for prefill, allocated
-anew; for decode what was tried and diverged less, or, where nothing was tried, first a smaller loss (fewer layers
-attend to chosen tokens), then a larger budget. A length that missed in all three goes dense, so that a plan always
-comes out.
+A plan that misses its test is followed by the next denser one, on fresh prompts: planned for half of what it lost where
+it missed. A length that missed in all three goes dense, so that a plan always comes out.
 """
 
 from __future__ import annotations
@@ -11,17 +9,17 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparsekv.kernels.backends import choose_backend
-from sparsekv.planner.allocate import allocate, with_reached_densities
+from sparsekv.planner.allocate import allocate
 from sparsekv.planner.decode_search import measure_trials, tries_decode
 from sparsekv.planner.evaluation.given import HeldOut
-from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
+from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.fixed_test import RUNGS, level_of_run
 from sparsekv.planner.job import Job, head_shape, job_of
 from sparsekv.planner.measure_prices import measure_prices
@@ -101,14 +99,13 @@ def compile_plan(
     if profile_out is not None:
         write_measured(job.given or measured, profile_out)
     cost = _prices(job, measured, stages)
-    job = replace(job, options=with_reached_densities(job.options, measured))
     beside = () if cost.stands_in else _beside_others(job.subject.model.device)
     kv_cache, told = search_retention(job, stages) if job.options.retain is not None else ((), ())
     found = _verified(job, measured, cost, stages, kv_cache, outcomes)
     remarks = (
         *found.remarks,
         *told,
-        *denser_remarks(job.options, found.options, measured),
+        *denser_remarks(found.options),
         *plan_remarks(found.plan, found.options, measured, cost),
         *beside,
         *job.remarks,
@@ -214,7 +211,7 @@ def _verified(
         plan, said = last.recorded(plan), last.reasons
         for length in last.quality.missed:
             lost[length].append(last.test.worst_at(length))
-        stricter = _after(used, measured, last.quality.missed, attempts)
+        stricter = _after(used, last.quality.missed, attempts)
         if stricter == used:
             break
         stages.say(f"the plan missed its test ({last.reasons[0]}); the next one is denser")
@@ -225,13 +222,11 @@ def _verified(
     return _Found(plan, used, attempts, (*said, *dense_remarks(used, lost)), last)
 
 
-def _after(used: Settled, measured: Profile, missed: Collection[int], attempts: int) -> Settled:
+def _after(used: Settled, missed: Collection[int], attempts: int) -> Settled:
     """Options of the plan behind one that missed at some lengths; the same where none follows."""
     if not missed or attempts > len(RUNGS):
         return used
-    if attempts == len(RUNGS):
-        return dense_at(used, measured, missed)
-    return denser(used, measured, missed)
+    return dense_at(used, missed) if attempts == len(RUNGS) else denser(used, missed)
 
 
 def compile_once(
@@ -322,14 +317,13 @@ class PlanResult:
 
 
 def _provenance(options: Settled, measured: Profile, cost: Prices, held_out: HeldOut | None = None) -> Provenance:
-    by_trials, by_loss = takes_trials(measured, options), not options.filter_layers
     settings: dict[str, Any] = {
-        "target_density": list(options.target_density),
-        "dense": {phase: sorted(lengths) for phase, lengths in options.dense.items()} or None,
+        "loss": options.loss,
+        "target_density": list(options.target_density) or None,
+        "missed": {str(length): times for length, times in options.missed.items()} or None,
+        "dense": list(options.dense) or None,
         "decode_budget": options.decode_budget.model_dump(exclude_none=True) if options.retain is None else None,
-        "decode_loss": options.loss_bound if by_loss and not by_trials and options.retain is None else None,
-        "decode_kl": options.decode_bound if by_trials else None,
-        "filter_rule": ("dp" if by_loss else "fixed") if options.retain is None else None,
+        "filter_rule": ("fixed" if options.filter_layers else "trials") if options.retain is None else None,
         "retain": options.retain,
     }
     return Provenance(
@@ -383,8 +377,7 @@ def _decode_remarks(
     decode: DecodePlan, steps: dict[int, Estimate], options: Settled, profile: Profile
 ) -> Iterator[str]:
     lengths = [entry.length for entry in profile.lengths if entry.reuse]
-    missed = options.dense_at("decode")
-    if dense := [length for length in lengths if decode.bucket(length).dense and length not in missed]:
+    if dense := [length for length in lengths if decode.bucket(length).dense and length not in options.dense]:
         yield f"decode at {_listed(dense)} is dense: no choice of tokens is within the bound on its loss"
     if options.offload and decode.offload is None and decode.sparse_layers:
         yield "nothing is offloaded: every sparse layer chooses for itself, and so reads all keys in each step"

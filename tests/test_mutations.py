@@ -100,13 +100,13 @@ def _profile(seed: int, **fields: Any) -> Profile:
 WANTED = tuple(
     PlanOptions(**({"verify": "none"} | given))
     for given in (
-        {"target_density": (0.3,), "decode_loss": 1.0},
+        {"target_density": (0.3,), "filter_layers": (0,)},
         {"target_density": (0.4,)},
         {"target_density": (0.3,), "filter_layers": (0,), "decode_budget": tokens(100)},
-        {"decode_loss": 0.5, "decode_budget": fraction(0.2)},
-        {"target_density": (0.25,), "offload": True, "decode_loss": 1.0},
+        {"loss": 0.5, "decode_budget": fraction(0.2)},
+        {"target_density": (0.25,), "offload": True, "filter_layers": (0,)},
         {"target_density": (0.3,), "families": ("a_shape", "vertical_slash"), "phases": ("prefill",)},
-        {"phases": ("decode",), "decode_loss": 1.0, "lengths": (4096,)},
+        {"phases": ("decode",), "filter_layers": (0,), "lengths": (4096,)},
         {},
     )
 )

@@ -37,7 +37,7 @@ COMPILED: dict[str, dict[str, Any]] = {
     "default": {},
     "density": {"phases": "prefill", "target_density": "0.7"},
     "lines": {"families": "vertical_slash", "target_density": "0.7,0.5"},
-    "mass": {"phases": "decode", "decode_budget": "256", "decode_loss": 0.2},
+    "loss": {"phases": "decode", "decode_budget": "256", "loss": 0.1},
     "fixed_filters": {"phases": "decode", "filter_layers": "1,6", "offload": True},
 }
 

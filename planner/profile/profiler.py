@@ -139,7 +139,7 @@ def step_reads(model: PreTrainedModel) -> StepReads | None:
 
 
 def _check_targets(prompts: Prompts, options: Settled) -> None:
-    if "prefill" in options.phases and not options.density_is_default:
+    if "prefill" in options.phases:
         tokens = {length: [len(prompt.ids) for prompt in some] for length, some in prompts.items()}
         check_targets(tokens, options.target_density, options.tile, options.families)
 

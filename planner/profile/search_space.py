@@ -26,7 +26,7 @@ from sparsekv.kernels.index.build import build_index, layer_lines
 from sparsekv.kernels.index.layout import LineScores
 from sparsekv.kernels.keys import PLAIN, Softmax
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
-from sparsekv.planner.options import Settled
+from sparsekv.planner.options import Settled, density_for
 from sparsekv.planner.profile.profile_data import Candidate
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import PATTERNS, AShape, Pattern, PatternRange, TileShape, mandatory_density, tokens
@@ -65,7 +65,7 @@ def _densities(options: Settled, length: int) -> tuple[float, ...]:
     """The ladder: multiples of the target between what mandatory tiles take and all tiles."""
     if options.preset is not None:
         return (_published_density(length, options.tile),)
-    target = options.target_density[options.lengths.index(length)]
+    target = options.target_at(length) or density_for(length)
     least = min(mandatory_density(length, options.tile, family) for family in options.families)
     shares = {round(target * level, 4) for level in options.levels}
     return tuple(sorted({share for share in shares if least <= share < 1.0} | {round(max(least, min(shares)), 4)}))

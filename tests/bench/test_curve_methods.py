@@ -24,9 +24,10 @@ from sparsekv.bench.curves import measure_curves
 from sparsekv.bench.tile_rules import cumulative_mass, max_threshold
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.evaluation import EvalSamples, Mode, compare
+from sparsekv.planner.filter_layers import segments_of
 from sparsekv.planner.options import settle
 from sparsekv.planner.profile.calibration import held_out
-from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.records import RunFile
 from sparsekv.planner.tasks import Sample, Split, prepare
@@ -40,7 +41,13 @@ LENGTH = 1024
 
 @pytest.fixture(scope="module")
 def profiled(loaded: LoadedModel) -> Profile:
-    return profile(bare_job(loaded, settle(quick_options(row_stride=8), 2048, "cpu")))
+    """With one decode trial, as the search leaves it."""
+    found = profile(bare_job(loaded, settle(quick_options(row_stride=8), 2048, "cpu")))
+    (entry,) = found.lengths
+    assert entry.reuse is not None
+    segments = segments_of((0,), loaded.info.full_layers, entry.reuse, fraction(0.1), LENGTH)
+    trial = DecodeTrial(segments=segments, kl=1e-5, kl_bound=1e-5, prompts=1)
+    return found.model_copy(update={"lengths": (entry.model_copy(update={"trials": (trial,)}),)})
 
 
 @pytest.fixture(scope="module")

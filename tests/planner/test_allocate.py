@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from planner_models import made_up_prices
 from planner_profiles import made_up_length, made_up_model, made_up_profile, options_for, rows
 
-from sparsekv.planner.allocate import allocate, with_reached_densities
-from sparsekv.planner.options import PlanOptions, settle
+from sparsekv.planner.allocate import TOLERANCE, allocate, at_loss
+from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.predict import ABSENT, DENSE, WORST_WEIGHT, ScoreTables, choice_of, predict
 from sparsekv.planner.profile.profile_data import LayerScores, Profile
 from sparsekv.planner.profile.search_space import ROUNDING
@@ -73,6 +73,23 @@ def test_mean_and_worst_damage_are_weighed_and_a_layer_may_count_more() -> None:
     tables = ScoreTables.of(entry.model_copy(update={"layers": (entry.layers[0], scores, entry.layers[2])}))
     mean, worst = np.array(scores.damage), np.array(scores.worst)
     np.testing.assert_allclose(tables.damage_LCH[1], 3.0 * ((1 - WORST_WEIGHT) * mean + WORST_WEIGHT * worst))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.0, 8.0), st.sampled_from((("prefill",), ("prefill", "decode"))))
+def test_the_share_that_a_loss_gives_is_the_least_inside_it(seed: int, loss: float, phases: tuple) -> None:
+    profile = profile_with(seed, levels=(0.15, 0.25, 0.35, 0.5))
+    options = options_for(loss=loss, phases=phases)
+    most, tables = loss / len(phases), ScoreTables.of(profile.lengths[0])
+    assert damage_of(profile, options) <= most + 1e-9
+    least, _ = at_loss(tables, options.families, most)
+    share = tables.density(least)
+    assert share - 1e-5 <= density_of(profile, options) <= TOLERANCE * share + 1e-5
+    assert density_of(profile, options.but(loss=loss / 2)) >= share - 1e-5
+
+
+def test_a_loss_of_nothing_is_dense_where_every_candidate_does_damage() -> None:
+    assert allocate(profile_with(), made_up_prices(), options_for(loss=0.0)).bucket(8192).dense
 
 
 def brute_force(cost_CH: np.ndarray, damage_CH: np.ndarray, allowed_CH: np.ndarray, budget: float) -> float | None:
@@ -205,7 +222,7 @@ def test_a_target_that_nothing_comes_down_to_is_refused_with_the_reason(length: 
     ]
     entry = entry.model_copy(update={"layers": tuple(scores)})
     with pytest.raises(UsageError, match=said):
-        allocate(made_up_profile(entry), made_up_prices(), ALWAYS)
+        allocate(made_up_profile(entry), made_up_prices(), ALWAYS.but(lengths=(length,)))
 
 
 @pytest.mark.parametrize("heads", [4, 2])
@@ -255,10 +272,8 @@ def test_under_the_preset_each_head_takes_the_least_damage_at_the_target_cost() 
 )
 def test_lengths_that_are_to_be_dense_are_and_the_others_stay_as_they_are(dense, found) -> None:
     profile = made_up_profile(*(made_up_length(n, np.random.default_rng(0)) for n in (4096, 8192, 16384)))
-    options = options_for(target_density=(0.3,) * 3)
-    before, plan = (
-        allocate(profile, made_up_prices(), one) for one in (options, options.but(dense={"prefill": dense}))
-    )
+    options = options_for(lengths=(4096, 8192, 16384), target_density=(0.3,) * 3)
+    before, plan = (allocate(profile, made_up_prices(), one) for one in (options, options.but(dense=dense)))
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == found
     for length in (4096, 8192, 16384):
         assert plan.bucket(length).dense == (length in dense)
@@ -278,22 +293,6 @@ def test_candidates_that_cost_more_on_other_prompts_than_fitted_are_told_from_to
     assert density_of(drifted, options_for(target_density=(0.31,))) <= 0.31
 
 
-def test_a_default_density_gives_way_to_what_prompts_come_down_to_and_one_asked_for_does_not() -> None:
-    entry = made_up_length(512, np.random.default_rng(0), levels=(0.9,))
-    tables = {"tiles": ((0.90021,) * 4,) * 4, "columns": ((0.0,) * 4,) * 4}
-    profile = made_up_profile(
-        entry.model_copy(update={"layers": tuple(scores.model_copy(update=tables) for scores in entry.layers)})
-    )
-    default = settle(options_for(lengths=(512,)), 4096, "cpu")
-    reached = with_reached_densities(default, profile)
-    assert (default.target_density, reached.target_density) == ((0.9,), (0.9003,))
-    assert not allocate(profile, made_up_prices(), reached).bucket(512).dense
-    given = settle(options_for(lengths=(512,), target_density=(0.9,)), 4096, "cpu")
-    assert with_reached_densities(given, profile) == given
-    sparser = made_up_profile(made_up_length(512, np.random.default_rng(0), levels=(0.2,)))
-    assert with_reached_densities(default, sparser) == default
-
-
 @pytest.mark.parametrize("target", [0.3, 0.97])
 def test_a_device_on_which_sparse_attention_never_pays_gets_a_sparse_plan(target: float) -> None:
     profile, slow = made_up_profile(made_up_length(8192, np.random.default_rng(0))), made_up_prices(tiles=(1e8, 10.0))
@@ -303,7 +302,8 @@ def test_a_device_on_which_sparse_attention_never_pays_gets_a_sparse_plan(target
 
 def test_budgets_are_shares_of_the_context_and_nothing_is_sparse_below_half_of_the_shortest_length() -> None:
     profile = made_up_profile(*(made_up_length(n, np.random.default_rng(0), levels=(0.3,)) for n in (4096, 8192)))
-    plan = allocate(profile, made_up_prices(), options_for(target_density=(0.3, 0.3)))
+    options = options_for(lengths=(4096, 8192), target_density=(0.3, 0.3))
+    plan = allocate(profile, made_up_prices(), options)
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths][:2] == [(2048, True), (4096, False)]
     assert (plan.lengths[-1].extrapolated, plan.lengths[-1].same_as) == (True, 8192)
     for entry in profile.lengths:

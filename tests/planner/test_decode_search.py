@@ -8,20 +8,31 @@ import numpy as np
 import pytest
 import torch
 from model_folders import save_model
-from planner_models import bare_job, loaded_hybrid, quick_options
-from planner_profiles import made_up_model, made_up_profile, made_up_reuse, options_for
+from planner_models import bare_job, loaded_hybrid, loaded_tiny, quick_options
+from planner_profiles import made_up_model, made_up_reuse
 from progress import Counting
 
-from sparsekv.planner.decode_candidates import CandidateSpace, anchor_layers
-from sparsekv.planner.decode_search import Effort, measure_trials, upper_bound
-from sparsekv.planner.decode_trials import decode_trials
+from sparsekv.planner.decode_search import (
+    Effort,
+    alone,
+    anchor_layers,
+    candidates,
+    halved,
+    joined,
+    lowered,
+    measure_trials,
+    merged,
+    moves,
+    upper_bound,
+)
+from sparsekv.planner.decode_trials import DecodeTrials, decode_trials
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.job import job_of, job_of_profile
-from sparsekv.planner.options import PlanOptions, settle
+from sparsekv.planner.options import settle
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.predict import decode_share
 from sparsekv.planner.profile.calibration import CalibrationPrompt
-from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
+from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.records import read_measured
 from sparsekv.plans.files import dump_plan
@@ -34,40 +45,14 @@ from sparsekv.runtime.hf.load import LoadedModel
 
 LAYERS, LENGTH = 10, 8192
 MODEL = made_up_model(layers=LAYERS)
-ALWAYS = options_for()
-QUICK = quick_options(phases=("decode",), verify="none", decode_kl=100.0)
+QUICK = quick_options(phases=("decode",), verify="none", loss=100.0)
 SETTLED = settle(QUICK, 4096, "cpu")
-EFFORT = Effort(prompts=3, steps=4, trials=8)
+EFFORT = Effort(prompts=3, steps=4)
 
 
 def segment(filter_: int, layers: tuple[int, ...], share: float = 0.1, length: int = LENGTH) -> Segment:
     at_most = fraction(share).resolve(length)
     return Segment(filter=filter_, layers=layers, budget=DecodeBudget(fraction=share, at_most=at_most), recent=128)
-
-
-def trial(*segments: Segment, bound: float, prompts: int = 4) -> DecodeTrial:
-    return DecodeTrial(segments=segments, kl=bound / 2, kl_bound=bound, prompts=prompts)
-
-
-def tried(*trials: DecodeTrial, length: int = LENGTH) -> LengthProfile:
-    reuse = made_up_reuse(np.ones((LAYERS, LAYERS)))
-    return LengthProfile(length=length, prompt_tokens=(length,), reuse=reuse, trials=trials)
-
-
-def chosen(*entries: LengthProfile, options: PlanOptions = ALWAYS) -> DecodePlan:
-    return choose_filter_layers(made_up_profile(*entries, model=MODEL), options)
-
-
-@pytest.fixture(scope="module")
-def space() -> CandidateSpace:
-    kept = np.random.default_rng(0).uniform(0.5, 1.0, (LAYERS, LAYERS))
-    entry = LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=made_up_reuse(kept))
-    return CandidateSpace(MODEL, entry, PlanOptions())
-
-
-@pytest.fixture(scope="module")
-def weights(space: CandidateSpace) -> np.ndarray:
-    return space.weights({layer: 0.001 * layer for layer in range(1, LAYERS)})
 
 
 @pytest.fixture(scope="module")
@@ -85,90 +70,84 @@ def check_legal(segments: tuple[Segment, ...]) -> None:
     check_fit(MODEL, None, DecodePlan(lengths=(DecodeBucket(up_to=None, segments=segments),)), ())
 
 
-def test_candidates_are_legal_and_distinct_and_come_from_the_sparsest_on(
-    space: CandidateSpace, weights: np.ndarray
-) -> None:
-    proposed = space.proposed(weights, 0.002)
-    shares = [space.share(one) for one in proposed]
-    assert len(proposed) > 5
-    assert len(set(proposed)) == len(proposed)
-    assert shares == sorted(shares)
-    for one in proposed:
-        check_legal(one)
+def test_candidates_are_legal_and_distinct_and_follow_the_rules() -> None:
+    kept = np.random.default_rng(0).uniform(0.5, 1.0, (LAYERS, LAYERS))
+    entry = LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=made_up_reuse(kept))
+    found = candidates(MODEL, entry, fraction(0.1))
+    filters = [tuple(one.filter for one in segments) for segments in found]
+    assert len(set(found)) == len(found) <= 8
+    assert {(0,), (0, 5), (0, 3, 6), (0, 2, 5, 7)} <= set(filters)
+    assert {first for first, *_ in filters} == {0, 1}
+    for segments in found:
+        check_legal(segments)
+        assert all(one.budget == DecodeBudget(fraction=0.1, at_most=820) for one in segments)
 
 
-def test_every_neighbour_is_legal_and_one_step_away(space: CandidateSpace) -> None:
-    start = (segment(0, (2, 3)), segment(4, (5, 7)), segment(8, (9,)))
-    found = space.neighbours(start)
-    assert len(set(found)) == len(found)
-    assert start not in found
-    for one in found:
-        check_legal(one)
-    shapes = {tuple((part.filter, part.layers) for part in one) for one in found}
-    assert ((0, (1, 2, 3)), (4, (5, 7)), (8, (9,))) in shapes  # a dense layer joins
-    assert ((0, (3,)), (4, (5, 7)), (8, (9,))) in shapes  # a layer leaves
-    assert ((0, (2, 3)), (4, (5, 7))) in shapes  # the last one of a segment leaves
-    assert ((0, (2, 3)), (4, (5, 7, 8, 9))) in shapes  # a filter layer is dropped
-    assert ((0, (2, 3)), (4, (5,)), (6, (7,)), (8, (9,))) not in shapes  # two steps
-    assert ((1, (2, 3)), (4, (5, 7)), (8, (9,))) in shapes  # another layer chooses
-    assert ((2, (3,)), (4, (5, 7)), (8, (9,))) in shapes  # a layer of the segment chooses for those after it
-    budgets = [[part.budget.fraction for part in one] for one in found]
-    assert [0.05, 0.1, 0.1] in budgets
-    assert [0.1, 0.1, 0.2] in budgets
+START = (segment(1, (2, 3)), segment(5, (6, 8)))
 
 
-def test_no_candidate_exceeds_a_budget_that_was_asked_for(space: CandidateSpace) -> None:
-    entry = LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=made_up_reuse(np.ones((LAYERS, LAYERS))))
-    asked = CandidateSpace(MODEL, entry, PlanOptions(decode_budget=fraction(0.05)))
-    start = (segment(0, (1, 2), 0.05),)
-    assert any(one[0].budget.fraction == 0.1 for one in space.neighbours(start))
-    assert all(part.budget.fraction <= 0.05 for one in asked.neighbours(start) for part in one)
-    assert not list(asked.larger(start))
+@pytest.mark.parametrize(
+    ("move", "layer", "found"),
+    [
+        (joined, 4, [(1, (2, 3, 4)), (5, (6, 8))]),
+        (joined, 9, [(1, (2, 3)), (5, (6, 8, 9))]),
+        (joined, 0, []),  # no filter before it
+        (joined, 5, []),  # a filter
+        (joined, 3, []),  # sparse already
+        (alone, 5, [(1, (2, 3)), (5, (5, 6, 8))]),
+        (alone, 0, [(0, (0,)), (1, (2, 3)), (5, (6, 8))]),
+        (alone, 7, []),  # between layers of a segment
+        (lowered, 0, [(0, (1, 2, 3)), (5, (6, 8))]),
+        (lowered, 4, [(1, (2, 3)), (4, (5, 6, 8))]),
+        (lowered, 9, []),
+        (merged, 5, [(1, (2, 3, 5, 6, 8))]),
+        (merged, 1, []),
+        (merged, 4, []),
+        (halved, 4, []),
+    ],
+)
+def test_a_move_changes_one_layer(move: Any, layer: int, found: list) -> None:
+    segments = move(START, layer)
+    assert [(one.filter, one.layers) for one in segments] == found
+    if segments:
+        check_legal(segments)
 
 
-def test_dense_layers_become_a_segment(space: CandidateSpace) -> None:
-    shapes = {tuple((part.filter, part.layers) for part in one) for one in space.neighbours((segment(4, (5, 6)),))}
-    assert ((1, (3,)), (4, (5, 6))) in shapes
-    assert ((4, (5, 6)), (7, (9,))) in shapes
+def test_a_budget_is_halved_in_its_segment_alone_and_grows_where_segments_merge() -> None:
+    shares = [
+        [one.budget.fraction for one in segments] for segments in (halved(START, 5), merged(START, 5, growth=2.0))
+    ]
+    assert shares == [[0.1, 0.05], [0.2]]
 
 
-def test_a_larger_budget_is_expected_to_diverge_less_also_between_and_beyond_the_profiled_ones() -> None:
-    reuse = made_up_reuse(np.ones((LAYERS, LAYERS)))
-    assert [budget.fraction for budget in reuse.budgets] == [0.05, 0.1, 0.2]
-    tables = tuple(tuple((1.0 - lost,) * (j + 1) for j in range(LAYERS)) for lost in (0.16, 0.08, 0.04))
-    reuse = reuse.model_copy(update={"kept": tables})
-    space = CandidateSpace(MODEL, LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=reuse), PlanOptions())
-    expected = [space.expected((segment(0, (3,), share),), np.ones(LAYERS)) for share in (0.025, 0.05, 0.07, 0.1, 0.4)]
-    assert expected == pytest.approx([0.32, 0.16, 0.16 * 5 / 7, 0.08, 0.02], rel=0.03)
+def test_a_round_of_moves_leaves_no_segments_to_nothing() -> None:
+    assert not any(move(()) for move in moves(range(LAYERS)))
 
 
-def test_every_dense_layer_may_choose_for_itself_alone_or_with_all_others(space: CandidateSpace) -> None:
-    start = (segment(0, (2, 3)), segment(4, (5, 7)), segment(8, (9,)))
-    found = space.alone(start)
-    for one in found:
-        check_legal(one)
-        assert space.share(one) < space.share(start) - 0.03
-    shapes = {tuple((part.filter, part.layers) for part in one) for one in found}
-    assert ((0, (0, 2, 3)), (4, (5, 7)), (8, (9,))) in shapes  # a filter layer
-    assert ((0, (0, 2, 3)), (4, (4, 5, 7)), (8, (8, 9))) in shapes  # all of them
-    assert len(shapes) == 4  # layers 1 and 6 lie inside the segments of others
-    outside = [[(part.filter, part.layers) for part in one] for one in space.alone((segment(2, (3, 4)),))]
-    assert [(1, (1,)), (2, (3, 4))] in outside
-    assert [(0, (0,)), (1, (1,)), (2, (2, 3, 4)), *((layer, (layer,)) for layer in range(5, LAYERS))] in outside
+def test_the_search_finds_which_layers_need_everything_and_which_choices_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers 1 to 3 may follow layer 0 and layers 5 to 7 layer 4, with a twentieth of the context; nothing else."""
+    served = {layer: first for first in (0, 4) for layer in range(first + 1, first + 4)}
 
+    def divergences(
+        self: DecodeTrials, segments: tuple[Segment, ...], prefixes: list, most: float = 1.0
+    ) -> list[float]:
+        lost = sum(
+            0.0002 if served.get(layer) == one.filter and one.budget.fraction >= 0.05 else 1.0
+            for one in segments
+            for layer in one.layers
+        )
+        return [lost] if lost > most else [lost] * len(prefixes)
 
-def test_what_chooses_for_itself_is_refined_like_the_others(space: CandidateSpace) -> None:
-    shapes = {tuple((part.filter, part.layers) for part in one) for one in space.alone((segment(0, (0, 1, 2)),))}
-    assert ((0, (1, 2)),) in shapes
-    assert ((0, (0, 1)),) in shapes
-    assert ((0, (0, 1, 2, 3)),) in shapes
-
-
-def test_larger_budgets_keep_the_segments(space: CandidateSpace) -> None:
-    start = (segment(0, (1, 2)), segment(4, (5, 6)))
-    grown = list(space.larger(start))
-    assert [[part.budget.fraction for part in one] for one in grown] == [[0.2, 0.2], [0.4, 0.4]]
-    assert all([part.layers for part in one] == [(1, 2), (5, 6)] for one in grown)
+    monkeypatch.setattr(DecodeTrials, "divergences", divergences)
+    loaded, options = loaded_tiny(layers=8), settle(QUICK.but(loss=0.0021), 4096, "cpu")
+    job = bare_job(loaded, options)
+    (entry,) = (found := measure_trials(job, profile(job), effort=EFFORT)).lengths
+    assert all(one.kl <= 0.0021 for one in entry.trials)
+    segments = choose_filter_layers(found, options).bucket(1024).segments
+    assert [(one.filter, one.layers, one.budget.fraction) for one in segments] == [
+        (0, (1, 2, 3), 0.05),
+        (4, (5, 6, 7), 0.05),
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -181,7 +160,7 @@ def test_anchor_layers_maximise_the_weighted_similarity(count: int) -> None:
         return sum(importance[layer] * kept[layer, anchor] for layer, anchor in served if layer != anchor)
 
     options = [(1, *rest) for rest in combinations(range(2, 7), count - 1)]
-    found = anchor_layers(kept, importance, range(7), count)
+    found = anchor_layers(kept, importance, range(1, 7), count)
     assert found in options
     assert similarity(found) == pytest.approx(max(map(similarity, options)))
 
@@ -269,9 +248,9 @@ def test_shorter_lengths_are_tried_with_the_segments_that_passed_at_the_longest(
 
 def test_nothing_is_sparse_inside_a_gate_that_nothing_passes(loaded: LoadedModel, measured: Profile) -> None:
     bare = measured.lengths[0].model_copy(update={"trials": ()})
-    options = settle(QUICK.but(decode_kl=0.0), 4096, "cpu")
+    options = settle(QUICK.but(loss=0.0), 4096, "cpu")
     found = measure_trials(bare_job(loaded, options), measured.model_copy(update={"lengths": (bare,)}), effort=EFFORT)
-    assert found.lengths[0].trials
+    assert not found.lengths[0].trials
     assert choose_filter_layers(found, options).bucket(1024).dense
 
 
@@ -287,66 +266,3 @@ def test_a_compile_from_files_gives_the_plan_that_was_measured(loaded: LoadedMod
     assert first.filter_layers
     again = compile_plan(job_of_profile(str(folder), QUICK, read_measured(Profile, tmp_path / "p.json")))
     assert dump_plan(again.plan) == dump_plan(first.plan)
-
-
-def test_the_sparsest_trial_inside_the_gate_is_planned() -> None:
-    outside = trial(segment(0, tuple(range(1, 10))), bound=0.01)
-    sparse, denser = trial(segment(0, (1, 2, 3, 4, 5)), bound=0.0019), trial(segment(0, (1, 2)), bound=0.0001)
-    plan = chosen(tried(outside, sparse, denser))
-    assert plan.bucket(LENGTH).segments == sparse.segments
-    stricter = chosen(tried(outside, sparse, denser), options=ALWAYS.but(decode_kl=0.001))
-    assert stricter.bucket(LENGTH).segments == denser.segments
-
-
-def test_a_bound_on_lost_mass_that_was_asked_for_counts_in_place_of_the_trials() -> None:
-    entry = tried(trial(segment(0, (1, 2, 3)), bound=0.001))
-    plan = chosen(entry, options=ALWAYS.but(decode_loss=0.0))  # all similarities in this profile are 1
-    assert [one.layers for one in plan.bucket(LENGTH).segments] == [tuple(range(1, LAYERS))]
-    assert chosen(entry).bucket(LENGTH).segments[0].layers == (1, 2, 3)
-
-
-def test_nothing_is_tried_where_a_bound_on_lost_mass_is_asked_for(loaded: LoadedModel, measured: Profile) -> None:
-    bare = measured.model_copy(update={"lengths": (measured.lengths[0].model_copy(update={"trials": ()}),)})
-    options = settle(QUICK.but(decode_kl=None, decode_loss=0.02), 4096, "cpu")
-    assert measure_trials(bare_job(loaded, options), bare, effort=EFFORT) is bare
-
-
-def test_a_trial_that_was_given_up_proves_nothing() -> None:
-    given_up = trial(segment(0, (1, 2, 3, 4, 5)), bound=0.01, prompts=1)
-    whole = trial(segment(0, (1, 2)), bound=0.001)
-    plan = chosen(tried(given_up, whole), options=ALWAYS.but(decode_kl=1.0))
-    assert plan.bucket(LENGTH).segments == whole.segments
-
-
-def test_a_shorter_length_takes_the_same_layers_with_the_budget_that_it_needs() -> None:
-    layers = (1, 2, 3)
-    short = tried(
-        trial(segment(0, layers, 0.1), bound=0.01),
-        trial(segment(0, layers, 0.2, 4096), bound=0.001),
-        trial(segment(0, (1, 2, 3, 4, 5), 0.1), bound=0.001),  # sparser, but no trial of it passed at the longer one
-        length=4096,
-    )
-    plan = chosen(short, tried(trial(segment(0, layers), bound=0.001)))
-    assert [(bucket.up_to, bucket.segments[0].budget.fraction) for bucket in plan.lengths] == [(4096, 0.2), (None, 0.1)]
-
-
-def test_a_length_at_which_no_trial_passed_is_dense() -> None:
-    short = tried(trial(segment(0, (1, 2, 3)), bound=0.01), length=4096)
-    plan = chosen(short, tried(trial(segment(0, (1, 2, 3)), bound=0.001)))
-    assert [bucket.dense for bucket in plan.lengths] == [True, False]
-
-
-def test_a_layer_chooses_for_itself_where_fewer_tokens_are_read() -> None:
-    own, other = trial(segment(0, (0, 1, 2, 3)), bound=0.001), trial(segment(0, (1, 2, 3)), bound=0.001)
-    assert chosen(tried(own, other)).bucket(LENGTH).segments == own.segments
-
-
-def test_a_layer_that_chooses_for_itself_is_not_offloaded() -> None:
-    own = trial(segment(0, (0, 1, 2, 3)), bound=0.001)
-    assert chosen(tried(own), options=ALWAYS.but(offload=True)).offload.layers == (1, 2, 3)
-
-
-def test_a_budget_that_was_asked_for_bounds_the_trials() -> None:
-    large, small = trial(segment(0, (1, 2, 3, 4, 5)), bound=0.001), trial(segment(0, (1, 2), 0.05), bound=0.001)
-    plan = chosen(tried(large, small), options=ALWAYS.but(decode_budget=fraction(0.05)))
-    assert plan.bucket(LENGTH).segments == small.segments

@@ -17,7 +17,7 @@ from sparsekv.planner.prices import HeadShape
 from sparsekv.runtime.hf.load import LoadedModel
 
 PROMPTS = tuple(GivenPrompt(text_of(number, 1080)) for number in range(4))
-OPTIONS = quick_options(decode_kl=100.0, verify="small", prompts=PROMPTS, tasks=())
+OPTIONS = quick_options(loss=200.0, verify="small", prompts=PROMPTS, tasks=())
 
 
 def test_a_plan_is_verified_over_them_and_says_so(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
 
-OPTIONS = quick_options(lengths=(512,), decode_kl=100.0, refine_rounds=1, verify="small")
+OPTIONS = quick_options(lengths=(512,), loss=200.0, refine_rounds=1, verify="small")
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_next", "lfm2"])

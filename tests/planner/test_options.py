@@ -7,6 +7,7 @@ import pytest
 from sparsekv.planner.common_options import TASKS
 from sparsekv.planner.options import PlanOptions, density_for, lengths_up_to, settle
 from sparsekv.planner.profile.profiler import check_targets
+from sparsekv.planner.profile.search_space import aims
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape, fraction, tokens
@@ -43,8 +44,8 @@ NAN = float("nan")
         ({"calibration_samples": 0}, "calibration_samples"),
         ({"verify": "large"}, "--verify"),
         ({"levels": (0.0,)}, "levels"),
-        ({"decode_loss": 1.1}, "decode_loss"),
-        ({"decode_kl": NAN}, "decode_kl"),
+        ({"loss": -0.1}, "--loss"),
+        ({"loss": NAN}, "--loss"),
         ({"target_densty": 0.3}, "target_densty"),
     ],
 )
@@ -57,9 +58,6 @@ def test_what_makes_no_sense_is_refused_by_the_name_of_its_flag(asked: dict[str,
     ("asked", "flags"),
     [
         ({"preset": "minference", "target_density": (0.3,)}, ("--set target_density", "--preset minference")),
-        ({"decode_kl": 0.1, "decode_loss": 0.1}, ("decode_kl", "decode_loss")),
-        ({"decode_kl": 0.1, "filter_layers": (2,)}, ("decode_kl", "filter_layers")),
-        ({"decode_loss": 0.1, "filter_layers": (2,)}, ("decode_loss", "filter_layers")),
     ],
 )
 def test_options_that_leave_one_another_unread_are_refused_by_name(asked: dict[str, Any], flags: Any) -> None:
@@ -177,10 +175,12 @@ def test_long_prompts_are_fewer_unless_a_number_is_asked_for(changes, device, co
 
 
 @pytest.mark.parametrize("tile", [64, 128])
-def test_a_default_density_leaves_room_for_the_tiles_that_every_pattern_computes(tile: int) -> None:
+def test_the_ladder_of_a_length_leaves_room_for_the_tiles_that_every_pattern_computes(tile: int) -> None:
     shape = TileShape(query=tile, key=tile)
     lengths = (256, 384, 512, 640, 1024, 4096)
     options = settle(PlanOptions(lengths=lengths, tile=shape), 8192, "cpu")
-    check_targets({length: (length,) for length in lengths}, options.target_density, shape, options.families)
-    assert options.target_density[-1] == density_for(4096)
-    assert max(options.target_density) <= 1.0
+    for length in lengths:
+        densities = [aim.density for aim in aims(options, length)]
+        check_targets({length: (length,)}, (max(densities),), shape, options.families)
+        assert max(densities) <= 1.0
+    assert 0.4 * density_for(4096) == pytest.approx(min(densities), abs=1e-4)

@@ -108,7 +108,7 @@ def windowed_profile(length: int) -> Profile:
 
 def test_a_layer_with_a_window_of_its_own_costs_what_its_window_holds() -> None:
     profile, cost = windowed_profile(8192), made_up_prices()
-    decode = choose_filter_layers(profile, options_for())
+    decode = choose_filter_layers(profile, options_for(filter_layers=(0,)))
     assert [(part.filter, part.layers) for part in decode.bucket(8192).segments] == [(0, (2,))]
     (found,) = predict(profile, cost, None, decode).lengths
     attended = 4 + 820 + 128
@@ -125,7 +125,7 @@ def test_a_prefill_with_windowed_layers_is_predicted_over_all_layers(window: int
     sliding = group.model_copy(update={"layers": (3, 4), "kind": "sliding", "window": window})
     model = profile.model.model_copy(update={"attention": (group, sliding)})
     mixed = profile.model_copy(update={"model": model})
-    plan = allocate(profile, made_up_prices(), options_for(target_density=(0.3,)))
+    plan = allocate(profile, made_up_prices(), options_for(lengths=(2048,), target_density=(0.3,)))
     (without,), (found,) = (predict(one, made_up_prices(), plan, None).lengths for one in (profile, mixed))
     i, j = np.arange(2048)[:, None], np.arange(2048)[None]
     seen = (j <= i) & (i - j < window)

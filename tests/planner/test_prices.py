@@ -111,7 +111,7 @@ def tilted(prices: Prices, scale: float, work: float, index: Sequence[float]) ->
 
 
 def planned(prices: Prices, target: float) -> PrefillPlan:
-    options = options_for(target_density=(target,) * 2)
+    options = options_for(lengths=(2048, 4096), target_density=(target,) * 2)
     return allocate(PROFILE, prices, options)
 
 

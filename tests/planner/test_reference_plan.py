@@ -15,6 +15,7 @@ from sparsekv.planner.plan import compile_once
 from sparsekv.planner.prices import HeadShape
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import fraction
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 
@@ -46,6 +47,8 @@ def plan(reference: LoadedModel) -> Plan:
             levels=(1.0,),
             calibration_samples=1,
             tasks=("niah_multikey",),
+            filter_layers=(0, 7),
+            decode_budget=fraction(0.2),
         ),
         reference.info.context_length,
         "cpu",

@@ -84,14 +84,14 @@ def made_up_length(
 
 
 def options_for(**changes: Any) -> Settled:
-    """Options as they are settled for a made-up profile: with all the families that it has."""
-    return as_settled(PlanOptions(**({"families": PRESET_FAMILIES} | changes)))
+    """Options as they are settled for a made-up profile: with all the families that it has, at 8192 tokens."""
+    return as_settled(PlanOptions(**({"families": PRESET_FAMILIES, "lengths": (8192,)} | changes)))
 
 
 def as_settled(options: PlanOptions) -> Settled:
     """Options for what needs no default filled in."""
     fields = {name: getattr(options, name) for name in PlanOptions.model_fields}
-    return Settled.model_construct(**fields, density_is_default=False, samples_are_default=False)
+    return Settled.model_construct(**fields, samples_are_default=False)
 
 
 def made_up_reuse(kept: np.ndarray, importance: tuple[float, ...] | None = None) -> Reuse:

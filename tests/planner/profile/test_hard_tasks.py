@@ -57,7 +57,7 @@ def profile_of(records: list[LayerRecord], last: str) -> Profile:
 def planned(profile: Profile) -> tuple[Pattern, ...]:
     """The patterns of a plan with room for one dense head."""
     density = profile.lengths[0].layers[0].tiles[0][0]
-    options = options_for(target_density=((1.05 + (HEADS - 1) * density) / HEADS,))
+    options = options_for(lengths=(LENGTH,), target_density=((1.05 + (HEADS - 1) * density) / HEADS,))
     return allocate(profile, made_up_prices(), options).bucket(LENGTH).patterns(0, HEADS)
 
 

@@ -27,7 +27,9 @@ from sparsekv.plans.patterns import AShape, BlockSparse, PatternRange, VerticalS
 
 (TILES_KEPT,) = BlockSparse.ranges(TILE, 0)
 LENGTH, SIZE, TARGET = 3072, 64, 0.2
-OPTIONS = quick_options(lengths=(LENGTH,), target_density=(TARGET,), levels=(1.0,), families=PRESET_FAMILIES)
+OPTIONS = as_settled(
+    quick_options(lengths=(LENGTH,), target_density=(TARGET,), levels=(1.0,), families=PRESET_FAMILIES)
+)
 
 
 def planted() -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +87,7 @@ def searched(prefix: CommonPrefix, request: pytest.FixtureRequest) -> Profile:
 
 
 def test_each_planted_head_gets_its_own_pattern(searched: Profile) -> None:
-    bucket = allocate(searched, made_up_prices(), as_settled(OPTIONS)).bucket(LENGTH)
+    bucket = allocate(searched, made_up_prices(), OPTIONS).bucket(LENGTH)
     assert [type(pattern) for pattern in bucket.patterns(0, 3)] == [AShape, VerticalSlash, BlockSparse]
 
 
@@ -162,7 +164,7 @@ def test_heads_fitted_together_get_what_each_gets_alone(prefix: CommonPrefix) ->
 
 
 LADDER = aims(
-    quick_options(lengths=(LENGTH,), target_density=(0.4,), levels=(0.5, 0.7, 1.0, 1.4, 2.0), families=PRESET_FAMILIES),
+    OPTIONS.but(target_density=(0.4,), levels=(0.5, 0.7, 1.0, 1.4, 2.0)),
     LENGTH,
 )
 NAMES = list(dict.fromkeys(aim.patterns.name for aim in LADDER))
@@ -208,7 +210,8 @@ def test_ranges_that_do_the_same_damage_are_taken_in_the_order_of_the_search() -
 
 def test_a_search_of_one_range_or_one_density_goes_on_with_all_of_it() -> None:
     for changes in ({"families": ("block_sparse",)}, {"levels": (1.0,)}):
-        options = quick_options(**({"lengths": (LENGTH,), "families": ("a_shape", "block_sparse")} | changes))
+        options = OPTIONS.but(target_density=(0.7,), levels=(0.8, 1.0), families=("a_shape", "block_sparse"))
+        options = options.but(**changes)
         found = aims(options, LENGTH)
         compared = screened(found)
         found_KH = slots(found, compared, np.ones((len(compared), 2)))
