@@ -1,8 +1,7 @@
 """Measures the prices of this device: the launches of a layer, timed at a few shares and lengths.
 
-Queries, keys and values are random: what kernels cost depends on tiles and lengths alone. Launches of prefill are
-issued one after another: the time is the longer of the device's and the program's, as in a prompt whose attention is
-all there is to it. Decode steps are timed as captured ones on a GPU.
+Queries, keys and values are random: what kernels cost depends on tiles and lengths alone. Of prefill the time on the
+device counts; a layer's other work hides the program's. Decode steps are timed as captured ones on a GPU.
 
 Shapes: B batch (1), H query heads, G KV heads, S tokens, T rows of a chunk, D head size, E in and F out of a product.
 """
@@ -12,11 +11,10 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from statistics import median
 from typing import cast
 
 import numpy as np
@@ -39,6 +37,7 @@ from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.roles import Filter, Step
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.core.timing import Launch, device_us
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.stores.float8 import Float8
 
@@ -59,11 +58,8 @@ _MOST_COPIES = 16
 SECONDS_A_TIMING = 0.03
 _FEWEST, _MOST = 3, 100  # samples of a launch
 _WARM_SECONDS = 0.1  # of work before the first sample, until clocks have risen
-_ISSUED = 5  # launches that are issued in a row
-_LONG_SECONDS = 0.01  # of a launch, beside which issuing it is nothing
+_MOST_ON_DEVICE = 9  # samples where nothing but the launch is timed
 _VERY_LONG_SECONDS = 4.0  # of a round
-
-Launch = Callable[[], object]
 
 
 def measure_prices(
@@ -120,12 +116,12 @@ class Stopwatch:
     device: torch.device
 
     def queued(self, launches: Sequence[Launch]) -> list[float]:
-        """Returns medians of what each launch takes where many are issued one after another. On a CPU, where other
-        programs take time slices, the fastest of several is what the work takes."""
-        seconds, is_cuda = self._warm(launches), self.device.type == "cuda"
-        counts = [max(1, min(_ISSUED, round(_LONG_SECONDS / one))) if is_cuda else 1 for one in seconds]
-        rounds = _rounds(len(launches), sum(count * one for count, one in zip(counts, seconds, strict=True)))
-        return [(median if is_cuda else min)(samples) for samples in self._walled(launches, rounds, counts)]
+        """Median times of each launch on a GPU, whose other work in a layer hides the time of the program. On a CPU,
+        where other programs take time slices, the fastest of several is what the work takes."""
+        rounds = _rounds(len(launches), sum(self._warm(launches)))
+        if self.device.type == "cuda":
+            return device_us(launches, self.device, min(rounds, _MOST_ON_DEVICE))
+        return list(map(min, self._walled(launches, rounds)))
 
     def step(self, launches: Sequence[Launch]) -> float:
         """Returns what one of these takes as part of a decode step: on a GPU in a CUDA graph, as steps run there."""
@@ -146,24 +142,23 @@ class Stopwatch:
 
     def _warm(self, launches: Sequence[Launch]) -> list[float]:
         """Runs launches until they are compiled and clocks have risen; returns the seconds that each took last."""
-        found = self._walled(launches, 1, [1] * len(launches))
+        found = self._walled(launches, 1)
         spent, enough = 0.0, min(_WARM_SECONDS, len(launches) * SECONDS_A_TIMING)
         while spent < enough:
-            found = self._walled(launches, 1, [1] * len(launches))
+            found = self._walled(launches, 1)
             spent += max(1e-6 * sum(samples[0] for samples in found), 1e-6)
         return [max(1e-6 * samples[0], 1e-9) for samples in found]
 
-    def _walled(self, launches: Sequence[Launch], rounds: int, counts: Sequence[int]) -> list[list[float]]:
-        """Samples by the clock on the wall, of so many launches each."""
+    def _walled(self, launches: Sequence[Launch], rounds: int) -> list[list[float]]:
+        """Samples by the clock on the wall."""
         found: list[list[float]] = [[] for _ in launches]
         for _ in range(rounds):
-            for launch, count, samples in zip(launches, counts, found, strict=True):
+            for launch, samples in zip(launches, found, strict=True):
                 self._wait()
                 started = time.perf_counter()
-                for _ in range(count):
-                    launch()
+                launch()
                 self._wait()
-                samples.append(1e6 * (time.perf_counter() - started) / count)
+                samples.append(1e6 * (time.perf_counter() - started))
         return found
 
     def _wait(self) -> None:

@@ -15,6 +15,7 @@ _ROUNDS = 5
 _REPLAYS = 15  # launches of some microseconds
 _CYCLES_A_US = 2000  # of a device at two GHz
 _WAIT_US = 20_000.0  # in which the program issues launches
+_ISSUE_US = 3000.0  # in which it issues an index and a sparse launch
 _REPLAY_WAIT_US = 200.0  # in which it issues a graph
 
 
@@ -25,6 +26,12 @@ def launched_us(launches: Sequence[Launch], device: torch.device) -> list[float]
         issued = [_issued_us(launch) for launch in launches]
         taken = _in_turn(launches, _ROUNDS, device, 2 * max(issued))
     return [max(times) for times in zip(taken, issued, strict=True)]
+
+
+def device_us(launches: Sequence[Launch], device: torch.device, rounds: int = _ROUNDS) -> list[float]:
+    """Median time of each launch on the device."""
+    with torch.cuda.device(device):
+        return _in_turn(launches, rounds, device, _ISSUE_US)
 
 
 def _issued_us(launch: Launch) -> float:
