@@ -261,6 +261,14 @@ def test_a_forward_put_around_a_planned_one_stays_and_works_when_the_plan_is_gon
     assert torch.equal(model(prompt).logits, dense)
 
 
+def test_a_generate_put_around_a_planned_one_refuses_nothing_when_the_plan_is_gone():
+    model = tiny_model()
+    with apply(model, some_plan(model)):
+        inner = model.generate
+        model.generate = lambda *args, **kwargs: inner(*args, **kwargs)
+    assert model.generate(random_tokens(1, 20), num_beams=2, max_new_tokens=3).shape == (1, 23)
+
+
 def test_a_closed_handle_is_not_entered_again():
     model = tiny_model()
     with apply(model, some_plan(model)) as handle:

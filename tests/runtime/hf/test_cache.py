@@ -36,6 +36,7 @@ def next_logits(model, cache, count=4):
 
 def test_the_cache_of_generate_comes_back_filled(model, handle):
     out = model.generate(random_tokens(2, 30), max_new_tokens=4, return_dict_in_generate=True)
+    out.past_key_values.crop(0)  # which removes nothing
     assert out.past_key_values.get_seq_length() == 33
     assert all(isinstance(layer, SparseLayer) for layer in out.past_key_values.layers)
     assert out.past_key_values.get_max_length() == -1

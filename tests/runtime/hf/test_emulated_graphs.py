@@ -111,6 +111,18 @@ def test_few_graphs_are_kept(captured, monkeypatch):
         assert [key.rows for key in handle.steps._graphs] == [1, 3]
 
 
+def test_numbers_that_change_between_caches_are_captured_anew(captured):
+    model = tiny_model(layers=1, head_dim=16, heads=2, kv_heads=1)
+    prompt, new = random_tokens(1, 30), random_tokens(1, 1, 1)
+    with apply(model, plan_for(model), backend="triton") as handle:
+        steps(model, prompt, new)
+        before = handle.steps.latest
+        model.model.norm.variance_epsilon = 1.0
+        steps(model, prompt, new)
+        assert handle.steps.latest is not before
+        assert handle.steps.replayed == 2
+
+
 def test_fewer_layers_run_by_themselves_and_leave_the_others_alone(model, captured):
     model, token = copy.deepcopy(model), random_tokens(1, 1)
     with apply(model, plan_for(model), backend="triton") as handle, warnings.catch_warnings():
