@@ -1,8 +1,8 @@
 """Bytes of device and host memory that a run takes, part by part, before it runs, and the longest prompt that fits.
 
 Weights and the stores of keys and values to the byte; the largest tensors of a layer that works on a long prompt, times
-one factor that was measured. Arithmetic on shapes alone needs no weights and no GPU. On a CPU there is one memory, the
-host's.
+one factor that was measured, or the scores of a filter layer that looks at several queries. Arithmetic on shapes alone
+needs no weights and no GPU. On a CPU there is one memory, the host's.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from sparsekv.kernels.topk import BLOCK_ELEMENTS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import AttentionGroup, ModelInfo, kv_bytes
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.architecture import Recurrence, architecture_of, recurrence_of
 from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.hf.describe import config_of, takes_one_piece
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, spill_order
@@ -34,8 +36,8 @@ from sparsekv.runtime.stores.store import Bytes, Layout, grown
 from sparsekv.runtime.stores.virtual import VirtualStore, pages_pay
 
 _LONGEST = 1 << 30  # tokens: where the search for a length ends
-# Room for index lists, scores and slot tables of decode, and blocks of other sizes than the freed ones: five measured
-# passes of 32K to 1.5M tokens took 0.93 to 1.02 times as much as is counted without it.
+# Room for index lists, a query's scores and slot tables of decode, and blocks of other sizes than the freed ones: five
+# measured passes of 32K to 1.5M tokens took 0.93 to 1.02 times as much as is counted without it.
 _MEASURED = 17 / 16
 
 
@@ -187,8 +189,8 @@ class Available:
 
     @classmethod
     def here(cls, devices: Iterable[torch.device]) -> Available:
-        """Of this moment: memory that devices have free or torch holds without need, and memory that the machine and
-        this process's control group have left."""
+        """Memory that devices have free or torch holds without need, and memory that the machine and this process's
+        control group have left."""
         free = [_free_on(device) for device in devices if device.type == "cuda"]
         return cls(sum(free) if free else None, available_bytes())
 
@@ -261,7 +263,7 @@ class MemoryModel:
             kv_device=sum(stores[layer].device for layer in stores.keys() - placement.layers) + self._carried,
             hot_set=sum(stores[layer].device for layer in placed),
             kv_host=sum(stores[layer].host for layer in on_host),
-            working=self._working(request, on_host),
+            working=max(self._pass_bytes(request, on_host), self._window_bytes(request, on_host)),
             spare=0 if self.on_cpu else SPARE,
         )
 
@@ -359,7 +361,7 @@ class MemoryModel:
     def _program(self) -> Program:
         return Program.of(self.prefill, self.decode, self.size.info, evicting=self.evicting)
 
-    def _working(self, request: Request, on_host: list[int]) -> int:
+    def _pass_bytes(self, request: Request, on_host: list[int]) -> int:
         """Most that a pass of the prompt makes on its way, as long_inputs.py runs it: hidden states and rotary angles
         throughout, and while a layer attends or its MLP runs, queries and the output or the rows worked on."""
         size, rows, item = self.size, request.piece * request.batch, self.size.dtype.itemsize
@@ -378,11 +380,12 @@ class MemoryModel:
 
     def _copies(self, request: Request, on_host: list[int]) -> int:
         """Keys and values of a layer while it attends, beside its store: copied back from host memory, in the model's
-        precision where they are stored in 8 bits, and before it evicts."""
+        precision where they are stored in 8 bits, and before it evicts, which scores a copy of its keys."""
         tokens = request.tokens if request.piece == request.prompt else request.piece + request.tokens
         copied = max((self._layout(layer, request.batch).bytes(tokens) for layer in on_host), default=0)
         if self.float8:
             attending = [layer for layer, group in self._groups.items() if group.kind != "linear"]
+            tokens += request.prompt // 2 if self.evicting else 0
             copied += max(self._read_layout(layer, request.batch).bytes(tokens) for layer in attending)
         stored = {layer: self._store(layer, request, Placement()).device for layer in self.evicting}
         whole = {layer: self._layout(layer, request.batch).bytes(request.tokens) for layer in self.evicting}
@@ -390,3 +393,28 @@ class MemoryModel:
         # A prompt in pieces evicts at its end, in all layers.
         waiting = max(evicted, default=0) if request.piece == request.prompt else sum(evicted)
         return copied + waiting + 2 * max(stored.values(), default=0)
+
+    def _window_bytes(self, request: Request, on_host: list[int]) -> int:
+        """Most that a decode step makes in a filter layer that looks at several queries, as kernels/scores.py computes
+        it: scores of some KV heads at a time, beside keys copied from host memory or multiplied out of 8 bits."""
+        sizes = []
+        for segment in self._program.segments:
+            if segment.queries > 1:
+                layer, layout = segment.filter, self._read_layout(segment.filter, request.batch)
+                copied = self._layout(layer, request.batch).bytes(request.tokens) if layer in on_host else 0
+                copied += layout.bytes(request.tokens) // 2 if self.float8 else 0
+                sizes.append(copied + self._score_bytes(segment, request))
+        return max(sizes, default=0)
+
+    def _score_bytes(self, segment: SegmentProgram, request: Request) -> int:
+        group, window, lists = self._groups[segment.filter], segment.queries, segment.lists
+        tokens, queries = request.batch * request.tokens, group.heads // group.kv_heads * window  # of a KV head
+        everything = group.kv_heads * queries * tokens
+        block = min(everything, max(BLOCK_ELEMENTS, queries * tokens))
+        alive = 2 if block == everything else 3  # a block's scores and its softmax, and those of the block before
+        widened = self.on_cpu and self.size.dtype != torch.float32  # the keys of a product
+        copied = 4 if widened else self.size.dtype.itemsize if request.batch > 1 else 0
+        # maxima over heads: so far, of a block, and of both; or those of a block alone, and weighted
+        reduced = 12 * window * tokens if lists == 1 else 8 * (block // queries) * window
+        hidden, chosen = window * tokens, 4 * tokens * (3 * lists + 4)  # a mask; the scores, in order and packed
+        return 4 * alive * block + block // queries * copied * group.head_dim + reduced + hidden + chosen

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import random_tokens, tiny_model
-from tiny_plans import decode_plan, info_of, plan_for, segment
+from tiny_plans import decode_plan, drops, info_of, plan_for, segment
+from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparsekv.bench.hand_plans import hand_plan
@@ -20,6 +21,7 @@ from sparsekv.plans.phases import Offload
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
+from sparsekv.runtime.hf.placement import Placement
 from sparsekv.runtime.stores.pinned import Block
 
 GIB = 1 << 30
@@ -68,6 +70,43 @@ def test_keys_and_values_take_what_was_said_to_the_byte(model, size, options, ho
     assert (made.kv_bytes_device, made.kv_bytes_host) == (use.kv_device + use.hot_set, use.kv_host)
     assert (ran.kv_bytes_device, ran.kv_bytes_host) == (made.kv_bytes_device, made.kv_bytes_host)
     assert (use.kv_host > 0) == (options not in ({"offload": "never"}, {"offload": "auto"}) and hot != tokens(5000))
+
+
+@pytest.mark.parametrize("heads", ["max", "per_kv_head"])
+def test_a_window_of_queries_takes_no_more_than_was_said(model, size, heads):
+    decode = decode_plan(segment(1, (2, 3), 8, selector="uniform", window=16, heads=heads))
+    estimate, request = MemoryModel(size, None, decode, True), Request(4000, 1, chunk=40)
+    said = estimate.use(request, estimate.permitted).working
+    with torch.no_grad(), apply(model, plan_for(model, decode=decode)) as handle:
+        cache = handle.new_cache(4001)
+        for piece in random_tokens(1, 4000).split(1000, 1):
+            model(piece, past_key_values=cache, logits_to_keep=1)
+        with profile(profile_memory=True) as recorded:
+            model(random_tokens(1, 1), past_key_values=cache)
+    changes = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = torch.tensor([event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())]).cumsum(0)
+    assert said / 2 < int(held.max()) <= said
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "window", "gib"),
+    [(1 << 17, 8, 64, 4.09), (1 << 19, 4, 32, 4.37), (1 << 20, 1, 32, 1.93)],
+)
+def test_scores_of_a_window_are_counted_where_they_exceed_a_piece_of_the_prompt(llama, length, batch, window, gib):
+    decode = decode_plan(segment(1, (2, 3), 2048, selector="uniform", window=window))
+    estimate, request = MemoryModel(llama, None, decode, on_cpu=False), Request(length, batch=batch, chunk=4096)
+    assert estimate.use(request, estimate.permitted).working / GIB == pytest.approx(gib, rel=0.02)
+
+
+@pytest.mark.parametrize("chunk", [None, 4096])
+def test_keys_in_8_bits_that_an_eviction_scores_are_counted_as_a_copy(llama, chunk):
+    request = Request(1 << 20, chunk=chunk)
+    plain, evicts = (
+        MemoryModel(llama, None, None, on_cpu=True, evicting=rules, float8=True).use(request, Placement()).working
+        for rules in ({}, {3: drops((3,), 1024)})
+    )
+    keys, waiting = 2 * (8 * 128 << 20), 2 * 8 * 128 * ((1 << 20) - 2000)
+    assert evicts - plain > keys + waiting
 
 
 # Peak memory of sparse rows in docs/results/prompts.md, and of the longest context in host-memory.md, on an H200.
