@@ -34,9 +34,9 @@ _DENSER = 1.3  # where a density is asked for, of a plan behind one that missed 
 
 
 def allocate(profile: Profile, cost: Prices, options: Settled, say: Callable[[str], None] | None = None) -> PrefillPlan:
-    """The prefill phase of a plan: one bucket a profiled length, and an open-ended one like the last. It is dense below
-    half of the shortest length, for which nothing was measured. Budgets are shares of the context, so that the first
-    chunks of a prompt are as dense as all of it.
+    """The prefill phase of a plan: one bucket a profiled length, and an open-ended one with the tokens of the last. It
+    is dense up to half of the shortest length, where nothing was measured. Above, budgets are shares of the context, so
+    that early chunks of a prompt are about as dense as all of it.
 
     The damage of each bucket is at most the loss of the phase, or half of what the plan before lost at a length that
     missed its test; of a `target_density`, the density is at most that. The lengths of `options.dense` are dense.
@@ -46,16 +46,16 @@ def allocate(profile: Profile, cost: Prices, options: Settled, say: Callable[[st
         say: gets a line a length: the damage of the allocation, and how far above the least possible it may be.
     """
     buckets: list[PrefillBucket] = []
+    last = PrefillBucket(up_to=None, dense=True)
     for entry in (entry for entry in profile.lengths if entry.layers):
         length = _Length(profile, entry, cost, options)
-        buckets.append(length.bucket(length.chosen(options)))
+        choice = length.chosen(options)
+        buckets.append(length.bucket(choice))
+        last = length.beyond(choice)
         if say is not None and (line := length.told()):
             say(line)
     if buckets[0].up_to and buckets[0].up_to > 1:
         buckets.insert(0, PrefillBucket(up_to=buckets[0].up_to // 2, dense=True))
-    last = PrefillBucket(up_to=None, dense=True)
-    if not buckets[-1].dense:
-        last = PrefillBucket(up_to=None, extrapolated=True, same_as=buckets[-1].up_to)
     # A dense bucket that a longer dense one follows is part of it.
     lengths = [bucket for bucket, after in pairwise([*buckets, last]) if not (bucket.dense and after.dense)]
     return PrefillPlan(tile=profile.tile, lengths=(*lengths, last))
@@ -139,16 +139,22 @@ class _Length:
         )
 
     def bucket(self, choice: Choice) -> PrefillBucket:
-        """The choice as a bucket."""
-        groups = tuple(
-            HeadGroup(layer=scores.layer, heads=(head,), pattern=self._pattern(choice, row, head))
+        """The choice as a bucket of this length, budgets as shares of the context."""
+        groups = self._groups(choice, lambda pattern: pattern.of_context(self._entry.length))
+        return PrefillBucket(up_to=self._entry.length, heads=groups, dense=not groups)
+
+    def beyond(self, choice: Choice) -> PrefillBucket:
+        """The choice at longer lengths, none of which was profiled: the same tokens however long, so that density
+        falls."""
+        groups = self._groups(choice, lambda pattern: pattern)
+        return PrefillBucket(up_to=None, heads=groups, dense=not groups, extrapolated=bool(groups))
+
+    def _groups(self, choice: Choice, written: Callable[[Pattern], Pattern]) -> tuple[HeadGroup, ...]:
+        return tuple(
+            HeadGroup(layer=scores.layer, heads=(head,), pattern=written(self.tables.pattern(choice, row, head)))
             for row, scores in enumerate(self._entry.layers)
             for head in np.flatnonzero(choice[row] >= 0).tolist()
         )
-        return PrefillBucket(up_to=self._entry.length, heads=groups, dense=not groups)
-
-    def _pattern(self, choice: Choice, row: int, head: int) -> Pattern:
-        return self.tables.pattern(choice, row, head).of_context(self._entry.length)
 
     def _within(self, target: float) -> Choice:
         """The least damage at a mean density over all heads."""

@@ -167,4 +167,4 @@ def _continues(bucket: PrefillBucket, before: object) -> bool:
         return bucket.extrapolated and bucket.same_as is not None
     length = before.up_to
     at_its_end = (group.model_copy(update={"pattern": group.pattern.of_context(length)}) for group in bucket.heads)
-    return tuple(at_its_end) == before.heads
+    return PrefillBucket(up_to=length, heads=tuple(at_its_end)).heads == before.heads

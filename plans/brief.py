@@ -77,7 +77,7 @@ def _lengths(plan: Plan) -> list[int]:
     longest = max(found, default=0)
     phases: tuple[PrefillPlan | DecodePlan | None, ...] = (plan.prefill, plan.decode)
     for *before, last in (phase.lengths for phase in phases if phase):
-        is_sparse = not last.dense and getattr(last, "same_as", None) is None
+        is_sparse = not (last.dense or getattr(last, "extrapolated", False) or getattr(last, "same_as", None))
         if last.up_to is None and is_sparse and ((before[-1].up_to or 0) if before else 0) >= longest:
             found.add(plan.model.context_length)
     return sorted(found or {plan.model.context_length})

@@ -172,10 +172,10 @@ class PrefillPlan(Part):
 
     def skips_at(self, length: int) -> bool:
         """Returns whether budgets of some head leave tiles out there, whatever the prompt."""
-        least = self.tile.mandatory * self.tile.key
+        # A window moves with the rows of a tile, budgets are rounded to whole tiles, and some tiles are never left out.
+        more = self.tile.mandatory * self.tile.key
         patterns = (group.pattern for group in self.bucket(length).heads)
-        budgets = (pattern.tile_tokens(length) + pattern.most_columns(length) for pattern in patterns)
-        return any(max(budget, least) + 2 * self.tile.key < length for budget in budgets)  # rounded to whole tiles
+        return any(pattern.tile_tokens(length) + pattern.most_columns(length) + more < length for pattern in patterns)
 
 
 def _check_overlap(groups: Iterable[HeadGroup]) -> None:

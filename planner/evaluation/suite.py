@@ -111,6 +111,8 @@ class _Run:
         with mode.running(self.loaded.model) if mode else _dense() as spent:
             texts = [text for some in self._batches() for text in self._generated(method, some)]
             computed = spent()
+        if isinstance(mode, PlanMode):
+            mode.check(len(self.samples[0].prompt_ids), computed)
         both = list(zip(texts, self.samples, strict=True))
         return SuiteCell(
             method=method,

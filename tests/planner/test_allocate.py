@@ -300,14 +300,23 @@ def test_a_device_on_which_sparse_attention_never_pays_gets_a_sparse_plan(target
     assert [(bucket.up_to, bucket.dense) for bucket in buckets] == [(4096, True), (8192, False), (None, False)]
 
 
-def test_budgets_are_shares_of_the_context_and_nothing_is_sparse_below_half_of_the_shortest_length() -> None:
+def test_budgets_are_shares_of_the_context_and_nothing_is_sparse_up_to_half_of_the_shortest_length() -> None:
     profile = made_up_profile(*(made_up_length(n, np.random.default_rng(0), levels=(0.3,)) for n in (4096, 8192)))
     options = options_for(lengths=(4096, 8192), target_density=(0.3, 0.3))
     plan = allocate(profile, made_up_prices(), options)
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths][:2] == [(2048, True), (4096, False)]
-    assert (plan.lengths[-1].extrapolated, plan.lengths[-1].same_as) == (True, 8192)
     for entry in profile.lengths:
         for row in range(3):
             patterns = plan.bucket(entry.length).patterns(row, 4)
             assert {one.in_tokens(entry.length) for one in patterns} <= {*entry.patterns}
             assert all(one.vertical.fraction for one in patterns if isinstance(one, VerticalSlash))
+
+
+def test_beyond_the_longest_length_heads_have_the_tokens_of_that_length_so_that_density_falls() -> None:
+    profile = made_up_profile(made_up_length(8192, np.random.default_rng(0), levels=(0.3,)))
+    plan = allocate(profile, made_up_prices(), options_for(target_density=(0.3,)))
+    assert plan.lengths[-1].extrapolated
+    for row in range(3):
+        far, own = plan.bucket(131072).patterns(row, 4), plan.bucket(8192).patterns(row, 4)
+        assert far == tuple(one.in_tokens(8192) for one in own)
+        assert [one.most_columns(131072) for one in far] == [one.most_columns(8192) for one in own]

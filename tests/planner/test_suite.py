@@ -11,7 +11,7 @@ from task_tokenizers import REFERENCE_MODEL, kit_of
 from tiny_models import random_tokens, tiny_model, tiny_tokenizer
 from tiny_plans import decode_plan, every_head, plan_for, segment
 
-from sparsekv.planner.evaluation import PlanMode
+from sparsekv.planner.evaluation import PlanMode, modes
 from sparsekv.planner.evaluation import suite as suites
 from sparsekv.planner.evaluation.results import score_interval
 from sparsekv.planner.evaluation.suite import SuiteSamples, generated, run_suite
@@ -19,8 +19,9 @@ from sparsekv.planner.evaluation.suite_results import SuiteCell, SuiteRun, Suite
 from sparsekv.planner.records import RunFile
 from sparsekv.planner.tasks.ruler_suite import RULER_SUITE
 from sparsekv.plans.aliases import ModelSource
-from sparsekv.plans.errors import PlanError, PromptError, UsageError
+from sparsekv.plans.errors import GateError, PlanError, PromptError, UsageError
 from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import describe_config
 
@@ -74,6 +75,13 @@ def test_a_plan_that_sees_too_little_loses_and_says_what_it_computed(retriever, 
     assert pair.interval[0] == -1.0 < pair.interval[1] < 0.0
     assert file.all(SuiteCell)["plan", "niah_single_1", 768].prefill_density < 0.5
     assert file.all(SuiteCell)["dense", "niah_single_1", 768].prefill_density == 1.0
+
+
+def test_samples_that_were_not_run_sparse_are_refused(retriever, few, monkeypatch) -> None:
+    plan = plan_for(retriever.model, every_head(retriever.model, AShape(sink=tokens(64), window=tokens(64))))
+    monkeypatch.setattr(modes, "apply", lambda *args, **named: apply(*args, **named | {"sparse": "never"}))
+    with pytest.raises(GateError, match=r"expected prefill of .* to be sparse"):
+        run_suite(retriever, {"plan": PlanMode(plan)}, ASKED, file_of(), kit=kit_of(retriever.tokenizer))
 
 
 def test_samples_that_run_together_score_what_each_does_by_itself(retriever, few, monkeypatch) -> None:

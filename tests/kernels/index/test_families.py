@@ -1,6 +1,9 @@
 """What a pattern says about itself must hold of the index that is built from it, whatever the family: those of plans,
 and that of docs/extending.md, registered from outside."""
 
+from collections import Counter
+from random import Random
+
 import pytest
 import torch
 from strided import index_strided
@@ -8,7 +11,8 @@ from strided_pattern import Strided
 
 from sparsekv.kernels.index.build import BUILDERS, IndexBuilder, build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex, density
-from sparsekv.plans.patterns import PATTERNS, AShape, Pattern, TileShape, tokens
+from sparsekv.plans.patterns import PATTERNS, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
+from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 
 TILES = (TileShape(query=64, key=64), TileShape(query=128, key=128), TileShape(query=128, key=64))
 FAMILIES = {"strided": Strided, **PATTERNS}
@@ -47,6 +51,29 @@ def test_a_window_reaches_the_tile_of_the_oldest_key_that_the_first_row_of_a_til
     for row in range(10):
         found = {*index.tiles_BHTW[0, 0, row, : index.counts_BHT[0, 0, row]].tolist()}
         assert found == {0, *range(max(0, (64 * row - window + 1) // 64), row + 1)}
+
+
+def random_pattern(random: Random, length: int) -> Pattern:
+    first, second, third = (tokens(random.randint(1, length // 2)) for _ in range(3))
+    return random.choice(
+        (
+            AShape(sink=first, window=second),
+            BlockSparse(keep=first),
+            VerticalSlash(vertical=first, slash=second, last_q=64, max_tiles=third),
+        )
+    )
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_tiles_are_left_out_wherever_a_plan_says_that_its_budgets_leave_some_out(tile: TileShape) -> None:
+    random, counts = Random(0), Counter[bool]()
+    drawn = [(length := random.randint(300, 1200), random_pattern(random, length)) for _ in range(60)]
+    for length, pattern in (*drawn, (633, AShape(sink=tokens(100), window=tokens(333)))):
+        group = HeadGroup(layer=0, heads=(0,), pattern=pattern)
+        says = PrefillPlan(tile=tile, lengths=(PrefillBucket(up_to=None, heads=(group,)),)).skips_at(length)
+        counts[says] += 1
+        assert not says or density(diffuse_index(pattern, length, tile), Chunk.uniform(1, 0, length)) < 1.0
+    assert min(counts.values()) > 5
 
 
 @pytest.mark.parametrize("family", SEARCHED)
