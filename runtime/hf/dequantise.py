@@ -34,7 +34,7 @@ def is_dequantised(config: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, A
 
 
 def stays_packed(config: Any) -> bool:
-    """Returns whether a model's weights are quantised in memory too, in nobody knows how many bytes."""
+    """Returns whether a model's weights are quantised in memory too; their size there is not known beforehand."""
     quantisation = quantisation_of(config)
     return quantisation is not None and not is_dequantised(quantisation)
 

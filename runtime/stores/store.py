@@ -150,7 +150,7 @@ class KVStore(KeySource, Protocol):
 
     @property
     def cached(self) -> tuple[int, ...]:
-        """Those of them in memory."""
+        """Tokens of each batch row in memory."""
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Adds to each row the tokens that follow those it has.
