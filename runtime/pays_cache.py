@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -24,39 +25,63 @@ from sparsekv.runtime.model_config import device_name, dtype_name
 _LONGEST_WAIT = 60.0  # seconds for another engine's measurement
 _MAX_BYTES = 1 << 16
 
-Place = Mapping[str, str | int]
-"""All that a rule depends on: the plan's digest and shares, device, versions, precision, page and step size, ranks."""
+_KERNEL_PACKAGES = ("triton", "flash-attn-4")
+
+RuleKey = Mapping[str, str | int]
+"""All that a rule depends on: the plan's digest and shares, the model's architecture, device, driver, versions,
+precision, page and step size, ranks."""
 
 
-def place_of(device: torch.device, dtype: torch.dtype, backend: str, float8: bool, **of_host: str | int) -> Place:
-    """The place of a plan on a device; a host adds the plan's part and its own."""
+def rule_key(
+    device: torch.device, dtype: torch.dtype, backend: str, float8: bool, model: str, **of_host: str | int
+) -> RuleKey:
+    """The key of a plan's rule on a device; a host adds the plan's part and its own.
+
+    Args:
+        model: fingerprint of the architecture that runs, which an imported plan may not be of.
+    """
     return {
+        "model": model,
         "device": device_name(device),
+        "driver": _driver(device),
         "dtype": dtype_name(dtype),
         "cache": "8 bits" if float8 else "model",
         "backend": backend,
         "cuda": str(torch.version.cuda),
         "torch": torch.__version__,
         "sparsekv": __version__,
+        **{name: _installed(name) for name in _KERNEL_PACKAGES},
     } | of_host
+
+
+def _driver(device: torch.device) -> int:
+    """The newest CUDA that the driver runs, such as 13000; 0 on a CPU."""
+    read = getattr(torch._C, "_cuda_getDriverVersion", None)  # torch has no public way
+    return int(read()) if read is not None and device.type == "cuda" else 0
+
+
+def _installed(package: str) -> str:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return "none"
 
 
 @dataclass(frozen=True, slots=True)
 class RuleFile:
-    """The rule of one place, in a folder of all rules."""
+    """The rule of one key, in a folder of all rules."""
 
-    place: Place
+    key: RuleKey
     folder: Path
 
     @property
     def path(self) -> Path:
-        return self.folder / f"pays-{content_digest(self.place).removeprefix('sha256:')[:24]}.json"
+        return self.folder / f"pays-{content_digest(self.key).removeprefix('sha256:')[:24]}.json"
 
     def read(self) -> Pays | None:
-        """The rule; None where none of this place can be read."""
+        """The rule; None where none of this key can be read."""
         with suppress(SparseKVError, ValueError, KeyError, TypeError, RecursionError):
             content = json.loads(read_text(self.path, _MAX_BYTES))
-            if content["place"] == dict(self.place):
+            if content["key"] == dict(self.key):
                 return parse(content["rule"])
         return None
 
@@ -64,7 +89,7 @@ class RuleFile:
         """Keeps the rule, if the folder can be written to."""
         with suppress(SparseKVError, OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_bytes(self.path, json.dumps({"place": dict(self.place), "rule": str(rule)}).encode())
+            write_bytes(self.path, json.dumps({"key": dict(self.key), "rule": str(rule)}).encode())
 
     def read_or(self, measure: Callable[[], Pays]) -> tuple[Pays, bool]:
         """The rule, and whether it was measured now; one process at a time."""

@@ -2,7 +2,8 @@
 
 A host measures both for a few sizes of step, before the first prompt, and keeps the thresholds: a chunk or a decode
 step with at least so many rows is sparse from that context on. More rows never raise a threshold, as they share an
-index or the launches of a step. Thresholds lie on powers of sqrt(2), so that noise moves them by one step at most.
+index or the launches of a step. Contexts to choose from are powers of sqrt(2), the first behind a plan's dense
+lengths and the longest, so that noise of a few percent moves a threshold to a neighbour at most.
 """
 
 from __future__ import annotations

@@ -3,16 +3,19 @@
 The number of tiles and columns of a chunk follows from budgets, which random keys use up; they are scaled to the share
 that was seen on calibration prompts.
 
-Shapes: B batch, H query heads, G KV heads, T rows of a chunk, K tokens, D head size.
+Shapes: B batch, H query heads, G KV heads, T rows of a chunk, K tokens, D head size, E numbers of a row in the heads
+of a rank, F in the heads of all ranks.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -30,7 +33,7 @@ _DECODE_ROWS = (1, 4, 16, 64)
 _SCALINGS = 6
 _NEAR = 0.1  # of the share on calibration prompts
 _MARGIN = 1.02  # the noise of a measurement
-_PRODUCTS = 12  # of a layer, each of E by E weights: 4 of attention, 8 of a gated feed-forward layer of 8/3 E
+_PRODUCTS = 12  # of a layer, each of E by F weights: 4 of attention, 8 of a gated feed-forward layer of 8/3 E
 
 Timer = Callable[[Sequence[Launch], torch.device], Sequence[float]]
 
@@ -113,7 +116,8 @@ class TimedLayers(ABC):
             return Thresholds()
         if not self.place.shares:  # random keys would be computed at another share than prompts
             return self.program.hint.prefill
-        begins = (bound + 1 for bound in layer.bounds if bound < longest)
+        buckets = zip(layer.bounds, pairwise(layer.patterns), strict=True)
+        begins = (bound + 1 for bound, (before, behind) in buckets if behind and not before and bound < longest)
         lengths = [n for n in (*contexts(_SMALLEST_CHUNK, longest), *begins) if layer.patterns_at(n)]
         rows = [_SMALLEST_CHUNK << (2 * power) for power in range(8)]
         rows = [*(size for size in rows if size < step), step]
@@ -142,6 +146,10 @@ class TimedLayers(ABC):
             patterns = tuple(_scaled(pattern, share / computed, length) for pattern in patterns)
         return None
 
+    def hinted_gain(self, rows: int, length: int) -> float:
+        """Stands in for a gain where random keys never reach the share of calibration prompts."""
+        return math.inf if self.program.hint.prefill.pays(rows, length) else 0.0
+
     def layer_gain(self, dense: Launch, sparse: Launch, x_TE: torch.Tensor) -> float:
         """Dense time over sparse time of a layer: attention, and products as of its projections, whose time on the
         device hides that of the program, which an index takes more of.
@@ -149,12 +157,15 @@ class TimedLayers(ABC):
         Args:
             x_TE: as many numbers a row as the heads have.
         """
-        w_EE, out_TE = torch.randn(x_TE.shape[1], x_TE.shape[1], device=x_TE.device).to(x_TE), torch.empty_like(x_TE)
+        rows, width = x_TE.shape
+        new = partial(torch.empty, dtype=x_TE.dtype, device=x_TE.device)
+        w_EF, out_TF = (new(size, width * self.program.rank.count) for size in (width, rows))
+        w_EF.normal_()
 
         def layer(attention: Launch) -> object:
             attended = attention()
             for _ in range(_PRODUCTS):
-                torch.mm(x_TE, w_EE, out=out_TE)
+                torch.mm(x_TE, w_EF, out=out_TF)
             return attended
 
         dense_us, sparse_us = self.timers.launched([partial(layer, dense), partial(layer, sparse)], x_TE.device)

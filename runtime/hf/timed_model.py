@@ -8,7 +8,6 @@ Shapes: B rows, H query heads, G KV heads, T rows of a chunk, K tokens, D head s
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from sparsekv.runtime.core.timed_layers import Place, TimedLayers, Timers
 from sparsekv.runtime.core.timing import Launch
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.model_config import soft_cap
-from sparsekv.runtime.pays_cache import RuleFile, place_of
+from sparsekv.runtime.pays_cache import RuleFile, rule_key
 from sparsekv.runtime.settings import cache_folder
 
 _SECONDS = 1.0  # for each planned length
@@ -50,10 +49,9 @@ def measured_rule(
     cap = soft_cap(config_of(model))
     softmax = Softmax(cap) if cap else PLAIN
     layers = ModelLayers(program, place, Timers(), info, model.device, model.dtype, backend, float8, softmax)
-    key = place_of(
-        model.device, model.dtype, backend, float8, host="transformers", model=info.fingerprint.architecture,
-        **place.key,
-    )  # fmt: skip
+    key = rule_key(
+        model.device, model.dtype, backend, float8, info.fingerprint.architecture, host="transformers", **place.key
+    )
     seconds = _SECONDS * max(1, len(plan.planned_lengths))
     try:
         return RuleFile(key, cache_folder()).read_or(partial(layers.compiled_rule, seconds))[0]
@@ -95,7 +93,7 @@ class ModelLayers(TimedLayers):
         )
         alike = self.alike(layer, q_BHTD, k_BGKD, chunk, scale)
         if alike is None:
-            return math.inf
+            return self.hinted_gain(rows, length)
         dense, sparse = partial(attend, layer.without_patterns), partial(attend, alike)
         return self.layer_gain(dense, sparse, q_BHTD[0].transpose(0, 1).flatten(1))
 

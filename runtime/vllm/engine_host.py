@@ -51,6 +51,7 @@ class EngineHost(PlanHost):
     evicting: EvictingHost | None = None  # where layers do
     measures = False  # where the plan is faster, before anything is captured
     place: Place
+    model: str  # fingerprint of its architecture
 
     def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor, softmax: Softmax, scale: float) -> None:
         """See `PlanHost`. An evicting layer also chooses."""
@@ -95,6 +96,7 @@ def start_host(
     program = Program.of(plan.prefill, plan.decode, found, model.rank, plan.retained)
     host = EngineHost(program, choice.name, scratch, model.longest, facts.drafted)
     host.drafts = bool(options.exact)
+    host.model = found.fingerprint.architecture
     host.place = Place.of(plan, model.longest, model.step, model.rows)
     host.measures = options.pays is None
     host.pays = options.pays or program.hint

@@ -9,7 +9,6 @@ step.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from sparsekv.runtime.core.pays import Pays, parse
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.timed_layers import TimedLayers, Timers
 from sparsekv.runtime.core.timing import Launch
-from sparsekv.runtime.pays_cache import RuleFile, place_of
+from sparsekv.runtime.pays_cache import RuleFile, rule_key
 from sparsekv.runtime.settings import cache_folder
 from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm.engine_host import EngineHost
@@ -67,7 +66,7 @@ class EngineLayers(TimedLayers):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model."""
+        """The model's precision."""
         return self.host.scratch.kind[0]
 
     @property
@@ -90,7 +89,7 @@ class EngineLayers(TimedLayers):
 
         alike = self.alike(layer, q_THD.transpose(0, 1)[None], keys().k, chunk, scale)
         if alike is None:
-            return self.agreed(math.inf)  # ranks that reached the share wait
+            return self.agreed(self.hinted_gain(rows, length))  # ranks that reached the share wait
 
         def sparse() -> None:
             out_THD.copy_(self.host.prefill(alike, q_THD, keys(), chunk, scale, counted=False))
@@ -148,8 +147,8 @@ def measured_rule(host: EngineHost, device: torch.device, size: int, scales: Sca
     started, place = time.monotonic(), host.place
     scales = scales and replace(scales, q_G=None)
     layers = EngineLayers(host.program, place, Timers(), host, device, size, scales, softmax)
-    key = place_of(
-        device, layers.dtype, host.backend, scales is not None,
+    key = rule_key(
+        device, layers.dtype, host.backend, scales is not None, host.model,
         page=vllm.platform.page, ranks=layers.ranks, vllm=vllm.release, **place.key,
     )  # fmt: skip
     file, measure = RuleFile(key, cache_folder()), partial(layers.rule, _SECONDS)

@@ -8,18 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sparsekv.runtime import pays_cache
 from sparsekv.runtime.core.pays import ALWAYS, Pays, Thresholds
 from sparsekv.runtime.core.timed_layers import Place
-from sparsekv.runtime.pays_cache import RuleFile, place_of
+from sparsekv.runtime.pays_cache import RuleFile, rule_key
 
-PLACE = {"plan": "sha256:1", "device": "NVIDIA H200", "ranks": 1}
+KEY = {"plan": "sha256:1", "device": "NVIDIA H200", "ranks": 1}
 RULE = Pays(Thresholds((512, 4096), (16384, 8192)), Thresholds())
 
 
 def test_the_second_start_reads_what_the_first_measured(tmp_path):
-    assert RuleFile(PLACE, tmp_path).read_or(lambda: RULE) == (RULE, True)
-    assert RuleFile(PLACE, tmp_path).read_or(lambda: ALWAYS) == (RULE, False)
-    assert RuleFile(PLACE | {"ranks": 2}, tmp_path).read_or(lambda: ALWAYS) == (ALWAYS, True)
+    assert RuleFile(KEY, tmp_path).read_or(lambda: RULE) == (RULE, True)
+    assert RuleFile(KEY, tmp_path).read_or(lambda: ALWAYS) == (RULE, False)
+    assert RuleFile(KEY | {"ranks": 2}, tmp_path).read_or(lambda: ALWAYS) == (ALWAYS, True)
 
 
 @pytest.mark.parametrize(
@@ -28,29 +29,47 @@ def test_the_second_start_reads_what_the_first_measured(tmp_path):
 )  # fmt: skip
 def test_what_a_rule_depends_on_of_a_plan_and_its_sizes_is_part_of_its_place(tmp_path, other):
     place, device = Place("sha256:1", 2048, 512, 16, {1024: 0.5, 2048: 0.4}), torch.device("cpu")
-    keys = [place_of(device, torch.float32, "cpu", False, **one.key) for one in (place, replace(place, **other))]
+    places = place, replace(place, **other)
+    keys = [rule_key(device, torch.float32, "cpu", False, "model", **one.key) for one in places]
     assert RuleFile(keys[0], tmp_path).read_or(lambda: RULE) == (RULE, True)
     assert RuleFile(keys[1], tmp_path).read_or(lambda: ALWAYS) == (ALWAYS, True)
 
 
+@pytest.mark.parametrize("part", ["model", "driver", "triton", "flash-attn-4"])
+def test_the_model_the_driver_and_packages_of_kernels_are_part_of_the_key(monkeypatch, part):
+    def key(model="sha256:1"):
+        return rule_key(torch.device("cuda"), torch.bfloat16, "flash", False, model)
+
+    monkeypatch.setattr(pays_cache, "device_name", str)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080, raising=False)
+    monkeypatch.setattr(pays_cache, "version", {"triton": "3.6.0"}.__getitem__)
+    monkeypatch.setattr(pays_cache, "PackageNotFoundError", KeyError)
+    before = key()
+    assert (before["driver"], before["triton"], before["flash-attn-4"]) == (12080, "3.6.0", "none")
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000 if part == "driver" else 12080)
+    monkeypatch.setattr(pays_cache, "version", ({"triton": "3.6.0"} | {part: "4"}).__getitem__)
+    after = key("sha256:2" if part == "model" else "sha256:1")
+    assert {name for name in before if before[name] != after[name]} == {part}
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"\xff\xfe", b"{}" + b" " * (1 << 17), b'{"place": 3, "rule": "always"}',
-                json.dumps({"place": PLACE, "rule": "sometimes"}).encode(),
-                json.dumps({"place": PLACE | {"device": "H100"}, "rule": "always"}).encode(),
-                json.dumps({"place": PLACE, "rule": 7}).encode()],
+    "content", [b"", b"{", b"[]", b"\xff\xfe", b"{}" + b" " * (1 << 17), b'{"key": 3, "rule": "always"}',
+                json.dumps({"key": KEY, "rule": "sometimes"}).encode(),
+                json.dumps({"key": KEY | {"device": "H100"}, "rule": "always"}).encode(),
+                json.dumps({"key": KEY, "rule": 7}).encode()],
 )  # fmt: skip
 def test_a_file_that_is_no_rule_of_the_place_is_measured_anew(tmp_path, content):
-    RuleFile(PLACE, tmp_path).read_or(lambda: RULE)
+    RuleFile(KEY, tmp_path).read_or(lambda: RULE)
     (path,) = tmp_path.glob("*.json")
     path.write_bytes(content)
-    assert RuleFile(PLACE, tmp_path).read_or(lambda: RULE) == (RULE, True)
-    assert RuleFile(PLACE, tmp_path).read_or(lambda: ALWAYS) == (RULE, False)
+    assert RuleFile(KEY, tmp_path).read_or(lambda: RULE) == (RULE, True)
+    assert RuleFile(KEY, tmp_path).read_or(lambda: ALWAYS) == (RULE, False)
 
 
 def test_without_a_folder_to_write_to_every_start_measures(tmp_path):
     (tmp_path / "file").write_text("")
     for _ in range(2):
-        assert RuleFile(PLACE, tmp_path / "file" / "folder").read_or(lambda: RULE) == (RULE, True)
+        assert RuleFile(KEY, tmp_path / "file" / "folder").read_or(lambda: RULE) == (RULE, True)
 
 
 def _start(folder, counts):
@@ -59,7 +78,7 @@ def _start(folder, counts):
         counts.put(1)
         return RULE
 
-    RuleFile(PLACE, folder).read_or(measure)
+    RuleFile(KEY, folder).read_or(measure)
 
 
 def test_engines_that_start_together_measure_once(tmp_path):

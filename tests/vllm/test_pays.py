@@ -139,12 +139,13 @@ def test_an_engine_measures_once_a_place(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(timed_kernels, "Timers", lambda: Timers(timer, timer))
     rules, counts = [], []
-    for place in ({}, {}, {"shares": {3072: 0.3}}):
+    for place, model in (({}, host.model), ({}, host.model), ({"shares": {3072: 0.3}}, host.model), ({}, "sha256:")):
+        monkeypatch.setattr(host, "model", model)
         monkeypatch.setattr(host, "place", replace(Place("sha256:", 3072, BUDGET, 1, {3072: 0.4}), **place))
         rules.append(timed_kernels.measured_rule(host, CPU, 64, None, PLAIN))
         counts.append(len(calls))
     assert rules[0] == rules[1]
-    assert 0 < counts[0] == counts[1] < counts[2]
+    assert 0 < counts[0] == counts[1] < counts[2] < counts[3]
 
 
 def test_layers_with_soft_caps_are_timed_with_their_caps(

@@ -1,6 +1,7 @@
 """`apply(sparse=...)`: chunks and steps outside the rule are those of a plan that is dense there."""
 
 import copy
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +11,16 @@ import torch
 from emulated_graphs import emulate
 from tiny_models import random_tokens, steps, tiny_model
 from tiny_plans import decode_plan, drops, every_head, info_of, plan_for, segment
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsekv.kernels.keys import Softmax
 from sparsekv.plans.errors import PlanWarning, UsageError
 from sparsekv.plans.patterns import VerticalSlash, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
+from sparsekv.runtime.core import timed_layers
 from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
-from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.program import Program, Rank
 from sparsekv.runtime.core.timed_layers import Place, Timers
 from sparsekv.runtime.hf import timed_model
 from sparsekv.runtime.hf.apply import apply
@@ -34,10 +37,10 @@ def model():
     return tiny_model(layers=4)
 
 
-def prefill_plan(model, dense_up_to=0):
+def prefill_plan(model, dense_up_to=0, sparse_up_to=4096):
     plan = every_head(model, PATTERN)
     dense = (PrefillBucket(up_to=dense_up_to, dense=True),) if dense_up_to else ()
-    sparse = plan.lengths[0].model_copy(update={"up_to": 4096})
+    sparse = plan.lengths[0].model_copy(update={"up_to": sparse_up_to})
     return plan.model_copy(update={"lengths": (*dense, sparse, plan.lengths[0])})
 
 
@@ -141,9 +144,10 @@ def test_another_word_is_no_rule(model):
         apply(model, plan_for(model), sparse="sometimes")
 
 
-def work_on(model, launched, replayed, backend="cpu"):
-    plan = plan_for(model, prefill_plan(model, 200), decode_lengths(LAST, 300))
-    program, place = Program.of(plan.prefill, plan.decode, plan.model), Place("sha256:", 1024, 512, 4, {1024: 0.5})
+def work_on(model, launched, replayed, backend="cpu", rank=None, sparse_up_to=4096):
+    plan = plan_for(model, prefill_plan(model, 200, sparse_up_to), decode_lengths(LAST, 300))
+    program = Program.of(plan.prefill, plan.decode, plan.model, rank)
+    place = Place("sha256:", 1024, 512, 4, {1024: 0.5})
     timers, device = Timers(launched, replayed), torch.device("cpu")
     return ModelLayers(program, place, timers, info_of(model), device, torch.float32, backend, float8=False)
 
@@ -232,7 +236,8 @@ def test_a_rule_is_measured_once_and_what_has_no_memory_has_the_hint(model, monk
     assert calls == [1.0]
 
 
-def test_attention_of_a_prompt_is_timed_between_the_products_of_its_layer(model):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_attention_of_a_prompt_is_timed_between_the_products_of_its_layer(model, ranks):
     flops = []
 
     def launched(launches, device):
@@ -242,6 +247,38 @@ def test_attention_of_a_prompt_is_timed_between_the_products_of_its_layer(model)
             flops.append(counter.get_total_flops())
         return [3.0, 2.0]
 
-    layers = work_on(model, launched, None)
+    layers = work_on(model, launched, None, rank=Rank(0, ranks))
     assert layers.layer_gain(lambda: "attended", lambda: "attended", torch.ones(8, 4)) == 1.5
-    assert flops == [2 * 8 * 4 * (12 * 4)] * 2
+    assert flops == [2 * 8 * 4 * (12 * 4 * ranks)] * 2
+
+
+def test_the_products_of_a_timed_layer_take_no_memory_in_another_precision(model):
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            dtypes.add(made.dtype)
+            return made
+
+    def launched(launches, device):
+        for launch in launches:
+            launch()
+        return [1.0, 1.0]
+
+    dtypes, layers, x_TE = set(), work_on(model, launched, None), torch.ones(8, 4, dtype=torch.bfloat16)
+    with Made():
+        layers.layer_gain(lambda: None, lambda: None, x_TE)
+    assert dtypes == {torch.bfloat16}
+
+
+def test_a_change_of_patterns_is_no_context_to_choose_from_but_the_end_of_dense_lengths_is(model, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(timed_layers, "measure", lambda rows, lengths, *_, **how: chosen.append(lengths))
+    work_on(model, None, None, sparse_up_to=600).rule(60.0)
+    assert chosen[0] == [201, 256, 363, 512, 725, 1024]
+
+
+def test_where_random_keys_never_reach_the_share_the_hint_decides(model, monkeypatch):
+    monkeypatch.setattr(ModelLayers, "alike", lambda *_: None)
+    work = work_on(model, None, None)
+    layer = work.program.layers[0]
+    assert [work.prefill_gain(layer, rows, 1024) for rows in (layer.tile.query - 1, layer.tile.query)] == [0, math.inf]
