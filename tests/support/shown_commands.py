@@ -15,7 +15,7 @@ class Shown:
 
     Attributes:
         lines: without comments; one that goes on behind a backslash is one line.
-        commit: that is named behind a span.
+        commit: that is named behind a span, or at the end of the line before a block.
         is_span: it stands in prose.
     """
 
@@ -34,7 +34,7 @@ def shown(text: str) -> Iterator[Shown]:
             block.append(line)
         elif block:
             if fence != "python":
-                yield Shown(tuple(_lines(block)))
+                yield Shown(tuple(_lines(block)), _commit_of(prose))
             block = []
         if is_fence:
             fence = None if fence is not None else line.strip().strip("`")
@@ -43,6 +43,11 @@ def shown(text: str) -> Iterator[Shown]:
         for span in re.finditer(r"`([^`]+)`", paragraph):
             mark = MARK.match(paragraph, span.end())
             yield Shown((" ".join(span[1].split()),), mark[1] if mark else "", is_span=True)
+
+
+def _commit_of(prose: list[str]) -> str:
+    mark = re.search(r"\(at ([0-9a-f]{7,40})\):$", next((line for line in reversed(prose) if line), ""))
+    return mark[1] if mark else ""
 
 
 def _lines(block: list[str]) -> Iterator[str]:
