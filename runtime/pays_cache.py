@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from ctypes import CDLL, create_string_buffer
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -54,10 +55,15 @@ def rule_key(
     } | of_host
 
 
-def _driver(device: torch.device) -> int:
-    """The newest CUDA that the driver runs, such as 13000; 0 on a CPU."""
-    read = getattr(torch._C, "_cuda_getDriverVersion", None)  # torch has no public way
-    return int(read()) if read is not None and device.type == "cuda" else 0
+def _driver(device: torch.device) -> str:
+    """The release of NVIDIA's driver, such as 580.159.04, which torch does not tell."""
+    release = create_string_buffer(80)
+    with suppress(OSError):  # another maker's device
+        if device.type == "cuda":
+            library = CDLL("libnvidia-ml.so.1")
+            library.nvmlInit_v2()
+            library.nvmlSystemGetDriverVersion(release, len(release))
+    return release.value.decode()
 
 
 def _installed(package: str) -> str:

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,13 +41,19 @@ def test_the_model_the_driver_and_packages_of_kernels_are_part_of_the_key(monkey
     def key(model="sha256:1"):
         return rule_key(torch.device("cuda"), torch.bfloat16, "flash", False, model)
 
+    def library(release):
+        def write(buffer, size):
+            buffer.value = release
+
+        return SimpleNamespace(nvmlInit_v2=lambda: 0, nvmlSystemGetDriverVersion=write)
+
     monkeypatch.setattr(pays_cache, "device_name", str)
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080, raising=False)
+    monkeypatch.setattr(pays_cache, "CDLL", lambda _: library(b"570.86"))
     monkeypatch.setattr(pays_cache, "version", {"triton": "3.6.0"}.__getitem__)
     monkeypatch.setattr(pays_cache, "PackageNotFoundError", KeyError)
     before = key()
-    assert (before["driver"], before["triton"], before["flash-attn-4"]) == (12080, "3.6.0", "none")
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000 if part == "driver" else 12080)
+    assert (before["driver"], before["triton"], before["flash-attn-4"]) == ("570.86", "3.6.0", "none")
+    monkeypatch.setattr(pays_cache, "CDLL", lambda _: library(b"580.159" if part == "driver" else b"570.86"))
     monkeypatch.setattr(pays_cache, "version", ({"triton": "3.6.0"} | {part: "4"}).__getitem__)
     after = key("sha256:2" if part == "model" else "sha256:1")
     assert {name for name in before if before[name] != after[name]} == {part}
