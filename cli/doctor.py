@@ -26,12 +26,11 @@ from sparsekv.cli.arguments import (
     settings_of,
 )
 from sparsekv.cli.output import FAILED, emit, emit_json, placed, tell
-from sparsekv.cli.plan_choice import best_of, candidates, described, device_called, plans_in
+from sparsekv.cli.plan_choice import best_of, candidates, described, device_called, plans_in, sound_plans
 from sparsekv.planner.common_options import Device
 from sparsekv.planner.flags import Chunk, Count, Flag, Key, Length, OneLength, Size, Unread
 from sparsekv.plans.aliases import PLAN_NAME, resolve_model
-from sparsekv.plans.errors import UsageError
-from sparsekv.plans.files import load_plan
+from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.schema import Plan, check_model
 from sparsekv.plans.types import columns, format_bytes
@@ -115,11 +114,15 @@ def tell_if_idle(placing: Placing, decode: DecodePlan | None) -> None:
 
 def _say_fitting(model: str, place: Path | None, device: str, as_json: bool) -> None:
     """Prints the plan beside a model and those in a folder, each with why it fits or not, the best one marked."""
-    beside = Subject.named(model)
-    plans = {beside.path or Path(model, PLAN_NAME): beside.plan} if beside.plan else {}
+    plans: dict[Path, Plan] = {}
+    try:
+        beside = Subject.named(model)
+        plans |= {beside.path or Path(model, PLAN_NAME): beside.plan} if beside.plan else {}
+    except PlanError as error:
+        tell(f"left out: {error}")
     if place is not None:
         folder = plans_place(place)
-        plans |= plans_in(folder) if folder.is_dir() else {(file := plan_file(folder)): load_plan(file)}
+        plans |= plans_in(folder) if folder.is_dir() else sound_plans([plan_file(folder)])
     found = candidates(plans.items(), described(model), device_called(device))
     best = best_of(found)
     if as_json:

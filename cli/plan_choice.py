@@ -1,4 +1,4 @@
-"""Chooses the plan that fits a model here among several: by the model's fingerprint, device and prompt length."""
+"""Chooses the plan that fits a model here among several: by the model's fingerprint, status, length and device."""
 
 from __future__ import annotations
 
@@ -17,13 +17,6 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 
 _STATUS = ("verified", "unverified", "imported")
-_HOST = "transformers"
-_NEAR = (
-    "of this device",
-    "of this device by another host",
-    "of no device",
-    "of another device: may be slower than dense",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +25,28 @@ class Candidate:
 
     Attributes:
         why_not: what differs between its model and this one; empty where it is of this model. Weights are not compared.
-        near: which of `_NEAR` it is.
+        is_here: it was measured on this device.
     """
 
     path: Path
     plan: Plan
     why_not: str
-    near: int
+    is_here: bool
 
     @property
     def devices(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(target.device for target in self.plan.targets))
 
     def order(self, length: int | None) -> tuple[int, ...]:
-        """Returns what it is sorted by, the best first: its device, its status, and how well it reaches a length; of
-        none that is known, the furthest reach."""
+        """Returns the key that it is sorted by, the best first: its status, and how well it reaches a length (where
+        none is known, how far); of equal plans the one of this device."""
         reach = max(self.plan.planned_lengths, default=0)
         far = (0, -reach) if length is None else (int(reach < length), abs(reach - length))
-        return (self.near, _STATUS.index(self.plan.status), *far)
+        return (_STATUS.index(self.plan.status), *far, int(not self.is_here))
 
     @property
     def fit(self) -> str:
-        return f"does not fit, of another model: {self.why_not}" if self.why_not else f"fits, {_NEAR[self.near]}"
+        return f"does not fit, of another model: {self.why_not}" if self.why_not else "fits"
 
     @property
     def facts(self) -> dict[str, object]:
@@ -73,9 +66,14 @@ def holds_plans(place: Path) -> bool:
 
 
 def plans_in(folder: Path) -> list[tuple[Path, Plan]]:
-    """The sound plans in a folder, by name; of one that is not sound, why it is left out is said."""
+    """The sound plans in a folder, by name."""
+    return sound_plans(filter(tells_plan, _files(folder)))
+
+
+def sound_plans(paths: Iterable[Path]) -> list[tuple[Path, Plan]]:
+    """The sound plans among files; of one that is not sound, why it is left out is said."""
     found = []
-    for path in filter(tells_plan, _files(folder)):
+    for path in paths:
         try:
             found.append((path, load_plan(path)))
         except (PlanError, UsageError) as error:
@@ -85,7 +83,8 @@ def plans_in(folder: Path) -> list[tuple[Path, Plan]]:
 
 def candidates(found: Iterable[tuple[Path, Plan]], model: ModelInfo, device: str) -> list[Candidate]:
     return [
-        Candidate(path, plan, "; ".join(differences(plan.model, model)), _near(plan, device)) for path, plan in found
+        Candidate(path, plan, "; ".join(differences(plan.model, model)), device in {one.device for one in plan.targets})
+        for path, plan in found
     ]
 
 
@@ -142,13 +141,6 @@ def device_called(device: str) -> str:
     from sparsekv.runtime.model_config import device_name, torch_device
 
     return device_name(torch_device(device))
-
-
-def _near(plan: Plan, device: str) -> int:
-    if not plan.targets:
-        return 2
-    hosts = {target.host for target in plan.targets if target.device == device}
-    return 3 if not hosts else 0 if _HOST in hosts else 1
 
 
 def _files(folder: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from model_folders import sparse_plan
-from plans_samples import small_plan
+from plans_samples import full_plan, small_plan
 from tiny_models import tiny_model
 
 from sparsekv.cli.plan_choice import best_of, candidates, chosen_plan, device_called
@@ -46,8 +46,8 @@ def test_doctor_says_which_plans_fit_a_model(sparsekv, model, plans):
     lines = done.out.splitlines()
     assert [Path(line.split(" (")[0]).name for line in lines] == ["a.yaml", "b.sparsekv.yaml", "c.yml"]
     assert "does not fit, of another model: " in lines[0]
-    assert "fits, of another device" in lines[1]
-    assert lines[2].endswith("fits, of this device; the best")
+    assert lines[1].endswith(": fits")
+    assert lines[2].endswith(": fits; the best")
     assert "left out: " in done.err
     assert "seal" in done.err
     data = sparsekv("doctor", model, "--plan", plans, "--device", "cpu", "--json").data
@@ -59,6 +59,25 @@ def test_run_takes_the_plan_of_a_folder_that_fits_and_says_which(sparsekv, model
     done = sparsekv(*call)
     assert done.code == 0, done.err
     assert f"plan: {plans}/c.yml (unverified, " in done.err
+
+
+def test_doctor_leaves_out_a_damaged_plan_beside_the_model_and_one_that_is_named(sparsekv, copy, plans):
+    damaged = copy / "sparsekv.yaml"
+    write_plan(plan_of(None), damaged)
+    damaged.write_text(damaged.read_text().replace("tokens: 64", "tokens: 128", 1))
+    done = sparsekv("doctor", copy, "--plan", plans, "--device", "cpu")
+    assert (done.code, "left out: " in done.err, "; the best" in done.out) == (0, True, True), done.err
+    done = sparsekv("doctor", copy, "--plan", plans / "d.yaml", "--device", "cpu")
+    assert (done.code, done.err.count("left out: "), done.out) == (1, 2, ""), done.err
+
+
+def test_a_verified_plan_of_another_device_goes_before_an_unverified_one_and_of_equal_ones_that_of_this_device():
+    quality = full_plan().quality
+    verified = plan_of("far", 512, status="verified", quality=quality)
+    found = [(Path(f"{number}"), one) for number, one in enumerate((plan_of("here", 512), verified))]
+    assert best_of(candidates(found, verified.model, "here")).path == Path("1")
+    found = [(Path(device), plan_of(device, 512)) for device in ("far", "here")]
+    assert best_of(candidates(found, verified.model, "here")).path == Path("here")
 
 
 def test_nothing_is_chosen_between_plans_that_fit_alike_or_of_another_model(model, plans):
