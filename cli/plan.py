@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sparsekv.planner.profile.profile_data import Profile
     from sparsekv.planner.progress import Progress
 
-_HOW_SPARSE = "longer --lengths leave more of it sparse"
+_HOW_SPARSE = "all sparse choices lost more than --loss or missed the test: a larger --loss leaves more of it sparse"
 _PROFILED = ("preset", "calibration_samples", "prompts_file")
 _MACHINE = (*Hardware.model_fields, "device_map")
 

@@ -91,7 +91,8 @@ class PlanFiles(Options):
             yield
         except BaseException as stop:
             if self.profile is None and self.resume.exists() and self.resume.stat().st_size:
-                stop.add_note(f"saved what was profiled in {self.resume}: the same command goes on from there")
+                rerun = "the same command" if isinstance(stop, KeyboardInterrupt) else "a run that profiles the same"
+                stop.add_note(f"saved what was profiled in {self.resume}: {rerun} goes on from there")
             elif isinstance(stop, KeyboardInterrupt):
                 stop.add_note(f"nothing was written to {self.file}")
             raise

@@ -42,7 +42,7 @@ from sparsekv.plans.schema import NOTHING_SPARSE, Estimate, Plan, Prediction, Pr
 from sparsekv.plans.types import and_listed, format_length
 from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_model
-from sparsekv.runtime.model_config import has_soft_cap
+from sparsekv.runtime.model_config import device_name, has_soft_cap
 from sparsekv.runtime.plan_checks import overload, warn_of_spinning
 
 _USED_UP = "earlier plans saw all {} prompts that were set aside; give more --prompts"
@@ -63,7 +63,7 @@ def plan_model(model: Any, tokenizer: Any = None, *, progress: Progress | None =
         which every plan missed it are dense.
 
     Raises:
-        GateError: no density comes to the target speedup, or the model gives numbers that are not finite.
+        GateError: the model gives numbers that are not finite.
         SparseKVError: of the other kinds, for what cannot be planned.
     """
     asked = PlanOptions(**options)
@@ -90,7 +90,7 @@ def compile_plan(
         progress: where to report; the stages that will run are numbered.
 
     Raises:
-        GateError: no density comes to the target speedup, or the model gives numbers that are not finite.
+        GateError: the model gives numbers that are not finite.
         UsageError, PromptError, BackendError: prompts do not fit, or the profile does not reach the targets.
     """
     started = time.monotonic()
@@ -106,11 +106,12 @@ def compile_plan(
         *found.remarks,
         *told,
         *denser_remarks(found.options),
-        *plan_remarks(found.plan, found.options, measured, cost),
+        *plan_remarks(found.plan, found.options, measured, cost, has_model=job.loaded is not None),
         *beside,
         *job.remarks,
     )
-    return PlanResult(found.plan, time.monotonic() - started, found.attempts, remarks, found.verification)
+    plan = _with_device(found.plan, job, measured)
+    return PlanResult(plan, time.monotonic() - started, found.attempts, remarks, found.verification)
 
 
 def _stages(job: Job) -> tuple[str, ...]:
@@ -145,8 +146,6 @@ def _prices(job: Job, measured: Profile, stages: Progress) -> Prices:
     if not _measures_prices(job):
         return shipped_prices(shape, measured.tile)
     model = job.subject.model
-    capped = has_soft_cap(config_of(model))
-    backend = choose_backend(model.device, model.dtype, shape.head_dim, options.backend, measured.tile, capped)
     return measure_prices(
         shape,
         options.lengths,
@@ -154,11 +153,26 @@ def _prices(job: Job, measured: Profile, stages: Progress) -> Prices:
         dtype=model.dtype,
         tile=measured.tile,
         families=options.families,
-        backend=backend.name,
+        backend=_backend(job, measured),
         offload=options.offload and "decode" in options.phases,
         float8=options.kv_dtype == "fp8",
         progress=stages,
     )
+
+
+def _backend(job: Job, measured: Profile) -> str:
+    """The backend that runs on the model's device."""
+    model, head_dim = job.subject.model, head_shape(job.model).head_dim
+    capped = has_soft_cap(config_of(model))
+    return choose_backend(model.device, model.dtype, head_dim, job.options.backend, measured.tile, capped).name
+
+
+def _with_device(plan: Plan, job: Job, measured: Profile) -> Plan:
+    """The plan with the device that the model was on, which may be another than that of an earlier profile."""
+    if job.loaded is None:
+        return plan
+    here = {"device": device_name(job.loaded.model.device), "backend": _backend(job, measured)}
+    return plan.model_copy(update={"targets": tuple(one.model_copy(update=here) for one in plan.targets)})
 
 
 def _beside_others(device: torch.device) -> tuple[str, ...]:
@@ -242,7 +256,7 @@ def compile_once(
         kv_cache: what layers keep of a prompt.
 
     Raises:
-        UsageError, GateError: the profile does not reach the targets.
+        UsageError: the profile does not reach the targets.
     """
     stages = progress or Progress()
     prefill = decode = None
@@ -355,14 +369,15 @@ def loaded_from(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel
     return LoadedModel(model, tokenizer, describe_model(model))
 
 
-def plan_remarks(plan: Plan, options: Settled, profile: Profile, cost: Prices) -> tuple[str, ...]:
+def plan_remarks(
+    plan: Plan, options: Settled, profile: Profile, cost: Prices, *, has_model: bool = True
+) -> tuple[str, ...]:
     """A line for each thing to change about a plan; `options` are those it was compiled with, settled."""
     assert plan.cost is not None, "compiled just now"
     lines: list[str] = []
     if cost.stands_in:
-        lines.append(
-            f"predictions are for {cost.device}, by prices that ship ({cost.source}): plan on a GPU to measure its own"
-        )
+        prices = f"predictions are for {cost.device}, by prices that ship ({cost.source})"
+        lines.append(f"{prices}: {'plan' if has_model else 'leave --no-verify out'} on a GPU to measure its own")
     if plan.decode:
         steps = {entry.length: entry.decode for entry in plan.cost.lengths if entry.decode}
         lines += _decode_remarks(plan.decode, steps, options, profile)

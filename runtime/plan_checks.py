@@ -77,8 +77,8 @@ def _beyond(plan: Plan, model: ModelInfo, host: Host) -> Iterator[str]:
         f"layers {evicting} that evict tokens beside caches of another shape: plan without `kv_cache`": plan.retained
         and (len(shapes) > 1 or linear)
         and not host.mixed_caches,
-        "exact output by a plan whose decode is dense, which drafts nothing: plan longer --lengths": host.drafts
-        and not segments,
+        "exact output by a plan whose decode is dense, which drafts nothing: plan decode with a larger --loss and "
+        "--no-verify, as drafts are checked": host.drafts and not segments,
         f"exact output where layers {evicting} evict tokens: plan without `kv_cache`": host.drafts and plan.retained,
         f"exact output by layers with a recurrent state ({format_ids(linear)}), from which drafts cannot be taken "
         "back": host.drafts and linear,

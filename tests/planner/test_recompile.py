@@ -41,6 +41,14 @@ def test_it_is_the_plan_that_the_loaded_model_gives_twice_the_same_bytes(
     assert [bucket.dense for bucket in first.buckets] == [True, False, False, False]
 
 
+def test_the_plan_names_the_device_that_the_model_is_on_and_not_that_of_an_earlier_profile(
+    loaded: LoadedModel, measured: Profile
+) -> None:
+    elsewhere = measured.model_copy(update={"device": "NVIDIA H200", "backend": "triton"})
+    (target,) = compile_plan(job_of(loaded, OPTIONS, profile=elsewhere)).plan.targets
+    assert (target.device, target.backend) == (measured.device, "cpu")
+
+
 def test_a_model_that_cannot_be_reached_is_taken_by_its_name_alone(measured: Profile) -> None:
     result = compile_plan(job_of_profile("tests/tiny", OPTIONS, measured))
     assert any("not checked" in remark for remark in result.remarks)

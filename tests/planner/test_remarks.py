@@ -51,6 +51,14 @@ def test_a_length_at_which_decode_loses_too_much_is_told_in_a_line() -> None:
     assert remarks(profile, FREE, options.but(dense=(8192,))) == ()
 
 
+@pytest.mark.parametrize(("has_model", "told"), [(True, "plan on a GPU"), (False, "leave --no-verify out on a GPU")])
+def test_prices_that_ship_are_told_with_how_to_measure_them(has_model: bool, told: str) -> None:
+    profile, cost = profile_with(), FREE.model_copy(update={"stands_in": True})
+    plan = compile_once(profile.model, PREFILL, profile, cost)
+    (line,) = plan_remarks(plan, PREFILL, profile, cost, has_model=has_model)
+    assert line.endswith(f"{told} to measure its own")
+
+
 OFFLOAD = DECODE.but(offload=True)
 
 
