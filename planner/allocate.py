@@ -62,7 +62,7 @@ def allocate(profile: Profile, cost: Prices, options: Settled, say: Callable[[st
 
 
 def check_profiled(profile: Profile, options: Settled) -> None:
-    """Finds out, without a device cost, whether anything was profiled within the target densities.
+    """Finds out, before anything is measured, whether anything was profiled within the target densities.
 
     Raises:
         UsageError: a target lies below all that was profiled.

@@ -143,7 +143,7 @@ def _check_gradients(loaded: LoadedModel, options: PlanOptions) -> None:
 
 
 def _check(model: ModelInfo, options: Settled, profile: Profile | None) -> None:
-    """What can be found out before anything is measured."""
+    """Refuses a model or options that cannot be planned, before anything is measured."""
     if not model.full_layers:
         windows = ", ".join(sorted({str(group.window) for group in model.attention}))
         raise UsageError(

@@ -1,9 +1,8 @@
-"""Files of what was measured: those of a run that goes on where an earlier one ended, and profiles and device costs.
+"""Files of what was measured: those of a run that goes on where an earlier one ended, and profiles.
 
 A run's file has a JSON object a line: first its settings, then one record after another, as they are measured. Each
 line has a digest of itself and the settings, so that a line that was changed, or written by another run, is refused. A
-line cut short by an interruption is dropped. A profile or a device cost is one object with its digest, compressed when
-large.
+line cut short by an interruption is dropped. A profile is one object with its digest, compressed when large.
 """
 
 from __future__ import annotations

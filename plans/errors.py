@@ -54,7 +54,7 @@ class UsageError(SparseKVError):
 
 
 class PlanError(SparseKVError):
-    """A file that is there, but is no plan (or no profile, no device cost), or whose content contradicts itself."""
+    """A file that is there, but is no plan (or no profile), or whose content contradicts itself."""
 
     exit_code = 2
 

@@ -209,7 +209,7 @@ def _number(text: str) -> int | float:
     return int(value) if value.is_integer() else value
 
 
-# What plans, profiles and cost files call a device and a precision. No machine names.
+# The names of a device and a precision in plans, profiles and prices. No machine names.
 
 
 def torch_device(device: str) -> torch.device:

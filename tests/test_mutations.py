@@ -1,4 +1,4 @@
-"""Plans, device costs and records of profiling that were changed anywhere: used whole, or refused by an error of ours.
+"""Plans, profiles and records of profiling that were changed anywhere: used whole, or refused by an error of ours.
 
 `pytest -m fuzz` is the long run; FUZZ_COUNT is how many documents of each kind it makes, FUZZ_FIRST their first number.
 """
@@ -80,7 +80,7 @@ def _is_yaml(data: Any) -> bool:
         return False
 
 
-# --- profiles and device costs ----------------------------------------------------------------------------------------
+# --- profiles ---------------------------------------------------------------------------------------------------------
 
 
 def _profile(seed: int, **fields: Any) -> Profile:
@@ -113,7 +113,7 @@ WANTED = tuple(
 
 
 def recompile(profile: Profile, wanted: PlanOptions) -> None:
-    """What `sparsekv plan --profile FILE --no-verify` does once it is read."""
+    """Compiles a plan from a profile alone, as `sparsekv plan --profile FILE --no-verify`."""
     plan = compile_plan(job_of_profile("made/up", wanted, profile)).plan
     assert parse_plan(dump_plan(plan)) == with_digest(plan)
 

@@ -25,7 +25,6 @@ class OnCpu:
     backend = planned = AttentionBackendEnum.CPU_ATTN
     page = 128  # tokens, where nothing else is asked for
     captures = False  # CUDA graphs
-    takes_empty = False  # rows without tokens, by its kernel
     profiles = False  # runs the model without a cache first, and measures the memory that this takes
 
     @staticmethod
@@ -120,7 +119,6 @@ class OnCuda:
     planned = AttentionBackendEnum.FLASH_ATTN
     page = 16
     captures = True
-    takes_empty = True
     profiles = True
 
     @staticmethod

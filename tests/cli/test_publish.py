@@ -13,7 +13,7 @@ from sparsekv.cli import exchange
 from sparsekv.plans.aliases import ModelSource
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import write_plan
-from sparsekv.plans.schema import Cost, Estimate, Plan, Prediction
+from sparsekv.plans.schema import Cost, Estimate, Plan, Prediction, Target
 from sparsekv.runtime import hub
 
 FOLDER = ModelSource("/")
@@ -81,13 +81,18 @@ def priced(**times: float) -> Plan:
         (small_plan(), ("| prefill computes | gains |", "unverified: its quality was not measured"), "predicted"),
         (small_plan(status="imported"), ("imported: its quality",), "erified"),
         (small_plan(prefill=None, decode=None), ("dense: nothing gained",), "unverified"),
-        (priced(sparse_us=125.0), ("| 0.80x |", "predicted, of attention alone on H200"), "not known"),
+        (priced(sparse_us=125.0), ("| none |", "predicted, of attention alone on H200"), "not known"),
     ],
 )
 def test_the_section_has_gains_and_losses_by_length_and_says_what_was_measured(plan, told, untold):
     made = section(plan)
     assert [part for part in (*told, "git clone THIS_REPOSITORY") if part not in made] == []
     assert untold not in made
+
+
+def test_a_name_in_a_plan_is_no_markup_of_the_section():
+    made = section(small_plan(targets=(Target(device="<b> [a](b) #12", backend="triton", dtype="float16"),)))
+    assert not any(part in made for part in ("<b>", "[a]", "#12"))
 
 
 def test_a_hub_model_gets_the_plan_uploaded_and_a_refusal_says_what_to_do(monkeypatch):

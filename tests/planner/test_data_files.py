@@ -1,4 +1,4 @@
-"""Profile and device-cost files: the same bytes, whole or not at all, refused when they are not what was written."""
+"""Profile files: the same bytes, whole or not at all, refused when they are not what was written."""
 
 import gzip
 import json

@@ -33,7 +33,7 @@ def drawn_plan(model, draw: random.Random):
 
 
 def log_probabilities(model, prompt, plan=None, sparse="always"):
-    """Of the next token behind each token of a prompt in chunks."""
+    """Log-probabilities of the next token behind each token of a prompt that runs in chunks."""
     with apply(model, plan, sparse=sparse, backend="reference") if plan else torch.no_grad(), torch.no_grad():
         cache, found = None, []
         for chunk in prompt.split(CHUNK, 1):
