@@ -12,6 +12,7 @@ from tiny_models import tiny_model
 
 from sparsekv.planner.fixed_test import SMALL, Cell, FixedTest
 from sparsekv.planner.verify import Verification
+from sparsekv.plans.errors import GateError
 from sparsekv.plans.files import load_plan
 from sparsekv.runtime.hf.memory import Available
 
@@ -155,6 +156,16 @@ def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, out, ctrl_c_in,
     assert again.code == 0
     assert f"profile resumed: {'33.3' if stage == 'profile' else '100'}% of it" in again.err
     assert sorted(out.parent.iterdir()) == [profile, out]
+
+
+def test_an_error_that_would_come_again_does_not_send_back_to_the_same_command(sparsekv, model, out, during):
+    def fail() -> None:
+        raise GateError("expected numbers, found none")
+
+    during("evaluate", fail)
+    done = sparsekv("plan", model, "-o", out, *ONE)
+    assert done.code == 1
+    assert f"saved what was profiled in {out}.profile.partial: a run that profiles the same goes on" in done.err
 
 
 def test_what_a_run_with_other_options_has_left_is_told_at_the_end_and_goes_on(sparsekv, model, out, ctrl_c_in):

@@ -11,12 +11,15 @@ from planner_profiles import made_up_length, made_up_model, made_up_profile, opt
 
 from sparsekv.planner.allocate import TOLERANCE, allocate, at_loss
 from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.plan import compile_once
 from sparsekv.planner.predict import ABSENT, DENSE, WORST_WEIGHT, ScoreTables, choice_of, predict
 from sparsekv.planner.profile.profile_data import LayerScores, Profile
 from sparsekv.planner.profile.search_space import ROUNDING
 from sparsekv.planner.relaxation import Allocation, least_cost, solve
+from sparsekv.planner.verify_record import untouched
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Dense, Pattern, VerticalSlash
+from sparsekv.plans.quality import LengthScore
 
 SCORES = ("candidates", "patterns", "damage", "worst", "tiles", "columns")
 ALWAYS = options_for(target_density=(0.3,))
@@ -320,3 +323,15 @@ def test_beyond_the_longest_length_heads_have_the_tokens_of_that_length_so_that_
         far, own = plan.bucket(131072).patterns(row, 4), plan.bucket(8192).patterns(row, 4)
         assert far == tuple(one.in_tokens(8192) for one in own)
         assert [one.most_columns(131072) for one in far] == [one.most_columns(8192) for one in own]
+
+
+def test_a_test_at_the_longest_length_holds_for_the_tokens_beyond_it_and_for_no_others() -> None:
+    profile = made_up_profile(made_up_length(8192, np.random.default_rng(0), levels=(0.3,)))
+    options = options_for(target_density=(0.3,), phases=("prefill",))
+    plan = compile_once(profile.model, options, profile, made_up_prices())
+    score = LengthScore(length=8192, density=0.3, read=1.0, kl=0.0, floor=0.0, upper=0.0, worst=0.0)
+    assert list(untouched(plan, [score])) == []
+    *before, last = plan.prefill.lengths
+    fewer = last.model_copy(update={"heads": last.heads[1:]})
+    other = plan.model_copy(update={"prefill": plan.prefill.model_copy(update={"lengths": (*before, fewer)})})
+    assert len(list(untouched(other, [score]))) == 1

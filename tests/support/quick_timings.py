@@ -1,4 +1,4 @@
-"""Short timings of the device cost: tests ask what is timed and what is made of it, never how long it takes."""
+"""Short timings of prices: tests ask what is timed and what is made of it, never how long it takes."""
 
 from __future__ import annotations
 
