@@ -22,7 +22,7 @@ from sparsekv.planner.profile.search_space import CommonPrefix
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.files import dump_plan, parse_plan
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, Pattern, VerticalSlash, tokens
 from sparsekv.runtime.hf.load import LoadedModel
 
 LENGTH = 512
@@ -125,6 +125,10 @@ def test_what_was_scored_is_what_the_plan_says_and_runs(loaded: LoadedModel) -> 
     measured = profile(bare_job(loaded, options))
     plan = parse_plan(dump_plan(compile_once(loaded.info, options, measured, made_up_prices())))
     again: dict[int, list[CandidateScore]] = {0: [], 1: [], 2: []}
+
+    def planned(layer: int) -> tuple[Pattern, ...]:
+        return tuple(one.in_tokens(LENGTH) for one in plan.prefill.bucket(LENGTH).patterns(layer, 4))
+
     for sample, prompt in enumerate(bare_job(loaded, options).prompts[LENGTH]):
 
         def score(found: Sensitivity, end: int = prompt.answer_start, tail: int = prompt.tail_start) -> None:
@@ -133,7 +137,7 @@ def test_what_was_scored_is_what_the_plan_says_and_runs(loaded: LoadedModel) -> 
             out, g = (one[:, :, :end] for one in (found.out_BHSD, found.gradient_BHSD))
             prefix = CommonPrefix(q, k, Chunk.uniform(1, 0, end), TILE, call.scale)
             layer = Layer(prefix, v, out, g, SampledRows.of(end, tail, TILE, options.row_stride), "cpu")
-            again[call.layer] += score_candidates(layer, [plan.prefill.bucket(LENGTH).patterns(call.layer, 4)])
+            again[call.layer] += score_candidates(layer, [planned(call.layer)])
 
         rows = prompt.answer_rows
         ids = torch.tensor(prompt.ids.astype(np.int64))[None]
@@ -142,7 +146,7 @@ def test_what_was_scored_is_what_the_plan_says_and_runs(loaded: LoadedModel) -> 
     for scores in measured.lengths[0].layers:
         damage_SH = np.array([one.damage_H for one in again[scores.layer]]) * weight_S1
         density_SH = np.array([one.tiles_H + one.columns_H for one in again[scores.layer]])
-        for head, pattern in enumerate(plan.prefill.bucket(LENGTH).patterns(scores.layer, 4)):
+        for head, pattern in enumerate(planned(scores.layer)):
             if isinstance(pattern, Dense):
                 continue
             number = measured.lengths[0].patterns.index(pattern)
