@@ -224,7 +224,7 @@ class Session:
             what = f"prompt and answer, {tokens:,} tokens, are"
         else:
             return ""
-        return f"{what} longer than the plan was made for ({reach:,}); plan longer --lengths to cover it"
+        return f"{what} longer than the plan was made for ({reach:,}); plan again with longer --lengths to cover it"
 
     @property
     def has_turns(self) -> bool:

@@ -243,10 +243,9 @@ def section(plan: Plan, source: ModelSource) -> Iterator[str]:
         f"[`{PLAN_NAME}`]({PLAN_NAME}) is a plan for sparsekv: what each attention head of {cell(named)} computes of a "
         "long prompt, and which tokens a decode step reads."
         + (f" Planned for prompts of {lengths}." if lengths else "")
-        + (f" Measured on {cell(devices)}." if devices else "")
+        + (f" Made on {cell(devices)}." if devices else "")
     )
-    gains = (f"gains are predicted, of attention alone on {plan.cost.device}",) if plan.cost else ()
-    yield f"\n{markdown(plan, (*brief(plan), sentence(plan), *gains))}\n"
+    yield f"\n{markdown(plan, (*brief(plan), sentence(plan)))}\n"
     yield _RUNNING.format(repository=named if is_hub_id(named) else _UNKNOWN)
 
 

@@ -94,7 +94,7 @@ def _loss(plan: Plan, length: int) -> str:
 
 
 def brief(plan: Plan) -> Iterator[str]:
-    """Sentences below the table of lengths: the filter layers, and the tokens that are evicted."""
+    """Sentences below the table of lengths: the filter layers, the tokens that are evicted, the device of the gains."""
     if plan.decode and (filters := sorted(plan.decode.filter_layers)):
         readers, noun = len(plan.decode.sparse_layers), "layer" if len(filters) == 1 else "layers"
         verb = "chooses" if len(filters) == 1 else "choose"
@@ -102,6 +102,12 @@ def brief(plan: Plan) -> Iterator[str]:
     if plan.retained:
         yield f"KV cache eviction, lossy: {kept_share(plan)}"
         yield from eviction_losses(plan)
+    if plan.cost and any(share.gain is not None for length in plan.planned_lengths for share in _shares(plan, length)):
+        yield f"gains are predicted, of attention alone on {plan.cost.device}"
+
+
+def _shares(plan: Plan, length: int) -> tuple[PhaseShare, PhaseShare]:
+    return prefill_share(plan, length), decode_share(plan, length)
 
 
 def sentence(plan: Plan) -> str:

@@ -159,8 +159,9 @@ def _excluded(excludes: Excludes | None) -> str:
     if excludes.task_loss is not None:
         told.append(f"{_points(excludes.task_loss)} in any task")
     if excludes.pooled_loss is not None:
-        told.append(f"{_points(excludes.pooled_loss)} in long or own prompts")
-    return f"a loss above {', or '.join(told)}, is excluded (95%)" if told else ""
+        told.append(f"{_points(excludes.pooled_loss)} points in long or own prompts")
+    comma = "," if len(told) > 1 else ""
+    return f"a loss above {', or '.join(told)}{comma} is excluded (95%)" if told else ""
 
 
 def _points(share: float) -> str:
