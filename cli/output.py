@@ -61,6 +61,7 @@ def emit(text: str) -> None:
     print(escaped(text))
 
 
+WIDTH = 100  # columns of what people read
 _COLOURS = {"verified": "green", "unverified": "yellow", "imported": "yellow"}
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -13,7 +14,7 @@ from pydantic import Field, model_validator
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import AllowMismatch, NewTokens, Output, PlacementFlags, Subject, Subjects, settings_of
 from sparsekv.cli.doctor import memory_of, notes_on, say_memory, tell_if_idle
-from sparsekv.cli.output import emit, emit_json, tell
+from sparsekv.cli.output import WIDTH, emit, emit_json, tell
 from sparsekv.cli.plan_files import MAX_BYTES, text_of, with_text
 from sparsekv.planner.common_options import PHASES, Hardware, Phase, PrefillChunk, Seed
 from sparsekv.planner.flags import Flag, Key, Unread, text
@@ -198,9 +199,14 @@ def _converse(session: Session, prompt: str | None, as_json: bool) -> None:
             else:
                 _tell(answer)
             if is_first and (why := session.why_dense(answer)):
-                tell(why)
+                _remark(why)
             if not told and (told := session.beyond_reach(answer)):
-                tell(told)
+                _remark(told)
+
+
+def _remark(text: str) -> None:
+    for line in wrap(text, WIDTH):
+        tell(line)
 
 
 def _typed(has_turns: bool) -> Iterator[str]:
@@ -242,7 +248,7 @@ def _compare(session: Session, text: str, as_json: bool) -> None:
         emit(_comparison_text(dense, sparse))
     was_dense = "nothing was sparse" if sparse.is_dense and not sparse.drafted else ""
     for remark in filter(None, (session.why_dense(sparse) or was_dense, session.beyond_reach(sparse))):
-        tell(remark)
+        _remark(remark)
 
 
 def _comparison(dense: Answer, sparse: Answer) -> dict[str, Any]:

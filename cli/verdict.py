@@ -6,12 +6,11 @@ import shlex
 from collections.abc import Iterable
 from textwrap import wrap
 
+from sparsekv.cli.output import WIDTH
 from sparsekv.plans.aliases import PLAN_NAME
 from sparsekv.plans.brief import LENGTH_HEADER, brief, length_rows, sentence
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import columns
-
-_WIDTH = 100  # columns
 
 
 def verdict(plan: Plan, file: str, *, model: str = "") -> tuple[str, ...]:
@@ -24,7 +23,7 @@ def verdict(plan: Plan, file: str, *, model: str = "") -> tuple[str, ...]:
 
 def sentences(plan: Plan, file: str, model: str = "") -> tuple[str, ...]:
     """The lines of `verdict` below its table."""
-    return (*brief(plan), *wrap(sentence(plan), _WIDTH), f"next: {next_command(plan, file, model)}")
+    return (*brief(plan), *wrap(sentence(plan), WIDTH), f"next: {next_command(plan, file, model)}")
 
 
 def markdown(plan: Plan, lines: Iterable[str]) -> str:
