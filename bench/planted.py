@@ -114,7 +114,7 @@ def plant(
 
 
 def check_plantable(heads: int, kv_heads: int, head_dim: int, length: int, density: float, tile: TileShape) -> None:
-    """Returns whether structure of that density can be planted in such a layer."""
+    """True where structure of that density can be planted in such a layer."""
     if min(heads, kv_heads) < 1 or heads % kv_heads:
         raise UsageError(f"expected heads to be a multiple of KV heads, found {heads} and {kv_heads}")
     if head_dim < SMALLEST_HEAD:

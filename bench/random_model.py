@@ -114,7 +114,7 @@ def _check_room(config: Any, dtype: torch.dtype, cached: int, available: int | N
 
 
 def describe_named(name: str, random_weights: bool) -> ModelInfo:
-    """Returns what is known of a model before its weights are loaded or made."""
+    """The description of a model before its weights are loaded or made."""
     return describe_config(config_of(name)[0] if random_weights else load_config(name), _short(name))
 
 

@@ -128,7 +128,7 @@ def _no_choice(
 
 
 def described(model: str) -> ModelInfo:
-    """Returns what a model's config says of it; its weights are not read."""
+    """The description of a model by its config; its weights are not read."""
     from sparsekv.runtime.hf.load import load_config
     from sparsekv.runtime.hub import asked
     from sparsekv.runtime.model_config import describe_config

@@ -128,7 +128,7 @@ class _Length:
         return np.where(self.tables.present_LH, DENSE, ABSENT)
 
     def told(self) -> str | None:
-        """Returns how good the allocation is; None of a preset."""
+        """The gap of the allocation to its bound, in a sentence; None of a preset."""
         if self._found is None:
             return None
         damage, bound = self._found.damage, self._found.bound

@@ -160,7 +160,7 @@ class _Search:
         return decode_share(segments, self._entry.length, self._info)
 
     def _measure(self, segments: Segments) -> bool:
-        """Returns whether they were measured now, and stayed inside the loss."""
+        """True where they were measured now, and stayed inside the loss."""
         if segments in self._tried:
             return False
         self._tried.add(segments)
