@@ -80,12 +80,14 @@ def span(values: Sequence[Any]) -> str:
         return f"{len(distinct)} different"
     ordered = sorted(distinct, key=_size)
     low, high = text_of(ordered[0]), text_of(ordered[-1])
-    return low if low == high else f"{low.removesuffix(' tokens') if high.endswith(' tokens') else low} to {high}"
+    if low == high:
+        return low
+    return f"{low.removesuffix(' tokens') if high.endswith(' tokens') or low == '0 tokens' else low} to {high}"
 
 
 def _size(value: Any) -> tuple[int, Any]:
     if isinstance(value, Budget):
-        return (0, value.fraction) if value.tokens is None else (1, value.tokens)
+        return (1, value.tokens) if value.tokens else (0, value.fraction or 0.0)  # no tokens are no share either
     return (2, value)
 
 
@@ -153,11 +155,11 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
 
 
 def _longest_prefill(plan: Plan) -> Iterator[str]:
-    """The patterns of all heads at the longest sparse length, a line a family."""
+    """The patterns of all heads at the longest planned length that is sparse, a line a family."""
     sparse = [one for one in titled(plan.prefill.lengths) if one[1].heads] if plan.prefill else []
     if not sparse:
         return
-    reached, bucket = sparse[-1]
+    reached, bucket = next((one for one in reversed(sparse) if not one[1].extrapolated), sparse[-1])
     families: dict[str, list[Pattern]] = {}
     for layer in plan.model.full_layers:
         for pattern in bucket.patterns(layer, plan.model.group_of(layer).heads):

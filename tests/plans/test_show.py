@@ -13,9 +13,10 @@ from sparsekv.cli.exchange import section
 from sparsekv.cli.verdict import next_command, verdict
 from sparsekv.plans.aliases import ModelSource
 from sparsekv.plans.brief import length_rows, sentence
+from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.plans.quality import CellScore, Excludes, Quality
 from sparsekv.plans.schema import Plan, Provenance
-from sparsekv.plans.show import describe, summary
+from sparsekv.plans.show import describe, span, summary
 
 
 def shown(plan: Plan, full: bool = False) -> list[str]:
@@ -170,3 +171,8 @@ def test_what_dropping_does_to_answers_has_a_line_of_its_own_in_the_verdict() ->
     (line,) = (line for line in verdict(lossy, "a.yaml") if "hurts" in line)
     assert line.endswith("dense -> plan: second_question 100% -> 25% (of 8)")
     assert not any("hurts" in line for line in verdict(lossy.model_copy(update={"kv_cache": None}), "a.yaml"))
+
+
+def test_no_tokens_are_the_least_share() -> None:
+    assert span([fraction(0.5), tokens(0), fraction(0.25)]) == "0 to 50%"
+    assert span([tokens(512), tokens(0)]) == "0 to 512 tokens"
