@@ -30,7 +30,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from sparsekv.kernels import observed_triton, pages, row_damage
-from sparsekv.kernels.decode import append, gather, place, radix, step_counts
+from sparsekv.kernels.decode import place, radix
 from sparsekv.kernels.decode import triton as decode_triton
 from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.decode.slots import SlotTable
@@ -89,7 +89,7 @@ def compiling_for(capability: int) -> Iterator[list[tuple[str, Any]]]:
         mock.patch.object(decode_triton, "_multiprocessors", return_value=MULTIPROCESSORS),
         mock.patch.object(decode_triton, "overlaps_launches", return_value=capability >= 90),
         mock.patch.object(radix, "overlaps_launches", return_value=capability >= 90),
-        mock.patch.object(append, "overlaps_launches", return_value=capability >= 90),
+        mock.patch.object(place, "overlaps_launches", return_value=capability >= 90),
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(triton_prefill, "_rows_of", return_value=rows),
         mock.patch.object(vertical_slash, "sizes_for", return_value=found),
@@ -182,7 +182,7 @@ def decode_cases() -> Cases:
             out = torch.zeros_like(q) if view is pages else None  # as vLLM gives one
             call = partial(decode_triton.decode, q, view, chosen_tokens, scale=0.1, scoring=scores, out=out)
             yield f"head size {dim}, {name}", call
-        yield f"head size {dim}, append", partial(append.append_newest, elsewhere, q[:, :2], q[:, :2])
+        yield f"head size {dim}, append", partial(place.append_newest, elsewhere, q[:, :2], q[:, :2])
 
     lengths_B = torch.tensor([600], dtype=torch.int32)
 
@@ -195,7 +195,7 @@ def decode_cases() -> Cases:
 
     def rows() -> object:
         bounds_N, most_SN, edges_S = torch.zeros(2).int(), torch.zeros(3, 3).long(), torch.zeros(3).int()
-        return step_counts.budgets(lengths_B, bounds_N, most_SN, most_SN.double(), edges_S, edges_S.long())
+        return radix.budgets(lengths_B, bounds_N, most_SN, most_SN.double(), edges_S, edges_S.long())
 
     yield "choose", choose
     yield "budgets", rows
@@ -212,7 +212,7 @@ def _fetch(lists: int) -> None:
     place.place_step(table, Selection(chosen_BgN, ones_B, 4, 128), ones_B, 192, placed, counts_3, 9)
     where_X = torch.zeros(COLUMNS, dtype=torch.int64)
     sizes = {"kv_heads": 8, "token_bytes": 256, "slots": 3904, "ring": 192, "recent": 128}
-    gather.gather_missed(where_X, placed, ones_B, **sizes)
+    place.gather_missed(where_X, placed, ones_B, **sizes)
 
 
 def index_cases() -> Cases:

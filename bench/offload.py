@@ -22,8 +22,7 @@ from transformers import Cache
 from sparsekv.bench.harness import Columns, Row, is_out_of_memory, number, once, repeat_in_turn, replayed, try_each
 from sparsekv.bench.random_model import BenchModel
 from sparsekv.bench.token_runs import DecodeBench, DecodeRuns, Run, median_ms, median_replay_ms
-from sparsekv.kernels.decode.gather import gather_missed
-from sparsekv.kernels.decode.place import PlacedStep
+from sparsekv.kernels.decode.place import PlacedStep, gather_missed
 from sparsekv.kernels.keys import COLUMNS as TABLE_COLUMNS
 from sparsekv.kernels.keys import HEAD, HOST, HOST_TOKENS, ROWS
 from sparsekv.planner.progress import Progress

@@ -139,8 +139,7 @@ def _say_fitting(model: str, place: Path | None, device: str, as_json: bool) -> 
 
 def _say_machine(machine: Settings, as_json: bool) -> None:
     from sparsekv.kernels.backends import choose_backend
-    from sparsekv.runtime.stores.page_driver import why_not
-    from sparsekv.runtime.stores.page_pool import page_bytes
+    from sparsekv.runtime.stores.page_pool import page_bytes, why_not
     from sparsekv.runtime.stores.pinned import available_bytes
 
     hardware, precision = device_and_dtype(machine)

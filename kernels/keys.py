@@ -59,7 +59,7 @@ LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
 
 # Columns of `KeyView.where`: elements from `k` and from `v` to the real keys and values, and how far it is there from
 # one KV head, token and row to the next, in units of D elements. Of a layer in host memory also, for
-# kernels/decode/gather.py, the addresses of its rows on the device [P, B, G, R, D] and of its host memory
+# kernels/decode/place.py, the addresses of its rows on the device [P, B, G, R, D] and of its host memory
 # [C, B, P, G, D], and C.
 KEYS, VALUES, HEAD, ROWS, HOST, HOST_TOKENS, TOKEN, ROW = range(8)
 COLUMNS = 8

@@ -37,7 +37,7 @@ from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.roles import Filter, Step
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
-from sparsekv.runtime.core.timing import Launch, device_us
+from sparsekv.runtime.core.timed_layers import Launch, device_us
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.stores.float8 import Float8
 

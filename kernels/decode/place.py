@@ -1,11 +1,18 @@
-"""The choice of a step, placed in a hot set by one Triton kernel: `SlotTable.place` with room in a captured step.
+"""Kernels that move tokens in a captured step: the choice of a step gets its place in a hot set (`SlotTable.place` with
+room in a captured step), missed tokens are fetched from host memory, and the newest tokens are written.
 
 Sinks and chosen tokens get slots; recent tokens have rows of a ring already. What a slot may be worth at most to be
 replaced is found bit by bit, so that nothing is sorted. A program reads what other threads of its own wrote, behind
 barriers; no two programs share memory but the counters.
 
-Shapes: B batch, g lists of a row, N chosen tokens, M listed tokens that need slots (sinks and chosen), A attended rows
-(M and recent), H slots.
+Copies that the host queues would need the host to know what to fetch: the kernel that fetches reads the pinned rows
+itself. It has 64 programs, or one for each list where there are more lists: it is bounded by the link to host memory,
+and runs beside the layers that compute meanwhile. It also writes the token that leaves the recent window at the next
+step to host memory, so that a captured step needs no copy of the host's.
+
+Shapes: B batch, g lists of a row, G KV heads, N chosen tokens, M listed tokens that need slots (sinks and chosen), A
+attended rows (M and recent), H slots, Q new tokens, C tokens on the host, R rows on the device, D head size, P = 2 for
+key and value. In the kernel that fetches: N tokens at a time, X words of 4 bytes of a token's keys and values.
 """
 
 from __future__ import annotations
@@ -19,6 +26,8 @@ import triton.language as tl
 
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import AGEING, USE, SlotTable
+from sparsekv.kernels.keys import HOST, HOST_TOKENS, LARGEST_FLOAT8, ROWS, KeyView
+from sparsekv.kernels.triton_support import interpreting, overlap, overlaps_launches
 
 _WORTH_BITS = (USE << AGEING).bit_length()  # a slot that is chosen in every step comes to no more
 
@@ -161,3 +170,140 @@ def place_kernel(
     # `given_M` lanes are written above; recent tokens follow them
     recent_R = slots + (length - recent + lanes_R) % ring
     tl.store(rows_row + listed + lanes_R, recent_R, mask=lanes_R < newest)
+
+
+_WORD = 4  # bytes
+_PROGRAMS = 64
+_AT_ONCE = 2  # tokens that a program reads before it writes them
+
+
+def gather_missed(
+    where_X: torch.Tensor,
+    placed: PlacedStep,
+    lengths_B: torch.Tensor,
+    *,
+    kv_heads: int,
+    token_bytes: int,
+    slots: int,
+    ring: int,
+    recent: int,
+    programs: int | None = None,
+) -> None:
+    """Copies the missed tokens of one layer to their slots, and one token that is still in the ring to the host.
+
+    Args:
+        where_X: int64 [COLUMNS] on the device, as kernels/keys.py says; the addresses at ROWS and HOST are divisible
+            by 16.
+        lengths_B: int32, tokens of each row; token `length - recent` goes to the host.
+        token_bytes: of the keys of one head of one token.
+        slots: first row of the ring.
+        recent: at least 2, as the newest token is not in the ring yet.
+        programs: in all, where there are no more lists than that; None is what suits the device.
+    """
+    batch, lists = placed.misses_Bg.shape
+    words, heads = token_bytes // _WORD, kv_heads // lists
+    programs = programs or (1 if interpreting() else _PROGRAMS)
+    with torch.cuda.device_of(lengths_B):
+        gather_kernel[(max(1, programs // (batch * lists)), batch * lists)](
+            where_X, placed.missed_BgM, placed.into_BgM, placed.misses_Bg, lengths_B, placed.missed_BgM.shape[2],
+            slots, ring, recent, LISTS=lists, HEADS=heads, BATCH=batch, WORDS=words,
+            BLOCK_X=triton.next_power_of_2(2 * heads * words), BLOCK_N=_AT_ONCE, ROWS=ROWS, HOST=HOST,
+            HOST_TOKENS=HOST_TOKENS, num_warps=4,
+        )  # fmt: skip
+
+
+@no_type_check
+@triton.jit(do_not_specialize=["most", "slots", "ring", "recent"])
+def gather_kernel(
+    where_ptr, missed_ptr, into_ptr, misses_ptr, lengths_ptr, most, slots, ring, recent,
+    LISTS: tl.constexpr, HEADS: tl.constexpr, BATCH: tl.constexpr, WORDS: tl.constexpr, BLOCK_X: tl.constexpr,
+    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, HOST: tl.constexpr, HOST_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (programs, batch times lists)."""
+    row = tl.program_id(1)
+    batch = row // LISTS
+    first_head = (row % LISTS) * HEADS
+    capacity = tl.load(where_ptr + 2)
+    rows = tl.multiple_of(tl.load(where_ptr + ROWS).to(tl.pointer_type(tl.int32)), 16)
+    host = tl.multiple_of(tl.load(where_ptr + HOST).to(tl.pointer_type(tl.int32)), 16)
+    GROUPS: tl.constexpr = LISTS * HEADS
+    TOKEN: tl.constexpr = BATCH * 2 * GROUPS * WORDS  # words from token to token on the host
+    lanes_X = tl.arange(0, BLOCK_X)
+    real_X = lanes_X < 2 * HEADS * WORDS
+    pair_X = lanes_X // (HEADS * WORDS)
+    head_X = first_head + lanes_X // WORDS % HEADS
+    of_host_X = lanes_X
+    if LISTS > 1:
+        of_host_X = (pair_X * GROUPS + head_X) * WORDS + lanes_X % WORDS
+    of_rows_X = ((pair_X * BATCH + batch) * GROUPS + head_X).to(tl.int64) * capacity * WORDS + lanes_X % WORDS
+    host += batch * (2 * GROUPS * WORDS)
+
+    count = tl.load(misses_ptr + row)
+    missed_row = missed_ptr + row.to(tl.int64) * most
+    into_row = into_ptr + row.to(tl.int64) * most
+    for start in range(tl.program_id(0) * BLOCK_N, count, tl.num_programs(0) * BLOCK_N):
+        number_N = start + tl.arange(0, BLOCK_N)
+        token_N = tl.load(missed_row + number_N, mask=number_N < count, other=0).to(tl.int64)
+        slot_N = tl.load(into_row + number_N, mask=number_N < count, other=0).to(tl.int64)
+        keep_NX = (number_N < count)[:, None] & real_X[None, :]
+        words_NX = tl.load(host + token_N[:, None] * TOKEN + of_host_X[None, :], mask=keep_NX)
+        tl.store(rows + slot_N[:, None] * WORDS + of_rows_X[None, :], words_NX, mask=keep_NX)
+
+    leaving = tl.load(lengths_ptr + batch) - recent
+    last = tl.program_id(0) == tl.num_programs(0) - 1
+    if last & (leaving >= 0) & (leaving < tl.load(where_ptr + HOST_TOKENS)):
+        at = (slots + leaving % ring).to(tl.int64) * WORDS
+        words_X = tl.load(rows + at + of_rows_X, mask=real_X)
+        tl.store(host + leaving.to(tl.int64) * TOKEN + of_host_X, words_X, mask=real_X)
+
+
+def append_newest(
+    keys: KeyView, k_BGQD: torch.Tensor, v_BGQD: torch.Tensor, ring: tuple[int, int] | None = None
+) -> None:
+    """Writes the tokens that end every row, at position `lengths_B - Q` and behind it, of keys found by `where`.
+
+    Args:
+        keys: lengths that count the new tokens already.
+        k_BGQD: their keys, of the dtype of what is cached, unless that has scales; stride 1 in the last dimension.
+        v_BGQD: their values, likewise.
+        ring: where the positions are those of a ring, its first row and how many there are.
+    """
+    assert keys.where is not None, "the host writes to tensors that it knows by itself"
+    batch, heads, new, size = k_BGQD.shape
+    first, size_of_ring = ring or (0, 0)
+    scales = (keys.lengths_B, keys.lengths_B) if keys.scales is None else (keys.scales.k_G, keys.scales.v_G)
+    with torch.cuda.device_of(k_BGQD):
+        append_kernel[(heads, batch, new)](
+            k_BGQD, v_BGQD, keys.k, keys.v, keys.where, keys.lengths_B,
+            *k_BGQD.stride()[:3], *v_BGQD.stride()[:3], first, size_of_ring, *scales,
+            D=size, BLOCK_D=triton.next_power_of_2(size), MOST=0.0 if keys.scales is None else LARGEST_FLOAT8,
+            num_warps=1,
+            **overlap(overlaps_launches(k_BGQD.device)),
+        )  # fmt: skip
+
+
+@no_type_check
+@triton.jit(do_not_specialize=["first", "ring"])
+def append_kernel(
+    new_k_ptr, new_v_ptr, k_ptr, v_ptr, where_ptr, lengths_ptr, k_stride_B, k_stride_G, k_stride_Q, v_stride_B,
+    v_stride_G, v_stride_Q, first, ring, k_scale_ptr, v_scale_ptr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, MOST: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid: (KV heads, batch, new tokens)."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    lanes_D = tl.arange(0, BLOCK_D)
+    number = tl.program_id(2)
+    at = tl.load(lengths_ptr + batch) - tl.num_programs(2) + number
+    at = tl.where(ring > 0, first + at % tl.maximum(ring, 1), at)
+    row = batch * tl.load(where_ptr + 7) + head * tl.load(where_ptr + 2) + at * tl.load(where_ptr + 6)
+    k_D = tl.load(new_k_ptr + batch * k_stride_B + head * k_stride_G + number * k_stride_Q + lanes_D, mask=lanes_D < D)
+    v_D = tl.load(new_v_ptr + batch * v_stride_B + head * v_stride_G + number * v_stride_Q + lanes_D, mask=lanes_D < D)
+    if MOST > 0.0:  # as kernels.keys.in_8_bits
+        k_D = tl.clamp(k_D.to(tl.float32) / tl.load(k_scale_ptr + head), -MOST, MOST).to(k_ptr.dtype.element_ty)
+        v_D = tl.clamp(v_D.to(tl.float32) / tl.load(v_scale_ptr + head), -MOST, MOST).to(v_ptr.dtype.element_ty)
+    tl.store(k_ptr + tl.load(where_ptr) + row * D + lanes_D, k_D, mask=lanes_D < D)
+    tl.store(v_ptr + tl.load(where_ptr + 1) + row * D + lanes_D, v_D, mask=lanes_D < D)

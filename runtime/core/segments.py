@@ -127,7 +127,7 @@ class Budgets:
         return self.by_torch(lengths_B)
 
     def by_kernel(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        from sparsekv.kernels.decode.step_counts import budgets
+        from sparsekv.kernels.decode.radix import budgets
 
         found_2SB = budgets(lengths_B, self._bounds_N, self._most_SN, self._share_SN, self._edges_S, self._room_S)
         return found_2SB[0], found_2SB[1]

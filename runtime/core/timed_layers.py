@@ -1,4 +1,9 @@
-"""The rule of where sparse attention is faster, from times of one layer over random keys.
+"""The rule of where sparse attention is faster, from times of one layer over random keys. Launches are timed in turn,
+each with keys that no cache of the device holds, as between two layers of a model.
+
+A rule is measured once a plan, device, driver and set of versions, and read from disk by later processes. A file that
+another version wrote, or that is not whole, is measured anew and replaced. Engines that start together wait for the
+first one's measurement. Without a folder to write to, every start measures.
 
 The number of tiles and columns of a chunk follows from budgets, which random keys use up; they are scaled to the share
 that was seen on calibration prompts.
@@ -9,24 +14,108 @@ of a rank, F in the heads of all ranks.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from ctypes import CDLL, create_string_buffer
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
+from pathlib import Path
+from statistics import median
 
 import torch
+from filelock import FileLock, Timeout
 
+from sparsekv import __version__
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, density
-from sparsekv.plans.files import executed_digest
+from sparsekv.plans.errors import SparseKVError
+from sparsekv.plans.files import content_digest, executed_digest, read_text, write_bytes
 from sparsekv.plans.patterns import Pattern, VerticalSlash, tokens
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.core.pays import Clock, Pays, Thresholds, contexts, measure
+from sparsekv.runtime.core.pays import Clock, Pays, Thresholds, contexts, measure, parse
 from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.core.timing import Launch, launched_us, replayed_us
+
+Launch = Callable[[], object]
+
+_ROUNDS = 5
+_REPLAYS = 15  # launches of some microseconds
+_CYCLES_A_US = 2000  # of a device at two GHz
+_WAIT_US = 20_000.0  # in which the program issues launches
+_ISSUE_US = 3000.0  # in which it issues an index and a sparse launch
+_REPLAY_WAIT_US = 200.0  # in which it issues a graph
+
+
+def launched_us(launches: Sequence[Launch], device: torch.device) -> list[float]:
+    """Median time of each launch where many are issued one after another: the longer of the device's time and the
+    program's, each by itself."""
+    with torch.cuda.device(device):
+        issued = [_issued_us(launch) for launch in launches]
+        taken = _in_turn(launches, _ROUNDS, device, 2 * max(issued))
+    return [max(times) for times in zip(taken, issued, strict=True)]
+
+
+def device_us(launches: Sequence[Launch], device: torch.device, rounds: int = _ROUNDS) -> list[float]:
+    """Median time of each launch on the device."""
+    with torch.cuda.device(device):
+        return _in_turn(launches, rounds, device, _ISSUE_US)
+
+
+def _issued_us(launch: Launch) -> float:
+    """The program's time for a launch that the device does not begin meanwhile."""
+    launch()  # compiles
+    samples = []
+    for _ in range(_ROUNDS):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(_WAIT_US * _CYCLES_A_US))
+        started = time.perf_counter()
+        launch()
+        samples.append(1e6 * (time.perf_counter() - started))
+    return min(samples)
+
+
+def replayed_us(launches: Sequence[Launch], device: torch.device) -> list[float]:
+    """Median time of each launch as part of a captured step."""
+    graphs = []
+    for launch in launches:
+        launch()  # compiles; what is captured may not
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            launch()
+        graphs.append(graph)
+    with torch.cuda.device(device):
+        times = _in_turn([graph.replay for graph in graphs], _REPLAYS, device, _REPLAY_WAIT_US)
+    for graph in graphs:
+        graph.reset()
+    return times
+
+
+def _in_turn(launches: Sequence[Launch], rounds: int, device: torch.device, wait_us: float) -> list[float]:
+    cached = torch.cuda.get_device_properties(device).L2_cache_size
+    other = torch.empty(2 * cached, dtype=torch.uint8, device=device)
+    for launch in launches:
+        launch()
+    samples = [[_elapsed_us(launch, other, wait_us) for launch in launches] for _ in range(rounds)]
+    return [median(of_launch) for of_launch in zip(*samples, strict=True)]
+
+
+def _elapsed_us(launch: Launch, other: torch.Tensor, wait_us: float) -> float:
+    """The device's time, behind a wait in which the program issues the launch, with `other` in its L2."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(wait_us * _CYCLES_A_US))
+    other.zero_()
+    start.record()
+    launch()
+    end.record()
+    end.synchronize()
+    return 1e3 * float(start.elapsed_time(end))
+
 
 _SMALLEST_CHUNK = 128
 _DECODE_ROWS = (1, 4, 16, 64)
@@ -201,3 +290,96 @@ def _scaled(pattern: Pattern, by: float, length: int) -> Pattern:
         return pattern
     tiles, columns = (max(1, round(by * budget.resolve(length))) for budget in (pattern.max_tiles, pattern.vertical))
     return pattern.model_copy(update={"max_tiles": tokens(tiles), "vertical": tokens(columns)})
+
+
+_LONGEST_WAIT = 60.0  # seconds for another engine's measurement
+_MAX_BYTES = 1 << 16
+
+_KERNEL_PACKAGES = ("triton", "flash-attn-4")
+
+RuleKey = Mapping[str, str | int]
+"""All that a rule depends on: the plan's digest and shares, the model's architecture, device, driver, versions,
+precision, page and step size, ranks."""
+
+
+def rule_key(
+    device: torch.device, name: str, dtype: torch.dtype, backend: str, float8: bool, model: str, **of_host: str | int
+) -> RuleKey:
+    """The key of a plan's rule on a device; a host adds the plan's part and its own.
+
+    Args:
+        name: of the device.
+        model: fingerprint of the architecture that runs, which an imported plan may not be of.
+    """
+    return {
+        "model": model,
+        "device": name,
+        "driver": _driver(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "cache": "8 bits" if float8 else "model",
+        "backend": backend,
+        "cuda": str(torch.version.cuda),
+        "torch": torch.__version__,
+        "sparsekv": __version__,
+        **{name: _installed(name) for name in _KERNEL_PACKAGES},
+    } | of_host
+
+
+def _driver(device: torch.device) -> str:
+    """The release of NVIDIA's driver, such as 580.159.04, which torch does not tell."""
+    release = create_string_buffer(80)
+    with suppress(OSError):  # another maker's device
+        if device.type == "cuda":
+            library = CDLL("libnvidia-ml.so.1")
+            library.nvmlInit_v2()
+            library.nvmlSystemGetDriverVersion(release, len(release))
+    return release.value.decode()
+
+
+def _installed(package: str) -> str:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return "none"
+
+
+@dataclass(frozen=True, slots=True)
+class RuleFile:
+    """The rule of one key, in a folder of all rules."""
+
+    key: RuleKey
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"pays-{content_digest(self.key).removeprefix('sha256:')[:24]}.json"
+
+    def read(self) -> Pays | None:
+        """The rule; None where none of this key can be read."""
+        with suppress(SparseKVError, ValueError, KeyError, TypeError, RecursionError):
+            content = json.loads(read_text(self.path, _MAX_BYTES))
+            if content["key"] == dict(self.key):
+                return parse(content["rule"])
+        return None
+
+    def write(self, rule: Pays) -> None:
+        """Keeps the rule, if the folder can be written to."""
+        with suppress(SparseKVError, OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_bytes(self.path, json.dumps({"key": dict(self.key), "rule": str(rule)}).encode())
+
+    def read_or(self, measure: Callable[[], Pays]) -> tuple[Pays, bool]:
+        """The rule, and whether it was measured now; one process at a time."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(f"{self.path}.lock", timeout=_LONGEST_WAIT)
+            lock.acquire()
+        except (OSError, Timeout):  # no folder to write to, or an engine that hangs
+            return measure(), True
+        try:
+            known = self.read()
+            rule = measure() if known is None else known
+            if known is None:
+                self.write(rule)
+            return rule, known is None
+        finally:
+            lock.release()

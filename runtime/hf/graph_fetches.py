@@ -165,7 +165,7 @@ class StepFetches:
                 self._done[layer] = self._last = self._stream.run(partial(self._gather, group, layer), ())
 
     def _gather(self, group: _Group, layer: int) -> None:
-        from sparsekv.kernels.decode.gather import gather_missed
+        from sparsekv.kernels.decode.place import gather_missed
 
         shape_BGSD = self._shapes[layer]
         gather_missed(

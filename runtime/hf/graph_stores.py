@@ -80,7 +80,7 @@ class CapturedStore:
         self._step = step
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        from sparsekv.kernels.decode.append import append_newest  # loads Triton, which not every machine has
+        from sparsekv.kernels.decode.place import append_newest  # loads Triton, which not every machine has
 
         hot, evicting = self._step.kinds[self._layer], self._step.evicting
         ring = (hot.slots, hot.ring) if isinstance(hot, HotRows) else None

@@ -28,11 +28,9 @@ from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import DENSE
 from sparsekv.runtime.core.state import DecodeState
-from sparsekv.runtime.core.timed_layers import Place, TimedLayers, Timers
-from sparsekv.runtime.core.timing import Launch
+from sparsekv.runtime.core.timed_layers import Launch, Place, RuleFile, TimedLayers, Timers, rule_key
 from sparsekv.runtime.hf.describe import config_of
-from sparsekv.runtime.model_config import soft_cap
-from sparsekv.runtime.pays_cache import RuleFile, rule_key
+from sparsekv.runtime.model_config import device_name, soft_cap
 from sparsekv.runtime.settings import cache_folder
 
 _SECONDS = 1.0  # for each planned length
@@ -50,7 +48,14 @@ def measured_rule(
     softmax = Softmax(cap) if cap else PLAIN
     layers = ModelLayers(program, place, Timers(), info, model.device, model.dtype, backend, float8, softmax)
     key = rule_key(
-        model.device, model.dtype, backend, float8, info.fingerprint.architecture, host="transformers", **place.key
+        model.device,
+        device_name(model.device),
+        model.dtype,
+        backend,
+        float8,
+        info.fingerprint.architecture,
+        host="transformers",
+        **place.key,
     )
     seconds = _SECONDS * max(1, len(plan.planned_lengths))
     try:

@@ -29,8 +29,7 @@ from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.roles import Follower
 from sparsekv.runtime.core.segments import SegmentProgram
-from sparsekv.runtime.onnx.choice import ChoiceStep
-from sparsekv.runtime.onnx.nodes import FLOAT, INT64, OPSET, Nodes
+from sparsekv.runtime.onnx.choice import FLOAT, INT64, OPSET, ChoiceStep, Nodes
 from sparsekv.runtime.plan_checks import Host, refuse
 
 # The modules of the model show these: their weights, scales and angles are written, or refused by `obstacles_of`.

@@ -18,9 +18,8 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.paged.decode_step import DecodeHost
 from sparsekv.runtime.paged.metrics import Counters
-from sparsekv.runtime.paged.step_rows import PrefillRows
+from sparsekv.runtime.paged.step_rows import DecodeHost, PrefillRows
 
 
 class Scratch:

@@ -1,20 +1,180 @@
-"""Decides which rows of an engine step are prefill, and which of those a layer runs sparse.
+"""The rows of an engine's step: which are prefill, and which of those a layer runs sparse; and decode by the plan, read
+from the engine's own pages.
 
-Shapes: T tokens of the step, all requests one after another.
+A layer of a segment is computed by two kernels, as one captured graph serves every step: the engine's for the rows that
+attend to everything (short ones, single rows of a prompt, those that the score scratch has no room for), to which the
+others have no tokens; ours for the rows that choose, which writes no others.
+
+Shapes: T tokens of the step, all requests one after another; B decode rows, H query heads, G KV heads, N pages in
+memory, S tokens of a page, P pages of a row, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.paged.decode_step import DecodeRows
+from sparsekv.runtime.core import segments
+from sparsekv.runtime.core.decode import Resident, decode
+from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.state import DecodeState, Gather
+from sparsekv.runtime.paged.metrics import Counters
+
+_SCRATCH_SHARE = 256  # of the device's memory for scores: one part in so many
+
+
+class DecodeHost:
+    """The decode phase of a plan in one worker. Captured graphs read from fixed addresses; no state of a row lasts from
+    one step to the next, as the engine may have moved the row.
+
+    Args:
+        rows: of a step, at most.
+        gather: over the ranks that choose together; see `DecodeState`. All of them make one at the same time.
+    """
+
+    def __init__(
+        self, program: Program, backend: str, rows: int, longest: int, device: torch.device, counters: Counters,
+        gather: Gather | None = None,
+    ) -> None:  # fmt: skip
+        self._backend, self._counters = backend, counters
+        scratch = torch.empty(_scratch(program, rows * longest, device, gather), dtype=torch.float32, device=device)
+        self._state = DecodeState(program.segments, gather, scratch=scratch, carried=program.carried)
+        self._lengths_B = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._tally = self._state.budgets(torch.device("cpu")).tally if program.segments else self._longer
+        self._dense_up_to = min(layer.role.dense_up_to for layer in program.sparse)
+
+    def chooses(self, lengths: Sequence[int], least: int | None = 0) -> bool:
+        """Returns whether a row of such a step may attend to a choice, as far as the host knows; `least` as in
+        `begin`."""
+        return least is not None and max(lengths, default=0) >= max(least, self._dense_up_to + 1)
+
+    def _longer(self, lengths_B: torch.Tensor) -> tuple[int, int]:
+        return int((lengths_B > self._dense_up_to).sum()), 0
+
+    def count(self, lengths: Sequence[int], least: int | None = 0) -> None:
+        """Counts the decode rows of a step by lengths; those below 2 are of steps that an engine makes up."""
+        real = [length for length in lengths if length > 1]
+        chosen = left = 0
+        if least is not None and self.chooses(real, least):
+            long = [length for length in real if length >= least]
+            chosen, left = self._tally(torch.tensor(long, dtype=torch.int32, device="cpu"))
+        self._counters.decode_sparse += chosen
+        self._counters.decode_dense += len(real) - chosen
+        self._counters.decode_left += left
+
+    def begin(
+        self,
+        lengths_B: torch.Tensor,
+        prompts: Sequence[int],
+        table_BP: torch.Tensor,
+        part_of: Callable[[], Any] | None,
+        least: int | None = 0,
+    ) -> DecodeRows:
+        """The decode rows of a step that begins.
+
+        Args:
+            lengths_B: int32, tokens of each request, the new one included; 0 for padding.
+            prompts: rows that are the end of a prompt: they attend to everything.
+            part_of: builds the engine's metadata of these rows where the step has others.
+            least: tokens of the shortest row that may choose; None where no row may.
+        """
+        own_B = self._lengths_B[: len(lengths_B)]
+        if least is None:
+            own_B.zero_()
+        else:
+            torch.mul(lengths_B, lengths_B >= least, out=own_B)
+        for row in prompts:
+            own_B[row].zero_()
+        self._state.begin(own_B, own_B.device)
+        return DecodeRows(self._state, self._backend, lengths_B, table_BP, part_of)
+
+    def warm_up(
+        self, layers: Sequence[LayerProgram], pages: tuple[torch.Tensor, torch.Tensor], longest: int,
+        softmax: Softmax = PLAIN, scales: Scales | None = None,
+    ) -> None:  # fmt: skip
+        """Runs layers over rows without tokens, at every number of rows that kernels are compiled for."""
+        page, size = pages[0].shape[2:]
+        most, out_dtype = len(self._lengths_B), pages[0].dtype if scales is None else scales.dtype
+        q_dtype = out_dtype if scales is None or scales.q_G is None else FLOAT8
+        for rows in sorted({*(1 << power for power in range(most.bit_length())), most}):
+            table_BP = self._lengths_B.new_zeros((rows, -(-longest // page)))
+            step = self.begin(table_BP[:, 0], (), table_BP, None)
+            for layer in layers:
+                # A filter layer may have another kind of cache than layers of its segment.
+                if layer.role.is_sparse and layer.role.can_step(self._state):
+                    q_BHD = pages[0].new_zeros((rows, layer.heads, size), dtype=q_dtype)
+                    out_BHD = torch.empty_like(q_BHD, dtype=out_dtype)
+                    step.attend(layer, q_BHD, pages, out_BHD, 1.0, softmax, scales)
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The decode rows of a step: its first requests, a row each."""
+
+    state: DecodeState
+    backend: str
+    lengths_B: torch.Tensor
+    table_BP: torch.Tensor
+    part_of: Callable[[], Any] | None
+    _rest: dict[Hashable, Any] = field(default_factory=dict)
+
+    @property
+    def requests(self) -> range:
+        return range(len(self.lengths_B))
+
+    def rest(self, layer: LayerProgram, metadata: Any, without: Callable[[Any, torch.Tensor], Any]) -> Any:
+        """Returns the metadata of the rows that do not choose for this layer, for the engine's kernel. It is built once
+        a step and segment.
+
+        Args:
+            metadata: the engine's of the step.
+            without: gives metadata other lengths, 0 for rows that choose.
+        """
+        key = layer.role.rows_key
+        if key not in self._rest:
+            whole = metadata if self.part_of is None else self.part_of()
+            others_B = self.lengths_B - layer.role.sparse_lengths(self.state, self.backend)
+            self._rest[key] = without(whole, others_B)
+        return self._rest[key]
+
+    def attend(
+        self, layer: LayerProgram, q_BHD: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out_BHD: torch.Tensor,
+        scale: float, softmax: Softmax = PLAIN, scales: Scales | None = None,
+    ) -> None:  # fmt: skip
+        """Writes the output of the rows that choose for this layer, and of no others.
+
+        Args:
+            pages: keys and values, [N, G, S, D] each, of any strides.
+            scales: of pages in e4m3, whose queries may be in that as well.
+        """
+        if scales is not None:
+            pages = pages[0].view(FLOAT8), pages[1].view(FLOAT8)
+        lengths_B = layer.role.sparse_lengths(self.state, self.backend)
+        keys = KeyView(*pages, lengths_B, self.table_BP, softmax=softmax, scales=scales)
+        decode(
+            layer, q_BHD[:, :, None], Resident(keys), self.state, scale=scale, backend=self.backend,
+            out_BHQD=out_BHD[:, :, None],
+        )  # fmt: skip
+
+
+def _scratch(program: Program, tokens: int, device: torch.device, gather: Gather | None) -> int:
+    """Returns room for the scores of as many tokens as all rows of a step can have, as far as there is memory for it:
+    on the rank that has least, since rows that one has no room for attend to everything on all."""
+    memory = segments.SCORE_BYTES
+    if device.type == "cuda":
+        memory = min(memory, torch.cuda.get_device_properties(device).total_memory // _SCRATCH_SHARE)
+    wanted = tokens * max((segment.query_heads + segment.lists for segment in program.segments), default=0)
+    own = min(wanted, memory // 4)
+    if gather is None:
+        return own
+    own_1 = torch.tensor([own], dtype=torch.int32, device=device)
+    return int(gather(own_1.view(torch.float32)).view(torch.int32).min())  # bits: not every backend gathers integers
 
 
 @dataclass(frozen=True, slots=True)

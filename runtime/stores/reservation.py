@@ -11,8 +11,7 @@ from functools import partial
 from itertools import takewhile
 from operator import is_
 
-from sparsekv.runtime.stores.page_driver import PageError, Pages
-from sparsekv.runtime.stores.page_pool import PagePool
+from sparsekv.runtime.stores.page_pool import PageError, PagePool, Pages
 
 Change = tuple[int, Sequence[Pages]]
 """Of a row: how many of its first pages stay, and those that it has behind them from then on."""

@@ -18,8 +18,7 @@ import torch
 from sparsekv.kernels.keys import KeyView
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.page_driver import PageError
-from sparsekv.runtime.stores.page_pool import AHEAD, PagePool
+from sparsekv.runtime.stores.page_pool import AHEAD, PageError, PagePool
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
 from sparsekv.runtime.stores.reservation import Change, Fork, Reservation, planned
 from sparsekv.runtime.stores.store import Bytes, Layout

@@ -24,9 +24,10 @@ from sparsekv.plans.errors import SparseKVError, UnsupportedError
 from sparsekv.runtime.core.pays import Thresholds
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.state import Observed
-from sparsekv.runtime.paged.decode_step import DecodeHost, DecodeRows
 from sparsekv.runtime.paged.metrics import publish
 from sparsekv.runtime.paged.step_rows import (
+    DecodeHost,
+    DecodeRows,
     PrefillRows,
     Rest,
     StepRows,
@@ -39,8 +40,7 @@ from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm import step_metadata
 from sparsekv.runtime.vllm.devices import check_pages, scales_of
 from sparsekv.runtime.vllm.engine_host import EngineHost, start_host
-from sparsekv.runtime.vllm.evicted_tables import EvictedBlocks, EvictedLengths, EvictedTable, Requests, TableRows
-from sparsekv.runtime.vllm.evicting_step import move
+from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks, EvictedLengths, EvictedTable, Requests, TableRows, move
 from sparsekv.runtime.vllm.settings import check_engine_layer, plan_of, read_options
 from sparsekv.runtime.vllm.timed_kernels import measured_rule
 

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.runtime.vllm.evicted_tables import EvictedBlocks, Requests, Scheduled
+from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks, Requests, Scheduled
 from sparsekv.runtime.vllm.internals import changed_calls
 
 # What of a model runner holds captured graphs, and what of that says whether there are any.

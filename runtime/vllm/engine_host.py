@@ -20,11 +20,11 @@ from sparsekv.runtime.core.state import Gather, Observed
 from sparsekv.runtime.core.timed_layers import Place
 from sparsekv.runtime.hub import model_folder
 from sparsekv.runtime.model_config import describe_config, dtype_name, files_fingerprint, has_soft_cap
-from sparsekv.runtime.paged.decode_step import DecodeHost
 from sparsekv.runtime.paged.metrics import ServingStats
 from sparsekv.runtime.paged.plan_host import PlanHost, Scratch
+from sparsekv.runtime.paged.step_rows import DecodeHost
 from sparsekv.runtime.plan_checks import check_cut, check_plan, check_stored
-from sparsekv.runtime.vllm.evicting_step import EvictingHost
+from sparsekv.runtime.vllm.evicted_blocks import EvictingHost
 from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions, host_of, warn_of_release
 
 _ALLOW_MISMATCH = '--additional-config \'{"sparsekv": {"allow_mismatch": true}}\''

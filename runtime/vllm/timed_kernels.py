@@ -20,9 +20,8 @@ from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.core.pays import Pays, parse
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.core.timed_layers import TimedLayers, Timers
-from sparsekv.runtime.core.timing import Launch
-from sparsekv.runtime.pays_cache import RuleFile, rule_key
+from sparsekv.runtime.core.timed_layers import Launch, RuleFile, TimedLayers, Timers, rule_key
+from sparsekv.runtime.model_config import device_name
 from sparsekv.runtime.settings import cache_folder
 from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm.engine_host import EngineHost
@@ -148,7 +147,7 @@ def measured_rule(host: EngineHost, device: torch.device, size: int, scales: Sca
     scales = scales and replace(scales, q_G=None)
     layers = EngineLayers(host.program, place, Timers(), host, device, size, scales, softmax)
     key = rule_key(
-        device, layers.dtype, host.backend, scales is not None, host.model,
+        device, device_name(device), layers.dtype, host.backend, scales is not None, host.model,
         page=vllm.platform.page, ranks=layers.ranks, vllm=vllm.release, **place.key,
     )  # fmt: skip
     file, measure = RuleFile(key, cache_folder()), partial(layers.rule, _SECONDS)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from sparsekv.plans.errors import SparseKVError
-from sparsekv.runtime.stores.page_driver import PageError
-from sparsekv.runtime.stores.page_pool import PagePool
+from sparsekv.runtime.stores.page_pool import PageError, PagePool
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p

@@ -9,8 +9,7 @@ import torch
 
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.device import RowStore
-from sparsekv.runtime.stores.page_driver import PageError
-from sparsekv.runtime.stores.page_pool import PagePool
+from sparsekv.runtime.stores.page_pool import PageError, PagePool
 from sparsekv.runtime.stores.store import Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
 

@@ -18,8 +18,7 @@ import torch
 from vllm_engine import tokens_and_logprobs
 
 from sparsekv.plans.phases import Retention
-from sparsekv.runtime.vllm.evicted_tables import PromptRows
-from sparsekv.runtime.vllm.evicting_step import EvictingHost
+from sparsekv.runtime.vllm.evicted_blocks import EvictingHost, PromptRows
 
 POISON = 1e4  # of keys and values that nobody may read; finite, as kernels may multiply rows behind the end by 0
 _CLOSE = 1e-5  # scores that rounding may exchange

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sparsekv.runtime.paged.decode_step import DecodeHost, DecodeRows
+from sparsekv.runtime.paged.step_rows import DecodeHost, DecodeRows
 
 SPARSE_FROM_DENSE = 1.1  # between what `apart` gives for answers decoded alike, and for sparse beside dense decode
 

@@ -17,7 +17,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
 from sparsekv.runtime.core.timed_layers import Place, Timers
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.paged.decode_step import DecodeRows
+from sparsekv.runtime.paged.step_rows import DecodeRows
 from sparsekv.runtime.vllm import timed_kernels
 from sparsekv.runtime.vllm.engine_host import serving_stats
 from sparsekv.runtime.vllm.settings import read_options

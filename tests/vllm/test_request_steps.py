@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparsekv.runtime.vllm import cache_internals
-from sparsekv.runtime.vllm.evicted_tables import Requests
+from sparsekv.runtime.vllm.evicted_blocks import Requests
 
 
 def output(rows: dict[str, int], **prompts: int) -> Any:

@@ -28,7 +28,7 @@ from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import AShape, BlockSparse, fraction, tokens
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.vllm.cache_internals import evicting_spec
-from sparsekv.runtime.vllm.evicted_tables import EvictedBlocks
+from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks
 from sparsekv.runtime.vllm.internals import layer_number
 
 BLOCK, CHUNK, BLOCKS = 32, 128, 84

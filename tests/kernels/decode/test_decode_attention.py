@@ -241,7 +241,7 @@ def elsewhere(keys: KeyView, capacity: int) -> tuple[KeyView, tuple[torch.Tensor
 
 
 def check_elsewhere(device: str) -> None:
-    from sparsekv.kernels.decode.append import append_newest
+    from sparsekv.kernels.decode.place import append_newest
 
     for chosen in ((70, ALL), None):
         problem = draw(DecodeCase("x", (300, 90), chosen), device)
@@ -258,7 +258,7 @@ def check_elsewhere(device: str) -> None:
 
 
 def check_elsewhere_in_8_bits(device: str) -> None:
-    from sparsekv.kernels.decode.append import append_newest
+    from sparsekv.kernels.decode.place import append_newest
 
     problem = draw(DecodeCase("x", (300, 90), (70, ALL), float8="kv"), device)
     there, (k, v) = elsewhere(problem.keys, 512)

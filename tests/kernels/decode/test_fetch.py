@@ -10,7 +10,7 @@ from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.kernels.keys import COLUMNS, HOST, HOST_TOKENS, ROWS
 
 place = pytest.importorskip("sparsekv.kernels.decode.place")
-gather = pytest.importorskip("sparsekv.kernels.decode.gather")
+gather = pytest.importorskip("sparsekv.kernels.decode.place")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
@@ -121,7 +121,7 @@ def test_a_token_beyond_the_room_on_the_host_is_not_written() -> None:
 
 
 def test_the_newest_token_goes_to_its_place_in_the_ring() -> None:
-    from sparsekv.kernels.decode.append import append_newest
+    from sparsekv.kernels.decode.place import append_newest
     from sparsekv.kernels.keys import COLUMNS, HEAD, ROW, TOKEN, KeyView
 
     heads, size, slots = 2, 16, 5

@@ -107,7 +107,7 @@ def test_more_new_tokens_than_a_call_takes_are_refused_and_so_are_several_beside
 @needs_interpreter
 @pytest.mark.parametrize("by_token", [False, True])
 def test_several_tokens_are_written_behind_each_row_where_the_step_finds_its_keys(by_token: bool) -> None:
-    from sparsekv.kernels.decode.append import append_newest
+    from sparsekv.kernels.decode.place import append_newest
     from sparsekv.kernels.keys import COLUMNS, HEAD, KEYS, ROW, TOKEN, VALUES, KeyView
 
     k, v = torch.zeros((2, 2, 50, 3, 16) if by_token else (2, 2, 3, 50, 16)).unbind()

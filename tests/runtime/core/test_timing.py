@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparsekv.runtime.core import timing
+from sparsekv.runtime.core import timed_layers
 
 L2 = 50 << 20
 
@@ -35,13 +35,13 @@ def log(monkeypatch):
         Event=Event, _sleep=lambda cycles: names.append("wait"),
         get_device_properties=lambda device: SimpleNamespace(L2_cache_size=L2),
     )  # fmt: skip
-    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=cuda, empty=empty, uint8=torch.uint8))
+    monkeypatch.setattr(timed_layers, "torch", SimpleNamespace(cuda=cuda, empty=empty, uint8=torch.uint8))
     return names
 
 
 def test_the_l2_is_overwritten_before_each_timed_launch_and_launches_alternate(log):
     launches = [lambda name=name: log.append(name) for name in ("dense", "sparse")]
-    assert timing._in_turn(launches, 4, "cuda", 20.0) == pytest.approx([7.0, 3.0])
+    assert timed_layers._in_turn(launches, 4, "cuda", 20.0) == pytest.approx([7.0, 3.0])
     assert log[:2] == ["dense", "sparse"]  # compiled
     timed = [log[first : first + 5] for first in range(2, len(log), 5)]
     assert [run[3] for run in timed] == ["dense", "sparse"] * 4

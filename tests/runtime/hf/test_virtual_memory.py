@@ -16,7 +16,7 @@ from sparsekv.runtime.hf.cache import first_of, take_back
 from sparsekv.runtime.hf.memory import Request
 from sparsekv.runtime.hf.placement import Placement
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.page_driver import PageError
+from sparsekv.runtime.stores.page_pool import PageError
 from sparsekv.runtime.stores.virtual import VirtualStore
 
 DECODE = decode_plan(segment(0, (1, 2), 12, sink=4, recent=10))

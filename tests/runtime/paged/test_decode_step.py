@@ -12,8 +12,8 @@ from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan
 from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import DecodeState
-from sparsekv.runtime.paged.decode_step import DecodeHost
 from sparsekv.runtime.paged.metrics import Counters
+from sparsekv.runtime.paged.step_rows import DecodeHost
 
 HEADS, GROUPS, SIZE, PAGE, ROWS, LONGEST = 4, 2, 64, 16, 8, 320
 BUDGET = DecodeBudget(tokens=40)

@@ -14,8 +14,7 @@ from store_operations import run_operations
 from sparsekv.kernels.backends import Fallback
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.device import RowStore
-from sparsekv.runtime.stores.page_driver import PageError
-from sparsekv.runtime.stores.page_pool import LARGE, PageWarning
+from sparsekv.runtime.stores.page_pool import LARGE, PageError, PageWarning
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES, OutsideCaptures
 from sparsekv.runtime.stores.reservation import Reservation
 from sparsekv.runtime.stores.store import Layout

@@ -13,8 +13,7 @@ from tiny_plans import decode_plan, every_head, plan_for, segment
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import first_of
-from sparsekv.runtime.stores.page_driver import CudaPages, why_not
-from sparsekv.runtime.stores.page_pool import pool_of
+from sparsekv.runtime.stores.page_pool import CudaPages, pool_of, why_not
 from sparsekv.runtime.stores.store import Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
 

@@ -10,7 +10,7 @@ import torch
 from tiny_plans import drops
 
 from sparsekv.plans.patterns import fraction
-from sparsekv.runtime.vllm.evicted_tables import (
+from sparsekv.runtime.vllm.evicted_blocks import (
     EvictedBlocks,
     EvictedTable,
     Requests,

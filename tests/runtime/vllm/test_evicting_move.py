@@ -11,8 +11,7 @@ from sparsekv.kernels.pages import move_rows
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.paged.plan_host import Scratch
-from sparsekv.runtime.vllm.evicted_tables import EvictedBlocks, PromptRows
-from sparsekv.runtime.vllm.evicting_step import EvictingHost, move
+from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks, EvictingHost, PromptRows, move
 
 
 @pytest.mark.parametrize("lists", [1, 3])

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparsekv.runtime import pays_cache
+from sparsekv.runtime.core import timed_layers
 from sparsekv.runtime.core.pays import ALWAYS, Pays, Thresholds
-from sparsekv.runtime.core.timed_layers import Place
-from sparsekv.runtime.pays_cache import RuleFile, rule_key
+from sparsekv.runtime.core.timed_layers import Place, RuleFile, rule_key
 
 KEY = {"plan": "sha256:1", "device": "NVIDIA H200", "ranks": 1}
 RULE = Pays(Thresholds((512, 4096), (16384, 8192)), Thresholds())
@@ -31,7 +30,7 @@ def test_the_second_start_reads_what_the_first_measured(tmp_path):
 def test_what_a_rule_depends_on_of_a_plan_and_its_sizes_is_part_of_its_place(tmp_path, other):
     place, device = Place("sha256:1", 2048, 512, 16, {1024: 0.5, 2048: 0.4}), torch.device("cpu")
     places = place, replace(place, **other)
-    keys = [rule_key(device, torch.float32, "cpu", False, "model", **one.key) for one in places]
+    keys = [rule_key(device, "cpu", torch.float32, "cpu", False, "model", **one.key) for one in places]
     assert RuleFile(keys[0], tmp_path).read_or(lambda: RULE) == (RULE, True)
     assert RuleFile(keys[1], tmp_path).read_or(lambda: ALWAYS) == (ALWAYS, True)
 
@@ -39,7 +38,7 @@ def test_what_a_rule_depends_on_of_a_plan_and_its_sizes_is_part_of_its_place(tmp
 @pytest.mark.parametrize("part", ["model", "driver", "triton", "flash-attn-4"])
 def test_the_model_the_driver_and_packages_of_kernels_are_part_of_the_key(monkeypatch, part):
     def key(model="sha256:1"):
-        return rule_key(torch.device("cuda"), torch.bfloat16, "flash", False, model)
+        return rule_key(torch.device("cuda"), "H200", torch.bfloat16, "flash", False, model)
 
     def library(release):
         def write(buffer, size):
@@ -47,14 +46,13 @@ def test_the_model_the_driver_and_packages_of_kernels_are_part_of_the_key(monkey
 
         return SimpleNamespace(nvmlInit_v2=lambda: 0, nvmlSystemGetDriverVersion=write)
 
-    monkeypatch.setattr(pays_cache, "device_name", str)
-    monkeypatch.setattr(pays_cache, "CDLL", lambda _: library(b"570.86"))
-    monkeypatch.setattr(pays_cache, "version", {"triton": "3.6.0"}.__getitem__)
-    monkeypatch.setattr(pays_cache, "PackageNotFoundError", KeyError)
+    monkeypatch.setattr(timed_layers, "CDLL", lambda _: library(b"570.86"))
+    monkeypatch.setattr(timed_layers, "version", {"triton": "3.6.0"}.__getitem__)
+    monkeypatch.setattr(timed_layers, "PackageNotFoundError", KeyError)
     before = key()
     assert (before["driver"], before["triton"], before["flash-attn-4"]) == ("570.86", "3.6.0", "none")
-    monkeypatch.setattr(pays_cache, "CDLL", lambda _: library(b"580.159" if part == "driver" else b"570.86"))
-    monkeypatch.setattr(pays_cache, "version", ({"triton": "3.6.0"} | {part: "4"}).__getitem__)
+    monkeypatch.setattr(timed_layers, "CDLL", lambda _: library(b"580.159" if part == "driver" else b"570.86"))
+    monkeypatch.setattr(timed_layers, "version", ({"triton": "3.6.0"} | {part: "4"}).__getitem__)
     after = key("sha256:2" if part == "model" else "sha256:1")
     assert {name for name in before if before[name] != after[name]} == {part}
 
