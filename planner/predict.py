@@ -7,7 +7,7 @@ Shapes: L profiled layers, C slots of candidates, H heads (of the widest layer; 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodePlan, Offload, PrefillBucket, PrefillPlan, Segment
-from sparsekv.plans.schema import Cost, Estimate, Prediction, WholeStep
+from sparsekv.plans.schema import Cost, Estimate, LayerCounts, Prediction, WholeStep
 
 DENSE = -1
 ABSENT = -2
@@ -98,16 +98,28 @@ def predict(profile: Profile, cost: Prices, prefill: PrefillPlan | None, decode:
     """
     lengths = []
     for entry in profile.lengths:
-        estimate = None
+        estimate: Estimate | None = None
+        computed: tuple[LayerCounts, ...] = ()
         if prefill and entry.layers:
             tables = ScoreTables.of(entry)
             choice = choice_of(prefill.bucket(entry.length), tables)
-            estimate = None if choice is None else prefill_estimate(cost, tables, choice, profile)
+            if choice is not None:
+                estimate, computed = prefill_estimate(cost, tables, choice, profile), tuple(_counts(tables, choice))
         step = _of_decode(profile, entry.length, decode, cost) if decode else None
         if estimate or step:
             whole = _whole_step(profile, entry.length, decode, cost, step) if decode and step else None
-            lengths.append(Prediction(length=entry.length, prefill=estimate, decode=step, step=whole))
+            lengths.append(
+                Prediction(length=entry.length, prefill=estimate, computed=computed, decode=step, step=whole)
+            )
     return Cost(device=cost.device, backend=cost.backend, lengths=tuple(lengths))
+
+
+def _counts(tables: ScoreTables, choice: Choice) -> Iterator[LayerCounts]:
+    tiles_LH, columns_LH = tables.take(tables.tiles_LCH, choice, 1.0), tables.take(tables.columns_LCH, choice, 0.0)
+    for row, scores in enumerate(tables.entry.layers):
+        if (choice[row] >= 0).any():
+            tiles, columns = (share_LH[row, choice[row] != ABSENT].tolist() for share_LH in (tiles_LH, columns_LH))
+            yield LayerCounts(layer=scores.layer, tiles=tiles, columns=columns)
 
 
 def causal_tiles(length: int, tile: TileShape, window: int | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain, pairwise
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from sparsekv.plans.types import (
     Digest,
     ExactInt,
     FieldError,
+    Index,
     JsonObject,
     KVDtype,
     Length,
@@ -28,6 +30,7 @@ from sparsekv.plans.types import (
     Text,
     format_length,
     in_order,
+    rounded,
 )
 
 KIND = "sparsekv.plan"
@@ -75,14 +78,34 @@ class WholeStep(Part):
     token_us: NonNegative
 
 
+CountedShare = Annotated[float, Field(strict=True, ge=0.0, le=1.0), AfterValidator(partial(rounded, digits=3))]
+
+
+class LayerCounts(Part):
+    """Whole tiles and single columns that each head of a layer computed on calibration prompts, as shares of its causal
+    tiles; a dense head has a share of 1."""
+
+    layer: Index
+    tiles: tuple[CountedShare, ...]
+    columns: tuple[CountedShare, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LayerCounts:
+        if len(self.tiles) != len(self.columns):
+            raise FieldError(f"expected an entry a head in both, found {len(self.tiles)} and {len(self.columns)}")
+        return self
+
+
 class Prediction(Part):
     """Predicted cost at one context length: a whole prefill, one decode step.
 
-    `step` is there where the plan can draft what dense attention checks, and products were measured.
+    `computed` has the counts of layers with sparse heads, the same on every device. `step` is there where the plan can
+    draft what dense attention checks, and products were measured.
     """
 
     length: Length
     prefill: Estimate | None = None
+    computed: tuple[LayerCounts, ...] = ()
     decode: Estimate | None = None
     step: WholeStep | None = None
 

@@ -172,9 +172,9 @@ def _empty(value: object) -> bool:
     return value is None or value is False or (isinstance(value, list | dict | tuple) and not value)
 
 
-def rounded(value: float) -> float:
-    """`value` at six significant digits, without a negative zero."""
-    return float(f"{value:.6g}") + 0.0
+def rounded(value: float, digits: int = 6) -> float:
+    """`value` at so many significant digits, without a negative zero."""
+    return float(f"{value:.{digits}g}") + 0.0
 
 
 def in_order(value: Mapping[Key, Value]) -> dict[Key, Value]:

@@ -5,8 +5,8 @@ A rule is measured once a plan, device, driver and set of versions, and read fro
 another version wrote, or that is not whole, is measured anew and replaced. Engines that start together wait for the
 first one's measurement. Without a folder to write to, every start measures.
 
-The number of tiles and columns of a chunk follows from budgets, which random keys use up; they are scaled to the share
-that was seen on calibration prompts.
+The number of tiles and columns of a chunk follows from budgets, which random keys use up; they are scaled, head by
+head, to the counts of calibration prompts.
 
 Shapes: B batch, H query heads, G KV heads, T rows of a chunk, K tokens, D head size, E numbers of a row in the heads
 of a rank, F in the heads of all ranks.
@@ -33,11 +33,11 @@ from filelock import FileLock, Timeout
 
 from sparsekv import __version__
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.tiles import Chunk, density
+from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.plans.files import content_digest, executed_digest, read_text, write_bytes
 from sparsekv.plans.patterns import Pattern, VerticalSlash, tokens
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.schema import LayerCounts, Plan, to_data
 from sparsekv.runtime.core.pays import Clock, Pays, Thresholds, contexts, measure, parse
 from sparsekv.runtime.core.program import LayerProgram, Program
 
@@ -120,9 +120,13 @@ def _elapsed_us(launch: Launch, other: torch.Tensor, wait_us: float) -> float:
 _SMALLEST_CHUNK = 128
 _DECODE_ROWS = (1, 4, 16, 64)
 _SCALINGS = 6
-_NEAR = 0.1  # of the share on calibration prompts
+_NEAR = 0.1  # of the share on calibration prompts, over the heads of a layer
+_LEAST = 1e-6  # share that is as good as none
 _MARGIN = 1.02  # the noise of a measurement
 _PRODUCTS = 12  # of a layer, each of E by F weights: 4 of attention, 8 of a gated feed-forward layer of 8/3 E
+
+HeadShares = tuple[float, float]
+"""Whole tiles and single columns of a head, as shares of its causal tiles."""
 
 Timer = Callable[[Sequence[Launch], torch.device], Sequence[float]]
 
@@ -144,26 +148,26 @@ class Place:
         longest: tokens of the longest request.
         step: most rows of a chunk.
         rows: most rows of a decode step.
-        shares: computed share of attention on calibration prompts by length, where the plan tells it.
+        computed: counts of calibration prompts by length, where the plan tells them.
     """
 
     plan: str
     longest: int
     step: int
     rows: int
-    shares: Mapping[int, float]
+    computed: Mapping[int, tuple[LayerCounts, ...]]
 
     @property
     def key(self) -> dict[str, str | int]:
         """Its part of the key that a measured rule is stored by."""
-        shares = ",".join(f"{length}:{share:.4g}" for length, share in sorted(self.shares.items()))
-        return {"plan": self.plan, "longest": self.longest, "step": self.step, "rows": self.rows, "shares": shares}
+        computed = content_digest({str(length): list(map(to_data, has)) for length, has in self.computed.items()})
+        return {"plan": self.plan, "longest": self.longest, "step": self.step, "rows": self.rows, "computed": computed}
 
     @classmethod
     def of(cls, plan: Plan, longest: int, step: int, rows: int) -> Place:
         predicted = plan.cost.lengths if plan.cost else ()
-        shares = {entry.length: entry.prefill.density for entry in predicted if entry.prefill}
-        return cls(executed_digest(plan), longest, min(step, longest), rows, shares)
+        computed = {entry.length: entry.computed for entry in predicted if entry.computed}
+        return cls(executed_digest(plan), longest, min(step, longest), rows, computed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +207,7 @@ class TimedLayers(ABC):
         layer, longest, step = _typical(self.program.layers, self.place.longest), self.place.longest, self.place.step
         if layer is None:
             return Thresholds()
-        if not self.place.shares:  # random keys would be computed at another share than prompts
+        if not self.place.computed:  # random keys would be computed at another share than prompts
             return self.program.hint.prefill
         buckets = zip(layer.bounds, pairwise(layer.patterns), strict=True)
         begins = (bound + 1 for bound, (before, behind) in buckets if behind and not before and bound < longest)
@@ -223,17 +227,30 @@ class TimedLayers(ABC):
     def alike(
         self, layer: LayerProgram, q_BHTD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, scale: float
     ) -> LayerProgram | None:
-        """The layer with budgets that random keys use up at the share of calibration prompts; None where none do."""
-        length, shares = chunk.longest, self.place.shares
+        """The layer with budgets that random keys use up as calibration prompts do, in each head; None where they do
+        not. Heads of other families than vertical_slash compute as much of any keys."""
+        length, wanted_H = chunk.longest, self._counts(layer, chunk.longest)
         patterns = layer.patterns_at(length)
-        share = shares[min((planned for planned in shares if planned >= length), default=max(shares))]
-        for _ in range(_SCALINGS):
+        for _ in range(_SCALINGS if wanted_H else 0):
             index = build_index(patterns, q_BHTD, k_BGKD, chunk, layer.tile, scale=scale)
-            computed = float(density(index, chunk))
-            if abs(computed - share) <= _NEAR * share:
+            heads = list(zip(patterns, wanted_H, _shares(index, chunk), strict=True))
+            lines = [
+                (sum(wanted), sum(computed))
+                for pattern, wanted, computed in heads
+                if isinstance(pattern, VerticalSlash)
+            ]
+            if abs(sum(computed - wanted for wanted, computed in lines)) <= _NEAR * sum(wanted for wanted, _ in lines):
                 return replace(layer, bounds=(), patterns=(patterns,))
-            patterns = tuple(_scaled(pattern, share / computed, length) for pattern in patterns)
+            patterns = tuple(_scaled(pattern, length, *shares) for pattern, *shares in heads)
         return None
+
+    def _counts(self, layer: LayerProgram, length: int) -> list[HeadShares]:
+        """Of the heads of this rank, at the shortest counted length that reaches this one, or at the longest; none of a
+        layer that was not counted."""
+        computed, first = self.place.computed, self.program.rank.index * layer.heads
+        planned = computed[min((counted for counted in computed if counted >= length), default=max(computed))]
+        every = [list(zip(one.tiles, one.columns, strict=True)) for one in planned if one.layer == layer.layer]
+        return every[0][first : first + layer.heads] if every else []
 
     def hinted_gain(self, rows: int, length: int) -> float:
         """Stands in for a gain where random keys never reach the share of calibration prompts."""
@@ -284,12 +301,21 @@ def _typical(layers: Sequence[LayerProgram], longest: int) -> LayerProgram | Non
     return sparse[len(sparse) // 2] if sparse else None
 
 
-def _scaled(pattern: Pattern, by: float, length: int) -> Pattern:
-    """A pattern whose tiles and columns are so many times those it has at this length."""
+def _shares(index: TileIndex, chunk: Chunk) -> list[HeadShares]:
+    tiles_H, causal = index.counts_BHT[0].sum(1).double(), chunk.causal_tiles(index.tile)
+    columns_H = computed_tiles(index)[0] - tiles_H
+    return list(zip((tiles_H / causal).tolist(), (columns_H / causal).tolist(), strict=True))
+
+
+def _scaled(pattern: Pattern, length: int, wanted: HeadShares, computed: HeadShares) -> Pattern:
+    """The pattern with budgets for the wanted shares, by those that it computes now."""
     if not isinstance(pattern, VerticalSlash):
         return pattern
-    tiles, columns = (max(1, round(by * budget.resolve(length))) for budget in (pattern.max_tiles, pattern.vertical))
-    return pattern.model_copy(update={"max_tiles": tokens(tiles), "vertical": tokens(columns)})
+    tiles, columns = (
+        tokens(min(length, max(1, round(share / max(now, _LEAST) * budget.resolve(length)))))
+        for share, now, budget in zip(wanted, computed, (pattern.max_tiles, pattern.vertical), strict=True)
+    )
+    return pattern.model_copy(update={"max_tiles": tiles, "vertical": columns})
 
 
 _LONGEST_WAIT = 60.0  # seconds for another engine's measurement

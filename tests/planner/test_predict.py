@@ -25,6 +25,8 @@ def test_a_made_up_prediction_is_what_paper_and_pencil_give() -> None:
     assert found.prefill.dense_us == pytest.approx(tiles)
     assert found.prefill.sparse_us == pytest.approx(0.3 * tiles, rel=1e-4)
     assert found.prefill.density == pytest.approx(0.3, rel=1e-4)
+    heads = [sum(head) for layer in found.computed for head in zip(layer.tiles, layer.columns, strict=True)]
+    assert sum(heads) == pytest.approx(0.3 * 3 * 4 - (12 - len(heads)), rel=1e-2)  # other layers are dense
     assert found.decode.dense_us == pytest.approx(3 * 8.192)
     assert found.decode.sparse_us == pytest.approx(8.192 + 0.8192 + 2 * 1.132)
     assert found.decode.density == pytest.approx((8192 + 2 * 1132) / (3 * 8192), rel=1e-4)

@@ -21,6 +21,7 @@ from sparsekv.plans.quality import CellScore, Excludes, LengthScore, Quality
 from sparsekv.plans.schema import (
     Cost,
     Estimate,
+    LayerCounts,
     Plan,
     Prediction,
     Provenance,
@@ -98,6 +99,11 @@ def large_plan(layers: int = 32, heads: int = 32, buckets: int = 3) -> Plan:
     return Plan(status="unverified", model=model_info(layers, heads, heads // 4), prefill=prefill)
 
 
+def counts(heads: int, tiles: float, columns: float = 0.0) -> tuple[LayerCounts, ...]:
+    """The same counts for every head of twelve layers."""
+    return tuple(LayerCounts(layer=n, tiles=(tiles,) * heads, columns=(columns,) * heads) for n in range(12))
+
+
 def full_plan() -> Plan:
     """A plan that uses every field of schema version 1."""
     return Plan(
@@ -132,6 +138,7 @@ def full_plan() -> Plan:
                 Prediction(
                     length=32768,
                     prefill=Estimate(dense_us=81234.5678, sparse_us=20311.25, density=0.221),
+                    computed=(LayerCounts(layer=1, tiles=(0.0125678, 1, 0.25, 0.25), columns=(0.125, 0, 0.1, 0.0)),),
                     decode=Estimate(dense_us=412.5, sparse_us=96.25, density=0.0625),
                     step=WholeStep(dense_us=5612.5, sparse_us=5296.25, token_us=31.5),
                 ),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from plans_samples import counts
 from vllm_engine import BUDGET, CROSSOVER, NEW, Oracle, generate, make_engine, same
 from vllm_replay import plan_host_of
 
@@ -103,7 +104,7 @@ ONES = Scales(torch.ones(2), torch.ones(2), torch.float32)
 def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(
     engine: Any, host: Any, scales: Scales | None
 ) -> None:
-    shares = {1536: 0.5, 3072: 0.4}
+    computed = {1536: counts(4, 0.5), 3072: counts(4, 0.4)}
     seen: list[float] = []
 
     def launched(launches: Any, device: torch.device) -> list[float]:
@@ -119,7 +120,7 @@ def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(
             launch()
         return [1.0, *[0.5] * (len(launches) - 1)]
 
-    place = Place("sha256:", 3072, BUDGET, 4, shares)
+    place = Place("sha256:", 3072, BUDGET, 4, computed)
     rule = EngineLayers(host.program, place, Timers(launched, replayed), host, CPU, 64, scales).rule(60.0)
     assert len(seen) > 2
     assert rule.prefill.pays(BUDGET, CROSSOVER + 200)
@@ -138,14 +139,19 @@ def test_an_engine_measures_once_a_place(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(timed_kernels, "Timers", lambda: Timers(timer, timer))
-    rules, counts = [], []
-    for place, model in (({}, host.model), ({}, host.model), ({"shares": {3072: 0.3}}, host.model), ({}, "sha256:")):
+    rules, seen = [], []
+    for place, model in (
+        ({}, host.model),
+        ({}, host.model),
+        ({"computed": {3072: counts(4, 0.3)}}, host.model),
+        ({}, "sha256:"),
+    ):
         monkeypatch.setattr(host, "model", model)
-        monkeypatch.setattr(host, "place", replace(Place("sha256:", 3072, BUDGET, 1, {3072: 0.4}), **place))
+        monkeypatch.setattr(host, "place", replace(Place("sha256:", 3072, BUDGET, 1, {3072: counts(4, 0.4)}), **place))
         rules.append(timed_kernels.measured_rule(host, CPU, 64, None, PLAIN))
-        counts.append(len(calls))
+        seen.append(len(calls))
     assert rules[0] == rules[1]
-    assert 0 < counts[0] == counts[1] < counts[2] < counts[3]
+    assert 0 < seen[0] == seen[1] < seen[2] < seen[3]
 
 
 def test_layers_with_soft_caps_are_timed_with_their_caps(
@@ -168,7 +174,7 @@ def test_layers_with_soft_caps_are_timed_with_their_caps(
             launch()
         return [1.0] * len(launches)
 
-    place = Place("sha256:", 3072, BUDGET, 4, {3072: 0.4})
+    place = Place("sha256:", 3072, BUDGET, 4, {3072: counts(4, 0.4)})
     layers = EngineLayers(host.program, place, Timers(timer, timer), host, CPU, 64, softmax=Softmax(3.0))
     layers.prefill_gain(host.program.layers[1], BUDGET, 3072)
     layers.decode_gain(1, 2048)
@@ -192,7 +198,9 @@ def test_vllms_kernel_caps_scores(host: Any) -> None:
 
 
 def test_a_layer_of_random_keys_computes_the_share_of_the_plan(engine: Any, host: Any) -> None:
-    work = EngineLayers(host.program, Place("sha256:", 3072, BUDGET, 4, {3072: 0.25}), Timers(), host, CPU, 64)
+    work = EngineLayers(
+        host.program, Place("sha256:", 3072, BUDGET, 4, {3072: counts(4, 0.25)}), Timers(), host, CPU, 64
+    )
     layer, chunk = host.program.layers[1], Chunk.uniform(1, 2560, 3072)
     heads = replace(layer, bounds=(), patterns=(tuple(layer.patterns_at(3072)[:1] * 4),))  # lines alone
     q_THD, pages = work._queries(512, heads.heads), work._pages(1, 3072, heads.kv_heads)

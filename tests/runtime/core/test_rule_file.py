@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plans_samples import counts
 
 from sparsekv.runtime.core import timed_layers
 from sparsekv.runtime.core.pays import ALWAYS, Pays, Thresholds
@@ -24,11 +25,12 @@ def test_the_second_start_reads_what_the_first_measured(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "other", [{"plan": "sha256:2"}, {"longest": 4096}, {"step": 256}, {"rows": 4}, {"shares": {1024: 0.5, 2048: 0.2}}],
+    "other",
+    [{"plan": "sha256:2"}, {"longest": 4096}, {"step": 256}, {"rows": 4}, {"computed": {1024: counts(4, 0.5)}}],
     ids=str,
 )  # fmt: skip
 def test_what_a_rule_depends_on_of_a_plan_and_its_sizes_is_part_of_its_place(tmp_path, other):
-    place, device = Place("sha256:1", 2048, 512, 16, {1024: 0.5, 2048: 0.4}), torch.device("cpu")
+    place, device = Place("sha256:1", 2048, 512, 16, {1024: counts(4, 0.4)}), torch.device("cpu")
     places = place, replace(place, **other)
     keys = [rule_key(device, "cpu", torch.float32, "cpu", False, "model", **one.key) for one in places]
     assert RuleFile(keys[0], tmp_path).read_or(lambda: RULE) == (RULE, True)

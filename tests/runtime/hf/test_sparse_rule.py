@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_graphs import emulate
+from plans_samples import counts
 from tiny_models import random_tokens, steps, tiny_model
 from tiny_plans import decode_plan, drops, every_head, info_of, plan_for, segment
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import Softmax
+from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.plans.errors import PlanWarning, UsageError
 from sparsekv.plans.patterns import VerticalSlash, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
+from sparsekv.plans.schema import LayerCounts
 from sparsekv.runtime.core import timed_layers
 from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
 from sparsekv.runtime.core.program import Program, Rank
@@ -147,7 +151,7 @@ def test_another_word_is_no_rule(model):
 def work_on(model, launched, replayed, backend="cpu", rank=None, sparse_up_to=4096):
     plan = plan_for(model, prefill_plan(model, 200, sparse_up_to), decode_lengths(LAST, 300))
     program = Program.of(plan.prefill, plan.decode, plan.model, rank)
-    place = Place("sha256:", 1024, 512, 4, {1024: 0.5})
+    place = Place("sha256:", 1024, 512, 4, {1024: counts(4, 0.5)})
     timers, device = Timers(launched, replayed), torch.device("cpu")
     return ModelLayers(program, place, timers, info_of(model), device, torch.float32, backend, float8=False)
 
@@ -282,3 +286,19 @@ def test_where_random_keys_never_reach_the_share_the_hint_decides(model, monkeyp
     work = work_on(model, None, None)
     layer = work.program.layers[0]
     assert [work.prefill_gain(layer, rows, 1024) for rows in (layer.tile.query - 1, layer.tile.query)] == [0, math.inf]
+
+
+@pytest.mark.parametrize("rank", [None, Rank(1, 2)], ids=["one rank", "second of two"])
+def test_each_head_of_a_timed_layer_computes_the_counts_of_the_plan(model, rank):
+    lines = VerticalSlash(vertical=tokens(64), slash=tokens(256), last_q=64, max_tiles=tokens(256))
+    work = work_on(model, None, None, rank=rank)
+    layer = replace(work.program.layers[1], bounds=(), patterns=((lines,) * (4 if rank is None else 2),))
+    wanted = LayerCounts(layer=1, tiles=(0.4, 0.3, 0.6, 0.5), columns=(0.0, 0.08, 0.02, 0.15))
+    work = replace(work, place=replace(work.place, computed={1024: (wanted,)}))
+    chunk, (q_BHTD, k_BGKD, _) = Chunk.uniform(1, 0, 1024), work._tensors(layer, 1, 1024, 1024)
+    alike = work.alike(layer, q_BHTD, k_BGKD, chunk, 0.25)
+    index = build_index(alike.patterns_at(1024), q_BHTD, k_BGKD, chunk, layer.tile, scale=0.25)
+    computed_H = computed_tiles(index)[0] / chunk.causal_tiles(layer.tile)
+    planned_H = [sum(both) for both in zip(wanted.tiles, wanted.columns, strict=True)][-layer.heads :]
+    assert computed_H.tolist() == pytest.approx(planned_H, rel=0.2)
+    assert float(computed_H.sum()) == pytest.approx(sum(planned_H), rel=0.1)
