@@ -62,8 +62,6 @@ USE_AUTO = "; use --set backend=auto"  # what ends the message about a backend t
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The backend that runs, why, and why the ones before it do not."""
-
     name: str
     reason: str
     rejected: tuple[tuple[str, str], ...] = ()
@@ -163,7 +161,7 @@ def prefill_attention(
 def dense_by_flash(
     q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk, *, backend: str
 ) -> bool:
-    """Returns whether `dense_prefill` goes to flash-attn-4: it is the backend, takes the tensors as they lie, and
+    """Whether `dense_prefill` goes to flash-attn-4: the backend, for tensors that it takes as they lie, where it
     pays."""
     if backend != "flash":
         return False
@@ -257,14 +255,7 @@ def decode_attention(
 
 
 def decode_scores(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float, backend: str) -> torch.Tensor:
-    """The scores that `decode_attention` gives with `scoring`, without attending: values are not read.
-
-    Returns:
-        float32 [g, tokens]; anything where no row's scores lie.
-
-    Raises:
-        ShapeError, BackendError: as `decode_attention`.
-    """
+    """float32 [g, tokens]: the scores of `decode_attention` with `scoring`, without reading values."""
     module = _module(backend, _DECODE)
     check_keys(q_BHQD, keys, scale, _any_strides(backend))
     found: torch.Tensor = module.score(q_BHQD, keys, scoring, scale=scale)
@@ -288,7 +279,6 @@ def _cannot_run(name: str, device: torch.device, obstacle: str) -> BackendError:
 def _obstacle(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, tile: TileShape | None = None
 ) -> str | None:
-    """The reason why a backend cannot run there; None when it can."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it takes float32, float16 and bfloat16, found {dtype}"
     if found := _machine_obstacle(name, device):
@@ -381,25 +371,17 @@ class Fallback:
                 torch.cuda.empty_cache()
 
     def build(self, call: Callable[[BuilderName], Found], device: torch.device) -> Found:
-        """`call(builder)`: an index, by the builders of this device, or by torch's once those have failed.
-
-        Raises:
-            Exception: what the builder raised, when the input is at fault, torch was the builder, or the device works
-                no more.
-        """
+        """`call(builder)`: an index, by the builders of this device, or by torch's once those have failed. Raises as
+        `run`."""
         return self._or_torch("index building", call, ("auto", "torch"), device if builds_by_triton(device) else None)
 
     def dense(self, call: Callable[[str], Found], device: torch.device) -> Found:
-        """`call(backend)`: dense attention by our own kernel, or by torch once that has failed. Raises as `build`."""
+        """`call(backend)`: dense attention by our own kernel, or by torch once that has failed. Raises as `run`."""
         return self._or_torch("dense attention", call, (self.backend, "reference"), device)
 
     def decode(self, call: Callable[[str], Found], backend: str, device: torch.device) -> Found:
-        """`call(backend)`: a decode step of a layer, or by torch operations once that has failed.
-
-        Raises:
-            Exception: what the backend raised, when the input is at fault, torch computed it, memory is short, or the
-                device works no more.
-        """
+        """`call(backend)`: a decode step of a layer, or by torch once that has failed. Raises as `run`, and where
+        memory is short."""
         by_torch = backend in ("cpu", "reference")
         return self._or_torch("decode", call, (backend, "reference"), None if by_torch else device)
 

@@ -15,14 +15,8 @@ from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, unpack_bit
 
 
 def mask_of(index: TileIndex, chunk: Chunk, queries: int, window: int | None = None) -> torch.Tensor:
-    """The keys that each query row sees, straight from the definition in tiles.py.
-
-    Args:
-        queries: S, rows of the query tensor, padding included.
-
-    Returns:
-        bool [B, H, S, K], K being the keys of the longest batch row.
-    """
+    """bool [B, H, S, K]: the keys that each query row sees, by the definition in tiles.py; S counts padding, and K keys
+    of the longest batch row."""
     device, keys = index.tiles_BHTW.device, chunk.longest
     past_B1 = torch.tensor(chunk.past, device=device)[:, None]
     length_B1 = torch.tensor(chunk.lengths, device=device)[:, None]

@@ -52,12 +52,10 @@ class Chunk:
 
     @classmethod
     def uniform(cls, batch: int, past: int, length: int) -> Chunk:
-        """The same past and length in every batch row."""
         return cls((past,) * batch, (length,) * batch)
 
     @property
     def longest(self) -> int:
-        """Keys of the longest batch row."""
         return max(self.lengths)
 
     @property
@@ -66,11 +64,9 @@ class Chunk:
         return tuple(n - p for p, n in zip(self.past, self.lengths, strict=True))
 
     def query_tiles(self, tile: TileShape, queries: int) -> int:
-        """T: query tiles that cover `queries` rows."""
         return -(-queries // tile.query)
 
     def key_tiles(self, tile: TileShape) -> int:
-        """Key tiles of the longest batch row."""
         return -(-self.longest // tile.key)
 
     def causal_tiles(self, tile: TileShape, window: int | None = None) -> int:
@@ -190,13 +186,11 @@ def check_layouts(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tens
 
 
 def check_scale(scale: float) -> None:
-    """Raises ShapeError for a softmax scale that is none."""
     if not (scale > 0 and math.isfinite(scale)):
         raise ShapeError(f"scale must be positive and finite, usually 1 / sqrt(head size), found {scale}")
 
 
 def check_heads(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor) -> None:
-    """Raises ShapeError unless k and v have one shape, q has their head size, and heads are a multiple of KV heads."""
     fits = k_BGKD.shape == v_BGKD.shape and k_BGKD.shape[3] == q_BHSD.shape[3]
     if not fits or q_BHSD.shape[1] % k_BGKD.shape[1]:
         raise ShapeError(
@@ -206,7 +200,6 @@ def check_heads(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor
 
 
 def check_chunk(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, window: int | None) -> None:
-    """The chunk's rows are rows of q, and its keys lie in k."""
     if not len(chunk.past) == q_BHSD.shape[0] == k_BGKD.shape[0]:
         raise ShapeError(
             f"the chunk describes {len(chunk.past)} batch rows, q has {q_BHSD.shape[0]}, k has {k_BGKD.shape[0]}"
@@ -221,7 +214,6 @@ def check_chunk(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, window
 
 
 def check_index(q_BHSD: torch.Tensor, index: TileIndex, chunk: Chunk) -> None:
-    """The index was built for these heads and these rows."""
     B, H, S, _ = q_BHSD.shape
     T = chunk.query_tiles(index.tile, S)
     C = index.columns_BHC.shape[-1]

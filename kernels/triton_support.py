@@ -55,7 +55,6 @@ def head_size_obstacle(head_dim: int) -> str | None:
 
 
 def check_tensors(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor) -> None:
-    """Raises BackendError or ShapeError for tensors that the prefill kernel does not take."""
     obstacle = head_size_obstacle(q_BHSD.shape[-1])
     if not (q_BHSD.is_cuda or interpreting()):
         obstacle = f"it needs tensors on a GPU, found {q_BHSD.device}"

@@ -32,14 +32,14 @@ from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.plans.patterns import PATTERNS, AShape, Dense, Pattern, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import DecodeBudget, Segment
 from sparsekv.plans.schema import BackendName
-from sparsekv.runtime.core.decode import Resident, decode
-from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.core.program import LayerProgram, decode
 from sparsekv.runtime.core.roles import Filter, Step
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.timed_layers import Launch, device_us
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.stores.float8 import Float8
+from sparsekv.runtime.stores.store import Resident
 
 # Work of the largest dense launch that is timed, in floating-point operations: a fraction of a second either way.
 _MOST_WORK = {"cpu": 1.2e10, "cuda": 2e14}

@@ -23,16 +23,8 @@ class Architecture:
     """Names of attributes.
 
     Attributes:
-        package: of transformers.models, that has its classes; the model type where empty.
-        mlp: of a layer; may be a mixture of experts.
-        beside: of a layer, an MLP whose output is added to that of the other one; it may have none.
         norms: of a layer, before its attention and before its MLP; empty where it has none there.
-        norms_after: of a layer, of what its attention and its MLP add to the hidden states.
         parallel: whether the MLP of a layer reads what its attention reads: the first norm of the layer's input.
-        output: of an attention, its last projection.
-        residual: of a layer, the number by which it multiplies what it adds.
-        idle: of a layer, modules that do nothing in evaluation.
-        experts: of a config, the width of an expert; empty where the MLP is dense.
         shared: of a config, the width of the MLP of every token beside experts, or how many experts it is as wide as.
         at_once: numbers that an MLP, or an expert, holds of each token, in its widths; 0 is what most have: gate, up
             and product, and of an expert its gate once more.
@@ -42,23 +34,23 @@ class Architecture:
             the call does not say their positions.
         one_piece: whether layers with a recurrent state begin every pass of several tokens without one, behind a past
             too.
-        text_as: the model type that computes the same of text: tokens of this one have a position on each of three
-            axes (M-RoPE), and those of text have the same on all.
+        text_as: the model type that computes the same of text: tokens of this one have a position on each of three axes
+            (M-RoPE), and those of text have the same on all.
     """
 
     model_type: str
-    package: str = ""
+    package: str = ""  # of transformers.models, that has its classes; the model type where empty
     attention: str = "self_attn"
-    mlp: str = "mlp"
-    beside: str = ""
+    mlp: str = "mlp"  # of a layer; may be a mixture of experts
+    beside: str = ""  # of a layer, an MLP whose output is added to that of the other one; it may have none
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
-    norms_after: tuple[str, str] = ("", "")
+    norms_after: tuple[str, str] = ("", "")  # of a layer, of what its attention and its MLP add to the hidden states
     parallel: bool = False
     last_norm: str = "norm"
-    output: str = "o_proj"
-    residual: str = ""
-    idle: tuple[str, ...] = ()
-    experts: str = ""
+    output: str = "o_proj"  # of an attention, its last projection
+    residual: str = ""  # of a layer, the number by which it multiplies what it adds
+    idle: tuple[str, ...] = ()  # of a layer, modules that do nothing in evaluation
+    experts: str = ""  # of a config, the width of an expert; empty where the MLP is dense
     shared: str = ""
     at_once: int = 0
     whole: bool = False
@@ -68,7 +60,6 @@ class Architecture:
 
     @property
     def home(self) -> str:
-        """The module of transformers with its classes."""
         package = self.package or self.model_type
         return f"transformers.models.{package}.modeling_{package}"
 
@@ -93,7 +84,6 @@ class Architecture:
         return self.whole or bool(getattr(config, "use_parallel_residual", False))
 
     def has_parts(self, layer: Any) -> bool:
-        """Returns whether a layer has the parts that are named here, and no others."""
         parts = {self.attention, self.mlp, *self.norms, *self.norms_after, *self.idle} - {""}
         if self.whole:
             return False
@@ -267,7 +257,6 @@ REFUSED = {  # families that are often asked for, and why not yet
 
 
 def architecture_of(model_type: str) -> Architecture:
-    """The record of a model type."""
     if model_type in ARCHITECTURES:
         return ARCHITECTURES[model_type]
     if model_type in REFUSED:
@@ -291,25 +280,16 @@ _CHUNK = 64  # tokens that torch computes together in a gated delta rule
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """The sizes of a layer with a recurrent state.
-
-    Attributes:
-        key_heads: heads or groups of what is written to it.
-        head_dim: numbers of a head that a token adds.
-        state_bytes: of a row, whatever its length.
-        token_bytes: of a token while a prompt runs through the layer, as torch computes it; fast kernels, where
-            transformers has them, take less.
-    """
+    """The sizes of a layer with a recurrent state."""
 
     heads: int
-    key_heads: int
-    head_dim: int
-    state_bytes: int
-    token_bytes: int
+    key_heads: int  # heads or groups of what is written to it
+    head_dim: int  # numbers of a head that a token adds
+    state_bytes: int  # of a row, whatever its length
+    token_bytes: int  # of a token in a prompt, as torch computes it; fast kernels of transformers take less
 
 
 def recurrence_of(config: PreTrainedConfig) -> Recurrence:
-    """The sizes of the recurrent layers of a model with this config."""
     for name, of_kind in _KINDS.items():
         if getattr(config, name, None) is not None:
             return of_kind(config)

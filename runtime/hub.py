@@ -87,9 +87,7 @@ def download_plans(source: ModelSource) -> Path | None:
 
 
 def upload_plan(source: ModelSource, plan: bytes, create_pr: bool = False) -> str:
-    """Uploads the text of a plan to a hub repository as its sparsekv.yaml; returns the address of the commit, or of the
-    pull request.
-    """
+    """Uploads a plan to a hub repository as its sparsekv.yaml; the address of the commit or the pull request."""
     repository, trouble = source.path_or_id, asked(source).trouble
     if not trouble:
         try:
@@ -124,7 +122,6 @@ def find_plan(repository: str, revision: str | None = None) -> Path | None:
 
 
 def _trouble(repository: str) -> str:
-    """The reason why the hub does not give us a repository; empty where it does."""
     answers: list[str] = []
     lookup = Thread(target=lambda: answers.append(_refusal(repository)), daemon=True)  # names are looked up unlimited
     lookup.start()

@@ -133,8 +133,8 @@ def config_of_layer(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
 
 
 def _keys_of(config: PreTrainedConfig, layer: int) -> int | None:
-    """The layer whose keys and values another one attends to: of the first ones, which have their own, the last one of
-    its kind."""
+    """The layer whose keys and values another attends to: the last of its kind among the first, which have their
+    own."""
     first = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
     kinds = getattr(config, "layer_types", None)
     if layer < first or kinds is None:

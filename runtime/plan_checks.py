@@ -22,23 +22,15 @@ from sparsekv.runtime.settings import threads_spin
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The abilities of a host, as far as hosts differ.
-
-    Attributes:
-        older_queries: filter layers may choose by more than the newest query.
-        windows: layers with a sliding window may prefill sparse.
-        mixed_caches: they may beside layers whose caches have another shape.
-        drafts: decode drafts only, and the output is that of dense attention (exact output).
-        obstacles: a sentence for each of its own settings that stands in the way of the plan.
-    """
+    """The abilities of a host, as far as hosts differ."""
 
     name: str = "transformers"
-    older_queries: bool = True
-    windows: bool = True
+    older_queries: bool = True  # filter layers may choose by more than the newest query
+    windows: bool = True  # layers with a sliding window may prefill sparse
     evicts: bool = True
-    mixed_caches: bool = True
-    drafts: bool = False
-    obstacles: tuple[str, ...] = ()
+    mixed_caches: bool = True  # they may beside layers whose caches have another shape
+    drafts: bool = False  # decode drafts only, and the output is that of dense attention (exact output)
+    obstacles: tuple[str, ...] = ()  # a sentence for each of its own settings that stands in the way of the plan
     way_out: str = "Make a plan without it."
 
 

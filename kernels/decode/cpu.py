@@ -132,8 +132,6 @@ def _attend(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Head:
-    """One KV head of one batch row."""
-
     b: int
     g: int
     tokens: slice | torch.Tensor
@@ -143,8 +141,6 @@ class _Head:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """The inputs of all KV heads, and the tensors of their results."""
-
     q_BGND: torch.Tensor  # scaled
     keys: KeyView
     out_BGND: torch.Tensor | None  # values are read for it alone

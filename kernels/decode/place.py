@@ -44,13 +44,7 @@ class PlacedStep:
 
     @classmethod
     def empty(cls, table: SlotTable, most: int, recent: int) -> PlacedStep:
-        """Room for a step.
-
-        Args:
-            table: where the tokens get their slots, at most MOST_SLOTS of them.
-            most: tokens that a row attends to.
-            recent: of which so many are recent.
-        """
+        """Room for a step whose rows attend to `most` tokens, `recent` of them without a slot."""
         (batch, lists, _), device = table.token_BgH.shape, table.token_BgH.device
 
         def room(*shape: int) -> torch.Tensor:

@@ -37,7 +37,6 @@ class Selection:
         return self.sink + self.chosen_BgN.shape[2] + self.recent
 
     def to(self, device: torch.device) -> Selection:
-        """The same selection for keys on that device; itself where it is there."""
         if self.counts_B.device == device:
             return self
         return Selection(self.chosen_BgN.to(device), self.counts_B.to(device), self.sink, self.recent)

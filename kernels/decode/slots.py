@@ -72,12 +72,10 @@ class SlotTable:
         return self.token_BgH[:, :, : self.slots]
 
     def contents(self) -> SlotContents:
-        """A copy of the slots, for `load`."""
         return SlotContents(self.token_BgH.clone(), self.worth_BgH.clone())
 
     def load(self, contents: SlotContents) -> None:
-        """From here on the slots are as they were in this table, or in another one of as many slots. Every token in
-        them is below the capacity of this table."""
+        """The slots become those of `contents`, of a table of as many slots, whose tokens are below our capacity."""
         self.slot_of_BgC.fill_(NO_SLOT)
         self.token_BgH.copy_(contents.token_BgH)
         self.worth_BgH.copy_(contents.worth_BgH)
@@ -92,11 +90,7 @@ class SlotTable:
         self.worth_BgH.zero_()
 
     def place(self, tokens_BgM: torch.Tensor) -> Placed:
-        """Gives every listed token a slot.
-
-        Args:
-            tokens_BgM: int32: each token once, in any order; negative entries are skipped.
-        """
+        """Gives every listed token a slot: each is there once, in any order; negative entries are skipped."""
         self.worth_BgH -= self.worth_BgH >> AGEING
         listed_BgM = tokens_BgM >= 0
         slots_BgM = self.slot_of_BgC.gather(2, torch.where(listed_BgM, tokens_BgM, self.capacity).long())
@@ -172,33 +166,22 @@ class Fetch:
 
 
 class SlotState:
-    """Stands for one state of a slot table. Stores whose slots have the tokens of that state hold the same object.
-
-    Attributes:
-        contents: of the table, where it serves other stores meanwhile.
-    """
+    """Stands for one state of a slot table: stores whose slots have the tokens of that state hold the same object."""
 
     def __init__(self) -> None:
-        self.contents: SlotContents | None = None
+        self.contents: SlotContents | None = None  # of the table, where it serves other stores meanwhile
 
 
 @dataclass(frozen=True)
 class SlotStep:
-    """One choice of tokens, and where they are. The tensors of the choice are on the device.
-
-    Attributes:
-        state: of the slots, with the choice placed.
-        tokens_BgM: int32, what a row reads in the order of attention: sinks, chosen, recent; NO_TOKEN behind them.
-        placed: of the tokens that may be in a slot: those before `hot_from`.
-        hot_from: tokens from here on are on the device without a slot.
-    """
+    """One choice of tokens, and where they are. The tensors of the choice are on the device."""
 
     before: SlotState
-    state: SlotState
-    tokens_BgM: torch.Tensor
+    state: SlotState  # of the slots, with the choice placed
+    tokens_BgM: torch.Tensor  # int32, in the order of attention: sinks, chosen, recent; NO_TOKEN behind them
     counts_B: torch.Tensor
-    placed: Placed
-    hot_from: int
+    placed: Placed  # of the tokens that may be in a slot: those before `hot_from`
+    hot_from: int  # tokens from here on are on the device without a slot
     _table: SlotTable = field(repr=False)
     _reads_all_B: torch.Tensor = field(repr=False)
 

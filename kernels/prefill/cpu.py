@@ -55,8 +55,6 @@ def prefill(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BatchRow:
-    """One batch row without its padding."""
-
     q_HSD: torch.Tensor
     k_GKD: torch.Tensor
     v_GKD: torch.Tensor
@@ -201,8 +199,6 @@ def _join(
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """The query tiles of one head of one batch row."""
-
     query: int  # M
     key: int
     first_T: torch.Tensor  # token of each query tile's first row
@@ -216,12 +212,10 @@ class HeadRows:
 
     @property
     def most_keys(self) -> int:
-        """Keys of the fullest query tile."""
         return int((self.listed_TW.sum(1) * self.key + self.whole_TC.sum(1)).max())
 
     @property
     def edge_keys(self) -> int:
-        """Edge keys of the query tile that has most of them."""
         return int((self.edge_TW.sum(1) * self.key + self.edge_TC.sum(1)).max())
 
     def whole(self, part: slice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

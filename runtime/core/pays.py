@@ -26,15 +26,10 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """The contexts from which steps of each size are sparse.
+    """The contexts from which steps of each size are sparse."""
 
-    Attributes:
-        rows: sizes of step, ascending; smaller steps than the first are dense.
-        tokens: the context of each size, descending or equal.
-    """
-
-    rows: tuple[int, ...] = ()
-    tokens: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()  # sizes of step, ascending; smaller steps than the first are dense
+    tokens: tuple[int, ...] = ()  # the context of each size, descending or equal
 
     def at(self, rows: int) -> int | None:
         """The context from which a step with so many rows is sparse; None where it is dense at every length."""
@@ -42,7 +37,6 @@ class Thresholds:
         return self.tokens[position - 1] if position else None
 
     def pays(self, rows: int, tokens: int) -> bool:
-        """Returns whether a step of this size is sparse at this context."""
         least = self.at(rows)
         return least is not None and tokens >= least
 

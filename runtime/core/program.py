@@ -2,13 +2,13 @@
 
 Nothing that runs looks at a plan again. Under tensor parallelism each rank lowers the same plan to its own heads.
 
-Shapes: B batch, H query heads, G KV heads.
+Shapes: B batch, H query heads, G KV heads, Q new tokens of a row, D head size.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,9 +19,11 @@ from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention, Segment
 from sparsekv.runtime.core.pays import Pays, Thresholds
-from sparsekv.runtime.core.roles import DENSE, Evicting, Filter, Follower, Recurrent, Role
+from sparsekv.runtime.core.roles import DENSE, Evicting, Filter, Follower, Recurrent, Role, Step
 from sparsekv.runtime.core.segments import SegmentProgram
-from sparsekv.runtime.core.state import NewCarried
+from sparsekv.runtime.core.state import DecodeState, NewCarried
+from sparsekv.runtime.core.stats import Meter
+from sparsekv.runtime.stores.store import KeySource
 
 DEFAULT_TILE = TileShape()
 
@@ -35,7 +37,6 @@ class Rank:
     count: int = 1
 
     def heads(self, group: AttentionGroup) -> tuple[slice, slice]:
-        """Query heads and KV heads of this rank in a layer of this shape."""
         more, fewer = max(group.kv_heads, self.count), min(group.kv_heads, self.count)
         if group.heads % self.count or more % fewer:
             raise UnsupportedError(
@@ -50,8 +51,6 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class LayerProgram:
-    """The patterns and the decode role of one layer on one rank."""
-
     layer: int
     heads: int  # query heads of the rank
     kv_heads: int
@@ -78,8 +77,6 @@ class LayerProgram:
 
 @dataclass(frozen=True)
 class Program:
-    """A lowered plan: all layers of a model on one rank."""
-
     rank: Rank
     layers: tuple[LayerProgram, ...]
 
@@ -110,7 +107,7 @@ class Program:
 
     @cached_property
     def caching(self) -> tuple[LayerProgram, ...]:
-        """Returns, of these, the layers with keys and values of their own."""
+        """The attending layers with keys and values of their own."""
         return tuple(layer for layer in self.attending if layer.keys_of is None)
 
     @cached_property
@@ -160,15 +157,50 @@ class Program:
 
     @cached_property
     def carried(self) -> dict[int, NewCarried]:
-        """By layer, the makers of tensors that decode steps carry on."""
         meta = torch.device("meta")
         return {at.layer: at.role.new_carried for at in self.layers if at.role.new_carried(meta) is not None}
+
+
+def decode(
+    layer: LayerProgram,
+    q_BHQD: torch.Tensor,
+    source: KeySource,
+    state: DecodeState,
+    *,
+    scale: float,
+    backend: str,
+    verifies: bool = False,
+    new_B: torch.Tensor | None = None,
+    out_BHQD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the new tokens of every row in one layer, as its role has it.
+
+    Args:
+        q_BHQD: queries of the rank's heads; one token, but where a draft is verified.
+        state: of the step: `begin` was called, and filter layers come before the layers of their segments.
+        verifies: the tokens are a draft and what follows it: they attend to everything, in one pass over the keys.
+        new_B: how many of the Q tokens each row has; all of them when None.
+        out_BHQD: where the output goes; rows without keys are left as they are.
+
+    Returns:
+        [B, H, Q, D].
+    """
+    return layer.role.step(
+        Step(layer.layer, layer.window, q_BHQD, source, state, scale, backend, verifies, new_B, out_BHQD)
+    )
+
+
+def count_step(program: Program, lengths: Sequence[int], meter: Meter) -> None:
+    """Counts what one decode step attends to, at lengths with the new tokens included."""
+    for layer, layers in program.alike_in_decode:
+        for length, read in zip(lengths, layer.role.reads(lengths), strict=True):
+            visible = length if layer.window is None else min(length, layer.window)
+            meter.add_decode(layers * min(visible, read), layers * visible)
 
 
 def _roles(
     segments: Iterable[tuple[Segment, SegmentProgram]], evicting: Mapping[int, Retention], model: ModelInfo, rank: Rank
 ) -> dict[int, Role]:
-    """Returns the roles of the layers that are not dense."""
     roles: dict[int, Role] = {layer: Evicting(rule) for layer, rule in evicting.items()}
     roles |= {layer: Recurrent() for layer in range(model.layers) if model.group_of(layer).kind == "linear"}
     for segment, lowered in segments:

@@ -37,7 +37,7 @@ Attempt = Callable[[Callable[[str], Any], torch.device], Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """A decode step of one layer; see `core.decode.decode`."""
+    """A decode step of one layer; see `core.program.decode`."""
 
     layer: int
     window: int | None  # the layer's own sliding window
@@ -66,7 +66,6 @@ class Step:
         return attended.out_BHSD, attended.scores_gT
 
     def attend_all(self) -> torch.Tensor:
-        """[B, H, Q, D] over everything that is cached."""
         return self.attend(self.source.view(self.lengths_B), window=self.window)[0]
 
     def attend_to(self, selection: Selection, slots: SlotMap | None = None) -> torch.Tensor:
@@ -110,14 +109,12 @@ class Role:
 
     @property
     def evicts(self) -> Retention | None:
-        """The rule by which it evicts."""
         return None
 
     # --- what it reads and stores -------------------------------------------------------------------------------------
 
     def reads(self, lengths: Sequence[int]) -> list[int]:
-        """Tokens of each row that a step attends to, without a window; one of which only the key is read counts
-        half."""
+        """Tokens of each row in a step, without a window; one of which only the key is read counts half."""
         return list(lengths)
 
     def gathers(self, lengths: Sequence[int]) -> bool:
@@ -185,8 +182,6 @@ DENSE = Role()
 
 @dataclass(frozen=True, slots=True)
 class Recurrent(Role):
-    """A layer with a recurrent state, which has no step here."""
-
     @property
     def attends(self) -> bool:
         return False
@@ -194,8 +189,6 @@ class Recurrent(Role):
 
 @dataclass(frozen=True, slots=True)
 class _InSegment(Role):
-    """A layer that chooses for a segment or belongs to it."""
-
     segment: SegmentProgram
 
     @property
@@ -234,7 +227,6 @@ class Follower(_InSegment):
 
     @property
     def lists(self) -> int:
-        """Lists of chosen tokens that it attends to."""
         return self.segment.lists if self.kv_map is None else len(self.kv_map)
 
     def reads(self, lengths: Sequence[int]) -> list[int]:
@@ -260,13 +252,9 @@ class Follower(_InSegment):
 
 @dataclass(frozen=True, slots=True)
 class Filter(_InSegment):
-    """A layer that chooses tokens for its segment.
+    """A layer that chooses tokens for its segment."""
 
-    Attributes:
-        itself: how it attends to its own choice; None where it attends to everything.
-    """
-
-    itself: Follower | None = None
+    itself: Follower | None = None  # how it attends to its own choice; None where it attends to everything
 
     @property
     def capturable(self) -> bool:
@@ -288,7 +276,6 @@ class Filter(_InSegment):
         return list(lengths) if self.itself is None else _attended(self.segment, lengths, scores=True)
 
     def observe(self, layer: int, new: Observed, state: DecodeState) -> None:
-        """Remembers the newest queries, where the selector looks at older ones."""
         state.remember(self.segment, new.q_BHWD)
 
     def step(self, step: Step) -> torch.Tensor:
@@ -365,7 +352,6 @@ class Evicting(Role):
     def end_prompt(
         self, layer: int, store: KVStore, state: DecodeState, attempt: Attempt, scales: Scales | None = None
     ) -> None:
-        """Evicts the tokens that the rule does not keep."""
         own, observed = _own(store), state.observed(layer)
         if not own.prompt_tokens:
             return own.resume()
@@ -380,7 +366,6 @@ class Evicting(Role):
         return own.evict(attempt(call, k_BGSD.device))
 
     def count_step(self, store: KVStore, meter: Meter) -> None:
-        """Counts the cached tokens of all."""
         own = _own(store)
         rows = len(own.lengths)
         meter.add_decode(rows * own.rows_after(1), rows * (own.length + 1))

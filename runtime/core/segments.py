@@ -41,8 +41,7 @@ class SegmentProgram:
 
     @property
     def whole_up_to(self) -> int:
-        """The longest length such that it, and every shorter one, is attended to as a whole by its bucket; 0 if none
-        is."""
+        """The longest length up to which its bucket attends to everything at every length; 0 if none does."""
         sparse = next(at for at, segment in enumerate(self.buckets) if segment is not None)
         return self.bounds[sparse - 1] if sparse else 0
 
@@ -57,18 +56,16 @@ class SegmentProgram:
         return ALL if chosen is None else chosen
 
     def read_tokens(self, length: int, scores: bool) -> int:
-        """Tokens that one of the layers reads where it attends to the choice, the filter layer with the keys that it
-        scores; see `Segment.read_tokens`."""
+        """Tokens that one of its layers reads, with those whose keys it scores; see `Segment.read_tokens`."""
         segment = self.bucket(length)
         return length if segment is None else segment.read_tokens(self.filter if scores else -1, length)
 
     def all_whole(self, lengths: Sequence[int] | None) -> bool:
-        """Returns whether all rows are known to attend to everything; lengths that the host does not know are None."""
+        """Whether all rows are known to attend to everything; None is lengths that the host does not know."""
         return lengths is not None and all(self.count(length) == ALL for length in lengths)
 
     @property
     def reads(self) -> Reads:
-        """Reads of a long context by its layers."""
         budgets = tuple(bucket.budget for bucket in self.buckets if bucket is not None)
         return Reads(budgets, self.sink, self.recent, self.whole_up_to)
 
@@ -85,8 +82,7 @@ def scored_tokens(heads: int, scratch: torch.Tensor | None = None, lists: int = 
 
 
 def counts_of(segment: SegmentProgram, lengths: Sequence[int]) -> list[int]:
-    """Returns what `Budgets` computes for one segment, where the host knows the lengths: chosen tokens of each row, or
-    ALL."""
+    """`Budgets.of` for one segment, where the host knows the lengths."""
     room, end, counts = scored_tokens(segment.query_heads), 0, []
     for length in lengths:
         count = segment.count(length)

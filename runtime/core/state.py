@@ -142,14 +142,12 @@ class DecodeState:
         return counts_FB[number], starts_FB[number]
 
     def choosing(self, segment: SegmentProgram, backend: str) -> torch.Tensor:
-        """int32 [B]: lengths of the rows that choose for the segment in this step, 0 for those that attend to
-        everything."""
+        """int32 [B]: lengths of the rows that choose for the segment in this step, 0 for the others."""
         if self._choosing_FB is None:
             self._choosing_FB = self.lengths_B * (self._budget(backend)[0] != ALL)
         return self._choosing_FB[self._numbers[segment.filter]]
 
     def room(self, segment: SegmentProgram) -> int:
-        """Tokens of all rows together that a filter layer can score."""
         return scored_tokens(segment.query_heads, self.scratch, segment.lists)
 
     def _budget(self, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +156,6 @@ class DecodeState:
         return self._budgets_2FB
 
     def budgets(self, device: torch.device) -> Budgets:
-        """Returns the budgets of all segments, for lengths on the device."""
         if device not in self._tables:
             with torch.inference_mode(False):
                 self._tables[device] = Budgets(self._segments, [self.room(one) for one in self._segments], device)
@@ -211,7 +208,6 @@ class DecodeState:
 
     @property
     def remembered(self) -> Remembered:
-        """The state of this moment that lasts between steps."""
         carried = {layer: tensor.clone() for layer, tensor in self.carried.items()}
         return Remembered(dict(self._queries), dict(self._observed), carried)
 
@@ -220,7 +216,7 @@ class DecodeState:
         self._queries, self._observed, self.carried = dict(before.queries), dict(before.observed), dict(before.carried)
 
     def restore(self, cached: int, before: Remembered) -> None:
-        """Puts back what was remembered of a layer with keys of its own and of those that read them."""
+        """Puts back the queries of a layer with keys of its own, and of the layers that read them."""
         for layer in self._readers.get(cached, (cached,)):
             _put_back(self._queries, before.queries, layer)
             _put_back(self._observed, before.observed, layer)
@@ -228,8 +224,7 @@ class DecodeState:
                 self.carried[layer].copy_(before.carried[layer])
 
     def select(self, cached: int, rows_B: torch.Tensor) -> None:
-        """Row i of the sequences becomes a copy of row `rows_B[i]`, in what is remembered of a layer with keys of its
-        own and of those that read them."""
+        """Row i becomes a copy of row `rows_B[i]`, for a layer with keys of its own and those that read them."""
         for layer in self._queries.keys() & {*self._readers.get(cached, (cached,))}:
             queries_BHWD = self._queries[layer]
             self._queries[layer] = queries_BHWD.index_select(0, rows_B.to(queries_BHWD.device))
@@ -246,8 +241,7 @@ class DecodeState:
         self._moved.clear()
 
     def chosen(self, segment: SegmentProgram, device: torch.device | None = None) -> Selection | None:
-        """Returns what the filter layer chose in this step, for keys on `device`: one object for all who ask in the
-        step."""
+        """The choice of the filter layer in this step, for keys on `device`: one object for all layers."""
         assert segment.filter in self._selected, "the filter layer comes first"
         selection = self._selected[segment.filter]
         if selection is None or device is None or selection.counts_B.device == device:
@@ -258,12 +252,10 @@ class DecodeState:
         return self._moved[key]
 
     def has_chosen(self, segment: SegmentProgram) -> bool:
-        """Returns whether the filter layer came before in this step."""
         return segment.filter in self._selected
 
     def slots(self, choice: int, device: torch.device) -> SlotMap:
-        """The slots of hot sets that layers on the device share, which take the very same choice; see
-        `Follower.slots_key`."""
+        """The slots that layers on the device with the very same choice share; see `Follower.slots_key`."""
         return self._slots.setdefault((choice, device), SlotMap())
 
 

@@ -61,7 +61,6 @@ def launched_us(launches: Sequence[Launch], device: torch.device) -> list[float]
 
 
 def device_us(launches: Sequence[Launch], device: torch.device, rounds: int = _ROUNDS) -> list[float]:
-    """Median time of each launch on the device."""
     with torch.cuda.device(device):
         return _in_turn(launches, rounds, device, _ISSUE_US)
 
@@ -141,25 +140,16 @@ class Timers:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The plan and the sizes that a rule is measured for.
+    """The plan and the sizes that a rule is measured for."""
 
-    Attributes:
-        plan: digest of its executed phases.
-        longest: tokens of the longest request.
-        step: most rows of a chunk.
-        rows: most rows of a decode step.
-        computed: counts of calibration prompts by length, where the plan tells them.
-    """
-
-    plan: str
-    longest: int
-    step: int
-    rows: int
-    computed: Mapping[int, tuple[LayerCounts, ...]]
+    plan: str  # digest of its executed phases
+    longest: int  # tokens of the longest request
+    step: int  # most rows of a chunk
+    rows: int  # most rows of a decode step
+    computed: Mapping[int, tuple[LayerCounts, ...]]  # counts of calibration prompts by length, where the plan tells them
 
     @property
     def key(self) -> dict[str, str | int]:
-        """Its part of the key that a measured rule is stored by."""
         computed = content_digest({str(length): list(map(to_data, has)) for length, has in self.computed.items()})
         return {"plan": self.plan, "longest": self.longest, "step": self.step, "rows": self.rows, "computed": computed}
 
@@ -191,11 +181,7 @@ class TimedLayers(ABC):
         return measured
 
     def rule(self, seconds: float) -> Pays:
-        """Measures; sizes whose turn comes after so many seconds are dense.
-
-        Raises:
-            torch.OutOfMemoryError: there is no room for the keys of one layer.
-        """
+        """Measures; sizes whose turn comes after so many seconds are dense. May raise torch.OutOfMemoryError."""
         deadline = time.monotonic() + seconds
 
         def left() -> float:
@@ -258,11 +244,8 @@ class TimedLayers(ABC):
 
     def layer_gain(self, dense: Launch, sparse: Launch, x_TE: torch.Tensor) -> float:
         """Dense time over sparse time of a layer: attention, and products as of its projections, whose time on the
-        device hides that of the program, which an index takes more of.
-
-        Args:
-            x_TE: as many numbers a row as the heads have.
-        """
+        device hides that of the program, which an index takes more of. `x_TE` has as many numbers a row as the
+        heads."""
         rows, width = x_TE.shape
         new = partial(torch.empty, dtype=x_TE.dtype, device=x_TE.device)
         w_EF, out_TF = (new(size, width * self.program.rank.count) for size in (width, rows))
@@ -279,12 +262,10 @@ class TimedLayers(ABC):
 
     @property
     def kinds(self) -> list[tuple[LayerProgram, int]]:
-        """One of the sparse layers that read as much in every step, and how many of them there are; filter layers come
-        before the layers of their segments."""
+        """One layer of each kind of sparse layer, and their number; filter layers come first in their segments."""
         return [(layer, count) for layer, count in self.program.alike_in_decode if layer.role.is_sparse]
 
     def step_gain(self, times: Sequence[float]) -> float:
-        """The gain of all layers, from the times of a dense one and of `kinds`."""
         dense, counts = times[0], [count for _, count in self.kinds]
         ours = sum(us * count for us, count in zip(times[1:], counts, strict=True))
         layers = len(self.program.attending)
@@ -370,8 +351,6 @@ def _installed(package: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RuleFile:
-    """The rule of one key, in a folder of all rules."""
-
     key: RuleKey
     folder: Path
 

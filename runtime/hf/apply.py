@@ -375,7 +375,6 @@ def _tell_of(on_bytes: Callable[[int, int], object], total: int, more: int) -> N
 
 
 def check_sizes(answer: object, *, tokens: int, **sizes: object) -> None:
-    """Raises UsageError where an answer or a size of `Handle.new_cache` is none."""
     for name, count in {"tokens": tokens, **sizes}.items():
         if type(count) is not int or count < 1:
             raise UsageError(f"expected {name} of 1 or more, found {count!r:.40}")
@@ -384,7 +383,6 @@ def check_sizes(answer: object, *, tokens: int, **sizes: object) -> None:
 
 
 def check_offload(mode: object, host_layers: object) -> None:
-    """Raises UsageError where `offload` is no mode, or stands beside `kv_host_layers`."""
     if mode is None:
         return
     if mode not in get_args(OffloadMode):
@@ -394,12 +392,7 @@ def check_offload(mode: object, host_layers: object) -> None:
 
 
 def check_kv_dtype(kv_dtype: object, backend: str, device: torch.device) -> bool:
-    """Returns whether keys and values are in 8 bits.
-
-    Raises:
-        UsageError: `kv_dtype` is none.
-        BackendError: the backend does not read it there.
-    """
+    """Whether keys and values are in 8 bits. Raises BackendError where the backend does not read them."""
     if kv_dtype not in get_args(KVDtype):
         raise UsageError(f"expected kv_dtype to be {' or '.join(get_args(KVDtype))}, found {kv_dtype!r:.40}")
     if kv_dtype == "fp8" and (obstacle := float8_obstacle(backend, device)):
@@ -415,14 +408,12 @@ def host_of(model: PreTrainedModel, exact: bool) -> Host:
 
 
 def check_type(kind: type | UnionType, expected: str, **arguments: object) -> None:
-    """Raises UsageError where an argument is of another type."""
     for name, value in arguments.items():
         if not isinstance(value, kind):
             raise UsageError(f"expected {name} to be {expected}, found {value!r:.80}")
 
 
 def check_evicting(evicting: frozenset[int], in_host_memory: frozenset[int]) -> None:
-    """Raises UsageError where an evicting layer is to be in host memory."""
     if both := evicting & in_host_memory:
         raise UsageError(
             f"expected layers in host memory that evict nothing, found {format_ids(both)}, of which the plan's "
@@ -431,11 +422,7 @@ def check_evicting(evicting: frozenset[int], in_host_memory: frozenset[int]) -> 
 
 
 def check_handed_over(program: Program) -> None:
-    """Refuses a program that needs queries of a prompt that was prefilled elsewhere.
-
-    Raises:
-        UnsupportedError: a selector looks at older queries than the newest, or a layer evicts.
-    """
+    """Refuses a program that needs queries of a prompt that was prefilled elsewhere."""
     if program.remembers:
         raise UnsupportedError(
             f"expected a plan whose selectors look at the newest query alone, found older ones in filter layer "

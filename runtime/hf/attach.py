@@ -50,7 +50,6 @@ _ABSENT = object()
 
 
 def check_attachable(model: PreTrainedModel) -> None:
-    """Raises a clear error when nothing can be attached to `model`."""
     if not isinstance(model, PreTrainedModel):
         raise UsageError(
             f"expected a Hugging Face PreTrainedModel, found {type(model).__name__}; give load_model(...).model"
@@ -113,11 +112,7 @@ class Prompt:
 
 
 class Attached:
-    """An engine at work on a model.
-
-    Args:
-        configs: of the model, with their attention implementations of before.
-    """
+    """An engine at work on a model, with the model's configs and their attention implementations of before."""
 
     def __init__(
         self,
@@ -223,8 +218,8 @@ class Attached:
         return guarded
 
     def _prepared(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        """Returns what a step of `generate` runs. Where the angles of a long rope change, the whole sequence, over the
-        same cache: transformers' own method leaves the caller's cache for another one, an empty one too."""
+        """The inputs of a step of `generate`. Where the angles of a long rope change, the whole sequence, over the same
+        cache: transformers' own method leaves the caller's cache for another one."""
         cache: Cache | None = kwargs.get(CACHE_NAME)
         if cache is not None and 0 < cache.get_seq_length() <= self._switch < input_ids.shape[1]:
             cache.reset()
@@ -232,8 +227,8 @@ class Attached:
         return GenerationMixin.prepare_inputs_for_generation(cast(Any, self.model), cast(Any, input_ids), **kwargs)
 
     def _inside(self, forward: Callable[..., Any], run: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """A forward in whose midst passes run. The last one over a cache ends when the outermost forward returns: what
-        fails in the head of the model leaves nothing of the pass behind either."""
+        """A forward in whose midst passes run. The last one over a cache ends when the outermost forward returns: a
+        failure in the head of the model leaves nothing of the pass behind."""
         run = run or forward
 
         @wraps(forward)

@@ -70,13 +70,11 @@ class LayerCall:
 
     @property
     def is_cut(self) -> bool:
-        """Returns whether only the last of the new tokens attend, as in layers without keys of their own where nobody
-        asks for the output of the others."""
+        """Whether only the last new tokens attend: in layers without keys of their own, the others are not read."""
         return self.q_BHSD.shape[2] < self.k_BGSD.shape[2]
 
     def keys(self, chunk: Chunk) -> KeyView:
-        """All keys so far, the chunk's included. Without a past the new rows are all there is, wherever the store has
-        its copy."""
+        """All keys so far, the chunk's included. Without a past the new rows are all there is."""
         new = self.entry is None or not any(chunk.past)
         lengths = chunk.lengths if self.entry is None else self.entry.store.lengths
         lengths_B = on_device(lengths, self.q_BHSD.device, torch.int32)
@@ -85,7 +83,6 @@ class LayerCall:
         return self.seen(self.entry.store.view(lengths_B))
 
     def seen(self, keys: KeyView) -> KeyView:
-        """Returns the keys of the store, as this layer attends to them."""
         if self.entry is not None and self.entry.float8 is not None:
             keys = self.entry.float8.view(keys)
         return replace(keys, softmax=self.softmax)
@@ -93,8 +90,6 @@ class LayerCall:
 
 @dataclass(slots=True)
 class Pass:
-    """A forward pass under way."""
-
     engine: Engine
     phase: Phase
     cache: Cache | None
@@ -114,12 +109,7 @@ class Pass:
         q_is_spare: bool = False,
     ) -> torch.Tensor:
         """[B, H, S, D]: the attention of the next layer, in the dtype of the cache; under autocast the output has its
-        dtype, else that of q.
-
-        Raises:
-            UsageError: it is another one's turn.
-            Projected: the pass `projects`.
-        """
+        dtype, else that of q. Raises UsageError in another layer's turn."""
         if self.projects:
             raise Projected(*qkv, scale, softmax)
         check_layer(self.next_layer, layer)
@@ -168,8 +158,7 @@ def _without_autocast(kind: str) -> AbstractContextManager[Any]:
 
 
 def check_layer(expected: int | None, found: int | None) -> None:
-    """Raises UsageError where the layers that attend are not those of the model that was attached to, in their order:
-    sparse attention of some of them would be no plan's."""
+    """Raises UsageError where the layers that attend are not those of the attached model, in their order."""
     if expected != found:
         raise UsageError(
             f"expected attention of layer {expected}, found {'none' if found is None else f'that of layer {found}'}: "
@@ -217,15 +206,10 @@ class Loop(Protocol):
 
 
 class Engine(CacheOwner, Protocol):
-    """Computes the attention of every layer of the model it is attached to.
+    """Computes the attention of every layer of the model it is attached to."""
 
-    Attributes:
-        differentiable: whether autograd may look into `attend`.
-        sees_all: whether it is to see the queries of all rows, also in layers where nobody asks for their output.
-    """
-
-    differentiable: bool
-    sees_all: bool
+    differentiable: bool  # whether autograd may look into `attend`
+    sees_all: bool  # whether it is to see the queries of all rows, also in layers where nobody asks for their output
 
     @property
     def loop(self) -> Loop | None:
@@ -287,7 +271,6 @@ class DenseEngine:
 
 
 def register() -> None:
-    """Makes the attention and its mask known to transformers by the name `sparsekv`."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, no_mask)
 

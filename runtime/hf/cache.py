@@ -74,7 +74,6 @@ class CacheProgress:
                 del cached[layer.layer]
 
     def begin(self, layers: Sequence[SparseLayer]) -> None:
-        """A pass over these layers is about to run."""
         self.undo(layers)
         self._before = {layer.layer: (layer.store.lengths, layer.padding) for layer in layers}, self.state.remembered
 
@@ -160,8 +159,7 @@ class SparseLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds the new tokens to the store and returns only them, as it has them: our attention function reads it
-        itself."""
+        """Adds the new tokens to the store and returns them alone: our attention function reads the store."""
         check_owner_open(self.owner)
         self.needs_grad |= key_states.requires_grad or value_states.requires_grad
         self.dtype = self.dtype_for(key_states)
@@ -179,7 +177,6 @@ class SparseLayer(CacheLayerMixin):
         return None if self.float8 is None else self.float8.scales
 
     def stored(self, layout: Layout) -> Layout:
-        """Returns the layout in which the store has tokens of this one."""
         return layout if self.float8 is None else self.float8.layout(layout)
 
     def dtype_for(self, new: torch.Tensor) -> torch.dtype:
@@ -214,8 +211,7 @@ class SparseLayer(CacheLayerMixin):
             self.store.expect(wanted, self.stored(layout))
 
     def get_seq_length(self) -> int:
-        """Columns of the batch that ran, but for those of a pass that has not ended: tokens cached of each row, and
-        what is padding in it, whichever rows are left."""
+        """Columns that ran, but for those of a pass that has not ended: tokens of each row, and padding."""
         return self.progress.columns(self)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -244,7 +240,6 @@ class SparseLayer(CacheLayerMixin):
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row becomes so many rows, one behind the other. Raises as `reorder_cache`."""
         self._select(torch.arange(len(self.store.lengths), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -268,7 +263,6 @@ class SparseLayer(CacheLayerMixin):
         self.state.select(self.layer, rows_B)
 
     def set_columns(self, columns: int) -> None:
-        """Counts so many columns, whatever its rows have of them."""
         self.padding = columns - max(self.store.lengths, default=0)
 
 
@@ -285,9 +279,8 @@ def decoder_output(hidden_BSE: torch.Tensor, cache: Cache | None) -> DecoderOutp
 
 
 def sparse_cache(given: Any, owner: CacheOwner, layers: int, linear: Collection[int] = ()) -> Cache:
-    """The cache to run with: `given` if it is the owner's, else an empty DynamicCache (or a new one) filled with
-    our layers, and with transformers' own where there is a recurrent state.
-    """
+    """The cache to run with: `given` if it is the owner's, else an empty DynamicCache with our layers, and
+    transformers' own where there is a recurrent state."""
     cache = DynamicCache() if given is None else given
     if isinstance(cache, Cache) and attending(cache):
         _check_owned(cache, owner)
@@ -317,7 +310,6 @@ def reserve(cache: Cache, tokens: int) -> None:
 
 
 def states_of(cache: Cache) -> States:
-    """Copies of the layers with a recurrent state, for `put_back`."""
     return {at: deepcopy(layer) for at, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionLayer)}
 
 
@@ -356,14 +348,7 @@ def _first_tokens(layer: Any, tokens: int) -> Given:
 
 
 def take_back(cache: Cache, lengths: Sequence[int], columns: int) -> None:
-    """Forgets what the rows have beyond these lengths, in every layer.
-
-    Args:
-        columns: that the rows are left with, padding included.
-
-    Raises:
-        UnsupportedError: keys and values are in host memory, and the rows are not equally long.
-    """
+    """Forgets the tokens of the rows beyond these lengths, in every layer; `columns` are left, padding included."""
     ours = attending(cache)
     assert len(ours) == len(cache.layers), "a recurrent state cannot be taken back"
     ours[0].progress.undo(ours)
@@ -379,7 +364,6 @@ def fixed_rows_of(cache: Any, coming: FixedRows) -> FixedRows:
 
 
 def check_owner_open(owner: CacheOwner) -> None:
-    """Raises UsageError when the plan that a cache belongs to is no longer applied."""
     if not owner.open:
         raise UsageError(
             "expected the plan of this cache to be applied still, but its handle was closed or suspended; "

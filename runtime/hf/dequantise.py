@@ -40,7 +40,6 @@ def stays_packed(config: Any) -> bool:
 
 
 def check_quantisation(config: Mapping[str, Any]) -> None:
-    """Finds out whether `dense_tensors` can read such weights."""
     method = config["quant_method"]
     if method == "compressed-tensors" and importlib.util.find_spec("compressed_tensors") is None:
         raise UsageError(
@@ -69,11 +68,7 @@ def _unread(method: str, found: str, expected: str) -> UnsupportedError:
 
 
 def dense_tensors(files: Sequence[Path], config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint by their names, those of quantised layers multiplied out.
-
-    Args:
-        config: the `quantization_config` of the model, of a method that `check_quantisation` has passed.
-    """
+    """All tensors of a checkpoint by name, quantised layers multiplied out, by a checked config."""
     with ExitStack() as opened:
         places = {
             name: file

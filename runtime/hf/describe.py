@@ -41,8 +41,7 @@ def last_norm_of(model: PreTrainedModel) -> nn.Module:
 
 
 def logits_of(model: PreTrainedModel, hidden_XE: torch.Tensor) -> torch.Tensor:
-    """[X, vocabulary]: what the model's head makes of the decoder's output. Granite and Cohere scale it, Gemma-2 caps
-    it."""
+    """[X, vocabulary]: the head's, of the decoder's output. Granite and Cohere scale it, Gemma-2 caps it."""
     config: Any = config_of(model)
     scale = getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0)
     logits_XV: torch.Tensor = model.get_output_embeddings()(hidden_XE) * scale
@@ -197,8 +196,7 @@ def check_one_piece(model_type: str, past: int, new: int) -> None:
 
 
 def prompt_end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Returns how many tokens are cached once `generate` with these arguments has run its prompt; 0 where it has no
-    ids."""
+    """Tokens that are cached once `generate` with these arguments has run its prompt; 0 without ids."""
     ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return 0

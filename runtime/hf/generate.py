@@ -172,7 +172,6 @@ def piece_sizes(tokens: int, chunk: int, switch: int = 0) -> list[int]:
 
 
 def room_for_answer(context: int, prompt_tokens: int) -> int:
-    """Most new tokens behind a prompt of so many, in a model of this context."""
     if prompt_tokens == 0:
         raise PromptError("expected at least one token, found an empty prompt; give it some text")
     if prompt_tokens >= context:

@@ -33,7 +33,6 @@ class FetchError(SparseKVError):
 
 
 def fetch_obstacle(layer: LayerProgram, hot: HotRows, lengths: tuple[int, ...]) -> str:
-    """The reason why a layer in host memory cannot be fetched for a captured step."""
     if not layer.role.gathers(lengths):
         return "reads all of its tokens at this length, which are in host memory"
     follower = layer.role.follows
@@ -49,8 +48,6 @@ def fetch_obstacle(layer: LayerProgram, hot: HotRows, lengths: tuple[int, ...]) 
 
 @dataclass(slots=True)
 class _Group:
-    """Layers in host memory that follow one choice."""
-
     layers: tuple[int, ...]
     hot: HotRows
     recent: int
@@ -63,8 +60,8 @@ class _Group:
         return Selection(self.placed.rows_BgA, self.placed.totals_B, 0, 0)
 
     def take(self, stores: Sequence[HostStore]) -> None:
-        """The table is that of these stores, one a layer, as the last step over them left it, and empty if there was
-        none or their slots were written to since. That of the stores before waits with these."""
+        """The table becomes that of these stores, one a layer, as their last step left it; empty if their slots were
+        written to since. The table of the stores before waits with these."""
         state, current = stores[0].rows.slot_state, self.state()
         if any(store.rows.slot_state is not state for store in stores):
             state = None
@@ -84,13 +81,7 @@ class _Group:
 
 
 class StepFetches:
-    """The layers in host memory of one captured step.
-
-    Args:
-        shapes: of the keys of each layer, [B, G, S, D].
-        capacity: tokens that a row may have.
-        lengths_B: int32 on the device, tokens of each row: read in every step.
-    """
+    """The layers in host memory of one captured step."""
 
     def __init__(
         self,
@@ -180,8 +171,7 @@ class StepFetches:
         )
 
     def fetched(self, layer: int) -> Selection:
-        """Returns what a layer in host memory attends to, in rows of the device; later work of the step comes after
-        it."""
+        """The choice of a layer in host memory, in rows of the device; later work of the step comes after it."""
         self._stream.order(self._done[layer])
         return next(group.selection for group in self._every if layer in group.layers)
 

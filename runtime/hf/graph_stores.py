@@ -45,15 +45,21 @@ from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf.cache import first_of
 from sparsekv.runtime.hf.graph_fetches import StepFetches, fetch_obstacle
 from sparsekv.runtime.stores.evicting import StepEviction
-from sparsekv.runtime.stores.store import Binding, Bytes, CachedRows, HostReads, HotRows, Layout, StepMemory, WholeStore
+from sparsekv.runtime.stores.store import (
+    Binding,
+    Bytes,
+    CachedRows,
+    Gathered,
+    HostReads,
+    HotRows,
+    Layout,
+    StepMemory,
+    WholeStore,
+)
 
 
 def obstacle(program: Program, stores: Sequence[WholeStore], lengths: tuple[int, ...], ids_BQ: torch.Tensor) -> str:
-    """The reason why a step over these stores has to run as single launches; empty where it does not.
-
-    Args:
-        lengths: tokens of each row, the new ones included.
-    """
+    """The reason why a step over these stores is not captured; empty where it can be. Lengths count the new tokens."""
     rows = ids_BQ.shape[0]
     for layer, store in zip(program.caching, stores, strict=True):
         if store.keys is None or store.keys.device != ids_BQ.device:
@@ -67,11 +73,7 @@ def obstacle(program: Program, stores: Sequence[WholeStore], lengths: tuple[int,
 
 
 class CapturedStore:
-    """Keys and values of one layer on the device.
-
-    Args:
-        layer: its position in the step.
-    """
+    """Keys and values of one layer on the device; `layer` is its position in the step."""
 
     def __init__(self, layer: int, step: StepStores) -> None:
         self.lengths: tuple[int, ...] = ()
@@ -88,8 +90,7 @@ class CapturedStore:
         append_newest(replace(self.view(self._step.lengths_B), lengths_B=behind_B), k_BGSD, v_BGSD, ring)
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
-        """All tokens of the cache of the step; of a layer in host memory, its rows on the device; of an evicting one,
-        what is cached."""
+        """All tokens; of a layer in host memory, its rows on the device; of an evicting one, its cached tokens."""
         if self._layer in self._step.evicting:
             lengths_B = self._step.evicting.rows(self._layer)
         shape_BGSD, scales = self._step.shapes[self._layer], self._step.scales[self._layer]
@@ -98,14 +99,9 @@ class CapturedStore:
         return KeyView(shape_BGSD, shape_BGSD, lengths_B, None, self._step.where_LX[self._layer], scales=scales)
 
     def gather(
-        self,
-        selection: Selection,
-        lengths_B: torch.Tensor,
-        window: int | None = None,
-        slots: SlotMap | None = None,
-    ) -> tuple[KeyView, Selection, int | None]:
-        """All tokens: kernels read the selected ones where they lie. Of a layer in host memory its rows on the device,
-        once what the choice missed is there."""
+        self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None, slots: SlotMap | None = None
+    ) -> Gathered:
+        """All tokens; of a layer in host memory its rows on the device, once the missed tokens are there."""
         if self._step.kinds[self._layer] is None:
             return self.view(lengths_B), selection, window
         return self.view(lengths_B), self._step.fetches.fetched(self._layer), None
@@ -128,13 +124,7 @@ class CapturedStore:
 
 
 class StepStores:
-    """The stores of one captured step.
-
-    Args:
-        capacity: tokens that a row may have.
-        lengths_B: int32 on the device, tokens of each row: read in every step.
-        scales: of each layer, where the cache is in 8 bits; copied, as others are bound later.
-    """
+    """The stores of one captured step. It copies scales, as others are bound later."""
 
     def __init__(
         self, stores: Sequence[WholeStore], capacity: int, program: Program, lengths_B: torch.Tensor, reads: HostReads,
@@ -163,8 +153,8 @@ class StepStores:
     # --- between steps ------------------------------------------------------------------------------------------------
 
     def serves(self, stores: Sequence[WholeStore], lengths: tuple[int, ...]) -> bool:
-        """Returns whether the next step is of the very stores that it is bound to, these have room for it, and those in
-        host memory are read by choice."""
+        """Whether the next step is of the stores that it is bound to, with room for it, and host memory is read by
+        choice."""
         if max(lengths) > self._room or len(stores) != len(self._bound) or not self.evicting.serves(stores):
             return False
         if max(lengths) > self._room_of(stores):  # rows grow apart where each keeps what counts of its draft
@@ -174,8 +164,8 @@ class StepStores:
         return all(store.bound is bound() for store, bound in zip(stores, self._bound, strict=True))
 
     def bind(self, stores: Sequence[WholeStore], scales: Sequence[Scales | None] = ()) -> None:
-        """The next step reads and writes these, of the kinds that it was made for. Slots begin empty, unless they are
-        still as the last step over these stores left them."""
+        """The next step reads and writes these. Slots begin empty, unless they are as the last step over these left
+        them."""
         memories = [store.step_memory() for store in stores]
         rows = [_address_row(*given) for given in zip(self.shapes, memories, strict=True)]
         table_LX = torch.tensor(rows, dtype=torch.int64, device="cpu")
@@ -193,7 +183,6 @@ class StepStores:
         self.evicting.bind(stores)
 
     def _room_of(self, stores: Sequence[WholeStore]) -> int:
-        """Tokens of the longest row that all of these have memory for."""
         rooms = (
             store.capacity for hot, store in zip(self.kinds, stores, strict=True) if not isinstance(hot, CachedRows)
         )
@@ -222,11 +211,7 @@ _Slot = tuple[int, str, int]  # layer, kind, number
 
 
 class StepStates:
-    """The recurrent states of one captured step.
-
-    Args:
-        cache: of the kind that is served; all its recurrent layers have seen tokens.
-    """
+    """The recurrent states of one captured step, for caches like this one, whose layers have all seen tokens."""
 
     def __init__(self, cache: Cache) -> None:
         self._own = {slot: torch.empty_like(state) for slot, state in _states(cache).items()}
@@ -237,11 +222,9 @@ class StepStates:
         return bool(self._own)
 
     def serves(self, cache: Cache) -> bool:
-        """Returns whether the cache has the tensors of this step."""
         return all(_states(cache).get(slot) is own for slot, own in self._own.items())
 
     def bind(self, cache: Cache) -> None:
-        """The next step reads and writes the states of this cache."""
         if self.serves(cache):
             return
         if former := self._bound():
@@ -269,7 +252,6 @@ class StepStates:
 
     @contextmanager
     def unmoved(self) -> Iterator[None]:
-        """Restores the states at its end."""
         saved = {slot: own.clone() for slot, own in self._own.items()}
         try:
             yield

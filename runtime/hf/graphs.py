@@ -52,20 +52,14 @@ _MOST_GRAPHS = 16  # of all batch sizes and capacities; the one that was not use
 
 
 class _Key(NamedTuple):
-    """The sizes that a captured step serves.
-
-    Attributes:
-        new: tokens of a row.
-        dtype: of the cache; another one than the model's where it was filled under autocast.
-        kinds: rows on the device of layers in host memory and of layers that evict tokens.
-    """
+    """The sizes that a captured step serves."""
 
     phase: Phase
     rows: int
-    new: int
+    new: int  # tokens of a row
     capacity: int
-    dtype: torch.dtype
-    kinds: tuple[StepRows, ...]
+    dtype: torch.dtype  # of the cache; another one than the model's where it was filled under autocast
+    kinds: tuple[StepRows, ...]  # rows on the device of layers in host memory and of layers that evict tokens
 
 
 class GraphWarning(UserWarning):
@@ -73,8 +67,6 @@ class GraphWarning(UserWarning):
 
 
 class StepGraph:
-    """One captured step of one phase, one shape of tokens, one capacity, and one kind of stores."""
-
     def __init__(self, cache: Cache, key: _Key, program: Program, reads: HostReads) -> None:
         stores = _stores(cache)
         batch, new, device = key.rows, key.new, stores[0].step_memory().k_BGRD.device
@@ -107,7 +99,6 @@ class StepGraph:
         return self._state
 
     def serves(self, cache: Cache, lengths: tuple[int, ...]) -> bool:
-        """Returns whether the next step is of the very cache that it is bound to, and this has room for it."""
         return self.stores.serves(_stores(cache), lengths) and self.states.serves(cache)
 
     def bind(self, cache: Cache) -> None:
@@ -127,7 +118,6 @@ class StepGraph:
         self.positions_BQ.copy_(self.lengths_B[:, None] - self._before_the_end_Q if positions is None else positions)
 
     def step_of(self, attached: Attachment, engine: Engine) -> Callable[[], torch.Tensor]:
-        """The step as a function of what `bind` and `load` have written."""
         cache = DynamicCache()
         progress = CacheProgress(self._state)
         cache.layers = [
@@ -192,7 +182,6 @@ def _fetch(stores: StepStores, segment: SegmentProgram, selection: Selection) ->
 
 @contextmanager
 def _refusing_waits() -> Iterator[None]:
-    """Inside it, a wait for the device raises RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -202,11 +191,7 @@ def _refusing_waits() -> Iterator[None]:
 
 
 class StepGraphs:
-    """The decode steps of one attached decoder, which only captured steps keep alive: `release` lets go of it.
-
-    Args:
-        programs: what the layers compute in each phase that is captured.
-    """
+    """The decode steps of one attached decoder, which only captured steps keep alive: `release` lets go of it."""
 
     def __init__(self, model_type: str, programs: Mapping[Phase, Program], reads: HostReads) -> None:
         self._model_type = model_type
@@ -228,17 +213,14 @@ class StepGraphs:
 
     @property
     def latest(self) -> StepGraph | None:
-        """The captured step that ran last."""
         return self._next
 
     def captured(self, phase: Phase, new: int) -> StepGraph | None:
-        """The captured step of a phase with so many new tokens a row that ran last."""
         found = [graph for (of, shape), graph in self._served.items() if (of, shape[1]) == (phase, new)]
         return found[-1] if found else None
 
     def takes(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> bool:
-        """Returns whether this forward pass is a decode step that can be replayed; captures it where none was
-        before."""
+        """Whether the pass is a decode step that can be replayed; captures it where none was before."""
         program = self._programs.get(under_way.phase)
         if program is None or under_way.cache is None:
             if self._captured is not None and self._captured.changed():
@@ -408,7 +390,6 @@ _OWN = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_h
 
 
 def obstacle_in(decoder: nn.Module, model_type: str) -> str:
-    """The reason why the modules of a decoder cannot be captured; empty where they can."""
     package = ARCHITECTURES[model_type].home.rpartition(".")[0]
     homes = (f"{package}.", "transformers.activations", "torch.nn.modules.")
     for module in _inside(decoder):
@@ -440,18 +421,15 @@ class CapturedModel:
         self._numbers = self._read_numbers()
 
     def changed(self) -> bool:
-        """Returns whether the model would compute something else than what was captured."""
         now = self._look()
         same = len(now) == len(self._parts) and all(map(is_, now, self._parts))
         return not same or self._look_where() != self._addresses
 
     def numbers_changed(self) -> bool:
-        """Returns whether a module holds another number, text or flag."""
         return self._read_numbers() != self._numbers
 
     def _look(self) -> list[object]:
-        """Everything that a replay does not ask for again. Hooks and a forward of the decoder itself are called as
-        always."""
+        """All that a replay does not ask for again. Hooks and a forward of the decoder itself are called as always."""
         parts: list[object] = [*torch_modules._global_forward_hooks.values()]
         parts += torch_modules._global_forward_pre_hooks.values()
         for number, module in enumerate(self._modules):

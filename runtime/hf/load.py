@@ -174,9 +174,8 @@ def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfi
 
 
 def _of_decoder_alone(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config by which transformers loads the decoder of a multimodal checkpoint as a model of text. The config of
-    the whole says where the head is the embeddings.
-    """
+    """The config by which transformers loads the decoder of a multimodal checkpoint alone. The config of the whole says
+    where the head is the embeddings."""
     text = decoder_config(config)
     record = architecture_of(text.model_type)
     if record.text_as:
@@ -246,7 +245,6 @@ def _read_tokenizer(found: ModelSource, options: dict[str, Any], vocabulary: int
 
 
 def _quantised_folder(found: ModelSource, config: PreTrainedConfig, options: dict[str, Any]) -> Path | None:
-    """The folder of a model whose weights are dequantised; None of any other."""
     if found.is_gguf or not is_dequantised(quantisation_of(config)):
         return None
     if found.is_local:
@@ -281,7 +279,6 @@ def _read_weights(found: ModelSource, options: dict[str, Any], quantised: Path |
 
 
 def _dequantised(folder: Path, place: str, *, config: Any, **options: Any) -> Any:
-    """Returns the model that transformers makes of a quantised checkpoint whose weights are dequantised."""
     files = weight_files(folder)
     if not files:
         raise ValueError("its safetensors files are missing")

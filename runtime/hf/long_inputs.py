@@ -73,8 +73,6 @@ class LayerInput:
 
 
 class LongInputs:
-    """The long forward passes of one attached decoder."""
-
     def __init__(self, chunking: Chunking, model_type: str) -> None:
         self._chunking = chunking
         self._architecture = architecture_of(model_type)
@@ -114,7 +112,6 @@ class LongInputs:
             return attached.run_own(under_way, inputs)
 
     def _can_cut(self, layer: nn.Module) -> bool:
-        """Returns whether the layer is as transformers made it."""
         record: Any = self._architecture
         if not record.has_parts(layer) or any(map(is_touched, layer.modules())):
             return False
@@ -187,11 +184,7 @@ def forward_in_pieces(
     pieces: Sequence[slice],
     into_BSE: torch.Tensor,
 ) -> torch.Tensor:
-    """The output of a decoder layer's own forward, up to rounding of products cut by rows.
-
-    Args:
-        into_BSE: where the result goes; may be the input itself.
-    """
+    """The output of a layer's own forward, up to rounding of products cut by rows; `into_BSE` may be its input."""
     attention, mlp = getattr(layer, architecture.attention), _mlp_of(layer, architecture)
     project, norm = getattr(attention, architecture.output), _part(layer, architecture.norms[1])
     after_attention, after_mlp = (_part(layer, name) for name in architecture.norms_after)
@@ -208,7 +201,6 @@ def forward_in_pieces(
 
 
 def _mlp_of(layer: nn.Module, architecture: Architecture) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The MLP of a layer, with the one beside it."""
     mlp = getattr(layer, architecture.mlp)
     beside = getattr(layer, architecture.beside) if architecture.beside else None
 
@@ -250,8 +242,8 @@ def _attend(layer: nn.Module, architecture: Architecture, given: LayerInput, pie
 
 
 def _projected(attention: nn.Module, x_BSE: torch.Tensor, given: LayerInput, rows: slice) -> tuple[Any, ...]:
-    """Queries and keys as they attend, values, scale and softmax: what the attention's own forward makes of some tokens
-    up to where it attends."""
+    """Queries and keys as they attend, values, scale and softmax: the attention's own forward up to where it
+    attends."""
     rotary = None if given.rotary is None else tuple(angles_BSR[:, rows] for angles_BSR in given.rotary)
     position_BS = None if given.position_BS is None else given.position_BS[:, rows]
     given.under_way.projects = True

@@ -43,27 +43,16 @@ _MEASURED = 17 / 16
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """The sizes of a model that memory depends on.
+    """The sizes of a model that memory depends on."""
 
-    Attributes:
-        info: its layers.
-        dtype: of weights, keys and values.
-        weights: bytes of all its tensors.
-        hidden: size of a hidden state.
-        intermediate: width of the MLP.
-        recurrence: of its layers with a recurrent state.
-        whole: whether its layers are called whole, also of long inputs.
-        inputs: numbers that a token has for the layers' own inputs, all together.
-    """
-
-    info: ModelInfo
-    dtype: torch.dtype
-    weights: int
-    hidden: int
-    intermediate: int
-    recurrence: Recurrence | None = None
-    whole: bool = False
-    inputs: int = 0
+    info: ModelInfo  # its layers
+    dtype: torch.dtype  # of weights, keys and values
+    weights: int  # bytes of all its tensors
+    hidden: int  # size of a hidden state
+    intermediate: int  # width of the MLP
+    recurrence: Recurrence | None = None  # of its layers with a recurrent state
+    whole: bool = False  # whether its layers are called whole, also of long inputs
+    inputs: int = 0  # numbers that a token has for the layers' own inputs, all together
 
     @classmethod
     def of(cls, model: PreTrainedModel, info: ModelInfo) -> ModelSize:
@@ -84,26 +73,14 @@ class ModelSize:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, dtype: torch.dtype, source: str | None = None) -> ModelSize:
-        """The sizes of a model with this config, once loaded in `dtype`.
-
-        Raises:
-            UnsupportedError: its architecture is not supported.
-        """
+        """The sizes of a model with this config, once loaded in `dtype`."""
         info = describe_config(config, source)
         with torch.device("meta"):
             model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=dtype))
         return cls.of(model, info)
 
     def check_fits(self, available: int | None, tokens: int = 0) -> None:
-        """Refuses a model that is too large for one device, before its weights are read.
-
-        Args:
-            available: bytes of the device; None where nobody tells.
-            tokens: of a prompt whose keys and values are there beside the weights.
-
-        Raises:
-            UsageError: it does not fit; the message has the estimate.
-        """
+        """Refuses a model too large for one device beside a prompt's keys and values, before its weights are read."""
         cached = kv_bytes(self.info.attention, tokens, self.dtype.itemsize)
         if available is None or self.weights + cached <= available:
             return
@@ -118,25 +95,16 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and its answer.
+    """A prompt and its answer."""
 
-    Attributes:
-        prompt: tokens of each row.
-        answer: most new tokens of each row.
-        batch: rows.
-        chunk: most tokens of a row that run through the model at once; None is the whole prompt.
-        grows: the cache outgrows its room, and so gets more than it takes.
-    """
-
-    prompt: int
-    answer: int = 0
-    batch: int = 1
-    chunk: int | None = None
-    grows: bool = False
+    prompt: int  # tokens of each row
+    answer: int = 0  # most new tokens of each row
+    batch: int = 1  # rows
+    chunk: int | None = None  # most tokens of a row that run through the model at once; None is the whole prompt
+    grows: bool = False  # the cache outgrows its room, and so gets more than it takes
 
     @property
     def tokens(self) -> int:
-        """Tokens that a row has room for in the end."""
         return grown(0, self.filled) if self.grows else self.filled
 
     @property
@@ -151,41 +119,26 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes by part.
+    """Bytes by part."""
 
-    Attributes:
-        weights: of the model; 0 where they are loaded already.
-        kv_device: keys and values of layers that are on the device.
-        hot_set: tokens of layers in host memory that are on the device all the same.
-        kv_host: keys and values in host memory.
-        working: most that a pass makes on its way.
-        spare: left alone on the device: workspaces of libraries, compiled kernels, rounding of blocks.
-    """
-
-    weights: int
-    kv_device: int
-    hot_set: int
-    kv_host: int
-    working: int
-    spare: int = 0
+    weights: int  # of the model; 0 where they are loaded already
+    kv_device: int  # keys and values of layers that are on the device
+    hot_set: int  # tokens of layers in host memory that are on the device all the same
+    kv_host: int  # keys and values in host memory
+    working: int  # most that a pass makes on its way
+    spare: int = 0  # left alone on the device: workspaces of libraries, compiled kernels, rounding of blocks
 
     @property
     def device(self) -> int:
-        """All that is on the device at once at most."""
         return self.weights + self.kv_device + self.hot_set + self.working + self.spare
 
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """Bytes that can be had; None where nobody tells.
+    """Bytes that can be had; None where nobody tells."""
 
-    Attributes:
-        device: of a GPU's memory; None on a CPU as well.
-        host: of the memory that can be pinned.
-    """
-
-    device: int | None
-    host: int | None
+    device: int | None  # of a GPU's memory; None on a CPU as well
+    host: int | None  # of the memory that can be pinned
 
     @classmethod
     def here(cls, devices: Iterable[torch.device]) -> Available:
@@ -205,32 +158,20 @@ def _free_on(device: torch.device) -> int:
 class MemoryModel:
     """The memory of runs of a plan on a model.
 
-    Args:
-        size: of the model.
-        prefill: the prefill phase that runs, or None.
-        decode: the decode phase that runs, or None.
-        on_cpu: whether the device is the host.
-        mode: use of the plan's permission to offload.
-        host_layers: layers in host memory, or how many, in place of the plan's.
-        chunking: how long inputs are cut.
-        evicting: the rules of evicting layers.
-        page: bytes of a page of the device's virtual memory; 0 where it has none.
-        float8: whether keys and values are stored in 8 bits.
-
     Raises:
         UsageError, UnsupportedError: as `place_layers` and `Program.of` do.
     """
 
-    size: ModelSize
-    prefill: PrefillPlan | None
-    decode: DecodePlan | None
-    on_cpu: bool
-    mode: OffloadMode = "always"
-    host_layers: int | Sequence[int] | None = None
-    chunking: Chunking = field(default_factory=Chunking)
-    evicting: Mapping[int, Retention] = field(default_factory=dict)
-    page: int = 0
-    float8: bool = False
+    size: ModelSize  # of the model
+    prefill: PrefillPlan | None  # the prefill phase that runs, or None
+    decode: DecodePlan | None  # the decode phase that runs, or None
+    on_cpu: bool  # whether the device is the host
+    mode: OffloadMode = "always"  # use of the plan's permission to offload
+    host_layers: int | Sequence[int] | None = None  # layers in host memory, or how many, in place of the plan's
+    chunking: Chunking = field(default_factory=Chunking)  # how long inputs are cut
+    evicting: Mapping[int, Retention] = field(default_factory=dict)  # the rules of evicting layers
+    page: int = 0  # bytes of a page of the device's virtual memory; 0 where it has none
+    float8: bool = False  # whether keys and values are stored in 8 bits
 
     def __post_init__(self) -> None:
         assert self.mode != "auto" or self.host_layers is None
@@ -254,7 +195,6 @@ class MemoryModel:
         return next(fitting, placements[-1])
 
     def use(self, request: Request, placement: Placement) -> MemoryUse:
-        """The bytes of a request, part by part."""
         stores = {layer: self._store(layer, request, placement) for layer in self._groups}
         placed = [layer for layer in stores if layer in placement.layers]
         on_host = [layer for layer in placed if stores[layer].host]  # short contexts stay on the device as a whole
@@ -287,11 +227,7 @@ class MemoryModel:
         return None if fits(_LONGEST) else bisect_left(range(1, _LONGEST), True, key=lambda prompt: not fits(prompt))
 
     def check(self, request: Request, available: Available, placement: Placement | None = None) -> None:
-        """Refuses a request that does not fit; `placement` is of `place` when None.
-
-        Raises:
-            UsageError: it does not fit; the message has the longest prompt that would.
-        """
+        """Refuses a request that does not fit, with the longest prompt that would."""
         placed = placement or self.place(request, available)
         use = self.use(request, placed)
         if self.fits(use, available):
@@ -343,7 +279,6 @@ class MemoryModel:
         return Float8.layout(layout) if self.float8 else layout
 
     def _read_layout(self, layer: int, batch: int) -> Layout:
-        """Returns the layout of keys and values that prefill attends to."""
         group = self._groups[layer]
         return Layout(batch, group.kv_heads, group.head_dim, self.size.dtype, torch.device("meta"))
 
@@ -353,7 +288,6 @@ class MemoryModel:
 
     @cached_property
     def _carried(self) -> int:
-        """Bytes that roles carry from step to step."""
         made = (make(torch.device("meta")) for make in self._program.carried.values())
         return sum(0 if tensor is None else tensor.nbytes for tensor in made)
 

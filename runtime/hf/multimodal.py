@@ -28,21 +28,16 @@ _DECODER_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids
 
 
 class TextInputs:
-    """The inputs of a multimodal model that has a plan applied.
-
-    Attributes:
-        module: the model around the decoder, without a head.
-    """
+    """The inputs of a multimodal model that has a plan applied."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.module: Any = model.base_model
+        self.module: Any = model.base_model  # around the decoder, without a head
         self._names = tuple(inspect.signature(self.module.forward).parameters)
         of_decoder = inspect.signature(decoder_of(model).forward).parameters.keys()
         self._beside = frozenset(self._names) - of_decoder - _OF_TEXT
         self._given: dict[str, Any] = {}
 
     def check(self, inputs: Mapping[str, Any]) -> None:
-        """Refuses what is not text."""
         beside = sorted(name for name in self._beside if _is_given(inputs.get(name)))
         beside += [name for name in _TYPES if _has_others(inputs.get(name))]
         if beside:
@@ -78,7 +73,6 @@ class TextInputs:
         return embedded_BSE
 
     def of_decoder(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs of the decoder, called by `module` or by itself."""
         found = inputs | self._given
         if self._given and found["input_ids"] is not None:
             found.pop("per_layer_inputs", None)  # which it makes of the ids itself
@@ -95,11 +89,7 @@ def _has_others(types_BS: torch.Tensor | None) -> bool:
 
 
 def _on_one_axis(positions: torch.Tensor | None) -> torch.Tensor | None:
-    """Positions [B, S], of those on several axes, [A, B, S]: of text they are equal.
-
-    Raises:
-        UnsupportedError: they are not. Those of single tokens are not asked: it costs a wait.
-    """
+    """Positions [B, S]; on several axes, [A, B, S], those of text are equal. Single tokens are not asked."""
     if positions is None or positions.ndim == 2:
         return positions
     if positions.shape[-1] > 1 and not bool((positions == positions[:1]).all()):

@@ -81,16 +81,11 @@ class ObservedInput:
 
     @property
     def shared(self) -> Any:
-        """A copy of the keys and values of earlier layers that the layer is handed, by kind; None where it has its own
-        alone."""
+        """A copy of the keys and values of earlier layers that the layer is handed, by kind, if any."""
         return copy(self.kwargs.get(_SHARED))
 
     def run(self, layer: nn.Module, hidden_BSE: torch.Tensor, shared: Any = None) -> torch.Tensor:
-        """The output of the layer of an observed model, for the same call with these hidden states: [B, S, E].
-
-        Args:
-            shared: in place of what the layer was handed, which it may write to.
-        """
+        """[B, S, E]: the output of the layer for the same call with these hidden states. It may write to `shared`."""
         given = self.shared if shared is None else shared
         kwargs = self.kwargs if given is None else self.kwargs | {_SHARED: given}
         attention: Any = next((module for module in layer.modules() if NAME in vars(module)), None)

@@ -19,10 +19,9 @@ from transformers import Cache, PreTrainedModel
 from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UsageError
-from sparsekv.runtime.core.decode import Seen, count_step, decode
 from sparsekv.runtime.core.pays import ALWAYS, Pays
 from sparsekv.runtime.core.prefill import prefill
-from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.program import LayerProgram, Program, count_step, decode
 from sparsekv.runtime.core.roles import Attempt
 from sparsekv.runtime.core.state import DecodeState, Observed
 from sparsekv.runtime.core.stats import Meter
@@ -39,7 +38,7 @@ from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.float8 import Float8
 from sparsekv.runtime.stores.page_pool import PagePool, pool_of
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.store import Bytes, HostReads, Layout, WholeStore
+from sparsekv.runtime.stores.store import Bytes, HostReads, Layout, Seen, WholeStore
 from sparsekv.runtime.stores.virtual import VirtualStore
 
 
@@ -93,7 +92,6 @@ class PlanEngine:
         self.check_cut = check_cut
 
     def new_store(self, layer: int) -> WholeStore:
-        """Host memory for the layers that are placed there, else the device."""
         role = self.program.layers[layer].role
         if (own := role.new_store()) is not None:
             return own
@@ -140,8 +138,7 @@ class PlanEngine:
         return self.fallback.decode(call, self._backend, device)
 
     def release(self) -> None:
-        """Gives host memory back to the system as soon as no cache uses it, and pages of devices that none uses now;
-        frees captured steps."""
+        """Frees host memory as soon as no cache uses it, pages that none uses now, and captured steps."""
         if self._owns_memory:
             self.memory.close()
         if self.graphs is not None:
@@ -184,7 +181,6 @@ class PlanEngine:
 
 
 def begin_prompt(program: Program, cache: Cache) -> None:
-    """A pass over tokens of a prompt is about to run."""
     for layer, entry in _attending(program, cache):
         layer.role.begin_prompt(layer.layer, entry.store, entry.state)
 
@@ -204,8 +200,6 @@ def _attending(program: Program, cache: Cache) -> Iterator[tuple[LayerProgram, S
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """Virtual memory of the layers of one model."""
-
     sizes: MemoryModel
     layouts: Sequence[Layout]
     pools: dict[int, PagePool]

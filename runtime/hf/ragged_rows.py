@@ -30,19 +30,12 @@ from sparsekv.runtime.stores.store import Bytes, KVStore
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of a pass: tokens, and padding where the mask says so.
+    """The columns of a pass: tokens, and padding where the mask says so."""
 
-    Attributes:
-        given: ids [B, S] or embeddings [B, S, E].
-        before: columns that ran before, with cached tokens and padding.
-        lengths: cached tokens of each row; none without any.
-        switch: the most tokens of a row that rotate by short angles; 0 where all rotate alike.
-    """
-
-    given: torch.Tensor
-    before: int
-    lengths: tuple[int, ...]
-    switch: int
+    given: torch.Tensor  # ids [B, S] or embeddings [B, S, E]
+    before: int  # columns that ran before, with cached tokens and padding
+    lengths: tuple[int, ...]  # cached tokens of each row; none without any
+    switch: int  # the most tokens of a row that rotate by short angles; 0 where all rotate alike
 
     @property
     def new(self) -> int:

@@ -22,16 +22,16 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.pays import Pays
 from sparsekv.runtime.core.prefill import prefill
-from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.program import LayerProgram, Program, decode
 from sparsekv.runtime.core.roles import DENSE
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.timed_layers import Launch, Place, RuleFile, TimedLayers, Timers, rule_key
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.model_config import device_name, soft_cap
 from sparsekv.runtime.settings import cache_folder
+from sparsekv.runtime.stores.store import Resident
 
 _SECONDS = 1.0  # for each planned length
 _STEP = 16_384  # rows of the largest chunk; larger ones follow its threshold
@@ -69,8 +69,6 @@ def measured_rule(
 
 @dataclass(frozen=True, slots=True)
 class ModelLayers(TimedLayers):
-    """The layers of a model of transformers."""
-
     info: ModelInfo
     device: torch.device
     dtype: torch.dtype
@@ -122,7 +120,6 @@ class ModelLayers(TimedLayers):
     def _tensors(
         self, layer: LayerProgram, batch: int, queries: int, length: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values."""
         size, kv_heads = self.info.group_of(layer.layer).head_dim, layer.kv_heads
         new = partial(torch.randn, dtype=self.dtype, device=self.device)
         most = _MOST_BYTES // (2 * kv_heads * size * self.dtype.itemsize)
@@ -133,7 +130,6 @@ class ModelLayers(TimedLayers):
         return new(batch, layer.heads, queries, size), k_BGKD, v_BGKD
 
     def _stored(self, keys: KeyView) -> KeyView:
-        """The keys in the precision of a cache."""
         if not self.float8:
             return keys
         ones_G = torch.ones(keys.kv_heads, device=self.device)

@@ -26,11 +26,7 @@ OPSET = 24  # the first with TensorScatter
 
 
 class Nodes:
-    """The nodes of a graph, or of a branch of one, which reads what stands before it.
-
-    Args:
-        outer: the graph that this is a branch in.
-    """
+    """The nodes of a graph, or of a branch of `outer`, which reads the nodes before it."""
 
     def __init__(self, outer: Nodes | None = None) -> None:
         self._root: Nodes = self if outer is None else outer._root
@@ -67,11 +63,7 @@ class Nodes:
         return [name for name in names if name]
 
     def either(self, condition: str, kinds: Sequence[int], *branches: Callable[[Nodes], Sequence[str]]) -> list[str]:
-        """The outputs of the first branch where `condition` holds, else of the second.
-
-        Args:
-            kinds: element types of the outputs.
-        """
+        """The outputs, of these element types, of the first branch where `condition` holds, else of the second."""
         graphs = []
         for branch in branches:
             own = Nodes(self)
@@ -104,12 +96,7 @@ _LEAST = np.float32(-1.0)  # below every attention weight
 
 
 class ChoiceStep:
-    """Shared by the layers of a step: lengths, and for each segment the number of tokens that a row chooses.
-
-    Args:
-        lengths_B: int64, the new token included.
-        is_step: whether there is one new token a row.
-    """
+    """The lengths of a step, int64 with the new token, and the tokens that a row chooses for each segment."""
 
     def __init__(self, nodes: Nodes, program: Program, lengths_B: str, is_step: str) -> None:
         self._nodes, self.lengths_B = nodes, lengths_B
@@ -157,11 +144,7 @@ class ChoiceStep:
         self._chosen[segment.filter] = chosen_BgK
 
     def choose(self, n: Nodes, layer: LayerProgram, segment: SegmentProgram, weights_BH1C: str) -> str:
-        """[B, g, K]: the tokens between sinks and recent ones that most attention is paid to, best first.
-
-        Args:
-            weights_BH1C: of the filter layer's newest query, over all keys.
-        """
+        """[B, g, K]: the tokens between sinks and recent ones with most weight for the newest query, best first."""
         lists = segment.lists
         weights_BgNC = n.cast(n.reshape(weights_BH1C, 0, lists, layer.heads // lists, -1), _FLOAT)
         score_BgC = n.op("ReduceMax", weights_BgNC, n.constant([2]), keepdims=0)

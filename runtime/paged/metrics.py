@@ -38,7 +38,6 @@ class ServingStats:
         return self.tiles_computed / self.tiles_causal if self.tiles_causal else None
 
     def since(self, before: ServingStats) -> ServingStats:
-        """The counts that came after `before`."""
         return ServingStats(*(new - old for new, old in zip(astuple(self), astuple(before), strict=True)))
 
     def __str__(self) -> str:
@@ -157,7 +156,6 @@ def publish(new: ServingStats, rule: Pays) -> None:
 
 
 def publish_drafts(new: Mapping[str, Drafted]) -> None:
-    """Adds the drafts that came since the last report, by length."""
     meaning = "Tokens that the plan drafted, and those that counted, by context length."
     tokens = _counter("sparsekv_draft_tokens", meaning, "kind", "length")
     for length, counts in new.items():

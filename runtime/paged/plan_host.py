@@ -116,7 +116,6 @@ class PlanHost:
 
     @property
     def phases(self) -> str:
-        """The phases that the plan executes, in words."""
         evicting = format_ids(self.program.evicting)
         phases = "prefill" if self.decode is None else "prefill and decode"
         if self.drafts:
@@ -158,13 +157,9 @@ class PlanHost:
         return out_BHTD[0].transpose(0, 1)
 
     def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor, softmax: Softmax, scale: float) -> None:
-        """Runs a layer on a chunk of these queries at the end of the longest request: kernels are compiled before
-        anybody waits for them, and the memory that they take is taken where the engine measures it. Families of
-        patterns that were seen before are skipped.
-
-        Args:
-            q_THD: as many queries as a step can have.
-        """
+        """Runs a layer on a chunk of these queries, as many as a step can have, at the end of the longest request:
+        kernels are compiled before anybody waits for them, and the engine measures the memory that they take. Families
+        of patterns that were seen before are skipped."""
         for length in sorted({min(bound, self.longest) for bound in (*layer.bounds, self.longest)}, reverse=True):
             rows = min(len(q_THD), length)
             chunk = Chunk.uniform(1, length - rows, length)
@@ -178,8 +173,7 @@ class PlanHost:
             prefill(layer, q_BHTD, keys, chunk, scale=1.0, fallback=self.fallback)
 
     def count_failure(self, error: Exception) -> bool:
-        """Counts a chunk that a layer runs dense because its backend failed; whether the error is the first of its
-        kind."""
+        """Counts a chunk that runs dense as its backend failed; whether the error is the first of its kind."""
         self.counters.failures += 1
         is_new = type(error) not in self._failures
         self._failures.add(type(error))

@@ -21,10 +21,10 @@ import torch
 from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.core import segments
-from sparsekv.runtime.core.decode import Resident, decode
-from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.program import LayerProgram, Program, decode
 from sparsekv.runtime.core.state import DecodeState, Gather
 from sparsekv.runtime.paged.metrics import Counters
+from sparsekv.runtime.stores.store import Resident
 
 _SCRATCH_SHARE = 256  # of the device's memory for scores: one part in so many
 
@@ -50,8 +50,7 @@ class DecodeHost:
         self._dense_up_to = min(layer.role.dense_up_to for layer in program.sparse)
 
     def chooses(self, lengths: Sequence[int], least: int | None = 0) -> bool:
-        """Returns whether a row of such a step may attend to a choice, as far as the host knows; `least` as in
-        `begin`."""
+        """Whether a row may choose, as far as the host knows; `least` as in `begin`."""
         return least is not None and max(lengths, default=0) >= max(least, self._dense_up_to + 1)
 
     def _longer(self, lengths_B: torch.Tensor) -> tuple[int, int]:
@@ -147,12 +146,8 @@ class DecodeRows:
         self, layer: LayerProgram, q_BHD: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out_BHD: torch.Tensor,
         scale: float, softmax: Softmax = PLAIN, scales: Scales | None = None,
     ) -> None:  # fmt: skip
-        """Writes the output of the rows that choose for this layer, and of no others.
-
-        Args:
-            pages: keys and values, [N, G, S, D] each, of any strides.
-            scales: of pages in e4m3, whose queries may be in that as well.
-        """
+        """Writes the output of the rows that choose for this layer, and of no others. Pages are [N, G, S, D] each, of
+        any strides; scales are of pages, and maybe queries, in e4m3."""
         if scales is not None:
             pages = pages[0].view(FLOAT8), pages[1].view(FLOAT8)
         lengths_B = layer.role.sparse_lengths(self.state, self.backend)
@@ -196,21 +191,17 @@ class Rest:
 class StepRows:
     """The prefill rows of a step, and the metadata of any part of it.
 
-    Args:
+    Attributes:
         starts: the first row of each request, then the end of the last one. Requests without rows are padding.
-        prefill: a chunk of each request that prefills; none where all of them are dense.
-        table: the block table, int32 [requests, pages].
         part_of: builds what the engine's kernel takes for the requests from the first to before the second number.
-        decode: the rows that decode, where some may attend to a choice.
-        prompts: rows of prompts, of evicting layers, as the engine's eviction has them.
     """
 
     starts: tuple[int, ...]
-    prefill: tuple[PrefillRows, ...]
-    table: torch.Tensor
+    prefill: tuple[PrefillRows, ...]  # a chunk of each request that prefills; none where all of them are dense
+    table: torch.Tensor  # the block table, int32 [requests, pages]
     part_of: Callable[[int, int], Any]
-    decode: DecodeRows | None = None
-    prompts: tuple[Any, ...] = ()
+    decode: DecodeRows | None = None  # the rows that decode, where some may attend to a choice
+    prompts: tuple[Any, ...] = ()  # rows of prompts, of evicting layers, as the engine's eviction has them
     _built: dict[frozenset[int], tuple[Rest, ...]] = field(default_factory=dict)
 
     def rest(self, done: frozenset[int]) -> tuple[Rest, ...]:
@@ -262,14 +253,9 @@ def prefill_rows(
 
 
 def behind_decode(starts: Sequence[int], prefilling: Sequence[bool], decoded: int = 1) -> list[bool]:
-    """Returns which requests are prompts behind the last one that decodes. An engine may sort by the number of rows
-    alone, so that a single row of a prompt may lie before others that decode; it is computed with those.
-
-    Args:
-        starts: the first row of each request, then the end of the last one.
-        prefilling: whether a request's prompt is still being computed.
-        decoded: rows that a request decodes in a step at most.
-    """
+    """The prompts behind the last request that decodes; arguments as in `prefill_rows`. An engine may sort by the
+    number of rows alone, so that a single row of a prompt may lie before others that decode; it is computed with
+    those."""
     decoding = (0 < end - first <= decoded for first, end in pairwise(starts))
     both = enumerate(zip(decoding, prefilling, strict=True))
     last = max((request for request, (few, prompt) in both if few and not prompt), default=-1)
@@ -277,14 +263,12 @@ def behind_decode(starts: Sequence[int], prefilling: Sequence[bool], decoded: in
 
 
 def decode_rows(starts: Sequence[int], prefill: Sequence[PrefillRows]) -> int:
-    """Returns how many requests decode: the first of the step, a row each, with the padding behind them where nothing
-    else is. They are sorted so, but for single rows of prompts: see `behind_decode`."""
+    """Requests that decode: the first of the step, a row each, with the padding behind them; see `behind_decode`."""
     return min((rows.request for rows in prefill), default=len(starts) - 1)
 
 
 def split_rows(
     layer: LayerProgram, prefill: Sequence[PrefillRows]
 ) -> tuple[tuple[PrefillRows, ...], tuple[PrefillRows, ...]]:
-    """The chunks that a layer runs by the plan's patterns, and those that it runs dense."""
     sparse = tuple(rows for rows in prefill if layer.patterns_at(rows.chunk.longest))
     return sparse, tuple(rows for rows in prefill if rows not in sparse)

@@ -36,6 +36,7 @@ from sparsekv.runtime.stores.pinned import HostMemory
 from sparsekv.runtime.stores.store import (
     Binding,
     Bytes,
+    Gathered,
     HostReads,
     HotRows,
     HotSet,
@@ -169,14 +170,10 @@ class HostStore:
         return self.rows.view(self.length, lengths_B) if self._whole is None else self._whole.view(lengths_B)
 
     def gather(
-        self,
-        selection: Selection,
-        lengths_B: torch.Tensor,
-        window: int | None = None,
-        slots: SlotMap | None = None,
-    ) -> tuple[KeyView, Selection, int | None]:
-        """The rows on the device, with the selected tokens among them. All tokens where they lie there anyway, or where
-        a row attends to everything. A row selects no more than what `reads` says."""
+        self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None, slots: SlotMap | None = None
+    ) -> Gathered:
+        """The rows on the device, with the selected tokens among them; all tokens where they lie there anyway, or a row
+        attends to everything. A row selects no more than `reads` says."""
         if self._whole is not None:
             return self._whole.gather(selection, lengths_B, window)
         self.rows.unbind()
@@ -229,7 +226,6 @@ class HostStore:
         return HotRows(self.hot_set.slots, self.hot_set.ring) if self.is_long(length) else None
 
     def step_memory(self) -> StepMemory:
-        """Returns the memory of a long context, the rows on the device and the memory on the host."""
         return self.rows.step_memory() if self._whole is None else self._whole.step_memory()
 
     def bind(self, binding: Binding) -> object:

@@ -10,21 +10,18 @@ from dataclasses import replace
 
 import torch
 
-from sparsekv.kernels.decode.selection import Selection
-from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
-from sparsekv.runtime.stores.store import Binding, Bytes, Layout, StepMemory, check_tokens_fit, grown
+from sparsekv.runtime.stores.store import Binding, Bytes, KeySource, Layout, StepMemory, check_tokens_fit, grown
 
 
 class Forks:
-    """Knows which first tokens of rows are the same, as one row became a copy of another: they are not copied again."""
+    """First tokens of rows that are the same, as one row became a copy of another: they are not copied again."""
 
     def __init__(self) -> None:
         self._same_BB: torch.Tensor | None = None  # int64 on the host: first tokens of two rows that are the same
 
     @property
     def any(self) -> bool:
-        """Returns whether some row may have tokens of another one."""
         return self._same_BB is not None
 
     def same_as(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
@@ -53,12 +50,8 @@ class Forks:
             self._same_BB = torch.minimum(self._same_BB, torch.minimum(left_B[:, None], left_B))
 
 
-class DeviceStore:
-    """Keys and values beside their queries; views cost nothing.
-
-    Args:
-        counts: where to say how many bytes are allocated; its own when None.
-    """
+class DeviceStore(KeySource):
+    """Keys and values beside their queries; views cost nothing. `counts` has the allocated bytes."""
 
     def __init__(self, counts: Bytes | None = None) -> None:
         self.lengths: tuple[int, ...] = ()
@@ -99,8 +92,7 @@ class DeviceStore:
         return k_BGCD.narrow(2, self.length, tokens), v_BGCD.narrow(2, self.length, tokens)
 
     def hold(self, tokens: int, layout: Layout, row: int | None = None) -> None:
-        """Makes room for so many tokens in all, now, at least in this row. Raises ShapeError when the layout does not
-        fit."""
+        """Makes room for so many tokens in all, at least in this row. Raises ShapeError for another layout."""
         layout.check(self._k_BGCD)
         self._grow(tokens, layout)
 
@@ -156,16 +148,6 @@ class DeviceStore:
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         return KeyView(*self.tensors, lengths_B)
 
-    def gather(
-        self,
-        selection: Selection,
-        lengths_B: torch.Tensor,
-        window: int | None = None,
-        slots: SlotMap | None = None,
-    ) -> tuple[KeyView, Selection, int | None]:
-        """All tokens, without a copy: kernels read the selected ones where they lie."""
-        return self.view(lengths_B), selection, window
-
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values with the memory behind them, [B, G, C, D] without gaps; others once the store has grown."""
@@ -215,13 +197,8 @@ class DeviceStore:
         return larger_BGCD
 
 
-class RowStore:
-    """A row of `whole`: what is added here is there.
-
-    Args:
-        whole: of all rows; may be empty.
-        batch: rows that it has, or will have.
-    """
+class RowStore(KeySource):
+    """A row of `whole`, which may be empty and will have `batch` rows: tokens that are added here are there."""
 
     def __init__(self, whole: DeviceStore, row: int, batch: int) -> None:
         self.bytes = whole.bytes
@@ -263,15 +240,6 @@ class RowStore:
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         return KeyView(*self._memory, lengths_B)
-
-    def gather(
-        self,
-        selection: Selection,
-        lengths_B: torch.Tensor,
-        window: int | None = None,
-        slots: SlotMap | None = None,
-    ) -> tuple[KeyView, Selection, int | None]:
-        return self.view(lengths_B), selection, window
 
     @property
     def _memory(self) -> tuple[torch.Tensor, torch.Tensor]:

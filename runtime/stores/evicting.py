@@ -15,12 +15,19 @@ from typing import NamedTuple
 
 import torch
 
-from sparsekv.kernels.decode.selection import Selection
-from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.store import Binding, Bytes, CachedRows, Layout, StepMemory, StepRows, WholeStore
+from sparsekv.runtime.stores.store import (
+    Binding,
+    Bytes,
+    CachedRows,
+    KeySource,
+    Layout,
+    StepMemory,
+    StepRows,
+    WholeStore,
+)
 
 _FAILED = (
     "expected a cache whose passes all ended, found one that failed {}; reset() the cache, or start a new one, and run "
@@ -36,12 +43,8 @@ class GeneratedRows(NamedTuple):
     most: int  # rows
 
 
-class EvictingStore:
-    """Keys and values of one layer, of batch rows that are equally long.
-
-    Args:
-        generated: how many of the newest generated tokens stay.
-    """
+class EvictingStore(KeySource):
+    """Keys and values of one layer, of equally long rows; so many of the newest generated tokens stay."""
 
     def __init__(self, generated: int) -> None:
         self.lengths: tuple[int, ...] = ()
@@ -55,7 +58,6 @@ class EvictingStore:
 
     @property
     def length(self) -> int:
-        """All tokens so far."""
         return max(self.lengths, default=0)
 
     @property
@@ -67,7 +69,6 @@ class EvictingStore:
         return self._rows.length
 
     def rows_after(self, generated: int) -> int:
-        """Rows in memory once so many tokens more are generated."""
         return self._prompt_rows + min(self.length + generated - self._complete, self._generated)
 
     @property
@@ -105,11 +106,9 @@ class EvictingStore:
         return self.keys
 
     def prepare(self, length: int) -> None:
-        """Makes room for captured steps, whatever the length."""
         self._rows.reserve(self._prompt_rows + self._generated)
 
     def advance(self, tokens: int) -> None:
-        """Counts the token that a captured step has written."""
         self._rows.advance(self.rows_after(tokens) - self.rows)
         self._lost = False
         self.lengths = tuple(length + tokens for length in self.lengths)
@@ -117,11 +116,7 @@ class EvictingStore:
     # --- between passes -----------------------------------------------------------------------------------------------
 
     def begin_prompt(self) -> None:
-        """Puts generated tokens in their order, as what follows is a prompt, whole or in pieces.
-
-        Raises:
-            UsageError: a step that failed has overwritten one of them, and has not run again.
-        """
+        """Puts generated tokens in their order. Raises UsageError where a failed step has overwritten one of them."""
         if self._prompt_at is not None:
             return
         if self._lost:
@@ -136,11 +131,8 @@ class EvictingStore:
 
     @torch.inference_mode(False)  # else what is allocated there could not be written to under torch.no_grad()
     def evict(self, rows_BgK: torch.Tensor | None) -> None:
-        """The prompt is complete: evicts all rows but these, and makes room for what is generated.
-
-        Args:
-            rows_BgK: int64, ascending, of every KV head or one for all; all rows stay when None.
-        """
+        """The prompt is complete: evicts all rows but these, int64 ascending, of every KV head or one for all (None:
+        all stay), and makes room for generated tokens."""
         if rows_BgK is not None:
             self._move(rows_BgK)
         self._prompt_rows, self._complete, self._prompt_at = self.rows, self.length, None
@@ -157,8 +149,7 @@ class EvictingStore:
         self._rows = fewer
 
     def resume(self) -> None:
-        """Goes on generating, as no prompt came before the step. Until its token is written, the one that it replaces
-        counts as lost."""
+        """Goes on generating. Until the token is written, the one that it replaces counts as lost."""
         if self.length:
             self._prompt_at = None
             self._lost |= self.length - self._complete >= self._generated
@@ -166,8 +157,7 @@ class EvictingStore:
     # --- as every store -----------------------------------------------------------------------------------------------
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Copies the new tokens behind the old ones, or over the oldest generated one. Raises ShapeError when they do
-        not fit."""
+        """Copies the new tokens behind the old ones, or over the oldest generated one."""
         made = self.length - self._complete
         if self._prompt_at is not None or made < self._generated:
             self._rows.append(k_BGSD, v_BGSD)
@@ -188,17 +178,12 @@ class EvictingStore:
         self.lengths = (self.length + k_BGSD.shape[2],) * k_BGSD.shape[0]
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
-        """Takes note of the size for the first tokens; memory is allocated when they come, since it is let go of layer
-        by layer."""
+        """Notes the size for the first tokens; memory is allocated when they come, and let go of layer by layer."""
         if self.keys is None:
             self._rows.reserve(tokens)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Takes back what a failed pass has added.
-
-        Raises:
-            UsageError: it had evicted tokens by then.
-        """
+        """Takes back the tokens of a failed pass. Raises UsageError where it had evicted tokens by then."""
         length = max(lengths, default=0)
         if length == self.length:
             return
@@ -218,26 +203,11 @@ class EvictingStore:
         evicted = self.length - self.rows
         return KeyView(*self.tensors, lengths_B - evicted if evicted else lengths_B)
 
-    def gather(
-        self,
-        selection: Selection,
-        lengths_B: torch.Tensor,
-        window: int | None = None,
-        slots: SlotMap | None = None,
-    ) -> tuple[KeyView, Selection, int | None]:
-        """Never: an evicting layer is in no segment."""
-        raise AssertionError("an evicting layer attends to all that it has")
-
 
 class StepEviction:
-    """The evicting layers of one captured step: how many rows they have, and where the next token goes.
-
-    Both follow from the lengths, which the step reads on the device, and from three numbers of each store, which are
-    written when another cache is served or another prompt was evicted from.
-
-    Args:
-        lengths_B: int32 on the device, tokens of each row: read in every step.
-    """
+    """The evicting layers of one captured step: their rows, and the place of the next token. Both follow from the
+    lengths, which the step reads on the device, and from three numbers of each store, which are written when another
+    cache is served or another prompt was evicted from."""
 
     def __init__(self, kinds: Sequence[StepRows], lengths_B: torch.Tensor) -> None:
         layers = [layer for layer, kind in enumerate(kinds) if isinstance(kind, CachedRows)]
@@ -248,7 +218,6 @@ class StepEviction:
         self._bound: list[GeneratedRows] = []
 
     def serves(self, stores: Sequence[WholeStore]) -> bool:
-        """Returns whether the generated rows are still as when they were bound."""
         return _generated(stores) == self._bound
 
     def bind(self, stores: Sequence[WholeStore]) -> None:

@@ -52,13 +52,8 @@ def packed(k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
 
 
 class LongRows:
-    """Rows of one layer that are in host memory, but for the newest tokens and for what decode steps chose lately.
-
-    Before `enter` memory may be allocated, and no token is here.
-
-    Args:
-        recent: the newest tokens, which every step reads: they are on the device.
-    """
+    """Rows of one layer that are in host memory, but for the newest tokens, which every step reads, and for tokens that
+    decode steps chose lately. Before `enter` memory may be allocated, and no token is here."""
 
     def __init__(self, memory: HostMemory, nbytes: Bytes, recent: int) -> None:
         self.bound_to: Binding | None = None
@@ -143,8 +138,7 @@ class LongRows:
         self._give_back = weakref.finalize(self, self._memory.give, block, device)
 
     def copy_from(self, other: LongRows) -> None:
-        """Takes what other rows of the same sizes have, once everything has arrived on the host, but for their
-        slots."""
+        """Takes the tokens of rows of the same sizes, but for their slots, once all are on the host."""
         other.stream.settle()
         slots, hot_from = self._sizes.slots, other.hot_from
         self.on_device[:, :, :, slots:] = other.on_device[:, :, :, slots:]

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,58 +28,7 @@ class PageError(SparseKVError):
     """A call of the driver's virtual memory failed; what it had done was taken back."""
 
 
-class PageDriver(Protocol):
-    """Calls of one device. All sizes and addresses are multiples of the granularity.
-
-    Raises:
-        PageError, torch.OutOfMemoryError: a call failed; the message names it.
-    """
-
-    device: torch.device
-    granularity: int  # bytes of the smallest page
-
-    def reserve(self, nbytes: int) -> int:
-        """The address of so many bytes without memory."""
-
-    def free(self, address: int, nbytes: int) -> None:
-        """Gives addresses back, where nothing is mapped."""
-
-    def create(self, nbytes: int) -> Any:
-        """A handle of memory without an address."""
-
-    def release(self, handle: Any) -> None:
-        """Frees memory that is mapped nowhere."""
-
-    def map(self, address: int, nbytes: int, handle: Any) -> None:
-        """Puts all memory of a handle at an address."""
-
-    def allow(self, address: int, nbytes: int) -> None:
-        """Makes memory that was mapped since readable and writable."""
-
-    def unmap(self, address: int, nbytes: int) -> None:
-        """Takes away what one `map` has put there."""
-
-    def settle(self) -> None:
-        """Waits until nothing on the device reads or writes what is about to be unmapped."""
-
-    def relieve(self) -> None:
-        """Gives memory back that nobody uses, for `create` to be tried again."""
-
-    def available(self) -> int:
-        """Bytes that `create`, and everything else, could have."""
-
-    def enter(self) -> None:
-        """Called once by every other thread before it calls anything else."""
-
-    def tensor(
-        self, address: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, owner: object
-    ) -> torch.Tensor:
-        """A tensor there, which keeps its owner alive. The first page is mapped."""
-
-
 class Pages:
-    """Physical memory with one handle."""
-
     __slots__ = ("handle", "nbytes", "users")
 
     def __init__(self, handle: Any, nbytes: int) -> None:
@@ -89,6 +38,12 @@ class Pages:
 
 
 class CudaPages:
+    """Virtual memory of one device. All sizes and addresses are multiples of the granularity: bytes of a page.
+
+    Raises:
+        PageError, torch.OutOfMemoryError: a call failed; the message names it.
+    """
+
     def __init__(self, device: torch.device) -> None:
         from cuda.bindings import driver
 
@@ -116,42 +71,53 @@ class CudaPages:
         raise PageError(f"expected the CUDA driver to map memory for keys and values, found that {told}")
 
     def reserve(self, nbytes: int) -> int:
+        """The address of so many bytes without memory."""
         return int(self._call("cuMemAddressReserve", nbytes, 0, 0, 0))
 
     def free(self, address: int, nbytes: int) -> None:
+        """Gives addresses back, where nothing is mapped."""
         self._call("cuMemAddressFree", address, nbytes)
 
     def create(self, nbytes: int) -> Any:
+        """A handle of memory without an address."""
         return int(self._call("cuMemCreate", nbytes, self._prop, 0))
 
     def release(self, handle: Any) -> None:
+        """Frees memory that is mapped nowhere."""
         self._call("cuMemRelease", handle)
 
     def map(self, address: int, nbytes: int, handle: Any) -> None:
         self._call("cuMemMap", address, nbytes, 0, handle, 0)
 
     def allow(self, address: int, nbytes: int) -> None:
+        """Makes memory that was mapped since readable and writable."""
         self._call("cuMemSetAccess", address, nbytes, [self._access], 1)
 
     def unmap(self, address: int, nbytes: int) -> None:
+        """Takes away what one `map` has put there."""
         self._call("cuMemUnmap", address, nbytes)
 
     def settle(self) -> None:
+        """Waits until nothing on the device reads or writes what is about to be unmapped."""
         torch.cuda.synchronize(self.device)
 
     def relieve(self) -> None:
+        """Gives memory back that nobody uses, for `create` to be tried again."""
         torch.cuda.empty_cache()
 
     def available(self) -> int:
+        """Bytes that `create`, and everything else, could have."""
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return torch.cuda.mem_get_info(self.device)[0] + unused
 
     def enter(self) -> None:
+        """Called once by every other thread before it calls anything else."""
         self._call("cuCtxSetCurrent", self._context)
 
     def tensor(
         self, address: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, owner: object
     ) -> torch.Tensor:
+        """A tensor there, which keeps its owner alive. The first page is mapped."""
         array = _Array(address, size, stride, dtype.itemsize, owner)
         return torch.as_tensor(array, device=self.device).view(dtype)
 
@@ -204,11 +170,7 @@ class PageWarning(UserWarning):
 
 
 class Ahead:
-    """A thread of one device that maps pages before they are needed, while the device works on what comes before.
-
-    Args:
-        pool: whose pages it maps. Whoever waits for these goes first.
-    """
+    """A thread of one device that maps pages ahead of need; whoever waits for pages goes first."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -235,15 +197,10 @@ class Ahead:
 
 
 class PagePool:
-    """Pages of a device that no row uses, kept for the next one.
+    """Pages of a device that no row uses, kept for the next one. Mapping and unmapping are outside captures of CUDA
+    graphs, of any thread: unmapping waits for the device."""
 
-    What maps and unmaps does so outside captures of CUDA graphs, of any thread: unmapping waits for the device.
-
-    Args:
-        driver: where they come from.
-    """
-
-    def __init__(self, driver: PageDriver) -> None:
+    def __init__(self, driver: CudaPages) -> None:
         self.driver = driver
         self.bytes = 0  # of free pages
         self.used = 0  # bytes of pages that are mapped
@@ -336,10 +293,7 @@ class PagePool:
 
     def close_later(self, closing: Callable[[], None]) -> None:
         """Closes a range that nobody uses any more: now, unless a graph is captured or another thread is at work.
-
-        Args:
-            closing: goes on where it stopped when it is called again.
-        """
+        `closing` goes on where it stopped when it is called again."""
         self._closings.append(closing)
         OUTSIDE_CAPTURES.run(self._close_all)
 

@@ -84,7 +84,6 @@ class CudaStream(CopyStream):
 
 
 def stream_for(device: torch.device) -> CopyStream:
-    """The stream of copies from `device`."""
     return CudaStream(device) if device.type == "cuda" else CopyStream()
 
 
@@ -332,12 +331,10 @@ def has_room(nbytes: int, available: int | None) -> bool:
 
 
 def spare_beside(nbytes: int) -> int:
-    """Bytes of host memory that are left alone beside so many."""
     return SPARE if nbytes >= _ASK_FROM else 0
 
 
 def check_room(nbytes: int, available: int | None) -> None:
-    """Refuses a large block that would make the machine run out of memory."""
     if available is None or has_room(nbytes, available):
         return
     raise UsageError(

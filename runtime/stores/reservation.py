@@ -54,7 +54,7 @@ class Reservation:
         return self._ends[row] - self.address - row * self.row_bytes
 
     def up_to(self, row: int, nbytes: int) -> tuple[int, int]:
-        """Returns how many first pages of a row have its first bytes; and how many of these have no others."""
+        """First pages of a row that have its first bytes, and those of them that have no others."""
         pages, end = self._rows[row], self.size(row)
         count = len(pages)
         while count and end - pages[count - 1].nbytes >= nbytes:
@@ -67,11 +67,8 @@ class Reservation:
         return any(one.users > 1 for one in self._rows[row][self.up_to(row, begin)[1] :])
 
     def ensure(self, needed: Sequence[tuple[int, int]]) -> bool:
-        """Maps pages so that each of these rows has at least so many bytes; whether there were any to map.
-
-        Raises:
-            PageError, torch.OutOfMemoryError: a call of the driver failed; nothing has changed.
-        """
+        """Maps pages so that each of these rows has at least so many bytes; whether there were any to map. Nothing has
+        changed where the driver fails."""
         changes: dict[int, Change] = {}
         try:
             for row, nbytes in needed:
@@ -162,19 +159,13 @@ def _close(pool: PagePool, address: int, nbytes: int, mapped: dict[int, Pages]) 
 
 @dataclass(slots=True)
 class Fork:
-    """A row of a reservation that becomes a copy.
-
-    Attributes:
-        full: pages of the row that it becomes a copy of, which may be itself, that are not written to any more.
-        nbytes: that count of that row.
-        change: what becomes of its pages.
-    """
+    """A row of a reservation that becomes a copy."""
 
     at: int
     own: Sequence[Pages]
-    full: Sequence[Pages]
-    nbytes: int
-    change: Change = (0, ())
+    full: Sequence[Pages]  # pages of its source, which may be itself, that are not written to any more
+    nbytes: int  # that count of that row
+    change: Change = (0, ())  # what becomes of its pages
 
     def right(self, same: int) -> int:
         """First bytes that are right without a copy, where `same` first bytes of the row are those of its source."""
@@ -183,12 +174,7 @@ class Fork:
 
 @contextmanager
 def planned(pool: PagePool, forks: Sequence[Fork]) -> Iterator[None]:
-    """Inside it, every fork has its `change`, with the users of the pages counted; where that fails, the users are as
-    before.
-
-    Raises:
-        PageError, torch.OutOfMemoryError: there are no pages to be had.
-    """
+    """Inside it, every fork has its `change`, with the users of the pages counted; undone where that fails."""
     shared = [one for fork in forks for one in fork.full]
     for one in shared:
         one.users += 1

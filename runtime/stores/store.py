@@ -13,7 +13,7 @@ Shapes: B batch, G KV heads, S tokens, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -32,8 +32,6 @@ _LEAST_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The shape and type of the tokens of a store."""
-
     batch: int
     heads: int  # KV heads
     size: int  # of a head
@@ -51,7 +49,6 @@ class Layout:
         return self.heads * self.size * self.dtype.itemsize
 
     def bytes(self, tokens: int) -> int:
-        """Returns the bytes of keys and values of so many tokens of each row."""
         return 2 * self.batch * tokens * self.token_bytes
 
     def check(self, cached: torch.Tensor | None) -> None:
@@ -119,6 +116,11 @@ class HostReads:
             counts_3.zero_()
 
 
+Gathered = tuple[KeyView, Selection, int | None]
+"""Keys and values of at least the selected tokens, the selection counted in them, and the window that is left to apply:
+None once the store has left out what lies outside it."""
+
+
 class KeySource(Protocol):
     """Keys and values of one layer, the newest tokens' included, for attention to read."""
 
@@ -126,19 +128,41 @@ class KeySource(Protocol):
         """Keys and values of all tokens on the compute device; `lengths_B` int32 there."""
 
     def gather(
-        self,
-        selection: Selection,
-        lengths_B: torch.Tensor,
-        window: int | None = None,
-        slots: SlotMap | None = None,
-    ) -> tuple[KeyView, Selection, int | None]:
-        """Keys and values of at least the selected tokens, the selection counted in them, and the window that is left
-        to apply: None once the store has left out what lies outside it.
+        self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None, slots: SlotMap | None = None
+    ) -> Gathered:
+        """All tokens without a copy, where they lie on the device: kernels read the selected ones there.
 
         Args:
             selection: no row attends to everything, unless the store returns it as it is.
             slots: what a hot set shares with the layers that take the same choice.
         """
+        return self.view(lengths_B), selection, window
+
+
+class Resident(KeySource):
+    """Keys and values that lie on the compute device, contiguous or in pages."""
+
+    def __init__(self, keys: KeyView) -> None:
+        self._keys = keys
+
+    def view(self, lengths_B: torch.Tensor) -> KeyView:
+        return self._keys
+
+
+class Seen(KeySource):
+    """Keys and values of a source with what it does not know of them: their softmax, and their scales."""
+
+    def __init__(self, source: KeySource, seen: Callable[[KeyView], KeyView]) -> None:
+        self._source, self._seen = source, seen
+
+    def view(self, lengths_B: torch.Tensor) -> KeyView:
+        return self._seen(self._source.view(lengths_B))
+
+    def gather(
+        self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None, slots: SlotMap | None = None
+    ) -> Gathered:
+        keys, selected, left = self._source.gather(selection, lengths_B, window, slots)
+        return self._seen(keys), selected, left
 
 
 class KVStore(KeySource, Protocol):
@@ -217,8 +241,6 @@ StepRows = HotRows | CachedRows | None
 
 
 class StepMemory(NamedTuple):
-    """The memory of a layer's keys and values in a captured step."""
-
     k_BGRD: torch.Tensor
     v_BGRD: torch.Tensor
     rows_PBGRD: torch.Tensor | None = None  # both of them, of a layer in host memory
@@ -289,17 +311,12 @@ LEAVING = 64  # tokens move to the host so many at a time
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Reads of a long context by decode steps of a layer, which size the layer's part on the device.
+    """Reads of a long context by decode steps of a layer, which size the layer's part on the device."""
 
-    Attributes:
-        budgets: of chosen tokens; none where every step reads everything.
-        whole_up_to: contexts of so many tokens are read as a whole.
-    """
-
-    budgets: tuple[Budget, ...] = ()
+    budgets: tuple[Budget, ...] = ()  # of chosen tokens; none where every step reads everything
     sink: int = 0
     recent: int = 0
-    whole_up_to: int = 0
+    whole_up_to: int = 0  # contexts of so many tokens are read as a whole
 
     def listed(self, length: int) -> int | None:
         """Tokens that a step reads at most of contexts up to this length; None where it reads everything."""
@@ -311,19 +328,12 @@ class Reads:
 
 @dataclass(frozen=True, slots=True)
 class HotSet:
-    """The rows of a layer in host memory that lie on the device, in tokens.
+    """The rows of a layer in host memory that lie on the device, in tokens."""
 
-    Attributes:
-        slots: of chosen tokens; 0 where a step reads everything.
-        ring: rows behind them for the newest tokens.
-        listed: tokens that a step attends to at most; 0 where it reads everything.
-        whole: the longest context that lies there as a whole.
-    """
-
-    slots: int
-    ring: int
-    listed: int
-    whole: int
+    slots: int  # of chosen tokens; 0 where a step reads everything
+    ring: int  # rows behind them for the newest tokens
+    listed: int  # tokens that a step attends to at most; 0 where it reads everything
+    whole: int  # the longest context that lies there as a whole
 
     @classmethod
     def of(cls, hot: Budget, reads: Reads, capacity: int) -> HotSet:

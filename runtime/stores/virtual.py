@@ -56,7 +56,6 @@ class _Memory:
 
     @property
     def context(self) -> int:
-        """C."""
         return self.kv_2BGCD.shape[3]
 
     def rows_of(self, row: int) -> tuple[int, int]:
@@ -102,7 +101,6 @@ def pages_pay(layout: Layout, context: int, page: int) -> bool:
 
 
 def round_up(count: int, step: int) -> int:
-    """The least multiple of `step` from `count` on."""
     return -(-count // step) * step
 
 
@@ -127,7 +125,6 @@ class VirtualStore(DeviceStore):
 
     @staticmethod
     def allocated(layout: Layout, tokens: int, page: int) -> Bytes:
-        """The bytes of so many tokens of each row, in pages of so many bytes."""
         return Bytes(2 * layout.batch * round_up(round_up(tokens, _TILE) * layout.token_bytes, page))
 
     @torch.inference_mode(False)  # else the copy could not be written to under torch.no_grad()
@@ -250,8 +247,8 @@ class VirtualStore(DeviceStore):
     # --- rows -----------------------------------------------------------------------------------------------------
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Counts so many tokens. Where some were taken back, pages behind them go back, but for what is reserved and
-        the next few tokens; of a store that is empty then, all of them and its addresses."""
+        """Counts so many tokens. Pages behind them go back, but for the reserved and the next few tokens; of a store
+        that is empty then, all of them and its addresses."""
         has_forks, has_grown = self._forks.any, any(map(int.__gt__, lengths, self.lengths or (0,) * len(lengths)))
         with self._pool.first():  # else the thread that maps ahead may take note of room for the rows as they were
             super().truncate(lengths)
@@ -302,8 +299,8 @@ class VirtualStore(DeviceStore):
 
     @torch.inference_mode(False)
     def select(self, rows: Sequence[int]) -> None:
-        """Row i becomes a copy of row `rows[i]`, all of them at once: it shares the pages that are full, and has the
-        last one for itself. Other addresses where the number of rows changes."""
+        """Row i becomes a copy of row `rows[i]`, all at once: it shares the full pages, and has the last one for
+        itself."""
         if not self.lengths or list(rows) == list(range(len(self.lengths))):
             return
         with self._pool.first():

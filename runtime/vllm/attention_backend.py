@@ -52,8 +52,6 @@ _Backend, _Impl, _Builder = vllm.platform.classes()
 
 
 class SparseBackend(_Backend):
-    """vLLM's backend for this device, by the name that it is registered by."""
-
     @staticmethod
     def get_name() -> str:
         return vllm.platform.backend.name
@@ -286,7 +284,6 @@ class SparseBuilder(_Builder):
         return self._host is None and given is not None and bool(given(*args, **kwargs))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """vLLM's metadata of a step, with the prefill rows beside it."""
         common, evicted = common_attn_metadata, None
         if self._table is not None:
             evicted, table_BP = self._table.step(partial(_rows, common), common.seq_lens, common.block_table_tensor)
@@ -332,7 +329,8 @@ class SparseBuilder(_Builder):
     def _decode(
         self, decode: DecodeHost, pays: Thresholds, common: Any, lengths: list[int], unfinished: list[bool], rows: int
     ) -> DecodeRows | None:
-        """The decode rows of a step, the first of its requests. What graphs read is there whatever the lengths are."""
+        """The decode rows of a step, its first requests. Tensors that graphs read are there whatever the lengths
+        are."""
         prompts = [row for row in range(rows) if unfinished[row]]
         seen = [length for length, is_prompt in zip(lengths[:rows], unfinished, strict=False) if not is_prompt]
         least = pays.at(rows)
@@ -375,7 +373,6 @@ def _has_plan() -> bool:
 
 
 def _host_of(config: Any) -> EngineHost | None:
-    """The plan of an engine, which is started for its first layer."""
     key = vllm.engine_key(config)
     for engine, host in tuple(_hosts):  # engines that end leave it
         if engine() is key:
@@ -458,7 +455,6 @@ def _evict_blocks(config: Any) -> None:
 
 
 def _spec_of(config: Any, layer: Any, spec: Any) -> Any:
-    """The cache of a layer, where vLLM would give it this one."""
     impl = getattr(layer, "impl", None)
     if not isinstance(impl, SparseImpl) or impl.plan_host is None:
         return spec
@@ -478,6 +474,5 @@ def _spec_of(config: Any, layer: Any, spec: Any) -> Any:
 
 
 def _requests_of(config: Any) -> Requests | None:
-    """The requests of an engine's worker; None where no layer evicts tokens."""
     host = next((layer.impl.plan_host for layer in _planned(config)), None)
     return host.evicting.requests if host is not None and host.evicting is not None else None

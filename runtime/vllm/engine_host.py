@@ -32,8 +32,6 @@ _ALLOW_MISMATCH = '--additional-config \'{"sparsekv": {"allow_mismatch": true}}\
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """The model that an engine loads, and the room it needs."""
-
     name: str  # a folder or a hub id
     revision: str | None
     config: Any  # of transformers
@@ -65,14 +63,7 @@ class EngineHost(PlanHost):
 def start_host(
     path: Path, options: EngineOptions, facts: EngineFacts, model: EngineModel, gather: Gather | None = None
 ) -> EngineHost:
-    """The plan of an engine that starts.
-
-    Args:
-        gather: over its tensor-parallel ranks; see `DecodeState`.
-
-    Raises:
-        UnsupportedError: the plan or the engine has something that this host cannot run; the message names it.
-    """
+    """The plan of an engine that starts. Raises UnsupportedError, which names all that this host cannot run."""
     plan = load_plan(path)
     if not options.decode:
         plan = plan.model_copy(update={"decode": None, "kv_cache": None})

@@ -49,11 +49,8 @@ class Requests:
 
     @contextmanager
     def step(self, scheduled: Scheduled, order: Callable[[], Sequence[str]] | None = None) -> Iterator[bool]:
-        """A step runs meanwhile. Gives whether it has single rows alone, one of them of a prompt.
-
-        Args:
-            order: their rows, once the worker knows them, unless it tells `order`.
-        """
+        """A step runs meanwhile. Gives whether it has single rows alone, one of them of a prompt. `order` gives its
+        rows, once the worker knows them."""
         for request in scheduled.finished:
             self._prompts.pop(request, None)
             self._open.pop(request, None)
@@ -91,20 +88,12 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class EvictedBlocks:
-    """Holds what an evicting layer frees, as far as lengths depend on it: layers of which these are equal share their
-    blocks.
+    """The blocks that an evicting layer frees, by lengths alone: layers with equal ones share their blocks."""
 
-    Args:
-        fixed: tokens of a prompt that stay whatever its length.
-        share: of all tokens of a prompt, that stay besides.
-        generated: the newest tokens of an answer that stay.
-        block: tokens of a block.
-    """
-
-    fixed: int
-    share: Budget | None
-    generated: int
-    block: int
+    fixed: int  # tokens of a prompt that stay whatever its length
+    share: Budget | None  # of all tokens of a prompt, that stay besides
+    generated: int  # the newest tokens of an answer that stay
+    block: int  # tokens of a block
 
     @classmethod
     def of(cls, rule: Retention, block: int) -> EvictedBlocks:
@@ -172,11 +161,7 @@ class TableRows(NamedTuple):
 
 
 class StepTables:
-    """The lengths of a step that groups of layers with equal eviction share.
-
-    Args:
-        rows: of a step, at most.
-    """
+    """The lengths of a step, of at most so many rows, that groups of layers with equal eviction share."""
 
     def __init__(self, requests: Requests, rows: int) -> None:
         self.rows = rows
@@ -221,11 +206,7 @@ class StepTables:
 
 
 class EvictedTable:
-    """The block table that the kernels of a group's layers read, at a fixed address, as graphs read it.
-
-    Args:
-        page: see `StepTables.lengths`.
-    """
+    """The block table that the kernels of a group's layers read, at a fixed address, as graphs read it."""
 
     def __init__(self, blocks: EvictedBlocks, shared: StepTables, page: int) -> None:
         self._blocks, self._shared, self._page = blocks, shared, page
@@ -234,9 +215,7 @@ class EvictedTable:
     def step(
         self, rows: Callable[[], TableRows], lengths_B: torch.Tensor, table_BP: torch.Tensor
     ) -> tuple[EvictedLengths, torch.Tensor]:
-        """Returns what the layers of the group read in a step, and the pages of each request, of which as many are its
-        own.
-        """
+        """The lengths and prompts of a step, and the pages of each request, of which as many are its own."""
         pages = table_BP.shape[1]
         if self._table_BP is None:
             self._table_BP = table_BP.new_zeros((self._shared.rows, pages))
@@ -247,13 +226,9 @@ class EvictedTable:
 
 
 def moves(blocks: EvictedBlocks, prompts: Sequence[int], pasts_B: np.ndarray) -> np.ndarray:
-    """Where the blocks that a step reads are in each request's table, int64 [4, B]: block i of them is entry i before
-    the first number, entry i + the third before the second, and entry i + the fourth behind. All are 0 where all are
-    read.
-
-    Args:
-        pasts_B: tokens of each request before the step.
-    """
+    """Where the blocks that a step reads are in each request's table, int64 [4, B], by its tokens before the step:
+    block i of them is entry i before the first number, entry i + the third before the second, and entry i + the fourth
+    behind. All are 0 where all are read."""
     prompt_B = np.asarray(prompts, dtype=np.int64)
     evicted_B = np.fromiter(map(blocks.evicted, prompts), dtype=np.int64, count=len(prompts))
     whole_B, first_B = prompt_B // blocks.block, -(-prompt_B // blocks.block)
@@ -316,11 +291,7 @@ class EvictingHost:
         self, layer: LayerProgram, rows: PromptRows, new: Observed, pages: Pages, table_P: torch.Tensor,
         scales: Scales | None = None,
     ) -> None:  # fmt: skip
-        """Rows of a prompt have attended. At its end the layer evicts.
-
-        Args:
-            pages: the layer's keys and values, [N, G, S, D] each.
-        """
+        """Rows of a prompt have attended; pages are the layer's, [N, G, S, D] each. At its end the layer evicts."""
         seen = _rule(layer).observe or 0
         self._forget()
         saved = self._saved.get(rows.name, {}).pop(layer.layer, None)

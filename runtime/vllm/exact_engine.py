@@ -108,17 +108,12 @@ _SHARE = 1 << 10  # shorter contexts are counted as one
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that is over.
-
-    Attributes:
-        drafts: tokens of its draft that it verified, where it had any.
-        lengths: tokens of each request, those of the step included.
-    """
+    """A step that is over."""
 
     rows: Mapping[str, int]
-    drafts: Mapping[str, int]
+    drafts: Mapping[str, int]  # tokens of its draft that it verified, where it had any
     accepted: Mapping[str, int]
-    lengths: Mapping[str, int]
+    lengths: Mapping[str, int]  # tokens of each request, those of the step included
 
     @property
     def drafted(self) -> int | None:
@@ -167,11 +162,7 @@ class Drafting:
         return size
 
     def ran(self, step: Step, now: float) -> None:
-        """A step is over.
-
-        Args:
-            now: when its output came, in seconds of a clock that never goes back.
-        """
+        """A step is over, and its output came now, in seconds of a clock that never goes back."""
         for one, tokens in step.drafts.items():
             for counts in (self.counts, self._new):
                 count = counts[_bucket(step.lengths[one])]

@@ -104,7 +104,7 @@ def _modalities(model: Any) -> tuple[str, ...]:
 
 
 def changed_calls(ours: type) -> Iterator[str]:
-    """Returns the methods that a release calls with other parameters than a class takes that derives from its own."""
+    """The methods that a release calls with other parameters than a class of ours takes."""
     for name, method in vars(ours).items():
         given = getattr(ours.__mro__[1], name, None)
         if not (isfunction(method) and isfunction(given)):
@@ -138,14 +138,12 @@ def gather(x: torch.Tensor) -> torch.Tensor:
 
 
 def gather_bytes(given: bytes) -> list[bytes]:
-    """The bytes of each tensor-parallel rank, of equal length."""
     device = torch.empty(0, device=current_platform.device_type).device
     found = gather(torch.tensor(list(given), dtype=torch.float32, device=device))  # not every backend gathers integers
     return [bytes(map(int, one)) for one in found.tolist()]
 
 
 def runs_ours(config: VllmConfig) -> bool:
-    """Returns whether an engine attends by our backend where it has a plan."""
     asked = config.attention_config
     if platform is None or platform is OnCpu or config.model_config.use_mla:
         return platform is OnCpu and not config.model_config.use_mla
@@ -316,7 +314,6 @@ def worker_class() -> Any:
 
 
 def beside_drafts(config: VllmConfig) -> tuple[str, ...]:
-    """Returns the settings of an engine that exact output does not run with."""
     parallel, model = config.parallel_config, config.model_config
     there = {
         "--data-parallel-size": parallel.data_parallel_size > 1,

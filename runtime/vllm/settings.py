@@ -62,7 +62,6 @@ def known_releases() -> str:
 
 
 def check_installed() -> None:
-    """Raises UsageError without vLLM, for what is timed in it."""
     if find_spec("vllm") is None:
         raise UsageError(
             "expected vLLM, which is timed here, found none installed; in an environment of its own, beside sparsekv: "
@@ -75,16 +74,11 @@ def check_installed() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """One connector of an engine; a MultiConnector stands for those that it holds.
-
-    Attributes:
-        options: `kv_connector_extra_config`.
-        module: that it is loaded from, where it is not one of vLLM's own.
-    """
+    """One connector of an engine; a MultiConnector stands for those that it holds."""
 
     name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    module: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # `kv_connector_extra_config`
+    module: str | None = None  # that it is loaded from, where it is not one of vLLM's own
 
 
 def connectors_of(config: Mapping[str, Any]) -> tuple[Connector, ...]:
@@ -162,7 +156,6 @@ class EngineOptions(BaseModel):
 
 
 def read_options(additional_config: Any) -> EngineOptions:
-    """The options in vLLM's additional config; the defaults where it has none of ours."""
     given = additional_config.get(KEY) if isinstance(additional_config, dict) else None
     try:
         return EngineOptions.model_validate({} if given is None else given)
@@ -217,12 +210,8 @@ def _beside(model: str, revision: str | None) -> Path | None:
 def plan_of(
     options: EngineOptions, model: str, revision: str | None, gather: Callable[[bytes], Sequence[bytes]]
 ) -> Path | None:
-    """Returns the plan file of an engine, the same one on all of its tensor-parallel ranks: else they would wait for
-    each other.
-
-    Args:
-        gather: the bytes that each of them gives; all of them come here at the same time.
-    """
+    """The plan file of an engine, the same one on all of its tensor-parallel ranks, which come here at the same time
+    and give their bytes to `gather`: else they would wait for each other."""
     trouble: SparseKVError | None = None
     path, digest = None, _NO_PLAN
     try:
@@ -354,12 +343,9 @@ def _unknown_connectors(connectors: Sequence[Connector]) -> Iterator[str]:
 
 
 def store_name(plan: Plan, rule: Pays | None = None) -> str:
-    """Returns the name of a plan and the rule by which it is sparse, which the keys of a shared store have to hold.
-    Engines find pages there by their tokens alone, and the keys of a sparse prefill are not dense attention's.
-
-    Args:
-        rule: None where each engine measures its own.
-    """
+    """The name of a plan and its rule (None where each engine measures its own), which the keys of a shared store have
+    to hold: engines find pages there by their tokens alone, and the keys of a sparse prefill are not dense
+    attention's."""
     digest = executed_digest(plan)
     if rule is not None:
         digest = content_digest({"plan": digest, "rule": str(rule)})

@@ -34,38 +34,25 @@ _MOST_PAGES = 1 << 31  # bytes of pages, many times a device's cache; more rows 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Keys and values of one layer in pages, and the pages of each row.
+    """Keys and values of one layer in pages, and the pages of each row."""
 
-    Attributes:
-        cache: as vLLM's kernel takes it.
-        pages: the same as ours do, [N, G, S, D] each.
-        table_BP: int32.
-    """
-
-    cache: torch.Tensor
-    pages: tuple[torch.Tensor, torch.Tensor]
-    table_BP: torch.Tensor
+    cache: torch.Tensor  # as vLLM's kernel takes it
+    pages: tuple[torch.Tensor, torch.Tensor]  # the same as ours do, [N, G, S, D] each
+    table_BP: torch.Tensor  # int32
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLayers(TimedLayers):
-    """The layers of an engine beside vLLM's kernel, which takes queries in e4m3 beside a cache in 8 bits.
-
-    Attributes:
-        size: of a head.
-        scales: of a cache in 8 bits; queries have none.
-        softmax: of the layers.
-    """
+    """The layers of an engine beside vLLM's kernel, which takes queries in e4m3 beside a cache in 8 bits."""
 
     host: EngineHost
     device: torch.device
-    size: int
-    scales: Scales | None = None
-    softmax: Softmax = PLAIN
+    size: int  # of a head
+    scales: Scales | None = None  # of a cache in 8 bits; queries have none
+    softmax: Softmax = PLAIN  # of the layers
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's precision."""
         return self.host.scratch.kind[0]
 
     @property
@@ -116,7 +103,6 @@ class EngineLayers(TimedLayers):
         return self.agreed(self.step_gain(times))
 
     def dense(self, q_THD: torch.Tensor, pages: Pages, lengths: Sequence[int], out_THD: torch.Tensor) -> Launch:
-        """A launch of vLLM's kernel for the last rows of requests."""
         scales, scale = self.scales, self.size**-0.5
         if scales is not None and q_THD.is_cuda:
             scales = replace(scales, q_G=torch.ones_like(scales.k_G))
@@ -129,7 +115,6 @@ class EngineLayers(TimedLayers):
         return torch.randn(rows, heads, self.size, dtype=self.dtype, device=self.device)
 
     def _pages(self, rows: int, tokens: int, kv_heads: int) -> Pages:
-        """Random keys and values of so many rows, in pages that lie scattered."""
         page, dtype = vllm.platform.page, self.dtype if self.scales is None else torch.uint8
         each = -(-tokens // page)
         count = max(each, min(rows * each, _MOST_PAGES // (2 * page * kv_heads * self.size * dtype.itemsize)))

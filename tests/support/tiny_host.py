@@ -14,11 +14,11 @@ from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.model import ModelInfo
-from sparsekv.runtime.core.decode import Resident, count_step, decode
 from sparsekv.runtime.core.prefill import prefill
-from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.program import Program, count_step, decode
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter
+from sparsekv.runtime.stores.store import Resident
 
 SIZE, PAGE = 16, 16
 SCALE = SIZE**-0.5

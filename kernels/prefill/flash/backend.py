@@ -83,11 +83,7 @@ def dense(
     window: int | None = None,
     passes: Passes = _BY_FLASH,
 ) -> AttentionOutput:
-    """Causal attention of all heads over every key (of the window); arguments as in `dense_attention`.
-
-    Raises:
-        BackendError: the memory layout is not supported.
-    """
+    """Causal attention of all heads over every key (of the window); arguments as in `dense_attention`."""
     if window is not None and window >= chunk.longest:
         window = None
     out_BHSD = torch.empty_like(q_BHSD)

@@ -49,7 +49,6 @@ def offer_package(found: FlashPackage) -> None:
 
 
 def package() -> FlashPackage:
-    """The package that has the kernels: flash-attn-4's own, or the copy of a host."""
     return _OF_HOSTS[0] if _OF_HOSTS and find_spec("flash_attn") is None else FLASH_ATTN_4
 
 

@@ -10,7 +10,6 @@ from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.kernels.keys import COLUMNS, HOST, HOST_TOKENS, ROWS
 
 place = pytest.importorskip("sparsekv.kernels.decode.place")
-gather = pytest.importorskip("sparsekv.kernels.decode.place")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
@@ -99,7 +98,7 @@ def test_what_was_missed_lies_in_its_slots_and_nothing_else_changes(lists, batch
     lengths_B = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
     where_X, leaving = table_of(rows_PBGRD, host_CBPGD), length - RECENT
     sizes = {"kv_heads": heads, "token_bytes": size * dtype.itemsize, "slots": slots, "ring": RING, "recent": RECENT}
-    gather.gather_missed(where_X, placed, lengths_B, **sizes, programs=5)
+    place.gather_missed(where_X, placed, lengths_B, **sizes, programs=5)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(rows_PBGRD, expected_PBGRD)
@@ -114,7 +113,7 @@ def test_a_token_beyond_the_room_on_the_host_is_not_written() -> None:
     lengths_B = torch.full((1,), 8 + RECENT, dtype=torch.int32, device=DEVICE)
     sizes = {"kv_heads": 1, "token_bytes": 64, "slots": 4, "ring": RING, "recent": RECENT}
     for beyond in (0, 9):  # behind the last token, and before the first
-        gather.gather_missed(table_of(rows_PBGRD, host_CBPGD), placed, lengths_B - beyond, **sizes)
+        place.gather_missed(table_of(rows_PBGRD, host_CBPGD), placed, lengths_B - beyond, **sizes)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(host_CBPGD, before)

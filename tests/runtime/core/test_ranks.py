@@ -13,11 +13,11 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.model import AttentionGroup
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
-from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.prefill import prefill
-from sparsekv.runtime.core.program import Program, Rank
+from sparsekv.runtime.core.program import Program, Rank, decode
 from sparsekv.runtime.core.roles import Filter
 from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.stores.store import Resident
 
 LAYERS, HEADS, SIZE, SCALE = 4, 8, 16, 0.25
 PATTERNS = (

@@ -9,11 +9,11 @@ from tiny_plans import decode_plan, drops, segment
 from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.keys import KeyView
 from sparsekv.plans.phases import DecodePlan
-from sparsekv.runtime.core.decode import Resident, count_step, decode
-from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.program import Program, count_step, decode
 from sparsekv.runtime.core.roles import DENSE, Evicting, Filter, Follower, Role
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter
+from sparsekv.runtime.stores.store import Resident
 
 MODEL = model_info(LAYERS, 2 * KV_HEADS, KV_HEADS)
 MIXED = Program.of(

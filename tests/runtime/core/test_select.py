@@ -8,11 +8,11 @@ from tiny_plans import decode_plan, segment
 from sparsekv.kernels.decode.selection import ALL
 from sparsekv.kernels.keys import KeyView
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan
-from sparsekv.runtime.core.decode import Resident, decode
-from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.program import Program, decode
 from sparsekv.runtime.core.segments import Budgets, scored_tokens
 from sparsekv.runtime.core.select import selected_for, selector_weights
 from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.stores.store import Resident
 
 HEADS, GROUPS, SIZE = 4, 2, 16
 MODEL = model_info(layers=3, heads=HEADS, kv_heads=GROUPS)

@@ -210,11 +210,11 @@ def test_memory_that_runs_out_as_caches_take_turns_leaves_single_launches(model,
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("kernel", ["gather.gather_missed", *(["place.place_step"] if CUDA else [])])
+@pytest.mark.parametrize("kernel", ["place.gather_missed", *(["place.place_step"] if CUDA else [])])
 def test_a_kernel_that_fetches_and_fails_is_named_and_attention_goes_on_by_triton(model, captured, monkeypatch, kernel):
     prompt, new, calls = ids(1, LONG), ids(1, 2, 1), []
     real = resolve_name(f"sparsekv.kernels.decode.{kernel}")
-    fails_at = 2 if kernel == "gather.gather_missed" else 1  # in the midst of the layers
+    fails_at = 2 if kernel == "place.gather_missed" else 1  # in the midst of the layers
 
     def broken(*args, **options):
         calls.append(args)

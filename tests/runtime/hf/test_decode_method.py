@@ -12,12 +12,12 @@ from tiny_models import random_tokens, steps, tiny_model
 from tiny_plans import info_of, plan_for
 
 from sparsekv.kernels.keys import KeyView
-from sparsekv.runtime.core.decode import Resident, count_step, decode
-from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.program import Program, count_step, decode
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.memory import MemoryModel, ModelSize, Request
+from sparsekv.runtime.stores.store import Resident
 
 ROLE = EvenSpread(6, 4)
 SHORT, LONG = 9, 61  # the first attends to everything

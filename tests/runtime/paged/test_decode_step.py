@@ -9,11 +9,11 @@ from tiny_plans import segment
 
 from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, in_8_bits, scaled
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan
-from sparsekv.runtime.core.decode import Resident, decode
-from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.program import Program, decode
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.paged.metrics import Counters
 from sparsekv.runtime.paged.step_rows import DecodeHost
+from sparsekv.runtime.stores.store import Resident
 
 HEADS, GROUPS, SIZE, PAGE, ROWS, LONGEST = 4, 2, 64, 16, 8, 320
 BUDGET = DecodeBudget(tokens=40)

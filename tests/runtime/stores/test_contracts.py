@@ -14,11 +14,20 @@ from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.keys import PLAIN
 from sparsekv.plans.patterns import tokens
-from sparsekv.runtime.core.decode import Resident, Seen
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore, RowStore
 from sparsekv.runtime.stores.evicting import EvictingStore
-from sparsekv.runtime.stores.store import Binding, CachedRows, HotRows, KVStore, Layout, Reads, WholeStore
+from sparsekv.runtime.stores.store import (
+    Binding,
+    CachedRows,
+    HotRows,
+    KVStore,
+    Layout,
+    Reads,
+    Resident,
+    Seen,
+    WholeStore,
+)
 from sparsekv.runtime.stores.virtual import VirtualStore
 
 BATCH, GROUPS, SIZE = 1, 2, 8
