@@ -146,7 +146,7 @@ class Place:
     longest: int  # tokens of the longest request
     step: int  # most rows of a chunk
     rows: int  # most rows of a decode step
-    computed: Mapping[int, tuple[LayerCounts, ...]]  # counts of calibration prompts by length, where the plan tells them
+    computed: Mapping[int, tuple[LayerCounts, ...]]  # of calibration prompts by length, where the plan tells them
 
     @property
     def key(self) -> dict[str, str | int]:
