@@ -69,7 +69,7 @@ def inputs(retriever: LoadedModel) -> Inputs:
 def inputs_of(retriever: LoadedModel, columns: int = 64, chosen: int = 200) -> Inputs:
     model = retriever.model
     lines = VerticalSlash(vertical=tokens(columns), slash=tokens(96), last_q=64, max_tiles=tokens(8 * columns))
-    own = plan_for(model, every_head(model, lines), decode_plan(segment(2, tuple(range(3, 12)), chosen)))
+    own = plan_for(model, every_head(model, lines), decode_plan(segment(0, range(1, 7), chosen), segment(7, range(8, 12), chosen)))
     evicting = plan_for(model, None, None, drops(tuple(range(12)), 400, observe=64))
     reuse = made_up_reuse(np.random.default_rng(0).uniform(0.5, 1.0, (12, 12)))
     entry = LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=reuse)
@@ -133,7 +133,7 @@ def test_every_method_runs_once_at_what_it_is_held_to_and_a_stopped_run_goes_on(
 @pytest.mark.gpu
 def test_all_methods_run_on_a_gpu_and_what_is_shared_and_captured_loses_nothing(few: None) -> None:
     loaded = load_model(ModelSource(str(REFERENCE_MODEL)), device="cuda", dtype="bfloat16")
-    inputs = inputs_of(loaded, columns=450, chosen=700)
+    inputs = inputs_of(loaded, columns=450, chosen=860)
     found = empty(inputs)
     assert run_on(inputs, found)[0]
     for name in ("dense", "plan", "plan, prefill", "plan, decode"):
