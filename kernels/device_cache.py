@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import accumulate
 from typing import TypeVar, TypeVarTuple
 
 import torch
@@ -77,5 +78,5 @@ def fields_on_device(device: torch.device, fields: tuple[tuple[int, ...], ...]) 
     """Each field as an int32 tensor on the device, all in one copy, cached: not to be written to."""
     padded = [field + (0,) * (-len(field) % _ALIGNED) for field in fields]
     packed = torch.tensor([number for field in padded for number in field], dtype=torch.int32, device="cpu")
-    pieces = packed.to(device, non_blocking=True).split([len(field) for field in padded])
-    return tuple(piece[: len(field)] for piece, field in zip(pieces, fields, strict=True))
+    packed, starts = packed.to(device, non_blocking=True), accumulate(map(len, padded), initial=0)
+    return tuple(packed[start : start + len(field)] for start, field in zip(starts, fields, strict=False))

@@ -112,6 +112,10 @@ class AttentionOutput:
 
 def computed_tiles(index: TileIndex) -> torch.Tensor:
     """Tiles that a kernel computes, single columns included: float64 [B, H]."""
+    if index.counts_BHT.is_cuda and index.counts_BHT.is_contiguous() and index.live_BHTN.is_contiguous():
+        from sparsekv.kernels.index.triton import spent  # a GPU's
+
+        return spent.computed_tiles(index)
     columns_BH = count_bits(index.live_BHTN).sum((2, 3))
     return index.counts_BHT.sum(2).double() + columns_BH.double() / index.tile.key
 

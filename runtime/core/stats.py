@@ -63,11 +63,18 @@ class RunStats:
         return self.host_tokens_fetched / self.host_steps if self.host_steps else None
 
 
+_MOST_COUNTS = 512  # tensors of a few numbers
+
+
+def _total(counts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([computed_BH.flatten().double() for computed_BH in counts]).sum()
+
+
 class Meter:
     """Running counts. Tile counts of sparse layers stay on their device until they are read."""
 
     def __init__(self) -> None:
-        self._sparse: dict[torch.device, torch.Tensor] = {}
+        self._sparse: dict[torch.device, list[torch.Tensor]] = {}
         self._dense = self._causal = self._attended = self._cached = 0
         self._drafted = self._accepted = self._checks = 0
 
@@ -77,8 +84,10 @@ class Meter:
         self._causal += causal
 
     def add_sparse_prefill(self, computed_BH: torch.Tensor, causal: int) -> None:
-        total, before = computed_BH.sum(dtype=torch.float64), self._sparse.get(computed_BH.device)
-        self._sparse[computed_BH.device] = total if before is None else before + total
+        counts = self._sparse.setdefault(computed_BH.device, [])
+        counts.append(computed_BH)  # every sum would be a launch
+        if len(counts) == _MOST_COUNTS:
+            counts[:] = [_total(counts)]
         self._causal += causal
 
     def add_decode(self, attended: int, cached: int) -> None:
@@ -93,7 +102,7 @@ class Meter:
     def read(self, kv_bytes_device: int = 0, kv_bytes_host: int = 0) -> RunStats:
         """The counts so far, beside the bytes of a cache; waits for the device."""
         return RunStats(
-            prefill_tiles_computed=self._dense + sum(total.item() for total in self._sparse.values()),
+            prefill_tiles_computed=self._dense + sum(_total(counts).item() for counts in self._sparse.values()),
             prefill_tiles_causal=self._causal,
             decode_tokens_attended=self._attended,
             decode_tokens_cached=self._cached,

@@ -69,7 +69,8 @@ def inputs(retriever: LoadedModel) -> Inputs:
 def inputs_of(retriever: LoadedModel, columns: int = 64, chosen: int = 200) -> Inputs:
     model = retriever.model
     lines = VerticalSlash(vertical=tokens(columns), slash=tokens(96), last_q=64, max_tiles=tokens(8 * columns))
-    own = plan_for(model, every_head(model, lines), decode_plan(segment(0, range(1, 7), chosen), segment(7, range(8, 12), chosen)))
+    decode = decode_plan(segment(0, tuple(range(1, 7)), chosen), segment(7, tuple(range(8, 12)), chosen))
+    own = plan_for(model, every_head(model, lines), decode)
     evicting = plan_for(model, None, None, drops(tuple(range(12)), 400, observe=64))
     reuse = made_up_reuse(np.random.default_rng(0).uniform(0.5, 1.0, (12, 12)))
     entry = LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=reuse)

@@ -94,8 +94,10 @@ def flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             about.parent.mkdir()
             about.write_text(f"Metadata-Version: 2.1\nName: flash-attn-4\nVersion: {release}\n")
         monkeypatch.syspath_prepend(tmp_path)
+        limits._installed.cache_clear()
 
     yield install
+    limits._installed.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         del sys.modules[name]
     sys.modules.update(before)

@@ -157,12 +157,13 @@ def _plan_heads(
     at_once = Strips(strips.rows, min(strips.count, sizes.lines_at_once))
     first, second = sizes.stats[strips.count], sizes.lines[at_once.count]
     units = [units_of(heads, layout.group_size, _stacked(one, layout)) for one in (first, second)]
+    rows = layout.chunk.past, layout.chunk.lengths
     right = tile.query // tile.key + 1  # entry of distance 0, one more than any row needs: entry 0 is never chosen
     entries = layout.key_tiles + right + 2
     return HeadsPlan(
         heads=part,
         count=len(heads),
-        fields=(layout.chunk.past, layout.chunk.lengths, heads, *map(flat, (*budgets, *units))),
+        fields=(*rows, heads, *map(flat, (*budgets, *units))),
         stats=_pass(first, len(units[0]), strips, layout),
         lines=_pass(second, len(units[1]), at_once, layout),
         sampled_rows=strips.rows * strips.count,
@@ -197,7 +198,8 @@ def _stacked(one: KeyPass, layout: IndexLayout) -> int:
     return min(one.heads, int(triton.next_power_of_2(layout.group_size)))
 
 
-def units_of(heads: Sequence[int], group_size: int, slots: int) -> list[list[int]]:
+@lru_cache
+def units_of(heads: tuple[int, ...], group_size: int, slots: int) -> list[list[int]]:
     """Deals the heads into units of up to `slots` heads that share a KV head, those of one KV head side by side.
 
     A head is named by its position in `heads`; short units are filled with NO_HEAD.

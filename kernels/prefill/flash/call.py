@@ -283,6 +283,8 @@ class CallPart:
 
     def at(self, span: Span) -> CallPart:
         rows, real, known = span.rows, slice(0, span.queries), slice(0, span.length)
+        if self._is(span):  # as every prompt of one row: fifteen views less
+            return self
         return replace(
             self,
             q_BHSD=_batch_rows(self.q_BHSD, rows)[:, :, real],
@@ -291,6 +293,11 @@ class CallPart:
             out_BHSD=_batch_rows(self.out_BHSD, rows)[:, :, real],
             lse_BHS=_batch_rows(self.lse_BHS, rows)[:, :, real],
         )
+
+    def _is(self, span: Span) -> bool:
+        batch, _, queries, _ = self.q_BHSD.shape
+        whole = span.rows == slice(0, batch) and (queries, self.k_BGKD.shape[2]) == (span.queries, span.length)
+        return whole and all(x.stride(0) for x in (self.q_BHSD, self.k_BGKD, self.v_BGKD))
 
     def of(self, own: HeadRange) -> CallPart:
         return replace(

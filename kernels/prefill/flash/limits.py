@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -49,7 +50,7 @@ def offer_package(found: FlashPackage) -> None:
 
 
 def package() -> FlashPackage:
-    return _OF_HOSTS[0] if _OF_HOSTS and find_spec("flash_attn") is None else FLASH_ATTN_4
+    return _OF_HOSTS[0] if _OF_HOSTS and not _installed("flash_attn") else FLASH_ATTN_4
 
 
 def device_obstacle(device: torch.device) -> str | None:
@@ -63,7 +64,7 @@ def device_obstacle(device: torch.device) -> str | None:
         return f"flash-attn-4 takes lists per 256 query rows on compute capability {major}.{minor}, ours are per 128"
     if major > 11:
         return f"flash-attn-4 has no block lists on compute capability {major}.{minor}"
-    if not _installed():
+    if not _installed(package().module):
         return f"the package flash-attn-4 is not installed ({install_command('flash')})"
     return None
 
@@ -119,9 +120,11 @@ def check_layout(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _installed() -> bool:
-    """Also false where an older flash-attn, without the `cute` kernels, has the name."""
+@lru_cache
+def _installed(module: str) -> bool:
+    """Also false where an older flash-attn, without the `cute` kernels, has the name. Asked once: every layer of every
+    chunk asks, and looking for what is not there reads the folders of `sys.path`."""
     try:
-        return find_spec(package().module) is not None
+        return find_spec(module) is not None
     except ImportError:  # none at all, or one that cannot be imported
         return False
