@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prefill-chunk", type=int, help="tokens fed at once; by default as the plan was verified")
     options = parser.parse_args(arguments)
     plan, loaded = load_plan(options.plan), load_model(options.model, device=options.device)
-    chunk = options.prefill_chunk or (plan.quality.chunk if plan.quality else None)
+    chunk = options.prefill_chunk or (plan.quality.step if plan.quality else None)
     found = []
     with options.out.open("w") as file:
         for prompts in read_prompts(options.prompts, options.samples).values():

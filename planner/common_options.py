@@ -46,7 +46,10 @@ DEFAULT_TASKS = TASKS[: TASKS.index("perplexity") + 1]  # what is published was 
 Seed = Annotated[int, Field(ge=0, le=(1 << 32) - 1), Key("Seed of samples and of sampling; 0 by default.", "N")]
 PrefillChunk = Annotated[
     Chunk,
-    Flag("Prefill in pieces of so many tokens: bounds memory, or cuts prompts as a server does.", metavar="TOKENS"),
+    Flag(
+        "Prefill in pieces of so many tokens: bounds memory, or cuts prompts as servers do; tests of plans have 16k.",
+        metavar="TOKENS",
+    ),
 ]
 
 

@@ -44,7 +44,7 @@ from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBu
 from sparsekv.plans.quality import HURT_BY_EVICTION, CellScore, Excludes, LengthScore, Quality
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
-from sparsekv.runtime.hf.describe import config_of
+from sparsekv.runtime.hf.describe import config_of, takes_one_piece
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
 
@@ -53,6 +53,7 @@ from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
 TESTED = ("kv_retrieval", "niah_multivalue", "two_stage", "niah_single", "quote_text", "quote_code")
 _TEXT, _LONG_TEXT = 64, 128  # tokens of dense's own text: of a few prompts, and of all where layers evict tokens
 _BROKEN_ROUNDING = 0.1  # nats
+STEP = 16_384  # tokens of a prompt at once
 DIAGNOSED = 8  # prompts of a task and length
 
 
@@ -120,7 +121,8 @@ def verify(
     """Runs the test of a plan beside dense.
 
     Args:
-        options: settled: verify_lengths, verify_tasks, verify_chosen, verify_seed, batch, prefill_chunk, backend.
+        options: settled: verify_lengths, verify_tasks, verify_chosen, verify_seed, batch, prefill_chunk, backend. By
+            default prompts run in steps of `STEP` tokens, whole where layers evict or are in host memory.
         prompts: of the caller, in place of samples of tasks; they verify nothing, as they were chosen.
         held_out: prompts of the caller that were set aside before the plan was searched for.
     """
@@ -154,13 +156,20 @@ def _samples(
     tasks = options.verify_tasks or tasks_tested(evicts=bool(plan.retained))
     lengths = lengths_tested(plan, options.verify_lengths)
     seed = content_seed(plan, run.number) if options.verify_seed is None else options.verify_seed
-    samples = EvalSamples(tasks, lengths, 1, options.batch, seed, prefill_chunk=options.prefill_chunk)
+    samples = EvalSamples(tasks, lengths, 1, options.batch, seed, prefill_chunk=_step(plan, options))
     if prompts:
         given = GivenSamples.of(samples, samples_of(loaded.tokenizer, prompts, loaded.info.context_length))
         return given, tuple(dict.fromkeys((*options.verify_chosen, "--prompts")))
     if held:
         return GivenSamples.at(samples, held.by_length), options.verify_chosen
     return samples, options.verify_chosen
+
+
+def _step(plan: Plan, options: Settled) -> int | None:
+    """Most tokens of a prompt at once. Layers that evict choose at the end of a prompt, layers in host memory are read
+    back by each piece, and transformers begins recurrent states anew in each."""
+    is_whole = plan.retained or (plan.decode and plan.decode.offload) or takes_one_piece(plan.model.model_type)
+    return options.prefill_chunk or (None if is_whole else STEP)
 
 
 def tasks_tested(*, evicts: bool) -> tuple[str, ...]:
@@ -276,7 +285,7 @@ def _verdict(
         test="prompts" if test.own else run.size,
         run=run.number,
         level=run.level,
-        chunk=samples.prefill_chunk if plan.prefill else None,
+        step=samples.prefill_chunk if plan.prefill else None,
         cells=tuple(CellScore(**asdict(one), unjudged=one not in judged) for one in test.cells),
         lengths=tuple(scores),
         excludes=_excludes(test),

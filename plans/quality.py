@@ -89,20 +89,26 @@ class Excludes(Part):
 class Quality(Part):
     """The fixed test of a plan, both phases together with sparse always on.
 
-    `run` counts the runs on this plan, of which each has its `level`; `chunk` is the most tokens of a prompt that ran
-    at once, where prompts were cut; `missed` has the lengths at which the plan lost too much; `reason` keeps it from
+    `run` counts the runs on this plan, of which each has its `level`; `step` is the most tokens of a prompt that ran at
+    once, none where prompts ran whole; `missed` has the lengths at which the plan lost too much; `reason` keeps it from
     being verified. Of plans of earlier versions, which `betting` verified, the results are not read.
     """
 
     test: Literal["small", "full", "prompts", "betting"]
     run: Positive = 1
     level: Share | None = None
-    chunk: Length | None = None
+    step: Length | None = None
     cells: tuple[CellScore, ...] = ()
     lengths: Annotated[tuple[LengthScore, ...], AfterValidator(each_once)] = ()
     excludes: Excludes | None = None
     missed: tuple[Length, ...] = ()
     reason: Text | None = None
+
+    @property
+    def cut(self) -> int | None:
+        """The step, unless all measured lengths fit in one."""
+        lengths = [one.length for one in self.lengths]
+        return None if self.step and lengths and max(lengths) <= self.step else self.step
 
     @property
     def judged(self) -> tuple[CellScore, ...]:
@@ -115,12 +121,14 @@ class Quality(Part):
 
 
 def without_old(quality: Any) -> Any:
-    """The data of a quality; of one of an earlier version its cut and reason alone."""
-    if not isinstance(quality, Mapping) or not _OLD_FIELDS & quality.keys():
+    """The data of a quality, with its step under its present name; of the test before its step and reason alone."""
+    if not isinstance(quality, Mapping) or not {*_OLD_FIELDS, "chunk"} & quality.keys():
         return quality
+    if not _OLD_FIELDS & quality.keys():
+        return {"step" if name == "chunk" else name: value for name, value in quality.items()}
     measured = quality.get("both") or quality.get("prefill") or {}
     evidence = quality.get("evidence") or {}
-    kept = {"chunk": measured.get("chunk"), "reason": evidence.get("reason")}
+    kept = {"step": measured.get("chunk"), "reason": evidence.get("reason")}
     return {"test": _OLD, **{name: value for name, value in kept.items() if value is not None}}
 
 

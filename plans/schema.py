@@ -174,8 +174,8 @@ class Plan(Part):
     @property
     def status_text(self) -> str:
         """Returns the status in words: with the cut of prompts that it is proven for, where prompts were cut."""
-        chunk = self.quality.chunk if self.quality and self.status == "verified" else None
-        return self.status if chunk is None else f"{self.status} for prompts {cut_text(chunk)}"
+        cut = self.quality.cut if self.quality and self.status == "verified" else None
+        return self.status if cut is None else f"{self.status} for prompts {cut_text(cut)}"
 
     @property
     def retained(self) -> dict[int, Retention]:

@@ -104,12 +104,13 @@ def check_cut(plan: Plan, chunk: int | None, tokens: int) -> None:
     if plan.status != "verified" or plan.quality is None or plan.prefill is None:
         return
     length = min(tokens, max((measured.length for measured in plan.quality.lengths), default=tokens))
-    known, here = (cut if cut and cut < length else None for cut in (plan.quality.chunk, chunk))
+    known, here = (cut if cut and cut < length else None for cut in (plan.quality.step, chunk))
     if known != here and not plan.prefill.bucket(length).dense:
-        again = "" if here is None else f" --prefill-chunk {here}"
+        again = f"`sparsekv verify --plan PLAN --write --prefill-chunk {here or plan.model.context_length}` does"
+        alike = f", or cut them at {known}" if known else ""
         warnings.warn(
             f"this plan was verified with prompts {cut_text(known)}, and here they run {cut_text(here)}: nothing is "
-            f"proven of that; `sparsekv verify --plan PLAN --write{again}` does",
+            f"proven of that; {again}{alike}",
             PlanWarning,
             stacklevel=1,  # one place for all callers, so that nobody is told twice
         )

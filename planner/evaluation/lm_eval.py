@@ -60,7 +60,7 @@ class PlannedLM(TemplateLM):
         self._chunk = prefill_chunk
         if not self._is_dense:
             found = load_plan(plan)
-            self._chunk = prefill_chunk or (found.quality.chunk if found.quality else None)
+            self._chunk = prefill_chunk or (found.quality.step if found.quality else None)
             self.handle = apply(self.loaded.model, found, info=self.loaded.info, sparse="always")
 
     @property

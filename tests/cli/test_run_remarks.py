@@ -99,7 +99,7 @@ def test_the_first_turn_that_is_longer_than_the_plan_was_made_for_is_told(sparse
 
 @pytest.mark.parametrize(("flags", "told"), [((), 1), (("--prefill-chunk", 256), 0), (("--prefill-chunk", 128), 1)])
 def test_a_run_with_another_cut_than_the_plan_was_verified_with_says_so_once(sparsekv, folder, tmp_path, flags, told):
-    quality = quality_at(1024, chunk=256)
+    quality = quality_at(1024, step=256)
     plan = load_plan(folder / "sparsekv.yaml").model_copy(update={"status": "verified", "quality": quality})
     write_plan(plan, tmp_path / "plan.yaml")
     done = sparsekv("run", folder, "--plan", tmp_path / "plan.yaml", "--prompt", PROMPT, *FEW, *flags)

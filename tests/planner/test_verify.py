@@ -247,6 +247,19 @@ def test_an_evicting_plan_is_asked_a_second_question_and_reads_long_texts(monkey
     assert any(bound.name.startswith("divergence over texts") for bound in found.test.bounds)
 
 
+@pytest.mark.parametrize(
+    ("asked", "offload", "evicting", "step"),
+    [(None, (), (), 16384), (128, (), (), 128), (None, (1, 2), (), None), (None, (), (3,), None), (64, (), (3,), 64)],
+)
+def test_prompts_run_in_steps_unless_layers_evict_or_are_in_host_memory(
+    monkeypatch, loaded: LoadedModel, asked, offload, evicting, step
+) -> None:
+    made_up(monkeypatch, Made({"dense": right, "both": right}))
+    plan = narrow(loaded.model, decode_plan(segment(0, (1, 2), 64), offload=offload))
+    plan = plan.model_copy(update={"kv_cache": (drops(evicting, 8, generated=4),) if evicting else None})
+    assert verify(loaded, plan, options(prefill_chunk=asked), FIRST).quality.step == step
+
+
 def test_half_precision_has_rounding_of_its_own() -> None:
     half = loaded_tiny(seed=0)
     half.model.to(torch.bfloat16)

@@ -12,7 +12,7 @@ from plans_samples import full_plan
 from pydantic import BaseModel
 
 from sparsekv.plans.brief import sentence
-from sparsekv.plans.files import dump_plan, load_plan, with_digest
+from sparsekv.plans.files import dump_plan, load_plan, parse_plan, with_digest
 from sparsekv.plans.schema import Plan
 
 GOLDEN = Path(__file__).parent / "golden" / "v1.yaml"
@@ -29,7 +29,7 @@ def test_the_reader_still_reads_the_golden_file() -> None:
 def test_a_plan_of_the_test_before_keeps_its_status_and_cut() -> None:
     plan = load_plan(GOLDEN.with_name("v1_betting.yaml"))
     assert plan.status == "verified"
-    assert (plan.quality.test, plan.quality.chunk, plan.quality.cells) == ("betting", None, ())
+    assert (plan.quality.test, plan.quality.step, plan.quality.cells) == ("betting", None, ())
     assert sentence(plan).startswith("verified (betting, the test of an earlier version); samples were chosen")
 
 
@@ -83,3 +83,8 @@ def test_no_value_of_the_golden_file_is_free_of_the_digest(line: int) -> None:
     del lines[line]
     with pytest.raises(PlanError):
         parse_plan("\n".join(lines), "golden")
+
+
+def test_a_step_under_its_name_before_is_read() -> None:
+    text = dump_plan(full_plan()).replace("\n  step: 4096", "\n  chunk: 4096")
+    assert parse_plan(text, sealed=False).quality == full_plan().quality

@@ -153,7 +153,7 @@ def test_the_sentence_names_prompts_points_and_what_is_excluded() -> None:
 
 @pytest.mark.parametrize(("chunk", "said"), [(2048, " for prompts in chunks of 2k"), (None, "")])
 def test_a_status_says_for_which_cut_of_prompts_it_is(chunk: int | None, said: str) -> None:
-    plan = small_plan(status="verified", quality=quality_at(4096, chunk=chunk))
+    plan = small_plan(status="verified", quality=quality_at(4096, step=chunk))
     assert verdict(plan, "a.yaml")[0] == f"a.yaml: verified{said}"
     assert "verified (small)" in "\n".join(section(plan, ModelSource("org/name")))
     unverified = plan.model_copy(update={"status": "unverified"})

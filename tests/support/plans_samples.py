@@ -225,7 +225,7 @@ def _quality() -> Quality:
         test="small",
         run=2,
         level=0.05 / 6,
-        chunk=4096,
+        step=4096,
         cells=cells,
         lengths=quality_at(8192, 32768, density=0.221, read=0.0625, kl=1.5e-03, floor=1.1e-05, agreed=0.9987).lengths,
         excludes=Excludes(net_loss=0.0123456, task_loss=0.3, pooled_loss=0.15),
@@ -234,8 +234,8 @@ def _quality() -> Quality:
     )
 
 
-def quality_at(*lengths: int, chunk: int | None = None, **scores: float) -> Quality:
+def quality_at(*lengths: int, step: int | None = None, **scores: float) -> Quality:
     """The quality of a plan at these lengths."""
     usual = {"density": 0.5, "read": 0.5, "kl": 0.003, "floor": 0.001, "upper": 0.004, "worst": 0.05}
     measured = tuple(LengthScore(length=length, **usual | scores) for length in lengths)
-    return Quality(test="small", level=0.025, chunk=chunk, lengths=measured)
+    return Quality(test="small", level=0.025, step=step, lengths=measured)

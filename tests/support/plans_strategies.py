@@ -141,7 +141,7 @@ qualities = st.builds(
     test=st.sampled_from(["small", "full", "prompts"]),
     run=st.integers(1, 9),
     level=shares,
-    chunk=st.none() | st.integers(1, 1 << 20),
+    step=st.none() | st.integers(1, 1 << 20),
     cells=st.lists(cells, max_size=3).map(tuple),
     lengths=st.lists(length_scores, max_size=3, unique_by=lambda one: one.length).map(tuple),
     excludes=st.none() | st.builds(Excludes, net_loss=shares),

@@ -49,7 +49,7 @@ def test_keys_and_values_of_another_precision_than_the_plans_are_told_in_one_lin
 
 def verified(plan: Plan, chunk: int | None) -> Plan:
     """The plan, verified at 200 tokens with prompts that were cut so."""
-    quality = quality_at(200, chunk=chunk)
+    quality = quality_at(200, step=chunk)
     return plan.model_copy(update={"status": "verified", "quality": quality})
 
 
