@@ -35,6 +35,7 @@ from sparsekv.runtime.hf.describe import (
     check_shared_keys,
     config_of,
     decoder_of,
+    generate_setting,
     named,
     position_inputs,
     prompt_end,
@@ -44,6 +45,7 @@ from sparsekv.runtime.hf.multimodal import TextInputs
 from sparsekv.runtime.hf.ragged_rows import Columns, rows_of_pass, run_by_rows
 from sparsekv.runtime.model_config import attention_groups, decoder_config, linear_layers, rope_switch
 
+_ARGUMENTS = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
 _KEPT = "logits_to_keep"  # some decoders leave out other rows where no later layer reads them
 _PATIENCE = 5.0  # seconds: a `generate` that has streamed its last token is about to return
 _ABSENT = object()
@@ -202,12 +204,13 @@ class Attached:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if not self._is_on:
                 return generate(*args, **kwargs)
-            check_generate(self.model.generation_config, args, kwargs, self._engine)
+            given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+            check_generate(self.model.generation_config, given, self._engine)
             if self._text is not None:
-                self._text.check(kwargs)
-            before, end = self._prompt, prompt_end(args, kwargs)
+                self._text.check(given)
+            before, end = self._prompt, prompt_end(given)
             if self._engine.loop is not None:
-                args, kwargs = (), self._engine.loop.taking_over(self, args, kwargs)
+                args, kwargs = (), self._engine.loop.taking_over(self, given)
             with self._one_thread(_PATIENCE):
                 self._prompt = Prompt(end) if end else None
                 try:
@@ -417,21 +420,20 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 }
 
 
-def check_generate(defaults: GenerationConfig, args: tuple[Any, ...], kwargs: dict[str, Any], engine: Engine) -> None:
+def check_generate(defaults: GenerationConfig, given: dict[str, Any], engine: Engine) -> None:
     """Refuses the ways of generating that a sparse cache cannot follow, before anything runs; see also `check_cut`."""
-    config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
     for name, (refused, what, instead) in _REFUSED.items():
-        found = _setting(name, kwargs, config, defaults)
+        found = generate_setting(name, given, defaults)
         if found is not None and refused(found):
             raise UnsupportedError(
                 f"{what} cannot be right with a sparsekv plan applied yet (found {name}={_brief(found)}); "
                 f"{instead}, or close the handle first"
             )
-    cache = named(kwargs).get(CACHE_NAME)
+    cache = named(given).get(CACHE_NAME)
     past = cache.get_seq_length() if isinstance(cache, Cache) else 0
     if not past:  # else it may be the last piece of a prompt, or a turn
-        engine.check_cut(_setting("prefill_chunk_size", kwargs, config, defaults), prompt_end(args, kwargs))
-    if (beams := _setting("num_beams", kwargs, config, defaults) or 1) > 1:
+        engine.check_cut(generate_setting("prefill_chunk_size", given, defaults), prompt_end(given))
+    if (beams := generate_setting("num_beams", given, defaults) or 1) > 1:
         fixed_rows_of(cache, engine.fixed_rows).refuse("num_beams=1", f"num_beams={beams}", "generate with one beam")
 
 
@@ -442,13 +444,6 @@ def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
         "transformers' own flash kernels alone; run many requests by this plan in vLLM (docs/vllm.md), or close the "
         "handle first"
     )
-
-
-def _setting(name: str, kwargs: dict[str, Any], config: GenerationConfig | None, defaults: GenerationConfig) -> Any:
-    if name in kwargs:  # None as well: it goes over the settings of the model
-        return kwargs[name]
-    given = getattr(config, name, None)
-    return given if given is not None else getattr(defaults, name, None)
 
 
 def _brief(found: Any) -> str:

@@ -201,7 +201,7 @@ class Executor(Protocol):
 class Loop(Protocol):
     """Takes the place of transformers' loop in `generate`."""
 
-    def taking_over(self, attached: Attachment, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def taking_over(self, attached: Attachment, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments of `generate` with which it runs this loop."""
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from sparsekv.kernels.keys import capped_
@@ -195,16 +195,24 @@ def check_one_piece(model_type: str, past: int, new: int) -> None:
         )
 
 
-def prompt_end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def prompt_end(given: dict[str, Any]) -> int:
     """Tokens that are cached once `generate` with these arguments has run its prompt; 0 without ids."""
-    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    ids = given.get("inputs", given.get("input_ids"))
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return 0
-    mask, cache, tokens = kwargs.get("attention_mask"), named(kwargs).get(CACHE_NAME), ids.shape[1]
+    mask, cache, tokens = given.get("attention_mask"), named(given).get(CACHE_NAME), ids.shape[1]
     # transformers takes the ids for those behind the cached ones alone where the mask has another length
     if isinstance(mask, torch.Tensor) and mask.shape[-1] != tokens and isinstance(cache, Cache):
         return cache.get_seq_length() + tokens
     return tokens
+
+
+def generate_setting(name: str, given: dict[str, Any], defaults: GenerationConfig) -> Any:
+    """Returns a setting of `generate`: its argument, else that of the configuration given to it, else of the model."""
+    if name in given:  # None as well: it goes over the settings of the model
+        return given[name]
+    setting = getattr(given.get("generation_config"), name, None)
+    return setting if setting is not None else getattr(defaults, name, None)
 
 
 def named(given: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from transformers import (
     Cache,
     DynamicCache,
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -35,6 +36,9 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0  # 0 is no limit
     seed: int = 0
+
+
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +81,20 @@ def generate_stream(
     prompt_ids: Sequence[int],
     *,
     max_new_tokens: int = 256,
-    sampling: Sampling | None = None,
+    sampling: Sampling = GREEDY,
     chunk: int | None = None,
     cache: Cache | None = None,
     on_text: Callable[[str], None] | None = None,
     on_token: Callable[[], None] | None = None,
 ) -> Generation:
-    """Generates an answer, whatever is applied to the model.
+    """Generates an answer, with or without a plan.
 
     Args:
         max_new_tokens: at most so many, and no more than the model's context has room for.
-        sampling: greedy when None.
         chunk: prefill in pieces of so many tokens, which bounds memory; None is one piece.
         cache: holds a beginning of the prompt, or nothing yet; grows with the answer, so that a next turn goes on from
             it. A new one when None.
-        on_text: called with each piece of text as it is final.
+        on_text: called with each piece of text as it becomes final.
         on_token: called after each new token; the first ends the prefill.
 
     Raises:
@@ -103,7 +106,6 @@ def generate_stream(
     room = room_for_answer(loaded.info.context_length, len(prompt_ids))
     _check_vocabulary(loaded.model, prompt_ids)
     stream = _TimedStream(loaded.tokenizer, on_text, on_token)
-    chosen = sampling or Sampling()
     ids_BS = torch.tensor([list(prompt_ids)], device=loaded.model.device)
     generate: Any = loaded.model.generate
     started = time.perf_counter()
@@ -114,7 +116,7 @@ def generate_stream(
         past = cache.get_seq_length()
         check_one_piece(config_of(loaded.model).model_type, past, len(prompt_ids) - past)
         reserve(cache, len(prompt_ids) + new_tokens)
-    with torch.no_grad(), _seeded(chosen, ids_BS.device):
+    with torch.no_grad(), _seeded(sampling.seed, ids_BS.device):
         if chunk is not None:
             assert cache is not None
             _prefill_most(loaded.model, ids_BS, cache, chunk)
@@ -125,9 +127,7 @@ def generate_stream(
             streamer=stream,
             logits_processor=LogitsProcessorList([FirstChecked(loaded.model)]),
             **{CACHE_NAME: cache},
-            **_one_sequence(loaded.model),
-            **_sampling_options(chosen),
-            **_pad_option(loaded),
+            **_options(loaded.model.generation_config, sampling),
         )
     new_ids = tuple(out_BS[0, len(prompt_ids) :].tolist())
     text = str(loaded.tokenizer.decode(list(new_ids), skip_special_tokens=True))
@@ -153,8 +153,8 @@ def _prefill_most(model: PreTrainedModel, ids_BS: torch.Tensor, cache: Cache, ch
 
 
 def piece_sizes(tokens: int, chunk: int, switch: int = 0) -> list[int]:
-    """Returns how many tokens each piece of a chunked prefill has; the last one has two or more, as one alone would be
-    a decode step.
+    """Returns the tokens of each piece of a chunked prefill. The last piece has two or more: one alone would be a
+    decode step.
 
     Args:
         switch: more tokens than this rotate by other angles (`rope_switch`): the first piece then has as many.
@@ -191,7 +191,7 @@ def _check_vocabulary(model: PreTrainedModel, prompt_ids: Sequence[int]) -> None
         )
 
 
-# What a checkpoint's generation_config.json may ask for, and what is left of it here: one sequence, token by token.
+# Settings of a checkpoint's generation_config.json that are not one sequence, token by token, and their replacements.
 _PLAIN = {
     "num_beams": 1,
     "num_beam_groups": 1,
@@ -205,41 +205,29 @@ _PLAIN = {
 }
 
 
-def _one_sequence(model: PreTrainedModel) -> dict[str, Any]:
-    return {name: value for name, value in _PLAIN.items() if getattr(model.generation_config, name, None) is not None}
-
-
-def _sampling_options(sampling: Sampling) -> dict[str, Any]:
+def _options(config: GenerationConfig, sampling: Sampling) -> dict[str, Any]:
+    """Options of `generate` over those of the checkpoint."""
+    options: dict[str, Any] = {name: value for name, value in _PLAIN.items() if getattr(config, name, None) is not None}
+    if config.pad_token_id is None and (ends := config.eos_token_id) is not None:
+        # nothing is padded, but transformers would warn
+        options["pad_token_id"] = ends[0] if isinstance(ends, list) else ends
     if sampling.temperature <= 0:
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    return {
-        "do_sample": True,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-    }
-
-
-def _pad_option(loaded: LoadedModel) -> dict[str, Any]:
-    """A padding token where the checkpoint names none, so that transformers does not warn; nothing is ever padded."""
-    config = loaded.model.generation_config
-    if config.pad_token_id is not None or config.eos_token_id is None:
-        return {}
-    ends = config.eos_token_id
-    return {"pad_token_id": ends[0] if isinstance(ends, list) else ends}
+        return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    return options | {"do_sample": True} | drawn
 
 
 @contextmanager
-def _seeded(sampling: Sampling, device: torch.device) -> Iterator[None]:
-    """Draws from `seed` alone, and leaves the caller's random state as it was."""
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Leaves the caller's random state as it was."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(sampling.seed)
+        torch.manual_seed(seed)
         yield
 
 
-def check_numbers(model: PreTrainedModel, what: str, *found: torch.Tensor) -> None:
-    """Refuses what overflow leaves of a forward pass. Waits for the device."""
-    if any(bool(values.isnan().any()) for values in found):
+def check_numbers(model: PreTrainedModel, what: str, *results: torch.Tensor) -> None:
+    """Refuses results of a forward pass that overflowed. Waits for the device."""
+    if any(bool(values.isnan().any()) for values in results):
         raise UnsupportedError(
             f"expected numbers as {what}, found NaN: this model overflows in {dtype_name(model.dtype)}, or its weights "
             "are damaged; try another --dtype, float32 or bfloat16"
@@ -261,7 +249,7 @@ class FirstChecked(LogitsProcessor):
 
 
 class _TimedStream(TextStreamer):
-    """Text as it becomes final, and when the first and the last token came."""
+    """Text as it becomes final, and the times of the first and the last token."""
 
     def __init__(
         self,
@@ -271,18 +259,16 @@ class _TimedStream(TextStreamer):
     ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._on_text, self._on_token = on_text, on_token
-        self._prompt_seen = False
         self.first: float | None = None
         self.last: float | None = None
 
     def put(self, value: torch.Tensor) -> None:
         """Called by generate with the prompt and then with each token, already on the host."""
-        if self._prompt_seen:
+        if not self.next_tokens_are_prompt:
             self.last = time.perf_counter()
             self.first = self.first or self.last
             if self._on_token is not None:
                 self._on_token()
-        self._prompt_seen = True
         super().put(value)  # type: ignore[no-untyped-call]
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

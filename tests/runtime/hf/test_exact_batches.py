@@ -25,10 +25,10 @@ from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.hf import exact
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.text_rows import PROCESSORS, ProcessorReads, Processors
+from sparsekv.runtime.hf.exact import READ_MORE, READ_SCORES, READ_TEXT, Processors
 
 TOKENIZER = tiny_tokenizer()
-SUPPORTED = sorted(name for name, (_, reads) in PROCESSORS.items() if reads is not ProcessorReads.MORE)
+SUPPORTED = sorted(READ_SCORES | READ_TEXT)
 
 
 @pytest.fixture(scope="module")
@@ -211,10 +211,10 @@ def test_processors_are_refused_before_the_prompt_runs(model, options):
 
 def test_the_page_names_the_options_that_the_table_supports_and_refuses():
     page = (Path(__file__).parents[3] / "docs/exact.md").read_text()
-    for reads, heading in ((True, "Supported processors"), (False, "Refused processors")):
+    tables = {"Supported processors": READ_SCORES | READ_TEXT, "Refused processors": READ_MORE}
+    for heading, options in tables.items():
         named = re.search(rf"- {heading}: (.*?)\n(?:- |\n)", page, re.DOTALL)
-        listed = {option for option, kind in PROCESSORS.values() if (kind is not ProcessorReads.MORE) == reads}
-        assert set(re.findall(r"`(\w+)`", named[1])) == listed
+        assert set(re.findall(r"`(\w+)`", named[1])) == set(options.values())
 
 
 # --- stopping criteria ------------------------------------------------------------------------------------------------
