@@ -1,7 +1,6 @@
 """`sparsekv bench`: rows that scripts rely on, and what is refused."""
 
 from importlib.util import find_spec
-from shutil import copyfile
 
 import pytest
 from model_folders import save_model, sparse_plan
@@ -60,24 +59,6 @@ def test_decode_follows_the_plan_of_the_folder(sparsekv, folder):
     assert [row["name"] for row in done.data] == ["attention", "token"]
 
 
-@pytest.mark.parametrize(
-    ("call", "word"),
-    [
-        (("--lengths", "64k"), "2k"),
-        (("--lengths", "16"), "16"),
-        (("--batch", "1,0"), "--batch"),
-        (("--set", "budget=0"), "--set budget"),
-        (("--plan", "x.yaml", "--set", "budget=2k"), "--plan"),
-    ],
-)
-def test_a_decode_that_cannot_be_timed_is_refused_before_the_model_is_loaded(sparsekv, folder, tmp_path, call, word):
-    copyfile(folder / "config.json", tmp_path / "config.json")  # weights would be missed
-    done = sparsekv("bench", "decode", tmp_path, *call)
-    assert (done.code, done.out) == (2, "")
-    assert word in done.err
-    assert "weights" not in done.err
-
-
 @pytest.mark.parametrize(("name", "value"), [("kv_dtype", "fp8"), ("exact", True)])
 def test_a_decode_from_host_memory_refuses_what_only_one_side_would_have(asked, folder, name, value):
     done = asked(decode, DecodeFlags, model=str(folder), offload="always", **{name: value})
@@ -95,31 +76,6 @@ def test_decode_from_host_memory_stands_beside_decode_on_the_device(sparsekv, fo
     (row,) = sparsekv(*call, "--offload", "never", "--json").data
     assert row["device_ms"] > 0
     assert row["offloaded_ms"] is None
-
-
-@pytest.mark.parametrize(
-    ("call", "word"),
-    [
-        (("kernels", "--lengths", "soon"), "--lengths"),
-        (("kernels", "--density", "0"), "--density"),
-        (("prefill", "tiny-retriever", "--plan", "x.yaml", "--set", "density=0.1"), "--set density"),
-        (("prefill", "tiny-retriever", "--random-weights", "--set", "density=0.1,0.2"), "density"),
-        (("prefill", "nowhere-to-be-found"), "nowhere-to-be-found"),
-        (("prefill", "FOLDER", "--set", "dense_layers=0"), "--set dense_layers"),
-        (("serve", "FOLDER", "--plan", "sparsekv.yaml", "--set", "density=20%"), "--set density"),
-        (("neither",), "neither"),
-    ],
-)
-def test_what_cannot_be_timed_is_a_usage_error(sparsekv, folder, call, word):
-    done = sparsekv("bench", *(folder if part == "FOLDER" else part for part in call))
-    assert (done.code, done.out) == (2, "")
-    assert word in done.err
-
-
-def test_kernels_of_a_pattern_that_cannot_be_planted_are_a_usage_error(asked):
-    done = asked(kernels, KernelFlags, **KERNELS | {"patterns": "stripes"})
-    assert (done.code, done.out) == (2, "")
-    assert "stripes" in done.err
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")

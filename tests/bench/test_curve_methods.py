@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,20 +17,16 @@ from sparsekv.bench.baselines import (
     StepwiseRule,
     segments_by_rule,
 )
-from sparsekv.bench.curve_file import CurvePoint, CurveRun
-from sparsekv.bench.curve_methods import CurveInputs, check_profiled, chosen_methods, curve_modes
-from sparsekv.bench.curves import measure_curves
+from sparsekv.bench.curve_methods import CurveInputs, chosen_methods, curve_modes
 from sparsekv.bench.tile_rules import cumulative_mass, max_threshold
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.evaluation import EvalSamples, Mode, compare
+from sparsekv.planner.evaluation import Mode, compare
 from sparsekv.planner.filter_layers import segments_of
 from sparsekv.planner.options import settle
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
-from sparsekv.planner.records import RunFile
 from sparsekv.planner.tasks import Sample, Split, prepare
-from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.observe import AttentionCall
@@ -157,30 +152,3 @@ def test_omnikvs_rule_takes_the_best_servers_and_leaves_a_wait_layer() -> None:
     for filter_ in (2, 8, 18):
         kept_JI[:, filter_] = 0.9
     assert omnikv_of(kept_JI) == [(2, tuple(range(4, 8))), (8, tuple(range(10, 18))), (18, tuple(range(20, 32)))]
-
-
-def test_rows_are_deterministic_and_readable(
-    loaded: LoadedModel, profiled: Profile, preset: Profile, tmp_path: Path
-) -> None:
-    given = inputs(loaded, profiled, preset, densities=(0.7,), budgets=(0.1,))
-    methods = {"prefill": ["sparsekv", "vertical_slash"], "decode": ["top_k", "quest"]}
-    asked = EvalSamples(("kv_retrieval",), (LENGTH,), 2)
-    run = CurveRun.of(loaded, seed=0, samples=2, tasks=asked.tasks)
-    rows = measure_curves(given, methods, asked, RunFile.of(run, tmp_path / "curve.json"))
-    assert rows == measure_curves(given, methods, asked, RunFile(run))
-    assert [row.method for row in rows] == ["sparsekv", "vertical_slash", "top_k", "quest"]
-    assert {*RunFile.of(run, tmp_path / "curve.json").all(CurvePoint).values()} == {*rows}
-    assert all(row.samples == 2 and row.kl_interval is not None for row in rows)
-    assert np.isfinite([row.kl for row in rows]).all()
-
-
-def test_a_length_or_phase_that_was_not_profiled_is_refused(profiled: Profile) -> None:
-    for phase, method in (("prefill", "vertical_slash_by_head"), ("decode", "even"), ("prefill", "sparsekv")):
-        with pytest.raises(UsageError, match="512"):
-            check_profiled({phase: [method]}, {"profile": profiled}, (LENGTH, 512))
-    check_profiled({"prefill": ["streamingllm"]}, {"profile": profiled}, (512,))
-    prefill = profiled.model_copy(
-        update={"lengths": tuple(entry.model_copy(update={"reuse": None}) for entry in profiled.lengths)}
-    )
-    with pytest.raises(UsageError, match="found none of decode"):
-        check_profiled({"decode": ["even"]}, {"profile": prefill}, (LENGTH,))

@@ -15,7 +15,6 @@ from sparsekv.bench.decode import ATTENTION, TOKEN, bench_decode, check_decode
 from sparsekv.bench.random_model import BenchModel
 from sparsekv.bench.step_attention import StepAttention, fill
 from sparsekv.bench.token_runs import OURS, UNMODIFIED, DecodeBench, DecodeRuns, Forced, Run
-from sparsekv.plans.errors import PlanMismatchError, UnsupportedError, UsageError
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.placement import layouts_of
 
@@ -149,19 +148,6 @@ def test_the_tokens_that_are_timed_are_all_but_those_that_warm_up_and_the_last_h
     assert run.stats is None or (run.stats.decode_share < 1) == (way == "plan")
     assert subject.model.generation_config is settings
     assert subject.model.config._attn_implementation == attention
-
-
-def test_a_case_that_cannot_be_timed_is_refused(subject, plan):
-    with pytest.raises(UsageError):
-        rows_of(subject, plan, batches=())
-    with pytest.raises(PlanMismatchError):
-        rows_of(subject, plan_for(tiny_model(layers=4), decode=plan.decode))
-    windowed = tiny_model("mistral", sliding_window=64)
-    with pytest.raises(UnsupportedError, match="sliding"):
-        rows_of(
-            BenchModel(windowed, info_of(windowed), "tiny", "random"),
-            plan_for(windowed, decode=decode_plan(segment(0, (1, 2), BUDGET))),
-        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the steps are captured there")

@@ -1,6 +1,5 @@
 """Models with random weights, and plans made by hand: their shape, their density, and what is refused."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,15 +8,12 @@ from tiny_models import tiny_model
 from tiny_plans import info_of
 
 from sparsekv.bench import random_model as random_models
-from sparsekv.bench.hand_plans import HandDecode, dummy_plan, hand_plan, kept_by_hand
-from sparsekv.bench.public_shapes import PUBLIC_SHAPES
+from sparsekv.bench.hand_plans import HandDecode, dummy_plan, hand_plan
 from sparsekv.bench.random_model import describe_named, random_model
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, computed_tiles
-from sparsekv.plans.aliases import ALIASES
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import TileShape, fraction, tokens
-from sparsekv.runtime.architecture import ARCHITECTURES
+from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.core.program import Program
 
 CPU = torch.device("cpu")
@@ -42,13 +38,6 @@ def test_random_weights_have_the_shape_of_the_config_a_seed_and_a_note():
     assert torch.equal(made.model.lm_head.weight, same.model.lm_head.weight)
     with pytest.raises(UsageError, match="12"):
         random_model("tiny-retriever", device=CPU, dtype=torch.float32, longest=512, layers=13)
-
-
-def test_public_shapes_are_of_aliases_and_of_supported_architectures():
-    types = {alias.name: alias.model_type for alias in ALIASES}
-    for name, shape in PUBLIC_SHAPES.items():
-        assert types[name] == shape["model_type"] in ARCHITECTURES
-        assert shape["num_attention_heads"] % shape["num_key_value_heads"] == 0
 
 
 @pytest.mark.parametrize(
@@ -105,24 +94,3 @@ def test_filters_by_hand_choose_for_all_layers_up_to_the_next():
     assert layers == {0: tuple(range(1, 8)), 8: tuple(range(9, 18)), 18: tuple(range(19, 32))}
     assert {(one.budget.tokens, one.sink, one.recent) for one in bucket.segments} == {(2048, 4, 128)}
     assert all(str(number) in words for number in (2048, 18))
-
-
-def test_budgets_that_are_shares_are_bounded_at_the_longest_context_and_hot_sets_are_two_of_them(info):
-    plans, _ = HandDecode(fraction(0.1)).plans(info, 1000)
-    (one,) = plans["last"].decode.lengths[0].segments
-    assert (one.budget.fraction, one.budget.at_most, one.filter, one.layers) == (0.1, 100, 1, (2,))
-    assert plans["last"].decode.offload is None
-    hand = HandDecode(tokens(20), (0,), offload=True)
-    (plan,) = hand.plans(info, 300)[0].values()
-    assert (plan.decode.offload.layers, plan.decode.offload.hot) == ((1, 2), tokens(4096))
-    (plan,) = replace(hand, budget=fraction(0.5)).plans(info, 100_000)[0].values()
-    assert plan.decode.offload.hot == tokens(100_000)
-
-
-def test_all_layers_but_three_keep_by_hand_and_a_model_without_others_is_refused(info):
-    deeper = info_of(tiny_model(layers=5))
-    (rule,), words = kept_by_hand(deeper, 64, 40)
-    assert (rule.layers, rule.keep, rule.generated) == ((3, 4), tokens(64), 40)
-    assert "layers 3-4 keep 64 + 132" in words
-    with pytest.raises(UsageError, match=r"keep, found 3;"):
-        kept_by_hand(info_of(tiny_model(layers=3)), 64, 40)

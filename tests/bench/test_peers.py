@@ -106,24 +106,6 @@ def test_a_run_goes_on_where_time_ran_out_and_measures_nothing_twice(called, tmp
     assert "seed: 0 there, 1 here" in done.err
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("the device is gone")], ids=["stopped", "failed"])
-def test_a_run_that_ends_in_the_middle_shows_the_rows_that_it_has(called, tmp_path, monkeypatch, error):
-    out, real = tmp_path / "peers.json", peers.free_memory
-    frees = iter(range(100))
-
-    def ending(device):  # once a length, and behind each case
-        if next(frees) == 2:
-            raise error
-        real(device)
-
-    monkeypatch.setattr(peers, "free_memory", ending)
-    done = called(**FEW, ruler_samples=0, methods="FlashPrefill", out=out)
-    assert done.code in (1, 130)
-    assert "\nsparsekv  " in done.out
-    assert "FlashPrefill" not in done.out
-    assert f"{out}; the same command goes on" in done.err
-
-
 def test_fetching_clones_a_commit_once_and_leaves_other_files_alone(tmp_path):
     there = tmp_path / "there"
     there.mkdir()

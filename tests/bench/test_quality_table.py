@@ -18,14 +18,12 @@ from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 from sparsekv.bench import quality_methods, quality_table
 from sparsekv.bench.eviction_rules import Evicted, cached_share, observed_prompt
 from sparsekv.bench.quality_file import (
-    Knobs,
     MethodNote,
     QualityCell,
     QualityFile,
     QualityRun,
     RunNote,
     markdown,
-    merged,
 )
 from sparsekv.bench.quality_methods import Group, Inputs
 from sparsekv.bench.quality_table import Table, main
@@ -195,21 +193,6 @@ def test_parts_that_ran_other_tasks_beside_each_other_make_the_whole_table(
     with pytest.raises(SystemExit):
         main([*command, "--out", files["merged"], "--tasks", "fw"])
     assert "expected --tasks among niah_single_1, fwe, found fw" in capsys.readouterr().err
-
-
-def test_merging_keeps_each_setting_once_and_every_knob(inputs: Inputs, tmp_path: Path) -> None:
-    def part(length: int, setting: str, path: str, **knobs: float) -> QualityFile:
-        found = empty(inputs, tmp_path / path, **({"seed": 1} if path == "other.json" else {}))
-        note = MethodNote(name="Quest", length=LENGTH, group="decode", setting=setting)
-        found.add(cell_of("Quest", "fwe", [1.0], [0.0], length=length), note, Knobs(length=1024, values=knobs))
-        return found
-
-    parts = [part(1024, "a", "0", tau=0.5), part(2048, "b", "1"), part(4096, "a", "2", alpha=0.1)]
-    found = merged(parts)
-    assert [note.setting for note in found.all(MethodNote).values()] == ["a or b"]
-    assert found.all(Knobs)[1024].values == {"tau": 0.5, "alpha": 0.1}
-    with pytest.raises(UsageError, match=r"other\.json, found those of another: seed"):
-        merged([parts[0], part(512, "a", "other.json")])
 
 
 def cell_of(method: str, task: str, recall: list[float], kl: list[float], **more: float) -> QualityCell:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
-from plans_samples import quality_at, small_plan
+from plans_samples import small_plan
 
 from sparsekv.bench.report.facts import (
     budget_table,
-    density_table,
     layer_reads,
     pattern_maps,
 )
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
-from sparsekv.plans.schema import Cost, Estimate, Plan, Prediction, Provenance
+from sparsekv.plans.schema import Plan
 
 LENGTH = 4096
 
@@ -62,28 +60,3 @@ def test_layers_read_sinks_choice_and_recent_tokens_of_the_longest_context() -> 
     assert {fact.share for key, fact in facts.items() if key != ("above 8,192", 2)} == {1.0}
     assert budget_table(plan)[1] == ["1", "2", "last", "max", "4", "128", "1000 tokens"]
     assert layer_reads(small_plan(decode=None)) == ()
-
-
-@pytest.mark.parametrize(
-    ("settings", "asked"),
-    [
-        ({"target_density": [0.5, 0.3]}, ("0.5", "0.3")),
-        ({"target_density": 0.3}, ("-", "-")),
-        ({}, ("-", "-")),
-    ],
-)
-def test_the_density_table_pairs_what_was_asked_predicted_and_measured_at_each_length(settings, asked) -> None:
-    estimate = Estimate(dense_us=10.0, sparse_us=5.0, density=0.31)
-    cost = Cost(
-        device="cpu",
-        backend="cpu",
-        lengths=(Prediction(length=2048, prefill=estimate), Prediction(length=4096, prefill=estimate, decode=estimate)),
-    )
-    quality = quality_at(4096, density=0.33, read=0.1)
-    plan = small_plan(cost=cost, quality=quality, provenance=Provenance(settings=settings))
-    assert density_table(plan)[1:] == [
-        ["prefill", "2k", asked[0], "0.31", "-"],
-        ["prefill", "4k", asked[1], "0.31", "0.33"],
-        ["decode", "4k", "-", "0.31", "0.1"],
-    ]
-    assert density_table(small_plan()) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -168,16 +167,6 @@ def fields_of(encoding: Any) -> Iterator[str]:
             yield from fields_of(part)
 
 
-@pytest.mark.parametrize("status", ["verified", "unverified"])
-def test_the_page_opens_with_the_verdict_that_show_prints(sparsekv, tmp_path, status) -> None:
-    plan = tmp_path / "plan.yaml"
-    write_plan(full_plan().model_copy(update={"status": status}), plan)
-    sparsekv("report", plan, "-o", tmp_path / "page.html")
-    shown = " ".join(Page((tmp_path / "page.html").read_text()).text.split())
-    for line in sparsekv("show", plan).out.rpartition("\n\n")[2].splitlines():
-        assert line.partition(": ")[2] in shown.partition("Architecture")[0]
-
-
 def test_nothing_in_a_plan_or_a_curve_becomes_markup(sparsekv, files, tmp_path) -> None:
     path = tmp_path / "page.html"
     assert sparsekv("report", files / "hostile.yaml", files / "curve.json", "-o", path).code == 0
@@ -205,12 +194,3 @@ def test_a_profile_of_another_model_is_refused(sparsekv, files, tmp_path) -> Non
     page = tmp_path / "page.html"
     found = sparsekv("report", tmp_path / "other.yaml", "-o", page, files / "profile.json")
     assert (found.code, page.exists()) == (3, False)
-
-
-def test_a_missing_package_is_named_with_its_install_command(sparsekv, files, tmp_path, monkeypatch) -> None:
-    for module in ("charts", "page"):
-        monkeypatch.delitem(sys.modules, f"sparsekv.bench.report.{module}", raising=False)
-    monkeypatch.setitem(sys.modules, "altair", None)
-    found = sparsekv("report", files / "plan.yaml", "-o", tmp_path / "page.html")
-    assert found.code == 2
-    assert "pip install 'altair" in found.err

@@ -1,11 +1,5 @@
 """What the requests to vLLM are asked for, and what is made of answers beside dense ones."""
 
-import re
-import sys
-
-import pytest
-
-from sparsekv.bench import vllm_requests
 from sparsekv.bench.vllm_requests import _beside
 
 
@@ -15,21 +9,3 @@ def test_answers_part_where_the_first_token_is_another() -> None:
     assert _beside(found, dense) == {"beside": 2, "same": 1, "parting_per_1000": 200.0}
     assert _beside({"a": [1, 2]}, dense) == {"beside": 1, "same": 0, "parting_per_1000": 500.0}  # ends before
     assert _beside({}, dense) == {"beside": 0, "same": 0, "parting_per_1000": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--model", "m"], "expected --plan with a --model"),
-        (["--exact", "--dense"], "expected --exact or --dense"),
-        (["--exact", "--speculative", "ngram"], "expected --exact or --speculative"),
-        (["--dense", "--model", "m", "--speculative", "eagle"], "of tiny-retriever"),
-        (["--beside", "no file"], "expected a file that --answers wrote"),
-        (["--answers", "no folder/a"], "expected a folder for --answers"),
-    ],
-)
-def test_what_is_asked_for_wrongly_is_said(given, said, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["x", *given])
-    with pytest.raises(SystemExit):
-        vllm_requests._arguments()
-    assert re.search(said, capsys.readouterr().err.replace("\n", " "))

@@ -79,28 +79,6 @@ def test_every_command_tells_a_wrong_option_as_json_too(sparsekv, command):
     assert "Usage: sparsekv" in done.err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind"),
-    [
-        (("plan", "nowhere/", "-o", "{tmp}/plan.yaml"), "UsageError"),
-        (("run", "nowhere/", "--prompt", "a", "--dense"), "UsageError"),
-        (("show", "{tmp}/plan.yaml"), "UsageError"),
-        (("validate", "{tmp}/plan.yaml"), "UsageError"),
-        (("verify", "--plan", "{tmp}/plan.yaml"), "UsageError"),
-        (("seal", "{tmp}/plan.yaml"), "UsageError"),
-        (("eval", "nowhere/"), "UsageError"),
-        (("run", "tiny-retriever", "--dense", "--device", "cpu", "--set", "backend=abacus"), "UsageError"),
-        (("nonsense",), "UsageError"),
-    ],
-)
-def test_every_command_that_fails_prints_one_json_object(sparsekv, tmp_path, arguments, kind):
-    done = sparsekv(*(word.format(tmp=tmp_path) for word in arguments), "--json")
-    told = done.data["error"]
-    assert (told["kind"], told["exit_code"]) == (kind, done.code)
-    assert told["message"].splitlines()[0] in done.err
-    assert done.code == 2
-
-
 @pytest.mark.parametrize(("flags", "shown"), [((), False), (("--debug",), True)])
 def test_a_bug_shows_its_traceback_only_with_debug(sparsekv, on_output, flags, shown):
     on_output(lambda: 1 / 0)
@@ -267,21 +245,6 @@ def test_names_that_are_no_text_can_be_printed(tmp_path):
         )
         assert done.returncode == 2
         assert json.loads(done.stdout.decode(encoding))["error"]["message"].startswith("a\udcffé.yaml: ")
-
-
-CONTROLS = "\x1b[31m\x9b\u202e\x07"
-ESCAPED = r"\x1b[31m\x9b\u202e\x07"
-
-
-@pytest.mark.parametrize("call", [("show", "{}.yaml"), ("validate", "{}.yaml"), ("plan", "{}", "-o", "a"), ("{}",)])
-@pytest.mark.parametrize("flag", [(), ("--json",)])
-def test_control_characters_of_a_name_never_reach_the_terminal(sparsekv, call, flag):
-    done = sparsekv(*(word.format(CONTROLS) for word in call), *flag)
-    assert done.code == 2
-    assert not set(CONTROLS) - set("[31m") & set(done.err + done.out)
-    assert ESCAPED in done.err or repr(CONTROLS)[1:-1] in done.err
-    if flag:
-        assert done.data["error"]["exit_code"] == 2
 
 
 @pytest.mark.parametrize("arguments", [("schema",), ("validate", "plan.yaml", "--json")])

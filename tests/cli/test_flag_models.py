@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 from sparsekv.cli.commands import app, command
 from sparsekv.cli.plan import PlanFlags
 from sparsekv.planner.flags import Count, Flag, Key, Lengths, Options
-from sparsekv.plans.errors import UsageError
 
 
 class Inner(Options):
@@ -87,25 +86,6 @@ def unread(flags: Asked) -> None:
 
 
 PLAN: dict[str, Any] = {"model": "m", "out": "o"}
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"preset": "minference", "profile": "a"}, ("--preset", "--profile")),
-        ({"prompts_file": "p", "profile": "a"}, ("--prompts", "--profile")),
-        ({"calibration_samples": 2, "profile": "a"}, ("--set calibration_samples", "--profile")),
-        ({"backend": "cpu", "profile": "a", "no_verify": True}, ("--set backend", "--no-verify")),
-        ({"target_density": (0.3,), "phases": "decode"}, ("--set target_density", "--only decode")),
-        ({"decode_budget": "5%", "phases": "prefill"}, ("--set decode_budget", "--only prefill")),
-        ({"offload": True, "phases": "prefill"}, ("--set offload", "--only prefill")),
-        ({"verify": "full", "no_verify": True}, ("--verify", "--no-verify")),
-    ],
-)
-def test_flags_of_plan_that_nothing_would_read_are_refused_with_those_that_cancel_them(given, named):
-    with pytest.raises(UsageError) as refused:
-        PlanFlags(**PLAN, **given)
-    assert [word for word in named if word not in str(refused.value)] == []
 
 
 @pytest.mark.parametrize(

@@ -67,17 +67,6 @@ def test_messages_name_flags_that_exist():
     assert {pair for pair in named if pair[1] not in KNOWN | OTHERS} == set()
 
 
-@pytest.mark.parametrize(
-    ("call", "meant"),
-    [(("plan", "--target-desity"), "--set target_density"), (("run", "--max-token"), "--max-new-tokens")],
-)
-def test_a_slip_in_an_option_is_told_what_may_have_been_meant(sparsekv, call, meant):
-    done = sparsekv(*call, 1)
-    assert done.code == 2
-    assert call[1] in done.err
-    assert meant in done.err
-
-
 def test_no_option_is_called_like_its_value():
     """Typer 0.27 shows `--device DEVICE` as the flag `--DEVICE`, and takes no other."""
     options = [

@@ -202,15 +202,6 @@ def test_of_several_plans_in_a_repository_the_one_that_fits_is_taken_and_a_chang
     assert (done.code, "repository" in done.err) == (2, True)
 
 
-@pytest.mark.parametrize("name", ["plans/new.yaml", "folder/plan"])
-def test_a_mistyped_path_is_not_looked_for_on_the_hub(sparsekv, tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    done = sparsekv("show", name)
-    assert done.code == 2
-    assert f"{name}: " in done.err
-
-
 def test_publish_to_a_hub_model_uploads_the_file_as_it_is(sparsekv, tmp_path, monkeypatch):
     plan, sent = tmp_path / "plan.yaml", []
     write_plan(sparse_plan(tiny_model(context=2048)), plan)

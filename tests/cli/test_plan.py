@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,13 @@ def test_files_spare_profiling_also_where_layers_evict_which_the_model_is_loaded
     done = sparsekv("plan", model, "-o", out, *measured, "--retain", 0.5, "--no-verify")
     assert done.code == 0, done.err
     assert load_plan(out).retained
+
+
+def test_a_plan_from_files_needs_no_weights_and_says_so(sparsekv, model, measured, out, tmp_path):
+    bare = shutil.copytree(model, tmp_path / "tiny", ignore=shutil.ignore_patterns("*.safetensors"))
+    done = sparsekv("plan", bare, "-o", out, *measured, "--no-verify")
+    assert (done.code, "the weights of" in done.err) == (0, True), done.err
+    assert not load_plan(out).prefill.bucket(1024).dense
 
 
 def test_fixed_filter_layers_and_the_budget_reach_the_plan(sparsekv, model, measured, out):
@@ -251,25 +259,6 @@ def test_a_model_that_is_too_large_for_the_device_is_refused_with_its_estimate_b
         assert named in done.err
         assert "device_map=auto" in done.err
     assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("line", "word"),
-    [
-        ("not json", "line 2"),
-        ("[1]", "list"),
-        ('{"prompt": 3}', "line 2"),
-        ('{"answer": "x"}', "line 2"),
-        ('{"prompt": "x", "label": "y"}', "label"),
-        ('{"prompt": "x \\ud800"}', "surrogate pair"),
-    ],
-)
-def test_calibration_prompts_name_the_line_that_is_wrong(sparsekv, model, out, tmp_path, line, word):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt": "a" * 1000, "answer": "b"}) + f"\n{line}\n")
-    done = sparsekv("plan", model, "-o", out, *FAST, "--prompts", file)
-    assert (done.code, done.out) == (2, "")
-    assert word in done.err
 
 
 def test_own_calibration_prompts_are_used(sparsekv, model, out, tmp_path):

@@ -1,4 +1,4 @@
-"""A folder of plans: the one that fits model, device and length is taken, and doctor says which fit."""
+"""Which plan is taken: that beside a model, and of a folder the one that fits; doctor says which fit."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ from model_folders import sparse_plan
 from plans_samples import full_plan, small_plan
 from tiny_models import tiny_model
 
+from sparsekv.cli.arguments import Subject
 from sparsekv.cli.plan_choice import best_of, candidates, chosen_plan, device_called
 from sparsekv.plans.errors import PlanMismatchError, UsageError
 from sparsekv.plans.files import write_plan
@@ -102,20 +103,20 @@ def test_a_length_takes_the_plan_that_reaches_it_by_the_least(plans):
     assert best_of([]) is None
 
 
-@pytest.mark.parametrize(
-    "call", [("show", "{}"), ("validate", "{}"), ("run", "--plan", "{}", "-p", "a"), ("eval", "--plan", "{}")], ids=str
-)
-@pytest.mark.parametrize(
-    ("place", "said"),
-    [
-        ("https://huggingface.co/org/name/blob/main/sparsekv.yaml", "name the hub repository: org/name, or download"),
-        ("https://huggingface.co/datasets/org/name", "name the hub repository, or download"),
-        ("http://example.com/sparsekv.yaml", "name the hub repository, or download"),
-        ("nothing-here", "found no file and no folder; name a plan file, or a folder or hub repository (ORG/NAME)"),
-        (__file__, "name a plan file, or a folder or hub repository (ORG/NAME)"),
-    ],
-)
-def test_a_place_without_a_plan_is_told_what_may_be_named(sparsekv, call, place, said):
-    done = sparsekv(*(word.format(place) for word in call))
-    assert done.code in (1, 2)
-    assert said in done.err
+@pytest.mark.parametrize("name", ["", "model.gguf"])
+def test_the_plan_beside_a_gguf_file_is_its_plan(tmp_path, name):
+    (tmp_path / "model.gguf").touch()
+    write_plan(small_plan(), tmp_path / "sparsekv.yaml")
+    assert Subject.named(str(tmp_path / name)).path == tmp_path / "sparsekv.yaml"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.gguf"])
+def test_a_plan_inside_a_models_folder_is_run_on_that_model(tmp_path, name):
+    write_plan(small_plan(), tmp_path / "sparsekv.yaml")
+    alone = Subject.named(None, tmp_path / "sparsekv.yaml")
+    assert alone.model == small_plan().model.id
+    (tmp_path / name).write_text("{}")
+    for place in (tmp_path, tmp_path / "sparsekv.yaml"):
+        beside = Subject.named(None, place)
+        assert (beside.model, beside.from_plan) == (str(tmp_path), True)
+    assert Subject.named("other", tmp_path).model == "other"

@@ -83,30 +83,6 @@ def test_a_prompt_without_end_is_refused(sparsekv, copy, stdin):
         assert told in done.err
 
 
-@pytest.mark.parametrize(
-    ("data", "word"),
-    [(b"", "blanks"), (b" \n\t", "blanks"), (b"\x89PNG\0\0", "binary"), (b"abc\xff\xfe", "UTF-8")],
-)
-def test_a_prompt_that_is_no_text_is_refused_before_the_model_is_loaded(sparsekv, copy, tmp_path, stdin, data, word):
-    (copy / "model.safetensors").unlink()
-    file = tmp_path / "prompt"
-    file.write_bytes(data)
-    from_file = sparsekv("run", copy, "--prompt-file", file)
-    stdin(data)
-    from_stdin = sparsekv("run", copy)
-    for done in (from_file, from_stdin):
-        assert (done.code, done.out) == (2, "")
-        assert word in done.err
-        assert done.err.count("\n") == 1
-
-
-def test_a_wrong_environment_variable_is_named(sparsekv, folder, monkeypatch):
-    monkeypatch.setenv("SPARSEKV_DTYPE", "int3")
-    done = sparsekv("run", folder, "--prompt", "a", *FEW)
-    assert done.code == 2
-    assert "SPARSEKV_DTYPE" in done.err
-
-
 def test_a_backend_of_the_environment_that_cannot_run_is_told_apart_from_a_flag(sparsekv, folder, monkeypatch):
     call = ("run", folder, "--prompt", "a", "--device", "cpu", *FEW)
     assert "SPARSEKV_BACKEND" not in sparsekv(*call, "--set", "backend=flash").err
@@ -365,23 +341,3 @@ def test_a_plan_beside_an_edited_config_exits_with_3_unless_its_digest_is_of_the
     write_plan(old, edited / "sparsekv.yaml")
     done = sparsekv(*call)
     assert (done.code, "warning" in done.err) == (0, False)
-
-
-@pytest.mark.parametrize(
-    ("command", "word"),
-    [
-        (("run", "--allow-mismatch", "--prompt", PROMPT), "cannot run this plan at all"),
-        (("eval", "--length", "256"), "layers: plan 3, model 2"),
-        (("verify",), "layers: plan 3, model 2"),
-    ],
-    ids=["run", "eval", "verify"],
-)
-def test_a_plan_that_the_model_lacks_layers_for_is_refused_before_weights_are_read(
-    sparsekv, folder, tmp_path, command: tuple[str, ...], word: str
-):
-    other = save_model(tiny_model(layers=2, context=2048), tmp_path / "other")
-    (other / "model.safetensors").unlink()
-    name, *options = command
-    done = sparsekv(name, other, "--plan", folder / "sparsekv.yaml", *options)
-    assert done.code == 3
-    assert word in done.err

@@ -33,25 +33,6 @@ def test_layers_go_to_the_host_by_number_or_by_name(sparsekv, folder):
     assert found["0"] == 0 < found["1"] == plain["kv_bytes_host"] < found["0-1"] == found["0,2"] < found["3"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("--offload", "4"), "0 to 3 layers"),
-        (("--offload", "2-5"), "found 3-5"),
-        (("--offload", "nver"), "did you mean never"),
-        (("--offload", "1-"), "--offload: expected ids"),
-        (("--offload", "1", "--dense"), "--dense, found both"),
-        (("--offload", "auto", "--dense"), "--dense, found both"),
-        (("--dry-run", "--dense"), "--dry-run"),
-        (("--dry-run", "--compare"), "--dry-run"),
-    ],
-)
-def test_layers_that_cannot_be_meant_are_usage_errors(sparsekv, folder, arguments, word):
-    done = sparsekv("run", folder, *arguments, *SAID)
-    assert (done.code, done.out) == (2, "")
-    assert word in done.err
-
-
 def test_what_the_plan_permits_is_a_choice_of_the_run(sparsekv, folder):
     never, always, auto, default = (
         sparsekv("run", folder, *how, *FEW)

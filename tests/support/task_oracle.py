@@ -29,7 +29,6 @@ class Forms:
         )
         end = re.escape(wording.traced.line.rpartition("}")[2].strip())
         self.copy = re.compile(rf"VAR ({_KEY}) = VAR ({_KEY}){end}")
-        self.all = (self.needle, self.pair, self.owner, self.number, self.copy)
         self.between = wording.pair.cue.removeprefix("{key}")
         finders = (
             (wording.needle, lambda lines, key: statements(lines, self.needle)[key]),
@@ -69,9 +68,6 @@ def forms(split: Split = Split.CALIBRATION) -> Forms:
     return Forms(WORDINGS[split])
 
 
-NEEDLE, PAIR, OWNER = forms().needle, forms().pair, forms().owner
-
-
 def answer_of(prompt: str, split: Split = Split.CALIBRATION) -> str:
     """The answer to the question in the last line of a prompt.
 
@@ -95,7 +91,3 @@ def statements(lines: Iterable[str], form: re.Pattern[str]) -> dict[str, str]:
     if len({key for key, _ in found}) < len(found):
         raise LookupError(f"a key stands twice: {sorted(key for key, _ in found)}")
     return dict(found)
-
-
-def is_statement(line: str) -> bool:
-    return any(form.fullmatch(line) for form in forms().all)

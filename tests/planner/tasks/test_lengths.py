@@ -12,7 +12,6 @@ from sparsekv.planner.tasks import (
     DocumentRequest,
     Kit,
     Split,
-    make_sample,
     make_samples,
 )
 from sparsekv.planner.tasks.documents import Draws
@@ -61,20 +60,6 @@ def test_documents_with_many_questions_fill_their_length(task: str, tokenizer: s
 def _slack(task: str, kit: Kit) -> int:
     """Only pairs by themselves fall short, by less than their longest line."""
     return 40 if task == "kv_retrieval" and kit is kit_named("characters") else 20 if task == "kv_retrieval" else 0
-
-
-@pytest.mark.parametrize("task", RETRIEVAL_TASKS)
-def test_a_document_plants_as_many_statements_as_asked_for(task: str) -> None:
-    kit = kit_named("shipped")
-    few, many = (TASKS[task].document(kit, DocumentRequest(4000, 1, count), draws()) for count in (1, 12))
-    assert 0 < (~few.context_is_text).sum() < (~many.context_is_text).sum()
-    assert len(few.queries) == len(many.queries) == 1
-
-
-def test_text_is_scored_for_its_last_quarter_at_most() -> None:
-    kit = kit_named("shipped")
-    scored = {length: len(make_sample(TASKS["perplexity"], kit, length, 0, 0).answer_ids) for length in (401, 4096)}
-    assert scored == {401: 100, 4096: 256}
 
 
 def test_text_without_questions_is_all_context() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from task_tokenizers import NAMES, kit_named, tokenizer_named
 
-from sparsekv.planner.tasks import RULER_TASKS, TASKS, Sample, make_sample, make_samples
+from sparsekv.planner.tasks import RULER_TASKS, TASKS, Sample, make_samples
 
 
 def text(sample: Sample, tokenizer: str = "shipped") -> str:
@@ -67,17 +67,3 @@ def test_the_answer_follows_from_the_prompt_and_is_what_its_tokens_say(task: str
             whole = np.concatenate([sample.prompt_ids, sample.answer_ids])
             decoded = tokenizer_named(tokenizer).decode(whole, skip_special_tokens=True)
             assert decoded == text(sample, tokenizer) + sample.answer
-
-
-@pytest.mark.parametrize(("length", "often", "seldom", "common"), [(640, 6, 1, 3), (4000, 6, 1, 10), (4100, 30, 3, 10)])
-def test_common_and_uncommon_words_repeat_as_in_ruler(length: int, often: int, seldom: int, common: int) -> None:
-    prompt = text(make_sample(TASKS["cwe"], kit_named("shipped"), length, 0, 0))
-    counts = Counter(Counter(_numbered(prompt)).values())
-    assert counts.keys() == {often, seldom}
-    assert counts[often] == common
-
-
-def test_words_fill_their_length_with_less_than_a_line_of_text_in_front() -> None:
-    for task, head in (("cwe", "Words:"), ("fwe", "Coded text:")):
-        prompt = text(make_sample(TASKS[task], kit_named("shipped"), 6000, 0, 0))
-        assert len(tokenizer_named("shipped")(prompt[: prompt.index(head)])["input_ids"]) < 60
