@@ -8,16 +8,16 @@ Variables stand before a command, and `< FILE` behind it. JSON is one line, and 
 import codecs
 import gzip
 import json
-import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import Outcome
+from golden import Golden
 from model_folders import sparse_plan
 from plans_samples import full_plan, small_plan
 from tiny_models import tiny_model
@@ -26,8 +26,7 @@ from sparsekv.plans.files import dump_plan, write_plan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the messages of a machine without a GPU")
 
-GOLDEN = Path(__file__).parents[1] / "data" / "messages.txt"
-WRITE = bool(os.environ.get("WRITE_MESSAGES"))
+MESSAGES = Golden(Path(__file__).parents[1] / "data" / "messages.txt")
 SMALL, FULL = (dump_plan(plan) for plan in (small_plan(), full_plan()))
 PROMPT = json.dumps({"prompt": "ab " * 300, "answer": "c d"})
 
@@ -95,18 +94,9 @@ def place(folder: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -
     return place
 
 
-def blocks() -> Iterator[tuple[str, str]]:
-    for block in re.split(r"^(?=\$ )", GOLDEN.read_text(), flags=re.MULTILINE)[1:]:
-        line, _, said = block.partition("\n")
-        yield line.removeprefix("$ "), said.strip("\n")
-
-
 def words(line: str) -> list[str]:
     line = re.sub(r"\{(.)\*(\d+)\}", lambda part: part[1] * int(part[2]), line)
     return [codecs.decode(word, "unicode_escape") if "\\" in word else word for word in shlex.split(line)]
-
-
-BLOCKS = dict(blocks())
 
 
 @pytest.fixture
@@ -131,19 +121,10 @@ def said(
     return run
 
 
-@pytest.fixture(scope="module", autouse=WRITE)
-def written() -> Iterator[None]:
-    head = GOLDEN.read_text().partition("\n$ ")[0]
-    yield
-    GOLDEN.write_text(head + "\n" + "".join(f"\n$ {line}\n{block}\n" for line, block in BLOCKS.items()))
-
-
-@pytest.mark.parametrize("line", BLOCKS)
+@pytest.mark.parametrize("line", MESSAGES.blocks)
 def test_a_command_says_what_it_said_and_writes_nothing(said: Callable[[str], str], place: Path, line: str) -> None:
     before = sorted(place.rglob("*"))
     block = said(line)
     assert "Traceback" not in block
     assert sorted(place.rglob("*")) == before
-    if WRITE:
-        BLOCKS[line] = block
-    assert block == BLOCKS[line]
+    MESSAGES.check(line, block)

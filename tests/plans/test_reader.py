@@ -25,101 +25,6 @@ def refusal(text: str | bytes) -> str:
     return str(caught.value)
 
 
-def line_of(fragment: str) -> int:
-    return TEXT[: TEXT.index(fragment)].count("\n") + 1
-
-
-EDITS = {
-    "unknown field": ("last_q: 64", "lastq: 64", "heads[1].lastq"),
-    "field of another record": ("last_q: 64", "keep: {tokens: 1}", "heads[1].keep"),
-    "unknown top field": ("extensions:", "extras:", "extras: unknown field"),
-    "a pattern of earlier versions": (
-        "pattern: block_sparse",
-        "pattern: adaptive",
-        "is gone: sparsekv 0.2.0 was the last",
-    ),
-    "unknown pattern": ("block_sparse", "blocks", "heads[2].pattern: expected pattern 'dense', 'a_shape'"),
-    "missing pattern": ("pattern: block_sparse, ", "", "heads[2]: expected the field `pattern`, found none"),
-    "missing field": ("model_type: example", "remark: example", "model.model_type"),
-    "octal number": ("last_q: 64", "last_q: 0100", "heads[1].last_q"),
-    "number for a mapping": ("{tokens: 600}", "600", "heads[1].slash"),
-    "nan budget": ("{tokens: 600}", "{fraction: .nan}", "slash.fraction"),
-    "both budgets": ("{tokens: 600}", "{tokens: 1, fraction: 0.1}", "slash: expected {tokens: n} or {fraction: x}"),
-    "overlap": ('heads: "3", pattern: block', 'heads: "1-3", pattern: block', "heads[2]"),
-    "head range": ('"2", pattern: vert', '"9", pattern: vert', "heads: expected heads 0 to 3 of layer 0, found 9"),
-    "layer range": ('{layer: 1, heads: "1"', '{layer: 44, heads: "1"', "heads[4].layer: expected layers 0 to 8"),
-    "segment range": ('layers: "7", budget', 'layers: "17", budget', "segments[2].layers: expected layers 0 to 8"),
-    "short head map": ('{"4": [0, 1]', '{"4": [0]', "segments[1].heads: expected 2 entries"),
-    "keep of no kind": ("keep: all", "keep: some", "kv_cache[0].keep"),
-    "nan in extensions": ("2.5e-05", ".nan", "extensions.example.org/note: expected JSON data"),
-    "duplicate key": ("last_q: 64", "last_q: 64, last_q: 32", "each key once"),
-    "anchor": ("{tokens: 600}", "&a {tokens: 600}", "alias"),
-    "alias": ("{tokens: 600}", "*a", "alias"),
-    "tag": ("last_q: 64", "last_q: !!int 64", "found a tag"),
-    "python tag": ("last_q: 64", "last_q: !!python/object/apply:os.system [ls]", "found a tag"),
-    "key that is a list": ("last_q: 64", "[a]: 64", "text"),
-    "merge key": ("last_q: 64", "<<: {a: 1}", "heads[1].<<: unknown field"),
-    "broken flow": ("{tokens: 600}", "{tokens: 600", "expected YAML, found a fault"),
-    "tab": ("  tile:", "\ttile:", "expected YAML, found a fault"),
-}
-
-
-@pytest.mark.parametrize("case", EDITS, ids=str)
-def test_the_line_and_field_are_named_for(case: str) -> None:
-    written, instead, said = EDITS[case]
-    message, line = refusal(TEXT.replace(written, instead, 1)), line_of(written)
-    assert said in message
-    assert message.startswith("a.yaml, line ")
-    named = int(message.removeprefix("a.yaml, line ").partition(":")[0])
-    # A broken flow is only noticed on the line after; a missing field is reported where its record starts.
-    before, after = (5, 0) if "missing" in case else (0, 1) if "broken" in case else (0, 0)
-    assert line - before <= named <= line + after
-
-
-@pytest.mark.parametrize(
-    ("written", "instead", "name"),
-    [
-        ("    - {up_to: null, extra", '      reuse: [{layers: "4", source: 2}]\n    - {up_to: null, extra', "reuse"),
-        ("pattern: vertical_slash,", "pattern: vertical_slash_means,", "vertical_slash_means"),
-    ],
-)
-def test_a_plan_with_what_was_removed_is_refused_with_its_name_and_the_command_that_recompiles(
-    written: str, instead: str, name: str
-) -> None:
-    message = refusal(TEXT.replace(written, instead))
-    assert name in message
-    assert "sparsekv plan MODEL -o" in message
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "nothing"),
-        ("# only a comment\n", "nothing"),
-        ("null", "single"),
-        ("- 1\n- 2\n", "found a list"),
-        ('[{"0": ["vertical_and_slash", 1000, 6096, 1]}]', "found a list"),
-        ("just text", "single"),
-        ("kind: sparsekv.profile\n", "sparsekv"),
-        ("kind: Deployment\n", "no file of sparsekv"),
-        ('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}', "config.json"),
-        ("a: 1\nb: 2\n", "without `kind`"),
-        ("{}", "without `kind`"),
-        ("kind: sparsekv.plan\n---\nkind: sparsekv.plan\n", "found a second"),
-        ("%YAML 3.0\n---\nkind: sparsekv.plan\n", "expected YAML"),
-        (b"\xff\xfek\x00i\x00", "binary"),
-        (b"kind: sparsekv.plan\nstatus: \xe9\n", "line 2: expected UTF-8 text"),
-        (b"\x89PNG\r\n\x1a\n\x00\x00", "binary"),
-        (b"kind: sparsekv.plan\x07", "expected YAML"),
-        ("kind: \ud800", "UTF-8"),
-        (b"#" * (MAX_BYTES + 1), "at most 8,388,608 bytes"),
-    ],
-    ids=lambda value: ascii(value)[:40],
-)
-def test_no_plan_at_all(text: str | bytes, said: str) -> None:
-    assert said in refusal(text)
-
-
 OTHER_FILES = ["README.md", "LICENSE", "pyproject.toml", "Makefile", "docs/pictures/plan.svg", "plans/files.py"]
 
 
@@ -128,11 +33,6 @@ def test_another_file_is_told_what_a_plan_is_and_what_to_name(name: str) -> None
     message = refusal((Path(__file__).resolve().parents[2] / name).read_bytes())
     assert KIND in message
     assert NAME_A_PLAN in message
-
-
-@pytest.mark.parametrize("text", [b"\x00\x01", b"# words\n* a\n: b\n", b"", b"a: 1", b"- a", b"kind: Deployment\n"])
-def test_whatever_is_no_plan_says_what_to_name(text: bytes) -> None:
-    assert NAME_A_PLAN in refusal(text)
 
 
 def test_a_fault_of_a_plan_is_named_by_itself() -> None:
@@ -179,13 +79,6 @@ def test_a_flood_of_wrong_head_groups_is_refused_at_the_first() -> None:
     assert message.count("last_q: expected") == 1
 
 
-@pytest.mark.parametrize(
-    "number", ["1" * 5000, "1e999", "-1e999", "0x10", "1_000", "1:30", "." * 500, "+.inf"], ids=lambda value: value[:8]
-)
-def test_odd_numbers_are_refused(number: str) -> None:
-    assert "last_q: expected" in refusal(TEXT.replace("last_q: 64", f"last_q: {number}", 1))
-
-
 @pytest.mark.parametrize("written", ["2e-2", "2.0e-2", ".02", "0.020", "+0.02"])
 def test_floats_may_be_written_in_any_form(written: str) -> None:
     text = TEXT.replace("{fraction: 0.02}", f"{{fraction: {written}}}", 1)
@@ -197,18 +90,6 @@ def test_layout_order_and_comments_do_not_matter() -> None:
     data = yaml.safe_load(dump_plan(plan))
     text = "# a comment\r\n" + yaml.safe_dump(data, sort_keys=True, width=40).replace("\n", "\r\n")
     assert parse_plan(text) == with_digest(plan)
-
-
-class TestVersion:
-    def test_a_newer_schema_says_which_is_read(self) -> None:
-        message = refusal(TEXT.replace("schema_version: 1", "schema_version: 2").replace("status:", "state:"))
-        assert "expected schema_version 1 or older" in message
-        assert "found 2" in message
-        assert "newer" in message
-
-    @pytest.mark.parametrize("version", ["0", "-1", "true", "1.0", '"1"', "one", "null", "[]"])
-    def test_no_version_is_refused(self, version: str) -> None:
-        assert "from 1 to 1" in refusal(TEXT.replace("schema_version: 1", f"schema_version: {version}"))
 
 
 class TestIntegrity:
@@ -299,16 +180,3 @@ def test_a_fault_before_the_end_is_no_sign_of_a_file_that_is_cut_off(text: str) 
     said = refusal(text)
     assert "found a fault" in said
     assert "may be cut off" not in said
-
-
-@pytest.mark.parametrize(
-    "text", ['"\\e[31m": 1\n', 'kind: "sparsekv.\\e[31m"\n', TEXT.replace("last_q:", '"\\e[31m":', 1)]
-)
-def test_messages_cannot_drive_a_terminal(text: str) -> None:
-    assert "\x1b" not in refusal(text)
-
-
-def test_errors_show_no_chain_of_library_errors() -> None:
-    with pytest.raises(PlanError) as caught:
-        parse_plan(TEXT.replace("last_q: 64", "last_q: x"), "a.yaml")
-    assert caught.value.__suppress_context__
