@@ -1,8 +1,6 @@
 """The command line, called in this process."""
 
-import errno
 import io
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -106,20 +104,3 @@ def during(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], objec
         monkeypatch.setattr("sparsekv.planner.progress.BarProgress", lambda: During(stage, happens))
 
     return set_up
-
-
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """From the call on a disk without room: for everything, or only for the file of that name."""
-
-    def fill(name: str | None = None) -> None:
-        replace = os.replace
-
-        def refuse(*arguments: object) -> None:
-            if name is None or Path(str(arguments[-1])).name == name:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            replace(*arguments)
-
-        monkeypatch.setattr(os, "fsync" if name is None else "replace", refuse)
-
-    return fill

@@ -124,23 +124,6 @@ def test_further_plans_stand_beside_by_their_names(sparsekv, folder, tmp_path, f
     assert data["methods"][2]["decode_share"] == {"768": 1.0}
 
 
-def test_the_page_of_a_plan_draws_its_results(sparsekv, folder, tmp_path, few):
-    file, page = tmp_path / "ruler.json", tmp_path / "page.html"
-    call = ("eval", folder, "--suite", "ruler", "--samples", 1, "-o", file, "--length")
-    drawing = ("report", folder, "-o", page, file)
-    assert sparsekv(*call, "768").code == 0
-    done = sparsekv(*drawing)
-    assert (done.code, done.err) == (0, "")
-    drawn = page.read_text()
-    assert '"suite-mean"' in drawn
-    assert '["plan",768,' in drawn
-    for word in (*TASKS, "Difference, points", "Python&#39;s standard library"):
-        assert word in drawn
-    other = tmp_path / "other.yaml"
-    write_plan(load_plan(folder / "sparsekv.yaml").model_copy(update={"decode": None}), other)
-    assert "other plans than this one" in sparsekv("report", other, *drawing[2:]).err
-
-
 def test_without_lengths_a_suite_runs_at_two_inside_each_bucket_of_the_plan(sparsekv, copy, few, monkeypatch) -> None:
     plan = load_plan(copy / "sparsekv.yaml")
     buckets = tuple(plan.prefill.lengths[0].model_copy(update={"up_to": end}) for end in (700, 1024, 2048, None))

@@ -211,27 +211,6 @@ def test_ctrl_c_while_choosing_leaves_the_older_plan(sparsekv, model, measured, 
     assert out.read_text() == OLDER
 
 
-@pytest.mark.parametrize("name", ["plan.yaml", "b.profile"])
-def test_a_full_disk_leaves_the_older_file_as_it_was_whatever_is_written(
-    sparsekv, model, measured, out, full_disk, name
-):
-    files = {
-        out: OLDER,
-        out.with_name("b.profile"): '{"kind":"sparsekv.profile"}',
-    }
-    for file, older in files.items():
-        file.write_text(older)
-    full_disk(name)
-    kept = ("--profile-out", out.with_name("b.profile"))
-    done = sparsekv("plan", model, "-o", out, *measured, "--no-verify", "--force", *kept)
-    assert (done.code, done.out) == (2, "")
-    assert "No space left" in done.err
-    assert "unchanged" in done.err
-    for file in (out, out.with_name(name)):
-        assert file.read_text() == files[file]
-    assert sorted(out.parent.iterdir()) == sorted(files)  # no temporary file stays
-
-
 def test_a_second_run_into_the_files_of_one_that_profiles_is_refused_before_it_loads_a_model(
     sparsekv, model, out, during, tmp_path
 ):

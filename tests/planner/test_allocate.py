@@ -199,13 +199,6 @@ def test_the_predicted_density_is_within_the_target(seed: int, target: float, dr
     assert density_of(profile, options) <= target * 1.0002
 
 
-def test_another_target_takes_another_level_of_the_ladder() -> None:
-    profile = profile_with()
-    low, high = (density_of(profile, options_for(target_density=(t,))) for t in (0.2, 0.4))
-    assert low == pytest.approx(0.2)
-    assert 0.35 < high <= 0.4
-
-
 @pytest.mark.parametrize("family", ["a_shape", "vertical_slash", "block_sparse"])
 def test_one_family_alone_is_allocated_from_a_profile_of_all(family: str) -> None:
     options = options_for(target_density=(0.3,), families=(family,))
@@ -294,13 +287,6 @@ def test_candidates_that_cost_more_on_other_prompts_than_fitted_are_told_from_to
     with pytest.raises(UsageError, match=r"found 0\.30"):
         allocate(drifted, made_up_prices(), ALWAYS)
     assert density_of(drifted, options_for(target_density=(0.31,))) <= 0.31
-
-
-@pytest.mark.parametrize("target", [0.3, 0.97])
-def test_a_device_on_which_sparse_attention_never_pays_gets_a_sparse_plan(target: float) -> None:
-    profile, slow = made_up_profile(made_up_length(8192, np.random.default_rng(0))), made_up_prices(tiles=(1e8, 10.0))
-    buckets = allocate(profile, slow, options_for(target_density=(target,))).lengths
-    assert [(bucket.up_to, bucket.dense) for bucket in buckets] == [(4096, True), (8192, False), (None, False)]
 
 
 def test_budgets_are_shares_of_the_context_and_nothing_is_sparse_up_to_half_of_the_shortest_length() -> None:

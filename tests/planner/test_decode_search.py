@@ -1,13 +1,11 @@
 """Filter layers by proof: what is proposed, how it is measured, and what a plan takes of it."""
 
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from model_folders import save_model
 from planner_models import bare_job, loaded_hybrid, loaded_tiny, quick_options
 from planner_profiles import made_up_model, made_up_reuse
 from progress import Counting
@@ -27,15 +25,11 @@ from sparsekv.planner.decode_search import (
 )
 from sparsekv.planner.decode_trials import DecodeTrials, decode_trials
 from sparsekv.planner.filter_layers import choose_filter_layers
-from sparsekv.planner.job import job_of, job_of_profile
 from sparsekv.planner.options import settle
-from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.predict import decode_share
 from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
-from sparsekv.planner.records import read_measured
-from sparsekv.plans.files import dump_plan
 from sparsekv.plans.model import check_fit
 from sparsekv.plans.patterns import fraction
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
@@ -258,11 +252,3 @@ def test_measuring_again_gives_the_same_trials(loaded: LoadedModel, measured: Pr
     bare = measured.model_copy(update={"lengths": (measured.lengths[0].model_copy(update={"trials": ()}),)})
     assert measure_trials(bare_job(loaded, SETTLED), bare, effort=EFFORT) == measured
     assert measure_trials(bare_job(loaded, SETTLED), measured, effort=EFFORT) is measured
-
-
-def test_a_compile_from_files_gives_the_plan_that_was_measured(loaded: LoadedModel, tmp_path: Path) -> None:
-    folder = save_model(loaded.model, tmp_path / "tiny")
-    first = compile_plan(job_of(loaded, QUICK), profile_out=tmp_path / "p.json")
-    assert first.filter_layers
-    again = compile_plan(job_of_profile(str(folder), QUICK, read_measured(Profile, tmp_path / "p.json")))
-    assert dump_plan(again.plan) == dump_plan(first.plan)

@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,12 +16,11 @@ from planner_models import loaded_hybrid, loaded_tiny
 from progress import Counting
 from tiny_models import tiny_model, tiny_tokenizer
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
-from transformers import PreTrainedModel
 
-from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode, compare, evaluate, modes, opened
+from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode, compare, evaluate, modes
 from sparsekv.planner.evaluation.batches import MOST_TEXT
 from sparsekv.planner.evaluation.predictions import divergence, log_likelihood, until_end
-from sparsekv.planner.evaluation.results import EvalResult, Outcome, Spent
+from sparsekv.planner.evaluation.results import EvalResult, Outcome
 from sparsekv.planner.progress import StageStep
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
 from sparsekv.plans.errors import GateError, PlanMismatchError, PromptError, UsageError
@@ -291,45 +290,9 @@ def test_at_most_two_caches_of_a_batch_are_there_at_once(loaded: LoadedModel, ca
     assert max(counts) == 2 * loaded.info.layers
 
 
-class Whole:
-    """Dense, with texts as a part of the prefill."""
-
-    stepwise = dense_prefill = False
-
-    @contextmanager
-    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        yield lambda: Spent(3.0, 4.0)
-
-
-def test_a_mode_without_decode_reads_texts_with_the_prompt(loaded: LoadedModel) -> None:
-    with passes(loaded) as seen:
-        found = compare(loaded, {"whole": Whole()}, drawn(1), chunk=128)["whole"]
-    assert found.kl[0] == pytest.approx(0.0, abs=1e-6)
-    assert found.outcomes[0].exact
-    assert found.spent == Spent(3.0, 4.0)
-    assert seen[PROMPT + 4 - 256] == 1
-
-
 class Interrupts(StageStep):
     def advance(self, units: float = 1, note: str = "") -> None:
         raise KeyboardInterrupt
-
-
-class Notes(StageStep):
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def advance(self, units: float = 1, note: str = "") -> None:
-        self.told.append(note)
-
-
-def test_progress_counts_prompts(loaded: LoadedModel) -> None:
-    notes = Notes()
-    with opened(loaded, modes_of(sparse_plan(loaded), ("prefill",)), batch=1) as evaluator:
-        evaluator.compare(drawn(2), step=notes)
-    assert [note.partition(", ")[2] for note in notes.told] == [
-        f"prompt {number}, {name}" for number in (1, 2) for name in (DENSE, "prefill")
-    ]
 
 
 def test_the_model_is_dense_after_an_interruption(loaded: LoadedModel) -> None:

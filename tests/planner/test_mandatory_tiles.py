@@ -2,17 +2,14 @@
 
 import pytest
 import torch
-from planner_models import bare_job, quick_options
-from progress import CtrlC
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, density
-from sparsekv.planner.options import KNOWN_FAMILIES, PlanOptions, settle
-from sparsekv.planner.profile.profiler import check_targets, profile
+from sparsekv.planner.options import KNOWN_FAMILIES, PlanOptions
+from sparsekv.planner.profile.profiler import check_targets
 from sparsekv.planner.profile.search_space import search_space
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape, mandatory_density
-from sparsekv.runtime.hf.load import LoadedModel
 
 ALL = KNOWN_FAMILIES
 TILES = (TileShape(query=64, key=64), TileShape(query=128, key=128), TileShape(query=128, key=64))
@@ -55,9 +52,3 @@ def test_shorter_prompts_than_the_length_say_count_as_long_as_they_are() -> None
     check_targets({2048: [2048, 2048]}, [target], tile, ALL)
     with pytest.raises(UsageError, match="at 2048 tokens"):
         check_targets({2048: [2048, 1024]}, [target], tile, ALL)
-
-
-def test_nothing_is_refused_where_no_prefill_is_planned(loaded: LoadedModel) -> None:
-    asked = quick_options(target_density=(0.2,), levels=(), phases=("decode",))
-    with pytest.raises(KeyboardInterrupt):  # profiling has begun
-        profile(bare_job(loaded, settle(asked, 4096, "cpu")), CtrlC("profile", 0))

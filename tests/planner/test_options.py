@@ -54,18 +54,6 @@ def test_what_makes_no_sense_is_refused_by_the_name_of_its_flag(asked: dict[str,
         PlanOptions(**asked)
 
 
-@pytest.mark.parametrize(
-    ("asked", "flags"),
-    [
-        ({"preset": "minference", "target_density": (0.3,)}, ("--set target_density", "--preset minference")),
-    ],
-)
-def test_options_that_leave_one_another_unread_are_refused_by_name(asked: dict[str, Any], flags: Any) -> None:
-    with pytest.raises(UsageError) as refused:
-        PlanOptions(**asked)
-    assert [flag for flag in flags if flag not in str(refused.value)] == []
-
-
 def test_texts_mean_what_they_mean_on_the_command_line() -> None:
     asked = PlanOptions(
         lengths="16k,4k", target_density="20%,0.4", decode_budget="5%", tile="64", filter_layers="2,8-9"

@@ -37,11 +37,6 @@ def test_no_time_left_is_told_of_the_first_units_which_pay_for_warming_up(consol
     assert "2:40:00" not in early  # 96 units
 
 
-def test_a_bar_shows_the_time_left_whole_on_a_narrow_terminal() -> None:
-    shown = told(100.0, 3, force_terminal=True, color_system=None, width=80)
-    assert any("0:05:00 left 0:01:40 prompt" in line for line in shown)
-
-
 def test_a_prompt_counts_by_its_time_not_as_one() -> None:
     assert prefill_work(2048) > 2 * prefill_work(1024)
     assert prefill_work(1 << 17) > 3.5 * prefill_work(1 << 16)

@@ -11,7 +11,6 @@ from sparsekv.planner.options import settle
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
-from sparsekv.planner.records import read_measured
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import dump_plan
 from sparsekv.runtime.hf.load import LoadedModel
@@ -59,8 +58,3 @@ def test_a_model_that_cannot_be_reached_is_taken_by_its_name_alone(measured: Pro
 def test_verification_is_refused(measured: Profile, folder: Path) -> None:
     with pytest.raises(UsageError, match="weights"):
         compile_plan(job_of_profile(str(folder), quick_options(verify="small"), measured))
-
-
-def test_the_profile_is_written_again_where_asked_for(measured: Profile, folder: Path, tmp_path: Path) -> None:
-    compile_plan(job_of_profile(str(folder), OPTIONS, measured), profile_out=tmp_path / "a.profile")
-    assert read_measured(Profile, tmp_path / "a.profile") == measured

@@ -29,22 +29,6 @@ def test_an_alias_names_one_checkpoint(alias: aliases.Alias) -> None:
     assert parse_length(alias.context) >= 8192
 
 
-@pytest.mark.parametrize(
-    ("name", "checkpoint"),
-    [
-        ("llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct"),
-        ("llama3-8b-262k", "gradientai/Llama-3-8B-Instruct-262k"),
-        ("LLAMA3.1-8B", "meta-llama/Llama-3.1-8B-Instruct"),
-        ("yi-9b-200k", "01-ai/Yi-9B-200K"),
-        ("qwen2.5-7b-1m", "Qwen/Qwen2.5-7B-Instruct-1M"),
-        ("qwen3-8b", "Qwen/Qwen3-8B"),
-        ("glm-4-9b-1m", "THUDM/glm-4-9b-chat-1m-hf"),
-    ],
-)
-def test_the_documented_aliases_keep_their_meaning(name: str, checkpoint: str) -> None:
-    assert resolve_model(name).path_or_id == checkpoint
-
-
 def test_the_shipped_model_is_found_or_its_absence_is_explained(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -182,14 +182,6 @@ def test_what_was_imported_is_exported_as_it_was(kind: str, to: str) -> None:
         assert layers == [(one.filter, one.layers, one.budget) for one in plan.decode.bucket(CONTEXT).segments]
 
 
-def test_letters_and_groups_come_back_as_they_were() -> None:
-    letters = WRITERS["indexcache"](imported(FILES["indexcache"]))
-    assert letters.data == b"FFSFSS\n"
-    plan = imported(FILES["minference"])
-    written = WRITERS["modelopt"](plan)
-    assert imported(Source("config.json", written.data), "modelopt").prefill == plan.prefill
-
-
 def test_a_plan_whose_longest_prompts_run_dense_is_refused_where_patterns_are_all_there_is() -> None:
     plan = imported(FILES["minference"])
     dense = plan.prefill.model_copy(update={"lengths": (PrefillBucket(up_to=None, dense=True),)})
@@ -203,14 +195,6 @@ def test_a_byte_order_mark_changes_nothing(kind: str) -> None:
     marked = Source(file.name, b"\xef\xbb\xbf" + file.data)
     assert recognised(marked) == kind
     assert imported(marked).prefill == imported(file).prefill
-
-
-@pytest.mark.parametrize("to", WRITERS)
-def test_each_part_that_a_format_cannot_hold_is_told(to: str) -> None:
-    plan = small_plan()
-    lost = " ".join(WRITERS[to](plan).lost)
-    assert "decode" in lost if to in ("minference", "modelopt") else "prefill" in lost
-    assert ("1.0" in lost) == (to == "minference")  # a score of each head, which no plan has
 
 
 # Fields that no change of their own leaves valid: what a group or a bucket is, and the other unit of a size.

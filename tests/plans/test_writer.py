@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -125,19 +123,6 @@ class TestFailures:
         assert os.listdir(path.parent) == [path.name]
         if isinstance(caught.value, UsageError):
             assert f"{path}: " in str(caught.value)
-
-    def test_a_full_disk_for_real(self, path: Path) -> None:
-        code = (
-            "import resource, signal, sys; from plans_samples import *; from sparsekv.plans.files import write_plan\n"
-            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-            f"write_plan(small_plan(), {str(path)!r})"
-        )
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
-        found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-        assert "unchanged" in found.stderr
-        assert path.read_text() == OLD
-        assert os.listdir(path.parent) == [path.name]
 
     def test_a_folder_that_cannot_be_synced_is_no_failure(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sync = os.fsync

@@ -216,12 +216,3 @@ def test_a_search_of_one_range_or_one_density_goes_on_with_all_of_it() -> None:
         compared = screened(found)
         found_KH = slots(found, compared, np.ones((len(compared), 2)))
         assert sorted(found_KH[:, 0].tolist()) == list(range(len(found)))
-
-
-def test_candidates_fitted_side_by_side_come_out_as_each_by_itself(prefix: CommonPrefix) -> None:
-    ranges = (VerticalSlash.in_ratio(1000, 1000), TILES_KEPT, AShape.widening(64, 4096))
-    prefix = prefix.with_lines([64])
-    alone = [fit_all(prefix, one, TARGET * prefix.causal_tiles) for one in ranges]
-    beside = [one for _ in range(prefix.heads) for one in ranges]
-    together = fit_to_target(prefix.repeated(3), beside, [TARGET * prefix.causal_tiles] * len(beside))
-    assert [together[number::3] for number in range(3)] == alone
