@@ -1,13 +1,10 @@
 """`sparsekv bench`: rows that scripts rely on, and what is refused."""
 
-from importlib.util import find_spec
-
 import pytest
 from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model
 
 from sparsekv.cli.bench import HeadlineFlags, KernelFlags, headline, kernels
-from sparsekv.cli.bench_model import DecodeFlags, decode
 from sparsekv.planner.records import only_run
 from sparsekv.plans.files import write_plan
 
@@ -59,14 +56,6 @@ def test_decode_follows_the_plan_of_the_folder(sparsekv, folder):
     assert [row["name"] for row in done.data] == ["attention", "token"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("kv_dtype", "fp8"), ("exact", True)])
-def test_a_decode_from_host_memory_refuses_what_only_one_side_would_have(asked, folder, name, value):
-    done = asked(decode, DecodeFlags, model=str(folder), offload="always", **{name: value})
-    assert (done.code, done.out) == (2, "")
-    assert "--offload" in done.err
-    assert name in done.err
-
-
 def test_decode_from_host_memory_stands_beside_decode_on_the_device(sparsekv, folder):
     call = ("bench", "decode", folder, "--lengths", 256, *BY_HAND)
     done = sparsekv(*call, "--offload", "always", "--random-weights")
@@ -76,13 +65,6 @@ def test_decode_from_host_memory_stands_beside_decode_on_the_device(sparsekv, fo
     (row,) = sparsekv(*call, "--offload", "never", "--json").data
     assert row["device_ms"] > 0
     assert row["offloaded_ms"] is None
-
-
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_serve_without_vllm_says_what_to_install(sparsekv):
-    done = sparsekv("bench", "serve", "tiny-retriever", "--json")
-    assert done.code == 2
-    assert "pip install 'vllm" in done.data["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """`bench peers`: every method as published and at the plan's density, in a file that goes on over several runs."""
 
-import subprocess
 from contextlib import nullcontext
 from dataclasses import replace
 from types import MappingProxyType
@@ -12,7 +11,7 @@ from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model
 
 from sparsekv.bench import originals, peers
-from sparsekv.bench.originals import Original, OriginalMode, Ready, fetch
+from sparsekv.bench.originals import OriginalMode, Ready
 from sparsekv.bench.peers_file import PeerRow, PeersFile, PeersRun
 from sparsekv.cli import bench
 from sparsekv.cli.bench import PeersFlags
@@ -104,27 +103,6 @@ def test_a_run_goes_on_where_time_ran_out_and_measures_nothing_twice(called, tmp
     done = called(**call, seed=1)
     assert done.code == 2
     assert "seed: 0 there, 1 here" in done.err
-
-
-def test_fetching_clones_a_commit_once_and_leaves_other_files_alone(tmp_path):
-    there = tmp_path / "there"
-    there.mkdir()
-    (there / "code.py").write_text("x = 1\n")
-    name = ("-c", "user.name=n", "-c", "user.email=e@x")
-    for args in (("init", "-q"), ("add", "."), (*name, "commit", "-q", "-m", "one")):
-        subprocess.run(["git", "-C", there, *args], check=True)
-    head = subprocess.run(["git", "-C", there, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    commit = head.stdout.strip()
-    one = Original("It", "it", str(there), commit, ("code.py",), (), lambda root: None)
-    assert commit in next(fetch(tmp_path / "peers", (one,)))
-    assert one.missing(tmp_path / "peers") == []
-    assert "is at" in next(fetch(tmp_path / "peers", (one,)))
-    (tmp_path / "other" / "it").mkdir(parents=True)
-    (tmp_path / "other" / "it" / "mine.txt").touch()
-    with pytest.raises(UsageError, match="other files"):
-        next(fetch(tmp_path / "other", (one,)))
-    with pytest.raises(UsageError, match="expected to fetch"):
-        next(fetch(tmp_path / "new", (replace(one, commit="0" * 40),)))
 
 
 def test_an_original_takes_the_place_of_full_attention_in_prompts_alone(loaded):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +15,12 @@ from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 from sparsekv.bench import quality_methods, quality_table
 from sparsekv.bench.eviction_rules import Evicted, cached_share, observed_prompt
 from sparsekv.bench.quality_file import (
-    MethodNote,
-    QualityCell,
     QualityFile,
     QualityRun,
     RunNote,
     markdown,
 )
-from sparsekv.bench.quality_methods import Group, Inputs
+from sparsekv.bench.quality_methods import Inputs
 from sparsekv.bench.quality_table import Table, main
 from sparsekv.planner.evaluation.suite import SuiteSamples
 from sparsekv.planner.profile.profile_data import LengthProfile
@@ -40,7 +35,6 @@ from sparsekv.runtime.hf.load import LoadedModel, load_model
 LENGTH = 1024
 PREFILL_PEERS = ("MInference", "XAttention", "FlexPrefill", "FlashPrefill")
 DECODE_PEERS = ("Quest", "OmniKV", "Kascade")
-SPENT = {"prefill_density": 1.0, "decode_share": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -165,75 +159,6 @@ def test_the_command_writes_a_file_that_it_goes_on_with_and_prints(
         main([*command, "--samples", "2"])
     with only_run(tmp_path / "q.json"), pytest.raises(ConflictError, match="under way"):
         main(command)
-
-
-def test_parts_that_ran_other_tasks_beside_each_other_make_the_whole_table(
-    inputs: Inputs, few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_plan(inputs.plan.model_copy(update={"prefill": None}), tmp_path / "plan.yaml")
-    command = ["tiny-retriever", "--plan", str(tmp_path / "plan.yaml"), "--lengths", "1k", "--samples", "1"]
-    command += ["--device", "cpu", "--commit", "abc"]
-    files = {name: str(tmp_path / f"{name}.json") for name in ("fwe", "niah_single_1", "merged")}
-    for name in ("fwe", "niah_single_1"):
-        assert main([*command, "--out", files[name], "--tasks", name]) == 0
-    assert main(["--merge", files["fwe"], files["niah_single_1"], "--out", files["merged"]]) == 0
-    *parts, found = [QualityFile.read(QualityRun, Path(files[name])) for name in ("fwe", "niah_single_1", "merged")]
-    assert found.by_key == {**parts[0].by_key, **parts[1].by_key}
-    assert (found.settings, found.all(MethodNote)) == (parts[0].settings, parts[0].all(MethodNote))
-    assert len(found.all(RunNote)) == 2
-    monkeypatch.setattr(Table, "_next", None)
-    assert main([*command, "--out", files["merged"]]) == 0, "all of the whole table is there"
-    assert "step, ms" in "\n".join(markdown(found))
-    found.add(*[cell.untimed() for cell in found.by_key.values()])
-    untimed = [line for line in markdown(found) if line.startswith("|")]
-    assert "step, ms" not in "".join(untimed)
-    assert len({line.count("|") for line in untimed}) == 1, "rows are as wide as their heads"
-    with pytest.raises(UsageError, match="found fwe at 1k in"):
-        main(["--merge", files["merged"], files["fwe"], "--out", files["merged"]])
-    with pytest.raises(SystemExit):
-        main([*command, "--out", files["merged"], "--tasks", "fw"])
-    assert "expected --tasks among niah_single_1, fwe, found fw" in capsys.readouterr().err
-
-
-def cell_of(method: str, task: str, recall: list[float], kl: list[float], **more: float) -> QualityCell:
-    cell = {"method": method, "task": task, "length": LENGTH, "device": "cpu", "recall": recall, "exact": recall}
-    return QualityCell.model_validate(cell | {"kl": kl} | SPENT | more)
-
-
-def made_up(
-    inputs: Inputs, group: Group, right: dict[str, int], tasks: Sequence[str], samples: int = 20
-) -> QualityFile:
-    """Of the samples of each task a method has so many right; each diverges twice as much as the one before."""
-    found = empty(inputs, samples=samples)
-    found.add(RUN)
-    for number, (method, task) in enumerate(product(right, tasks)):
-        recall = [1.0] * right[method] + [0.0] * (samples - right[method])
-        kl = [0.01 * 2.0 ** (number // len(tasks))] * samples
-        share = re.search(r"0\.[0-9]+$", method)  # of a method that evicts
-        found.add(cell_of(method, task, recall, kl, **({"cached": float(share[0])} if share else {})))
-    found.add(*(MethodNote(name=name, length=LENGTH, group=group) for name in right if name != "dense"))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("own", "other", "bound", "ratio"),
-    [
-        (850, 600, "met", "met"),
-        (831, 600, "missed", "met"),
-        (849, 849, "met", "missed"),
-        (846, 843, "met", "met"),
-        (850, 860, "met", "met"),
-        (849, 860, "met", "missed"),
-    ],
-    ids=["no loss", "a bound below", "loses as much", "half as much", "nobody loses", "loses where others gain"],
-)
-def test_the_goals_of_eviction_are_of_points_and_of_what_others_lose(
-    inputs: Inputs, own: int, other: int, bound: str, ratio: str
-) -> None:
-    right = {"dense": 850, "SnapKV, 0.5": other, "plan, evicting to 0.5": own}
-    lines = markdown(made_up(inputs, "eviction", right, tuple(ruler_suite.RULER_SUITE), samples=1000))
-    (goal,) = [line for line in lines if line.startswith("- RULER's mean there")]
-    assert re.findall(r": (met|missed)\)", goal) == [bound, ratio]
 
 
 # --- eviction ---------------------------------------------------------------------------------------------------------

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
-from plans_samples import small_plan
 
 from sparsekv.bench.report.facts import (
-    budget_table,
-    layer_reads,
     pattern_maps,
 )
 from sparsekv.plans.patterns import TileShape
-from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
+from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
 
 LENGTH = 4096
@@ -42,21 +39,3 @@ def test_heads_have_the_density_and_the_damage_of_the_candidate_with_their_patte
     assert fact.density == scores.tiles[number][head] + scores.columns[number][head]
     assert fact.damage == scores.damage[number][head]
     assert {(f.pattern, f.density, f.damage) for f in shown.heads if f is not fact} == {("dense", 1.0, 0.0)}
-
-
-def with_segments(budget: DecodeBudget) -> Plan:
-    segment = Segment(filter=1, layers=(2,), budget=budget, recent=128)
-    decode = DecodePlan(lengths=(DecodeBucket(up_to=8192, dense=True), DecodeBucket(up_to=None, segments=(segment,))))
-    return Plan(status="unverified", model=made_up_model(), decode=decode)
-
-
-def test_layers_read_sinks_choice_and_recent_tokens_of_the_longest_context() -> None:
-    plan = with_segments(DecodeBudget(tokens=1000))
-    facts = {(fact.lengths, fact.layer): fact for fact in layer_reads(plan)}
-    sparse = facts["above 8,192", 2]
-    assert (sparse.tokens, sparse.share) == (4 + 1000 + 128, 1132 / 65536)
-    assert "layer 1" in sparse.role
-    assert facts["above 8,192", 1].role == "filter layer of 2"
-    assert {fact.share for key, fact in facts.items() if key != ("above 8,192", 2)} == {1.0}
-    assert budget_table(plan)[1] == ["1", "2", "last", "max", "4", "128", "1000 tokens"]
-    assert layer_reads(small_plan(decode=None)) == ()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
-from plans_samples import digest_of, full_plan, model_info, quality_at, small_plan
+from plans_samples import digest_of, full_plan, model_info, small_plan
 
 from sparsekv.bench.curve_file import CurvePoint, CurveRun
 from sparsekv.planner.records import RunFile, write_measured
@@ -140,21 +140,6 @@ def test_every_chart_has_its_place_and_the_fields_that_it_draws(sparsekv, files,
             name = part["data"]["name"]
             known = datasets[name]["fields"] if name in datasets else chart["datasets"][name][0].keys()
             assert set(fields_of(part["encoding"])) <= set(known)
-
-
-def test_a_head_of_each_pattern_has_its_drawing_and_divergence_its_chart_by_length(sparsekv, tmp_path) -> None:
-    plan = full_plan()
-    quality = quality_at(4096, 8192, kl=0.01, floor=0.01, upper=0.02)
-    write_plan(plan.model_copy(update={"quality": quality}), tmp_path / "plan.yaml")
-    assert sparsekv("report", tmp_path / "plan.yaml", "-o", tmp_path / "page.html").code == 0
-    data = Page((tmp_path / "page.html").read_text()).data
-    for sketch in data["sketches"].values():
-        heads, shapes = (data["datasets"][sketch[name]] for name in ("heads", "shapes"))
-        numbers = {row[heads["fields"].index("sketch")] for row in heads["rows"]}
-        assert numbers == set(range(len(shapes["rows"])))
-        assert all(0 <= share <= 1 for row in shapes["rows"] for share in row)
-        assert set(sketch["charts"]) <= data["charts"].keys()
-    assert data["datasets"]["quality"]["rows"] == [["both", n, 0.01, 0.01, 0.03] for n in (4096, 8192)]
 
 
 def fields_of(encoding: Any) -> Iterator[str]:

@@ -9,7 +9,6 @@ from task_tokenizers import REFERENCE_MODEL
 from tiny_plans import decode_plan, every_head, plan_for, segment
 
 from sparsekv.bench import ruler_prompts
-from sparsekv.bench.ruler_prompts import Prompt
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.hf.load import load_model
@@ -42,8 +41,3 @@ def test_dense_and_a_plan_answer_the_same_prompts(prompts: Path, tmp_path: Path,
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(each["method"], each["score"]) for each in found] == [("dense", 1.0)] * 2 + [("plan", 0.0)] * 2
     assert capsys.readouterr().out.splitlines()[1].split() == ["niah_single_1", "2", "100.0", "0.0", "2", "0"]
-
-
-def test_a_score_is_the_share_of_strings_in_the_answer_in_whatever_case() -> None:
-    prompt = Prompt("ruler_vt", 2048, "", ["ABCDE", "FGHIJ"], 30)
-    assert [prompt.score(text) for text in ("abcde, FGHIJ", "it is Abcde", "none")] == [1.0, 0.5, 0.0]

@@ -1,31 +1,15 @@
 """bench serve, as far as it needs no vLLM: which model is served, how engines are set, and when requests come."""
 
-from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from sparsekv.bench.serve import (
     Load,
-    Measured,
     ServeBench,
-    Served,
-    Timing,
-    _one_by_one,
     serve,
-    served_model,
 )
-from sparsekv.planner.progress import StageStep
-
-
-def test_random_weights_are_served_from_a_config_that_vllm_can_load_and_that_fits_the_prompts() -> None:
-    with served_model("llama3-8b", True, 20_000) as model:
-        config = AutoConfig.from_pretrained(model.folder)
-        assert config.architectures == ["LlamaForCausalLM"]
-        assert (config.max_position_embeddings, model.vocabulary) == (20_000, 128256)
-        assert model.note
 
 
 def test_engines_have_room_for_the_longest_request_and_for_all_that_come_at_once() -> None:
@@ -98,15 +82,3 @@ def test_a_token_is_timed_while_as_many_decode_as_are_to_be_at_once(
     monkeypatch.setattr("sparsekv.bench.serve.greedy", lambda tokens: tokens)
     found = serve(SimpleNamespace(llm_engine=OnePromptAStep(answer)), [[1, 2]] * prompts, answer, 3)
     assert len(found.token_seconds) == timed
-
-
-def test_an_engine_whose_process_ends_is_a_note_beside_what_the_other_gave(monkeypatch: pytest.MonkeyPatch) -> None:
-    def elsewhere(run: object, way: str, *args: object) -> list[Measured]:
-        if way == "dense":
-            raise BrokenProcessPool
-        return [Measured({"sparse": [Served((Timing(0.0, 1.0, 2.0),), 2)]})]
-
-    monkeypatch.setattr("sparsekv.bench.serve._elsewhere", elsewhere)
-    bench = ServeBench((Load(4, 2),), torch.device("cpu"), torch.float32)
-    ((_, found),) = _one_by_one(None, None, bench, StageStep())  # type: ignore[arg-type]
-    assert (list(found.turns), found.note.startswith("dense: its process ended")) == (["sparse"], True)

@@ -96,23 +96,6 @@ def test_a_run_that_was_interrupted_goes_on(sparsekv, folder, tmp_path, few, ctr
     assert len(whole) == 6
 
 
-def test_a_file_of_another_run_is_refused_before_the_model_is_loaded(sparsekv, copy, tmp_path, few):
-    file = tmp_path / "ruler.json"
-    call = ("eval", copy, "--suite", "ruler", "--length", "768", "-o", file, "--samples")
-    assert sparsekv(*call, 1).code == 0
-    before = file.read_bytes()
-    (copy / "model.safetensors").rename(copy / "hidden")
-    other = sparsekv(*call, 2, "--set", "seed=5")
-    assert (other.code, other.out) == (2, "")
-    assert "samples: 1 there, 2 here; seed: 0 there, 5 here" in other.err
-    plan = load_plan(copy / "sparsekv.yaml")
-    write_plan(plan.model_copy(update={"decode": None}), copy / "sparsekv.yaml")
-    assert "plan of plan: sha256:" in sparsekv(*call, 1).err
-    write_plan(plan.model_copy(update={"extensions": {"note": "another"}}), copy / "sparsekv.yaml")
-    assert "there" not in sparsekv(*call, 1).err  # what it does is the same: the weights are missed first
-    assert file.read_bytes() == before
-
-
 def test_further_plans_stand_beside_by_their_names(sparsekv, folder, tmp_path, few):
     half, file = tmp_path / "half.yaml", tmp_path / "ruler.json"
     write_plan(load_plan(folder / "sparsekv.yaml").model_copy(update={"decode": None}), half)

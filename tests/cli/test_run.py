@@ -104,24 +104,6 @@ def test_compare_shows_both_and_where_they_part(sparsekv, folder):
     assert " 0 B" not in text
 
 
-def test_compare_says_which_side_runs_and_how_many_tokens_it_has(folder):
-    from progress import Counting
-
-    from sparsekv.cli.chat import Session
-    from sparsekv.runtime.hf.load import load_model
-
-    loaded, progress = load_model(str(folder)), Counting()
-    session = Session(loaded, sparse_plan(loaded.model), max_new_tokens=4, chat=False)
-    answers = session.dense_and_sparse(PROMPT, progress)
-    warm_up, runs = [], []
-    for side in ("dense", "sparse"):
-        warm_up.append(f"{side}: warm-up")
-        runs += [f"{side}: prefill", f"{side}: tokens"]
-    assert progress.stages == warm_up + runs
-    assert progress.done == sum(answer.generation.new_tokens for answer in answers)
-    assert progress.total == 2 * 4
-
-
 def test_compare_runs_a_beginning_both_ways_before_it_times_anything(tmp_path):
     from sparsekv.cli.chat import Session
     from sparsekv.runtime.hf.load import load_model

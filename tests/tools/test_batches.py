@@ -38,13 +38,6 @@ def kit(work: Path) -> Kit:
     return training_kit(work)
 
 
-def test_prepared_text_keeps_a_newline_a_token_of_its_own(kit: Kit) -> None:
-    assert len(kit.encoder.newline_ids) == 1
-    assert kit.filler.line_ends[-1] == len(kit.filler.ids)
-    assert (kit.filler.ids[kit.filler.line_ends - 1] == kit.encoder.newline_ids[0]).all()
-    assert kit.encoder.encode_lines(["\n\n"])[0] == 2 * list(kit.encoder.newline_ids)
-
-
 @pytest.mark.parametrize("length", [128, 512, 2048])
 def test_rows_are_exactly_as_long_as_asked_and_learn_answers_or_text(kit: Kit, length: int) -> None:
     rows = [make_row(kit, Recipe(), length, index) for index in range(40)]

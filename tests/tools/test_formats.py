@@ -5,10 +5,8 @@ from collections.abc import Callable
 
 import pytest
 from reference_model.formats import FORMATS
-from reference_model.recipe import SHAPES
 from task_tokenizers import kit_named, tokenizer_named
 
-from sparsekv.kernels.triton_support import head_size_obstacle
 from sparsekv.planner.tasks import DocumentRequest, Split
 from sparsekv.planner.tasks.documents import Draws
 from sparsekv.planner.tasks.samples import generator
@@ -68,13 +66,3 @@ def test_answers_follow_from_the_context(task: str, tokenizer: str) -> None:
     assert len(made.queries) >= 2
     for query in made.queries:
         assert SOLVERS[task](decode(made.context_ids), decode(query.question_ids)).strip() == query.answer.strip()
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_shapes_are_small_and_run_on_the_kernels(shape: str) -> None:
-    made = SHAPES[shape]
-    attention = 2 * made.hidden * (made.heads + made.kv_heads) * made.head_dim
-    parameters = made.vocab * made.hidden + made.layers * (attention + 3 * made.hidden * made.ffn)
-    assert 2 * parameters < 40e6
-    assert made.heads % made.kv_heads == 0
-    assert head_size_obstacle(made.head_dim) is None

@@ -82,11 +82,3 @@ def test_a_run_that_is_stopped_after_every_step_makes_the_same_bytes(tool: Tool,
     made = out_of(tool.base / "pieces")
     for name in ("model.safetensors", "tokenizer.json", "config.json", "generation_config.json"):
         assert (made / name).read_bytes() == (out_of(finished) / name).read_bytes(), name
-
-
-def test_an_unknown_stage_is_refused_before_anything_is_made(tool: Tool, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        tool("nothing", "--stage", "train-77")
-    assert stop.value.code == 2
-    assert "train-128" in capsys.readouterr().err
-    assert not (tool.base / "nothing").exists()
