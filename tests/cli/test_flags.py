@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 from typer.main import get_command
 
 from sparsekv.cli.main import app
@@ -41,18 +40,6 @@ KNOWN = {flag for command in COMMANDS for flag in flags_of(command)} | {"--debug
 SOURCES = [
     path for folder in ("plans", "kernels", "runtime", "planner", "cli") for path in (ROOT / folder).rglob("*.py")
 ]
-
-
-def test_every_command_takes_json():
-    assert [command for command in COMMANDS if "--json" not in flags_of(command)] == []
-
-
-@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md"])
-def test_commands_in_the_documents_have_the_flags_they_are_shown_with(file):
-    lines = re.findall(r"sparsekv (\w+)((?: +[^`\n|]+)?)", (ROOT / file).read_text())
-    shown = [(command, flag) for command, rest in lines if command in COMMANDS for flag in FLAG.findall(rest)]
-    assert [pair for pair in shown if pair[1] not in flags_of(pair[0])] == []
-    assert shown or file != "README.md"
 
 
 def test_messages_name_flags_that_exist():

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planner_models import made_up_prices
-from planner_profiles import made_up_length, made_up_model, made_up_profile, options_for, rows
+from planner_profiles import made_up_length, made_up_profile, options_for, rows
 
 from sparsekv.planner.allocate import TOLERANCE, allocate, at_loss
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.predict import ABSENT, DENSE, WORST_WEIGHT, ScoreTables, choice_of, predict
-from sparsekv.planner.profile.profile_data import LayerScores, Profile
+from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.search_space import ROUNDING
 from sparsekv.planner.relaxation import Allocation, least_cost, solve
 from sparsekv.planner.verify_record import untouched
@@ -21,7 +21,6 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Dense, Pattern, VerticalSlash
 from sparsekv.plans.quality import LengthScore
 
-SCORES = ("candidates", "patterns", "damage", "worst", "tiles", "columns")
 ALWAYS = options_for(target_density=(0.3,))
 
 
@@ -219,29 +218,6 @@ def test_a_target_that_nothing_comes_down_to_is_refused_with_the_reason(length: 
     entry = entry.model_copy(update={"layers": tuple(scores)})
     with pytest.raises(UsageError, match=said):
         allocate(made_up_profile(entry), made_up_prices(), ALWAYS.but(lengths=(length,)))
-
-
-@pytest.mark.parametrize("heads", [4, 2])
-def test_what_other_families_come_down_to_is_not_named(heads: int) -> None:
-    """A layer may have fewer heads than the widest; that is no reason to fail otherwise."""
-    entry = profile_with(levels=(0.3,)).lengths[0]
-
-    def dear(scores: LayerScores, heads: int) -> LayerScores:
-        tables = {name: [row[:heads] for row in getattr(scores, name)] for name in SCORES}
-        for place, candidate in enumerate(entry.candidates):
-            if candidate.family == "vertical_slash":
-                tables["tiles"][place] = (0.5,) * heads
-                tables["columns"][place] = (0.0,) * heads
-        return scores.model_copy(update={name: tuple(rows) for name, rows in tables.items()})
-
-    layers = tuple(dear(scores, heads if place == 1 else 4) for place, scores in enumerate(entry.layers))
-    (wide,) = made_up_model().attention
-    groups = (wide.model_copy(update={"layers": (0, 2)}), wide.model_copy(update={"layers": (1,), "heads": heads}))
-    model = made_up_model().model_copy(update={"attention": groups})
-    profile = made_up_profile(entry.model_copy(update={"layers": layers}), model=model)
-    only = options_for(target_density=(0.3,), families=("vertical_slash",))
-    with pytest.raises(UsageError, match=r"candidates of vertical_slash .*found 0\.5 with"):
-        allocate(profile, made_up_prices(), only)
 
 
 def test_under_the_preset_each_head_takes_the_least_damage_at_the_target_cost() -> None:

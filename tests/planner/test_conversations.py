@@ -1,6 +1,5 @@
 """A second question behind an answer, and long texts: measured is what a user gets of evicting layers."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -9,18 +8,14 @@ import numpy as np
 import pytest
 import torch
 from tiny_plans import decode_plan, drops, every_head, plan_for, segment
-from torch_threads import torch_threads
 
-from sparsekv.planner.evaluation import DENSE, PlanMode, compare, opened
-from sparsekv.planner.options import PlanOptions, settle
-from sparsekv.planner.tasks import Kit, Sample, Split, Turn, prepare
-from sparsekv.planner.verify import VerifyRun, verify
-from sparsekv.plans.brief import eviction_losses
+from sparsekv.planner.evaluation import PlanMode, compare, opened
+from sparsekv.planner.tasks import Sample, Turn
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.generate import piece_sizes
-from sparsekv.runtime.hf.load import LoadedModel, load_model
+from sparsekv.runtime.hf.load import LoadedModel
 
 PROMPT = 300
 NARROW = AShape(sink=tokens(64), window=tokens(64))
@@ -107,58 +102,3 @@ def test_a_long_text_is_read_beside_the_answer_and_changes_nothing_of_it(loaded:
 
 
 # --- on the reference model -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def reference() -> Iterator[LoadedModel]:
-    with torch_threads(1):
-        yield load_model("tiny-retriever", device="cpu")
-
-
-@pytest.fixture(scope="module")
-def kit(reference: LoadedModel) -> Kit:
-    return prepare(reference.tokenizer, Split.EVALUATION)
-
-
-def dropping(reference: LoadedModel, **options: Any) -> Plan:
-    return plan_for(reference.model, None, None, drops(reference.info.full_layers, 0, generated=64, **options))
-
-
-def asked(kit: Kit, *keys: str) -> Sample:
-    """About a far and a near number, one question behind the other."""
-    numbers = {"amber-falcon": " 4815162", "coral-anchor": " 2342108"}
-    lines = [("The special number for", " " + key, " is", value, ".\n") for key, value in numbers.items()]
-    questions = [
-        kit.encoder.encode(("What is the special number for", " " + key, " in the text above?"))
-        + kit.encoder.encode((" The special number for", " " + key, " is"))
-        for key in keys
-    ]
-    far, near = map(kit.encoder.encode, lines)
-    filler, _ = kit.filler.excerpt(500, np.random.default_rng(0))
-    prompts = [[*kit.encoder.bos_ids, *far, *filler.tolist(), *near, *questions[0]]]
-    prompts += [[*kit.encoder.newline_ids, *question] for question in questions[1:]]
-    prompt_ids, *later_ids = (np.asarray(ids, np.int32) for ids in prompts)
-    *replies, answer = (numbers[key] for key in keys)
-    told = [np.asarray(kit.encoder.encode((reply,)), np.int32) for reply in (*replies, answer)]
-    later = tuple(map(Turn, told[:-1], later_ids))
-    return Sample(prompt_ids, told[-1], answer, "/".join(keys), 700, later)
-
-
-def test_a_fact_that_was_dropped_is_lost_to_a_second_question_alone(reference: LoadedModel, kit: Kit) -> None:
-    """Of the first prompt its end is kept, where the number is that the first question asks for."""
-    plan, far, near = dropping(reference, sink=4, recent=200), "amber-falcon", "coral-anchor"
-    samples = [asked(kit, near), asked(kit, near, far), asked(kit, near, near)]
-    found = compare(reference, {"decode": PlanMode(plan, "decode")}, samples)
-    assert [one.correct for one in found[DENSE].outcomes] == [True, True, True]
-    assert [one.correct for one in found["decode"].outcomes] == [True, False, True]
-
-
-def test_a_plan_that_keeps_almost_nothing_misses_and_says_which_task_lost(reference: LoadedModel) -> None:
-    plan = dropping(reference, sink=4, recent=16)
-    asked = PlanOptions(lengths=(512,), verify_tasks=("niah_multikey", "second_question"))
-    found = verify(reference, plan, settle(asked, reference.info.context_length, "cpu"), VerifyRun("small", 1, 0.025))
-    assert found.recorded(plan).status == "unverified"
-    assert "loss of second_question at 512 100%" in " ".join(found.reasons)
-    assert any(bound.name.startswith("divergence over texts") for bound in found.test.bounds)
-    (told,) = eviction_losses(found.recorded(plan))
-    assert "second_question 100% -> 0%" in told

@@ -13,7 +13,7 @@ from planner_profiles import made_up_length, made_up_model, made_up_profile, mad
 
 from sparsekv.planner.profile.profile_data import Profile, check_model
 from sparsekv.planner.records import read_measured, write_measured
-from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
+from sparsekv.plans.errors import PlanError, PlanMismatchError
 
 
 @pytest.fixture
@@ -145,20 +145,3 @@ def test_a_profile_with_values_that_cannot_be_is_refused_where_they_are(
         read_measured(Profile, tmp_path / "p.json")
     assert said in str(refused.value)
     assert len(str(refused.value)) < 1000
-
-
-def test_a_missing_file_and_binary_data_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nothing\.json"):
-        read_measured(Profile, tmp_path / "nothing.json")
-    (tmp_path / "b").write_bytes(b"\x00\xff" * 100)
-    with pytest.raises(PlanError, match="b"):
-        read_measured(Profile, tmp_path / "b")
-
-
-def test_a_file_that_cannot_be_written_leaves_nothing_behind(profile: Profile, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be written"):
-        write_measured(profile, tmp_path / "no" / "p.json")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(UsageError, match="cannot be written"):
-        write_measured(profile, tmp_path / "folder")
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

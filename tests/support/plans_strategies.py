@@ -120,7 +120,6 @@ def decode_plans(draw: st.DrawFn) -> DecodePlan:
 
 
 positive = st.floats(0, 1e6)
-intervals = st.none() | st.tuples(st.floats(0, 0.5), st.floats(0.5, 1))
 portions = st.none() | st.floats(0, 1)
 length_scores = st.builds(
     LengthScore,

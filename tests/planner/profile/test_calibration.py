@@ -1,5 +1,6 @@
 """Calibration prompts: whose turn it is, and which rows of a prompt look back."""
 
+import numpy as np
 import pytest
 from task_tokenizers import tokenizer_named
 
@@ -10,8 +11,13 @@ from sparsekv.planner.profile.calibration import (
     CalibrationPrompt,
     digest_of_calibration,
     mix_of,
+    over_prompts,
     task_of_each,
 )
+from sparsekv.planner.profile.profile_data import Candidate
+from sparsekv.planner.profile.resume import LayerRecord, length_means
+from sparsekv.planner.tasks import HARD_TASKS
+from sparsekv.plans.patterns import AShape, tokens
 
 
 def prompts(**options: object) -> tuple[CalibrationPrompt, ...]:
@@ -60,3 +66,45 @@ def test_the_digest_covers_tokens_and_where_the_answer_begins() -> None:
     other = CalibrationPrompt(one[0].ids, one[0].answer_start - 1)
     assert digest_of_calibration({1024: one}) == digest_of_calibration({1024: prompts(tasks=("quote_code",))})
     assert digest_of_calibration({1024: one}) != digest_of_calibration({1024: (other,)})
+
+
+# --- hard tasks -------------------------------------------------------------------------------------------------------
+
+
+def test_the_worst_hard_task_counts_where_it_is_larger_than_the_mean_over_all_prompts() -> None:
+    values_P2 = np.array([[6.0, 0.0], [0.0, 3.0], [0.0, 5.0], [2.0, 0.0]])
+    tasks = ("quote_text", "kv_retrieval", "kv_retrieval", "niah_multivalue")
+    np.testing.assert_allclose(over_prompts(values_P2, tasks), (2.0, 4.0))
+    np.testing.assert_allclose(over_prompts(values_P2, ("",) * 4), (2.0, 2.0))
+
+
+def damage_of(last: str) -> float:
+    """Of a head that only the last of four prompts needs, which is of that task."""
+    narrow = AShape(sink=tokens(64), window=tokens(192))
+    prompts = [CalibrationPrompt(np.zeros(1024, np.int32), 1000, task) for task in ("cwe", "quote_code", "", last)]
+    records = [
+        LayerRecord(
+            length=1024,
+            sample=sample,
+            layer=0,
+            candidates=((0, 0),),
+            patterns=((narrow, narrow),),
+            damage=((1.0, damage),),
+            tiles=((0.4, 0.4),),
+            columns=((0.0, 0.0),),
+        )
+        for sample, damage in enumerate((1e-3, 1e-3, 1e-3, 1.0))
+    ]
+    candidate = Candidate(family="a_shape", range="narrow", density=0.4)
+    return length_means(1024, prompts, [candidate], None, [records]).layers[0].damage[0][1]
+
+
+@pytest.mark.parametrize("task", HARD_TASKS)
+def test_a_head_that_only_a_hard_task_needs_is_not_averaged_away(task: str) -> None:
+    assert damage_of(task) > 3 * damage_of("fwe")
+
+
+def test_few_samples_have_a_hard_task_among_them() -> None:
+    solved = ("quote_text", "quote_code", "niah_single", "kv_retrieval", "perplexity", "niah_multiquery")
+    assert task_of_each(solved, 3) == ("quote_text", "quote_code", "kv_retrieval")
+    assert set(HARD_TASKS) & set(solved) <= set(task_of_each(solved, 5))
