@@ -116,14 +116,6 @@ def test_verify_finds_out_before_it_measures_that_the_plan_cannot_be_written(spa
     assert "evaluate" not in done.err
 
 
-@pytest.mark.parametrize("command", ["eval", "verify"])
-def test_a_backend_that_cannot_run_is_found_out_before_dense_is_measured(sparsekv, folder, ctrl_c_in, command):
-    with ctrl_c_in("evaluate"):  # what would end a measurement that had begun
-        done = sparsekv(*call_on(command, folder, folder / "sparsekv.yaml"), "--set", "backend=flash")
-    assert done.code == 2
-    assert "flash" in done.err
-
-
 def test_verify_writes_what_it_measured_where_that_is_asked_for(sparsekv, copy):
     call = ("verify", copy, *SMALL, "--lengths", "1k")
     done, full = sparsekv(*call), sparsekv(*call, "--full")

@@ -13,7 +13,6 @@ from tiny_models import tiny_model
 
 from sparsekv.planner.fixed_test import SMALL, Cell, FixedTest
 from sparsekv.planner.verify import Verification
-from sparsekv.plans.errors import GateError
 from sparsekv.plans.files import load_plan
 from sparsekv.runtime.hf.memory import Available
 
@@ -166,16 +165,6 @@ def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, out, ctrl_c_in,
     assert sorted(out.parent.iterdir()) == [profile, out]
 
 
-def test_an_error_that_would_come_again_does_not_send_back_to_the_same_command(sparsekv, model, out, during):
-    def fail() -> None:
-        raise GateError("expected numbers, found none")
-
-    during("evaluate", fail)
-    done = sparsekv("plan", model, "-o", out, *ONE)
-    assert done.code == 1
-    assert f"saved what was profiled in {out}.profile.partial: a run that profiles the same goes on" in done.err
-
-
 def test_what_a_run_with_other_options_has_left_is_told_at_the_end_and_goes_on(sparsekv, model, out, ctrl_c_in):
     call = ("plan", model, "-o", out, *ONE, "--no-verify", "--set")
     with ctrl_c_in("profile"):
@@ -252,19 +241,6 @@ def test_own_calibration_prompts_are_used(sparsekv, model, out, tmp_path):
         assert done.code == 0, done.err
         digests.append(load_plan(out).provenance.calibration)
     assert digests[0] == digests[1]
-
-
-def test_prompts_that_are_one_text_where_they_are_cut_are_refused_before_anything_is_measured(
-    sparsekv, model, out, tmp_path
-):
-    file = tmp_path / "prompts.jsonl"
-    lines = [{"prompt": f"{text_of(0, 1100)}{number}?", "answer": " 4"} for number in range(10)]
-    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    done = sparsekv("plan", model, "-o", out, "--lengths", "1k", "--prompts", file)
-    assert done.code == 2
-    assert "found 0 of 5 at 1k" in done.err
-    assert "evaluate" not in done.err
-    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_verify_counts_the_same_prompts_as_the_plan_that_was_made_from_them(

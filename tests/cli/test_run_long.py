@@ -77,15 +77,6 @@ def test_layers_in_host_memory_that_a_cpu_does_not_need_are_said_once_to_save_no
     assert done.err.count(IDLE) == times
 
 
-def test_bench_prefill_and_doctor_say_it_too(sparsekv, folder):
-    hosted = ("--offload", 2)
-    timed = sparsekv("bench", "prefill", folder, "--lengths", "1k", "--set", "kv_host_layers=2")
-    assert timed.code == 0, timed.err
-    estimated = sparsekv("doctor", "--memory", folder, "1k", "--device", "cpu", *hosted)
-    assert (timed.err.count(IDLE), estimated.err.count(IDLE)) == (1, 1)
-    assert IDLE not in sparsekv("doctor", "--memory", folder, "1k", "--device-memory", "1GiB", *hosted).err
-
-
 @pytest.mark.parametrize("how", [("--offload", "always"), ("--offload", "2")], ids=str)
 def test_a_dry_run_says_what_a_run_then_takes_and_reads_no_weights(sparsekv, folder, tmp_path, how):
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))

@@ -151,8 +151,9 @@ def test_a_device_or_backend_that_is_not_there_is_told_before_transformers_is_im
     assert not {"transformers", "scipy"} & with_torch[arguments].heavy
 
 
-def test_the_package_itself_imports_nothing_heavy():
-    code = f"import sys, sparsekv; print([name for name in {HEAVY} if name in sys.modules])"
+def test_the_package_itself_and_reading_a_plan_import_nothing_heavy():
+    code = "import sys, sparsekv, sparsekv.plans.files, sparsekv.plans.aliases"
+    code += f"; print([name for name in {(*HEAVY, 'rich')} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n"
 

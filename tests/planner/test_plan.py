@@ -218,22 +218,6 @@ def test_stages_are_numbered_without_gaps_and_reach_their_totals(planned, progre
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"filter_layers": (99,)}, "found 99"),
-        ({"filter_layers": (2,)}, "found 2"),
-        ({"tasks": ("perplexity", "kv_retrieval"), "lengths": (32,), "target_density": (), "verify": "small"}, "at 32"),
-        ({"lengths": (8192,)}, "context"),
-    ],
-)
-def test_what_can_never_be_planned_is_found_out_before_anything_is_measured(loaded, changes, message) -> None:
-    progress = Counting()
-    with pytest.raises((UsageError, PromptError), match=message):
-        compile_plan(job_of(loaded, quick_options(**changes)), progress=progress)
-    assert progress.stages == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
         ({"target_density": (0.1,)}, "profiled"),
         ({"families": ("block_sparse",)}, "families"),
     ],

@@ -189,14 +189,6 @@ def test_a_plan_whose_longest_prompts_run_dense_is_refused_where_patterns_are_al
         WRITERS["modelopt"](plan.model_copy(update={"prefill": dense}))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in READERS if kind not in ("modelopt", "kascade")])
-def test_a_byte_order_mark_changes_nothing(kind: str) -> None:
-    file = FILES[kind]
-    marked = Source(file.name, b"\xef\xbb\xbf" + file.data)
-    assert recognised(marked) == kind
-    assert imported(marked).prefill == imported(file).prefill
-
-
 # Fields that no change of their own leaves valid: what a group or a bucket is, and the other unit of a size.
 UNCHANGED = {
     "decode.lengths.dense",

@@ -25,16 +25,6 @@ def refusal(text: str | bytes) -> str:
     return str(caught.value)
 
 
-OTHER_FILES = ["README.md", "LICENSE", "pyproject.toml", "Makefile", "docs/pictures/plan.svg", "plans/files.py"]
-
-
-@pytest.mark.parametrize("name", [*OTHER_FILES, "tests/data/tiny_host.json"])
-def test_another_file_is_told_what_a_plan_is_and_what_to_name(name: str) -> None:
-    message = refusal((Path(__file__).resolve().parents[2] / name).read_bytes())
-    assert KIND in message
-    assert NAME_A_PLAN in message
-
-
 def test_a_fault_of_a_plan_is_named_by_itself() -> None:
     spoiled = (TEXT + "[", TEXT.replace("kind:", '"kind" :') + "[")
     for text in (*spoiled, '{"kind": "sparsekv.plan", ', '{"a": 1, "kind": "sparsekv.plan", '):
