@@ -126,9 +126,9 @@ def without_old(quality: Any) -> Any:
         return quality
     if not _OLD_FIELDS & quality.keys():
         return {"step" if name == "chunk" else name: value for name, value in quality.items()}
-    measured = quality.get("both") or quality.get("prefill") or {}
-    evidence = quality.get("evidence") or {}
-    kept = {"step": measured.get("chunk"), "reason": evidence.get("reason")}
+    measured, evidence = quality.get("both") or quality.get("prefill"), quality.get("evidence")
+    parts = (("step", "chunk", measured), ("reason", "reason", evidence))
+    kept = {name: part.get(old) for name, old, part in parts if isinstance(part, Mapping)}
     return {"test": _OLD, **{name: value for name, value in kept.items() if value is not None}}
 
 
