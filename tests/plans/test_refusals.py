@@ -54,7 +54,7 @@ def placed(message: str, line: str) -> str:
     if line.startswith("= "):
         return message
     edited = TEXT[: TEXT.index(literal_eval(line.split(" => ")[0]))].count("\n") + 1 if " => " in line else None
-    number = re.compile(r"(?<=^a\.yaml, line )\d+")
+    number = re.compile(r"(?m)(?<=^a\.yaml, line )\d+")
     return number.sub(lambda found: f"{int(found[0]) - edited:+}" if edited else "N", message)
 
 
