@@ -55,7 +55,7 @@ from sparsekv.runtime.hf.describe import attention_modules
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.plan_checks import check_plan
-from sparsekv.runtime.stores.float8 import Float8
+from sparsekv.runtime.stores.store import Float8
 
 RANDOM_NOTE = (
     "Keys and values are random, of normal distribution, and so are queries where attention is timed alone: which "

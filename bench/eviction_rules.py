@@ -27,7 +27,7 @@ from sparsekv.planner.evaluation.predictions import Prefilled, prefill
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import tokens
 from sparsekv.plans.phases import Retention
-from sparsekv.runtime.core.eviction import rows_to_cache
+from sparsekv.runtime.core.select import rows_to_cache
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.hf.describe import config_of, decoder_of
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention

@@ -322,7 +322,7 @@ def _engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> Iter
 
 
 def _measure(engines: Mapping[str, Any], load: Load, model: ServedModel, bench: ServeBench, found: Measured) -> None:
-    from sparsekv.runtime.vllm.engine_host import reset_stats, serving_backend, serving_stats
+    from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
 
     if not engines:
         return
@@ -342,7 +342,14 @@ def _measure(engines: Mapping[str, Any], load: Load, model: ServedModel, bench: 
     notes = [_UNTIMED.format(way, together) for way in untimed]
     found.note = "; ".join(filter(None, (found.note, *notes, repeat_in_turn(turns, run, bench.repeats))))
     if SPARSE in engines:
-        found.counted, found.backend = serving_stats(engines[SPARSE]), serving_backend(engines[SPARSE])
+        found.counted, found.backend = serving_stats(engines[SPARSE]), engines[SPARSE].apply_model(_backend)[0]
+
+
+def _backend(model: Any) -> str | None:
+    from sparsekv.runtime.vllm.engine_host import plan_host
+
+    host = plan_host(model)
+    return None if host is None else host.backend
 
 
 def _filled(row: Row, found: Measured) -> Row:

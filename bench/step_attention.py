@@ -28,9 +28,8 @@ from sparsekv.runtime.core.program import Program, count_step, decode
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.float8 import Float8
 from sparsekv.runtime.stores.pinned import available_bytes, has_room
-from sparsekv.runtime.stores.store import KeySource, Layout, Seen
+from sparsekv.runtime.stores.store import Float8, KeySource, Layout, Seen
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of the newest token to all: q [B, H, 1, D], k and v [B, G, S, D]."""

@@ -161,8 +161,7 @@ def prefill_attention(
 def dense_by_flash(
     q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk, *, backend: str
 ) -> bool:
-    """Whether `dense_prefill` goes to flash-attn-4: the backend, for tensors that it takes as they lie, where it
-    pays."""
+    """Whether `dense_prefill` goes to flash-attn-4: the backend, where it takes the tensors as they lie, and pays."""
     if backend != "flash":
         return False
     from sparsekv.kernels.prefill.flash.backend import takes_dense
@@ -171,8 +170,7 @@ def dense_by_flash(
 
 
 def dense_by_triton(q_BHSD: torch.Tensor, *, backend: str) -> bool:
-    """Returns whether `dense_prefill` goes to our own kernel: torch's fast ones end at a head size of 256, and what is
-    left of them makes masks of blocks of rows."""
+    """Whether `dense_prefill` goes to our own kernel: torch's fast ones end at a head size of 256."""
     return backend == "triton" and q_BHSD.is_cuda and q_BHSD.shape[3] > 256 and q_BHSD.shape[2] > 1
 
 
@@ -187,13 +185,7 @@ def dense_prefill(
     backend: str,
 ) -> AttentionOutput:
     """Dense causal attention of a whole layer: by flash-attn-4 or our own kernel where `dense_by_flash` or
-    `dense_by_triton` say so, else by torch.
-
-    Arguments, shapes and errors as in `dense_attention`; no log-sum-exp.
-
-    Raises:
-        BackendError: the backend does not exist.
-    """
+    `dense_by_triton` say so, else by torch. As `dense_attention`; no log-sum-exp."""
     _module(backend, _PREFILL)
     if dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=backend):
         from sparsekv.kernels.prefill.flash.backend import dense
@@ -326,11 +318,8 @@ class BackendWarning(UserWarning):
 
 
 class Fallback:
-    """The backend in use, and its fallbacks when it fails: one object for the lifetime of an engine.
-
-    Args:
-        relieve: gives memory of the device back that nobody uses; whether there was any.
-    """
+    """The backend in use, and its fallbacks when it fails: one object for the lifetime of an engine. `relieve` gives
+    unused memory of the device back; whether there was any."""
 
     def __init__(self, backend: str, relieve: Callable[[], bool] = lambda: False) -> None:
         self.backend = backend  # that the next call runs on
@@ -361,7 +350,7 @@ class Fallback:
                 behind = [name for name in backends_after(self.backend, q_BHSD, tile) if name not in self.failed]
                 if not behind or not _recoverable(error, q_BHSD.device):
                     raise
-                self.failed[self.backend] = _summary(error)
+                self.failed[self.backend] = summary(error)
                 _warn(
                     f"the {self.backend} backend", error, f"{behind[0]}; --set backend={behind[0]} avoids the attempt"
                 )
@@ -371,7 +360,7 @@ class Fallback:
                 torch.cuda.empty_cache()
 
     def build(self, call: Callable[[BuilderName], Found], device: torch.device) -> Found:
-        """`call(builder)`: an index, by the builders of this device, or by torch's once those have failed. Raises as
+        """`call(builder)`: an index, by this device's builders, or by torch's once those have failed. Raises as
         `run`."""
         return self._or_torch("index building", call, ("auto", "torch"), device if builds_by_triton(device) else None)
 
@@ -380,8 +369,7 @@ class Fallback:
         return self._or_torch("dense attention", call, (self.backend, "reference"), device)
 
     def decode(self, call: Callable[[str], Found], backend: str, device: torch.device) -> Found:
-        """`call(backend)`: a decode step of a layer, or by torch once that has failed. Raises as `run`, and where
-        memory is short."""
+        """`call(backend)`: a decode step, or by torch once that has failed. Raises as `run`, and for want of memory."""
         by_torch = backend in ("cpu", "reference")
         return self._or_torch("decode", call, (backend, "reference"), None if by_torch else device)
 
@@ -405,14 +393,13 @@ class Fallback:
                 short = part == "decode" and isinstance(error, torch.OutOfMemoryError)
                 if device is None or short or not _recoverable(error, device):
                     raise
-                self._by_torch[part] = _summary(error)
+                self._by_torch[part] = summary(error)
                 _warn(part, error, "torch, which is slower")
         return call(names[1])
 
 
 def is_backend_failure(error: Exception, device: torch.device) -> bool:
-    """Returns whether a kernel did not compile or launch, or found no memory, on a device that still works: not an
-    error in the code that called it."""
+    """Whether a kernel did not compile or launch, or found no memory, on a device that still works."""
     is_kernels = isinstance(error, _FAILURES) or type(error).__module__.partition(".")[0] in _COMPILERS
     says_so = isinstance(error, RuntimeError) and any(words in str(error) for words in _FAILURE_WORDS)
     return (is_kernels or says_so) and _alive(device)
@@ -424,16 +411,16 @@ def _recoverable(error: Exception, device: torch.device) -> bool:
 
 
 def _warn(what: str, error: Exception, instead: str) -> None:
-    warnings.warn(f"{what} failed ({_summary(error)}); from here on by {instead}", BackendWarning, stacklevel=4)
+    warnings.warn(f"{what} failed ({summary(error)}); from here on by {instead}", BackendWarning, stacklevel=4)
 
 
-def _summary(error: Exception) -> str:
+def summary(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _alive(device: torch.device) -> bool:
-    """Returns whether the device still works: after a bad access every later call fails as well, and what was computed
-    before it cannot be trusted. Waits for the device, once for a failure."""
+    """Whether the device still works: after a bad access every later call fails as well, and results from before it
+    cannot be trusted. Waits for the device, once for a failure."""
     if device.type != "cuda":
         return True
     try:

@@ -17,11 +17,9 @@ Made = TypeVar("Made")
 def cached_on_device(
     most: int,
 ) -> Callable[[Callable[[torch.device, *Key], Made]], Callable[[torch.device, *Key], Made]]:
-    """Caches the last `most` results of a function of a device and hashable values that makes tensors there.
-
-    The tensors are shared by all callers and must not be written to. Each CUDA stream has its own: work on another
-    stream would not wait for the copies and kernels that made them, nor be waited for when they are freed.
-    """
+    """Caches the last `most` results of a function of a device and hashable values that makes tensors there. The
+    tensors are shared by all callers and must not be written to. Each CUDA stream has its own: work on another stream
+    would not wait for the copies and kernels that made them, nor be waited for when they are freed."""
 
     def decorate(make: Callable[[torch.device, *Key], Made]) -> Callable[[torch.device, *Key], Made]:
         def make_for(stream: int, device: torch.device, *key: *Key) -> Made:
@@ -54,10 +52,8 @@ def _stream(device: torch.device) -> int | None:
 
 
 def on_device(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Host numbers, in lists or tuples, as a tensor there, cached: not to be written to.
-
-    The copy does not wait for the device (small pageable copies are staged).
-    """
+    """Host numbers, in lists or tuples, as a tensor there, cached: not to be written to. The copy does not wait for the
+    device (small pageable copies are staged)."""
     return _send(device, _frozen(values), dtype)
 
 

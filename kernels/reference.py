@@ -15,8 +15,7 @@ from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, unpack_bit
 
 
 def mask_of(index: TileIndex, chunk: Chunk, queries: int, window: int | None = None) -> torch.Tensor:
-    """bool [B, H, S, K]: the keys that each query row sees, by the definition in tiles.py; S counts padding, and K keys
-    of the longest batch row."""
+    """bool [B, H, S, K]: the keys that each query row sees, padding included, by the definition in tiles.py."""
     device, keys = index.tiles_BHTW.device, chunk.longest
     past_B1 = torch.tensor(chunk.past, device=device)[:, None]
     length_B1 = torch.tensor(chunk.lengths, device=device)[:, None]

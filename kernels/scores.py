@@ -124,8 +124,7 @@ def sums_by_torch(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, soft
 
 
 def near_by_torch(sums_BGS: torch.Tensor, factor: float, together: bool) -> torch.Tensor:
-    """Returns the scores of each key and its neighbours, times a factor: of each KV head, or the most of them, [B, g,
-    S]."""
+    """[B, g, S]: scores of each key and its neighbours, times a factor: of each KV head, or the most of them."""
     near = 2 * NEIGHBOURS + 1
     near_BGS = avg_pool1d(sums_BGS, near, stride=1, padding=NEIGHBOURS) * (factor * near)
     return near_BGS.amax(1, keepdim=True) if together else near_BGS

@@ -33,11 +33,9 @@ WORD = 32  # columns in an int32 word of live bits: bit b of word n is column 32
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens of a call's queries, known to the host, so that nothing has to ask the device.
-
-    Row r of batch row b is token past[b] + r; the rows from lengths[b] - past[b] on are padding. Keys from
-    lengths[b] on are not looked at, whatever memory holds there.
-    """
+    """The tokens of a call's queries, known to the host, so that nothing has to ask the device. Row r of batch row b is
+    token past[b] + r; the rows from lengths[b] - past[b] on are padding. Keys from lengths[b] on are not looked at,
+    whatever memory holds there."""
 
     past: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -130,8 +128,7 @@ def spent_tiles(index: TileIndex, chunk: Chunk, window: int | None = None) -> to
 
 
 def density(index: TileIndex, chunk: Chunk) -> torch.Tensor:
-    """Computed tiles over those of dense attention, over all heads and batch rows: a float64 scalar; 0 for a chunk
-    without rows."""
+    """float64: computed tiles over those of dense attention, over all heads and batch rows; 0 without rows."""
     dense = index.counts_BHT.shape[1] * chunk.causal_tiles(index.tile)
     return computed_tiles(index).sum() / max(1, dense)
 
@@ -166,9 +163,8 @@ def _bits_of_word(device: torch.device) -> torch.Tensor:
 def check_qkv(
     q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, scale: float, any_strides: bool = False
 ) -> None:
-    """Query, key and value tensors fit together, but for the batch, and their head dimension is contiguous, unless keys
-    and values of `any_strides` are taken.
-    """
+    """q, k and v fit together, but for the batch, and their head dimension is contiguous, but for k and v of
+    `any_strides`."""
     check_layouts(q_BHSD, k_BGKD, v_BGKD, any_strides)
     check_heads(q_BHSD, k_BGKD, v_BGKD)
     named = {"q": q_BHSD, "k": k_BGKD, "v": v_BGKD}

@@ -39,10 +39,8 @@ def top_mask(scores_XN: torch.Tensor, count_X: torch.Tensor, most: int) -> torch
 
 
 def ascending(mask_XN: torch.Tensor, width: int, padding: int) -> torch.Tensor:
-    """Lists the marked entries of each row in ascending order: int32 [X, width], the rest `padding`.
-
-    `width` bounds the number of marks; marks beyond it are lost (they land in a slot that is cut off).
-    """
+    """Lists the marked entries of each row in ascending order: int32 [X, width], the rest `padding`. `width` bounds the
+    number of marks; marks beyond it are lost (they land in a slot that is cut off)."""
     entries = mask_XN.shape[-1]
     slot_XN = mask_XN.cumsum(-1).sub_(1).masked_fill_(~mask_XN, width).clamp_(max=width)
     listed_XK = mask_XN.new_full((*mask_XN.shape[:-1], width + 1), padding, dtype=torch.int32)
@@ -56,10 +54,8 @@ def top_ascending(scores_XN: torch.Tensor, count_X: torch.Tensor, most: int, pad
 
 
 def best_ascending(scores_N: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` highest entries of one row, ascending: int64 [count]; asks the device.
-
-    Faster than `top_ascending`: one selection and two passes, unless entries left out equal the least one chosen.
-    """
+    """The `count` highest entries of one row, ascending: int64 [count]; asks the device. Faster than `top_ascending`:
+    one selection and two passes, unless entries left out equal the least one chosen."""
     if count == 0:
         return torch.arange(0, device=scores_N.device)
     least = scores_N.topk(count, sorted=False).values.amin()

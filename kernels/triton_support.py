@@ -39,11 +39,9 @@ def overlaps_launches(device: torch.device) -> bool:
 
 
 def overlap(on: bool) -> dict[str, bool]:
-    """Options of a launch of a kernel with an OVERLAP parameter.
-
-    Such a kernel waits for the one before it, in every program and before it reads or writes anything
-    (`gdc_wait`): all kernels before are then complete, as each of them waited. What overlaps is the launch alone.
-    """
+    """Options of a launch of a kernel with an OVERLAP parameter. Such a kernel waits for the one before it, in every
+    program and before it reads or writes anything (`gdc_wait`): all kernels before are then complete, as each of them
+    waited. What overlaps is the launch alone."""
     return {"OVERLAP": True, "launch_pdl": True} if on else {"OVERLAP": False}
 
 

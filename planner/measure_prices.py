@@ -38,8 +38,7 @@ from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.timed_layers import Launch, device_us
 from sparsekv.runtime.model_config import device_name, dtype_name
-from sparsekv.runtime.stores.float8 import Float8
-from sparsekv.runtime.stores.store import Resident
+from sparsekv.runtime.stores.store import Float8, Resident
 
 # Work of the largest dense launch that is timed, in floating-point operations: a fraction of a second either way.
 _MOST_WORK = {"cpu": 1.2e10, "cuda": 2e14}

@@ -34,7 +34,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.plans.phases import Retention
-from sparsekv.runtime.core.eviction import rows_to_cache
+from sparsekv.runtime.core.select import rows_to_cache
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention

@@ -410,7 +410,7 @@ def _check_shared(buckets: Sequence[DecodeBucket]) -> None:
 
 
 ScoreName = Literal["attention_sum"]
-"""Scores by which a layer chooses what it evicts; `runtime/core/eviction.py` has a function of each name."""
+"""Scores by which a layer chooses what it evicts; `runtime/core/select.py` has a function of each name."""
 
 _RULE = ("sink", "recent", "generated", "score", "observe", "heads")
 

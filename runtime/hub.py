@@ -52,10 +52,8 @@ def without_model(repository: str, trouble: str) -> str:
 
 
 def download_plan(source: ModelSource, revision: str | None = None) -> Path:
-    """The plan in a hub repository, at the revision that models are loaded at, as a file in the local cache.
-
-    The copy of an earlier call serves where the hub cannot be reached.
-    """
+    """The plan in a hub repository, at the revision that models are loaded at, as a file in the local cache. The copy
+    of an earlier call serves where the hub cannot be reached."""
     repository, trouble = source.path_or_id, asked(source).trouble
     if trouble and (cached := _cached(repository, PLAN_NAME, revision)):  # a download would look for the hub even so
         return cached
@@ -71,11 +69,9 @@ def download_plan(source: ModelSource, revision: str | None = None) -> Path:
 
 
 def download_plans(source: ModelSource) -> Path | None:
-    """The folder, in the local cache, of the plans in a hub repository that has several, called NAME.sparsekv.yaml.
-
-    The copies of an earlier call serve where the hub cannot be reached. None where the repository has a sparsekv.yaml,
-    which is its plan, or where there is nothing to choose from.
-    """
+    """The folder, in the local cache, of the plans in a hub repository that has several, called NAME.sparsekv.yaml. The
+    copies of an earlier call serve where the hub cannot be reached. None where the repository has a sparsekv.yaml,
+    which is its plan, or where there is nothing to choose from."""
     repository, trouble = source.path_or_id, asked(source).trouble
     try:
         if not trouble and PLAN_NAME in HfApi().list_repo_files(repository):

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
 
 def describe_config(config: PreTrainedConfig, source: str | None = None, revision: str | None = None) -> ModelInfo:
-    """Returns what a config alone says of a model: all but the fingerprint of its weights. See `describe_model`. Of a
-    multimodal model that is its decoder, so that it is described as the text-only release is.
-    """
+    """The facts that a config alone tells of a model, of a multimodal one its decoder's: all but the fingerprint of its
+    weights. See `describe_model`."""
     source = source or config.name_or_path
     config = decoder_config(config)
     record = architecture_of(config.model_type)
@@ -87,8 +86,7 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def rope_of_text(config: PreTrainedConfig) -> dict[str, Any]:
-    """Returns the rotary parameters that matter to text: where tokens have a position on each of three axes, which of
-    the angles an axis has does not."""
+    """The rotary parameters that matter to text, whose tokens have the same position on all axes."""
     rope = _plain(getattr(config, "rope_parameters", None) or {})
     axes = _AXES if architecture_of(config.model_type).text_as else ()
     return {name: value for name, value in rope.items() if name not in axes}
@@ -133,8 +131,7 @@ def config_of_layer(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
 
 
 def _keys_of(config: PreTrainedConfig, layer: int) -> int | None:
-    """The layer whose keys and values another attends to: the last of its kind among the first, which have their
-    own."""
+    """The layer whose keys and values another attends to: the last of its kind among those with their own."""
     first = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
     kinds = getattr(config, "layer_types", None)
     if layer < first or kinds is None:
@@ -162,8 +159,8 @@ def _linear_group(config: PreTrainedConfig, layers: tuple[int, ...]) -> Attentio
 
 
 def rope_switch(config: PreTrainedConfig) -> int:
-    """The most tokens that rotate by the short angles of a long rope, the only kind that has two sets and takes one of
-    them for all tokens (LongRoPE, arXiv 2402.13753); 0 of other ropes."""
+    """The most tokens that rotate by the short angles of a long rope, which takes one of two sets for all tokens
+    (LongRoPE, arXiv 2402.13753); 0 of other ropes."""
     rope = getattr(config, "rope_parameters", None) or {}
     return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else 0
 
@@ -259,8 +256,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def files_fingerprint(folder: Path) -> str | None:
-    """Returns the digest of all tensors in a model's files, by their names, types, shapes and sampled bytes; None where
-    files are missing or cannot be read."""
+    """The digest of all tensors in a model's files, by names, types, shapes and sampled bytes; None without readable
+    files."""
     try:
         files = weight_files(folder)
         return weights_fingerprint(_samples(files)) if files else None

@@ -95,12 +95,8 @@ def check_stored(plan: Plan, dtype: str, float8: bool = False) -> None:
 
 
 def check_cut(plan: Plan, chunk: int | None, tokens: int) -> None:
-    """Warns (`PlanWarning`), of each cut once, where a plan was verified on prompts that were cut in another way.
-
-    Args:
-        chunk: most tokens of a prompt that run at once here; None is all of it.
-        tokens: of the prompt, or of the longest.
-    """
+    """Warns (`PlanWarning`), of each cut once, where a plan was verified on prompts that were cut in another way than
+    into chunks of so many tokens; None is a whole prompt."""
     if plan.status != "verified" or plan.quality is None or plan.prefill is None:
         return
     length = min(tokens, max((measured.length for measured in plan.quality.lengths), default=tokens))
@@ -120,8 +116,7 @@ _BESIDE = 0.5  # above the cores, that our own threads alone may fill
 
 
 def overload(device: torch.device) -> str:
-    """The load of the last minute where it is above the cores of this machine, as in "load 5.1 on 2 cores"; empty
-    elsewhere, and for a device that is not the CPU."""
+    """The load of the last minute where it is above the cores of a CPU, as in "load 5.1 on 2 cores"; else empty."""
     cores = os.cpu_count() or 1
     with suppress(OSError):  # it is not told everywhere
         load = os.getloadavg()[0]
@@ -131,10 +126,8 @@ def overload(device: torch.device) -> str:
 
 
 def warn_of_spinning(device: torch.device) -> None:
-    """Warns (`PlanWarning`), once in a process, where threads that wait keep cores from those that they wait for.
-
-    For the calls of the Python API, in which torch is loaded before ours: the command line sets the policy first.
-    """
+    """Warns (`PlanWarning`), once in a process, where threads that wait keep cores from those that they wait for. For
+    the calls of the Python API, in which torch is loaded before ours: the command line sets the policy first."""
     if torch.get_num_threads() > 1 and threads_spin() and overload(device):
         _warn_of_spinning()
 

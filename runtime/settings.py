@@ -49,10 +49,8 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
 
 
 def threads_spin(environment: Mapping[str, str] | None = None) -> bool:
-    """Returns whether OpenMP's threads spin while they wait, as by default, for all that its variables say.
-
-    They are read when torch is loaded; what was set later is not told apart.
-    """
+    """Returns whether OpenMP's threads spin while they wait, as by default, for all that its variables say. They are
+    read when torch is loaded; what was set later is not told apart."""
     source = os.environ if environment is None else environment
     is_bounded = any(source.get(name) for name in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME"))  # of libgomp, and of Intel's
     return not is_bounded and source.get("OMP_WAIT_POLICY", "").strip().lower() != "passive"

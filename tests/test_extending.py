@@ -22,7 +22,7 @@ CHANGES = [
 # Where the code of an example goes: above which line of which file; or a copy of it.
 ABOVE = {
     "strided_pattern.py": ("plans/patterns.py", "Pattern = Annotated["),
-    "key_norm.py": ("runtime/core/eviction.py", "SCORES: Mapping"),
+    "key_norm.py": ("runtime/core/select.py", "SCORES: Mapping"),
     "even_spread.py": ("runtime/core/roles.py", "def _own("),
 }
 COPIES = {"strided.py": "kernels/index/strided.py"}

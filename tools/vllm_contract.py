@@ -1,4 +1,4 @@
-"""Says what the files of runtime/vllm/ that import vLLM, `step_metadata.py` and the backend use of it, and whether a
+"""Says what the files of runtime/vllm/ that import vLLM, `engine_host.py` and the backend use of it, and whether a
 release has it.
 
 A release is read as source text, its own classes followed through their bases and re-exports: nothing of it is
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from sparsekv.runtime.vllm.step_metadata import KNOWN
+from sparsekv.runtime.vllm.engine_host import KNOWN
 
 Places = Mapping[str, tuple[str, ...]]
 """Names that are used of each place, "module:Class" or "module"; parameters of each call."""

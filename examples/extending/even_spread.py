@@ -9,7 +9,7 @@ from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.plans.patterns import tokens
 from sparsekv.runtime.core.roles import Role, Step
 from sparsekv.runtime.core.state import DecodeState
-from sparsekv.runtime.stores.store import Reads
+from sparsekv.runtime.stores.host import Reads
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""An eviction score of docs/extending.md: its function, which goes into runtime/core/eviction.py."""
+"""An eviction score of docs/extending.md: its function, which goes into runtime/core/select.py."""
 
 import torch
 

@@ -56,8 +56,7 @@ def _several(
     q_BHQD: torch.Tensor, keys: KeyView, lengths: list[int], counts: list[int], *, scale: float, window: int | None,
     want_lse: bool,
 ) -> AttentionOutput:  # fmt: skip
-    """Several new tokens a row: in one pass over the keys where they lie as torch's attention wants them, else one by
-    one."""
+    """Several new tokens a row: in one pass over the keys where torch's attention takes them, else one by one."""
     new = q_BHQD.shape[2]
     plain = keys.softmax is PLAIN and keys.table_BP is None and not want_lse and keys.scales is None
     if plain and len(set(lengths)) == 1 and set(counts) == {new}:

@@ -43,10 +43,8 @@ class Selection:
 
     def listed(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sinks, chosen and recent tokens of each row as one list, in this order and without gaps, for stores that
-        fetch tokens: int32 [B, g, sink + N + recent], -1 behind them; and int32 [B], how many.
-
-        Rows that attend to everything list nothing.
-        """
+        fetch tokens: int32 [B, g, sink + N + recent], -1 behind them; and int32 [B], how many. Rows that attend to
+        everything list nothing."""
         chosen_BgN, sink = self.chosen_BgN, self.sink
         batch, lists, _ = chosen_BgN.shape
         number_M = torch.arange(self.most, dtype=torch.int32, device=chosen_BgN.device)
@@ -65,11 +63,8 @@ class Selection:
 @dataclass(frozen=True, slots=True, eq=False)
 class Scoring:
     """Says which rows of a decode call get a score for every token, and where their scores lie: one row behind the
-    other.
-
-    The score of a token is the largest attention weight that any head of the list gives it; scores are float32
-    [g, tokens], those of row b in [starts_B[b], starts_B[b] + length).
-    """
+    other. The score of a token is the largest attention weight that any head of the list gives it; scores are float32
+    [g, tokens], those of row b in [starts_B[b], starts_B[b] + length)."""
 
     starts_B: torch.Tensor  # int32; -1 where a row is not scored
     tokens: int  # room for the tokens of all rows

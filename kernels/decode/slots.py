@@ -219,11 +219,8 @@ class SlotStep:
 
 
 class SlotMap:
-    """The slots that layers with the same choice share, and the last choice that was placed.
-
-    A layer whose slots are as the step before left them fetches the misses of a step alone; any other one all that is
-    present. A copy is empty.
-    """
+    """The slots that layers with the same choice share, and the last choice that was placed. A layer whose slots are as
+    the step before left them fetches the misses of a step alone; any other one all that is present. A copy is empty."""
 
     def __init__(self) -> None:
         self._state = SlotState()

@@ -61,12 +61,8 @@ def decode(
     new_B: torch.Tensor | None = None,
     launch: DecodeLaunch | None = None,
 ) -> AttentionOutput:
-    """The newest tokens of each batch row; arguments as in `decode_attention`. Several queries of a head are as so many
-    heads that end earlier: each key is read once for all of them.
-
-    Args:
-        launch: in place of what suits the GPU.
-    """
+    """The newest tokens of each batch row; arguments as in `decode_attention`, and a launch in place of the best for
+    the GPU. Several queries of a head are as so many heads that end earlier: each key is read once for all of them."""
     queries = Queries(q_BHQD.shape[2], new_B)
     rows_BR1D = q_BHQD if queries.most == 1 else q_BHQD.flatten(1, 2).unsqueeze(2)
     found, lse, scores_gT = _run(

@@ -27,10 +27,8 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 def index_block_sparse(group: FamilyHeads, call: IndexCall) -> HeadIndex:
-    """The ceil(keep / tile.key) best tiles of each row, mandatory tiles included.
-
-    Never fewer than the mandatory tiles of a whole row tile, which a ragged last one may spend on other tiles.
-    """
+    """The ceil(keep / tile.key) best tiles of each row, mandatory tiles included. Never fewer than the mandatory tiles
+    of a whole row tile, which a ragged last one may spend on other tiles."""
     layout, h = call.layout, len(group.heads)
     keep = layout.tile_bounds([pattern.keep for pattern in group.patterns])
     width = layout.most_tiles(largest(keep))
@@ -58,9 +56,7 @@ def tile_limits(tiles: int, rows: RowTiles) -> tuple[torch.Tensor, torch.Tensor]
 
 def pool_heads(heads: Sequence[int], call: IndexCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean queries of each row tile and mean keys of each key tile of these heads: float32 [B, h, T, D], [B, h, M, D].
-
-    Pools the span that the heads lie in as a view: copying the queries of scattered heads would cost far more.
-    """
+    Pools the span that the heads lie in as a view: copying the queries of scattered heads would cost far more."""
     layout = call.layout
     first, span = min(heads), max(heads) - min(heads) + 1
     q_BHTD = mean_pool(call.q_BHSD.narrow(1, first, span), layout.tile.query, layout.chunk.rows)
@@ -70,10 +66,8 @@ def pool_heads(heads: Sequence[int], call: IndexCall) -> tuple[torch.Tensor, tor
 
 
 def mean_pool(x_BHSD: torch.Tensor, size: int, valid: Sequence[int]) -> torch.Tensor:
-    """Means over `size` rows at a time: float32 [B, H, ceil(S / size), D].
-
-    Only the first valid[b] rows of batch row b count, whatever memory holds after them; a tile without any is 0.
-    """
+    """Means over `size` rows at a time: float32 [B, H, ceil(S / size), D]. Only the first valid[b] rows of batch row b
+    count, whatever memory holds after them; a tile without any is 0."""
     batch, heads, rows, width = x_BHSD.shape
     pooled_BHTD = x_BHSD.new_zeros((batch, heads, ceil_div(rows, size), width), dtype=torch.float32)
     whole = min(min(valid), rows) // size

@@ -41,11 +41,9 @@ BuilderName = Literal["auto", "torch", "triton"]
 
 @dataclass(frozen=True, slots=True)
 class IndexBuilder:
-    """The builders of the heads of one pattern.
-
-    `triton` names a module that does the same on a GPU, imported when first used: its `takes(group, call)` says whether
-    it builds these heads; its `prepare(group, call)` returns a PreparedIndex or a HeadIndex.
-    """
+    """The builders of the heads of one pattern. `triton` names a module that does the same on a GPU, imported when
+    first used: its `takes(group, call)` says whether it builds these heads; its `prepare(group, call)` returns a
+    PreparedIndex or a HeadIndex."""
 
     torch: Callable[[FamilyHeads, IndexCall], HeadIndex]
     triton: str | None = None
@@ -140,10 +138,8 @@ def layer_lines(
     window: int | None = None,
     cap: float = 0.0,
 ) -> LineScores:
-    """Scores of every column and diagonal of every head, to be given to `build_index` as `lines`.
-
-    Arguments as there; last_q is how many of the last queries are sampled.
-    """
+    """Scores of every column and diagonal of every head, to be given to `build_index` as `lines`. Arguments as there;
+    last_q is how many of the last queries are sampled."""
     heads = range(q_BHSD.shape[1])
     call = IndexCall.of(q_BHSD, k_BGKD, chunk, TileShape(), scale, window, cap=cap)
     return score_lines(heads, [last_q] * len(heads), call)

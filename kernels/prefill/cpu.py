@@ -157,10 +157,8 @@ def _flash(
     causal: bool = False,
     seen_XME: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's blocked kernel, with the log-sum-exp that the public function keeps to itself: [X M, D] and [X M].
-
-    A row that sees nothing gets 0, and a log-sum-exp that means nothing.
-    """
+    """torch's blocked kernel, with the log-sum-exp that the public function keeps to itself: [X M, D] and [X M]. A row
+    that sees nothing gets 0, and a log-sum-exp that means nothing."""
     mask_X1ME = None
     if seen_XME is not None:
         mask_X1ME = q_XMD.new_zeros(seen_XME.shape).masked_fill_(~seen_XME, -math.inf)[:, None]
@@ -226,8 +224,8 @@ class HeadRows:
         return zip(tiles, columns, strict=True)
 
     def edge(self, part: slice) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys that only some rows of their query tile see, [X, E], and which rows see them, [X, M, E]; padding is seen
-        by none. None where a block of query tiles has none."""
+        """Keys that only some rows of their query tile see, [X, E], and the rows that see them, [X, M, E]; padding is
+        seen by none. None without any."""
         offset = torch.arange(self.key, dtype=torch.int32, device=self.first_T.device)
         tiles_XE1 = _compact(self.tiles_TW[part], self.edge_TW[part]).unsqueeze(-1)
         of_tiles_XE = torch.where(tiles_XE1 < 0, _HIDDEN, tiles_XE1 * self.key + offset).flatten(1)

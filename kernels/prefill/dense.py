@@ -69,10 +69,8 @@ def dense_attention(
 def attend_newest(
     q_BH1D: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, *, scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """A step of dense decode: one query in each batch row, which sees every key (of the window). Output as q.
-
-    Nothing is checked: a step is short, and the host is what it waits for.
-    """
+    """A step of dense decode: one query in each batch row, which sees every key (of the window). Output as q. Nothing
+    is checked: a step is short, and the host is what it waits for."""
     first = 0 if window is None else max(0, k_BGKD.shape[2] - window)
     return _plain(q_BH1D, k_BGKD[:, :, first:], v_BGKD[:, :, first:], scale)
 
@@ -102,8 +100,7 @@ def _same_length(
 
 
 def _flash_runs(q_BHSD: torch.Tensor) -> bool:
-    """Returns whether torch has its flash kernel for these tensors; elsewhere lower-right causal would cost an S x K
-    mask."""
+    """Whether torch has its flash kernel here; elsewhere lower-right causal would cost an S x K mask."""
     return (
         q_BHSD.is_cuda
         and torch.version.hip is None

@@ -127,8 +127,7 @@ class Program:
 
     @property
     def hint(self) -> Pays:
-        """Where the program is sparse as long as nothing was measured: an index over a long past for a part of a row
-        tile does not pay."""
+        """The rule until one is measured: an index over a long past for a part of a row tile does not pay."""
         return Pays(prefill=Thresholds((self.layers[0].tile.query,), (0,)))
 
     @property
@@ -268,10 +267,8 @@ def _segment(
 
 
 def _kv_map(segment: Segment, layer: int, model: ModelInfo, rank: Rank) -> tuple[int, ...] | None:
-    """The layer's head map, from the rank's KV heads of the layer to its KV heads of the filter layer.
-
-    Every rank checks the maps of all: one that refused alone would leave the others waiting for it.
-    """
+    """The layer's head map, from the rank's KV heads of the layer to its KV heads of the filter layer. Every rank
+    checks the maps of all: one that refused alone would leave the others waiting for it."""
     if isinstance(segment.heads, str):
         return None
     for other in (Rank(index, rank.count) for index in range(rank.count)):

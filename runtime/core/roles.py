@@ -23,13 +23,13 @@ from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView, Scales, scaled
 from sparsekv.plans.phases import Retention
-from sparsekv.runtime.core.eviction import rows_to_cache
 from sparsekv.runtime.core.segments import SegmentProgram, counts_of
-from sparsekv.runtime.core.select import choose_tokens, scoring_for, selected_for
+from sparsekv.runtime.core.select import choose_tokens, rows_to_cache, scoring_for, selected_for
 from sparsekv.runtime.core.state import DecodeState, Observed
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.stores.evicting import EvictingStore
-from sparsekv.runtime.stores.store import Bytes, KeySource, KVStore, Layout, Reads, WholeStore
+from sparsekv.runtime.stores.host import Reads
+from sparsekv.runtime.stores.store import Bytes, KeySource, KVStore, Layout, WholeStore
 
 Attempt = Callable[[Callable[[str], Any], torch.device], Any]
 """Calls a function of a backend's name, for tensors on that device."""
@@ -324,8 +324,8 @@ def _attended(segment: SegmentProgram, lengths: Sequence[int], scores: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class Evicting(Role):
-    """A layer that evicts the prompt's tokens that its rule does not keep, once the prompt is complete, and then the
-    oldest generated ones. It attends to everything that is cached."""
+    """A layer that evicts tokens of the prompt once it is complete, by its rule, and then the oldest generated ones. It
+    attends to all cached tokens."""
 
     rule: Retention
 

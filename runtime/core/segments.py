@@ -15,7 +15,7 @@ import torch
 
 from sparsekv.kernels.decode.selection import ALL
 from sparsekv.plans.phases import DecodeBudget, Segment
-from sparsekv.runtime.stores.store import Reads
+from sparsekv.runtime.stores.host import Reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ _EVERYTHING = DecodeBudget(fraction=1.0, at_most=1 << 40)
 
 
 def scored_tokens(heads: int, scratch: torch.Tensor | None = None, lists: int = 0) -> int:
-    """Tokens of all rows together that the scratch of a filter layer with so many query heads has room for; where the
-    host gave memory for it, `scratch`, with the scores of its lists."""
+    """Tokens of all rows that a filter layer's scratch has room for: the host's, with the scores of its lists, if
+    any."""
     return SCORE_BYTES // (4 * heads) if scratch is None else scratch.numel() // (heads + lists)
 
 
@@ -113,11 +113,9 @@ class Budgets:
         self._room_S = torch.tensor(rooms, dtype=torch.int64, device=device)
 
     def of(self, lengths_B: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chosen tokens of every row, or ALL, and where its scores begin, or -1: int32 [S, B] each.
-
-        Scores of the rows that choose lie one behind the other; a row that would end beyond the scratch attends to
-        everything. `backend` is that of the attention.
-        """
+        """Chosen tokens of every row, or ALL, and where its scores begin, or -1: int32 [S, B] each. Scores of the rows
+        that choose lie one behind the other; a row that would end beyond the scratch attends to everything. `backend`
+        is that of the attention."""
         if lengths_B.is_cuda and backend != "reference":
             return self.by_kernel(lengths_B)
         return self.by_torch(lengths_B)
@@ -136,8 +134,8 @@ class Budgets:
         return torch.where(chooses_SB, chosen_SB, ALL).int(), starts_SB.int()
 
     def tally(self, lengths_B: torch.Tensor) -> tuple[int, int]:
-        """Rows that choose for all segments that they are to choose for, and rows that the scratch has no room for in
-        some; asks the device."""
+        """Rows that choose for all segments that they are to choose for, and rows without room in the scratch; asks the
+        device."""
         wanted_SB = self._wanted(lengths_B)[1]
         held_SB = self.by_torch(lengths_B)[0] != ALL
         missing_B = (wanted_SB & ~held_SB).any(0)

@@ -109,13 +109,8 @@ class DecodeState:
 
     @torch.inference_mode(False)  # else what is allocated there could not be written to under torch.no_grad()
     def begin(self, lengths: Sequence[int] | torch.Tensor, device: torch.device) -> None:
-        """Starts a decode step.
-
-        Args:
-            lengths: tokens of each row, the new one included: numbers, or int32 on the device, which the host then
-                never learns.
-            device: of the tensors to come.
-        """
+        """Starts a decode step at these tokens of each row, the new one included: numbers, or int32 on the device,
+        which the host then never learns. `device` is of the tensors to come."""
         self.lengths = None if isinstance(lengths, torch.Tensor) else tuple(lengths)
         self._selected.clear()
         self._moved.clear()

@@ -56,10 +56,8 @@ class RunStats:
 
     @property
     def misses_a_step(self) -> float | None:
-        """Tokens that one layer fetches in one step, all batch rows together; None before the first such step.
-
-        Where KV heads choose for themselves, each of them counts: a token that two heads fetch counts twice.
-        """
+        """Tokens that one layer fetches in one step, all batch rows together; None before the first such step. Where KV
+        heads choose for themselves, each of them counts: a token that two heads fetch counts twice."""
         return self.host_tokens_fetched / self.host_steps if self.host_steps else None
 
 

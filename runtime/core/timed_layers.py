@@ -52,8 +52,7 @@ _REPLAY_WAIT_US = 200.0  # in which it issues a graph
 
 
 def launched_us(launches: Sequence[Launch], device: torch.device) -> list[float]:
-    """Median time of each launch where many are issued one after another: the longer of the device's time and the
-    program's, each by itself."""
+    """Median time of each launch among many: the longer of the device's time and the program's, each by itself."""
     with torch.cuda.device(device):
         issued = [_issued_us(launch) for launch in launches]
         taken = _in_turn(launches, _ROUNDS, device, 2 * max(issued))
@@ -312,12 +311,8 @@ precision, page and step size, ranks."""
 def rule_key(
     device: torch.device, name: str, dtype: torch.dtype, backend: str, float8: bool, model: str, **of_host: str | int
 ) -> RuleKey:
-    """The key of a plan's rule on a device; a host adds the plan's part and its own.
-
-    Args:
-        name: of the device.
-        model: fingerprint of the architecture that runs, which an imported plan may not be of.
-    """
+    """The key of a plan's rule on a device; a host adds the plan's part and its own. `model` is the fingerprint of the
+    architecture that runs, which an imported plan may not be of."""
     return {
         "model": model,
         "device": name,

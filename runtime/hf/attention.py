@@ -292,9 +292,7 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as `AttentionInterface` wants it: q [B, H, S, D], new k and v [B, G, S, D], output [B, S, H, D].
-
-    Windows are those of the config: not every architecture hands them in.
-    """
+    Windows are those of the config: not every architecture hands them in."""
     attached: Attachment | None = vars(module).get(NAME)
     if attached is None or attached.under_way is None:
         raise UsageError(
@@ -314,8 +312,8 @@ def attention_forward(
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """Runs the engine outside autograd, and says so when someone asks for gradients of its inputs: of queries, keys
-    and values, and of `past`, which stands for cached keys and values that needed one."""
+    """Runs the engine outside autograd, and refuses gradients of its inputs: of queries, keys and values, and of
+    `past`, which stands for cached keys and values that needed one."""
 
     @staticmethod
     def forward(ctx: Any, engine: Engine, call: LayerCall, *inputs: torch.Tensor | None) -> torch.Tensor:

@@ -24,8 +24,7 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.core.state import DecodeState, Remembered
 from sparsekv.runtime.hf.describe import CACHE_NAME
 from sparsekv.runtime.hf.placement import FixedRows
-from sparsekv.runtime.stores.float8 import Float8
-from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
+from sparsekv.runtime.stores.store import Bytes, Float8, KVStore, Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
 
 _EXPECTED = "sparsekv_expected_tokens"
@@ -103,11 +102,8 @@ def is_autocast(kind: str) -> bool:
 
 
 class SparseLayer(CacheLayerMixin):
-    """One layer of a cache: a KV store, and the decode state and progress that the layers share.
-
-    All that attends over the cache is cast to the dtype of its first tokens, so that autocast may be on in some passes
-    and off in others.
-    """
+    """One layer of a cache: a KV store, and the decode state and progress that the layers share. All that attends over
+    the cache is cast to the dtype of its first tokens, so that autocast may be on in some passes and off in others."""
 
     is_sliding = False
     is_compileable = False
@@ -298,10 +294,8 @@ def sparse_cache(given: Any, owner: CacheOwner, layers: int, linear: Collection[
 
 
 def reserve(cache: Cache, tokens: int) -> None:
-    """Tells a cache how many tokens it will have in all, prompt and answer, so that its memory is allocated once.
-
-    A cache without a plan takes note of it for when it is used under one. A cache may still grow beyond.
-    """
+    """Tells a cache how many tokens it will have in all, prompt and answer, so that its memory is allocated once. A
+    cache without a plan takes note of it for when it is used under one. A cache may still grow beyond."""
     ours = attending(cache)
     for layer in ours:
         layer.reserve(tokens)
@@ -385,12 +379,8 @@ def attending(cache: Any) -> list[SparseLayer]:
 
 
 def begin_pass(cache: Cache, layers: int) -> tuple[int, ...]:
-    """The tokens of the rows of a cache whose first `layers` are about to run; what a failed pass left in it is gone.
-
-    Raises:
-        UsageError: their rows are not equally long, as when fewer layers ran before; they are not the same ones; or a
-            failed pass has left its tokens in a recurrent state.
-    """
+    """The tokens of the rows of a cache whose first `layers` are about to run, without those of a failed pass. Raises
+    UsageError where rows differ between layers, or a failed pass has left its tokens in a recurrent state."""
     ours = attending(cache)
     if progress_of(cache).failed and len(ours) < len(cache.layers):
         raise UsageError(

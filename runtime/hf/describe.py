@@ -24,8 +24,8 @@ CACHE_NAME = "cache" if "cache" in MoeModelOutputWithPast.__dataclass_fields__ e
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The module with the decoder layers: `model` itself or what its language modelling head sits on, and of a
-    multimodal model the language model inside."""
+    """The module with the decoder layers: below the language modelling head, and of a multimodal model the one
+    inside."""
     decoder = getattr(model.base_model, "language_model", model.base_model)
     assert isinstance(decoder, PreTrainedModel)
     return decoder
@@ -94,8 +94,7 @@ def describe_model(model: PreTrainedModel, source: str | None = None, revision: 
 
 
 def describe_by_files(model: PreTrainedModel, folder: Path) -> None:
-    """Has `describe_model` know the weights of a model, as they are now, by the quantised files that they stand for,
-    whichever host reads them."""
+    """Has `describe_model` know the weights of a model by the quantised files that they stand for, in every host."""
     if found := files_fingerprint(folder):
         setattr(model, _OF_FILES, {weights_fingerprint(_weight_samples(model)): found})
 
@@ -216,7 +215,7 @@ def generate_setting(name: str, given: dict[str, Any], defaults: GenerationConfi
 
 
 def named(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a model with the cache under `CACHE_NAME`; releases that have renamed it take the old name too, and
-    the new one where there are both."""
+    """Arguments of a model with the cache under `CACHE_NAME`; newer releases take the old name too, and prefer the new
+    one."""
     by_old = {CACHE_NAME: given[_OLD_NAME]} if _OLD_NAME in given else {}
     return by_old | {name: value for name, value in given.items() if name != _OLD_NAME}

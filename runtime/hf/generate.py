@@ -153,12 +153,8 @@ def _prefill_most(model: PreTrainedModel, ids_BS: torch.Tensor, cache: Cache, ch
 
 
 def piece_sizes(tokens: int, chunk: int, switch: int = 0) -> list[int]:
-    """Returns the tokens of each piece of a chunked prefill. The last piece has two or more: one alone would be a
-    decode step.
-
-    Args:
-        switch: more tokens than this rotate by other angles (`rope_switch`): the first piece then has as many.
-    """
+    """Tokens of each piece of a chunked prefill; the last one has two or more, as one alone would be a decode step.
+    Where more than `switch` tokens rotate by other angles, the first piece has as many."""
     if chunk < LEAST_CHUNK:
         raise UsageError(f"expected a chunk of at least {LEAST_CHUNK} tokens, found {chunk}; thousands are sensible")
     first = switch + 1 if tokens > switch else 0

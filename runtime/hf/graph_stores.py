@@ -153,8 +153,7 @@ class StepStores:
     # --- between steps ------------------------------------------------------------------------------------------------
 
     def serves(self, stores: Sequence[WholeStore], lengths: tuple[int, ...]) -> bool:
-        """Whether the next step is of the stores that it is bound to, with room for it, and host memory is read by
-        choice."""
+        """Whether the next step is of the bound stores, these have room for it, and host memory is read by choice."""
         if max(lengths) > self._room or len(stores) != len(self._bound) or not self.evicting.serves(stores):
             return False
         if max(lengths) > self._room_of(stores):  # rows grow apart where each keeps what counts of its draft
@@ -164,8 +163,7 @@ class StepStores:
         return all(store.bound is bound() for store, bound in zip(stores, self._bound, strict=True))
 
     def bind(self, stores: Sequence[WholeStore], scales: Sequence[Scales | None] = ()) -> None:
-        """The next step reads and writes these. Slots begin empty, unless they are as the last step over these left
-        them."""
+        """The next step reads and writes these. Slots begin empty, unless their last step has left them as they are."""
         memories = [store.step_memory() for store in stores]
         rows = [_address_row(*given) for given in zip(self.shapes, memories, strict=True)]
         table_LX = torch.tensor(rows, dtype=torch.int64, device="cpu")

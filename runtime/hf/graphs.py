@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers import Cache, DynamicCache
 
+from sparsekv.kernels.backends import summary
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.keys import Scales
@@ -143,11 +144,8 @@ class StepGraph:
 
     def capture(self, attached: Attachment, engine: Engine, pool: Any, stream: torch.cuda.Stream) -> None:
         """Runs the step once, for what is compiled and allocated on first use, and captures it. The tokens that it
-        writes are written again by the replay.
-
-        A capture that fails leaves the allocator waiting for its end: a step that waits for the device is found out
-        before.
-        """
+        writes are written again by the replay. A capture that fails leaves the allocator waiting for its end: a step
+        that waits for the device is found out before."""
         step, current = self.step_of(attached, engine), torch.cuda.current_stream(self.ids_BQ.device)
         stream.wait_stream(current)
         try:
@@ -176,7 +174,7 @@ def _fetch(stores: StepStores, segment: SegmentProgram, selection: Selection) ->
     except Exception as error:
         raise FetchError(
             f"expected the choice of filter layer {segment.filter} to be fetched from host memory by a kernel, found "
-            f"{_summary(error)}"
+            f"{summary(error)}"
         ) from error
 
 
@@ -337,8 +335,8 @@ class StepGraphs:
             graph.capture(attached, engine, self._pool, self._capturing)
 
     def _abandon(self, device: torch.device) -> None:
-        """Frees everything, once the kernels are done that a failed capture has queued on its streams: they read and
-        write its tables and the caches."""
+        """Frees everything once a failed capture's queued kernels are done, which read and write its tables and the
+        caches."""
         # a device that an error has made unusable runs no kernels; that error is told
         with OUTSIDE_CAPTURES.none_under_way(), suppress(RuntimeError):
             torch.cuda.synchronize(device)
@@ -346,7 +344,7 @@ class StepGraphs:
 
     def _not_captured(self, key: _Key, error: Exception) -> str:
         """Notes not to try again: this size where memory ran out or layers in host memory are at fault, else any."""
-        found = f"capturing failed ({_summary(error)})"
+        found = f"capturing failed ({summary(error)})"
         if isinstance(error, (torch.OutOfMemoryError, FetchError)):
             self._refused[key] = found
         else:
@@ -360,10 +358,6 @@ class StepGraphs:
         found = obstacle_in(decoder, self._model_type)
         self._captured = None if found else CapturedModel(decoder)
         return found
-
-
-def _summary(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _stores(cache: Cache) -> list[WholeStore]:

@@ -174,8 +174,7 @@ def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfi
 
 
 def _of_decoder_alone(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config by which transformers loads the decoder of a multimodal checkpoint alone. The config of the whole says
-    where the head is the embeddings."""
+    """The config by which transformers loads a multimodal checkpoint's decoder. The whole's says where the head is."""
     text = decoder_config(config)
     record = architecture_of(text.model_type)
     if record.text_as:

@@ -242,8 +242,7 @@ def _attend(layer: nn.Module, architecture: Architecture, given: LayerInput, pie
 
 
 def _projected(attention: nn.Module, x_BSE: torch.Tensor, given: LayerInput, rows: slice) -> tuple[Any, ...]:
-    """Queries and keys as they attend, values, scale and softmax: the attention's own forward up to where it
-    attends."""
+    """Queries and keys as they attend, values, scale and softmax, by the attention's own forward."""
     rotary = None if given.rotary is None else tuple(angles_BSR[:, rows] for angles_BSR in given.rotary)
     position_BS = None if given.position_BS is None else given.position_BS[:, rows]
     given.under_way.projects = True

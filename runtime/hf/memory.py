@@ -29,10 +29,9 @@ from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, spill_order
 from sparsekv.runtime.model_config import describe_config
 from sparsekv.runtime.stores.bank import HostStore
-from sparsekv.runtime.stores.float8 import Float8
 from sparsekv.runtime.stores.page_pool import pool_of
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, spare_beside
-from sparsekv.runtime.stores.store import Bytes, Layout, grown
+from sparsekv.runtime.stores.store import Bytes, Float8, Layout, grown
 from sparsekv.runtime.stores.virtual import VirtualStore, pages_pay
 
 _LONGEST = 1 << 30  # tokens: where the search for a length ends
@@ -142,8 +141,8 @@ class Available:
 
     @classmethod
     def here(cls, devices: Iterable[torch.device]) -> Available:
-        """Memory that devices have free or torch holds without need, and memory that the machine and this process's
-        control group have left."""
+        """Memory that devices have free or torch holds without need, and that the machine and our control group have
+        left."""
         free = [_free_on(device) for device in devices if device.type == "cuda"]
         return cls(sum(free) if free else None, available_bytes())
 
@@ -156,11 +155,7 @@ def _free_on(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The memory of runs of a plan on a model.
-
-    Raises:
-        UsageError, UnsupportedError: as `place_layers` and `Program.of` do.
-    """
+    """The memory of runs of a plan on a model. Refuses as `place_layers` and `Program.of` do."""
 
     size: ModelSize  # of the model
     prefill: PrefillPlan | None  # the prefill phase that runs, or None
@@ -185,8 +180,8 @@ class MemoryModel:
         return place_layers(self.decode, info.layers, self.host_layers, mode, info.sharing)
 
     def place(self, request: Request, available: Available) -> Placement:
-        """The layers in host memory for this request: with `auto` as few as it takes for the device to hold the rest,
-        those first of which decode reads least. All of them where even that does not do."""
+        """The layers in host memory for this request: with `auto` as few as it takes to fit the device, those first of
+        which decode reads least; all where even that does not do."""
         if self.mode != "auto" or self.on_cpu:
             return self.permitted
         order = spill_order(self.decode, request.tokens)
@@ -217,8 +212,8 @@ class MemoryModel:
         return use.kv_host + (use.device if self.on_cpu else 0)
 
     def longest(self, request: Request, available: Available, placement: Placement | None = None) -> int | None:
-        """The most tokens of a prompt that fit, all else being as in `request`: 0 where none does, None where nobody
-        tells how much memory there is. `placement` is of `place` when None."""
+        """The most tokens of a prompt that fit beside the rest of `request`: 0 where none does, None where nobody tells
+        how much memory there is. `placement` is of `place` when None."""
 
         def fits(prompt: int) -> bool:
             longer = replace(request, prompt=prompt)
@@ -313,7 +308,7 @@ class MemoryModel:
         return int(_MEASURED * (throughout + in_layer))
 
     def _copies(self, request: Request, on_host: list[int]) -> int:
-        """Keys and values of a layer while it attends, beside its store: copied back from host memory, in the model's
+        """Keys and values of an attending layer beside its store: copied back from host memory, in the model's
         precision where they are stored in 8 bits, and before it evicts, which scores a copy of its keys."""
         tokens = request.tokens if request.piece == request.prompt else request.piece + request.tokens
         copied = max((self._layout(layer, request.batch).bytes(tokens) for layer in on_host), default=0)

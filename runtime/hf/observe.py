@@ -44,11 +44,9 @@ Observer = Callable[[AttentionCall], torch.Tensor | None]
 
 @contextmanager
 def capture_attention(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
-    """Runs `observer` in every layer of every forward pass of `model` inside the `with`.
-
-    The layers compute dense causal attention, with no mask in memory, unless the observer returns another output.
-    The model is restored at the end, exceptions or not; caches made inside cannot be used afterwards.
-    """
+    """Runs `observer` in every layer of every forward pass of `model` inside the `with`. The layers compute dense
+    causal attention, with no mask in memory, unless the observer returns another output. The model is restored at the
+    end, exceptions or not; caches made inside cannot be used afterwards."""
     undo = attach(model, _Watched(observer))
     try:
         yield

@@ -95,8 +95,8 @@ def _why(sharing: frozenset[int]) -> str:
 
 
 def spill_order(decode: DecodePlan | None, length: int) -> tuple[int, ...]:
-    """The layers that a plan permits to offload, those first of which a step at this length reads least; of equal ones,
-    the last come first."""
+    """The layers that a plan permits to offload, those first of which a step at this length reads least, then the
+    last."""
     if decode is None or decode.offload is None:
         return ()
     reads = dict.fromkeys(decode.offload.layers, length)

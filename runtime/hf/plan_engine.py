@@ -35,10 +35,9 @@ from sparsekv.runtime.hf.memory import MemoryModel, Request
 from sparsekv.runtime.hf.placement import FixedRows, Placement, layouts_of
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.float8 import Float8
 from sparsekv.runtime.stores.page_pool import PagePool, pool_of
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.store import Bytes, HostReads, Layout, Seen, WholeStore
+from sparsekv.runtime.stores.store import Bytes, Float8, HostReads, Layout, Seen, WholeStore
 from sparsekv.runtime.stores.virtual import VirtualStore
 
 
@@ -223,12 +222,8 @@ class Paging:
         return any([pool.trim() for pool in self.pools.values()])
 
     def expect(self, cache: Cache, lengths: tuple[int, ...], placement: Placement) -> None:
-        """Maps pages ahead of a prompt layer by layer, in order, while the device works on the layers before.
-
-        Raises:
-            UsageError: the memory of a device does not suffice; nothing was mapped.
-            ShapeError: the cache has another number of rows.
-        """
+        """Maps pages ahead of a prompt layer by layer, in order, while the device works on the layers before. Raises
+        UsageError where memory does not suffice, and has mapped nothing then."""
         virtual = {
             layer: layer.store
             for layer in cache.layers

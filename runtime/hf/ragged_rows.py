@@ -168,10 +168,8 @@ def _check_row_positions(positions: torch.Tensor | None, rows: Sequence[slice], 
 
 
 def run_by_rows(attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> DecoderOutput:
-    """The output of the decoder's own forward, of rows of different lengths run one by one.
-
-    The output of a row is 0 before its tokens, and behind them that of its last one, from which the next token follows.
-    """
+    """The output of the decoder's own forward, of rows of different lengths run one by one. The output of a row is 0
+    before its tokens, and behind them that of its last one, from which the next token follows."""
     assert under_way.rows is not None
     if asks_for_more(attached.decoder, inputs):
         raise UnsupportedError(

@@ -118,9 +118,8 @@ def obstacles_of(model: Any, program: Program) -> Iterator[str]:
 
 @contextmanager
 def new_folder(place: Path) -> Iterator[Path]:
-    """Yields a folder beside `place` to write into, which takes its name once all is written; nothing is left of one
-    that could not be.
-    """
+    """Yields a folder to write into, which takes the name `place` once all is written; nothing is left of a failed
+    one."""
     made = place.with_name(f".{place.name}.{uuid4().hex[:8]}")
     try:
         made.mkdir(parents=True)

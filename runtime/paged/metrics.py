@@ -83,13 +83,8 @@ class Counters:
         )  # fmt: skip
 
     def report(self, now: float, prefilling: bool) -> ServingStats | None:
-        """The counts since the last report, where it is time for one: at most once in REPORT_SECONDS, after prompts
-        and among decoded tokens, and while prompts go on without end in between. It waits for the device.
-
-        Args:
-            now: seconds of a clock that never goes back.
-            prefilling: whether the step that begins prefills as well.
-        """
+        """The counts since the last report, where it is time for one: at most once in REPORT_SECONDS, after prompts and
+        among decoded tokens, and while prompts go on without end. Waits for the device. `now` never goes back."""
         decoded = self.decode_sparse + self.decode_dense
         if self.sparse_tokens + self.dense_tokens + decoded == self._reported.tokens:
             return None

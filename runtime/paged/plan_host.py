@@ -23,12 +23,8 @@ from sparsekv.runtime.paged.step_rows import DecodeHost, PrefillRows
 
 
 class Scratch:
-    """One request's keys and values, contiguous: memory for the longest request of one layer, used by all in turn.
-
-    Args:
-        tokens: of the longest request.
-        numbers: of one token's keys in one layer, at most.
-    """
+    """One request's keys and values, contiguous: memory for the longest request's tokens, of at most so many numbers
+    each, used by all layers in turn."""
 
     def __init__(self, tokens: int, numbers: int, dtype: torch.dtype, device: torch.device) -> None:
         self._k, self._v = torch.empty(2, tokens * numbers, dtype=dtype, device=device).unbind()
@@ -146,12 +142,9 @@ class PlanHost:
     def prefill(
         self, layer: LayerProgram, q_THD: torch.Tensor, keys: KeyView, chunk: Chunk, scale: float, counted: bool = True
     ) -> torch.Tensor:
-        """[T, H, D]: attention of one request's chunk by the plan. Query tiles count from the chunk's first row, and
-        patterns are estimated from its own last queries, so that any cut of a prompt runs sparse where that pays.
-
-        Args:
-            keys: all keys of the request so far, contiguous.
-        """
+        """[T, H, D]: attention of one request's chunk by the plan, over all of its keys so far. Query tiles count from
+        the chunk's first row, and patterns are estimated from its own last queries, so that any cut of a prompt runs
+        sparse where that pays."""
         q_BHTD, meter = q_THD.transpose(0, 1)[None], self.counters.meter if counted else None
         out_BHTD = prefill(layer, q_BHTD, keys, chunk, scale=scale, fallback=self.fallback, meter=meter)
         return out_BHTD[0].transpose(0, 1)

@@ -30,13 +30,9 @@ _SCRATCH_SHARE = 256  # of the device's memory for scores: one part in so many
 
 
 class DecodeHost:
-    """The decode phase of a plan in one worker. Captured graphs read from fixed addresses; no state of a row lasts from
-    one step to the next, as the engine may have moved the row.
-
-    Args:
-        rows: of a step, at most.
-        gather: over the ranks that choose together; see `DecodeState`. All of them make one at the same time.
-    """
+    """The decode phase of a plan in one worker, of at most so many rows a step. Captured graphs read from fixed
+    addresses; no state of a row lasts from one step to the next, as the engine may have moved the row. All ranks that
+    choose together make one at the same time."""
 
     def __init__(
         self, program: Program, backend: str, rows: int, longest: int, device: torch.device, counters: Counters,
@@ -128,13 +124,8 @@ class DecodeRows:
         return range(len(self.lengths_B))
 
     def rest(self, layer: LayerProgram, metadata: Any, without: Callable[[Any, torch.Tensor], Any]) -> Any:
-        """Returns the metadata of the rows that do not choose for this layer, for the engine's kernel. It is built once
-        a step and segment.
-
-        Args:
-            metadata: the engine's of the step.
-            without: gives metadata other lengths, 0 for rows that choose.
-        """
+        """The metadata of the rows that do not choose for this layer, for the engine's kernel; built once a step and
+        segment. `without` gives metadata other lengths, 0 for rows that choose."""
         key = layer.role.rows_key
         if key not in self._rest:
             whole = metadata if self.part_of is None else self.part_of()
@@ -206,9 +197,7 @@ class StepRows:
 
     def rest(self, done: frozenset[int]) -> tuple[Rest, ...]:
         """The requests that are not `done`, in contiguous ranges; built once a step: most layers leave the same ones.
-
-        Requests are sorted by their rows: those that decode follow one another.
-        """
+        Requests are sorted by their rows: those that decode follow one another."""
         if done not in self._built:
             runs = contiguous_ranges(self.starts, done)
             self._built[done] = tuple(

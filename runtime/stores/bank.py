@@ -31,7 +31,7 @@ from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import Budget
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.host import LongRows, empty_packed, unpacked
+from sparsekv.runtime.stores.host import HotSet, LongRows, Reads, empty_packed, unpacked
 from sparsekv.runtime.stores.pinned import HostMemory
 from sparsekv.runtime.stores.store import (
     Binding,
@@ -39,10 +39,8 @@ from sparsekv.runtime.stores.store import (
     Gathered,
     HostReads,
     HotRows,
-    HotSet,
     KVStore,
     Layout,
-    Reads,
     StepMemory,
     StepRows,
     check_tokens_fit,
@@ -104,11 +102,9 @@ class HostStore:
         return copied
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Adds the new tokens; of a long context, the oldest that the ring has no room for move to the host.
-
-        The copies to the host run behind the compute and read the two tensors until then: they may be let go of, but
-        not overwritten. Every read of the store is ordered after them.
-        """
+        """Adds the new tokens; of a long context, the oldest that the ring has no room for move to the host. The copies
+        to the host run behind the compute and read the two tensors until then: they may be let go of, but not
+        overwritten. Every read of the store is ordered after them."""
         check_tokens_fit(self.keys, k_BGSD, v_BGSD)
         self.rows.unbind()
         k_BGSD, v_BGSD = k_BGSD.detach(), v_BGSD.detach()
@@ -239,8 +235,8 @@ class HostStore:
         return self.rows.bound_to if self._whole is None else self.keys
 
     def prepare(self, length: int) -> None:
-        """Makes room for a captured step at which a row has so many tokens. Of a long context, all tokens before the
-        recent ones of that step are on the host for whatever the device is given from here on."""
+        """Makes room for a captured step at which a row has so many tokens: those before its recent ones are on the
+        host."""
         self.reserve(length)
         self.rows.unbind()
         if self._whole is not None and length <= self.hot_set.whole:

@@ -14,15 +14,57 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from sparsekv.kernels.decode.slots import Fetch, SlotState
 from sparsekv.kernels.keys import KeyView
+from sparsekv.plans.patterns import Budget
 from sparsekv.runtime.stores.pinned import Block, CopyDone, CopyStream, HostMemory
-from sparsekv.runtime.stores.store import LEAVING, Binding, Bytes, HotSet, Layout, StepMemory
+from sparsekv.runtime.stores.store import Binding, Bytes, Layout, StepMemory
 
 _COPY_TOKENS = 16_384  # packing a long prompt in pieces bounds the device memory it takes
+
+
+LEAVING = 64  # tokens move to the host so many at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Reads of a long context by decode steps of a layer, which size the layer's part on the device."""
+
+    budgets: tuple[Budget, ...] = ()  # of chosen tokens; none where every step reads everything
+    sink: int = 0
+    recent: int = 0
+    whole_up_to: int = 0  # contexts of so many tokens are read as a whole
+
+    def listed(self, length: int) -> int | None:
+        """Tokens that a step reads at most of contexts up to this length; None where it reads everything."""
+        if not self.budgets:
+            return None
+        most = self.sink + max(budget.resolve(length) for budget in self.budgets) + self.recent
+        return most if most < length else None
+
+
+@dataclass(frozen=True, slots=True)
+class HotSet:
+    """The rows of a layer in host memory that lie on the device, in tokens."""
+
+    slots: int  # of chosen tokens; 0 where a step reads everything
+    ring: int  # rows behind them for the newest tokens
+    listed: int  # tokens that a step attends to at most; 0 where it reads everything
+    whole: int  # the longest context that lies there as a whole
+
+    @classmethod
+    def of(cls, hot: Budget, reads: Reads, capacity: int) -> HotSet:
+        rows, ring, listed = hot.resolve(capacity), reads.recent + LEAVING, reads.listed(capacity) or 0
+        slots = max(rows - ring, listed) if listed else 0
+        return cls(slots, ring, listed, max(rows, slots + ring, reads.whole_up_to))
+
+    @property
+    def rows(self) -> int:
+        return self.slots + self.ring
 
 
 def empty_packed(tokens: int, layout: Layout) -> torch.Tensor:
@@ -93,9 +135,8 @@ class LongRows:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def allocate(self, capacity: int, sizes: HotSet, layout: Layout, *, is_long: bool) -> None:
-        """Makes room on the host for what a context of `capacity` tokens has there; of one that is long already, rows
-        on the device too. All or, where memory runs out, nothing.
-        """
+        """Makes room on the host for a context of `capacity` tokens; of one that is long already, for rows on the
+        device too. All or, where memory runs out, nothing."""
         rows_PBGRD = self._new_rows(sizes, layout) if is_long else self._rows_PBGRD
         if is_long or capacity > sizes.whole:
             self._allocate_host(capacity - self._recent, layout)

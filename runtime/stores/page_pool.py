@@ -38,11 +38,8 @@ class Pages:
 
 
 class CudaPages:
-    """Virtual memory of one device. All sizes and addresses are multiples of the granularity: bytes of a page.
-
-    Raises:
-        PageError, torch.OutOfMemoryError: a call failed; the message names it.
-    """
+    """Virtual memory of one device. Sizes and addresses are multiples of the granularity: bytes of a page. A failed
+    call raises PageError or torch.OutOfMemoryError, with its name."""
 
     def __init__(self, device: torch.device) -> None:
         from cuda.bindings import driver
@@ -211,11 +208,8 @@ class PagePool:
 
     def take(self, nbytes: int) -> list[Pages]:
         """At least so many bytes, in few allocations; one user has them. None where that is no number above 0. The last
-        page is a small one: a row that becomes a copy of another has its own in place of it.
-
-        Raises:
-            PageError, torch.OutOfMemoryError: there is no memory, not even with an empty pool; nothing was taken.
-        """
+        page is a small one: a row that becomes a copy of another has its own in place of it. Raises as CudaPages, and
+        has taken nothing then."""
         page = self.driver.granularity
         count = max(0, -(-nbytes // page))
         taken: list[Pages] = []
@@ -257,14 +251,13 @@ class PagePool:
                 self._free.setdefault(pages.nbytes, []).append(pages)
 
     def make_way(self, missing: int, working: Callable[[], int]) -> None:
-        """Before a prompt that takes `missing` bytes of pages and `working` bytes of other memory: free pages that it
-        has no need of go back to the driver where these would not fit beside them."""
+        """Before a prompt that takes `missing` bytes of pages and `working` others: free pages that it does not need go
+        back to the driver where these would not fit beside them."""
         if self.bytes > missing and self.driver.available() < working():
             self.trim(missing)
 
     def trim(self, keep: int = 0) -> bool:
-        """Gives free pages back to the driver, all but so many bytes; whether there were any. Also inside a capture,
-        for what ran out of memory there."""
+        """Gives free pages back to the driver, all but so many bytes; whether there were any. Also inside a capture."""
         OUTSIDE_CAPTURES.enter(waits=False)
         try:
             before = self.bytes

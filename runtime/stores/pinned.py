@@ -33,13 +33,8 @@ class CopyStream:
     """Copies on a CPU, which run at once."""
 
     def run(self, work: Callable[[], None], reads: Sequence[torch.Tensor]) -> CopyDone:
-        """Queues `work` behind all compute issued so far.
-
-        Args:
-            work: issues copies; may make temporaries, which belong to the stream.
-            reads: tensors it reads. Their memory is not reused before it is done; their contents must not be
-                overwritten.
-        """
+        """Queues `work`, which issues copies, behind all compute issued so far; its temporaries belong to the stream.
+        The memory of tensors that it reads is not reused before it is done; their contents must not be overwritten."""
         work()
 
     def order(self, done: CopyDone) -> None:
@@ -116,11 +111,8 @@ class OutsideCaptures:
             self.leave()
 
     def enter(self, waits: bool = True) -> None:
-        """As `none_under_way` begins. Without waiting for captures, none begins or ends until `leave`.
-
-        Raises:
-            RuntimeError: the thread would wait for its own capture.
-        """
+        """As `none_under_way` begins. Without waiting for captures, none begins or ends until `leave`. Raises
+        RuntimeError where a thread would wait for its own capture."""
         self._lock.acquire()
         try:
             while self._captures and waits:
@@ -199,11 +191,8 @@ class Block:
 
 
 class HostMemory:
-    """The blocks of one engine, and its copy streams: one a device.
-
-    Reuse is safe while copies of the former owner are still queued, because the new owner's copies go behind them on
-    the same stream.
-    """
+    """The blocks of one engine, and its copy streams: one a device. Reuse is safe while copies of the former owner are
+    still queued, because the new owner's copies go behind them on the same stream."""
 
     def __init__(self) -> None:
         self._keeps = True
@@ -230,11 +219,9 @@ class HostMemory:
             self._on_bytes = None
 
     def take(self, nbytes: int, device: torch.device) -> Block:
-        """A block of at least `nbytes` that `device` can copy to without waiting; its contents are anything.
-
-        Free blocks that are too small go back to the system: stores that grow would leave a trail of them, several
-        times their contents. Larger ones stay for the next long prompt, unless the machine needs them now.
-        """
+        """A block of at least `nbytes` that `device` can copy to without waiting; its contents are anything. Free
+        blocks that are too small go back to the system: stores that grow would leave a trail of them, several times
+        their contents. Larger ones stay for the next long prompt, unless the machine needs them now."""
         free = self._free.setdefault(device, [])
         fitting = [block for block in free if nbytes <= len(block.data) <= _MAY_BE_LARGER * nbytes]
         if fitting:

@@ -67,8 +67,8 @@ class Reservation:
         return any(one.users > 1 for one in self._rows[row][self.up_to(row, begin)[1] :])
 
     def ensure(self, needed: Sequence[tuple[int, int]]) -> bool:
-        """Maps pages so that each of these rows has at least so many bytes; whether there were any to map. Nothing has
-        changed where the driver fails."""
+        """Maps pages until these rows have so many bytes; whether any were missing. All or, where the driver fails,
+        nothing."""
         changes: dict[int, Change] = {}
         try:
             for row, nbytes in needed:
@@ -81,11 +81,8 @@ class Reservation:
         return bool(changes)
 
     def replace(self, changes: Mapping[int, Change]) -> None:
-        """Gives rows other pages. One user of the new pages is this, and of those that do not stay no more.
-
-        Raises:
-            PageError: a call of the driver failed; nothing has changed, and users of new pages are the caller's.
-        """
+        """Gives rows other pages, of which this is one user, and lets go of those before. Where the driver fails
+        nothing has changed, and users of new pages are the caller's."""
         before = {row: list(self._rows[row]) for row in changes}
         if any(keep < len(before[row]) for row, (keep, _) in changes.items()):
             self._pool.driver.settle()

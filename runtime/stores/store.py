@@ -6,8 +6,6 @@ implements `WholeStore` in a file beside this one.
 A length belongs to a layer and a row: every store counts the tokens of each batch row by itself. The position of a
 token does not depend on what a store still has of those before it.
 
-How much of a layer in host memory is on the device (`HotSet`) is for stores and for estimates of memory.
-
 Shapes: B batch, G KV heads, S tokens, D head size.
 """
 
@@ -15,16 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
 
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import SlotMap
-from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, in_8_bits, scaled
 from sparsekv.plans.errors import ShapeError
-from sparsekv.plans.patterns import Budget
 
 _LEAST_MARGIN, _MOST_MARGIN = 256, 65_536
 _LEAST_ROWS = 512
@@ -75,10 +72,8 @@ class Bytes:
 
 @dataclass(slots=True)
 class HostReads:
-    """Reads of contexts in host memory by decode steps: a step of every layer counts, and every row and list.
-
-    Captured steps count on the device: `collect` adds their counts.
-    """
+    """Reads of contexts in host memory by decode steps: a step of every layer counts, and every row and list. Captured
+    steps count on the device: `collect` adds their counts."""
 
     steps: int = 0
     chosen: int = 0  # tokens that lie on the host, as far as no whole context was read
@@ -130,12 +125,8 @@ class KeySource(Protocol):
     def gather(
         self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None, slots: SlotMap | None = None
     ) -> Gathered:
-        """All tokens without a copy, where they lie on the device: kernels read the selected ones there.
-
-        Args:
-            selection: no row attends to everything, unless the store returns it as it is.
-            slots: what a hot set shares with the layers that take the same choice.
-        """
+        """All tokens without a copy, where they lie on the device: kernels read the selected ones there. Layers that
+        take the same choice share the slots of a hot set."""
         return self.view(lengths_B), selection, window
 
 
@@ -248,8 +239,7 @@ class StepMemory(NamedTuple):
 
 
 class Binding:
-    """Stands for one captured step at work on one cache. A store in host memory that it serves holds it until it is
-    written to in any other way."""
+    """One captured step at work on one cache. A store in host memory holds it until other steps write to the store."""
 
 
 class WholeStore(KVStore, Protocol):
@@ -285,10 +275,7 @@ class WholeStore(KVStore, Protocol):
 
 def grown(capacity: int, needed: int, reserved: int = 0) -> int:
     """Tokens to allocate so that `needed` fit: unchanged if they do, else what was reserved, else an eighth more,
-    within bounds.
-
-    One append in many then copies the store, and a long context has no long empty end.
-    """
+    within bounds. One append in many then copies the store, and a long context has no long empty end."""
     if needed <= capacity:
         return capacity
     if needed <= reserved:
@@ -306,41 +293,69 @@ def check_tokens_fit(cached: torch.Tensor | None, k_BGSD: torch.Tensor, v_BGSD: 
     Layout.of(k_BGSD).check(cached)
 
 
-LEAVING = 64  # tokens move to the host so many at a time
+_EXPONENT = 0x7F80_0000  # bits of a float32
+_AT_ONCE = 16_384  # tokens: rounding a long prompt in pieces bounds the device memory it takes
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Reads:
-    """Reads of a long context by decode steps of a layer, which size the layer's part on the device."""
+@dataclass(slots=True)
+class Float8:
+    """Keys and values of one layer in 8 bits (e4m3). Stores have their bytes; scales are found and applied here.
 
-    budgets: tuple[Budget, ...] = ()  # of chosen tokens; none where every step reads everything
-    sink: int = 0
-    recent: int = 0
-    whole_up_to: int = 0  # contexts of so many tokens are read as a whole
+    A scale of each KV head, for keys and for values, is fixed by the first tokens that a cache gets, so that captured
+    steps read it at one address and eviction, host memory and copies of rows move bytes as they are. Scales of each
+    token would hardly be more accurate: e4m3 has its full precision over a range of 2^15, in which a head's values lie
+    together. The largest of the first tokens becomes 4 to 8 of at most 448: later ones may be 56 times as large before
+    they are cut off, and one that is 256 times smaller still has all its bits. Scales are powers of two, under which a
+    number rounds alike: answers do not depend on how many of the first tokens came together, but for numbers that
+    leave this range.
+    """
 
-    def listed(self, length: int) -> int | None:
-        """Tokens that a step reads at most of contexts up to this length; None where it reads everything."""
-        if not self.budgets:
-            return None
-        most = self.sink + max(budget.resolve(length) for budget in self.budgets) + self.recent
-        return most if most < length else None
+    scales: Scales | None = None  # None before the first tokens
+
+    @staticmethod
+    def layout(layout: Layout) -> Layout:
+        return replace(layout, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def rounded(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Pair:
+        """The bytes of new tokens, whose first ones fix the scales."""
+        if self.scales is None:
+            self.scales = Scales(_power_of_two(k_BGSD), _power_of_two(v_BGSD), k_BGSD.dtype)
+        return _in_pieces(k_BGSD, self.scales.k_G), _in_pieces(v_BGSD, self.scales.v_G)
+
+    def read(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Pair:
+        assert self.scales is not None, "there are tokens"
+        k_G, v_G, dtype = self.scales.k_G, self.scales.v_G, self.scales.dtype
+        return scaled(k_BGSD, k_G, dtype), scaled(v_BGSD, v_G, dtype)
+
+    def fill(self, room: Pair, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        """Writes tokens to a store's room, and what they were rounded to in their own place."""
+        for piece in _pieces(k_BGSD.shape[2]):
+            new = k_BGSD[:, :, piece], v_BGSD[:, :, piece]
+            written = self.rounded(*new)
+            for into, own, bytes_, read in zip(room, new, written, self.read(*written), strict=True):
+                into[:, :, piece].copy_(bytes_)
+                own.copy_(read)
+
+    def view(self, keys: KeyView) -> KeyView:
+        return replace(keys, k=keys.k.view(FLOAT8), v=keys.v.view(FLOAT8), scales=self.scales)
 
 
-@dataclass(frozen=True, slots=True)
-class HotSet:
-    """The rows of a layer in host memory that lie on the device, in tokens."""
+def _pieces(tokens: int) -> Iterator[slice]:
+    for begin in range(0, tokens, _AT_ONCE):
+        yield slice(begin, min(begin + _AT_ONCE, tokens))
 
-    slots: int  # of chosen tokens; 0 where a step reads everything
-    ring: int  # rows behind them for the newest tokens
-    listed: int  # tokens that a step attends to at most; 0 where it reads everything
-    whole: int  # the longest context that lies there as a whole
 
-    @classmethod
-    def of(cls, hot: Budget, reads: Reads, capacity: int) -> HotSet:
-        rows, ring, listed = hot.resolve(capacity), reads.recent + LEAVING, reads.listed(capacity) or 0
-        slots = max(rows - ring, listed) if listed else 0
-        return cls(slots, ring, listed, max(rows, slots + ring, reads.whole_up_to))
+def _in_pieces(x_BGSD: torch.Tensor, scale_G: torch.Tensor) -> torch.Tensor:
+    stored_BGSD = torch.empty_like(x_BGSD, dtype=torch.uint8)
+    for piece in _pieces(x_BGSD.shape[2]):
+        stored_BGSD[:, :, piece] = in_8_bits(x_BGSD[:, :, piece], scale_G)
+    return stored_BGSD
 
-    @property
-    def rows(self) -> int:
-        return self.slots + self.ring
+
+def _power_of_two(x_BGSD: torch.Tensor) -> torch.Tensor:
+    """[G]: the scale by which the largest number of a head becomes 4 to 8; 1 where it is 0 or none."""
+    largest_G = x_BGSD.abs().amax((0, 2, 3)).float()
+    scale_G = (largest_G.view(torch.int32) & _EXPONENT).view(torch.float32) / 4
+    return torch.where(scale_G.isfinite() & (scale_G > 0), scale_G, 1.0)

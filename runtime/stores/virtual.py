@@ -92,11 +92,9 @@ _LEAST_PAGES = 8
 
 
 def pages_pay(layout: Layout, context: int, page: int) -> bool:
-    """Returns whether pages of so many bytes pay for such keys.
-
-    A row has up to a page beyond its tokens. Where its whole context fills eight, that is no more than the eighth by
-    which a device store grows, and copies, with old and new side by side, are saved.
-    """
+    """Returns whether pages of so many bytes pay for such keys. A row has up to a page beyond its tokens. Where its
+    whole context fills eight, that is no more than the eighth by which a device store grows, and copies, with old and
+    new side by side, are saved."""
     return 0 < _LEAST_PAGES * page <= layout.token_bytes * context
 
 
@@ -105,13 +103,8 @@ def round_up(count: int, step: int) -> int:
 
 
 class VirtualStore(DeviceStore):
-    """Keys and values beside their queries; views cost nothing.
-
-    The pages from the one that a row's next token goes to are its own; those before may be of several rows.
-
-    Args:
-        context: tokens that a row will hardly exceed; where it does, it gets other addresses.
-    """
+    """Keys and values beside their queries; views cost nothing. A row owns the pages from its next token on; those
+    before may be of several rows. Where a row exceeds `context`, it gets other addresses."""
 
     def __init__(self, pool: PagePool, context: int) -> None:
         super().__init__()
@@ -299,8 +292,7 @@ class VirtualStore(DeviceStore):
 
     @torch.inference_mode(False)
     def select(self, rows: Sequence[int]) -> None:
-        """Row i becomes a copy of row `rows[i]`, all at once: it shares the full pages, and has the last one for
-        itself."""
+        """Row i becomes a copy of row `rows[i]`, all at once: it shares the full pages, and owns the last one."""
         if not self.lengths or list(rows) == list(range(len(self.lengths))):
             return
         with self._pool.first():

@@ -37,9 +37,8 @@ from sparsekv.runtime.paged.step_rows import (
     split_rows,
 )
 from sparsekv.runtime.vllm import internals as vllm
-from sparsekv.runtime.vllm import step_metadata
 from sparsekv.runtime.vllm.devices import check_pages, scales_of
-from sparsekv.runtime.vllm.engine_host import EngineHost, start_host
+from sparsekv.runtime.vllm.engine_host import EngineHost, is_plain, part_of, requests_of, start_host, with_tables
 from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks, EvictedLengths, EvictedTable, Requests, TableRows, move
 from sparsekv.runtime.vllm.settings import check_engine_layer, plan_of, read_options
 from sparsekv.runtime.vllm.timed_kernels import measured_rule
@@ -66,11 +65,9 @@ class SparseBackend(_Backend):
 
 
 class PlannedBackend(_Backend):
-    """vLLM's backend by the name that vLLM chooses it by: ours in engines with a plan, and in all others itself.
-
-    vLLM registers the name's class before it knows a configuration, and keeps the class for all engines of a process:
-    so it is asked anew for each layer.
-    """
+    """vLLM's backend by the name that vLLM chooses it by: ours in engines with a plan, and in all others itself. vLLM
+    registers the name's class before it knows a configuration, and keeps the class for all engines of a process: so it
+    is asked anew for each layer."""
 
     @staticmethod
     def get_name() -> str:
@@ -287,10 +284,10 @@ class SparseBuilder(_Builder):
         common, evicted = common_attn_metadata, None
         if self._table is not None:
             evicted, table_BP = self._table.step(partial(_rows, common), common.seq_lens, common.block_table_tensor)
-            common = step_metadata.with_tables(common, evicted.lengths_B, evicted.cpu_lengths_B, table_BP)
+            common = with_tables(common, evicted.lengths_B, evicted.cpu_lengths_B, table_BP)
         metadata = super().build(common_prefix_len, common, fast_build)
         only_decodes = evicted is not None and not evicted.prompts and common.max_query_len == 1
-        if self._host is not None and step_metadata.is_plain(common) and (self._counts or not only_decodes):
+        if self._host is not None and is_plain(common) and (self._counts or not only_decodes):
             step = self._step(self._host, common, evicted)
             if step is not None:
                 setattr(metadata, _STEP, step)
@@ -301,7 +298,7 @@ class SparseBuilder(_Builder):
 
     def _step(self, host: EngineHost, common: Any, evicted: EvictedLengths | None) -> StepRows | None:
         """The rows of a step that the layers compute; None where all of it is vLLM's."""
-        starts, lengths, unfinished = step_metadata.requests_of(common)
+        starts, lengths, unfinished = requests_of(common)
         # Captured graphs do not tell a prompt's row from a decoded one or drafts: it goes with those, and is dense.
         decoded = 0 if host.decode is None else host.decoded
         alone = [False] * len(lengths) if vllm.platform.captures else behind_decode(starts, unfinished, decoded)
@@ -329,8 +326,7 @@ class SparseBuilder(_Builder):
     def _decode(
         self, decode: DecodeHost, pays: Thresholds, common: Any, lengths: list[int], unfinished: list[bool], rows: int
     ) -> DecodeRows | None:
-        """The decode rows of a step, its first requests. Tensors that graphs read are there whatever the lengths
-        are."""
+        """The decode rows of a step, its first. Tensors that graphs read are there whatever the lengths are."""
         prompts = [row for row in range(rows) if unfinished[row]]
         seen = [length for length, is_prompt in zip(lengths[:rows], unfinished, strict=False) if not is_prompt]
         least = pays.at(rows)
@@ -354,11 +350,11 @@ class SparseBuilder(_Builder):
 
     def _part_of(self, common: Any, first: int, end: int) -> Any:
         # A fast build leaves alone what the builder keeps for the whole step: a schedule that graphs read.
-        return super().build(0, step_metadata.part_of(common, first, end), fast_build=True)
+        return super().build(0, part_of(common, first, end), fast_build=True)
 
 
 def _rows(common: Any) -> TableRows:
-    starts, lengths, _ = step_metadata.requests_of(common)
+    starts, lengths, _ = requests_of(common)
     return TableRows(starts, lengths)
 
 
@@ -436,8 +432,8 @@ def _keys(
     host: EngineHost, rows: PrefillRows, new: tuple[torch.Tensor | None, torch.Tensor | None],
     pages: tuple[torch.Tensor, torch.Tensor], table: torch.Tensor, scales: Scales | None,
 ) -> KeyView:  # fmt: skip
-    """All keys of a request so far. Without a past its new rows are all there is; they are read back from a cache in
-    8 bits all the same, as answers would depend on the cut else."""
+    """All keys of a request so far. Without a past its new rows are all there is; of a cache in 8 bits they are read
+    back, as answers would depend on the cut else."""
     k_TGD, v_TGD = new
     if rows.chunk.past[0] == 0 and scales is None and k_TGD is not None and v_TGD is not None:
         return full_view(k_TGD.transpose(0, 1)[None], v_TGD.transpose(0, 1)[None])

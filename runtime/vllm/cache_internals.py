@@ -93,8 +93,8 @@ def evicting_spec(spec: Any, blocks: EvictedBlocks) -> EvictingSpec:
 
 
 def _refuse_sessions() -> None:
-    """Has engines with evicting layers refuse requests whose prompts grow (streaming input): later parts would read
-    blocks that are freed when the first is complete."""
+    """Has engines that evict refuse requests whose prompts grow: later parts would read blocks that are freed by
+    then."""
 
     def replacement(given: Any) -> Any:
         def preprocess_add_request(self: Any, request: EngineCoreRequest) -> Any:
@@ -131,10 +131,8 @@ def change_specs(change: Callable[[VllmConfig, Any, Any], Any]) -> None:
 
 
 def follow_steps(config: VllmConfig, requests_of: Callable[[VllmConfig], Requests | None]) -> None:
-    """Tells of each step which requests it has, row by row.
-
-    A step of single rows, one of them of a prompt, is launched: in a captured graph nothing would see the row's query.
-    """
+    """Tells of each step which requests it has, row by row. A step of single rows, one of them of a prompt, is
+    launched: in a captured graph nothing would see the row's query."""
     told = {one.name for one in fields(SchedulerOutput)}
     if lacks := {"num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids"} - told:
         raise UnsupportedError(f"expected steps of vLLM that tell {', '.join(sorted(lacks))}, found a release without")

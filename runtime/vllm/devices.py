@@ -45,10 +45,8 @@ class OnCpu:
 
     @staticmethod
     def pages_of(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in a layer's cache, [N, G, S, D] each: views.
-
-        A page holds, for each KV head, its keys transposed, then its values.
-        """
+        """Keys and values in a layer's cache, [N, G, S, D] each: views. A page holds, for each KV head, its keys
+        transposed, then its values."""
         pages, heads, tokens, both = kv_cache.shape
         parts = kv_cache.view(pages, heads, 2, tokens * both // 2)
         k_NGSD = parts[:, :, 0].view(pages, heads, both // 2, tokens).transpose(2, 3)
@@ -210,12 +208,9 @@ def empty_pages(
     backend: Any, config: VllmConfig, pages: int, kv_heads: int, tokens: int, size: int, dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:  # fmt: skip
-    """Returns a layer's cache on CUDA as the release allocates it, [N, G, S, 2D], whatever comes first in memory.
-
-    Args:
-        backend: vLLM's own, which had the order itself before 0.30; since then the configuration has it once an engine
-            has resolved it, and the backend's preference is what it will be.
-    """
+    """A layer's cache on CUDA as the release allocates it, [N, G, S, 2D], whatever comes first in memory. vLLM's own
+    backend had the order before 0.30; since then the configuration has it once an engine has resolved it, and the
+    backend's preference until then."""
     if hasattr(backend, "get_kv_cache_shape"):
         shape, order = backend.get_kv_cache_shape(pages, tokens, kv_heads, size), backend.get_kv_cache_stride_order()
     else:
@@ -235,11 +230,8 @@ def _layout(backend: Any, config: VllmConfig) -> Any:
 def check_pages(
     config: Any, impl: Any, layer: Any, spec: Any, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Writes a page as vLLM does and reads it back: its layout depends on settings, the release and the CPU.
-
-    Returns:
-        Two pages of keys and of values, of which the second was written; bytes of a layer with `scales_of`.
-    """
+    """Writes a page as vLLM does and reads it back: its layout depends on settings, the release and the CPU. Gives two
+    pages of keys and of values, the second written; bytes of a layer with `scales_of`."""
     tokens, heads, size = spec.block_size, spec.num_kv_heads, spec.head_size
     number_SGD = torch.arange(tokens * heads * size, device=device).view(tokens, heads, size)
     scales = scales_of(config, impl, layer)

@@ -26,8 +26,8 @@ from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.keys import KeyView, Scales
 from sparsekv.plans.patterns import Budget
 from sparsekv.plans.phases import Retention
-from sparsekv.runtime.core.eviction import rows_to_cache
 from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.core.select import rows_to_cache
 from sparsekv.runtime.core.state import Gather, Observed
 
 
@@ -49,8 +49,8 @@ class Requests:
 
     @contextmanager
     def step(self, scheduled: Scheduled, order: Callable[[], Sequence[str]] | None = None) -> Iterator[bool]:
-        """A step runs meanwhile. Gives whether it has single rows alone, one of them of a prompt. `order` gives its
-        rows, once the worker knows them."""
+        """A step runs meanwhile: whether it has single rows alone, one of them of a prompt. `order` gives its rows
+        later."""
         for request in scheduled.finished:
             self._prompts.pop(request, None)
             self._open.pop(request, None)
@@ -111,8 +111,7 @@ class EvictedBlocks:
         return prompt - self.evicted(prompt) * self.block
 
     def freed(self, prompt: int, computed: int) -> tuple[range, range]:
-        """The blocks that no step reads once so many tokens are computed, the prompt among them: of the prompt, and of
-        the answer."""
+        """The blocks, of the prompt and of the answer, that no step reads once so many tokens are computed."""
         whole, first = prompt // self.block, -(-prompt // self.block)
         newest = max(first, (computed + 1 - self.generated) // self.block)
         return range(whole - self.evicted(prompt), whole), range(first, newest)
@@ -173,11 +172,8 @@ class StepTables:
     def lengths(
         self, blocks: EvictedBlocks, page: int, rows: Callable[[], TableRows], lengths_B: torch.Tensor, pages: int
     ) -> EvictedLengths:
-        """The tokens and pages that are read of each request, made once in a step.
-
-        Args:
-            page: tokens of a page, as kernels see it: a block, or a part of one.
-        """
+        """The tokens and pages that are read of each request, made once in a step. A page, as kernels see it, is a
+        block or a part of one."""
         requests = self._requests.rows
         if self._step != self._requests.steps or not requests:
             self._of_step, self._step = {}, self._requests.steps
@@ -271,12 +267,8 @@ class Saved(NamedTuple):
 
 
 class EvictingHost:
-    """The layers of a plan that evict tokens, in one worker of an engine.
-
-    Args:
-        copy: gives the first tokens of a request contiguously, until the next copy; see `Scratch`.
-        rows: of a step, at most.
-    """
+    """The layers of a plan that evict tokens, in one worker of an engine. `copy` gives a request's first tokens
+    contiguously, until the next copy."""
 
     def __init__(
         self, backend: str, fallback: Fallback, copy: Callable[..., KeyView], rows: int,
@@ -334,9 +326,8 @@ class EvictingHost:
         return self._fallback.decode(call, self._backend, k_1GKD.device)
 
     def warm_up(self, layer: LayerProgram, observed: Observed, keys: KeyView) -> None:
-        """Chooses among these keys, so that kernels are compiled and memory is taken where the engine measures it; the
-        queries of one prompt are saved until the first step.
-        """
+        """Chooses among these keys, so that kernels are compiled and the engine measures their memory; the queries of
+        one prompt are saved until the first step."""
         self._choose(layer, keys.k.shape[2], observed, keys.k, EvictedBlocks.of(_rule(layer), 1))
         copied = Observed(observed.q_BHWD.clone(), observed.scale, observed.softmax)
         self._saved.setdefault(_WARM_UP, {})[layer.layer] = Saved(copied, 0)

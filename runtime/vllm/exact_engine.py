@@ -124,14 +124,9 @@ class Step:
 
 
 class Drafting:
-    """The drafts of one engine: of one length, or none.
-
-    Between two steps of the same requests lie a draft and the pass that verifies it, so the time between their outputs
-    is that of a cycle.
-
-    Args:
-        dense_up_to: contexts that the plan decodes dense, where drafts cost as much as what they save.
-    """
+    """The drafts of one engine: of one length, or none, as at contexts that the plan decodes dense. Between two steps
+    of the same requests lie a draft and the pass that verifies it: the time between their outputs is that of a
+    cycle."""
 
     def __init__(
         self, drafted: int, dense_up_to: int, say: Say, publish: Callable[[Mapping[str, Drafted]], None]

@@ -42,10 +42,9 @@ from sparsekv.runtime.architecture import MODALITIES
 from sparsekv.runtime.core.program import Rank
 from sparsekv.runtime.model_config import quantisation_of
 from sparsekv.runtime.vllm.devices import OnCpu, OnCuda, platform
-from sparsekv.runtime.vllm.engine_host import EngineModel
+from sparsekv.runtime.vllm.engine_host import KNOWN, READ, EngineModel
 from sparsekv.runtime.vllm.exact_engine import WORKER, ask_for_drafts
 from sparsekv.runtime.vllm.settings import EngineFacts, connectors_of, plan_path, read_options
-from sparsekv.runtime.vllm.step_metadata import KNOWN, READ
 
 __all__ = ["AttentionType", "get_current_vllm_config", "platform", "release", "set_current_vllm_config"]
 
@@ -155,8 +154,8 @@ def runs_ours(config: VllmConfig) -> bool:
 
 
 def say_dense(config: VllmConfig, error: Exception) -> None:
-    """Warns that an engine does not run its plan, with the error. Raises it where a plan is required, where our backend
-    was asked for by name, and where it is of one rank's device: the other ranks would wait."""
+    """Warns that an engine does not run its plan. Raises the error where a plan is required, our backend was named, or
+    it is of one rank's device: the other ranks would wait."""
     if not isinstance(error, SparseKVError):
         error = UnsupportedError(f"the engine could not be read ({type(error).__name__}: {error})")
     asked, options = config.attention_config, read_options(config.additional_config)
@@ -208,11 +207,6 @@ def layer_number(name: str) -> int:
     return extract_layer_index(name)
 
 
-def device_type() -> str:
-    kind: str = current_platform.device_type
-    return kind
-
-
 def empty_cache(pages: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A layer's cache outside of an engine, with pages as vLLM has them where nothing else is asked for."""
     spec = SimpleNamespace(num_kv_heads=kv_heads, block_size=platform.page, head_size=size, dtype=dtype)
@@ -244,8 +238,8 @@ def engine_dense_attention(
 
 
 def without_prefill(config: VllmConfig, support: AttentionCGSupport) -> AttentionCGSupport:
-    """The most that is captured in whole graphs: steps that only decode, or verify as many drafts of each
-    request. Sparse prefill is launched anew each time."""
+    """The most that is captured in whole graphs: steps that decode or verify drafts. Sparse prefill is launched
+    anew."""
     drafts = config.speculative_config is not None
     most = AttentionCGSupport.UNIFORM_BATCH if drafts else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     return min(support, most, key=lambda one: one.value)
@@ -260,8 +254,8 @@ def graph_rows(config: VllmConfig) -> int:
 
 
 def register() -> None:
-    """Makes our backend known to vLLM, which imports it when it makes the first attention layer, and vLLM's copy of
-    flash-attn-4 to our kernels. Names that another plugin has taken stay its own."""
+    """Makes our backend known to vLLM, which imports it for the first attention layer, and vLLM's flash-attn-4 to our
+    kernels. Names that another plugin has taken stay its own."""
     follow_configs(ask_for_drafts, say_unused)
     if platform is None:
         return
@@ -286,8 +280,8 @@ _REPLACED = "sparsekv_given"  # what a method that was replaced by ours was, on 
 
 
 def follow_configs(before: Callable[[Any], None], after: Callable[[VllmConfig], None]) -> None:
-    """Has arguments of engines be changed by one function, and the configuration that is made of them be seen by the
-    other: nothing of vLLM lets a plugin choose a drafter."""
+    """Changes arguments of engines by one function, and shows the configuration that is made of them to the other:
+    nothing of vLLM lets a plugin choose a drafter."""
     given = EngineArgs.create_engine_config
     if hasattr(given, _REPLACED):  # once in a process
         return

@@ -177,8 +177,8 @@ class SelfSpeculator(DraftModelSpeculator):
 
 
 def _lengths(input_batch: Any, drafted: int) -> torch.Tensor:
-    """Returns the most tokens that each request has, as far as the host knows, and none in all steps of the draft for
-    prompts that are not complete: these draft nothing, so that they neither choose nor count."""
+    """The most tokens that each request has, as far as the host knows; none in all steps of the draft for prompts that
+    are not complete: these neither choose nor count."""
     lengths_B = input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs]
     complete_B = lengths_B >= torch.from_numpy(input_batch.prefill_len_np)
     return torch.where(complete_B, lengths_B, -drafted)

@@ -116,10 +116,8 @@ class EngineFacts:
 
 
 class EngineOptions(BaseModel):
-    """The settings of an engine: `--additional-config '{"sparsekv": {...}}'`.
-
-    docs/vllm.md says what each does. `require` by default holds where the plan or our backend was asked for by name.
-    """
+    """The settings of an engine: `--additional-config '{"sparsekv": {...}}'`. docs/vllm.md says what each does.
+    `require` by default holds where the plan or our backend was asked for by name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -150,8 +148,7 @@ class EngineOptions(BaseModel):
         return self
 
     def requires(self, by_name: bool) -> bool:
-        """Returns whether an engine that cannot run its plan ends; `by_name`: what would run it was asked for by
-        name."""
+        """Whether an engine that cannot run its plan ends; `by_name`: the plan or our backend was named."""
         return bool(self.exact) or (by_name if self.require is None else self.require)
 
 
@@ -237,8 +234,7 @@ def plan_of(
 
 
 def host_of(facts: EngineFacts, plan: Plan, options: EngineOptions) -> Host:
-    """An engine as a host of plans, with everything in its settings that would run one wrongly, or that this version
-    was not tested on."""
+    """An engine as a host of plans, with each of its settings that would run one wrongly, or that was not tested."""
     return Host(
         "vLLM", older_queries=False, windows=False, mixed_caches=False, drafts=bool(options.exact),
         obstacles=tuple(_obstacles(facts, plan, options)),
@@ -371,9 +367,8 @@ def _unnamed_stores(facts: EngineFacts, name: str) -> Iterator[str]:
 def check_engine_layer(
     layer: LayerProgram, heads: int, kv_heads: int, window: int | None, keys_of: int | None = None
 ) -> None:
-    """Refuses a layer that vLLM runs with another shape or window than the model's config says, on which the plan is
-    built. vLLM takes the windows of some architectures from elsewhere.
-    """
+    """Refuses a layer that vLLM runs with another shape or window than the model's config says, by which the plan is
+    lowered: vLLM takes some windows from elsewhere."""
     expected, found = (layer.heads, layer.kv_heads, layer.window, layer.keys_of), (heads, kv_heads, window, keys_of)
     if expected != found:
         raise UnsupportedError(

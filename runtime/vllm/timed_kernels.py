@@ -126,8 +126,7 @@ class EngineLayers(TimedLayers):
 
 
 def measured_rule(host: EngineHost, device: torch.device, size: int, scales: Scales | None, softmax: Softmax) -> Pays:
-    """The rule of this engine, from disk where it was measured before. Where memory is short the plan is sparse
-    wherever it may be."""
+    """The rule of this engine, from disk where it was measured before; sparse wherever it may be for want of memory."""
     started, place = time.monotonic(), host.place
     scales = scales and replace(scales, q_G=None)
     layers = EngineLayers(host.program, place, Timers(), host, device, size, scales, softmax)

@@ -58,7 +58,7 @@ def plan_host_of(engine: Any) -> Any:
 def recorded(engine: Any) -> Iterator[list[Rows]]:
     """What the engine computes meanwhile, with the rows and pages that its metadata builder is given."""
     from sparsekv.runtime.vllm.attention_backend import SparseBuilder
-    from sparsekv.runtime.vllm.step_metadata import requests_of
+    from sparsekv.runtime.vllm.engine_host import requests_of
 
     host, (model,) = plan_host_of(engine), engine.apply_model(lambda model: model)
     build, compute_logits = SparseBuilder.build, model.compute_logits

@@ -21,7 +21,7 @@ from vllm_contract import Sources, undrafted, unfulfilled, unknown_metadata
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "tests/data/vllm").glob("*.json"))
 OURS = (
-    *("internals", "cache_internals", "devices", "step_metadata", "attention_backend"),
+    *("internals", "cache_internals", "devices", "engine_host", "attention_backend"),
     *("draft_scheduler", "self_speculator"),
 )
 FOLDER = ROOT / "runtime/vllm"
@@ -98,7 +98,7 @@ def defined_here() -> set[str]:
     modules = (builtins, torch.nn, inspect, weakref)
     found.update(name for kind in (*sized, *others, *modules) for name in dir(kind))
     scales = ("_k_scale", "_q_scale", "_v_scale")  # of a layer, by `set_default_quant_scales`
-    return found.union(scales, ("format_exception", "monotonic", "num_hidden_layers"))
+    return found.union(scales, ("format_exception", "model_copy", "monotonic", "num_hidden_layers"))
 
 
 def _own_files() -> list[Path]:

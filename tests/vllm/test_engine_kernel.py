@@ -5,7 +5,7 @@ import torch
 
 from sparsekv.runtime.vllm import internals
 
-DEVICE = torch.device(internals.device_type())
+DEVICE = torch.device(internals.current_platform.device_type)
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
 
 

@@ -18,15 +18,15 @@ from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.paged.plan_host import Scratch
-from sparsekv.runtime.stores import float8
+from sparsekv.runtime.stores import store as stores
 from sparsekv.runtime.vllm import internals
 from sparsekv.runtime.vllm.attention_backend import SparseImpl
 from sparsekv.runtime.vllm.devices import check_pages, scales_of
 from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
 
 Prompts = dict[int, list[int]]
-CUDA = internals.device_type() == "cuda"
-DEVICE = torch.device(internals.device_type())
+CUDA = internals.current_platform.device_type == "cuda"
+DEVICE = torch.device(internals.current_platform.device_type)
 pytestmark = (
     pytest.mark.gpu
     if CUDA
@@ -185,7 +185,7 @@ def scale(request: pytest.FixtureRequest, stored: Any, monkeypatch: pytest.Monke
 
     stored.apply_model(load)
     turns = cycle((of_k, of_v))  # keys are asked for first
-    monkeypatch.setattr(float8, "_power_of_two", lambda x_BGSD: torch.full(x_BGSD.shape[1:2], next(turns)))
+    monkeypatch.setattr(stores, "_power_of_two", lambda x_BGSD: torch.full(x_BGSD.shape[1:2], next(turns)))
     assert stored.reset_prefix_cache()
     reset_stats(stored)
     return float(request.param)

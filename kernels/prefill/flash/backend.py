@@ -54,11 +54,8 @@ def prefill(
     window: int | None = None,
     want_lse: bool = False,
 ) -> AttentionOutput:
-    """Attention over the index's tiles and columns; arguments as in `prefill_attention`.
-
-    Raises:
-        BackendError: this GPU, dtype, head size, tile or memory layout is not supported; the message says why.
-    """
+    """Attention over the index's tiles and columns; as `prefill_attention`. Raises BackendError where flash-attn-4 does
+    not take the tensors."""
     obstacle = device_obstacle(q_BHSD.device) or shape_obstacle(q_BHSD.dtype, q_BHSD.shape[-1], index.tile)
     if obstacle:
         raise BackendError(f"the flash backend cannot run this layer: {obstacle}; use backend='triton'")

@@ -10,8 +10,8 @@ from tiny_plans import drops
 from sparsekv.kernels.keys import PLAIN
 from sparsekv.kernels.scores import NEIGHBOURS
 from sparsekv.plans.phases import ScoreName
-from sparsekv.runtime.core import eviction
-from sparsekv.runtime.core.eviction import SCORES, rows_to_cache
+from sparsekv.runtime.core import select
+from sparsekv.runtime.core.select import SCORES, rows_to_cache
 from sparsekv.runtime.core.state import Observed
 
 HEADS, GROUPS, TOKENS, SIZE = 4, 2, 60, 8
@@ -40,7 +40,7 @@ def test_every_score_of_a_plan_has_a_function_and_a_row_here() -> None:
 @pytest.mark.parametrize("heads", ["max", "per_kv_head"])
 @pytest.mark.parametrize("name", BY_HAND)
 def test_the_tokens_with_the_highest_scores_stay(name: str, heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction, "SCORES", {"key_norm": key_norm, **SCORES})
+    monkeypatch.setattr(select, "SCORES", {"key_norm": key_norm, **SCORES})
     source = torch.Generator().manual_seed(3)
     k_BGSD = torch.randn(1, GROUPS, TOKENS, SIZE, generator=source)
     observed = Observed(torch.randn(1, HEADS, 5, SIZE, generator=source), 0.3, PLAIN)

@@ -8,7 +8,7 @@ from tiny_plans import plan_for
 from sparsekv.kernels import backends
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.stores.float8 import Float8
+from sparsekv.runtime.stores.store import Float8
 
 
 @pytest.fixture(scope="module")

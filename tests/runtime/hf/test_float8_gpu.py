@@ -11,7 +11,7 @@ from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf import cache as caches
 from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.stores.float8 import Float8
+from sparsekv.runtime.stores.store import Float8
 from sparsekv.runtime.stores.virtual import VirtualStore
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.timed_model import ModelLayers, measured_rule
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.store import Reads
+from sparsekv.runtime.stores.host import Reads
 
 pytestmark = pytest.mark.gpu
 FULL = (

@@ -19,7 +19,8 @@ from sparsekv.runtime.hf import graph_fetches
 from sparsekv.runtime.hf.graph_stores import StepStores, obstacle
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.store import HostReads, Reads
+from sparsekv.runtime.stores.host import Reads
+from sparsekv.runtime.stores.store import HostReads
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the steps are captured there")
 SINK, CHOSEN, RECENT, BATCH, GROUPS = 2, 6, 5, 2, 3

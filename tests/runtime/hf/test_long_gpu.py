@@ -14,8 +14,8 @@ from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import Layout
+from sparsekv.runtime.stores.host import Reads
 from sparsekv.runtime.stores.pinned import CudaStream, HostMemory
-from sparsekv.runtime.stores.store import Reads
 
 pytestmark = pytest.mark.gpu
 BATCH, GROUPS, SIZE = 2, 2, 64

@@ -34,8 +34,8 @@ from sparsekv.runtime.stores import host as packed
 from sparsekv.runtime.stores import pinned as memory
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.host import Reads
 from sparsekv.runtime.stores.pinned import HostMemory, check_room
-from sparsekv.runtime.stores.store import Reads
 
 LEAVING = 64  # tokens that move to the host at a time
 CHUNKS = st.lists(st.sampled_from([1, 1, 2, 5, 64, 300, 700]), min_size=1, max_size=12)

@@ -17,17 +17,8 @@ from sparsekv.plans.patterns import tokens
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore, RowStore
 from sparsekv.runtime.stores.evicting import EvictingStore
-from sparsekv.runtime.stores.store import (
-    Binding,
-    CachedRows,
-    HotRows,
-    KVStore,
-    Layout,
-    Reads,
-    Resident,
-    Seen,
-    WholeStore,
-)
+from sparsekv.runtime.stores.host import Reads
+from sparsekv.runtime.stores.store import Binding, CachedRows, HotRows, KVStore, Layout, Resident, Seen, WholeStore
 from sparsekv.runtime.stores.virtual import VirtualStore
 
 BATCH, GROUPS, SIZE = 1, 2, 8

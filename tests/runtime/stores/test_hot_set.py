@@ -13,8 +13,9 @@ from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.host import Reads
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.store import Layout, Reads
+from sparsekv.runtime.stores.store import Layout
 
 SINK, CHOSEN, RECENT = 2, 6, 5
 READS = Reads((tokens(CHOSEN),), SINK, RECENT)

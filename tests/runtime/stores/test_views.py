@@ -20,7 +20,8 @@ from sparsekv.plans.errors import ShapeError
 from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore, grown
-from sparsekv.runtime.stores.store import Layout, Reads
+from sparsekv.runtime.stores.host import Reads
+from sparsekv.runtime.stores.store import Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
 
 HOT = [tokens(0), tokens(1), tokens(7), tokens(300), tokens(5000), fraction(0.1), fraction(1.0)]
