@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv.kernels.triton_support import quick
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 _AT_ONCE = 128  # tokens of a page
 _ROWS = 32  # of a program that moves some
@@ -38,6 +40,7 @@ def copy_pages(pages: Pair, table_P: torch.Tensor, into: Pair, scales: Pair | No
         )  # fmt: skip
 
 
+@quick
 @triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["table_ptr"])
 @no_type_check
 def _copy_kernel(

@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.prefill.triton import LOG2_E, _live_words, _rows
 from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.triton_support import quick
 
 _LOG_2 = tl.constexpr(0.6931471805599453)
 
@@ -105,6 +106,7 @@ def add_columns(
         )  # fmt: skip
 
 
+@quick
 @triton.jit(do_not_specialize=["heads", "columns", "packed"])
 @no_type_check
 def pack_kernel(
@@ -166,6 +168,7 @@ def _join(acc_MD, m_M, l_M, q_MD, k_CD, v_CD, keep_C, keep_MC, scale_log2, MASKE
     return acc_MD, new_m_M, l_M
 
 
+@quick
 @triton.jit(do_not_specialize=["window", "kv_heads", "queries", "query_tiles", "columns", "packed", "words"])
 @no_type_check
 def columns_kernel(

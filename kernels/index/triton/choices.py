@@ -29,6 +29,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from sparsekv.kernels.triton_support import quick
+
 NOTHING = tl.constexpr(2147483647)  # a threshold that no score exceeds
 
 
@@ -158,6 +160,7 @@ def _list_chosen(row_ptr, count, threshold, last_equal, list_ptr, width, BLOCK: 
 
 
 # `keys` is specialised on: the padded length always is a multiple of PADDING, which the compiler should know.
+@quick
 @triton.jit(do_not_specialize=["heads", "all_heads", "width"])
 @no_type_check
 def select_kernel(
@@ -184,6 +187,7 @@ def select_kernel(
         tl.store(choice_ptr + row * 2 + 1, last_equal)
 
 
+@quick
 @triton.jit(do_not_specialize=["heads", "keys", "entries"])
 @no_type_check
 def crossings_kernel(
@@ -238,6 +242,7 @@ def _affordable(best_row, offset_row, start, stop, bound, BLOCK: tl.constexpr):
     return threshold, limit
 
 
+@quick
 @triton.jit(do_not_specialize=["heads", "entries", "most"])
 @no_type_check
 def diagonals_kernel(
@@ -289,6 +294,7 @@ def _code_at(code_row, distance, entries, RIGHT: tl.constexpr, keep):
     return tl.load(code_row + entry, mask=keep, other=0)
 
 
+@quick
 @triton.jit(
     do_not_specialize=["window", "heads", "all_heads", "row_tiles", "entries", "most", "width", "columns", "words"]
 )

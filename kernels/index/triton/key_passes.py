@@ -28,6 +28,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from sparsekv.kernels.triton_support import quick
+
 
 @triton.jit
 @no_type_check
@@ -128,6 +130,7 @@ def _stats_step(
     return next_highest, next_total
 
 
+@quick
 @triton.jit(do_not_specialize=["window", "heads", "span"])
 @no_type_check
 def stats_kernel(
@@ -268,6 +271,7 @@ def _lines_step(
     return still_waiting, whole_NM
 
 
+@quick
 @triton.jit(do_not_specialize=["window", "heads", "span", "ranges", "keys"])
 @no_type_check
 def lines_kernel(

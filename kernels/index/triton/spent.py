@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.tiles import TileIndex
+from sparsekv.kernels.triton_support import quick
 
 _STEP = 2048
 
@@ -40,6 +41,7 @@ def _bits(words_X):
     return (halves_X + (halves_X >> 16)) & 0x3F
 
 
+@quick
 @triton.jit(do_not_specialize=["heads", "tiles", "words"])
 @no_type_check
 def computed_kernel(counts_ptr, live_ptr, computed_ptr, heads, tiles, words, KEY: tl.constexpr, STEP: tl.constexpr):

@@ -49,6 +49,7 @@ from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.prefill.flash.limits import check_layout, package
 from sparsekv.kernels.prefill.triton import _count_entries_below
 from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.triton_support import quick
 from sparsekv.plans.patterns import TileShape
 
 
@@ -146,6 +147,7 @@ def _entries(list_ptr, at, listed, first, is_dense, keep):
     )
 
 
+@quick
 @triton.jit(do_not_specialize=["window", "heads", "rows", "listed", "width", "masked"])
 @no_type_check
 def lists_kernel(
