@@ -16,8 +16,8 @@ _FIRST_PAUSE = 256  # dense tokens before drafts that did not pay are tried agai
 
 class DraftLength:
     """Chooses the number of tokens to draft that gives most tokens a second, by the share of drafts that counted lately
-    and the seconds that cycles of each length took. Where no draft pays it is 0, dense decoding, but for one now and
-    then of the shortest length that was tried: another one would be captured for it.
+    and the seconds that cycles of each length took. Where no draft pays it is 0, dense decoding, but for a draft now
+    and then of the shortest length that was tried, which is captured already.
 
     Args:
         sizes: the lengths to choose from, ascending, 0 among them.
@@ -25,7 +25,7 @@ class DraftLength:
 
     def __init__(self, sizes: Sequence[int] = DRAFTS) -> None:
         self._sizes = sizes
-        self._seconds: dict[int, float] = {}
+        self._seconds: dict[int, float] = {}  # of a cycle
         self._seen: set[int] = set()
         self._agreed, self._asked = _PRIOR_AGREED, _PRIOR_ASKED
         self._pause, self._dense = _FIRST_PAUSE, 0
@@ -39,10 +39,11 @@ class DraftLength:
         """Returns one of the sizes, at most `most`."""
         if 0 not in self._seconds:
             return 0
+        sizes = [size for size in self._sizes if size <= most]
         if len(self._seconds) < 2:
             first = max(_FIRST, min(size for size in self._sizes if size))
-            return max(size for size in self._sizes if size <= min(most, first))
-        best = max((size for size in self._sizes if size <= most), key=self._tokens_a_second)
+            return max(size for size in sizes if size <= first)
+        best = max(sizes, key=self._tokens_a_second)
         shortest = min(size for size in self._seen if size)
         if best or self._dense < self._pause or most < shortest:
             return best
@@ -51,13 +52,7 @@ class DraftLength:
         return shortest
 
     def ran(self, drafted: int, seconds: float, accepted: Sequence[int]) -> None:
-        """A cycle is over.
-
-        Args:
-            drafted: tokens of its draft.
-            seconds: that it took, the check included.
-            accepted: of each row that was not finished, how many of them counted.
-        """
+        """A cycle is over, the check included; `accepted` are the drafted tokens that counted, of each growing row."""
         self._dense = 0 if drafted else self._dense + 1
         for count in accepted if drafted else ():
             asked = min(count + 1, drafted)

@@ -77,7 +77,7 @@ class ExactLoop:
         **model_kwargs: Any,
     ) -> Any:
         """Generates tokens, with the arguments and the result of transformers' own `_sample`."""
-        check_settings(generation_config, model_kwargs)
+        _check_settings(generation_config, model_kwargs)
         cache: Cache = model_kwargs[CACHE_NAME]
         processors = Processors(logits_processor)
         stops = Stops.of(stopping_criteria, input_ids.shape[1], generation_config._pad_token_tensor)
@@ -126,7 +126,7 @@ class _Cycles:
     streamer: Any
 
     def begin(self, scores_BV: torch.Tensor) -> None:
-        """Adds the token behind the prompt, from its scores."""
+        """Adds the token behind the prompt."""
         no_drafts_BK = self.text.ids_BT[:, :0]
         self._accept(no_drafts_BK, self.processors.behind_each(self.text, no_drafts_BK, scores_BV[:, None]))
 
@@ -183,8 +183,6 @@ class _Cycles:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The drafted tokens that a check accepts, and the token that follows them."""
-
     accepted_B: torch.Tensor  # drafted tokens that count, the first ones of each row
     next_B: torch.Tensor  # the token behind them
 
@@ -196,8 +194,7 @@ class Judge(Protocol):
         """[B]: the next token of a draft, from processed scores."""
 
     def judge(self, drafts_BK: torch.Tensor, scores_BQV: torch.Tensor) -> Verdict:
-        """Returns the verdict of all drafts since the last verdict, by the processed scores of dense attention behind
-        each prefix."""
+        """Judges all drafts since the last verdict, by processed scores of dense attention behind each prefix."""
 
 
 class Greedy:
@@ -226,8 +223,8 @@ class Sampled:
         return torch.multinomial(p_BV, 1)[:, 0]
 
     def judge(self, drafts_BK: torch.Tensor, scores_BQV: torch.Tensor) -> Verdict:
-        """A draft of probability q that dense attention gives p counts with probability min(1, p / q); behind the first
-        that does not, a token is drawn from what p has more than q; behind the last, from p."""
+        """A draft of probability q that dense attention gives p counts with probability min(1, p / q). Behind the first
+        that does not, a token is drawn from p - q where that is positive; behind the last, from p."""
         p_BQV, (_, drafted) = scores_BQV.softmax(-1), drafts_BK.shape
         nothing_BV = torch.zeros_like(p_BQV[:, 0])  # was drafted behind the last draft
         q_BQV = torch.stack((*self._drawn_from, nothing_BV), 1)
@@ -257,12 +254,7 @@ class Stops:
 
     @classmethod
     def of(cls, criteria: StoppingCriteriaList, prompt: int, pad: torch.Tensor | None) -> Stops:
-        """The criteria that transformers made or was given.
-
-        Args:
-            prompt: its tokens; one more is generated, whatever the criteria say.
-            pad: the padding token, if there is one.
-        """
+        """Sorts the criteria behind a prompt of so many tokens."""
         ends: set[int] = set()
         limits, others = [], StoppingCriteriaList()
         for criterion in criteria:
@@ -278,7 +270,7 @@ class Stops:
                 "expected a padding token beside stopping criteria that have an eos_token_id, found none; give "
                 "generate a pad_token_id"
             )
-        longest = max(min(limits), prompt + 1)
+        longest = max(min(limits), prompt + 1)  # one token is generated, whatever the criteria say
         return cls(longest, frozenset(ends), others, int(pad) if pads and pad is not None else None)
 
 
@@ -440,8 +432,7 @@ class Processors:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def check_settings(config: GenerationConfig, given: dict[str, Any]) -> None:
-    """Refuses what the loop does not give."""
+def _check_settings(config: GenerationConfig, given: dict[str, Any]) -> None:
     for name in ("output_scores", "output_logits", "output_hidden_states"):
         if getattr(config, name, None):
             _refuse("tokens alone", name)

@@ -34,7 +34,6 @@ class Sampling:
 
     temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 is no limit
     seed: int = 0
 
 
@@ -103,13 +102,12 @@ def generate_stream(
         UsageError: the chunk is too small to be sensible.
         UnsupportedError: the model overflows in its dtype, or loses its state behind a past (`check_one_piece`).
     """
-    room = room_for_answer(loaded.info.context_length, len(prompt_ids))
+    new_tokens = min(max_new_tokens, room_for_answer(loaded.info.context_length, len(prompt_ids)))
     _check_vocabulary(loaded.model, prompt_ids)
     stream = _TimedStream(loaded.tokenizer, on_text, on_token)
     ids_BS = torch.tensor([list(prompt_ids)], device=loaded.model.device)
     generate: Any = loaded.model.generate
     started = time.perf_counter()
-    new_tokens = min(max_new_tokens, room)
     if chunk is not None and cache is None:
         cache = DynamicCache(config=config_of(loaded.model))
     if cache is not None:
@@ -209,7 +207,7 @@ def _options(config: GenerationConfig, sampling: Sampling) -> dict[str, Any]:
         options["pad_token_id"] = ends[0] if isinstance(ends, list) else ends
     if sampling.temperature <= 0:
         return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}  # the latter is no limit
     return options | {"do_sample": True} | drawn
 
 
