@@ -200,24 +200,3 @@ def test_what_a_page_shows_runs(
             if why := fault(words):
                 faults.append(f"{shlex.join(words)}: {why}")
     assert not faults, "\n".join(["", *faults])
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("`plan` by `run --exact`, `bench serve`, `plan --retain 0.5`", []),
-        (
-            "`run --plan p.yaml` of `bench kernels --repeats 1`, and `plan M`",
-            ["run --plan p.yaml", "bench kernels --repeats 1", "plan M"],
-        ),
-        (
-            "    sparsekv plan M \\\n      -o p.yaml && A_B=1 sparsekv show p.yaml   # why",
-            ["plan M -o p.yaml", "show p.yaml"],
-        ),
-        ("`sparsekv run M [--exact]`, `sparsekv seal p.yaml` (at 0123abc)", ["run M --exact"]),
-        ("```python\nimport sparsekv\n```\n```sh\nsparsekv doctor\n```", ["doctor"]),
-    ],
-)
-def test_a_span_without_what_it_is_about_is_no_command(text: str, found: list[str]) -> None:
-    parts = [part for part in shown(text) if not part.commit]
-    assert [shlex.join(words) for part in parts for words in commands_of(part)] == [f"sparsekv {one}" for one in found]

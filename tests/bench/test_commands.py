@@ -1,25 +1,14 @@
 """`sparsekv bench`: rows that scripts rely on, and what is refused."""
 
 import pytest
-from model_folders import save_model, sparse_plan
-from tiny_models import tiny_model
 
 from sparsekv.cli.bench import HeadlineFlags, KernelFlags, headline, kernels
 from sparsekv.planner.records import only_run
-from sparsekv.plans.files import write_plan
 
 RELIED_ON = ["name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device"]
 KERNELS = {"lengths": (512,), "heads": 2, "kv_heads": 1, "head_dim": 32, "tile": "64", "repeats": 1, "backend": "cpu"}
 KERNELS |= {"patterns": "a_shape"}
 BY_HAND = ("--set", "budget=32")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    model = tiny_model(context=2048)
-    folder = save_model(model, tmp_path_factory.mktemp("models") / "tiny")
-    write_plan(sparse_plan(model), folder / "sparsekv.yaml")
-    return folder
 
 
 def test_kernels_prints_a_row_of_every_case_that_can_run(asked):

@@ -1,15 +1,10 @@
 """Curves of a model, their file, and what a table reads off them."""
 
-from pathlib import Path
-
 import pytest
-from model_folders import save_model, sparse_plan
-from tiny_models import tiny_model
 
 from sparsekv.bench.curve_file import CurvePoint, CurveRun
 from sparsekv.bench.curves import density_within, frontier, main, value_at
 from sparsekv.planner.records import RunFile, only_run
-from sparsekv.plans.files import write_plan
 
 LINE = [(0.1, 0.01), (0.4, 0.0001)]
 
@@ -22,14 +17,6 @@ def test_both_axes_are_read_off_straight_lines_in_logarithms() -> None:
     for density, kl in (*LINE, (0.2, 0.001)):
         assert value_at(LINE, density) == pytest.approx(kl)
         assert density_within(LINE, kl) == pytest.approx(density)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tiny_model(context=2048)
-    folder = save_model(model, tmp_path_factory.mktemp("models") / "tiny")
-    write_plan(sparse_plan(model), folder / "sparsekv.yaml")
-    return folder
 
 
 ONE = ("--length", "1k", "--tasks", "kv_retrieval", "--samples", "1", "--densities", "0.6", "--budgets", "20%")

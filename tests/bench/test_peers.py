@@ -7,8 +7,6 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from model_folders import save_model, sparse_plan
-from tiny_models import tiny_model
 
 from sparsekv.bench import originals, peers
 from sparsekv.bench.originals import OriginalMode, Ready
@@ -21,7 +19,6 @@ from sparsekv.planner.evaluation import suite as suites
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.tasks import Split, prepare, ruler_suite
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.files import write_plan
 from sparsekv.runtime.hf.observe import AttentionCall
 
 CASES = [(name, at) for name in peers.METHODS for at in ("published", "equal")]
@@ -36,14 +33,6 @@ def called(asked, folder):
 
 def rows_in(out):
     return [*PeersFile.read(PeersRun, out).all(PeerRow).values()]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    model = tiny_model(context=2048)
-    folder = save_model(model, tmp_path_factory.mktemp("models") / "tiny")
-    write_plan(sparse_plan(model), folder / "sparsekv.yaml")
-    return folder
 
 
 @pytest.fixture

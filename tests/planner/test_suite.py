@@ -19,7 +19,7 @@ from sparsekv.planner.evaluation.suite_results import SuiteCell, SuiteRun, Suite
 from sparsekv.planner.records import RunFile
 from sparsekv.planner.tasks.ruler_suite import RULER_SUITE
 from sparsekv.plans.aliases import ModelSource
-from sparsekv.plans.errors import GateError, PlanError, PromptError, UsageError
+from sparsekv.plans.errors import GateError, PlanError, UsageError
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.load import LoadedModel, load_model
@@ -96,12 +96,6 @@ def test_samples_that_run_together_score_what_each_does_by_itself(retriever, few
         found.append([(one.recall, one.exact) for one in file.all(SuiteCell).values()])
     assert found[0] == found[1]
     assert len({recall for recall, _ in found[0]}) > 1
-
-
-def test_a_length_that_is_too_short_is_found_out_before_anything_runs(retriever, monkeypatch) -> None:
-    monkeypatch.setattr(suites, "generated", lambda *_: pytest.fail("it ran"))
-    with pytest.raises(PromptError, match=r"of --suite ruler at 100,.*use a longer length"):
-        run_suite(retriever, {}, SuiteSamples((768, 100)), file_of(), kit=kit_of(retriever.tokenizer))
 
 
 # --- generation -------------------------------------------------------------------------------------------------------

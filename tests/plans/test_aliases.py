@@ -55,37 +55,6 @@ def test_a_folder_goes_before_a_hub_id_of_the_same_name(folder: Path) -> None:
         resolve_model("mine/other")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("empty", "config.json"),
-        ("./empty", "config.json"),
-        ("mine/config.json", "found the file"),
-        ("./missing", "missing"),
-        ("/missing/folder", "/missing/folder"),
-        ("~/missing-folder-of-a-test", "missing-folder-of-a-test"),
-        ("llama3-8", "did you mean llama3-8b"),
-        ("Llama-3.1-8B", "llama3.1-8b"),
-        ("qwen", "Aliases: tiny-retriever, llama3-8b"),
-        ("zzzz", "Aliases:"),
-        ("plan.yaml", "--plan FILE"),
-        ("org/missing.gguf", "GGUF file"),
-        ("a/b/c", "hub"),
-        ("a b/c", "hub"),
-        ("https://huggingface.co/Qwen/Qwen3-8B", "hub"),
-        ("", "hub"),
-        ("x\0y", "hub"),
-        ("x" * 5000, "hub"),
-    ],
-    ids=lambda value: ascii(value)[:40],
-)
-def test_a_name_is_refused(folder: Path, name: str, said: str) -> None:
-    assert folder
-    with pytest.raises(UsageError) as caught:
-        resolve_model(name)
-    assert said in str(caught.value)
-
-
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "org/model.v1_x-2"])
 def test_hub_ids_pass_through(name: str) -> None:
     assert resolve_model(name).path_or_id == name

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from plans_samples import full_plan
 from pydantic import BaseModel
 
@@ -31,16 +29,6 @@ def test_a_plan_of_the_test_before_keeps_its_status_and_cut() -> None:
     assert plan.status == "verified"
     assert (plan.quality.test, plan.quality.step, plan.quality.cells) == ("betting", None, ())
     assert sentence(plan).startswith("verified (betting, the test of an earlier version); samples were chosen")
-
-
-def test_other_yaml_readers_see_the_same_data() -> None:
-    def is_alike(ours: Any, theirs: Any) -> bool:
-        return type(ours) is type(theirs) and ours == theirs
-
-    from sparsekv.plans.yaml_io import read_tree
-
-    text = GOLDEN.read_text()
-    assert is_alike(read_tree(text, "golden").data, yaml.safe_load(text))
 
 
 def _unused(part: BaseModel, used: dict[type, set[str]]) -> None:

@@ -69,13 +69,6 @@ def test_another_model_is_refused_with_what_differs() -> None:
     assert message.endswith("\nRun the plan on its own model, or plan this one.")
 
 
-@pytest.mark.parametrize(("layers", "helps"), [(16, True), (6, False)])
-def test_an_option_is_offered_only_where_it_helps(layers: int, helps: bool) -> None:
-    with pytest.raises(PlanMismatchError, match="plan 12") as caught:
-        check_model(small_plan(), model_info(layers=layers, fingerprint=OTHER), option="--go-on")
-    assert str(caught.value).endswith("or go on anyway with --go-on." if helps else "or plan this one.")
-
-
 def test_differences_of_some_layers_name_them() -> None:
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 64}
     groups = (

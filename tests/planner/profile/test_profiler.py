@@ -10,13 +10,13 @@ from planner_models import bare_job, quick_options
 from progress import Counting, CtrlC
 from tiny_models import tiny_model, tiny_tokenizer
 
-from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions, settle
+from sparsekv.planner.options import PRESET_FAMILIES, settle
 from sparsekv.planner.predict import ScoreTables
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import fitted_at_once, profile, step_reads
 from sparsekv.planner.profile.resume import LayerRecord, ProfileRun
 from sparsekv.planner.records import RunFile
-from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
+from sparsekv.plans.errors import PlanWarning, PromptError
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
 
@@ -161,10 +161,3 @@ def test_a_sliding_layer_is_left_dense() -> None:
     mixed = LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/mixed"))
     found = profile(bare_job(mixed, QUICK))
     assert [scores.layer for scores in found.lengths[0].layers] == [1, 2]
-
-
-def test_an_unknown_task_and_one_that_does_not_fit_are_named(loaded: LoadedModel) -> None:
-    with pytest.raises(UsageError, match="kv_retrieval"):
-        profile(bare_job(loaded, settle(PlanOptions(lengths=(1024,), tasks=("chess",)), 4096, "cpu")))
-    with pytest.raises(PromptError, match="niah_single at 64 tokens"):
-        profile(bare_job(loaded, settle(PlanOptions(lengths=(64,), tasks=("niah_single",)), 4096, "cpu")))
