@@ -152,10 +152,5 @@ def test_a_plan_keeps_its_share_of_bytes_is_verified_as_decode_and_says_what_els
     assert all(f"{name} " in others or f'"{name}"' in taken for name in ("by damage", "by damage alone", "evenly"))
 
 
-@pytest.mark.parametrize(
-    "other", [{"filter_layers": (0,)}, {"offload": True}, {"phases": ("decode",)}, {"decode_sink": 8}], ids=str
-)
-def test_what_needs_segments_is_refused_beside_it(other):
-    with pytest.raises(UsageError, match="--retain"):
-        PlanOptions(retain=0.3, **other)
+def test_few_groups_go_with_a_share_to_keep():
     assert PlanOptions(retain=0.3, few_groups=True).few_groups
