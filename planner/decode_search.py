@@ -1,10 +1,11 @@
 """Filter layers by proof: candidates decode calibration prompts, and what each does to next tokens is recorded.
 
 Candidates come from rules of others: filters at even distances, and Kascade's anchor layers, which the similarities of
-layers give; one to four of them, with three budgets. Each is measured. From the one that reads least inside the loss a
-round of moves of one layer follows: a dense layer joins the segment before it, or chooses for itself, a segment gets
-half its budget. A move that stays inside the loss is kept, and the next one goes on from there. A candidate is given up
-at the first prompt after which its mean can no longer stay inside; prompts that were hardest so far come first.
+layers give; one to four of them, with three budgets, and a larger one where none of these is inside the loss. Each is
+measured. From the one that reads least inside the loss a round of moves of one layer follows: segments merge, a dense
+layer joins the segment before it, a segment gets half its budget, a layer chooses for itself. A move that stays inside
+the loss is kept, and the next one goes on from there. A candidate is given up at the first prompt after which its mean
+can no longer stay inside; prompts that were hardest so far come first.
 
 This is done at the longest length; at the others the segments that passed are measured again, with their own budgets
 and with larger ones. `choose_filter_layers` takes what is cheapest among the trials inside the loss.
@@ -37,6 +38,7 @@ from sparsekv.plans.patterns import Budget
 _EVEN = (1, 2, 3, 4)  # filter layers
 _ANCHORS = ((0, 2), (0, 3), (1, 1), (1, 2))  # the first layer, and filter layers
 _BUDGETS, _BELOW = (2.0, 1.0, 0.5), (1.0, 0.5, 0.25)  # of the usual one, and of one that was asked for
+_WIDER = (4.0,)  # of the usual one, where all these lose too much
 _HALF = 0.5  # of a segment's budget, in one move
 _LARGER = (2.0, 4.0)  # budgets at shorter lengths
 _MOST_CHOSEN = 0.7  # share of the context; more is not worth a choice
@@ -129,14 +131,16 @@ class _Search:
         self._info, self._model, self._entry, self._step = info, model, entry, step
         self._prefixes, self._most = prefixes, options.phase_loss
         self._hardness = [0.0] * len(prefixes)
-        self._budget, self._factors = options.decode_budget, _BUDGETS if options.any_budget else _BELOW
+        self._budget = options.decode_budget
+        self._factors = (_BUDGETS, _WIDER) if options.any_budget else (_BELOW,)
         self._tried: set[Segments] = set()
         self.trials: list[DecodeTrial] = []
 
     def run(self) -> None:
         """Every candidate, then moves from the best. Where a budget loses too much, smaller ones lose more."""
-        for wide in candidates(self._info, self._entry, self._budget):
-            all(self._measure(tuple(with_budget(one, factor) for one in wide)) for factor in self._factors)
+        for factors in self._factors:
+            for wide in () if self.passed else candidates(self._info, self._entry, self._budget):
+                all(self._measure(tuple(with_budget(one, factor) for one in wide)) for factor in factors)
         best = min(self.passed, key=self.share, default=())
         for move in moves(self._info.full_layers):
             changed = move(best)
@@ -200,8 +204,9 @@ Move = Callable[[Segments], Segments]
 
 
 def moves(full: Sequence[int]) -> Iterator[Move]:
-    """One round of each layer, from the last on, and of each segment's budget, twice."""
-    for move in (joined, lowered, alone, merged, partial(merged, growth=2.0), halved, halved):
+    """One round of each layer, from the last on, and of each segment's budget, three times. Half a budget saves more
+    than a layer that chooses for itself, which may need all of it."""
+    for move in (merged, joined, lowered, halved, halved, alone, partial(merged, growth=2.0), halved):
         for layer in reversed(full):
             yield partial(move, layer=layer)
 

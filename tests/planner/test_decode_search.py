@@ -118,18 +118,30 @@ def test_a_round_of_moves_leaves_no_segments_to_nothing() -> None:
     assert not any(move(()) for move in moves(range(LAYERS)))
 
 
-def test_the_search_finds_which_layers_need_everything_and_which_choices_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers 1 to 3 may follow layer 0 and layers 5 to 7 layer 4, with a twentieth of the context; nothing else."""
+@pytest.mark.parametrize(
+    ("need", "segments"),
+    [
+        ({0: 0.05, 4: 0.05}, [(0, (1, 2, 3), 0.05), (4, (5, 6, 7), 0.05)]),
+        ({0: 0.05, 4: 0.2}, [(0, (1, 2, 3), 0.05), (4, (4, 5, 6, 7), 0.2)]),
+        ({0: 0.3, 4: 0.3}, [(0, (1, 2, 3), 0.4), (4, (5, 6, 7), 0.4)]),
+    ],
+    ids=["small budgets", "half a budget saves more than an own choice", "none of the usual budgets"],
+)
+def test_the_search_finds_which_layers_need_everything_and_which_choices_serve(
+    monkeypatch: pytest.MonkeyPatch, need: dict[int, float], segments: list
+) -> None:
+    """Layers 1 to 3 may follow layer 0 and layers 5 to 7 layer 4, with a share of the context; an own choice needs 0.2
+    of it; nothing else."""
     served = {layer: first for first in (0, 4) for layer in range(first + 1, first + 4)}
 
     def divergences(
         self: DecodeTrials, segments: tuple[Segment, ...], prefixes: list, most: float = 1.0
     ) -> list[float]:
-        lost = sum(
-            0.0002 if served.get(layer) == one.filter and one.budget.fraction >= 0.05 else 1.0
-            for one in segments
-            for layer in one.layers
-        )
+        def is_served(layer: int, one: Segment) -> bool:
+            least = 0.2 if layer in need else need[one.filter] if served[layer] == one.filter else 1.0
+            return one.budget.fraction >= least
+
+        lost = sum(0.0002 if is_served(layer, one) else 1.0 for one in segments for layer in one.layers)
         return [lost] if lost > most else [lost] * len(prefixes)
 
     monkeypatch.setattr(DecodeTrials, "divergences", divergences)
@@ -137,11 +149,8 @@ def test_the_search_finds_which_layers_need_everything_and_which_choices_serve(m
     job = bare_job(loaded, options)
     (entry,) = (found := measure_trials(job, profile(job), effort=EFFORT)).lengths
     assert all(one.kl <= 0.0021 for one in entry.trials)
-    segments = choose_filter_layers(found, options).bucket(1024).segments
-    assert [(one.filter, one.layers, one.budget.fraction) for one in segments] == [
-        (0, (1, 2, 3), 0.05),
-        (4, (5, 6, 7), 0.05),
-    ]
+    chosen = choose_filter_layers(found, options).bucket(1024).segments
+    assert [(one.filter, one.layers, one.budget.fraction) for one in chosen] == segments
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
