@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from sparsekv.planner.evaluation.suite_results import ModelRun
+from sparsekv.bench.suite import ModelRun
 from sparsekv.planner.records import RunRecord
 from sparsekv.plans.types import Digest, Length, Natural, NonNegative, Share, Text
 

@@ -25,22 +25,21 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from sparsekv.bench import ruler_suite
 from sparsekv.bench.baselines import SamePattern
 from sparsekv.bench.dense_kernels import time_dense
 from sparsekv.bench.harness import Call, Columns, Row, free_memory, in_short, measure, number
 from sparsekv.bench.originals import ORIGINALS, PUBLISHED_LINES, OriginalMode, Ready
 from sparsekv.bench.peers_file import At, Key, PeerRow, PeersFile, measured
 from sparsekv.bench.planted import Planted, causal_scores, plant, sample_rows
+from sparsekv.bench.suite import SuiteCell, SuiteSamples, run_suite
 from sparsekv.bench.tile_rules import cumulative_mass, max_threshold
 from sparsekv.kernels.backends import choose_backend, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import TileIndex, density
 from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode, evaluate
-from sparsekv.planner.evaluation.suite import SuiteSamples, run_suite
-from sparsekv.planner.evaluation.suite_results import SuiteCell
 from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.progress import Progress
-from sparsekv.planner.tasks import ruler_suite
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Pattern, TileShape, VerticalSlash, fraction, tokens

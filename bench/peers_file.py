@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from sparsekv.planner.evaluation.suite_results import SuiteCell
+from sparsekv.bench.suite import SuiteCell
 from sparsekv.planner.records import RunFile, RunRecord, RunSettings
 from sparsekv.plans.types import (
     Digest,

@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
+from sparsekv.bench import ruler_suite
 from sparsekv.bench.quality_methods import PLAN, Group
-from sparsekv.planner.evaluation.modes import DENSE
+from sparsekv.bench.suite import Key, ModelRun, SuiteCell, check_continued
+from sparsekv.planner.evaluation.predictions import DENSE
 from sparsekv.planner.evaluation.results import Interval, score_interval
-from sparsekv.planner.evaluation.suite_results import Key, ModelRun, SuiteCell, check_continued
 from sparsekv.planner.records import RunFile, RunRecord
-from sparsekv.planner.tasks import ruler_suite
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.types import Length, Natural, NonNegative, Portion, Text, format_length
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from sparsekv.bench import ruler_suite
 from sparsekv.bench.baselines import (
     PAGE,
     QUEST_DENSE,
@@ -33,7 +34,7 @@ from sparsekv.bench.eviction_rules import Evicted, EvictionRule, ObservedPrompt,
 from sparsekv.bench.tile_rules import ScoreKind, cumulative_mass, max_threshold
 from sparsekv.planner.evaluation import Mode, PlanMode
 from sparsekv.planner.profile.profile_data import Profile
-from sparsekv.planner.tasks import Kit, Split, make_sample, prepare, ruler_suite
+from sparsekv.planner.tasks import Kit, Split, make_sample, prepare
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape, VerticalSlash, last_q_for, tokens
 from sparsekv.plans.phases import Segment

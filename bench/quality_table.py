@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparsekv.bench import ruler_suite
 from sparsekv.bench.baselines import RuleSteps
 from sparsekv.bench.eviction_rules import ObservedPrompt, observed_prompt
 from sparsekv.bench.harness import parse_lengths, wait_for
@@ -53,18 +54,24 @@ from sparsekv.bench.quality_file import (
     merged,
 )
 from sparsekv.bench.quality_methods import PLAN, Inputs, Method, Rule, Run, check_shares
+from sparsekv.bench.suite import SuiteSamples, check_continued, texts_of
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.evaluation.batches import prompts_at_once
-from sparsekv.planner.evaluation.modes import DENSE, PlanMode
-from sparsekv.planner.evaluation.predictions import Prefilled, prefill, until_end, without_plans
+from sparsekv.planner.evaluation.predictions import (
+    DENSE,
+    PlanMode,
+    Prefilled,
+    goes_on,
+    prefill,
+    until_end,
+    without_plans,
+)
 from sparsekv.planner.evaluation.results import Spent
-from sparsekv.planner.evaluation.suite import SuiteSamples, goes_on, texts_of
-from sparsekv.planner.evaluation.suite_results import check_continued
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profile_data import check_model as check_profile
 from sparsekv.planner.records import RunRecord, only_run, read_measured
-from sparsekv.planner.tasks import Kit, Sample, Split, make_sample, matches, prepare, ruler_suite
+from sparsekv.planner.tasks import Kit, Sample, Split, make_sample, matches, prepare
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.plans.files import executed_digest, load_plan
 from sparsekv.plans.phases import DecodeBucket, DecodePlan

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from sparsekv.planner.evaluation.modes import DENSE
-from sparsekv.planner.evaluation.suite import generated
+from sparsekv.bench.suite import generated
+from sparsekv.planner.evaluation.predictions import DENSE
 from sparsekv.plans.files import load_plan
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.load import LoadedModel, load_model

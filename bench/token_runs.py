@@ -20,7 +20,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel,
 from sparsekv.bench.harness import free_memory, once, wait_for
 from sparsekv.bench.random_model import BenchModel
 from sparsekv.bench.step_attention import Fillable, fill
-from sparsekv.plans.exact_gain import DRAFTS
+from sparsekv.plans.brief import DRAFTS
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import KVDtype
 from sparsekv.runtime.core.draft_length import DraftLength

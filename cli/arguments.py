@@ -1,4 +1,4 @@
-"""Defines what a call asks for: options that several commands share, the machine, model and plan by name."""
+"""The subject of a call: options that several commands share; machine, model and plan by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sparsekv.plans.errors import UsageError, did_you_mean
 from sparsekv.plans.files import NAME_A_PLAN, is_url, load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, check_model
-from sparsekv.plans.types import MAX_ID, MAX_LENGTH, KVDtype, parse_ids
+from sparsekv.plans.types import MAX_ID, MAX_LENGTH, parse_ids
 from sparsekv.runtime.settings import Settings, check_device, read_settings
 
 if TYPE_CHECKING:
@@ -49,15 +49,6 @@ PLACE = "A plan file, or a folder or hub repository with a sparsekv.yaml."
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
 PlanPlace = Annotated[Path, typer.Argument(metavar="PLAN", help=PLACE, show_default=False)]
-
-
-@dataclass(frozen=True, slots=True)
-class Placing:
-    """Says which layers have their keys and values in host memory: by the plan's permission, or as named."""
-
-    mode: OffloadMode | None
-    host_layers: int | tuple[int, ...] | None = None
-    kv_dtype: KVDtype = "auto"
 
 
 # --- options that several commands share ------------------------------------------------------------------------------
@@ -135,10 +126,13 @@ class PlacementFlags(Options):
     kv_dtype: KVPrecision = "auto"
 
     @property
-    def placing(self) -> Placing:
-        if isinstance(self.offload, str):
-            return Placing(self.offload, kv_dtype=self.kv_dtype)
-        return Placing(None, self.offload, self.kv_dtype)
+    def offload_mode(self) -> OffloadMode | None:
+        """Layers in host memory by the plan's permission; None where `host_layers` has them."""
+        return self.offload if isinstance(self.offload, str) else None
+
+    @property
+    def host_layers(self) -> int | tuple[int, ...] | None:
+        return None if isinstance(self.offload, str) else self.offload
 
 
 # --- device, model and plan -------------------------------------------------------------------------------------------
@@ -147,25 +141,25 @@ class PlacementFlags(Options):
 def settings_of(flags: Options) -> Settings:
     """Flags of `Hardware` over SPARSEKV_* over "auto"."""
     given = {name: getattr(flags, name) for name in Hardware.model_fields if flags.is_given(name)}
-    found = replace(read_settings(), **given)
+    settings = replace(read_settings(), **given)
     try:
-        check_device(found.device)
+        check_device(settings.device)
     except UsageError as error:
         if "device" not in given:
             error.add_note("the device is that of SPARSEKV_DEVICE; correct or unset it")
         raise
-    return found
+    return settings
 
 
-def device_and_dtype(asked: Settings) -> tuple[torch.device, torch.dtype]:
+def device_and_dtype(settings: Settings) -> tuple[torch.device, torch.dtype]:
     """Where to run without a model, and in what precision: bfloat16 on a GPU and float32 elsewhere by default."""
     import torch
 
     from sparsekv.runtime.model_config import torch_device
 
-    hardware = torch_device(asked.device)
+    hardware = torch_device(settings.device)
     default = "bfloat16" if hardware.type == "cuda" else "float32"
-    precision: torch.dtype = getattr(torch, default if asked.dtype == "auto" else asked.dtype)
+    precision: torch.dtype = getattr(torch, default if settings.dtype == "auto" else settings.dtype)
     return hardware, precision
 
 
@@ -173,8 +167,8 @@ def check_machine(flags: Options) -> None:
     """Refuses a device that is not there, and a backend that cannot run on it, before anything is imported that loads a
     model.
     """
-    asked = settings_of(flags)
-    device, backend = _device_of(flags, asked), "auto" if flags.typed("dense") else asked.backend
+    settings = settings_of(flags)
+    device, backend = _device_of(flags, settings), "auto" if flags.typed("dense") else settings.backend
     if device == backend == "auto":
         return
     from sparsekv.kernels.backends import check_backend
@@ -183,8 +177,8 @@ def check_machine(flags: Options) -> None:
     check_backend(backend, torch_device(device))
 
 
-def _device_of(flags: Options, asked: Settings) -> str:
-    return "auto" if flags.typed("device_map") and not flags.is_given("device") else asked.device
+def _device_of(flags: Options, settings: Settings) -> str:
+    return "auto" if flags.typed("device_map") and not flags.is_given("device") else settings.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,16 +187,14 @@ class Subject:
 
     model: str
     plan: Plan | None = None
-    path: Path | None = (
-        None  # of the plan; None for that of a hub repository, whose copy in the cache is not the user's
-    )
+    path: Path | None = None  # of the plan; None for the copy of a hub's, which is not the user's
     from_plan: bool = False  # the plan's own model, not named in the call
     no_plan: str = ""  # why there is none
     source: ModelSource | None = None  # of the model, where it was looked for
 
     @classmethod
     def named(cls, target: str | None, plan: Path | None = None) -> Subject:
-        """Returns what a call names.
+        """The model and plan that a call names.
 
         Args:
             target: a model: a folder or hub repository (whose sparsekv.yaml is the plan), or an alias of one; None for
@@ -221,19 +213,19 @@ class Subject:
             source = found_source(resolve_model(target))
             place = Path(source.place)
             path, reason = _plan_of(source)
-        found = None if path is None else load_plan(path)
+        loaded = None if path is None else load_plan(path)
         is_cached = path is not None and "snapshots" in path.parts and any(p.startswith("models--") for p in path.parts)
         own = path if place is not None and path in (place, place / PLAN_NAME) and not is_cached else None
         if target is not None:
             reason = reason or without_plan(target, f"no {PLAN_NAME} beside {target}")
-            return cls(target, found, own, no_plan=reason, source=source)
-        if found is None:
+            return cls(target, loaded, own, no_plan=reason, source=source)
+        if loaded is None:
             raise UsageError(
                 "expected a MODEL (a folder, GGUF file, hub id or alias), or --plan FILE, which names its own; found "
                 "neither"
             )
         beside = own.parent if own is not None and holds_model(own.parent) else None
-        return cls(str(beside or found.model.id), found, own, from_plan=True)
+        return cls(str(beside or loaded.model.id), loaded, own, from_plan=True)
 
     def need_plan(self, otherwise: str = "") -> Plan:
         """The plan; where there is none, the error ends with `otherwise`."""
@@ -271,8 +263,8 @@ class Subject:
                 read, which takes minutes; raises where they are not worth it.
             tokens: of the longest prompt, where its keys and values are on the device.
         """
-        asked, device_map = settings_of(flags), flags.typed("device_map")
-        device = _device_of(flags, asked)
+        settings, device_map = settings_of(flags), flags.typed("device_map")
+        device = _device_of(flags, settings)
         from transformers.utils import logging
 
         from sparsekv.kernels.backends import choose_backend
@@ -287,15 +279,15 @@ class Subject:
         with self._saying_whose_model():
             config = load_config(source)
         info = describe_config(config, source.path_or_id)
-        if asked.backend != "auto" and not flags.typed("dense"):
-            choose_backend(target, torch_dtype(asked.dtype, config, target), info.largest_head, asked.backend)
+        if settings.backend != "auto" and not flags.typed("dense"):
+            choose_backend(target, torch_dtype(settings.dtype, config, target), info.largest_head, settings.backend)
         if check is not None:
             check(info, target.type)
         if device_map is None and not stays_packed(config) and (room := Available.here([target]).device) is not None:
-            precision = torch_dtype(asked.dtype, config, target)
+            precision = torch_dtype(settings.dtype, config, target)
             ModelSize.from_config(config, precision, source.path_or_id).check_fits(room, tokens)
         with self._saying_whose_model():
-            loaded = load_model(source, device=device, dtype=asked.dtype, device_map=device_map, config=config)
+            loaded = load_model(source, device=device, dtype=settings.dtype, device_map=device_map, config=config)
         if source.is_gguf or is_dequantised(quantisation_of(config)):
             tell(f"{source.path_or_id}: its quantised weights run as {dtype_name(loaded.model.dtype)}")
         return loaded
@@ -372,7 +364,7 @@ def plan_file(place: Path) -> Path:
 
 
 def _is_missing(place: Path) -> bool:
-    """Returns whether nothing is there; False of what cannot be looked for, of which a reader says why."""
+    """True where nothing is there; False of a path that cannot be looked up, for which its reader has the reason."""
     try:
         os.lstat(place)
     except (OSError, ValueError) as error:
@@ -381,7 +373,7 @@ def _is_missing(place: Path) -> bool:
 
 
 def _names_repository(place: Path) -> bool:
-    """Returns whether it can only be meant as a hub id: a mistyped path of a file is not looked for on the hub."""
+    """True of a hub id alone: a mistyped path of a file is not looked for on the hub."""
     is_path = os.path.exists(place) or os.path.exists(place.parent) or place.suffix in (".yaml", ".yml", ".json")
     return is_hub_id(str(place)) and not is_path
 

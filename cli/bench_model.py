@@ -122,7 +122,6 @@ class BenchRun:
 
 
 def print_rows(*parts: BenchRun, as_json: bool) -> None:
-    """The rows, as one list of JSON, or for people."""
     show_rows(*parts, as_json=as_json)
     if any(all(row.data()[part.number] is None for row in part.rows) for part in parts):
         tell("nothing could be measured; the notes say why")
@@ -162,16 +161,16 @@ def measure_prefill(flags: PrefillFlags) -> BenchRun:
     named, machine = named_subject(flags, flags.lengths), settings_of(flags)
     used = named.plan
     hardware, precision = device_and_dtype(machine)
-    wanted = flags.lengths or PREFILL_LENGTHS[hardware.type]
+    lengths = flags.lengths or PREFILL_LENGTHS[hardware.type]
     from sparsekv.bench.hand_plans import hand_plan
     from sparsekv.bench.prefill import COLUMNS, PrefillBench, bench_prefill
     from sparsekv.planner.options import density_for
 
-    subject, words = subject_of(flags, named, hardware, precision, longest=max(wanted), seed=flags.seed), "given"
+    subject, words = subject_of(flags, named, hardware, precision, longest=max(lengths), seed=flags.seed), "given"
     if used is None:
-        used, words = hand_plan(subject.info, wanted, flags.density or tuple(map(density_for, wanted)), TileShape())
+        used, words = hand_plan(subject.info, lengths, flags.density or tuple(map(density_for, lengths)), TileShape())
     bench = PrefillBench(
-        wanted,
+        lengths,
         flags.repeats,
         None,
         machine.backend,
@@ -228,9 +227,9 @@ def measure_decode(flags: DecodeFlags) -> BenchRun:
     from sparsekv.bench.token_runs import NEW_EXACT, NEW_TOKENS, DecodeBench
 
     info = describe_named(flags.model, flags.random_weights)
-    wanted, info = _decode_lengths(flags, info, _DECODE_LENGTHS[hardware.type])
+    lengths, info = _decode_lengths(flags, info, _DECODE_LENGTHS[hardware.type])
     bench = DecodeBench(
-        wanted,
+        lengths,
         flags.batch,
         flags.repeats,
         NEW_EXACT if flags.exact else NEW_TOKENS,
@@ -242,14 +241,14 @@ def measure_decode(flags: DecodeFlags) -> BenchRun:
         kv_dtype=flags.kv_dtype,
     )
     hand = DecodeByHand(flags.budget or tokens(2048), offload=flags.offload is not None)
-    plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(wanted))
+    plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(lengths))
     check_decode(info, plans, bench)
     if flags.offload is not None:
         check_offload(plans)
     # Larger cases may not fit, or only those by a plan that offloads: their rows say so.
-    offloads = any(one.decode and one.decode.offload for one in plans.values())
-    room = 0 if offloads else min(wanted) * min(flags.batch)
-    subject = subject_of(flags, named, hardware, precision, longest=max(wanted), seed=flags.seed, cached=room)
+    offloads = any(plan.decode and plan.decode.offload for plan in plans.values())
+    room = 0 if offloads else min(lengths) * min(flags.batch)
+    subject = subject_of(flags, named, hardware, precision, longest=max(lengths), seed=flags.seed, cached=room)
     if flags.offload is not None:
         return _offloaded(flags, subject, plans, words, bench)
     rows = list(bench_decode(subject, plans, words, bench, BarProgress()))
@@ -259,8 +258,8 @@ def measure_decode(flags: DecodeFlags) -> BenchRun:
 def _decode_lengths(flags: DecodeFlags, info: ModelInfo, usual: tuple[int, ...]) -> tuple[tuple[int, ...], ModelInfo]:
     """Those to time, and the model with room for them where its weights are random."""
     if flags.random_weights:
-        wanted = flags.lengths or usual
-        return wanted, info.model_copy(update={"context_length": max(*wanted, info.context_length)})
+        lengths = flags.lengths or usual
+        return lengths, info.model_copy(update={"context_length": max(*lengths, info.context_length)})
     fitting = tuple(length for length in usual if length <= info.context_length)
     return flags.lengths or fitting or (info.context_length,), info
 
@@ -327,8 +326,8 @@ def serve(flags: ServeFlags) -> None:
     from sparsekv.planner.options import density_for
 
     hardware, precision = device_and_dtype(machine)
-    wanted = flags.lengths or _SERVE_LENGTHS[hardware.type]
-    loads = loads_of(flags, wanted)
+    lengths = flags.lengths or _SERVE_LENGTHS[hardware.type]
+    loads = loads_of(flags, lengths)
     drawn = (flags.repeats, flags.step_tokens, machine.backend, flags.seed)
     alone = flags.alone or flags.tensor_parallel > 1  # ranks are processes, and so is each of two engines then
     engines = (flags.cache_memory, flags.tensor_parallel, flags.kv_dtype, flags.drafted or 0)
@@ -336,9 +335,9 @@ def serve(flags: ServeFlags) -> None:
     words = "given"
     with served_model(flags.model, flags.random_weights, bench.longest) as subject:
         if used is None:
-            shares = flags.density or tuple(map(density_for, wanted))
+            shares = flags.density or tuple(map(density_for, lengths))
             make = dummy_plan if flags.random_weights else hand_plan
-            used, words = make(subject.info, wanted, shares, TileShape())
+            used, words = make(subject.info, lengths, shares, TileShape())
             if flags.budget is not None:
                 plans, chosen = DecodeByHand(flags.budget).plans(subject.info, bench.longest)
                 used, words = used.model_copy(update={"decode": plans["last"].decode}), f"{words}; {chosen}"
@@ -349,12 +348,12 @@ def serve(flags: ServeFlags) -> None:
         if subject.note:
             tell(subject.note)
         rows = list(bench_serve(subject, used, words, bench, BarProgress()))
-    own = rows[0].data()
-    what = ", ".join(str(own[name]) for name in ("model", "device", "dtype", "host"))
-    what += f", {own['backend']} kernels, steps of {flags.step_tokens}"
+    data = rows[0].data()
+    what = ", ".join(str(data[name]) for name in ("model", "device", "dtype", "host"))
+    what += f", {data['backend']} kernels, steps of {flags.step_tokens}"
     what += f", {flags.tensor_parallel} ranks" if flags.tensor_parallel > 1 else ""
     what += f", keys and values in {flags.kv_dtype}" if flags.kv_dtype != "auto" else ""
-    title = f"{what}; weights: {own['weights']}; plan: {words}"
+    title = f"{what}; weights: {data['weights']}; plan: {words}"
     print_rows(BenchRun(rows, title, COLUMNS), as_json=flags.as_json)
     if failures := sum(row.own["failures"] for row in rows):
         tell(f"{failures} chunks of a layer ran dense after an error: the log says why, and the times mean nothing")

@@ -81,8 +81,7 @@ class Answer:
 
     @property
     def is_stuck(self) -> bool:
-        """Returns whether it ends in a token or two over and over, as of a model asked for what it was not trained
-        on."""
+        """True where it ends in a token or two over and over, as from a model on a task that it was not trained for."""
         last = self.generation.token_ids[-_STUCK:]
         return len(last) == _STUCK and len({*last}) <= 2
 
@@ -211,8 +210,7 @@ class Session:
         return f"this prompt is shorter than the plan's first sparse length ({min(starts):,} tokens): it ran dense"
 
     def beyond_reach(self, answer: Answer) -> str:
-        """Returns that an answer by the plan is longer than the plan was made for, by the phases that follow it; else
-        empty."""
+        """A remark where an answer is longer than the plan was made for, by the phases that follow it; else empty."""
         if self.plan is None or self.exact is True:
             return ""
         plan, prompt = self.plan, answer.generation.prompt_tokens
@@ -228,7 +226,7 @@ class Session:
 
     @property
     def has_turns(self) -> bool:
-        """Returns whether turns are told apart, by the model's chat template; else a conversation is one text."""
+        """True where the chat template separates turns; else a conversation is one text."""
         return self.chat and self.loaded.tokenizer.chat_template is not None
 
     def warm_up_length(self, tokens: int) -> int:
@@ -243,7 +241,7 @@ class Session:
 
 @dataclass(slots=True)
 class Conversation:
-    """Holds what was said so far: as messages for the chat template, as tokens, and as the cache that holds them.
+    """The turns so far: as messages for the chat template, as tokens, and as their cache.
 
     Each turn prefills only what is new; one behind a turn that failed prefills everything again. `handle` is that of
     the plan where `session` has one applied; `turns` is whether there may be more than one, up to the model's context.

@@ -61,7 +61,7 @@ def app(run: Callable[..., None], *examples: str) -> typer.Typer:
 def add(to: typer.Typer, run: Callable[..., None], *examples: str, name: str | None = None, summary: str = "") -> None:
     """Adds a command that takes a model of options, or parameters that typer makes options of."""
     parameters = inspect.signature(run, eval_str=True).parameters.values()
-    takes_model = [one.annotation for one in parameters if isinstance(one.annotation, type)]
+    takes_model = [parameter.annotation for parameter in parameters if isinstance(parameter.annotation, type)]
     called = command(run) if takes_model and issubclass(takes_model[0], Options) else run
     to.command(name, cls=Command, short_help=summary or None, epilog="\n".join(examples))(called)
 
@@ -102,36 +102,36 @@ def _set_keys() -> Iterator[inspect.Parameter]:
 
 
 def _parameters(spelled: dict[str, Spelled]) -> Iterator[inspect.Parameter]:
-    for one in sorted(spelled.values(), key=lambda one: (not one.flag.is_argument, not one.field.is_required())):
-        default = False if one.field.default is True else one.field.default
-        if one.field.is_required():
+    for flag in sorted(spelled.values(), key=lambda flag: (not flag.flag.is_argument, not flag.field.is_required())):
+        default = False if flag.field.default is True else flag.field.default
+        if flag.field.is_required():
             default = inspect.Parameter.empty
         elif not isinstance(default, _PLAIN):
             default = None
-        annotation = Annotated[_read_type(one), _option(one)]  # type: ignore[valid-type]
-        yield inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        annotation = Annotated[_read_type(flag), _option(flag)]  # type: ignore[valid-type]
+        yield inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _option(one: Spelled) -> Any:
-    if one.flag.is_argument:
-        return typer.Argument(metavar=one.flag.metavar, help=one.flag.help, show_default=False)
-    bounds = () if _is_text(one) else one.parts
+def _option(option: Spelled) -> Any:
+    if option.flag.is_argument:
+        return typer.Argument(metavar=option.flag.metavar, help=option.flag.help, show_default=False)
+    bounds = () if _is_text(option) else option.parts
     most = {name: getattr(bound, name) for bound in bounds for name in ("ge", "le") if hasattr(bound, name)}
     return typer.Option(
-        *one.names,
-        metavar=one.flag.metavar,
-        help=one.flag.help,
+        *option.names,
+        metavar=option.flag.metavar,
+        help=option.flag.help,
         min=most.get("ge"),
         max=most.get("le"),
-        show_default=not isinstance(one.field.default, bool),
-        rich_help_panel=one.group,
+        show_default=not isinstance(option.field.default, bool),
+        rich_help_panel=option.group,
     )
 
 
-def _read_type(one: Spelled) -> Any:
-    """Returns what the command line reads: numbers, words, files and choices as they are, all else as text."""
-    read: Any = _plain(one.flag.reads or (str if _is_text(one) else one.field.annotation))
-    return read if one.field.is_required() or get_origin(read) is list else read | None
+def _read_type(option: Spelled) -> Any:
+    """The type that the command line reads: numbers, words, files and choices as they are, all else as text."""
+    read: Any = _plain(option.flag.reads or (str if _is_text(option) else option.field.annotation))
+    return read if option.field.is_required() or get_origin(read) is list else read | None
 
 
 def _plain(read: Any) -> Any:
@@ -143,5 +143,5 @@ def _plain(read: Any) -> Any:
     return read
 
 
-def _is_text(one: Spelled) -> bool:
-    return any(isinstance(part, BeforeValidator) for part in one.parts)
+def _is_text(option: Spelled) -> bool:
+    return any(isinstance(part, BeforeValidator) for part in option.parts)

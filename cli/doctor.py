@@ -16,7 +16,6 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import (
     Output,
     PlacementFlags,
-    Placing,
     Subject,
     check_machine,
     device_and_dtype,
@@ -91,23 +90,23 @@ def doctor(flags: DoctorFlags) -> None:
 def _say_run(flags: DoctorFlags, machine: Settings, model: str, length: int) -> None:
     if flags.device_memory is None:
         check_machine(flags)
-    subject, placing = Subject.named(model, one_plan(flags, flags.plan, model, length)), flags.placing
+    subject = Subject.named(model, one_plan(flags, flags.plan, model, length))
     plan = subject.plan
-    tell_if_idle(placing, plan.decode if plan else None)
+    tell_if_idle(flags, plan.decode if plan else None)
     from sparsekv.bench.public_shapes import config_of
     from sparsekv.runtime.hf.memory import Request
 
     config, notes = config_of(model, subject.source)
-    memory, here = memory_of(config, model, plan, machine, placing, device_bytes=flags.device_memory)
+    memory, here = memory_of(config, model, plan, machine, flags, device_bytes=flags.device_memory)
     available = here if flags.host_memory is None else replace(here, host=flags.host_memory)
     notes += [*([] if plan else ["no plan: all layers are dense"]), *notes_on(config)]
     request = Request(length, flags.max_new_tokens, flags.batch, flags.chunk)
     say_memory(model, memory, available, request, notes, as_json=flags.as_json)
 
 
-def tell_if_idle(placing: Placing, decode: DecodePlan | None) -> None:
-    """Says of --offload always that it moves nothing, where that is so."""
-    if placing.mode == "always" and (decode is None or decode.offload is None):
+def tell_if_idle(flags: PlacementFlags, decode: DecodePlan | None) -> None:
+    """A message where --offload always moves nothing."""
+    if flags.offload == "always" and (decode is None or decode.offload is None):
         why = "decode runs without a plan" if decode is None else "the plan permits no layer to be offloaded"
         tell(f"--offload always moves nothing: {why}; name layers, such as --offload 0-3")
 
@@ -123,13 +122,13 @@ def _say_fitting(model: str, place: Path | None, device: str, as_json: bool) -> 
     if place is not None:
         folder = plans_place(place)
         plans |= plans_in(folder) if folder.is_dir() else sound_plans([plan_file(folder)])
-    found = candidates(plans.items(), described(model), device_called(device))
-    best = best_of(found)
+    fitted = candidates(plans.items(), described(resolve_model(model)), device_called(device))
+    best = best_of(fitted)
     if as_json:
-        emit_json({"model": model, "plans": [one.facts | {"best": one is best} for one in found]})
-    for one in found if not as_json else ():
-        emit(f"{one.told()}: {one.fit}{'; the best' if one is best else ''}")
-    if all(one.why_not for one in found):
+        emit_json({"model": model, "plans": [candidate.facts | {"best": candidate is best} for candidate in fitted]})
+    for candidate in fitted if not as_json else ():
+        emit(f"{candidate.told()}: {candidate.fit}{'; the best' if candidate is best else ''}")
+    if all(candidate.why_not for candidate in fitted):
         tell(f"no plan fits {model}; make one: sparsekv plan {model}")
         raise typer.Exit(FAILED)
 
@@ -181,13 +180,13 @@ def _device(hardware: torch.device) -> dict[str, Any]:
 
 def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     device, backend, virtual = report["device"], report["backend"], report["virtual_memory"]
-    yield from ((name, found or "not installed") for name, found in report["versions"].items())
-    own = f"{device.get('cores')} cores, {format_bytes(device['memory_bytes'])}"
+    yield from ((name, release or "not installed") for name, release in report["versions"].items())
+    size = f"{device.get('cores')} cores, {format_bytes(device['memory_bytes'])}"
     if "capability" in device:
-        own = f"{device['count']} of them, compute capability {device['capability']}, CUDA {device['cuda']}, "
-        own += f"{format_bytes(device['free_bytes'])} of {format_bytes(device['memory_bytes'])} free"
+        size = f"{device['count']} of them, compute capability {device['capability']}, CUDA {device['cuda']}, "
+        size += f"{format_bytes(device['free_bytes'])} of {format_bytes(device['memory_bytes'])} free"
     yield "", ""
-    yield "device", f"{device['name']} ({device['type']}), {own}"
+    yield "device", f"{device['name']} ({device['type']}), {size}"
     yield "host memory", f"{_known(report['host']['available_bytes'])} available"
     yield "backend", f"{backend['name']}: {backend['reason']}"
     yield from (("", f"not {name}: {why}") for name, why in backend["rejected"].items())
@@ -203,7 +202,7 @@ def memory_of(
     name: str,
     plan: Plan | None,
     machine: Settings,
-    placing: Placing,
+    flags: PlacementFlags,
     *,
     device_bytes: int | None = None,
     allow_mismatch: bool = False,
@@ -222,7 +221,7 @@ def memory_of(
         raise UsageError("expected a GPU beside --device-memory, found cpu; give --host-memory alone")
     is_here = device_bytes is None
     device = torch_device(machine.device) if is_here else torch.device("cuda")
-    warn_of_host_layers(device, placing.mode, placing.host_layers)
+    warn_of_host_layers(device, flags.offload_mode, flags.host_layers)
     dtype = torch_dtype(machine.dtype, config, device)
     size = ModelSize.from_config(config, dtype, resolve_model(name).path_or_id)
     if plan is not None:
@@ -236,11 +235,11 @@ def memory_of(
         plan.prefill if plan else None,
         plan.decode if plan else None,
         on_cpu=device.type == "cpu",
-        mode=placing.mode or "always",
-        host_layers=placing.host_layers,
+        mode=flags.offload_mode or "always",
+        host_layers=flags.host_layers,
         evicting=plan.retained if plan else {},
         page=page_bytes(device) if is_here else 0,
-        float8=placing.kv_dtype == "fp8",
+        float8=flags.kv_dtype == "fp8",
     )
     return memory, available if is_here else replace(available, device=device_bytes)
 
@@ -303,15 +302,15 @@ def _memory_text(data: dict[str, Any], layers: int, notes: Sequence[str]) -> str
     device, host = data["device"], data["host"]
     parts = [(name, device[part], host.get(part, 0)) for part, name in _PARTS.items()]
     parts.append(("needed", device["needed"], host["needed"]))
-    used = [(name, own, more) for name, own, more in parts if own + more]
+    used = [(name, local, remote) for name, local, remote in parts if local + remote]
     rows: list[tuple[str, ...]]
     if data["on_cpu"]:  # one memory
         rows = [("", "memory")]
-        rows += [(name, format_bytes(more if name == "needed" else own + more)) for name, own, more in used]
+        rows += [(name, format_bytes(remote if name == "needed" else local + remote)) for name, local, remote in used]
         rows.append(("available", _known(host["available"])))
     else:
         rows = [("", "device", "host")]
-        rows += [(name, format_bytes(own), format_bytes(more) if more else "") for name, own, more in used]
+        rows += [(name, format_bytes(local), format_bytes(remote) if remote else "") for name, local, remote in used]
         rows.append(("available", _known(device["available"]), _known(host["available"])))
     rows_of = f", {data['batch']} rows" if data["batch"] > 1 else ""
     stored = "" if data["kv_dtype"] == data["dtype"] else f", keys and values in {data['kv_dtype']}"

@@ -18,16 +18,15 @@ from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Unread
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import executed_digest, load_plan
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Plan, check_model, to_data
+from sparsekv.plans.schema import PhaseName, Plan, check_model, to_data
 from sparsekv.plans.types import columns, format_length
 
 if TYPE_CHECKING:
+    from sparsekv.bench.suite import Metric, Paired, SuiteTable
     from sparsekv.planner.evaluation import EvalSamples, PlanMode
     from sparsekv.planner.evaluation.results import Agreement, EvalResult
-    from sparsekv.planner.evaluation.suite_results import Metric, Paired, SuiteTable
     from sparsekv.runtime.hf.load import LoadedModel
 
-PhaseName = Literal["prefill", "decode", "both"]
 Suite = Literal["ruler", "long"]
 PLAN = "plan"
 _OF_PLAN = ("only", "backend")
@@ -120,9 +119,8 @@ def evaluate(flags: EvalFlags) -> None:
 
 def _all_dense(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> str | None:
     """A line where nothing that is measured is sparse at some lengths: dense is then compared with itself."""
-    parts = [part for name, part in (("prefill", plan.prefill), ("decode", plan.decode)) if phase in (name, "both")]
-    dense = [n for n in lengths if not any(part is not None and part.bucket(n).is_sparse_at(n) for part in parts)]
-    if not dense or (plan.retained and phase != "prefill"):
+    dense = [length for length in lengths if not plan.is_sparse_at(length, phase)]
+    if not dense:
         return None
     at = ", ".join(map(format_length, dense))
     return f"the plan is dense at {at}, and dense is compared with itself; `show` says where not"
@@ -144,7 +142,7 @@ def _loaded(subject: Subject, flags: EvalFlags, plans: dict[str, Plan]) -> tuple
             check_model(plan, info)
 
     loaded, backend = subject.load(flags, check), settings_of(flags).backend
-    return loaded, {name: PlanMode(one, flags.phase, backend) for name, one in plans.items()}
+    return loaded, {name: PlanMode(part, flags.phase, backend) for name, part in plans.items()}
 
 
 def _tasks(subject: Subject, flags: EvalFlags) -> None:
@@ -157,10 +155,10 @@ def _tasks(subject: Subject, flags: EvalFlags) -> None:
     loaded, modes = _loaded(subject, flags, {PLAN: plan} if plan else {})
     differs = check_model(plan, loaded.info) if plan else []
     if prompts:
-        found = evaluate_given(loaded, modes, prompts, flags.batch, flags.prefill_chunk, BarProgress())
+        by_mode = evaluate_given(loaded, modes, prompts, flags.batch, flags.prefill_chunk, BarProgress())
     else:
-        found = measure(loaded, modes, flags.drawn, progress=BarProgress())
-    results = found[PLAN if plan else DENSE]
+        by_mode = measure(loaded, modes, flags.drawn, progress=BarProgress())
+    results = by_mode[PLAN if plan else DENSE]
     if flags.as_json:
         data = prompts_data(results, bool(plan)) if prompts else tasks_data(results[0], flags.samples, bool(plan))
         emit_json(data | ({"differs": differs} if plan else {}))
@@ -175,26 +173,25 @@ def _tasks(subject: Subject, flags: EvalFlags) -> None:
 def _suite(subject: Subject, flags: EvalFlags) -> None:
     """Runs what the file does not hold yet, and prints a table of each plan."""
     plans = _plans(subject, flags)
-    from sparsekv.planner.evaluation.suite import SuiteSamples, run_suite
-    from sparsekv.planner.evaluation.suite_results import SuiteRun, SuiteTable, check_continued
+    from sparsekv.bench.suite import SuiteRun, SuiteSamples, SuiteTable, check_continued, run_suite
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.records import RunFile
 
     of_samples = {name: getattr(flags, name) for name in ("suite", "seed", "samples", "prefill_chunk")}
-    asked = SuiteSamples(tuple(sorted(flags.lengths)), batch=flags.batch, **of_samples)
-    known: dict[str, Any] = of_samples | {"phase": flags.phase}
-    known |= {"backend": settings_of(flags).backend}
+    drawn = SuiteSamples(tuple(sorted(flags.lengths)), batch=flags.batch, **of_samples)
+    facts: dict[str, Any] = of_samples | {"phase": flags.phase}
+    facts |= {"backend": settings_of(flags).backend}
     if earlier := RunFile.earlier(SuiteRun, flags.out):
-        check_continued(earlier, known, {name: executed_digest(plan) for name, plan in plans.items()})
+        check_continued(earlier, facts, {name: executed_digest(plan) for name, plan in plans.items()})
     loaded, modes = _loaded(subject, flags, plans)
-    file = RunFile.of(SuiteRun.of(loaded, **known), flags.out)
+    file = RunFile.of(SuiteRun.of(loaded, **facts), flags.out)
     try:
-        run_suite(loaded, modes, asked, file, progress=BarProgress())
+        run_suite(loaded, modes, drawn, file, progress=BarProgress())
     except BaseException as error:
         if flags.out is not None and flags.out.exists():
             error.add_note(f"what was measured until then is in {flags.out}; the same command goes on from there")
         raise
-    table = SuiteTable(file, tuple(plans), asked.lengths)
+    table = SuiteTable(file, tuple(plans), drawn.lengths)
     if flags.as_json:
         emit_json(suite_data(table) | {"path": str(flags.out) if flags.out else None})
     else:
@@ -277,16 +274,16 @@ def _agreement_rows(results: Sequence[EvalResult], phase: str) -> Iterator[Row]:
 
     whole = merged(results)
     yield phase, "all", *_agreed(whole.agreement)
-    for one in results if len(results) > 1 else ():
-        yield "", format_length(one.lengths[0]), *_agreed(one.agreement)
+    for result in results if len(results) > 1 else ():
+        yield "", format_length(result.lengths[0]), *_agreed(result.agreement)
     for name, task in whole.tasks.items():
         if task.score.agreement:
             yield "", name, *_agreed(task.score.agreement)
 
 
-def _agreed(found: Agreement) -> Row:
-    kl = f"{found.kl:.3g}" + (" [{:.3g}, {:.3g}]".format(*found.kl_interval) if found.kl_interval else "")
-    return str(found.samples), kl, _share(found.top1, found.top1_interval), _share(found.exact, found.exact_interval)
+def _agreed(score: Agreement) -> Row:
+    kl = f"{score.kl:.3g}" + (" [{:.3g}, {:.3g}]".format(*score.kl_interval) if score.kl_interval else "")
+    return str(score.samples), kl, _share(score.top1, score.top1_interval), _share(score.exact, score.exact_interval)
 
 
 def _share(share: float | None, interval: tuple[float, float] | None) -> str:
@@ -297,7 +294,7 @@ def _share(share: float | None, interval: tuple[float, float] | None) -> str:
 def prompts_data(results: Sequence[EvalResult], has_plan: bool) -> dict[str, Any]:
     from sparsekv.planner.evaluation.results import merged
 
-    whole, *each = [tasks_data(one, len(one.outcomes), has_plan) for one in (merged(results), *results)]
+    whole, *each = [tasks_data(result, len(result.outcomes), has_plan) for result in (merged(results), *results)]
     return whole | {"by_length": each}
 
 
@@ -315,8 +312,7 @@ def tasks_data(result: EvalResult, samples: int, has_plan: bool) -> dict[str, An
 
 
 def suite_text(table: SuiteTable) -> str:
-    """A table of each plan, and what the tasks are."""
-    from sparsekv.planner.tasks.ruler_suite import ABSENT
+    from sparsekv.bench.ruler_suite import ABSENT
 
     tables = [_table([*_suite_rows(table, method)], method) for method in table.methods]
     tables = tables or [_table([row[:4] for row in _suite_rows(table, DENSE)], "")]
@@ -331,7 +327,7 @@ def suite_text(table: SuiteTable) -> str:
 
 def suite_data(table: SuiteTable) -> dict[str, Any]:
     """The JSON of the tables: scores in percent, differences in points."""
-    from sparsekv.planner.tasks.ruler_suite import ABSENT
+    from sparsekv.bench.ruler_suite import ABSENT
 
     lengths, settings = table.lengths, table.file.settings
 

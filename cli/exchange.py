@@ -13,19 +13,18 @@ import typer
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Json, PlanPlace, Subject, found_source, plan_file
 from sparsekv.cli.output import emit, emit_json, tell
+from sparsekv.cli.plan_choice import described
 from sparsekv.cli.plan_files import check_new, check_replaceable, check_writable, default_plan
-from sparsekv.cli.verdict import markdown
 from sparsekv.plans.aliases import PLAN_NAME, ModelSource, is_hub_id, resolve_model
 from sparsekv.plans.brief import brief, sentence
 from sparsekv.plans.errors import PlanError, UsageError, did_you_mean, install_command
 from sparsekv.plans.files import MAX_BYTES as MOST_PLAN_BYTES
 from sparsekv.plans.files import load_plan, read_bytes, write_bytes, write_plan
-from sparsekv.plans.interop.formats import READERS, WRITERS, plan_of, recognised
+from sparsekv.plans.interop import READERS, WRITERS, plan_of, recognised
 from sparsekv.plans.interop.source import MAX_BYTES, Source
-from sparsekv.plans.markdown import cell
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, check_model
-from sparsekv.plans.show import target_text
+from sparsekv.plans.show import cell, target_text, verdict_markdown
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.settings import read_settings
 
@@ -64,13 +63,13 @@ def import_settings(
     if len(data) > MAX_BYTES:
         raise PlanError(f"{file}: expected at most {MAX_BYTES:,} bytes, found more; no such file is that long")
     source = Source(file.name, data)
-    found = recognised(source, kind)
-    plan, notes = plan_of(source, found, _described(model))
+    tool = recognised(source, kind)
+    plan, notes = plan_of(source, tool, _described(model))
     write_plan(plan, out)
     if as_json:
-        emit_json({"path": str(out), "kind": found, "model": plan.model.id, "notes": list(notes)})
+        emit_json({"path": str(out), "kind": tool, "model": plan.model.id, "notes": list(notes)})
         return
-    emit(f"{out}: imported from {found} for {plan.model.id}")
+    emit(f"{out}: imported from {tool} for {plan.model.id}")
     loaded = plan.model.id if _is_plan(model) else model
     emit(f"next: sparsekv verify {shlex.quote(loaded)} --plan {shlex.quote(str(out))} --write")
     for note in notes:
@@ -85,11 +84,7 @@ def _described(name: str) -> ModelInfo:
     if _is_plan(name):  # its model: nothing has to be loaded
         model = load_plan(plan_file(Path(name))).model
         return model.model_copy(update={"fingerprint": model.fingerprint.model_copy(update={"weights": None})})
-    from sparsekv.runtime.hf.load import load_config
-    from sparsekv.runtime.model_config import describe_config
-
-    source = Subject.named(name).source
-    return describe_config(load_config(source or name), name)
+    return described(Subject.named(name).source or resolve_model(name))
 
 
 def export(
@@ -189,7 +184,7 @@ def publish(
     beside = _path_in(model, source)
     if create_pr and beside is not None:
         raise UsageError(f"expected a hub id beside --create-pr, found the folder {beside.parent}; leave one out")
-    _check_fits(found, source)
+    check_model(found, described(source))
     data = read_bytes(path, MOST_PLAN_BYTES)
     to, is_new = source.path_or_id, not dry_run
     if beside is not None:
@@ -200,11 +195,11 @@ def publish(
         from sparsekv.runtime.hub import upload_plan
 
         to = upload_plan(source, data, create_pr)
-    told = "\n".join(section(found, source))
+    card = "\n".join(section(found, source))
     if as_json:
-        emit_json({"to": to, "written": is_new, "section": told})
+        emit_json({"to": to, "written": is_new, "section": card})
         return
-    emit(told)
+    emit(card)
     tell(f"{to}: {'written' if is_new else 'nothing was written' if dry_run else 'as it was'}; {_PASTE}")
 
 
@@ -222,19 +217,10 @@ def _path_in(model: str, source: ModelSource) -> Path | None:
     return path
 
 
-def _check_fits(plan: Plan, source: ModelSource) -> None:
-    """Refuses the plan of another architecture; weights are not read."""
-    from sparsekv.runtime.hf.load import load_config
-    from sparsekv.runtime.model_config import describe_config
-
-    check_model(plan, describe_config(load_config(source), source.path_or_id))
-
-
 # --- the section ------------------------------------------------------------------------------------------------------
 
 
 def section(plan: Plan, source: ModelSource) -> Iterator[str]:
-    """The section for a model card, in parts of Markdown."""
     named = plan.model.id if source.is_local else source.path_or_id
     lengths = ", ".join(map(format_length, plan.planned_lengths))
     devices = "; ".join(map(target_text, plan.targets))
@@ -245,7 +231,7 @@ def section(plan: Plan, source: ModelSource) -> Iterator[str]:
         + (f" Planned for prompts of {lengths}." if lengths else "")
         + (f" Made on {cell(devices)}." if devices else "")
     )
-    yield f"\n{markdown(plan, (*brief(plan), sentence(plan)))}\n"
+    yield f"\n{verdict_markdown(plan, (*brief(plan), sentence(plan)))}\n"
     yield _RUNNING.format(repository=named if is_hub_id(named) else _UNKNOWN)
 
 

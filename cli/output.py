@@ -1,5 +1,4 @@
-"""Decides what a command prints: data on standard output, everything said about it on standard error, failures
-included.
+"""The output of a command: data on standard output, all messages, failures included, on standard error.
 
 Exit codes: 0 done, 1 a check or gate failed (or something broke), 2 usage, 3 plan and model do not match, 128 + n
 ended by signal n (130 for Ctrl-C, 141 where the reader of a pipe has left). With --json a failure is one JSON object on
@@ -52,7 +51,7 @@ def escaped(text: str) -> str:
 
 
 def tell(message: str) -> None:
-    """Says something to the user, on standard error."""
+    """Prints a message on standard error."""
     print(escaped(message), file=sys.stderr, flush=True)
 
 
@@ -61,7 +60,6 @@ def emit(text: str) -> None:
     print(escaped(text))
 
 
-WIDTH = 100  # columns of what people read
 _COLOURS = {"verified": "green", "unverified": "yellow", "imported": "yellow"}
 
 
@@ -92,7 +90,6 @@ def _finite(data: Any) -> Any:
 
 
 def placed(host_layers: Collection[int], layers: int) -> str:
-    """Returns where the keys and values of a model's layers are."""
     from sparsekv.plans.types import format_ids
 
     if not host_layers:
@@ -102,7 +99,6 @@ def placed(host_layers: Collection[int], layers: int) -> str:
 
 
 def quality_tables(quality: Quality) -> str:
-    """Right answers by task and length, and divergence by length."""
     from sparsekv.plans.quality import LENGTH_ROWS, cell_rows, length_score_rows
     from sparsekv.plans.types import columns
 
@@ -178,8 +174,7 @@ def ending_by_signals(again_after: float = 10.0) -> Iterator[None]:
 
 
 def _is_unwinding(handled: BaseException | None) -> bool:
-    """Returns whether what is being handled (in `finally`, `except`, at the end of a `with`) is a signal or came of
-    one."""
+    """True where the exception that is handled (in `finally`, `except`, at the end of a `with`) came of a signal."""
     while handled is not None and not isinstance(handled, Terminated):
         handled = handled.__context__
     return handled is not None

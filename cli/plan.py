@@ -119,7 +119,7 @@ def _job(flags: PlanFlags, wanted: PlanOptions, subject: Subject, profile: Profi
 
 
 def _tell(result: PlanResult, flags: PlanFlags, seconds: float) -> None:
-    from sparsekv.cli.verdict import next_command, verdict
+    from sparsekv.plans.brief import next_command, verdict
 
     plan, out, remarks = result.plan, flags.file, list(result.remarks)
     is_unproven = flags.verifies and plan.status != "verified"  # the first remark says why

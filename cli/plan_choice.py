@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sparsekv.cli.output import tell
 from sparsekv.cli.plan_files import tells_plan
-from sparsekv.plans.aliases import PLAN_NAME, resolve_model
+from sparsekv.plans.aliases import PLAN_NAME, ModelSource, resolve_model
 from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo, differences
@@ -59,38 +59,39 @@ class Candidate:
 
 
 def holds_plans(place: Path) -> bool:
-    """Returns whether it is a folder of plans to choose from: one without a sparsekv.yaml, which is what it stands
-    for, and with plans of other names."""
+    """True of a folder of plans to choose from: without a sparsekv.yaml, which would be its plan, and with plans of
+    other names."""
     is_folder = os.path.isdir(place) and not os.path.isfile(place / PLAN_NAME)
     return is_folder and any(map(tells_plan, _files(place)))
 
 
 def plans_in(folder: Path) -> list[tuple[Path, Plan]]:
-    """The sound plans in a folder, by name."""
     return sound_plans(filter(tells_plan, _files(folder)))
 
 
 def sound_plans(paths: Iterable[Path]) -> list[tuple[Path, Plan]]:
     """The sound plans among files; of one that is not sound, why it is left out is said."""
-    found = []
+    plans = []
     for path in paths:
         try:
-            found.append((path, load_plan(path)))
+            plans.append((path, load_plan(path)))
         except (PlanError, UsageError) as error:
             tell(f"left out: {error}")
-    return found
+    return plans
 
 
-def candidates(found: Iterable[tuple[Path, Plan]], model: ModelInfo, device: str) -> list[Candidate]:
+def candidates(plans: Iterable[tuple[Path, Plan]], model: ModelInfo, device: str) -> list[Candidate]:
     return [
-        Candidate(path, plan, "; ".join(differences(plan.model, model)), device in {one.device for one in plan.targets})
-        for path, plan in found
+        Candidate(
+            path, plan, "; ".join(differences(plan.model, model)), device in {target.device for target in plan.targets}
+        )
+        for path, plan in plans
     ]
 
 
-def best_of(found: Sequence[Candidate], length: int | None = None) -> Candidate | None:
+def best_of(plans: Sequence[Candidate], length: int | None = None) -> Candidate | None:
     """The one that fits best; None where none is of the model, or two fit alike."""
-    fitting = sorted((one for one in found if not one.why_not), key=lambda one: one.order(length))
+    fitting = sorted((plan for plan in plans if not plan.why_not), key=lambda plan: plan.order(length))
     is_tie = len(fitting) > 1 and fitting[0].order(length) == fitting[1].order(length)
     return None if is_tie or not fitting else fitting[0]
 
@@ -105,35 +106,33 @@ def chosen_plan(folder: Path, model: str | None, device: str, length: int | None
                 "name the model, or one plan"
             )
         return plans[0][0]
-    found = candidates(plans, described(model), device_called(device))
-    best = best_of(found, length)
+    fitted = candidates(plans, described(resolve_model(model)), device_called(device))
+    best = best_of(fitted, length)
     if best is None:
-        raise _no_choice(folder, model, [one for one in found if not one.why_not], found)
+        raise _no_choice(folder, model, [candidate for candidate in fitted if not candidate.why_not], fitted)
     tell(f"plan: {best.told()}")
     return best.path
 
 
 def _no_choice(
-    folder: Path, model: str, fitting: Sequence[Candidate], found: Sequence[Candidate]
+    folder: Path, model: str, fitting: Sequence[Candidate], others: Sequence[Candidate]
 ) -> PlanMismatchError | UsageError:
     if fitting:
-        listed = "\n".join(f"  {one.told()}" for one in fitting)
+        listed = "\n".join(f"  {candidate.told()}" for candidate in fitting)
         return UsageError(
             f"expected one plan in {folder} that fits {model} best, found several alike:\n{listed}\nname one"
         )
-    models = ", ".join(dict.fromkeys(one.plan.model.id for one in found)) or "none that is sound"
+    models = ", ".join(dict.fromkeys(candidate.plan.model.id for candidate in others)) or "none that is sound"
     return PlanMismatchError(
         f"expected a plan of {model} in {folder}, found those of {models}; name another folder, or plan the model"
     )
 
 
-def described(model: str) -> ModelInfo:
+def described(source: ModelSource) -> ModelInfo:
     """The description of a model by its config; its weights are not read."""
     from sparsekv.runtime.hf.load import load_config
-    from sparsekv.runtime.hub import asked
     from sparsekv.runtime.model_config import describe_config
 
-    source = asked(resolve_model(model))
     return describe_config(load_config(source), source.path_or_id)
 
 

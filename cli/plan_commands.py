@@ -16,8 +16,7 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import PLACE, Json, PlanArgument, PlanPlace, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json, emit_verdict, tell
 from sparsekv.cli.plan_files import check_replaceable, kind_of
-from sparsekv.cli.verdict import markdown as markdown_of
-from sparsekv.cli.verdict import sentences, verdict
+from sparsekv.plans.brief import WIDTH, sentences, verdict
 from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UsageError, install_command
 from sparsekv.plans.files import dump_plan, executed_digest, load_plan, parse_plan, read_text, write_bytes
 from sparsekv.plans.files import seal as seal_file
@@ -25,10 +24,8 @@ from sparsekv.plans.model import same_architecture
 from sparsekv.plans.schema import Plan, json_schema
 
 if TYPE_CHECKING:
-    from sparsekv.planner.evaluation.suite_results import SuiteTable
+    from sparsekv.bench.suite import SuiteTable
     from sparsekv.planner.profile.profile_data import Profile
-
-_WIDTH = 100  # columns, where there is no narrower terminal
 
 
 def show(
@@ -56,11 +53,10 @@ def show(
 
 
 def _print_markdown(plan: Plan, full: bool, place: str) -> None:
-    from sparsekv.plans.markdown import cell, markdown
-    from sparsekv.plans.show import describe
+    from sparsekv.plans.show import cell, describe, markdown, verdict_markdown
 
     emit(f"### Sparsity plan of {cell(plan.model.id)}: {plan.status_text}\n")
-    emit(f"{markdown_of(plan, sentences(plan, place))}\n\n{markdown(describe(plan, full)).rstrip()}")
+    emit(f"{verdict_markdown(plan, sentences(plan, place))}\n\n{markdown(describe(plan, full)).rstrip()}")
 
 
 def _print(plan: Plan, full: bool, place: str) -> None:
@@ -69,7 +65,7 @@ def _print(plan: Plan, full: bool, place: str) -> None:
     from sparsekv.plans.show import describe
 
     console = Console(highlight=False)
-    console.width = min(console.width, _WIDTH) if sys.stdout.isatty() else _WIDTH
+    console.width = min(console.width, WIDTH) if sys.stdout.isatty() else WIDTH
     for part in describe(plan, full):
         console.print(part)
     emit("")
@@ -94,7 +90,7 @@ def report(
     """Write a plan as one self-contained page: budgets of heads, a head on the matrix, time and quality by length."""
     check_replaceable(out, "-o", "page")
     path = plan_file(plan)
-    found = load_plan(path)
+    loaded = load_plan(path)
     try:
         from sparsekv.bench.report.page import report as page_of
     except ModuleNotFoundError as error:
@@ -106,20 +102,20 @@ def report(
 
     given = {kind_of(file, ("profile", "curve", "suite")): file for file in files or ()}
     points = tuple(RunFile.read(CurveRun, given["curve"]).all(CurvePoint).values()) if "curve" in given else ()
-    profiled = _profile_of(found, given["profile"]) if "profile" in given else None
-    table = _suite_of(found, given["suite"]) if "suite" in given else None
-    write_bytes(out, page_of(found, sentences(found, str(plan)), profiled, points, table).encode())
+    profiled = _profile_of(loaded, given["profile"]) if "profile" in given else None
+    table = _suite_of(loaded, given["suite"]) if "suite" in given else None
+    write_bytes(out, page_of(loaded, sentences(loaded, str(plan)), profiled, points, table).encode())
     if as_json:
-        emit_json({"path": str(out), "model": found.model.id, "status": found.status})
+        emit_json({"path": str(out), "model": loaded.model.id, "status": loaded.status})
     else:
-        emit(f"{out}: the page of {found.model.id}, {found.status_text}")
+        emit(f"{out}: the page of {loaded.model.id}, {loaded.status_text}")
 
 
 def _suite_of(plan: Plan, path: Path) -> SuiteTable:
     """The results of a suite, if they are of the plan's model; that the plan does something else than the one that was
     run is said.
     """
-    from sparsekv.planner.evaluation.suite_results import SuiteCell, SuiteRun, SuiteTable
+    from sparsekv.bench.suite import SuiteCell, SuiteRun, SuiteTable
     from sparsekv.planner.records import RunFile
 
     file = RunFile.read(SuiteRun, path)
@@ -138,13 +134,13 @@ def _profile_of(plan: Plan, path: Path) -> Profile:
     from sparsekv.planner.profile.profile_data import Profile, check_model
     from sparsekv.planner.records import digest_of, read_measured
 
-    found = read_measured(Profile, path)
-    check_model(found, plan.model)
-    if plan.provenance.profile not in (None, digest_of(found)):
+    profile = read_measured(Profile, path)
+    check_model(profile, plan.model)
+    if plan.provenance.profile not in (None, digest_of(profile)):
         tell(
             f"{path}: another profile than the plan was compiled from, or more of it; patterns it lacks have no damage"
         )
-    return found
+    return profile
 
 
 def diff(
@@ -173,9 +169,9 @@ def _with_keys(line: str, before: Sequence[str]) -> str:
     keys: list[str] = []
     indent = None
     for above in reversed(before[: int(head[1]) + 3] if head else ()):
-        own = len(above) - len(above.lstrip())
-        if indent is None or own < indent:
-            keys, indent = [above.strip(" -"), *keys], own
+        depth = len(above) - len(above.lstrip())
+        if indent is None or depth < indent:
+            keys, indent = [above.strip(" -"), *keys], depth
     return " ".join((line, *keys[:-1]))
 
 
@@ -202,15 +198,15 @@ def validate(plans: Plans, as_json: Json = False) -> None:
     """
     checked = [_check(path) for path in plans]
     files = [facts for facts, _ in checked]
-    errors = [found for _, found in checked if not isinstance(found, str)]
-    for _, found in checked if not as_json else ():
-        if isinstance(found, str):
-            emit(found)
-    told = files[0] if len(files) == 1 else {"valid": not errors, "files": files}
+    errors = [result for _, result in checked if not isinstance(result, str)]
+    for _, result in checked if not as_json else ():
+        if isinstance(result, str):
+            emit(result)
+    facts_of_files = files[0] if len(files) == 1 else {"valid": not errors, "files": files}
     if errors:
-        raise _together(errors).with_facts(**told)
+        raise _together(errors).with_facts(**facts_of_files)
     if as_json:
-        emit_json(told)
+        emit_json(facts_of_files)
 
 
 def _check(path: Path) -> tuple[dict[str, Any], str | PlanError | UsageError]:

@@ -57,12 +57,12 @@ class PlanFiles(Options):
 
     @property
     def resume(self) -> Path:
-        """Returns what has been profiled, until the plan is written; a rerun goes on from it."""
+        """The file of what has been profiled, until the plan is written; a rerun goes on from it."""
         profile = self.profile_out or self.file.with_name(f"{self.file.name}.profile")
         return profile.with_name(f"{profile.name}.partial")
 
     def check_files(self) -> None:
-        """Finds out before hours of work whether the outputs can be written."""
+        """Refuses outputs that cannot be written, before hours of work."""
         for path in filter(None, (self.file, self.profile_out)):
             check_writable(path)
         for path in (self.resume, outcomes_beside(self.file)):
@@ -77,9 +77,9 @@ class PlanFiles(Options):
         written = [(flag, path, kind) for flag, path, kind in outputs if path is not None]
         taken = {os.path.realpath(path): f"{flag} {path}" for flag, path in inputs if path is not None}
         for flag, path, _ in written:
-            found = taken.setdefault(os.path.realpath(path), own := f"{flag} {path}")
-            if found != own:
-                raise UsageError(f"expected a file of its own for {flag}, found {found} there; name another one")
+            owner = taken.setdefault(os.path.realpath(path), name := f"{flag} {path}")
+            if owner != name:
+                raise UsageError(f"expected a file of its own for {flag}, found {owner} there; name another one")
         for flag, path, kind in written:
             check_replaceable(path, flag, kind)
         check_new(self.file, self.force)
@@ -99,8 +99,7 @@ class PlanFiles(Options):
 
 
 def default_plan(model: str) -> Path:
-    """Returns where a plan goes by default: beside a model that lies here, else in the working folder, by the model's
-    name."""
+    """The default path of a plan: beside a local model, else in the working folder, by the model's name."""
     place = Path(os.path.expanduser(model))
     if names_gguf(model) or holds_model(place):
         return (place.parent if names_gguf(model) else place) / PLAN_NAME
@@ -120,7 +119,7 @@ def outcomes_beside(plan: Path) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Finds out whether a file can be written at `path`, or in place of what is there."""
+    """Refuses a path at which no file can be written, or replaced."""
     real = Path(os.path.realpath(path))
     try:
         mode = path.stat().st_mode
@@ -172,11 +171,11 @@ def check_replaceable(path: Path, flag: str, kind: str) -> None:
 def kind_of(path: Path, kinds: Sequence[str]) -> str:
     """The kind among these that a file tells."""
     head = _head_of(path)
-    found = next((kind for kind in kinds if _tells(head, kind)), None)
-    if found is None:
+    match = next((kind for kind in kinds if _tells(head, kind)), None)
+    if match is None:
         expected, there = " or ".join(_WHAT[kind] for kind in kinds), "another file" if head else "no such file"
         raise UsageError(f"expected {expected} in {path}, found {there}; name another one")
-    return found
+    return match
 
 
 def _head_of(path: Path) -> bytes:
@@ -207,7 +206,7 @@ def only_writer(path: Path | None) -> Iterator[None]:
 
 
 def tells_plan(path: Path) -> bool:
-    """Returns whether a file says that it is a plan, sound or not; False of one that cannot be read."""
+    """True of a file that names itself a plan, sound or not; False of one that cannot be read."""
     try:
         with path.open("rb") as file:
             return _tells(file.read(_HEAD).removeprefix(b"\xef\xbb\xbf"), "plan")
@@ -240,11 +239,11 @@ def own_prompts(file: Path) -> tuple[GivenPrompt, ...]:
 
 def answered_prompts(file: Path) -> tuple[GivenPrompt, ...]:
     """Prompts to evaluate on: JSON lines of {"prompt", "answer", "task"?}."""
-    found = tuple(_lines(file))
-    unanswered = next((number for number, line in found if not line.get("answer", "").strip()), None)
+    lines = tuple(_lines(file))
+    unanswered = next((number for number, line in lines if not line.get("answer", "").strip()), None)
     if unanswered is not None:
         raise PromptError(f'{file}, line {unanswered}: expected an "answer" to compare with, found none')
-    return tuple(_given(file, number, line) for number, line in found)
+    return tuple(_given(file, number, line) for number, line in lines)
 
 
 def _given(file: Path, number: int, line: Mapping[str, str]) -> GivenPrompt:
@@ -259,19 +258,19 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
 def _fields(file: Path, number: int, line: str) -> dict[str, str]:
     expected = f'{file}, line {number}: expected {{"prompt": TEXT}}, with "answer": TEXT and "task": NAME if there are'
     try:
-        found: Any = json.loads(line)
+        data: Any = json.loads(line)
     except (ValueError, RecursionError) as error:  # a number may be too long
         raise PromptError(f"{expected}, found no JSON") from error
-    if not isinstance(found, dict):
-        raise PromptError(f"{expected}, found a {type(found).__name__}")
-    unknown = set(found) - {"prompt", "answer", "task"}
+    if not isinstance(data, dict):
+        raise PromptError(f"{expected}, found a {type(data).__name__}")
+    unknown = set(data) - {"prompt", "answer", "task"}
     if unknown:
         raise PromptError(f"{expected}, found also {', '.join(sorted(unknown))}")
-    if not all(isinstance(text, str) for text in found.values()) or not found.get("prompt", "").strip():
+    if not all(isinstance(text, str) for text in data.values()) or not data.get("prompt", "").strip():
         raise PromptError(f"{expected}, found {line.strip()[:60]}")
-    if any("\ud800" <= character <= "\udfff" for text in found.values() for character in text):
+    if any("\ud800" <= character <= "\udfff" for text in data.values() for character in text):
         raise PromptError(f"{expected}, found half a surrogate pair (\\ud800 to \\udfff), which no tokenizer takes")
-    return found
+    return data
 
 
 def text_of(file: Path) -> str:

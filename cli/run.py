@@ -14,11 +14,11 @@ from pydantic import Field, model_validator
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import AllowMismatch, NewTokens, Output, PlacementFlags, Subject, Subjects, settings_of
 from sparsekv.cli.doctor import memory_of, notes_on, say_memory, tell_if_idle
-from sparsekv.cli.output import WIDTH, emit, emit_json, tell
+from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_files import MAX_BYTES, text_of, with_text
 from sparsekv.planner.common_options import PHASES, Hardware, Phase, PrefillChunk, Seed
 from sparsekv.planner.flags import Flag, Key, Unread, text
-from sparsekv.plans.brief import percent
+from sparsekv.plans.brief import WIDTH, percent
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.files import as_text
 from sparsekv.plans.model import ModelInfo
@@ -116,7 +116,7 @@ class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
 
 def run(flags: RunFlags) -> None:
     """Answer a prompt: from --prompt, a file, standard input, or typed at a terminal (several turns)."""
-    placing, subject = flags.placing, flags.subject
+    subject = flags.subject
     used = None if flags.dense else subject.need_plan("; or add --dense, which runs without a plan")
     subject = subject.checked(flags)
     text = given_prompt(flags.prompt, flags.prompt_file)
@@ -125,7 +125,7 @@ def run(flags: RunFlags) -> None:
             "expected a prompt beside --json, --compare or --dry-run, found none; give --prompt or --prompt-file"
         )
     if used is not None:
-        tell_if_idle(placing, used.decode if flags.follows["decode"] else None)
+        tell_if_idle(flags, used.decode if flags.follows["decode"] else None)
     if flags.dry_run:
         assert used is not None, "--dense was refused"
         assert text is not None
@@ -147,7 +147,7 @@ def _estimate(flags: RunFlags, subject: Subject, used: Plan, text: str) -> None:
     parts: dict[str, Any] = {phase: getattr(used, phase) if follows[phase] else None for phase in PHASES}
     config, prompt_tokens = subject.config_and_prompt_tokens(text, chat=not flags.raw)
     named = (config, subject.model, used.model_copy(update=parts))
-    memory = memory_of(*named, settings_of(flags), flags.placing, allow_mismatch=flags.allow_mismatch)
+    memory = memory_of(*named, settings_of(flags), flags, allow_mismatch=flags.allow_mismatch)
     most = min(flags.max_new_tokens, room_for_answer(config.max_position_embeddings, prompt_tokens))
     request = Request(prompt_tokens, most, chunk=flags.prefill_chunk)
     say_memory(subject.model, *memory, request, notes_on(config), as_json=flags.as_json)
@@ -171,8 +171,8 @@ def _session(flags: RunFlags, subject: Subject, used: Plan | None) -> Session:
         chat=not flags.raw,
         max_new_tokens=flags.max_new_tokens,
         chunk=flags.prefill_chunk,
-        offload=flags.placing.mode,
-        kv_host_layers=flags.placing.host_layers,
+        offload=flags.offload_mode,
+        kv_host_layers=flags.host_layers,
         kv_dtype=flags.kv_dtype,
         sparse=flags.sparse,
         sampling=Sampling(temperature=flags.temperature, top_p=flags.top_p, seed=flags.seed),

@@ -9,10 +9,10 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, emit_verdict, quality_tables, tell
 from sparsekv.cli.plan_files import answered_prompts, check_replaceable, check_writable, outcomes_beside, own_prompts
-from sparsekv.cli.verdict import denser_command, verdict
 from sparsekv.planner.common_options import Drawn, GivenPrompt, Hardware, digest_of_prompts, set_aside
 from sparsekv.planner.flags import Flag, Lengths, Unread
 from sparsekv.planner.options import PlanOptions, lengths_to_verify
+from sparsekv.plans.brief import denser_command, verdict
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo, same_architecture
@@ -76,9 +76,9 @@ def verify(flags: VerifyFlags) -> None:
     the sentence says which.
     """
     subject = flags.subject
-    found = subject.need_plan()
+    plan = subject.need_plan()
     if not flags.write:
-        _verify(flags, subject, found)
+        _verify(flags, subject, plan)
         return
     from sparsekv.planner.records import only_run
 
@@ -88,17 +88,17 @@ def verify(flags: VerifyFlags) -> None:
         _verify(flags, subject, parse_plan(before, str(file)), file, before)
 
 
-def _verify(flags: VerifyFlags, subject: Subject, found: Plan, file: Path | None = None, before: str = "") -> None:
+def _verify(flags: VerifyFlags, subject: Subject, plan: Plan, file: Path | None = None, before: str = "") -> None:
     """Runs a plan, and writes to its file, which held `before`, where one is named."""
-    if found.is_dense:
+    if plan.is_dense:
         if flags.as_json:
             emit_json({"passed": True, "verified": False, "reasons": [NOTHING_SPARSE], "quality": None})
         else:
-            _say(found, subject, flags)
+            _say(plan, subject, flags)
         return
-    asked = flags.options(found)
-    subject = subject.checked(flags, asked.lengths)
-    calibrated, aside = _set_aside(found, flags.prompts_file)
+    options = flags.options(plan)
+    subject = subject.checked(flags, options.lengths)
+    calibrated, aside = _set_aside(plan, flags.prompts_file)
     prompts = answered_prompts(flags.prompts_file) if flags.prompts_file and not aside else ()
     from sparsekv.planner.evaluation.given import HeldOut
     from sparsekv.planner.options import settle
@@ -107,36 +107,36 @@ def _verify(flags: VerifyFlags, subject: Subject, found: Plan, file: Path | None
     from sparsekv.planner.verify import verify as measure
 
     def check(info: ModelInfo, hardware: str) -> None:
-        check_model(found, info)
-        settle(asked, info.context_length, hardware)
+        check_model(plan, info)
+        settle(options, info.context_length, hardware)
 
     loaded = subject.load(flags, check)
-    found = _of_these_weights(found, loaded.info)
-    differs = check_model(found, loaded.info)
+    plan = _of_these_weights(plan, loaded.info)
+    differs = check_model(plan, loaded.info)
     if flags.write:
-        _check_same_weights(found, loaded.info)
-    settled = settle(asked, loaded.info.context_length, loaded.model.device.type)
+        _check_same_weights(plan, loaded.info)
+    settled = settle(options, loaded.info.context_length, loaded.model.device.type)
     if flags.phases:
-        _diagnose(flags, found, loaded, settled)
+        _diagnose(flags, plan, loaded, settled)
         return
     result = measure(
         loaded,
-        found,
+        plan,
         settled,
-        VerifyRun.after(found, flags.verify, outcomes_beside(file) if file else None),
+        VerifyRun.after(plan, flags.verify, outcomes_beside(file) if file else None),
         BarProgress(),
         prompts=prompts,
         held_out=HeldOut.of(loaded.tokenizer, calibrated, aside, settled) if aside else None,
     )
     facts: dict[str, Any] = {"passed": result.passed, "verified": result.verified}
     facts |= {"reasons": list(result.reasons), "quality": to_data(result.quality)}
-    facts |= {"model": loaded.info.id, "plan_model": found.model.id, "differs": differs}
-    recorded = result.recorded(found)
+    facts |= {"model": loaded.info.id, "plan_model": plan.model.id, "differs": differs}
+    recorded = result.recorded(plan)
     _say(recorded, subject, flags)
     if differs:
-        tell(f"measured on {loaded.info.id}; this says nothing about {found.model.id}, the model of the plan")
+        tell(f"measured on {loaded.info.id}; this says nothing about {plan.model.id}, the model of the plan")
     if file is not None:
-        _write(result, found, file, before, facts)
+        _write(result, plan, file, before, facts)
     if not result.passed:
         denser = f"`{denser_command(recorded, _place(recorded, subject), subject.model)}`"
         raise GateError(f"test missed: {'; '.join(result.reasons)}; go on with {denser}").with_facts(**facts)
@@ -150,21 +150,21 @@ def _diagnose(flags: VerifyFlags, plan: Plan, loaded: LoadedModel, settled: Sett
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.verify import DIAGNOSED, diagnose
 
-    found = diagnose(loaded, plan, settled, BarProgress())
+    by_phase = diagnose(loaded, plan, settled, BarProgress())
     if flags.as_json:
-        emit_json({phase: [tasks_data(one, DIAGNOSED, True) for one in results] for phase, results in found.items()})
+        emit_json({name: [tasks_data(part, DIAGNOSED, True) for part in parts] for name, parts in by_phase.items()})
         return
-    for phase, results in found.items():
+    for phase, results in by_phase.items():
         emit(f"{phase}\n\n{tasks_text(results, str(DIAGNOSED), phase)}\n")
 
 
 def _of_these_weights(plan: Plan, model: ModelInfo) -> Plan:
     """An imported plan was made from a config alone: what is measured is measured on the weights that are loaded."""
-    known, found = plan.model.fingerprint, model.fingerprint
-    same = same_architecture(known.architecture, found.architecture)
-    if plan.status != "imported" or known.weights is not None or not same:
+    planned, loaded = plan.model.fingerprint, model.fingerprint
+    same = same_architecture(planned.architecture, loaded.architecture)
+    if plan.status != "imported" or planned.weights is not None or not same:
         return plan
-    return plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": found})})
+    return plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": loaded})})
 
 
 def _set_aside(plan: Plan, file: Path | None) -> tuple[tuple[GivenPrompt, ...], tuple[GivenPrompt, ...]]:
@@ -216,8 +216,8 @@ def _own_file(subject: Subject) -> Path:
 
 def _check_same_weights(plan: Plan, model: ModelInfo) -> None:
     """A plan's quality is of the weights that it was made for."""
-    known = plan.model.fingerprint.weights
-    if known is None or known != model.fingerprint.weights:
+    planned = plan.model.fingerprint.weights
+    if planned is None or planned != model.fingerprint.weights:
         is_older = plan.model.fingerprint.weights_difference(model.fingerprint) == "older kind"
         part = "a newer weights fingerprint, which says nothing about the older one of the plan"
         raise UsageError(

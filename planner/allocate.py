@@ -1,4 +1,4 @@
-"""Decides which pattern each head follows: one loss for the whole model.
+"""The pattern of each head: one loss for the whole model.
 
 The loss is given, the share is found: every head of every layer takes one of its candidates, or stays dense, such that
 the sum of their damages (profile/head_errors.py) stays inside the loss and the computed tiles are fewest. Or a target
@@ -12,16 +12,16 @@ little above that. Where sparse attention is faster at all, the host finds out.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from sparsekv.planner.options import Family, Settled
-from sparsekv.planner.predict import ABSENT, DENSE, Choice, ScoreTables, head_times
+from sparsekv.planner.predict import ABSENT, DENSE, Choice, Mask, ScoreTables, head_times
 from sparsekv.planner.prices import Floats, Prices
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.profile.search_space import ROUNDING, too_low
-from sparsekv.planner.relaxation import Allocation, least_cost, solve
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Pattern, TileShape, mandatory_density
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
@@ -62,15 +62,15 @@ def allocate(profile: Profile, cost: Prices, options: Settled, say: Callable[[st
 
 
 def check_profiled(profile: Profile, options: Settled) -> None:
-    """Finds out, before anything is measured, whether anything was profiled within the target densities.
+    """Refuses target densities below all that was profiled, before anything is measured.
 
     Raises:
         UsageError: a target lies below all that was profiled.
     """
     entries = [entry for entry in profile.lengths if entry.layers]
     for entry, target in zip(entries, options.target_density, strict=False):
-        own = [one.density for one in entry.candidates if one.family in options.families]
-        if not own or min(own) > target * (1.0 + ROUNDING):
+        densities = [candidate.density for candidate in entry.candidates if candidate.family in options.families]
+        if not densities or min(densities) > target * (1.0 + ROUNDING):
             raise UsageError(
                 f"expected a target density of at least {entry.densities[0]:g} at {entry.length} tokens, "
                 f"the least that was profiled, found {target:g}; raise it, or profile again with it"
@@ -80,8 +80,8 @@ def check_profiled(profile: Profile, options: Settled) -> None:
 def at_target(tables: ScoreTables, families: Collection[Family], target: float) -> Choice | None:
     """The least damage at a mean density over all heads, whatever that costs; None where nothing is so sparse."""
     budget = target * int(tables.present_LH.sum())
-    found = solve(tables.density_LCH, tables.damage_LCH, tables.of_families(families), tables.present_LH, budget)
-    return None if found is None else found.choice
+    allocation = solve(tables.density_LCH, tables.damage_LCH, tables.of_families(families), tables.present_LH, budget)
+    return None if allocation is None else allocation.choice
 
 
 def at_loss(tables: ScoreTables, families: Collection[Family], most: float) -> tuple[Choice, float]:
@@ -161,20 +161,20 @@ class _Length:
         tables, present_LH = self.tables, self.tables.present_LH
         least = float(self._cheapest[present_LH].sum())  # above the target only by rounding
         budget = max(target * int(present_LH.sum()), least) * (1.0 + 1e-12)
-        found = solve(tables.density_LCH, tables.damage_LCH, self._own_LCH, present_LH, budget)
-        assert found is not None
-        self._found = self._faster(found)
+        allocation = solve(tables.density_LCH, tables.damage_LCH, self._own_LCH, present_LH, budget)
+        assert allocation is not None
+        self._found = self._faster(allocation)
         return np.where(present_LH, self._found.choice, ABSENT)
 
-    def _faster(self, found: Allocation) -> Allocation:
+    def _faster(self, base: Allocation) -> Allocation:
         """The least time on the device for the damage of an allocation, or that itself where it is faster."""
         tables, time_LCH = self.tables, self._time_LCH
-        most = found.damage * (1.0 + ROUNDING)
+        most = base.damage * (1.0 + ROUNDING)
         choice, damage = least_cost(time_LCH, tables.damage_LCH, self._own_LCH, tables.present_LH, most)
-        ours, theirs = (float(tables.take(time_LCH, one, 1.0).sum()) for one in (choice, found.choice))
-        denser, dense = (float(tables.take(tables.density_LCH, one, 1.0).sum()) for one in (choice, found.choice))
+        ours, theirs = (float(tables.take(time_LCH, pick, 1.0).sum()) for pick in (choice, base.choice))
+        denser, dense = (float(tables.take(tables.density_LCH, pick, 1.0).sum()) for pick in (choice, base.choice))
         is_better = ours < theirs and denser <= TOLERANCE * dense
-        return Allocation(choice, damage, min(found.bound, damage)) if is_better else found
+        return Allocation(choice, damage, min(base.bound, damage)) if is_better else base
 
     @property
     def _least(self) -> float:
@@ -212,3 +212,115 @@ class _Length:
             f"they cost more than on the one they were fitted on. Ask for {min(1.0, found * 1.005):.3g} with the same "
             "profile, or profile a lower one"
         )
+
+
+# --- one candidate for every head -------------------------------------------------------------------------------------
+
+# Solved by the relaxation in which a head may take a mixture of candidates: on the lower convex hull of each head's
+# (cost, damage), segments are bought in order of the damage that they save for their cost. The relaxed optimum bounds
+# the real one from below, which gives the proven gap. Shapes: L layers, C slots of candidates, H heads.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Allocation:
+    """A choice for every head.
+
+    Attributes:
+        damage: the sum over all heads.
+        bound: what no choice within the budget is below; never more than `damage`.
+    """
+
+    choice: Choice
+    damage: float
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One segment of a head's hull, from the slot before it to a dearer one that does less damage."""
+
+    slope: float  # damage for cost, negative
+    layer: int
+    head: int
+    slot: int
+    price: float
+    saved: float
+
+
+class _Hulls:
+    """The hulls of all heads: the cheapest choice, and the steps from it, in order of the damage that they save for
+    their cost."""
+
+    def __init__(self, cost_LCH: Floats, damage_LCH: Floats, allowed_LCH: Mask, present_LH: Mask) -> None:
+        self.choice = np.where(present_LH, DENSE, ABSENT)
+        self.cost = self.damage = 0.0
+        steps = []
+        for layer, head in np.argwhere(present_LH).tolist():
+            slots = np.flatnonzero(allowed_LCH[layer, :, head]).tolist()
+            hull = _hull([(float(cost_LCH[layer, c, head]), float(damage_LCH[layer, c, head]), c) for c in slots])
+            cheapest, least, self.choice[layer, head] = hull[0]
+            self.cost, self.damage = self.cost + cheapest, self.damage + least
+            for (low, worse, _), (high, better, slot) in pairwise(hull):
+                saved, price = worse - better, high - low
+                steps.append(_Step(-saved / price, layer, head, slot, price, saved))
+        self.steps = sorted(steps, key=astuple)
+
+
+def solve(
+    cost_LCH: Floats, damage_LCH: Floats, allowed_LCH: Mask, present_LH: Mask, budget: float
+) -> Allocation | None:
+    """Least damage at a total cost of at most `budget`; None where the cheapest choice costs more, rounding aside.
+
+    Args:
+        cost_LCH, damage_LCH: of each slot; a dense head costs 1 and does no damage.
+        allowed_LCH: slots that may be taken; a dense head always may.
+        present_LH: heads that exist.
+    """
+    hulls = _Hulls(cost_LCH, damage_LCH, allowed_LCH, present_LH)
+    choice, damage, left = hulls.choice, hulls.damage, budget - hulls.cost
+    if left < -ROUNDING * budget:
+        return None
+    bound, is_bounded, stopped = damage, False, set()
+    for step in hulls.steps:
+        if not is_bounded:  # the relaxation takes the part of this step that fits, and nothing after it
+            is_bounded = step.price > left
+            bound -= min(step.saved, -step.slope * max(left, 0.0))
+        if (step.layer, step.head) in stopped:
+            continue
+        if step.price <= left:
+            choice[step.layer, step.head], left, damage = step.slot, left - step.price, damage - step.saved
+        else:
+            stopped.add((step.layer, step.head))  # later steps of a head stand on the earlier ones
+    return Allocation(choice, max(damage, 0.0), max(min(bound, damage), 0.0))
+
+
+def least_cost(
+    cost_LCH: Floats, damage_LCH: Floats, allowed_LCH: Mask, present_LH: Mask, most: float
+) -> tuple[Choice, float]:
+    """Returns the choice of least cost whose damage is at most `most`, within one step of the best, and its damage."""
+    hulls = _Hulls(cost_LCH, damage_LCH, allowed_LCH, present_LH)
+    choice, damage = hulls.choice, hulls.damage
+    for step in hulls.steps:
+        if damage <= most:
+            break
+        choice[step.layer, step.head], damage = step.slot, damage - step.saved
+    return choice, max(damage, 0.0)
+
+
+def _hull(points: list[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
+    """The lower convex hull of (cost, damage, slot) and of dense, ascending in cost, descending in damage."""
+    hull: list[tuple[float, float, int]] = []
+    for point in sorted([*points, (1.0, 0.0, DENSE)]):
+        if hull and point[1] >= hull[-1][1]:
+            continue
+        while len(hull) > 1 and _lies_above(hull[-1], hull[-2], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _lies_above(
+    middle: tuple[float, float, int], left: tuple[float, float, int], right: tuple[float, float, int]
+) -> bool:
+    rise = (left[1] - middle[1]) * (right[0] - middle[0])
+    return rise <= (middle[1] - right[1]) * (middle[0] - left[0])

@@ -31,7 +31,6 @@ TASKS = (
 
 
 def _instead(name: str) -> str:
-    """The command for a task of RULER that is not ours."""
     if name in ("qa_1", "qa_2"):
         return "; it needs a corpus of questions: use lm-evaluation-harness (examples/with_lm_eval.py)"
     of_suite = re.fullmatch("niah_(single|multikey)_[123]", name)
@@ -135,20 +134,16 @@ class Precision(Options):
     group: ClassVar = "Machine"
 
     dtype: Annotated[Dtype, Flag("Precision, or what fits the machine.")] = "auto"
-
-
-class Kernels(Options):
     backend: Annotated[
         Backend, Key(f"Kernels: {', '.join(get_args(Backend))}; the fastest that can run, see `doctor`.", "NAME")
     ] = "auto"
 
 
-class Hardware(Device, Precision, Kernels):
+class Hardware(Device, Precision):
     """Where a model runs, in what precision, by which kernels."""
 
 
 def check_lengths(lengths: Sequence[int], context: int) -> None:
-    """Refuses lengths beyond a model's context."""
     if max(lengths, default=0) > context:
         raise UsageError(
             f"expected lengths within the model's context of {format_length(context)} tokens, found "

@@ -23,7 +23,7 @@ from itertools import chain, pairwise
 import numpy as np
 import torch
 
-from sparsekv.planner.decode_trials import DecodeTrials, Prefix, decode_trials
+from sparsekv.planner.decode_trials import DecodeTrials, Prefix
 from sparsekv.planner.filter_layers import Segments, segments_of, with_budget
 from sparsekv.planner.job import Job
 from sparsekv.planner.options import Settled
@@ -89,7 +89,7 @@ def measure_trials(
     entries: list[LengthProfile] = []
     passed: list[Segments] = []
     stage = (progress or Progress()).stage("decode trials", total=len(profile.lengths))
-    with stage as step, decode_trials(loaded) as model:
+    with stage as step, DecodeTrials.on(loaded) as model:
         for entry in reversed(profile.lengths):
             prefixes = _prefixes(job, model, entry.length, effort, step)
             search = _Search(loaded.info, prefixes, model, entry, options, step)

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 import torch
@@ -52,19 +53,25 @@ class Prefix:
 
     @property
     def past(self) -> int:
-        """Tokens of the cache."""
         return self.cache.get_seq_length()
 
 
 class DecodeTrials:
-    """Runs decode segments on a model; made by `decode_trials`."""
+    """Runs decode segments on a model; made by `on`."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self._steps: Steps | None = None
 
+    @classmethod
+    @contextmanager
+    def on(cls, loaded: LoadedModel) -> Iterator[Self]:
+        """Trials on a model, with nothing applied to it, for the length of a `with` block."""
+        trials = cls(loaded)
+        with capture_attention(loaded.model, trials.attend):
+            yield trials
+
     def attend(self, call: AttentionCall) -> torch.Tensor | None:
-        """Returns what each layer of the model asks for."""
         return self._steps.attend(call) if self._steps else None
 
     def prefilled(self, prompt: CalibrationPrompt, steps: int, options: Settled) -> Prefix:
@@ -126,14 +133,6 @@ class DecodeTrials:
         finally:
             self._steps = None
             _rewind(cache, states, past)
-
-
-@contextmanager
-def decode_trials(loaded: LoadedModel) -> Iterator[DecodeTrials]:
-    """Trials on a model, with nothing applied to it, for the length of a `with` block."""
-    trials = DecodeTrials(loaded)
-    with capture_attention(loaded.model, trials.attend):
-        yield trials
 
 
 def _rewind(cache: Cache, states: States, tokens: int) -> None:

@@ -62,7 +62,6 @@ def _given(model: ModelInfo, entries: Sequence[LengthProfile], options: Settled)
 
 
 def with_budget(segment: Segment, factor: float) -> Segment:
-    """A segment with a multiple of its budget."""
     if factor == 1.0:
         return segment
     budget, most = segment.budget, max(1, round(factor * segment.budget.most))
@@ -140,7 +139,7 @@ def _buckets(entries: Sequence[LengthProfile], choice: Choice, dense: Sequence[i
 
 
 def check_filters(model: ModelInfo, options: Settled) -> None:
-    """Finds out, from the model alone, whether it has the filter layers that are given."""
+    """Refuses filter layers that a model does not have."""
     full = model.full_layers
     unknown = sorted(set(options.filter_layers) - set(full[:-1]))
     if unknown and not full:

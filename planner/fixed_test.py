@@ -109,11 +109,9 @@ class Bound:
 
     @property
     def is_met(self) -> bool:
-        """Returns whether the limit is excluded."""
         return self.upper <= self.limit
 
     def text(self, value: float) -> str:
-        """A value with its unit."""
         return f"{100.0 * value if self.unit == '%' else value:.3g}{self.unit}"
 
     def __str__(self) -> str:
@@ -140,21 +138,19 @@ class FixedTest:
 
     @cached_property
     def judged(self) -> tuple[Cell, ...]:
-        """The cells whose answers count."""
         return self._judged_apart + self._pooled
 
     @property
     def too_few(self) -> tuple[int, ...]:
         """The lengths at which too little is judged to verify anything."""
-        tasks = Counter(one.length for one in self._judged_apart)
+        tasks = Counter(cell.length for cell in self._judged_apart)
         few = [length for length in _lengths(self._apart) if tasks[length] < LEAST_TASKS]
-        prompts, answered = (sum(getattr(one, name) for one in self._pooled) for name in ("prompts", "answered"))
+        prompts, answered = (sum(getattr(cell, name) for cell in self._pooled) for name in ("prompts", "answered"))
         enough = prompts >= self.sizes.own if self.own else answered >= self.sizes.long_answered
         return (*few, *(() if enough else _lengths(self._pooled)))
 
     @property
     def bounds(self) -> Iterator[Bound]:
-        """All of them."""
         if self._judged_apart:
             yield self.net_loss
         yield from self.task_losses
@@ -166,7 +162,6 @@ class FixedTest:
 
     @property
     def missed(self) -> tuple[Bound, ...]:
-        """The bounds above their limits."""
         return tuple(bound for bound in self.bounds if not bound.is_met)
 
     def worst_at(self, length: int) -> str:
@@ -177,44 +172,42 @@ class FixedTest:
 
     @property
     def net_loss(self) -> Bound:
-        """Lost less won answers, of all judged prompts."""
         cells = self._judged_apart
-        lost, won, prompts = (sum(getattr(one, name) for one in cells) for name in ("lost", "won", "prompts"))
+        lost, won, prompts = (sum(getattr(cell, name) for cell in cells) for name in ("lost", "won", "prompts"))
         upper, mean = net_loss_bound(lost, won, prompts, self.level), (lost - won) / max(1, prompts)
         return Bound(_NET_LOSS, mean, upper, self.sizes.net_loss, _lengths(cells), prompts)
 
     @property
     def task_losses(self) -> Iterator[Bound]:
-        """Lost answers of each cell that is judged by itself."""
-        for one in self._judged_apart:
-            yield self._loss(f"loss of {one}", [one], self.sizes.cell_loss)
+        for cell in self._judged_apart:
+            yield self._loss(f"loss of {cell}", [cell], self.sizes.cell_loss)
 
     @property
     def pooled_losses(self) -> Iterator[Bound]:
         """Lost answers of long prompts, or of the caller's, where there are any."""
-        if any(one.answered for one in self._pooled):
+        if any(cell.answered for cell in self._pooled):
             yield self._loss("loss over all tasks", self._pooled, self.sizes.long_loss)
 
     def _loss(self, name: str, cells: Sequence[Cell], limit: float) -> Bound:
-        lost, answered = (sum(getattr(one, which) for one in cells) for which in ("lost", "answered"))
+        lost, answered = (sum(getattr(cell, which) for cell in cells) for which in ("lost", "answered"))
         upper = loss_bound(lost, answered, self.level)
         return Bound(name, lost / max(1, answered), upper, limit, _lengths(cells), answered)
 
     @cached_property
     def _judged_apart(self) -> tuple[Cell, ...]:
-        return tuple(one for one in self._apart if one.answered >= self.sizes.answered)
+        return tuple(cell for cell in self._apart if cell.answered >= self.sizes.answered)
 
     @cached_property
     def _apart(self) -> tuple[Cell, ...]:
-        return tuple(one for one in self.cells if not self.own and one.length <= LONG)
+        return tuple(cell for cell in self.cells if not self.own and cell.length <= LONG)
 
     @cached_property
     def _pooled(self) -> tuple[Cell, ...]:
-        return tuple(one for one in self.cells if self.own or one.length > LONG)
+        return tuple(cell for cell in self.cells if self.own or cell.length > LONG)
 
 
 def _lengths(cells: Sequence[Cell]) -> tuple[int, ...]:
-    return tuple(sorted({one.length for one in cells}))
+    return tuple(sorted({cell.length for cell in cells}))
 
 
 def missing_prompts(sizes: Sizes, tried: int, answered: int) -> int:
@@ -225,7 +218,7 @@ def missing_prompts(sizes: Sizes, tried: int, answered: int) -> int:
 
 def more_prompts(sizes: Sizes, judged: Sequence[Cell]) -> int:
     """Further prompts of each judged cell, evenly, for all cells together."""
-    prompts = sum(one.prompts for one in judged)
+    prompts = sum(cell.prompts for cell in judged)
     return max(0, math.ceil((sizes.judged - prompts) / len(judged))) if judged else 0
 
 

@@ -1,4 +1,4 @@
-"""Defines what options are made of: a frozen model whose fields carry type, bounds and default, and what texts mean.
+"""The base of options: a frozen model whose fields carry type, bounds and default; and the meaning of texts.
 
 The command line is generated from such models (cli/commands.py); programs make them by keyword. A field is a flag
 (`Flag`), a key of `--set KEY=VALUE` (`Key`), or for programs alone. A value may be given as the text that the command
@@ -8,7 +8,7 @@ line takes: `lengths="4k,16k"`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import get_annotations
@@ -27,7 +27,7 @@ MOST = 1 << 20  # of whatever is counted: more is a slip of the hand
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Says how the command line takes a field.
+    """A field as the command line takes it.
 
     Attributes:
         names: the flag and other names for it; by default the name of the field, after "no-" where it is on.
@@ -62,11 +62,18 @@ class Unread:
     beside: tuple[str | tuple[str, Any], ...] = ()
     without: tuple[str, ...] = ()
 
-    def check(self, asked: Options) -> None:
-        names = [one if isinstance(one, str) else one[0] for one in self.beside]
-        values = [getattr(asked, one[0]) == one[1] for one in self.beside if not isinstance(one, str)]
-        if all((*map(asked.is_given, names), *values)) and not any(map(asked.is_given, self.without)):
-            asked.refuse(self.names, self.because, *names)
+    def check(self, options: Options) -> None:
+        switches = [one if isinstance(one, str) else one[0] for one in self.beside]
+        values = [getattr(options, one[0]) == one[1] for one in self.beside if not isinstance(one, str)]
+        unread = next((name for name in self.names if name not in switches and options.is_given(name)), None)
+        if unread is None or not all((*map(options.is_given, switches), *values)):
+            return
+        if any(map(options.is_given, self.without)):
+            return
+        given, *others = (options.flag_of(name, getattr(options, name)) for name in (unread, *switches))
+        if not others:
+            raise UsageError(f"expected no {given}: {self.because}; leave it out")
+        raise UsageError(f"expected {given} or {' and '.join(others)}, found both: {self.because}; leave one out")
 
 
 class Spelled(NamedTuple):
@@ -82,13 +89,13 @@ class Spelled(NamedTuple):
 
     @property
     def parts(self) -> list[Any]:
-        """Returns what is said of the values, also of an alternative to None: bounds and validators."""
+        """Bounds and validators of the values, also of an alternative to None."""
         nested = (part for one in get_args(self.field.annotation) for part in getattr(one, "__metadata__", ()))
         return [*self.field.metadata, *chain(*(getattr(part, "metadata", (part,)) for part in nested))]
 
 
 class Options(BaseModel):
-    """Options that were asked for. Those of a nested model are given flat, or as the model.
+    """Options of a call.
 
     Attributes:
         group: what `--help` lists the flags of this class under.
@@ -100,10 +107,6 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def __init__(self, **values: Any) -> None:
-        for parent, model in self.nested():
-            own = {name: values.pop(name) for name in model.model_fields if name in values}
-            if own:
-                values[parent] = values[parent].but(**own) if parent in values else model(**own)
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -120,23 +123,11 @@ class Options(BaseModel):
         return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | changes)
 
     @classmethod
-    def nested(cls) -> Iterator[tuple[str, type[Options]]]:
-        for name, field in cls.model_fields.items():
-            if isinstance(field.annotation, type) and issubclass(field.annotation, Options):
-                yield name, field.annotation
-
-    @classmethod
     def declared(cls) -> Iterator[tuple[str, FieldInfo, type[Options]]]:
-        """The fields, and what declares each: the model's own, those of its bases in their order, nested ones in
-        place."""
-        nested = dict(cls.nested())
+        """The fields, each with the class that declares it: the model's own, then those of its bases in their order."""
         first = {name: base for base in reversed(cls.__mro__) for name in get_annotations(base)}
         names = dict.fromkeys(name for base in cls.__mro__ for name in get_annotations(base))
-        for name, base in ((name, first[name]) for name in names):
-            if name in nested:
-                yield from nested[name].declared()
-            elif name in cls.model_fields:
-                yield name, cls.model_fields[name], base
+        yield from ((name, cls.model_fields[name], first[name]) for name in names if name in cls.model_fields)
 
     @classmethod
     def spelled(cls) -> Iterator[Spelled]:
@@ -175,25 +166,13 @@ class Options(BaseModel):
         return f"{flag} {word}" if isinstance(word, str) else flag
 
     def is_given(self, name: str) -> bool:
-        """Returns whether a field, or one of a nested model, was asked for; nothing asks for nothing."""
-        if name in self.model_fields_set:
-            value = getattr(self, name)
-            return not (value is None or value is False or value == ())
-        nested = (getattr(self, one) for one in self.model_fields_set)
-        return any(isinstance(one, Options) and one.is_given(name) for one in nested)
+        """True of a field that was set to something."""
+        value = getattr(self, name) if name in self.model_fields_set else None
+        return not (value is None or value is False or value == ())
 
     def typed(self, name: str) -> Any:
         """The value of a field that was asked for; None of one left at its default."""
         return getattr(self, name) if self.is_given(name) else None
-
-    def refuse(self, names: Iterable[str], because: str, *switches: str) -> None:
-        """Refuses options that nothing would read beside others, the `switches`, naming one that was asked for."""
-        unread = next((name for name in names if name not in switches and self.is_given(name)), None)
-        if unread is not None:
-            given, *others = (self.flag_of(name, getattr(self, name, None)) for name in (unread, *switches))
-            if not others:
-                raise UsageError(f"expected no {given}: {because}; leave it out")
-            raise UsageError(f"expected {given} or {' and '.join(others)}, found both: {because}; leave one out")
 
     @classmethod
     def _told(cls, error: ValidationError) -> str:
@@ -244,18 +223,15 @@ def counts(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def shares(text: str) -> tuple[float, ...]:
-    """Shares such as 0.3 or 30%, separated by commas."""
-    found = {part: _share(part) for part in text.split(",")}
-    if None in found.values():
-        part = next(part for part, share in found.items() if share is None)
-        raise ValueError(f"expected a share above 0 and up to 1, such as 0.3 or 30%, found {part!r:.40}")
-    return tuple(share for part in text.split(",") if (share := found[part]) is not None)
-
-
 def one_share(text: str) -> float:
-    (share,) = shares(text) if "," not in text else (0.0,)
+    """A share such as 0.3 or 30%."""
+    if (share := _share(text)) is None:
+        raise ValueError(f"expected a share above 0 and up to 1, such as 0.3 or 30%, found {text!r:.40}")
     return share
+
+
+def shares(text: str) -> tuple[float, ...]:
+    return tuple(map(one_share, text.split(",")))
 
 
 def budget(text: str) -> Budget:
@@ -309,7 +285,6 @@ def one_of(names: Sequence[str], otherwise: Callable[[str], str] = lambda _: "")
 
 
 def each_once(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values, none of which may come twice."""
     if len(set(values)) < len(values):
         raise ValueError(f"expected each once, found {', '.join(map(str, values))}")
     return values

@@ -27,7 +27,7 @@ from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt,
 from sparsekv.planner.profile.profile_data import Profile, check_model, for_profile
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.tasks import HARD_TASKS, QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
-from sparsekv.planner.verify import tasks_tested
+from sparsekv.planner.verify_cells import tasks_tested
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.model import ModelInfo
@@ -42,7 +42,7 @@ _NO_CONFIG = "{name} cannot be reached and was not checked: the plan is for the 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """Holds what every stage of planning is a function of, beside what earlier stages found.
+    """The input of every stage of planning, beside the results of earlier stages.
 
     Attributes:
         loaded: the model itself, with nothing applied to it; None where a profile is all there is.
@@ -63,7 +63,6 @@ class Job:
 
     @property
     def subject(self) -> LoadedModel:
-        """The model, in stages that need it."""
         assert self.loaded is not None, "a job from a profile verifies nothing"
         return self.loaded
 
@@ -83,7 +82,6 @@ def job_of(
     profile: Profile | None = None,
     progress: Progress | None = None,
 ) -> Job:
-    """A job for a model."""
     if profile is not None:
         check_model(profile, loaded.info)
     else:
@@ -120,7 +118,7 @@ def job_of_profile(name: str, options: PlanOptions, profile: Profile) -> Job:
 
 
 def check_plannable(model: ModelInfo, options: PlanOptions, device_type: str, profile: Profile | None) -> None:
-    """Finds out what `job_of` refuses of a model from its description alone, before its weights are read."""
+    """Refuses a model as `job_of` does, by its description alone, before its weights are read."""
     if profile is not None:
         check_model(profile, model, weights=False)
     asked, own = for_profile(options, profile) if profile else (options, None)
@@ -191,15 +189,15 @@ _MOST_RETRIEVAL = {"cpu": 2}
 
 
 def with_tasks(
-    loaded: LoadedModel, options: Settled, known: tuple[str, ...] = (), progress: Progress | None = None
+    loaded: LoadedModel, options: Settled, profiled: tuple[str, ...] = (), progress: Progress | None = None
 ) -> Settled:
     """The options with their tasks; where none were asked for, quotations, what the model solves, and plain text.
 
     Args:
         known: the tasks that an earlier profile of the model was made with; then nothing is run.
     """
-    if options.tasks or known:
-        return options.but(tasks=options.tasks or known)
+    if options.tasks or profiled:
+        return options.but(tasks=options.tasks or profiled)
     length, samples = min(_LENGTH, *options.lengths), _SAMPLES.get(loaded.model.device.type, _SAMPLES["cpu"])
     (progress or Progress()).say("trying out which tasks the model can answer ...")
     kit = prepare(loaded.tokenizer, Split.CALIBRATION, characters=_CHARACTERS_PER_TOKEN * length)

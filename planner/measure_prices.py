@@ -28,7 +28,7 @@ from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
 from sparsekv.planner.prices import HeadShape, Prices, StepPrices, Table
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.records import versions
-from sparsekv.plans.exact_gain import DRAFTS
+from sparsekv.plans.brief import DRAFTS
 from sparsekv.plans.patterns import PATTERNS, AShape, Dense, Pattern, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import DecodeBudget, Segment
 from sparsekv.plans.schema import BackendName
@@ -123,7 +123,7 @@ class Stopwatch:
         return list(map(min, self._walled(launches, rounds)))
 
     def step(self, launches: Sequence[Launch]) -> float:
-        """Returns what one of these takes as part of a decode step: on a GPU in a CUDA graph, as steps run there."""
+        """Mean time of a launch as part of a decode step: on a GPU in a CUDA graph, as steps run there."""
 
         def all_of_them() -> None:
             for launch in launches:
@@ -149,7 +149,6 @@ class Stopwatch:
         return [max(1e-6 * samples[0], 1e-9) for samples in found]
 
     def _walled(self, launches: Sequence[Launch], rounds: int) -> list[list[float]]:
-        """Samples by the clock on the wall."""
         found: list[list[float]] = [[] for _ in launches]
         for _ in range(rounds):
             for launch, samples in zip(launches, found, strict=True):
@@ -166,7 +165,7 @@ class Stopwatch:
 
 
 def _rounds(launches: int, seconds: float) -> int:
-    """Returns how often all are timed, where one round takes so many seconds: once where that is long."""
+    """The number of rounds, where one takes so many seconds: one where that is long."""
     if seconds > _VERY_LONG_SECONDS:
         return 1
     return max(_FEWEST, min(_MOST, round(launches * SECONDS_A_TIMING / seconds)))
@@ -179,7 +178,6 @@ class Times:
     us: dict[str, dict[tuple[float, int], float]] = field(default_factory=lambda: defaultdict(dict))
 
     def add(self, name: str, along: int, us: float, across: float = 1.0) -> None:
-        """Takes a timing up."""
         self.us[name][across, along] = us
 
     def add_between(self, name: str, along: int, across: Sequence[float], timed: Sequence[tuple[float, float]]) -> None:
@@ -189,11 +187,9 @@ class Times:
             self.add(name, along, one, point)
 
     def find(self, name: str) -> Table | None:
-        """The table, where it was timed."""
         return self.table(name) if name in self.us else None
 
     def table(self, name: str) -> Table:
-        """All timings of that name."""
         timed = self.us[name]
         across, along = sorted({point for point, _ in timed}), sorted({point for _, point in timed})
         return Table.measured(across, along, [[timed[x, y] for y in along] for x in across])
@@ -213,7 +209,6 @@ class Bench:
     times: Times = field(default_factory=Times)
 
     def prices(self) -> Prices:
-        """The tables of all that was timed."""
         table, find = self.times.table, self.times.find
         return Prices(
             device=device_name(self.device),
@@ -236,7 +231,6 @@ class Bench:
         )
 
     def run(self, length: int) -> None:
-        """Times everything at one length."""
         q_BHSD, k_BGSD, v_BGSD = self._random(length)
         self._prefill(q_BHSD, k_BGSD, v_BGSD)
         views = self._views(k_BGSD, v_BGSD)
@@ -260,7 +254,6 @@ class Bench:
                 self.times.add("products", out * width, us, new)
 
     def _prefill(self, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Times a prompt."""
         length, heads = k_BGSD.shape[2], self.shape.heads
         chunk, scale, backend = Chunk.uniform(1, 0, length), self._scale, self.backend
 
@@ -402,8 +395,7 @@ def _layers_of_columns(length: int) -> Iterator[tuple[Pattern, Pattern]]:
 
 
 def copies_to_read_cold(read_bytes: int, cache_bytes: int) -> int:
-    """Returns how many copies of keys and values steps take in turn, so that none finds in the device's cache what it
-    reads.
+    """Copies of keys and values that steps take in turn, so that none finds its own in the device's cache.
 
     A step comes back to a layer after all others and their weights. Steps that read very little are mostly launch.
     """

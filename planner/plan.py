@@ -6,10 +6,9 @@ it missed. A length that missed in all three goes dense, so that a plan always c
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,13 @@ from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.decode_search import measure_trials, tries_decode
 from sparsekv.planner.evaluation.given import HeldOut
+from sparsekv.planner.eviction_search import search_eviction
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.fixed_test import RUNGS, level_of_run
 from sparsekv.planner.job import Job, head_shape, job_of
 from sparsekv.planner.measure_prices import measure_prices
 from sparsekv.planner.options import PlanOptions, Settled, lengths_up_to
-from sparsekv.planner.predict import predict, predicted_gain
+from sparsekv.planner.predict import predict
 from sparsekv.planner.prices import Prices, shipped_prices
 from sparsekv.planner.profile.calibration import mix_of
 from sparsekv.planner.profile.profile_data import Profile
@@ -32,16 +32,12 @@ from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.progress import Progress, Stages
 from sparsekv.planner.records import digest_of, versions, write_measured
 from sparsekv.planner.refine import refine, refines
-from sparsekv.planner.retain_search import search_retention
-from sparsekv.planner.rungs import dense_at, dense_remarks, denser, denser_remarks
-from sparsekv.planner.verify import Verification, VerifyRun, verify
-from sparsekv.plans.errors import UsageError
+from sparsekv.planner.verify import VerifyRun, loaded_from, verify
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan, Retention
 from sparsekv.plans.schema import NOTHING_SPARSE, Estimate, Plan, Prediction, Provenance, Target
 from sparsekv.plans.types import and_listed, format_length
-from sparsekv.runtime.hf.describe import config_of, describe_model
-from sparsekv.runtime.hf.load import LoadedModel, load_model
+from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.model_config import device_name, has_soft_cap
 from sparsekv.runtime.plan_checks import overload, warn_of_spinning
 
@@ -93,25 +89,23 @@ def compile_plan(
         GateError: the model gives numbers that are not finite.
         UsageError, PromptError, BackendError: prompts do not fit, or the profile does not reach the targets.
     """
-    started = time.monotonic()
     stages = Stages(progress, _stages(job))
     measured = job.profile or _profiled(job, stages, resume)
     if profile_out is not None:
         write_measured(job.given or measured, profile_out)
     cost = _prices(job, measured, stages)
     beside = () if cost.stands_in else _beside_others(job.subject.model.device)
-    kv_cache, told = search_retention(job, stages) if job.options.retain is not None else ((), ())
-    found = _verified(job, measured, cost, stages, kv_cache, outcomes)
+    kv_cache, told = search_eviction(job, stages) if job.options.retain is not None else ((), ())
+    result = _verified(job, measured, cost, stages, kv_cache, outcomes)
     remarks = (
-        *found.remarks,
+        *result.remarks,
         *told,
-        *denser_remarks(found.options),
-        *plan_remarks(found.plan, found.options, measured, cost, has_model=job.loaded is not None),
+        *denser_remarks(result.options),
+        *plan_remarks(result.plan, result.options, measured, cost, has_model=job.loaded is not None),
         *beside,
         *job.remarks,
     )
-    plan = _with_device(found.plan, job, measured)
-    return PlanResult(plan, time.monotonic() - started, found.attempts, remarks, found.verification)
+    return replace(result, plan=_with_device(result.plan, job, measured), remarks=remarks)
 
 
 def _stages(job: Job) -> tuple[str, ...]:
@@ -122,7 +116,7 @@ def _stages(job: Job) -> tuple[str, ...]:
         "refine": profiles and refines(options),
         "decode trials": profiles and tries_decode(job.model, options),
         "cost": _measures_prices(job),
-        "retention": options.retain is not None,
+        "eviction": options.retain is not None,
         "allocate": "prefill" in options.phases,
         "filter layers": "decode" in options.phases,
         "evaluate": job.kit is not None,
@@ -137,7 +131,6 @@ def _profiled(job: Job, stages: Progress, resume: Path | None) -> Profile:
 
 
 def _measures_prices(job: Job) -> bool:
-    """Returns whether prices are measured: on a GPU."""
     return job.loaded is not None and job.loaded.model.device.type == "cuda"
 
 
@@ -161,7 +154,6 @@ def _prices(job: Job, measured: Profile, stages: Progress) -> Prices:
 
 
 def _backend(job: Job, measured: Profile) -> str:
-    """The backend that runs on the model's device."""
     model, head_dim = job.subject.model, head_shape(job.model).head_dim
     capped = has_soft_cap(config_of(model))
     return choose_backend(model.device, model.dtype, head_dim, job.options.backend, measured.tile, capped).name
@@ -182,18 +174,6 @@ def _beside_others(device: torch.device) -> tuple[str, ...]:
     return (said,) if load else ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The last plan that was tried, the options it was compiled with, how many were verified, what that showed, and
-    what it showed of that plan."""
-
-    plan: Plan
-    options: Settled
-    attempts: int = 0
-    remarks: tuple[str, ...] = ()
-    verification: Verification | None = None
-
-
 def _verified(
     job: Job,
     measured: Profile,
@@ -201,16 +181,16 @@ def _verified(
     stages: Progress,
     kv_cache: tuple[Retention, ...] = (),
     outcomes: Path | None = None,
-) -> _Found:
+) -> PlanResult:
     """The first plan that passes its test, or has nothing sparse; one plan, unverified, where nothing is verified.
 
     The last run is on the plan whose lengths that missed three times are dense; it counts as the second on one plan.
     What layers keep was asked for in bytes and stays: only the phases that are planned are made denser.
     """
-    used, levels, last = job.options, (*((1, level) for level in RUNGS), (2, level_of_run(2))), None
+    used, levels = job.options, (*((1, level) for level in RUNGS), (2, level_of_run(2)))
     plan = compile_once(job.model, used, measured, cost, stages, kv_cache)
     if job.kit is None:
-        return _Found(plan, used)
+        return PlanResult(plan, used)
     lost: dict[int, list[str]] = defaultdict(list)
     said: tuple[str, ...] = ()
     attempts = 0
@@ -231,16 +211,16 @@ def _verified(
         stages.say(f"the plan missed its test ({last.reasons[0]}); the next one is denser")
         used, plan = stricter, compile_once(job.model, stricter, measured, cost, stages, kv_cache)
     if plan.is_dense:
-        said, last = (NOTHING_SPARSE,), None
+        said = (NOTHING_SPARSE,)
     plan = plan.model_copy(update={"provenance": _provenance(used, measured, cost, job.held_out)})
-    return _Found(plan, used, attempts, (*said, *dense_remarks(used, lost)), last)
+    return PlanResult(plan, used, attempts, (*said, *dense_remarks(used, lost)))
 
 
 def _after(used: Settled, missed: Collection[int], attempts: int) -> Settled:
     """Options of the plan behind one that missed at some lengths; the same where none follows."""
     if not missed or attempts > len(RUNGS):
         return used
-    return dense_at(used, missed) if attempts == len(RUNGS) else denser(used, missed)
+    return used.dense_at(missed) if attempts == len(RUNGS) else used.denser(missed)
 
 
 def compile_once(
@@ -291,18 +271,16 @@ class PlanResult:
 
     Attributes:
         plan: the plan; its status says whether it passed its test.
-        seconds: of compiling, without loading the model.
+        options: of this plan, which may be denser than what was asked for.
         attempts: plans that were run on held-out prompts.
         remarks: first what keeps the plan from being verified, then lengths that are dense or denser after a test that
             was missed, heads that run dense, and what could not be predicted.
-        verification: of this plan; None where it was not run on held-out prompts.
     """
 
     plan: Plan
-    seconds: float
-    attempts: int
-    remarks: tuple[str, ...]
-    verification: Verification | None = None
+    options: Settled
+    attempts: int = 0
+    remarks: tuple[str, ...] = ()
 
     @property
     def prefill_density(self) -> float | None:
@@ -316,12 +294,12 @@ class PlanResult:
         for phase in ("prefill", "decode"):
             estimates = [getattr(entry, phase) for entry in self._lengths if getattr(entry, phase)]
             if estimates:
-                return predicted_gain(estimates[-1])
+                gain: float = estimates[-1].gain
+                return gain
         return None
 
     @property
     def filter_layers(self) -> tuple[int, ...]:
-        """The filter layers of the longest bucket."""
         decode = self.plan.decode
         return tuple(segment.filter for segment in decode.lengths[-1].segments) if decode else ()
 
@@ -353,20 +331,19 @@ def _provenance(options: Settled, measured: Profile, cost: Prices, held_out: Hel
     )
 
 
-def loaded_from(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel:
-    """Returns what a program passes as a model: loaded by its name, as it is, or a model with its tokenizer.
+def denser_remarks(options: Settled) -> Iterator[str]:
+    """A line for each length at which a plan is denser than what was asked for."""
+    for length, times in sorted(options.missed.items()):
+        if length not in options.dense:
+            plans = "a plan" if times == 1 else f"{times} plans"
+            yield f"{format_length(length)} is planned for a smaller loss: {plans} missed the test there"
 
-    Raises:
-        UsageError: there is no such model, or a tokenizer is missing.
-    """
-    if isinstance(model, LoadedModel):
-        return model
-    if isinstance(model, str | Path):
-        return load_model(model, device=options.device, dtype=options.dtype, device_map=options.device_map)
-    if not callable(tokenizer):
-        found = "none" if tokenizer is None else f"{tokenizer!r:.80}"
-        raise UsageError(f"expected the tokenizer of a model that is loaded already, found {found}; pass tokenizer=")
-    return LoadedModel(model, tokenizer, describe_model(model))
+
+def dense_remarks(options: Settled, lost: Mapping[int, Sequence[str]]) -> Iterator[str]:
+    """A line for each length that is dense, with what each plan lost there."""
+    for length in options.dense:
+        losses = ", then ".join(lost.get(length, ()))
+        yield f"{format_length(length)} is dense: every plan that was tried lost too much there ({losses})"
 
 
 def plan_remarks(

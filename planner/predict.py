@@ -48,7 +48,6 @@ class ScoreTables:
 
     @classmethod
     def of(cls, entry: LengthProfile) -> ScoreTables:
-        """The tables of a profiled length."""
         names = ("candidates", "damage", "worst", "tiles", "columns")
         candidates, mean, worst, tiles, columns = (
             _table([getattr(scores, name) for scores in entry.layers]) for name in names
@@ -70,11 +69,9 @@ class ScoreTables:
         return np.where(choice == ABSENT, 0.0, np.where(choice == DENSE, dense, taken_LH))
 
     def density(self, choice: Choice) -> float:
-        """Mean density over all heads."""
         return float(self.take(self.density_LCH, choice, 1.0).sum() / (choice != ABSENT).sum())
 
     def pattern(self, choice: Choice, layer: int, head: int) -> Pattern:
-        """Returns what head `head` of the `layer`-th profiled layer follows."""
         candidate = int(choice[layer, head])
         if candidate == DENSE:
             return Dense()
@@ -186,19 +183,13 @@ def prefill_estimate(cost: Prices, tables: ScoreTables, choice: Choice, profile:
     )
 
 
-def predicted_gain(estimate: Estimate) -> float:
-    """Returns how many times as fast as dense."""
-    return estimate.dense_us / max(estimate.sparse_us, 1e-9)
-
-
 def heads_by_pattern(tables: ScoreTables, row: int, choice_H: Choice) -> dict[Family, int]:
-    """Returns how many heads of the profiled layer `row` follow each family."""
     heads = np.flatnonzero(choice_H >= 0).tolist()
     return dict(Counter(tables.entry.candidates[tables.candidate_LCH[row, choice_H[h], h]].family for h in heads))
 
 
 def choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
-    """Returns what a bucket chose of the candidates of a length; None where it has a pattern that is none of them."""
+    """The candidates of a length that a bucket has; None where it has a pattern that is none of them."""
     choice = np.where(tables.present_LH, DENSE, ABSENT)
     if bucket.dense:
         return choice
@@ -265,7 +256,7 @@ def dense_step_us(cost: Prices, length: int, model: ModelInfo, without: Collecti
 
 
 def visible_tokens(group: AttentionGroup, length: int) -> int:
-    """Returns how many of `length` cached tokens a layer attends to when it is dense: those of its own window, or all,
+    """The number of `length` cached tokens that a dense layer attends to: those of its own window, or all,
     or none where it has a recurrent state."""
     if group.kind == "linear":
         return 0
@@ -304,7 +295,7 @@ def step_us(
 
 
 def missed_tokens(chosen: int, hot: int, length: int) -> float:
-    """Returns how many of the chosen tokens are not in a hot set: 70% of them where it just holds one choice, and half
+    """The number of chosen tokens that are not in a hot set: 70% of them where it just holds one choice, and half
     as many in one of twice the size, as on answers of small models at 32K (miss curves in docs/experiments.md); but no
     more than if tokens were chosen at random."""
     return chosen * min(0.7 * chosen / max(hot, chosen, 1), max(0, length - hot) / length)

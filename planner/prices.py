@@ -76,7 +76,6 @@ class Table(Part):
         return self
 
     def scaled(self, factor: float) -> Table:
-        """The table with each time multiplied."""
         return Table(
             across=self.across, along=self.along, us=tuple(tuple(us * factor for us in row) for row in self.us)
         )
@@ -98,7 +97,6 @@ class Table(Part):
         return np.asarray(np.interp(across, self.across, column_A) * beyond)
 
     def at(self, along: float, across: float = 1.0, growth: float = 1.0) -> float:
-        """The time at one point."""
         return float(self.read(self.column([along], growth)[:, 0], across))
 
 
@@ -118,7 +116,6 @@ class StepPrices(Part):
     chooses_alone: Table
 
     def sparse_us(self, attended: float, length: int) -> float:
-        """Attention to so many of the cached tokens."""
         return self.sparse.at(length, attended / length)
 
     def choice_us(self, length: int) -> float:
@@ -164,13 +161,9 @@ class Prices(Part):
     check: Table | None = None
     products: Table | None = None
 
-    def dense_us(self, length: int, share: float = 1.0) -> float:
-        """A dense layer over a whole prompt.
-
-        Args:
-            share: of the tiles of all heads, where some are absent or the layer has a window of its own.
-        """
-        return share * self.dense.at(length, growth=2.0)
+    def dense_us(self, length: int) -> float:
+        """A dense layer over a whole prompt."""
+        return self.dense.at(length, growth=2.0)
 
     def heads_us(self, tiles: Floats, columns: Floats, length: int) -> Floats:
         """Each head of a sparse launch over a whole prompt, its index left out.

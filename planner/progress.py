@@ -1,4 +1,4 @@
-"""Defines how long work reports on itself: through a `Progress` that is passed in, never printed from the inside."""
+"""Reports of long work: through a `Progress` that is passed in, never printed from the inside."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class StageStep:
     """One stage that is under way; this one reports nothing."""
 
     def advance(self, units: float = 1, note: str = "") -> None:
-        """Says that `units` more are done, and what is being worked on."""
+        """Counts `units` more as done; `note` names the work at hand."""
 
 
 class Progress:
-    """Says where stages are announced; this one reports nothing, for tests and for use as a library."""
+    """The receiver of stages; this one reports nothing, for tests and for use as a library."""
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[StageStep]:
@@ -39,7 +39,7 @@ class Progress:
         yield StageStep()
 
     def say(self, line: str) -> None:
-        """Says something once."""
+        """Reports a line."""
 
 
 class Stages(Progress):

@@ -57,14 +57,13 @@ class RunSettings(Part):
     def check(self, record: RunRecord) -> None:
         """Raises ValueError for a record that no run with these settings writes."""
 
-    def differences(self, known: Mapping[str, Any]) -> Iterator[str]:
+    def differences(self, run: Mapping[str, Any]) -> Iterator[str]:
         """Yields each setting in which a run differs from a file, of those that are known of the run."""
-        for name in sorted(known.keys() - self.TOLD):
-            yield from difference(name, getattr(self, name), known[name])
+        for name in sorted(run.keys() - self.TOLD):
+            yield from difference(name, getattr(self, name), run[name])
 
 
 def difference(name: str, there: object, here: object) -> Iterator[str]:
-    """Yields a setting where a file and a run differ in it."""
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         for key in {**there, **here}:
             yield from difference(f"{name} {key}", there.get(key), here.get(key))
@@ -78,7 +77,6 @@ def _told(value: object) -> str:
 
 
 def check_same(file: RunFile[Any], differences: Iterable[str]) -> None:
-    """Refuses a file that a run cannot go on from."""
     if told := "; ".join(differences):
         raise UsageError(
             f"expected {file.settings.WHAT} of this run in {file.path}, found those of another: {told:.600}. Give the "
@@ -110,13 +108,13 @@ class RunFile(Generic[Settings]):
     @classmethod
     def of(cls, settings: Settings, path: Path | None) -> Self:
         """Returns the file of an earlier run with the same settings, or an empty one."""
-        found = cls.earlier(type(settings), path)
-        if found is None:
+        file = cls.earlier(type(settings), path)
+        if file is None:
             new = cls(settings, path)
             new._cut = path.stat().st_size if path is not None and path.exists() else 0
             return new
-        check_same(found, found.settings.differences(dict(settings)))
-        return found
+        check_same(file, file.settings.differences(dict(settings)))
+        return file
 
     @classmethod
     def earlier(cls, kind: type[Settings], path: Path | None) -> Self | None:
@@ -137,16 +135,16 @@ class RunFile(Generic[Settings]):
         fault = f"found another file, or one of another version; name a new one for {kind.WHAT}"
         records = TypeAdapter(kind.RECORDS)
         try:
-            found = cls(kind.model_validate(_without_digest(first, "")), path)
+            file = cls(kind.model_validate(_without_digest(first, "")), path)
             for number, line in enumerate(lines, 2):
                 fault = f"found line {number} changed; remove that line: it is measured again"
-                record = records.validate_python(_without_digest(line, found._digest))
-                found.settings.check(record)
-                found._keep(record)
+                record = records.validate_python(_without_digest(line, file._digest))
+                file.settings.check(record)
+                file._keep(record)
         except (ValueError, RecursionError):
             raise PlanError(f"expected {kind.WHAT} in {path}, {fault}") from None
-        found._cut = len(content) - len(whole) - 1
-        return found
+        file._cut = len(content) - len(whole) - 1
+        return file
 
     def all(self, kind: type[Record]) -> Mapping[Any, Record]:
         """The records of one type by their keys, in the order in which they were first measured."""
@@ -166,7 +164,7 @@ class RunFile(Generic[Settings]):
 
     def write(self, path: Path) -> None:
         """Writes all records, atomically, in place of what is there."""
-        records = (_line(one, self._digest) for kind in self._records.values() for one in kind.values())
+        records = (_line(record, self._digest) for kind in self._records.values() for record in kind.values())
         write_bytes(path, b"".join((_line(self.settings, ""), *records)))
 
     def _keep(self, record: RunRecord) -> None:
@@ -189,7 +187,7 @@ class RunFile(Generic[Settings]):
 
 
 def _is_cut(settings: type[RunSettings], path: Path) -> bool:
-    """Returns whether a file is empty, or holds a first part of its settings alone."""
+    """True of a file that is empty, or has a first part of its settings alone."""
     content, begin = read_bytes(path, MAX_BYTES), json.dumps({_KIND: _what(settings)})[:-1].encode()
     return b"\n" not in content and content[: len(begin)] == begin[: len(content)]
 
@@ -270,23 +268,18 @@ def read_measured(kind: type[Measured], path: Path) -> Measured:
     except (ValueError, RecursionError) as error:
         raise PlanError(f"expected a {what} in {path}, found no whole JSON: {error}; make it again") from error
     digest = data.pop(_INTEGRITY, None) if isinstance(data, dict) else None
-    measured = record_of(kind, data, path)
+    try:
+        measured = kind.model_validate(data)
+    except ValidationError as error:
+        schema = kind.model_fields["schema_version"].default
+        raise PlanError(
+            f"expected a {what} of schema {schema} in {path}, found at {first_fault(error)}; make it again"
+        ) from error
     if digest != digest_of(measured):
         raise PlanError(
             f"expected {path} as it was written, found a changed {what}; make it again, it is measured data"
         )
     return measured
-
-
-def record_of(kind: type[Measured], data: Any, path: Path) -> Measured:
-    """The record that the data of a file makes, without its digest; `path` names it in messages."""
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        schema = kind.model_fields["schema_version"].default
-        raise PlanError(
-            f"expected a {_what(kind)} of schema {schema} in {path}, found at {first_fault(error)}; make it again"
-        ) from error
 
 
 def first_fault(error: ValidationError) -> str:

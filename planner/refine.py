@@ -31,6 +31,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import full_view
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import at_loss, at_target
+from sparsekv.planner.evaluation.predictions import divergence
 from sparsekv.planner.job import Job
 from sparsekv.planner.options import Settled
 from sparsekv.planner.predict import Choice, ScoreTables
@@ -80,7 +81,7 @@ def refine(job: Job, profile: Profile, progress: Progress | None = None) -> Prof
 
 
 def refines(options: Settled) -> bool:
-    """Returns whether there is anything to refine, of options that are settled."""
+    """True where settled options leave something to refine."""
     by_loss = not options.target_density and options.preset is None
     return "prefill" in options.phases and (by_loss or bool(options.target_density and options.refine_rounds))
 
@@ -104,7 +105,6 @@ class _Refinement:
         self._few = runs[:few]
 
     def refined(self, entry: LengthProfile) -> LengthProfile:
-        """The weights of the best plan."""
         best = self._planned(entry)
         for _ in range(self._options.refine_rounds):
             if best is None:
@@ -249,8 +249,7 @@ class _Run:
         return logits_of(self._model, rows_1TE[0]).float().log_softmax(-1)
 
     def _divergence(self, sparse_TV: torch.Tensor) -> float:
-        kl_T = (self._dense_TV.exp() * (self._dense_TV - sparse_TV)).sum(-1).double()
-        return float(kl_T.mean().clamp(min=0.0))
+        return float(divergence(self._dense_TV[None], sparse_TV[None]))
 
     def _attend(self, call: AttentionCall) -> torch.Tensor | None:
         patterns, end = self._patterns.get(call.layer), self._end

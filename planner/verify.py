@@ -2,25 +2,25 @@
 
 Both phases run together, at every planned length that is sparse, sparse always on. Tasks are fixed here. Prompts follow
 from what the plan executes and from the number of the run, so that no earlier run saw them. Dense runs first, cell by
-cell: whether a cell is judged, and on how many prompts, follows from dense alone (verify_cells.py). A plan is verified
-where the test is passed and every sparse bucket was run sparse near the end of its lengths (verify_record.py). An
-interrupted run goes on with the same prompts (verify_record.py).
+cell: whether a cell is judged, and on how many prompts, follows from dense alone. A plan is verified where the test is
+passed and every sparse bucket was run sparse near the end of its lengths. An interrupted run goes on with the same
+prompts (verify_cells.py).
 """
 
 from __future__ import annotations
 
-import hashlib
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.common_options import GivenPrompt, digest_of_prompts
-from sparsekv.planner.evaluation import EvalSamples, Mode, PhaseName, PlanMode, evaluate, opened
+from sparsekv.planner.evaluation import EvalSamples, Mode, PlanMode, evaluate, opened
 from sparsekv.planner.evaluation.given import GivenSamples, HeldOut, samples_of
 from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.fixed_test import (
@@ -31,26 +31,32 @@ from sparsekv.planner.fixed_test import (
     divergence_bounds,
     level_of_run,
 )
-from sparsekv.planner.options import Settled
+from sparsekv.planner.options import PlanOptions, Settled, lengths_to_verify, settle
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.records import RunFile, versions
 from sparsekv.planner.tasks import Kit, Split, prepare
-from sparsekv.planner.verify_cells import BOTH, WHOLE, Cells
-from sparsekv.planner.verify_record import CellOutcomes, OutcomesSettings, cell_of, outcomes_file, spent_of, untouched
-from sparsekv.plans.errors import UsageError
-from sparsekv.plans.files import executed_digest
-from sparsekv.plans.patterns import AShape, tokens
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan
-from sparsekv.plans.quality import HURT_BY_EVICTION, CellScore, Excludes, LengthScore, Quality
-from sparsekv.plans.schema import Plan
+from sparsekv.planner.verify_cells import (
+    CellOutcomes,
+    Cells,
+    OutcomesSettings,
+    cell_of,
+    content_seed,
+    lengths_tested,
+    modes_of,
+    outcomes_file,
+    spent_of,
+    tasks_tested,
+    untouched,
+)
+from sparsekv.plans.errors import PlanWarning, UsageError
+from sparsekv.plans.files import executed_digest, load_plan
+from sparsekv.plans.quality import CellScore, Excludes, LengthScore, Quality
+from sparsekv.plans.schema import PhaseName, Plan, check_model
 from sparsekv.plans.types import format_length
-from sparsekv.runtime.hf.describe import config_of, takes_one_piece
-from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.describe import config_of, describe_model, takes_one_piece
+from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
 
-# One key among hundreds like it, several values, two stages; and three that small models answer too. Each further cell
-# is one more that a lossless plan can miss: the simulation of the test holds for as many as there are.
-TESTED = ("kv_retrieval", "niah_multivalue", "two_stage", "niah_single", "quote_text", "quote_code")
 _TEXT, _LONG_TEXT = 64, 128  # tokens of dense's own text: of a few prompts, and of all where layers evict tokens
 _BROKEN_ROUNDING = 0.1  # nats
 STEP = 16_384  # tokens of a prompt at once
@@ -135,7 +141,7 @@ def verify(
     digest = held_out.digest if held_out else digest_of_prompts(prompts) if prompts else None
     file = outcomes_file(_settings(loaded, plan, options, samples, run, digest), run.path)
     text = _LONG_TEXT if plan.retained else _TEXT
-    modes = _modes(plan, options, loaded.model.dtype)
+    modes = modes_of(plan, options, loaded.model.dtype)
     with (
         opened(loaded, modes, batch=samples.batch, chunk=samples.prefill_chunk, text=text) as evaluator,
         (progress or Progress()).stage("evaluate", _work(samples, sizes)) as step,
@@ -172,60 +178,14 @@ def _step(plan: Plan, options: Settled) -> int | None:
     return options.prefill_chunk or (None if is_whole else STEP)
 
 
-def tasks_tested(*, evicts: bool) -> tuple[str, ...]:
-    """The tasks of a test, as many for every plan."""
-    return (*TESTED[:-2], *HURT_BY_EVICTION) if evicts else TESTED
-
-
-def lengths_tested(plan: Plan, lengths: Sequence[int]) -> tuple[int, ...]:
-    """The lengths at which a plan is sparse, all if it is at none; of those above `LONG` the longest alone."""
-    parts = [part for part in (plan.prefill, plan.decode) if part]
-    rules = plan.retained.values()
-    sparse = [
-        n
-        for n in lengths
-        if any(part.bucket(n).is_sparse_at(n) for part in parts) or any(rule.kept_tokens(n) < n for rule in rules)
-    ] or list(lengths)
-    return tuple(n for n in sparse if n <= LONG or n == max(sparse))
-
-
-def content_seed(plan: Plan, run: int) -> int:
-    """The seed of the prompts of a run."""
-    return int(hashlib.sha256(f"{executed_digest(plan)}/{run}".encode()).hexdigest()[:8], 16)
-
-
 def _work(samples: EvalSamples, sizes: Sizes) -> float | None:
     """The units of all prompts, about, where dense answers all of them."""
     if isinstance(samples, GivenSamples):
-        return 2 * sum(prefill_work(length) * len(some) for length, some in samples.given.items())
+        return 2 * sum(prefill_work(length) * len(prompts) for length, prompts in samples.given.items())
     cells = len(samples.tasks) * len(samples.lengths)
     short = max(sizes.answered, sizes.judged / cells)
     counts = ((length, short if length <= LONG else sizes.long_prompts) for length in samples.lengths)
     return 2 * len(samples.tasks) * sum(prefill_work(length) * count for length, count in counts)
-
-
-def _modes(plan: Plan, options: Settled, dtype: torch.dtype) -> dict[str, Mode]:
-    """The plan; and the kernels with every tile and token computed, over keys and values as the plan has them, but in
-    float32, where their rounding is nothing."""
-    how = (options.backend, options.kv_dtype)
-    modes: dict[str, Mode] = {BOTH: PlanMode(plan, "both", *how)}
-    is_exact = dtype == torch.float32 and options.kv_dtype == "auto"
-    return modes if is_exact else modes | {WHOLE: PlanMode(_whole(plan), "both", *how)}
-
-
-def _whole(plan: Plan) -> Plan:
-    """The same phases by the same kernels, with every tile and token computed."""
-    prefill = decode = None
-    if plan.prefill:
-        model, every = plan.model, AShape(sink=tokens(1), window=tokens(plan.model.context_length))
-        heads = tuple(
-            HeadGroup(layer=layer, heads=tuple(range(model.group_of(layer).heads)), pattern=every)
-            for layer in model.full_layers
-        )
-        prefill = PrefillPlan(tile=plan.prefill.tile, lengths=(PrefillBucket(up_to=None, heads=heads),))
-    if plan.decode:
-        decode = DecodePlan(lengths=(DecodeBucket(up_to=None, dense=True),))
-    return plan.model_copy(update={"prefill": prefill, "decode": decode, "kv_cache": None})
 
 
 def _settings(
@@ -261,8 +221,67 @@ def diagnose(
     how = (options.backend, options.kv_dtype)
     phases: tuple[PhaseName, ...] = ("prefill", "decode", "both")
     modes: dict[str, Mode] = {phase: PlanMode(plan, phase, *how) for phase in phases}
-    found = evaluate(loaded, modes, replace(samples, samples=DIAGNOSED), None, progress)
-    return {phase: found[phase] for phase in phases}
+    results = evaluate(loaded, modes, replace(samples, samples=DIAGNOSED), None, progress)
+    return {phase: results[phase] for phase in phases}
+
+
+def verify_plan(
+    model: Any,
+    plan: Plan | str | os.PathLike[str],
+    tokenizer: Any = None,
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Verification:
+    """Tests a plan on held-out prompts beside dense, both phases together.
+
+    Args:
+        model: an alias, hub id, folder or GGUF file, a `LoadedModel`, or a Hugging Face model together with its
+            tokenizer.
+        plan: the plan, or the path of a plan file, which stays as it is.
+        progress: where to report the stages; see `plan_model`.
+        **options: fields of `PlanOptions`, of which `verify`, `lengths`, `verify_tasks`, `batch`, `prefill_chunk`,
+            `device`, `dtype` and `backend` are read; the plan's own lengths by default.
+
+    Returns:
+        The result; `recorded(plan)` is the plan with it; write that with `write_plan`.
+
+    Raises:
+        PlanMismatchError: the plan is of another architecture.
+        GateError: the model without the plan gives numbers that are not finite.
+        SparseKVError: of the other kinds, for what cannot be verified; nothing of a dense plan can.
+    """
+    chosen = PlanOptions(**options)
+    if chosen.verify == "none":
+        raise UsageError("expected verify='small' or 'full', found 'none': nothing would be verified")
+    if chosen.prompts:
+        raise UsageError("expected no prompts, found some; own prompts verify by `sparsekv verify --prompts FILE`")
+    given = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    if not isinstance(given, Plan):
+        raise UsageError(f"expected a Plan, or the path of one, found {plan!r:.80}")
+    loaded = loaded_from(model, tokenizer, chosen)
+    for line in check_model(given, loaded.info):
+        warnings.warn(line, PlanWarning, stacklevel=2)
+    chosen = chosen.but(**lengths_to_verify(given, chosen.lengths, loaded.info.context_length))
+    settled = settle(chosen, loaded.info.context_length, loaded.model.device.type)
+    run = VerifyRun.after(given, "full" if chosen.verify == "full" else "small")
+    return verify(loaded, given, settled, run, progress)
+
+
+def loaded_from(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel:
+    """The model that a program passes: by name, loaded, or a model with its tokenizer.
+
+    Raises:
+        UsageError: there is no such model, or a tokenizer is missing.
+    """
+    if isinstance(model, LoadedModel):
+        return model
+    if isinstance(model, str | Path):
+        return load_model(model, device=options.device, dtype=options.dtype, device_map=options.device_map)
+    if not callable(tokenizer):
+        found = "none" if tokenizer is None else f"{tokenizer!r:.80}"
+        raise UsageError(f"expected the tokenizer of a model that is loaded already, found {found}; pass tokenizer=")
+    return LoadedModel(model, tokenizer, describe_model(model))
 
 
 # --- the verdict ------------------------------------------------------------------------------------------------------
@@ -274,7 +293,7 @@ def _verdict(
     outcomes = tuple(file.all(CellOutcomes).values())
     test, scores = _tested(outcomes, SIZES[run.size], run.level, isinstance(samples, GivenSamples)), []
     for length in samples.lengths:
-        parts = [one for one in outcomes if one.length == length and one.plan]
+        parts = [cell for cell in outcomes if cell.length == length and cell.plan]
         scores += [_length_score(length, parts, test)] if parts else []
     missed = test.missed
     too_few = tuple(_too_few(test))
@@ -286,7 +305,7 @@ def _verdict(
         run=run.number,
         level=run.level,
         step=samples.prefill_chunk if plan.prefill else None,
-        cells=tuple(CellScore(**asdict(one), unjudged=one not in judged) for one in test.cells),
+        cells=tuple(CellScore(**asdict(cell), unjudged=cell not in judged) for cell in test.cells),
         lengths=tuple(scores),
         excludes=_excludes(test),
         missed=_missed_lengths(test),
@@ -296,31 +315,31 @@ def _verdict(
 
 
 def _tested(outcomes: Sequence[CellOutcomes], sizes: Sizes, level: float, own: bool) -> FixedTest:
-    keys = dict.fromkeys((one.task, one.length) for one in outcomes)
-    cells = tuple(cell_of([one for one in outcomes if (one.task, one.length) == key]) for key in keys)
+    keys = dict.fromkeys((cell.task, cell.length) for cell in outcomes)
+    cells = tuple(cell_of([cell for cell in outcomes if (cell.task, cell.length) == key]) for key in keys)
     excess, texts = {}, {}
-    for length in dict.fromkeys(one.length for one in outcomes if one.plan):
-        parts = [one for one in outcomes if one.length == length]
+    for length in dict.fromkeys(cell.length for cell in outcomes if cell.plan):
+        parts = [cell for cell in outcomes if cell.length == length]
         rounding = _rounding(parts)
-        excess[length] = [nats - rounding for one in parts for nats in one.kl]
-        if any(len(one.texts) == len(one.plan) > sizes.closely for one in parts):
-            texts[length] = [row.kl - rounding for one in parts for row in one.texts]
+        excess[length] = [nats - rounding for cell in parts for nats in cell.kl]
+        if any(len(cell.texts) == len(cell.plan) > sizes.closely for cell in parts):
+            texts[length] = [row.kl - rounding for cell in parts for row in cell.texts]
     return FixedTest(sizes, level, cells, excess, texts, own)
 
 
 def _rounding(parts: Sequence[CellOutcomes]) -> float:
-    nats = [value for one in parts for value in one.rounding]
+    nats = [value for cell in parts for value in cell.rounding]
     return float(np.mean(nats)) if nats else 0.0
 
 
 def _length_score(length: int, parts: Sequence[CellOutcomes], test: FixedTest) -> LengthScore:
     mean, worst = divergence_bounds(length, test.excess[length])
-    spent, rows = spent_of(parts), [row for one in parts for row in one.texts]
+    spent, rows = spent_of(parts), [row for cell in parts for row in cell.texts]
     return LengthScore(
         length=length,
         density=spent.density,
         read=spent.read,
-        kl=float(np.mean([nats for one in parts for nats in one.kl])),
+        kl=float(np.mean([nats for cell in parts for nats in cell.kl])),
         floor=_rounding(parts),
         upper=min(mean.upper, 1e6),
         worst=worst.mean,
@@ -342,23 +361,23 @@ def _missed_lengths(test: FixedTest) -> tuple[int, ...]:
     apart = {bound.lengths[0] for bound in test.missed if len(bound.lengths) == 1}
     if apart or not test.missed:
         return tuple(sorted(apart))
-    losing = {one.length for one in test.judged if one.lost > one.won}
-    return tuple(sorted(losing or {one.length for one in test.judged}))
+    losing = {cell.length for cell in test.judged if cell.lost > cell.won}
+    return tuple(sorted(losing or {cell.length for cell in test.judged}))
 
 
 def _too_few(test: FixedTest) -> Iterator[str]:
     if test.own and test.too_few:
-        prompts = sum(one.prompts for one in test.cells)
+        prompts = sum(cell.prompts for cell in test.cells)
         yield f"{prompts} different prompts come near the end of a planned length, fewer than {test.sizes.own}"
     elif test.too_few:
         yield f"the model answers too few of these tasks at {', '.join(map(format_length, test.too_few))}"
 
 
 def _broken_rounding(scores: Sequence[LengthScore]) -> Iterator[str]:
-    for one in scores:
-        if one.floor > _BROKEN_ROUNDING:
+    for row in scores:
+        if row.floor > _BROKEN_ROUNDING:
             yield (
-                f"at {format_length(one.length)} the kernels with every tile computed are {one.floor:.3g} nats from "
+                f"at {format_length(row.length)} the kernels with every tile computed are {row.floor:.3g} nats from "
                 "the model's own attention, which is no rounding; see `sparsekv doctor`, or use another backend "
                 "(--set backend=NAME)"
             )

@@ -75,7 +75,7 @@ ALIASES = (
 
 
 def resolve_model(name: str | os.PathLike[str]) -> ModelSource:
-    """Returns what `name` stands for. A folder with a model in it goes before an alias; its config.json before a GGUF
+    """The source that a name means. A folder with a model in it goes before an alias; its config.json before a GGUF
     file.
     """
     if not isinstance(name, str | os.PathLike):
@@ -95,12 +95,10 @@ def resolve_model(name: str | os.PathLike[str]) -> ModelSource:
 
 
 def names_gguf(path: str | os.PathLike[str]) -> bool:
-    """Returns whether it is the name of a GGUF file, there or not."""
     return os.fspath(path).endswith(".gguf")
 
 
 def is_hub_id(name: str) -> bool:
-    """Returns whether it reads as the name of a hub repository: organisation/name."""
     return bool(_HUB_ID.fullmatch(name))
 
 
@@ -117,7 +115,7 @@ def without_plan(model: str, found: str) -> str:
 
 
 def holds_model(folder: Path) -> bool:
-    """Returns whether a model lies in a folder, as `resolve_model` finds it: its config.json, or a single GGUF file."""
+    """True of a folder with a model, as `resolve_model` finds it: its config.json, or a single GGUF file."""
     return _is_model(folder) or len(list(folder.glob("*.gguf"))) == 1
 
 

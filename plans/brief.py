@@ -1,16 +1,21 @@
-"""A plan in a few lines: the share of attention that each length computes, its gain and its loss."""
+"""A plan in a few lines: what each length computes, gains and loses; what exact output gains; the next command."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from textwrap import wrap
 
+from sparsekv.plans.aliases import PLAN_NAME
 from sparsekv.plans.phases import DecodePlan, PrefillPlan
 from sparsekv.plans.quality import HURT_BY_EVICTION, quality_sentence, right_share
-from sparsekv.plans.schema import Plan
-from sparsekv.plans.types import and_listed, format_length
+from sparsekv.plans.schema import Plan, WholeStep
+from sparsekv.plans.types import and_listed, columns, format_length
 
 LENGTH_HEADER = ("length", "prefill computes", "gains", "decode computes", "gains", "loses, nats")
+WIDTH = 100  # columns of text for people
 _MOST = 5  # lengths of a table
 
 
@@ -37,11 +42,11 @@ def prefill_share(plan: Plan, length: int) -> PhaseShare:
     """The share of the causal tiles that a prompt of a length computes, over all heads."""
     if plan.prefill is None or plan.prefill.bucket(length).dense:
         return PhaseShare()
-    entry = next((one.prefill for one in plan.cost.lengths if one.length == length), None) if plan.cost else None
+    entry = plan.cost.at(length) if plan.cost else None
     measured = plan.quality.at(length) if plan.quality else None
-    if entry is None:
+    if entry is None or entry.prefill is None:
         return PhaseShare(measured.density if measured else None)
-    return PhaseShare(entry.density, entry.dense_us / max(entry.sparse_us, 1e-9))
+    return PhaseShare(entry.prefill.density, entry.prefill.gain)
 
 
 def decode_share(plan: Plan, length: int) -> PhaseShare:
@@ -54,8 +59,8 @@ def decode_share(plan: Plan, length: int) -> PhaseShare:
     read = [rules[layer].kept_tokens(length) for layer in layers if layer in rules]
     read += [segments[layer].read_tokens(layer, length) for layer in layers if layer in segments]
     read += [length] * (len(layers) - len(read))
-    entry = next((one.decode for one in plan.cost.lengths if one.length == length), None) if plan.cost else None
-    gain = None if entry is None or rules else entry.dense_us / max(entry.sparse_us, 1e-9)
+    entry = plan.cost.at(length) if plan.cost and not rules else None
+    gain = entry.decode.gain if entry and entry.decode else None
     return PhaseShare(sum(read) / (len(layers) * length), gain)
 
 
@@ -72,15 +77,15 @@ def length_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def _lengths(plan: Plan) -> list[int]:
     """Lengths at which a bucket ends or whose cost is known; the model's context for a sparse bucket beyond all."""
-    found = {bucket.up_to for bucket in plan.buckets if bucket.up_to is not None}
-    found |= {entry.length for entry in plan.cost.lengths} if plan.cost else set()
-    longest = max(found, default=0)
+    lengths = {bucket.up_to for bucket in plan.buckets if bucket.up_to is not None}
+    lengths |= {entry.length for entry in plan.cost.lengths} if plan.cost else set()
+    longest = max(lengths, default=0)
     phases: tuple[PrefillPlan | DecodePlan | None, ...] = (plan.prefill, plan.decode)
     for *before, last in (phase.lengths for phase in phases if phase):
         is_sparse = not (last.dense or getattr(last, "extrapolated", False) or getattr(last, "same_as", None))
         if last.up_to is None and is_sparse and ((before[-1].up_to or 0) if before else 0) >= longest:
-            found.add(plan.model.context_length)
-    return sorted(found or {plan.model.context_length})
+            lengths.add(plan.model.context_length)
+    return sorted(lengths or {plan.model.context_length})
 
 
 def _cells(shares: Sequence[PhaseShare]) -> tuple[str, ...]:
@@ -100,7 +105,7 @@ def brief(plan: Plan) -> Iterator[str]:
         verb = "chooses" if len(filters) == 1 else "choose"
         yield f"{readers} layers read what filter {noun} {and_listed(filters)} {verb}"
     if plan.retained:
-        yield f"KV cache eviction, lossy: {kept_share(plan)}"
+        yield f"KV cache eviction, lossy: {cached_share(plan)}"
         yield from eviction_losses(plan)
     if plan.cost and any(share.gain is not None for length in plan.planned_lengths for share in _shares(plan, length)):
         yield f"gains are predicted, of attention alone on {plan.cost.device}"
@@ -119,7 +124,7 @@ def sentence(plan: Plan) -> str:
     return quality_sentence(plan.quality, plan.status)
 
 
-def kept_share(plan: Plan) -> str:
+def cached_share(plan: Plan) -> str:
     """The share of the KV cache that layers keep at the longest planned length, in words."""
     longest = max(plan.planned_lengths, default=plan.model.context_length)
     return f"{percent(decode_share(plan, longest).computed)} of the cache at {format_length(longest)}"
@@ -129,9 +134,103 @@ def eviction_losses(plan: Plan) -> tuple[str, ...]:
     """Right answers to the tasks that eviction hurts most, in a line; none where they were not measured."""
     judged = plan.quality.judged if plan.quality and plan.retained else ()
     cells = {task: [cell for cell in judged if cell.task == task] for task in HURT_BY_EVICTION}
-    told = [
-        "{} {:.0%} -> {:.0%} (of {})".format(task, *right_share(some), sum(cell.prompts for cell in some))
-        for task, some in cells.items()
-        if some
+    losses = [
+        "{} {:.0%} -> {:.0%} (of {})".format(task, *right_share(scores), sum(cell.prompts for cell in scores))
+        for task, scores in cells.items()
+        if scores
     ]
-    return (f"where eviction hurts: right answers, dense -> plan: {', '.join(told)}",) if told else ()
+    return (f"where eviction hurts: right answers, dense -> plan: {', '.join(losses)}",) if losses else ()
+
+
+# --- verdict ----------------------------------------------------------------------------------------------------------
+
+
+def verdict(plan: Plan, file: str, *, model: str = "") -> tuple[str, ...]:
+    """Lines of text: the status, each length, who chooses or what is evicted, the test in a sentence, and the next
+    command.
+    """
+    table = columns([LENGTH_HEADER, *length_rows(plan)], right=range(len(LENGTH_HEADER))).splitlines()
+    return (f"{file}: {plan.status_text}", *table, *sentences(plan, file, model))
+
+
+def sentences(plan: Plan, file: str, model: str = "") -> tuple[str, ...]:
+    """The lines of `verdict` below its table."""
+    return (*brief(plan), *wrap(sentence(plan), WIDTH), f"next: {next_command(plan, file, model)}")
+
+
+def next_command(plan: Plan, file: str, model: str = "") -> str:
+    """The command to go on with: `run` where the plan is verified, or dense; `plan` where it missed its test, or the
+    model answers too few of its tasks; else `verify`."""
+    named = f"{shlex.quote(model)} " if model not in ("", plan.model.id) else ""
+    place = f"{named}--plan {shlex.quote(file)}"
+    if plan.status == "verified" or plan.is_dense:
+        return f"sparsekv run {place}"
+    if plan.quality and plan.quality.missed:
+        return denser_command(plan, file, model)
+    if plan.quality and not all(cell.judged for cell in plan.quality.cells):
+        return f"{_plan_command(plan, file, model)} --prompts FILE --force"
+    return f"sparsekv verify {place} --write"
+
+
+def denser_command(plan: Plan, file: str, model: str = "") -> str:
+    """The command that makes another plan; of one that evicts tokens, one that keeps more of them."""
+    retain = plan.provenance.settings.get("retain")
+    more = f" --retain {retain + 0.1:.2g}" if isinstance(retain, float) and retain < 0.9 else ""
+    return f"{_plan_command(plan, file, model)}{more} --force"
+
+
+def _plan_command(plan: Plan, file: str, model: str) -> str:
+    out = file if file.endswith(".yaml") else PLAN_NAME
+    return f"sparsekv plan {shlex.quote(model or plan.model.id)} -o {shlex.quote(out)}"
+
+
+# --- exact output -----------------------------------------------------------------------------------------------------
+
+DRAFTS = (0, 2, 4, 6, 10)  # tokens of a draft: each is a captured step of its own; 0 is a step of dense decoding
+_LEAST = 1.02  # predictions and timings differ by more than what is less
+
+
+@dataclass(frozen=True, slots=True)
+class ExactGain:
+    """The gain of the drafts that pay most at one length: tokens a second over dense decoding. `agreement` is the share
+    of tokens at which the plan's likeliest is dense's."""
+
+    length: int
+    agreement: float
+    drafted: int
+    ratio: float
+
+
+def tokens_a_cycle(agreement: float, drafted: int) -> float:
+    """Mean tokens of a draft and its check, where each draft counts with this probability if all before it do
+    (Leviathan et al., 2023, section 3.1)."""
+    return drafted + 1 if agreement >= 1 else (1 - agreement ** (drafted + 1)) / (1 - agreement)
+
+
+def gain_of(step: WholeStep, agreement: float, drafted: int) -> float:
+    """Tokens a second with drafts of one length, over dense decoding."""
+    cycle_us = step.dense_us + drafted * (step.sparse_us + step.token_us)
+    return tokens_a_cycle(agreement, drafted) * step.dense_us / max(cycle_us, 1e-9)
+
+
+def exact_gains(plan: Plan) -> Iterator[ExactGain]:
+    """The gain at every length at which steps are predicted and the agreement was measured."""
+    for entry in plan.cost.lengths if plan.cost and plan.quality else ():
+        measured = plan.quality.at(entry.length) if plan.quality else None
+        if entry.step and measured and measured.agreed is not None:
+            rate, step = measured.agreed, entry.step
+            ratio, drafted = max((gain_of(step, rate, drafted), drafted) for drafted in DRAFTS)
+            yield ExactGain(entry.length, rate, drafted, ratio)
+
+
+def exact_line(plan: Plan) -> str | None:
+    """From which length on it pays, and how much there; None where that is not known."""
+    gains = list(exact_gains(plan))
+    if not gains:
+        return None
+    paying = list(takewhile(lambda gain: gain.ratio > _LEAST, reversed(gains)))
+    if not paying:
+        return "exact output does not pay at the planned lengths, as predicted"
+    first = paying[-1]
+    drafts = f"{first.drafted} drafts, {first.agreement:.1%} agree"
+    return f"exact output: {first.ratio:.2f}x from {format_length(first.length)} on, predicted ({drafts})"

@@ -70,7 +70,6 @@ def pieces(read: Callable[[int], bytes], most: int) -> Iterator[bytes]:
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path reads as an address of the network."""
     return bool(_URL.match(os.fspath(path)))
 
 
@@ -92,7 +91,7 @@ def open_input(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def _is_written(pipe: BinaryIO) -> bool:
-    """Whether something comes through the pipe soon. A poll takes descriptors of any number, as `select` does not."""
+    """Waits for data. A poll takes descriptors of any number, as `select` does not."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN | select.POLLHUP)
     return bool(poll.poll(1e3 * _PIPE_SECONDS))
@@ -153,12 +152,12 @@ def _write(target: Path, data: bytes) -> None:
 def _mode(target: Path) -> int | None:
     if not target.exists():
         return None
-    found = target.stat().st_mode
-    if stat.S_ISDIR(found):
+    mode = target.stat().st_mode
+    if stat.S_ISDIR(mode):
         raise IsADirectoryError(21, "it is a folder; name a file in it")
-    if not stat.S_ISREG(found):
+    if not stat.S_ISREG(mode):
         raise OSError(22, "it is not a regular file")
-    return stat.S_IMODE(found)
+    return stat.S_IMODE(mode)
 
 
 def _reason(error: Exception) -> str:

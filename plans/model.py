@@ -55,13 +55,14 @@ class AttentionGroup(Part):
 
     @property
     def caches(self) -> bool:
-        """Whether its layers have keys and values of their own, and no recurrent state."""
+        """True where its layers have keys and values of their own, and no recurrent state."""
         return self.kind != "linear" and self.keys_of is None
 
 
 def kv_bytes(groups: Iterable[AttentionGroup], tokens: int, itemsize: int) -> int:
     """Bytes of the keys and values of so many tokens in all layers, as numbers of `itemsize` bytes."""
-    return 2 * tokens * itemsize * sum(one.caches * len(one.layers) * one.kv_heads * one.head_dim for one in groups)
+    numbers = sum(len(group.layers) * group.kv_heads * group.head_dim for group in groups if group.caches)
+    return 2 * tokens * itemsize * numbers
 
 
 class Fingerprint(Part):
@@ -78,8 +79,7 @@ class Fingerprint(Part):
     weights: Digest | None = None
 
     def weights_difference(self, found: Fingerprint) -> Literal["unknown", "older kind", "other"] | None:
-        """Returns what is known against `found` being the same weights; None where nothing is, or `found` does not
-        say."""
+        """The difference to other weights; None where there is none, or `found` has no fingerprint of them."""
         if found.weights is None or self.weights == found.weights:
             return None
         if self.weights is None:
@@ -93,8 +93,7 @@ OTHER_WEIGHTS = "other weights (a float32 checkpoint in float16 counts as such)"
 
 
 def is_model_id(text: str) -> bool:
-    """Returns whether it reads as a hub id or as the name of a folder or file: "organisation/name" or "name", no
-    path."""
+    """True of a hub id or the name of a folder or file: "organisation/name" or "name", no path."""
     parts = text.split("/")
     return len(parts) <= 2 and not {"", ".", ".."}.intersection(parts) and not text.startswith("~")
 
@@ -133,9 +132,9 @@ class ModelInfo(Part):
         for group in self.attention:
             if (owner := group.keys_of) is None:
                 continue
-            found = shapes.get(owner)
-            of_owner = None if found is None else found.model_copy(update={"layers": group.layers, "keys_of": owner})
-            if of_owner != group or found is None or found.keys_of is not None or owner >= min(group.layers):
+            shape = shapes.get(owner)
+            of_owner = None if shape is None else shape.model_copy(update={"layers": group.layers, "keys_of": owner})
+            if of_owner != group or shape is None or shape.keys_of is not None or owner >= min(group.layers):
                 message = f"expected keys_of an earlier layer of the same shape with keys of its own, found {owner}"
                 raise FieldError(f"{message} for layers {format_ids(group.layers)}", "attention")
         return self
@@ -156,8 +155,8 @@ class ModelInfo(Part):
     @property
     def sharing(self) -> frozenset[int]:
         """The layers that have no keys of their own, and those whose keys they attend to."""
-        found = [group for group in self.attention if group.keys_of is not None]
-        return frozenset(layer for group in found for layer in (*group.layers, group.keys_of or 0))
+        groups = [group for group in self.attention if group.keys_of is not None]
+        return frozenset(layer for group in groups for layer in (*group.layers, group.keys_of or 0))
 
     @property
     def largest_head(self) -> int:
@@ -165,10 +164,10 @@ class ModelInfo(Part):
         return max(group.head_dim for group in self.attention if group.kind != "linear")
 
     def group_of(self, layer: int) -> AttentionGroup:
-        found = next((group for group in self.attention if layer in group.layers), None)
-        if found is None:
+        match = next((group for group in self.attention if layer in group.layers), None)
+        if match is None:
             raise IndexError(f"layer {layer} of a model of {self.layers} layers")
-        return found
+        return match
 
 
 Shapes = dict[int, AttentionGroup]
@@ -182,7 +181,7 @@ def architecture_fingerprint(shapes: Mapping[str, Any], settings: Mapping[str, A
 
 
 def same_architecture(one: str, other: str) -> bool:
-    """Returns whether two digests are of one architecture, by what both of them cover."""
+    """Compares two digests by the facts that both of them cover."""
     (older, *digests), (newer, *others) = sorted(text.split(":") for text in (one, other))
     if (older, newer) == ("sha256", "sha256-2"):
         return digests[-1][:16] == others[-1]
@@ -201,8 +200,7 @@ def weights_fingerprint(samples: Iterable[tuple[str, bytes]]) -> str:
 
 
 def differences(expected: ModelInfo, found: ModelInfo) -> tuple[str, ...]:
-    """Returns what differs between the model of a plan and another one, a line each; empty when the architecture
-    fits."""
+    """Differences between the model of a plan and another one, a line each; none where the architecture fits."""
     lines = [
         f"{name.replace('_', ' ')}: plan {getattr(expected, name)}, model {getattr(found, name)}"
         for name in ("model_type", "layers", "context_length", "rope")

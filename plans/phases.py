@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -39,12 +39,11 @@ from sparsekv.plans.types import (
 )
 
 
-class Bucket(Protocol):
-    """Anything with an upper bound of the context length; None is no bound."""
+class Bucket(Part):
+    """One range of context lengths, past + chunk: up to a bound, or None."""
 
-    @property
-    def up_to(self) -> int | None:
-        """The longest context, past + chunk, that this bucket is for."""
+    up_to: Length | None
+    dense: Flag = False
 
 
 AnyBucket = TypeVar("AnyBucket", bound=Bucket)
@@ -112,14 +111,12 @@ class HeadGroup(Part):
         return {"layer": data["layer"], "heads": data["heads"]} | pattern
 
 
-class PrefillBucket(Part):
+class PrefillBucket(Bucket):
     """One range of context lengths: all dense, or patterns for some heads (the others dense), or as another bucket.
 
     Groups are sorted by layer and first head; equal patterns of a layer are merged.
     """
 
-    up_to: Length | None
-    dense: Flag = False
     extrapolated: Flag = False
     same_as: Length | None = None
     heads: Annotated[tuple[HeadGroup, ...], FailFast()] = ()  # a flood of wrong groups is refused at the first
@@ -133,7 +130,6 @@ class PrefillBucket(Part):
         return self
 
     def is_sparse_at(self, length: int) -> bool:
-        """Returns whether some head computes less than everything there."""
         return not self.dense
 
     def patterns(self, layer: int, heads: int) -> tuple[Pattern, ...]:
@@ -171,7 +167,7 @@ class PrefillPlan(Part):
         return found if named is None else named
 
     def skips_at(self, length: int) -> bool:
-        """Returns whether budgets of some head leave tiles out there, whatever the prompt."""
+        """True where budgets of some head leave tiles out there, whatever the prompt."""
         # A window moves with the rows of a tile, budgets are rounded to whole tiles, and some tiles are never left out.
         more = self.tile.mandatory * self.tile.key
         patterns = (group.pattern for group in self.bucket(length).heads)
@@ -281,11 +277,11 @@ class Segment(Part):
 
     @property
     def filter_is_sparse(self) -> bool:
-        """Returns whether the filter layer attends to its own choice."""
+        """True where the filter layer attends to its own choice."""
         return self.filter == self.layers[0]
 
     def chosen_tokens(self, length: int) -> int | None:
-        """Returns how many tokens are chosen among `length` cached ones; None where the layers attend to everything."""
+        """The number of tokens chosen among `length` cached ones; None where the layers attend to everything."""
         budget = self.budget.resolve(length)
         return budget if self.sink + budget + self.recent < length else None
 
@@ -311,7 +307,7 @@ class Segment(Part):
 
 
 def followers(filters: Sequence[int], layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    """Returns which of the layers each filter layer chooses for: those behind it up to the next one."""
+    """The layers that each filter layer chooses for: all behind it up to the next one."""
     ends, others = (*filters[1:], None), tuple(layers)
     return {
         first: tuple(layer for layer in others if first < layer and (end is None or layer < end))
@@ -319,11 +315,9 @@ def followers(filters: Sequence[int], layers: Iterable[int]) -> dict[int, tuple[
     }
 
 
-class DecodeBucket(Part):
+class DecodeBucket(Bucket):
     """One range of context lengths: all dense, or segments in ascending order."""
 
-    up_to: Length | None
-    dense: Flag = False
     segments: tuple[Segment, ...] = ()
 
     @model_validator(mode="after")
@@ -342,7 +336,7 @@ class DecodeBucket(Part):
         return self
 
     def is_sparse_at(self, length: int) -> bool:
-        """Returns whether its segments choose tokens there: with a short context they attend to everything."""
+        """True where its segments choose tokens: with a short context they attend to everything."""
         return any(segment.chosen_tokens(length) is not None for segment in self.segments)
 
     @property
@@ -381,7 +375,6 @@ class DecodePlan(Part):
         return self
 
     def bucket(self, length: int) -> DecodeBucket:
-        """Returns what holds at a context of `length` cached tokens."""
         return bucket_of(self.lengths, length)
 
     @property
@@ -447,11 +440,10 @@ class Retention(Part):
 
     @property
     def is_lossy(self) -> bool:
-        """Returns whether it evicts tokens."""
         return self.keep != "all"
 
     def chosen_tokens(self, length: int) -> int:
-        """Returns how many tokens are chosen by score in a context of `length`, where there are as many."""
+        """The number of tokens chosen by score in a context of `length`, where there are as many."""
         return length if self.keep == "all" else self.keep.resolve(length)
 
     def kept_tokens(self, length: int) -> int:
@@ -459,5 +451,5 @@ class Retention(Part):
         return min(length, (self.sink or 0) + self.chosen_tokens(length) + (self.recent or 0))
 
     def cached_tokens(self, prompt: int) -> int:
-        """Returns how many tokens a layer has room for behind a prompt of that length, generated ones included."""
+        """Tokens that a layer has room for behind a prompt of that length, generated ones included."""
         return self.kept_tokens(prompt) + (self.generated or 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import chain, pairwise
 from typing import Annotated, Any, Literal
@@ -35,13 +34,14 @@ from sparsekv.plans.types import (
 
 KIND = "sparsekv.plan"
 SCHEMA_FILE = "sparsekv-plan-v1.schema.json"
-"""What editors look for beside a plan; `sparsekv schema` prints it."""
+"""The schema file that editors look for beside a plan; `sparsekv schema` prints it."""
 NOTHING_SPARSE = "nothing in it is sparse, so that there is nothing to verify"
 
 Status = Literal["imported", "unverified", "verified"]
 BackendName = Literal["flash", "triton", "cpu", "reference"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
 HostName = Literal["transformers", "vllm"]
+PhaseName = Literal["prefill", "decode", "both"]
 
 
 class Target(Part):
@@ -67,6 +67,10 @@ class Estimate(Part):
     dense_us: NonNegative
     sparse_us: NonNegative
     density: Share
+
+    @property
+    def gain(self) -> float:
+        return self.dense_us / max(self.sparse_us, 1e-9)
 
 
 class WholeStep(Part):
@@ -116,6 +120,9 @@ class Cost(Part):
     device: Text
     backend: BackendName
     lengths: Annotated[tuple[Prediction, ...], AfterValidator(each_once)] = ()
+
+    def at(self, length: int) -> Prediction | None:
+        return next((entry for entry in self.lengths if entry.length == length), None)
 
 
 class Provenance(Part):
@@ -207,6 +214,13 @@ class Plan(Part):
         inside = (max(end * 7 // 10, (low + end) // 2) for low, end in pairwise((0, *ends)))
         return tuple(chain.from_iterable(zip(inside, ends, strict=True)))
 
+    def is_sparse_at(self, length: int, phase: PhaseName = "both") -> bool:
+        """True where a phase computes less than everything, or evicts tokens, at a context of that length."""
+        phases = {"prefill": self.prefill, "decode": self.decode}
+        parts = [part for name, part in phases.items() if part and phase in (name, "both")]
+        evicts = any(rule.kept_tokens(length) < length for rule in self.retained.values())
+        return any(part.bucket(length).is_sparse_at(length) for part in parts) or (evicts and phase != "prefill")
+
     @property
     def is_dense(self) -> bool:
         """Returns whether all layers attend to everything, at every length."""
@@ -217,7 +231,6 @@ SCHEMA_VERSION: int = Plan.model_fields["schema_version"].default
 
 
 def cut_text(chunk: int | None) -> str:
-    """Returns how prompts run that are cut into chunks of so many tokens, or not."""
     return "whole" if chunk is None else f"in chunks of {format_length(chunk)}"
 
 
@@ -227,15 +240,12 @@ def to_data(part: BaseModel) -> dict[str, Any]:
 
 
 def unsupported(plan: Plan) -> list[str]:
-    """Returns what a valid plan asks for that this version cannot execute: a line each, naming its field; else
-    empty."""
-    return list(dict.fromkeys(_unsupported(plan)))
-
-
-def _unsupported(plan: Plan) -> Iterator[str]:
-    for number, target in enumerate(plan.targets):
-        if target.tensor_parallel > 1:
-            yield f"targets[{number}].tensor_parallel: {target.tensor_parallel} ranks; only 1 is executed"
+    """The fields of a valid plan that this version cannot execute, a line each."""
+    return [
+        f"targets[{number}].tensor_parallel: {target.tensor_parallel} ranks; only 1 is executed"
+        for number, target in enumerate(plan.targets)
+        if target.tensor_parallel > 1
+    ]
 
 
 def check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool = False, option: str = "") -> list[str]:
@@ -261,7 +271,7 @@ def check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool = False, opti
 
 
 def _why_unfit(plan: Plan, found: ModelInfo) -> str:
-    """Returns which layers or heads of a plan another model lacks; empty where it has them all."""
+    """The layers or heads of a plan that another model lacks, in a sentence; empty where it has them all."""
     try:
         Plan.model_validate(dict(plan) | {"model": found})
     except ValidationError as error:

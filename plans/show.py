@@ -1,8 +1,9 @@
-"""A plan for a reader: tables readable at 100 columns, and the same condensed as JSON. Only this module and
-markdown.py load rich."""
+"""A plan for a reader: tables of at most 100 columns, the same as Markdown, and condensed as JSON. Within plans/ only
+this module loads rich."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sparsekv.plans.brief import percent
-from sparsekv.plans.exact_gain import exact_line
+from sparsekv.plans.brief import LENGTH_HEADER, exact_line, length_rows, percent
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern
 from sparsekv.plans.phases import (
@@ -31,7 +31,6 @@ from sparsekv.plans.quality import LENGTH_ROWS, Quality, cell_rows, length_score
 from sparsekv.plans.schema import Cost, Plan, Target, to_data, unsupported
 from sparsekv.plans.types import Part, format_ids, format_length
 
-_LONG = 6
 _PICTURE = """\
 oldest  SSSS..C....CC........C...C.....C..RRRRRRRR  newest     what the layers of a segment attend to:
         S sinks   C chosen by their filter layer among all between   R recent   . skipped in this step"""
@@ -39,32 +38,25 @@ oldest  SSSS..C....CC........C...C.....C..RRRRRRRR  newest     what the layers o
 
 @dataclass(frozen=True, slots=True)
 class HeadRow:
-    """Heads that share a pattern, or (where there are many) a kind of pattern with parameters in a range."""
+    """Heads that share a pattern."""
 
     heads: tuple[int, ...]
     kind: str
     parameters: str
 
 
-def layer_rows(
-    bucket: PrefillBucket, model: ModelInfo, full: bool = False
-) -> Iterator[tuple[tuple[int, ...], tuple[HeadRow, ...]]]:
-    """Neighbouring layers that compute the same, and what; many patterns are condensed by kind unless `full`."""
-    rows = [(layer, _head_rows(bucket, layer, model, full)) for layer in range(model.layers)]
+def layer_rows(bucket: PrefillBucket, model: ModelInfo) -> Iterator[tuple[tuple[int, ...], tuple[HeadRow, ...]]]:
+    """Neighbouring layers whose heads compute the same, and the rows of these."""
+    rows = [(layer, _head_rows(bucket, layer, model)) for layer in range(model.layers)]
     for same, members in groupby(rows, key=lambda row: row[1]):
         yield tuple(layer for layer, _ in members), same
 
 
-def _head_rows(bucket: PrefillBucket, layer: int, model: ModelInfo, full: bool) -> tuple[HeadRow, ...]:
-    patterns = bucket.patterns(layer, model.group_of(layer).heads)
-    together = full or len(set(patterns)) <= _LONG
-    alike: dict[object, list[int]] = {}
-    for head, pattern in enumerate(patterns):
-        alike.setdefault(pattern if together else pattern.pattern, []).append(head)
-    return tuple(
-        HeadRow(tuple(heads), patterns[heads[0]].pattern, parameters([patterns[head] for head in heads]))
-        for heads in alike.values()
-    )
+def _head_rows(bucket: PrefillBucket, layer: int, model: ModelInfo) -> tuple[HeadRow, ...]:
+    alike: dict[Pattern, list[int]] = {}
+    for head, pattern in enumerate(bucket.patterns(layer, model.group_of(layer).heads)):
+        alike.setdefault(pattern, []).append(head)
+    return tuple(HeadRow(tuple(heads), one.pattern, parameters([one])) for one, heads in alike.items())
 
 
 def parameters(patterns: Sequence[Pattern]) -> str:
@@ -100,7 +92,6 @@ def text_of(value: Any) -> str:
 
 
 def titled(lengths: Sequence[AnyBucket]) -> Iterator[tuple[str, AnyBucket]]:
-    """The buckets, each with the context lengths that it is for."""
     for before, bucket in zip((None, *lengths), lengths, strict=False):
         yield reach((before and before.up_to) or 0, bucket.up_to), bucket
 
@@ -125,13 +116,13 @@ def _prefill_facts(bucket: PrefillBucket, model: ModelInfo) -> dict[str, Any]:
     facts: dict[str, Any] = {"up_to": bucket.up_to, "dense": bucket.dense, "extrapolated": bucket.extrapolated}
     if bucket.same_as is not None:
         return facts | {"same_as": bucket.same_as}
-    layers = {layer: _head_rows(bucket, layer, model, full=True) for layer in range(model.layers)}
+    layers = {layer: _head_rows(bucket, layer, model) for layer in range(model.layers)}
     kinds = Counter(row.kind for rows in layers.values() for row in rows for _ in row.heads)
-    told = [
+    facts_of_layers = [
         {"layer": layer, "heads": {format_ids(row.heads): f"{row.kind} {row.parameters}".strip() for row in rows}}
         for layer, rows in layers.items()
     ]
-    return facts | {"heads": dict(sorted(kinds.items())), "layers": told}
+    return facts | {"heads": dict(sorted(kinds.items())), "layers": facts_of_layers}
 
 
 def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
@@ -156,10 +147,10 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
 
 def _longest_prefill(plan: Plan) -> Iterator[str]:
     """The patterns of all heads at the longest planned length that is sparse, a line a family."""
-    sparse = [one for one in titled(plan.prefill.lengths) if one[1].heads] if plan.prefill else []
+    sparse = [row for row in titled(plan.prefill.lengths) if row[1].heads] if plan.prefill else []
     if not sparse:
         return
-    reached, bucket = next((one for one in reversed(sparse) if not one[1].extrapolated), sparse[-1])
+    reached, bucket = next((row for row in reversed(sparse) if not row[1].extrapolated), sparse[-1])
     families: dict[str, list[Pattern]] = {}
     for layer in plan.model.full_layers:
         for pattern in bucket.patterns(layer, plan.model.group_of(layer).heads):
@@ -260,7 +251,7 @@ def _prefill(prefill: PrefillPlan, model: ModelInfo) -> Iterator[RenderableType]
         if bucket.heads:
             rows = (
                 (format_ids(layers) if row is group[0] else "", format_ids(row.heads), row.kind, row.parameters)
-                for layers, group in layer_rows(bucket, model, full=True)
+                for layers, group in layer_rows(bucket, model)
                 for row in group
             )
             yield _table(title, "Layers  Heads  Pattern  Parameters", rows)
@@ -283,10 +274,11 @@ def _decode(decode: DecodePlan, model: ModelInfo) -> Iterator[RenderableType]:
 
 def _segments(title: str, bucket: DecodeBucket, model: ModelInfo) -> Table:
     rows: list[Sequence[str]] = []
-    for one in bucket.segments:
-        always = (str(one.sink), str(one.recent))
-        scored = (one.selector, str(one.window), one.heads if isinstance(one.heads, str) else "mapped", one.scope)
-        rows.append((str(one.filter), format_ids(one.layers), text_of(one.budget), *always, *scored))
+    for part in bucket.segments:
+        always = (str(part.sink), str(part.recent))
+        heads = part.heads if isinstance(part.heads, str) else "mapped"
+        scored = (part.selector, str(part.window), heads, part.scope)
+        rows.append((str(part.filter), format_ids(part.layers), text_of(part.budget), *always, *scored))
     rows.append(("", format_ids(set(range(model.layers)) - bucket.sparse_layers), "everything"))
     names = "Filter  Layers  Budget  Sink  Recent  Selector  Window  Heads  Scope"
     return _table(title, names, rows, "Filter  Sink  Recent")
@@ -313,8 +305,8 @@ def _quality(quality: Quality, status: str) -> Iterator[RenderableType]:
 
 def _milliseconds(microseconds: float) -> str:
     """Returns a predicted time to about three digits."""
-    found = microseconds / 1000
-    return f"{found:,.0f} ms" if found >= 100 else f"{found:.3g} ms"
+    milliseconds = microseconds / 1000
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
 
 
 def _cost(cost: Cost) -> Table:
@@ -322,15 +314,67 @@ def _cost(cost: Cost) -> Table:
         (
             format_length(entry.length),
             "decode step" if phase == "decode" else phase,
-            _milliseconds(found.dense_us),
-            _milliseconds(found.sparse_us),
-            f"{found.dense_us / found.sparse_us:.2f}x" if found.sparse_us else "",
-            percent(found.density),
+            _milliseconds(estimate.dense_us),
+            _milliseconds(estimate.sparse_us),
+            f"{estimate.gain:.2f}x" if estimate.sparse_us else "",
+            percent(estimate.density),
         )
         for entry in cost.lengths
-        for phase, found in (("prefill", entry.prefill), ("decode", entry.decode))
-        if found is not None
+        for phase, estimate in (("prefill", entry.prefill), ("decode", entry.decode))
+        if estimate is not None
     ]
     title = f"\nPredicted time of attention alone on {cost.device}, {cost.backend}"
     names = "Length  Phase  Dense  Sparse  Speedup  Computed"
     return _table(title, names, rows, names.replace("  Phase", ""))
+
+
+# Markup, HTML, formulas, mentions and addresses anywhere; lists, headings and rules at the start of a line.
+_MARKUP = re.compile(r"[&<>`*_~$|\\[\]]|[#@](?=\w)|:(?=//)|(?<=www)\.|^[-+=#]|^\d(?=\d*[.)](?:\s|$))", re.IGNORECASE)
+_LINKED = "#@"  # issues and people, by GitHub also where they are entities: what follows is kept apart
+# Turns text around, or does not show.
+_UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def cell(text: str) -> str:
+    """A text in one line of Markdown that shows as it is, wherever it stands."""
+    seen = _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], " ".join(text.split()))
+    return _MARKUP.sub(lambda found: f"&#{ord(found[0])};{'&#8203;' * (found[0] in _LINKED)}", seen)
+
+
+def table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[bool] = ()) -> str:
+    """A table of texts, whose rows may end early; `numbers` says which columns are aligned to the right."""
+    sides = numbers or [False] * len(names)
+    head = (list(map(cell, names)), ["--:" if right else "---" for right in sides])
+    body = ([*map(cell, row), *[""] * (len(names) - len(row))] for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (*head, *body))
+
+
+def verdict_markdown(plan: Plan, lines: Iterable[str]) -> str:
+    """The table of lengths, and lines below it, as Markdown."""
+    listed = "\n".join(f"- {cell(line)}" for line in lines)
+    return f"{table(LENGTH_HEADER, length_rows(plan), [True] * len(LENGTH_HEADER))}\n\n{listed}"
+
+
+def markdown(parts: Iterable[RenderableType]) -> str:
+    return "\n\n".join(part for block in parts for part in _part(block)) + "\n"
+
+
+def _part(part: RenderableType) -> Iterator[str]:
+    if isinstance(part, Text):
+        text = part.plain.strip("\n")
+        yield f"```\n{text.replace('```', '')}\n```" if "\n" in text else _titled(text, bool(part.style))
+    elif isinstance(part, Table):
+        if part.title:
+            yield _titled(str(part.title), True)
+        columns = part.columns
+        names = [str(column.header) if part.show_header else "" for column in columns]
+        rows = zip(*([_plain(text_cell) for text_cell in column.cells] for column in columns), strict=True)
+        yield table(names, rows, [column.justify == "right" for column in columns])
+
+
+def _titled(text: str, bold: bool) -> str:
+    return f"**{cell(text)}**" if bold else cell(text)
+
+
+def _plain(value: RenderableType) -> str:
+    return value.plain if isinstance(value, Text) else str(value)

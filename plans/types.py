@@ -1,4 +1,4 @@
-"""Defines what every record of a plan is made of: the base class, number and text types, layer sets, lengths.
+"""The parts of every record of a plan: the base class, number and text types, layer sets, lengths.
 
 Records are frozen, refuse unknown fields, and take no value for another type: "1" is not 1, true is not 1.
 Floats are rounded to six significant digits when they enter, so that memory and file hold the same value.

@@ -45,7 +45,7 @@ _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Holds what a file says, and where: `lines` holds the line, counted from 1, of each key and list item."""
+    """The data of a file; `lines` has the line, counted from 1, of each key and list item."""
 
     data: Any
     lines: dict[Path, int]
@@ -202,7 +202,7 @@ def plan_error(error: ValidationError, tree: Tree) -> PlanError:
 
 
 def _places(details: Sequence[ErrorDetails], data: Any) -> dict[Path, list[ErrorDetails]]:
-    """Returns what is wrong at each place. Of the members of a union, those that got deepest into the data speak."""
+    """The faults at each place. Of a union, the members that got deepest into the data count."""
     together: dict[Path, list[ErrorDetails]] = {}
     for detail in details:
         cause = _cause(detail)
@@ -233,7 +233,7 @@ def _locate(steps: Sequence[Where], data: Any, names_a_field: bool) -> Path:
 
 
 def _is_flattened(value: Any, rest: Sequence[Where], data: Any, names_a_field: bool) -> bool:
-    """Returns whether the steps go on beside `value`, as those of a head group's pattern do, and not inside it."""
+    """True where the steps go on beside `value`, as those of a head group's pattern do, and not inside it."""
     is_leaf = bool(rest) and not isinstance(value, dict | list)
     return is_leaf and (names_a_field or any(_find(step, data) is not None for step in rest))
 

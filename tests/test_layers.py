@@ -24,6 +24,7 @@ MEASURE = {
     "cli/bench.py",
     "cli/bench_model.py",
     "cli/doctor.py",
+    "cli/eval.py",
     "cli/plan_commands.py",
 }
 # plans/ starts in a fraction of a second because of what is not here.

@@ -32,6 +32,7 @@ from sparsekv.bench.random_model import BenchModel
 from sparsekv.cli.bench_model import Benched
 from sparsekv.cli.main import app
 from sparsekv.kernels import backends
+from sparsekv.planner.options import PlanOptions, settle
 from sparsekv.planner.plan import PlanResult
 from sparsekv.plans.aliases import PLAN_NAME, is_alias
 from sparsekv.runtime.vllm.settings import read_options
@@ -51,9 +52,12 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 VALUES = {"LENGTH": "1k", "LIST": "1k,2k", "N": "3", "A": "0.5", "R": "0.5", "SHARE": "0.5"}
 OUTPUTS = ("-o", "--out", "--profile-out", "--picture")
 STAGES = (
-    *(f"sparsekv.planner.{name}" for name in ("verify.verify", "evaluation.evaluate", "evaluation.suite.run_suite")),
+    *(f"sparsekv.planner.{name}" for name in ("verify.verify", "evaluation.evaluate")),
     *(f"sparsekv.bench.{name}" for name in ("kernels.bench_kernels", "prefill.bench_prefill", "decode.bench_decode")),
-    *(f"sparsekv.bench.{name}" for name in ("offload.bench_offload", "serve.bench_serve", "peers.bench_peers")),
+    *(
+        f"sparsekv.bench.{name}"
+        for name in ("offload.bench_offload", "serve.bench_serve", "peers.bench_peers", "suite.run_suite")
+    ),
 )
 
 
@@ -67,7 +71,7 @@ def stages(monkeypatch: pytest.MonkeyPatch, stand_ins: StandIns) -> None:
     def planned(job: object, *, profile_out: Path | None, **_: object) -> PlanResult:
         if profile_out:
             stand_ins.put(str(profile_out), "--profile")
-        return PlanResult(stand_ins.plan, 1.0, 1, ("nothing was measured",))
+        return PlanResult(stand_ins.plan, settle(PlanOptions(), 4096, "cpu"), 1, ("nothing was measured",))
 
     def benched(flags: Benched, *_: object, **__: object) -> BenchModel:
         return BenchModel(stand_ins.loaded.model, stand_ins.loaded.info, flags.model, "loaded")
@@ -104,7 +108,7 @@ def fault(sparsekv: Any, stages: None, monkeypatch: pytest.MonkeyPatch) -> Calla
             case ["sparsekv", *given]:
                 done = sparsekv(*given)
                 return done.err or done.out if done.code else ""
-            case ["python", "-m", "sparsekv.planner.evaluation.lm_eval", *_]:
+            case ["python", "-m", "sparsekv.bench.lm_eval", *_]:
                 return ""  # its options are those of lm-evaluation-harness, which reads them
             case ["python", "-m", module, *given] if module.startswith("sparsekv."):
                 return ran(lambda: _read_arguments(module, monkeypatch), [module, *given])

@@ -18,7 +18,7 @@ from sparsekv.plans.show import layer_rows, text_of, titled
 from sparsekv.plans.types import format_ids, format_length
 
 if TYPE_CHECKING:
-    from sparsekv.planner.evaluation.suite_results import SuiteTable
+    from sparsekv.bench.suite import SuiteTable
     from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Reuse
 
 
@@ -90,7 +90,7 @@ def _map_of(plan: Plan, bucket: PrefillBucket, title: str, after: int, profile: 
     tile = plan.prefill.tile if plan.prefill else TileShape()
     sketches: dict[Sketch, int] = {}
     heads = []
-    for layers, rows in layer_rows(bucket, plan.model, full=True):
+    for layers, rows in layer_rows(bucket, plan.model):
         for layer in layers:
             shape = plan.model.group_of(layer)
             patterns = bucket.patterns(layer, shape.heads)
@@ -280,7 +280,7 @@ def phase_times(plan: Plan, phase: str) -> tuple[PhaseTime, ...]:
         estimate = getattr(entry, phase)
         if estimate is None:
             continue
-        faster = estimate.dense_us / estimate.sparse_us if estimate.sparse_us else None
+        faster = estimate.gain if estimate.sparse_us else None
         rows.append(PhaseTime(entry.length, "dense", estimate.dense_us / 1000, 1.0, None))
         rows.append(PhaseTime(entry.length, "sparse", estimate.sparse_us / 1000, estimate.density, faster))
     return tuple(rows)

@@ -30,7 +30,7 @@ from sparsekv.plans.show import header
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
-    from sparsekv.planner.evaluation.suite_results import SuiteTable
+    from sparsekv.bench.suite import SuiteTable
     from sparsekv.planner.profile.profile_data import Profile
 
 LEAST_KL = 1e-6  # where the logarithmic axis of divergences ends

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from sparsekv.plans.pattern_family import PatternFamily, SizeRange, TileShape
+from sparsekv.plans.patterns import PatternFamily, SizeRange, TileShape
 
 
 class Strided(PatternFamily):

@@ -9,6 +9,6 @@ what comes out and its intervals.
 
 from sparsekv.planner.evaluation.batches import EvalSamples
 from sparsekv.planner.evaluation.evaluator import Evaluator, compare, evaluate, opened
-from sparsekv.planner.evaluation.modes import DENSE, Mode, PhaseName, PlanMode
+from sparsekv.planner.evaluation.predictions import DENSE, Mode, PlanMode
 
-__all__ = ["DENSE", "EvalSamples", "Evaluator", "Mode", "PhaseName", "PlanMode", "compare", "evaluate", "opened"]
+__all__ = ["DENSE", "EvalSamples", "Evaluator", "Mode", "PlanMode", "compare", "evaluate", "opened"]

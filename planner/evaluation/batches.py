@@ -57,13 +57,12 @@ class EvalSamples:
     first: int = 0
 
     def check_fit(self, kit: Kit) -> None:
-        """Finds out, without running a model, whether every task fits every length."""
+        """Refuses a task that does not fit a length, without running a model."""
         kit = kit.shared_by(self.tasks, self.lengths)
         for length, task in product(self.lengths, self.tasks):
             next(held_out(kit, task, length, 1, self.seed))
 
     def drawn(self, kit: Kit, length: int) -> list[Sample]:
-        """The samples of one length, task by task."""
         kit = kit.shared_by(self.tasks, self.lengths)
         each = (held_out(kit, task, length, self.samples, self.seed, self.first) for task in self.tasks)
         return [sample for some in each for sample in some]

@@ -41,8 +41,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from sparsekv.planner.evaluation.batches import Batch, EvalSamples, batches
-from sparsekv.planner.evaluation.modes import DENSE, Mode, PlanMode, spent_by
 from sparsekv.planner.evaluation.predictions import (
+    DENSE,
+    Mode,
+    PlanMode,
     Prefilled,
     after_prompt,
     answered,
@@ -51,6 +53,7 @@ from sparsekv.planner.evaluation.predictions import (
     log_likelihood,
     prefill,
     prefill_turns,
+    spent_by,
     until_end,
     without_plans,
 )
@@ -87,15 +90,28 @@ def evaluate(
     """
     source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
     asked.check_fit(source)
+    total = asked.samples * len(asked.tasks) * sum(map(prefill_work, asked.lengths))
+    drawn = ((length, asked.drawn(source, length)) for length in asked.lengths)
+    return compared_by_length(loaded, modes, drawn, total, asked.batch, asked.prefill_chunk, progress)
+
+
+def compared_by_length(
+    loaded: LoadedModel,
+    modes: Mapping[str, Mode],
+    samples: Iterable[tuple[int, Sequence[Sample]]],
+    work: float,
+    batch: int | None,
+    chunk: int | None,
+    progress: Progress | None,
+) -> dict[str, tuple[EvalResult, ...]]:
+    """A result a length for each mode and for "dense"; `work` is the `prefill_work` of all samples."""
     results: dict[str, list[EvalResult]] = defaultdict(list)
-    total = asked.samples * len(asked.tasks) * (1 + len(modes)) * sum(map(prefill_work, asked.lengths))
-    with (progress or Progress()).stage("evaluate", total=total) as step:
-        for length in asked.lengths:
-            samples = asked.drawn(source, length)
-            found = compare(loaded, modes, samples, batch=asked.batch, chunk=asked.prefill_chunk, step=step)
-            for name, own in found.items():
-                results[name].append(EvalResult.of(length, asked.tasks, samples, found[DENSE], own))
-    return {name: tuple(own) for name, own in results.items()}
+    with (progress or Progress()).stage("evaluate", total=(1 + len(modes)) * work) as step:
+        for length, drawn in samples:
+            sides = compare(loaded, modes, drawn, batch=batch, chunk=chunk, step=step)
+            for name, side in sides.items():
+                results[name].append(EvalResult.of(length, drawn, sides[DENSE], side))
+    return {name: tuple(side) for name, side in results.items()}
 
 
 def compare(
@@ -177,11 +193,11 @@ class Evaluator:
         spent: dict[str, Spent] = defaultdict(Spent)
         before = 0
         with closing(self._measured(modes, samples)) as measured:  # closed, it suspends what is applied
-            for name, some, found, computed in measured:  # dense first
-                before += len(some) if name == DENSE else 0
-                outcomes[name].update(zip(map(id, some), found, strict=True))
+            for name, batch, results, computed in measured:  # dense first
+                before += len(batch) if name == DENSE else 0
+                outcomes[name].update(zip(map(id, batch), results, strict=True))
                 spent[name] += computed
-                for sample in some:
+                for sample in batch:
                     (step or StageStep()).advance(
                         prefill_work(sample.length), f"{sample.length} tokens, prompt {before}, {name}"
                     )
@@ -192,22 +208,22 @@ class Evaluator:
 
     def dense(self, samples: Sequence[Sample], step: StageStep | None = None) -> tuple[DenseBatch, ...]:
         """Runs dense alone, in batches that modes may run beside later; their order is that of the batches."""
-        found = []
+        runs = []
         for batch in batches(samples, self.loaded.model, self.batch, self.text):
             run, outcomes, _ = _Run.of(self.loaded, batch, self.chunk, self.greedy, self.text)
-            found.append(DenseBatch(run, outcomes))
+            runs.append(DenseBatch(run, outcomes))
             _advance(step, batch.samples, DENSE)
-        return tuple(found)
+        return tuple(runs)
 
     def beside(self, dense: Iterable[DenseBatch], name: str, step: StageStep | None = None) -> Comparison:
         """Runs a mode on what dense ran on: outcomes in the order of the batches, and what was computed."""
         outcomes: list[Outcome] = []
         spent = Spent()
-        for one in dense:
-            for _, some, found, computed in one.run.through({name: self.modes[name]}):
-                outcomes += found
+        for run in dense:
+            for _, samples, results, computed in run.run.through({name: self.modes[name]}):
+                outcomes += results
                 spent += computed
-                _advance(step, some, name)
+                _advance(step, samples, name)
         return Comparison(tuple(outcomes), spent)
 
     def _measured(self, modes: Mapping[str, Mode], samples: Iterable[Sample]) -> Generator[Measured]:
@@ -220,8 +236,8 @@ class Evaluator:
             alike = _prefilled_alike(modes, dense_serves, each=bool(batch.later))
             yield from run.through(alike.pop(DENSE, {}), _Source(prompts))
             del prompts  # unless a mode went on from it, that cache is there still
-            for some in alike.values():
-                yield from run.through(some)
+            for group in alike.values():
+                yield from run.through(group)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,7 +254,7 @@ def _advance(step: StageStep | None, samples: Iterable[Sample], name: str) -> No
 
 
 Measured = tuple[str, tuple[Sample, ...], tuple[Outcome, ...], Spent]
-"""What a mode, or dense, did on a batch."""
+"""The name of a mode, or dense, the samples of a batch, their outcomes, and what was computed."""
 
 
 class _Applied:
@@ -284,11 +300,11 @@ def _applied(modes: Mapping[str, Mode], model: PreTrainedModel, stack: ExitStack
 def _prefilled_alike(modes: Mapping[str, Mode], dense_serves: bool, each: bool) -> dict[Hashable, dict[str, Mode]]:
     """Groups that share a prefill; each its own on request. Modes whose decode is dense come last: they can go on from
     any cache."""
-    found: dict[Hashable, dict[str, Mode]] = defaultdict(dict)
+    groups: dict[Hashable, dict[str, Mode]] = defaultdict(dict)
     for name, mode in sorted(modes.items(), key=lambda item: isinstance(item[1], _Applied) and item[1].dense_decode):
         key: Hashable = mode.prefilled_by if isinstance(mode, _Applied) and not each else name
-        found[key if key != DENSE or dense_serves else name][name] = mode
-    return found
+        groups[key if key != DENSE or dense_serves else name][name] = mode
+    return groups
 
 
 def _decodes_unmodified(mode: Mode) -> bool:
@@ -344,7 +360,7 @@ class _Run:
         log_BAV, greedy_BG = logits_BAV.log_softmax(-1), greedy_BGV.argmax(-1)
         text_BGV, counted_BG = greedy_BGV.log_softmax(-1) if text else None, until_end(model, greedy_BG)
         run = cls(loaded, batch, chunk, logits_BAV.argmax(-1), log_BAV, greedy_BG, counted_BG, text_BGV)
-        return run, tuple(replace(one, kl=0.0) for one in run.outcomes([logits_BAV, greedy_BGV])), prompts
+        return run, tuple(replace(outcome, kl=0.0) for outcome in run.outcomes([logits_BAV, greedy_BGV])), prompts
 
     def through(self, modes: Mapping[str, Mode], source: _Source | None = None) -> Iterator[Measured]:
         """Measures modes that go on from one prefill: the source, which is used up, or that of the first of them."""
@@ -409,15 +425,15 @@ class _Run:
             return mode.handle.cache_of(layers)
         config: Any = config_of(self.loaded.model)
         cache = DynamicCache(config=config)
-        for number, found in enumerate(layers):
-            if isinstance(found, LinearAttentionLayer):
-                cache.layers[number] = found
+        for number, layer in enumerate(layers):
+            if isinstance(layer, LinearAttentionLayer):
+                cache.layers[number] = layer
             else:
-                cache.update(*found, number)
+                cache.update(*layer, number)
         return cache
 
     def outcomes(self, read: Sequence[torch.Tensor], first: int = 0) -> tuple[Outcome, ...]:
-        """Returns what was predicted for the texts, beside dense; rows before the `first` are dense's own."""
+        """Predictions for the texts beside dense; rows before the `first` are dense's own."""
         logits_BAV = read[0][:, : self.picked_BA.shape[1]]
         picked_BA, log_BAV = logits_BAV.argmax(-1), logits_BAV.log_softmax(-1)
         agreed_BA = (self.picked_BA == picked_BA)[:, first:]

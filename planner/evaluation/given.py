@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 
 from sparsekv.planner.common_options import GivenPrompt, digest_of_prompts
-from sparsekv.planner.copies import Seen
 from sparsekv.planner.evaluation.batches import MOST_TEXT, EvalSamples
-from sparsekv.planner.evaluation.evaluator import compare
-from sparsekv.planner.evaluation.modes import DENSE, Mode
+from sparsekv.planner.evaluation.evaluator import compared_by_length
+from sparsekv.planner.evaluation.predictions import Mode
 from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.fixed_test import RUNGS, SIZES
 from sparsekv.planner.options import Settled
-from sparsekv.planner.profile.calibration import OWN_ANSWER, whole_prompt
+from sparsekv.planner.profile.calibration import OWN_ANSWER, Seen, whole_prompt
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.tasks import Kit, PieceEncoder, Sample
 from sparsekv.planner.tasks.text import Ids
@@ -53,16 +52,10 @@ def evaluate_given(
     by_length: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples_of(loaded.tokenizer, prompts, loaded.info.context_length):
         by_length[1 << (sample.length - 1).bit_length()].append(sample)
-    results: dict[str, list[EvalResult]] = defaultdict(list)
-    total = (1 + len(modes)) * sum(prefill_work(one.length) for some in by_length.values() for one in some)
-    with (progress or Progress()).stage("evaluate", total=total) as step:
-        for length, samples in sorted(by_length.items()):
-            _tell_copies(_different(samples, length), samples, length, "all are measured, as if they were independent")
-            found = compare(loaded, modes, samples, batch=batch, chunk=chunk, step=step)
-            tasks = tuple(dict.fromkeys(sample.task for sample in samples))
-            for name, own in found.items():
-                results[name].append(EvalResult.of(length, tasks, samples, found[DENSE], own))
-    return {name: tuple(own) for name, own in results.items()}
+    for length, samples in sorted(by_length.items()):
+        _tell_copies(_different(samples, length), samples, length, "all are measured, as if they were independent")
+    work = sum(prefill_work(sample.length) for samples in by_length.values() for sample in samples)
+    return compared_by_length(loaded, modes, sorted(by_length.items()), work, batch, chunk, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +68,18 @@ class GivenSamples(EvalSamples):
     def of(cls, samples: EvalSamples, given: Sequence[Sample]) -> GivenSamples:
         """These but for copies at the lengths of `samples`, in an order that follows from their seed. A length has
         those that are at most that long and longer than the one before it; the longest has all that are longer."""
-        own: dict[int, list[Sample]] = {length: [] for length in samples.lengths}
+        by_length: dict[int, list[Sample]] = {length: [] for length in samples.lengths}
         for at in np.random.default_rng(samples.seed).permutation(len(given)):
             longer = (length for length in samples.lengths if given[at].length <= length)
-            own[min(longer, default=max(samples.lengths))].append(replace(given[at], task="prompts"))
-        different = {length: _different(some, length) for length, some in own.items()}
-        for length, some in own.items():
-            _tell_copies(different[length], some, length, _NOT_COUNTED)
+            by_length[min(longer, default=max(samples.lengths))].append(replace(given[at], task="prompts"))
+        different = {length: _different(near, length) for length, near in by_length.items()}
+        for length, near in by_length.items():
+            _tell_copies(different[length], near, length, _NOT_COUNTED)
         return cls.at(samples, different)
 
     @classmethod
     def at(cls, samples: EvalSamples, given: Mapping[int, Sequence[Sample]]) -> GivenSamples:
-        """Those of each length, in their order."""
-        settings = {one.name: getattr(samples, one.name) for one in fields(EvalSamples)}
+        settings = {setting.name: getattr(samples, setting.name) for setting in fields(EvalSamples)}
         return cls(**settings | {"tasks": ("prompts",), "lengths": tuple(given)}, given=given)
 
     def check_fit(self, kit: Kit) -> None:
@@ -97,8 +89,8 @@ class GivenSamples(EvalSamples):
                 "expected prompts that no earlier attempt at the plan saw, found none left of those that were set "
                 "aside; plan anew with more --prompts"
             )
-        for length, own in self.given.items():
-            if not own:
+        for length, samples in self.given.items():
+            if not samples:
                 raise PromptError(f"expected prompts for every length that is verified, found none of {length} tokens")
 
     def drawn(self, kit: Kit, length: int) -> list[Sample]:
@@ -151,21 +143,21 @@ class HeldOut:
         Each part has enough for a test, as long as there are.
         """
         parts = min(len(RUNGS) + 1, max(1, sum(map(len, self.by_length.values())) // self.least))
-        split = {length: some[number::parts] for length, some in self.by_length.items() if some[number::parts]}
+        split = {length: samples[number::parts] for length, samples in self.by_length.items() if samples[number::parts]}
         return replace(self, by_length=split) if number < parts and split else None
 
 
 def _check_enough(
-    found: Mapping[int, Sequence[Sample]], different: Mapping[int, Sequence[Sample]], aside: int, fewest: int
+    drawn: Mapping[int, Sequence[Sample]], different: Mapping[int, Sequence[Sample]], aside: int, fewest: int
 ) -> None:
-    near, left = (sum(map(len, some.values())) for some in (found, different))
+    near, left = (sum(map(len, side.values())) for side in (drawn, different))
     if not near:
         raise PromptError(
-            f"expected prompts of more than {round(NEAR_END * min(found))} tokens among the {aside} that are set aside "
+            f"expected prompts of more than {round(NEAR_END * min(drawn))} tokens among the {aside} that are set aside "
             "to verify on, found none; give longer ones, shorter --lengths, or --no-verify"
         )
     if not left or left < fewest <= near:
-        each = ", ".join(f"{len(different[n])} of {len(some)} at {format_length(n)}" for n, some in found.items())
+        each = ", ".join(f"{len(different[n])} of {len(texts)} at {format_length(n)}" for n, texts in drawn.items())
         raise PromptError(
             f"expected at least {fewest} different texts among the prompts that are set aside to verify on, found "
             f"{each}: cut there, the others are copies, of each other or of prompts that are calibrated on; give "
@@ -177,14 +169,14 @@ def _tell_copies(
     different: Sequence[Sample], samples: Sequence[Sample], length: int, others: str, what: str = "prompts"
 ) -> None:
     if len(different) < len(samples):
-        told = f"{len(different)} of {len(samples)} {what} are different texts at {format_length(length)}: {others}"
-        warnings.warn(told, PlanWarning, stacklevel=4)
+        counts = f"{len(different)} of {len(samples)} {what} are different texts at {format_length(length)}: {others}"
+        warnings.warn(counts, PlanWarning, stacklevel=4)
 
 
-def _different(samples: Iterable[Sample], length: int, known: Iterable[Ids] = ()) -> list[Sample]:
+def _different(samples: Iterable[Sample], length: int, others: Iterable[Ids] = ()) -> list[Sample]:
     """The samples without copies of earlier ones, or of other tokens, which are cut at the length."""
     seen = Seen(length)
-    for ids in known:
+    for ids in others:
         seen.add(ids[:length])
     return [sample for sample in samples if seen.is_new(whole_prompt(sample).ids)]
 

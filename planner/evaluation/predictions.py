@@ -1,4 +1,5 @@
-"""Computes what a model, with or without something applied to it, predicts for texts after prompts.
+"""The modes that are compared with dense (a plan, some phases of it, another way of attending), and the predictions of
+a model, with or without one applied, for texts after prompts.
 
 Shapes: B batch, S tokens of a prompt, K of its rows, R tokens of a reply, A tokens of a text, G tokens of a
 continuation, V vocabulary.
@@ -6,18 +7,124 @@ continuation, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
 
 from sparsekv.planner.evaluation.batches import Batch
+from sparsekv.planner.evaluation.results import Spent
 from sparsekv.planner.tasks import matches
+from sparsekv.plans.errors import GateError
+from sparsekv.plans.schema import PhaseName, Plan
+from sparsekv.plans.types import KVDtype
+from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.describe import CACHE_NAME, cache_inputs, config_of, takes_one_piece
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import rope_switch
+from sparsekv.runtime.stores.pinned import HostMemory
+
+DENSE = "dense"  # beside the names of modes
+
+
+class Mode(Protocol):
+    """Something to compare with dense."""
+
+    @property
+    def stepwise(self) -> bool:
+        """Answers are fed token by token, as decode does; otherwise they are part of the prefill."""
+
+    @property
+    def dense_prefill(self) -> bool:
+        """Prompts run dense, so that the logits of their last row are no result of the mode."""
+
+    def running(self, model: PreTrainedModel) -> AbstractContextManager[Callable[[], Spent]]:
+        """Switches it on for the length of a `with` block, which gets what tells what was computed so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMode:
+    """A plan at work: prefill alone, decode alone, or both."""
+
+    plan: Plan
+    phase: PhaseName = "both"
+    backend: str = "auto"
+    kv_dtype: KVDtype | None = None  # of `apply`; the plan's own when None
+    stepwise: ClassVar[bool] = True  # what is generated is decoded, whichever phase is sparse
+
+    @property
+    def dense_prefill(self) -> bool:
+        return self.phase == "decode"
+
+    @property
+    def prefilled_by(self) -> Hashable:
+        """Modes with equal ones can go on from one prefill; "dense" is that of the unmodified model.
+
+        A selector that looks at older queries than the newest has them from its own prefill alone; so has a layer that
+        evicts tokens.
+        """
+        if self.phase != "decode":
+            return id(self.plan), self.backend, self.stored
+        buckets = self.plan.decode.lengths if self.plan.decode else ()
+        newest_alone = all(segment.selector == "last" for bucket in buckets for segment in bucket.segments)
+        if not newest_alone or self.plan.retained:
+            return id(self)
+        return DENSE if self.stored == "auto" else (DENSE, self.stored)
+
+    @property
+    def unmodified_decode(self) -> bool:
+        """The unmodified model reads the text behind the prompts."""
+        return self.phase == "prefill" and self.stored == "auto"
+
+    @property
+    def stored(self) -> KVDtype:
+        return self.kv_dtype or self.plan.kv_dtype
+
+    def check(self, length: int, spent: Spent) -> None:
+        """Refuses a sample of which everything was computed although budgets leave some out: it tells nothing of what
+        that loses."""
+        prefill = self.plan.prefill if self.phase != "decode" else None
+        decode = self.plan.decode if self.phase != "prefill" else None
+        skips = {
+            "prefill": prefill and prefill.skips_at(length) and spent.tiles >= spent.causal_tiles > 0,
+            "decode": decode and decode.bucket(length).is_sparse_at(length) and spent.attended >= spent.cached > 0,
+        }
+        for phase in (phase for phase, is_whole in skips.items() if is_whole):
+            raise GateError(
+                f"expected {phase} of {length} tokens to be sparse, as the plan has it, found that everything was "
+                "computed; `sparse` is for runs, not for measurements"
+            )
+
+    @contextmanager
+    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
+        with self.applied(model) as handle:
+            yield lambda: spent_by(handle)
+
+    def applied(self, model: PreTrainedModel, memory: HostMemory | None = None) -> Handle:
+        """The plan applied; arguments as in `apply`."""
+        return apply(
+            model,
+            self.plan,
+            prefill=self.phase != "decode",
+            decode=self.phase != "prefill",
+            backend=self.backend,
+            memory=memory,
+            kv_dtype=self.stored,
+            sparse="always",
+        )
+
+
+def spent_by(handle: Handle) -> Spent:
+    stats = handle.stats()
+    prefill = stats.prefill_tiles_computed, stats.prefill_tiles_causal
+    return Spent(*prefill, stats.decode_tokens_attended, stats.decode_tokens_cached)
+
 
 # Of an unmodified model that goes on behind a past. cuDNN, which torch prefers on Hopper, makes a plan for every number
 # of keys that it has not met: a tenth of a second a step.
@@ -25,7 +132,7 @@ without_plans = partial(sdpa_kernel, [SDPBackend.FLASH_ATTENTION, SDPBackend.EFF
 
 
 class Prefilled(NamedTuple):
-    """Holds what prompts left: the logits of their last rows, and the cache."""
+    """The result of prompts: the logits of their last rows, and the cache."""
 
     logits_BKV: torch.Tensor
     cache: Any
@@ -38,8 +145,8 @@ def prefill(model: Any, ids_BS: torch.Tensor, chunk: int | None, keep: int = 1, 
     sizes = piece_sizes(tokens, chunk, rope_switch(config_of(model))) if chunk else [tokens]
     for piece in torch.split(ids_BS, sizes, 1):
         after -= piece.shape[1]
-        wanted = max(1, min(piece.shape[1], keep - after))  # rows of this piece among the last `keep` of all
-        out = model(input_ids=piece, use_cache=True, logits_to_keep=wanted, **cache_inputs(model, cache, piece))
+        rows = max(1, min(piece.shape[1], keep - after))  # rows of this piece among the last `keep` of all
+        out = model(input_ids=piece, use_cache=True, logits_to_keep=rows, **cache_inputs(model, cache, piece))
         cache = out[CACHE_NAME]
         if keep > after:
             logits.append(out.logits)
@@ -49,13 +156,13 @@ def prefill(model: Any, ids_BS: torch.Tensor, chunk: int | None, keep: int = 1, 
 def prefill_turns(model: Any, batch: Batch, chunk: int | None) -> Prefilled:
     """Runs the prompts of a batch, and of a conversation each reply token by token, as it is generated, and the prompt
     behind it."""
-    found = prefill(model, batch.prompt_BS, chunk)
+    prompts = prefill(model, batch.prompt_BS, chunk)
     for reply_BR, prompt_BS in batch.later:
         with without_plans():
             for token_B1 in reply_BR.split(1, 1):
-                model(input_ids=token_B1, use_cache=True, **cache_inputs(model, found.cache, token_B1))
-        found = prefill(model, prompt_BS, chunk, cache=found.cache)
-    return found
+                model(input_ids=token_B1, use_cache=True, **cache_inputs(model, prompts.cache, token_B1))
+        prompts = prefill(model, prompt_BS, chunk, cache=prompts.cache)
+    return prompts
 
 
 def after_prompt(model: Any, prompts: Prefilled, text_BA: torch.Tensor, *, stepwise: bool) -> torch.Tensor:
@@ -81,25 +188,30 @@ def continued(model: Any, prompts: Prefilled, tokens: int) -> torch.Tensor:
     return torch.cat(rows, 1).float()
 
 
-def until_end(model: Any, ids_BG: torch.Tensor) -> torch.Tensor:
-    """[B, G]: which tokens come before an end token, or are the first one."""
+def goes_on(model: Any, ids_BG: torch.Tensor) -> torch.Tensor:
+    """[B, G]: True of tokens that are no end tokens."""
     ends = model.generation_config.eos_token_id
-    is_end_BG = torch.isin(ids_BG, torch.tensor([] if ends is None else ends, device=ids_BG.device)).long()
+    return ~torch.isin(ids_BG, torch.tensor([] if ends is None else ends, device=ids_BG.device))
+
+
+def until_end(model: Any, ids_BG: torch.Tensor) -> torch.Tensor:
+    """[B, G]: True of tokens before an end token, and of the first one."""
+    is_end_BG = (~goes_on(model, ids_BG)).long()
     return is_end_BG.cumsum(1) - is_end_BG == 0
 
 
 def answered(loaded: LoadedModel, batch: Batch, picked_BA: torch.Tensor) -> list[bool | None]:
-    """Returns whether greedy generation gives each answer; None where a sample has no text to compare (perplexity).
+    """True of each answer that greedy generation gives; None where a sample has no text to compare (perplexity).
 
     Args:
         picked_BA: [B, A + 1], the likeliest tokens.
     """
     whole_B = (picked_BA[:, :-1] == batch.answer_BA).all(1).tolist()
-    found: list[bool | None] = []
+    right: list[bool | None] = []
     for sample, whole, after in zip(batch.samples, whole_B, picked_BA[:, -1].tolist(), strict=True):
         text: Any = loaded.tokenizer.decode([*sample.answer_ids.tolist(), after])
-        found.append(whole and matches(text, sample.answer) if sample.answer else None)
-    return found
+        right.append(whole and matches(text, sample.answer) if sample.answer else None)
+    return right
 
 
 def log_likelihood(answer_BA: torch.Tensor, log_BAV: torch.Tensor) -> torch.Tensor:

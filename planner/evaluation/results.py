@@ -1,4 +1,4 @@
-"""Holds what a comparison found: the same samples, dense and sparse, and 95% intervals of what was measured."""
+"""The results of a comparison: the same samples, dense and sparse, with 95% intervals."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ class Score(Part):
 
 @dataclass(frozen=True, slots=True)
 class LongText:
-    """Holds what dense itself generates behind a prompt, read by a mode: as `kl`, `agreed` and `scored` of an
-    outcome."""
+    """Dense's own text behind a prompt, read by a mode: `kl`, `agreed` and `scored` as of an outcome."""
 
     kl: float
     agreed: int
@@ -89,7 +88,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Holds what a mode computed: tiles of prefill, tokens of decode, against what dense would have."""
+    """The work of a mode: tiles of prefill, tokens of decode, beside those of dense."""
 
     tiles: float = 0.0
     causal_tiles: float = 0.0
@@ -131,18 +130,16 @@ class TaskResult:
 
     @property
     def is_accuracy(self) -> bool:
-        """Returns whether the task has right answers; otherwise it has a perplexity."""
+        """The task has right answers; otherwise it has a perplexity."""
         return all(outcome.correct is not None for outcome in self.dense)
 
     @property
     def answers(self) -> tuple[list[bool], list[bool]]:
-        """Returns which answers were right, of dense and of the plan."""
         before, after = ([bool(outcome.correct) for outcome in side] for side in (self.dense, self.sparse))
         return before, after
 
     @property
     def score(self) -> Score:
-        """Shares of right answers, or perplexities, and the interval of their difference."""
         dense, sparse, interval = self._accuracies() if self.is_accuracy else self._perplexities()
         agreement, samples = agreement_of(self.sparse), len(self.dense)
         return Score(dense=dense, sparse=sparse, samples=samples, interval=interval, agreement=agreement)
@@ -167,14 +164,14 @@ class EvalResult:
     spent: Spent
 
     @classmethod
-    def of(
-        cls, length: int, tasks: Iterable[str], samples: Sequence[Sample], dense: Comparison, own: Comparison
-    ) -> EvalResult:
+    def of(cls, length: int, samples: Sequence[Sample], dense: Comparison, sparse: Comparison) -> EvalResult:
         def of_task(task: str, side: Comparison) -> tuple[Outcome, ...]:
             both = zip(samples, side.outcomes, strict=True)
             return tuple(outcome for sample, outcome in both if sample.task == task)
 
-        return cls((length,), {task: TaskResult(of_task(task, dense), of_task(task, own)) for task in tasks}, own.spent)
+        tasks = dict.fromkeys(sample.task for sample in samples)
+        results = {task: TaskResult(of_task(task, dense), of_task(task, sparse)) for task in tasks}
+        return cls((length,), results, sparse.spent)
 
     @property
     def prefill_density(self) -> float:
@@ -201,14 +198,12 @@ class EvalResult:
 
 
 def pooled(tasks: Iterable[TaskResult]) -> TaskResult:
-    """The samples of all of them."""
-    found = list(tasks)
-    dense, sparse = (tuple(chain.from_iterable(getattr(one, side) for one in found)) for side in ("dense", "sparse"))
+    parts = list(tasks)
+    dense, sparse = (tuple(chain.from_iterable(getattr(task, side) for task in parts)) for side in ("dense", "sparse"))
     return TaskResult(dense, sparse)
 
 
 def merged(results: Iterable[EvalResult]) -> EvalResult:
-    """Results of one mode at several lengths, pooled."""
     parts = list(results)
     names = dict.fromkeys(chain.from_iterable(part.tasks for part in parts))
     tasks = {name: pooled(part.tasks[name] for part in parts if name in part.tasks) for name in names}
@@ -299,5 +294,5 @@ def _of_mean(values: np.ndarray, interval: Callable[[np.ndarray], Any]) -> Inter
         return None
     if float(np.ptp(values)) == 0.0:
         return (mean := float(values.mean())), mean
-    found = interval(values)
-    return float(found.low), float(found.high)
+    bounds = interval(values)
+    return float(bounds.low), float(bounds.high)

@@ -191,7 +191,6 @@ class _Scorer:
             rows.index(index),
             rows.chunk,
             scale=prefix.scale,
-            window=prefix.window,
             softmax=prefix.softmax,
             backend=self._layer.backend,
         ).out_BHSD

@@ -139,13 +139,12 @@ class CommonPrefix:
     chunk: Chunk
     tile: TileShape
     scale: float
-    window: int | None = None  # the layer's own sliding window
     lines: Mapping[int, LineScores] = field(default_factory=dict)  # by last_q; others are scored when needed
     softmax: Softmax = PLAIN
 
     def with_lines(self, last_q: Iterable[int]) -> CommonPrefix:
         """The same, with the lines of these samples scored once for all the indices to come."""
-        options: dict[str, Any] = {"scale": self.scale, "window": self.window, "cap": self.softmax.cap}
+        options: dict[str, Any] = {"scale": self.scale, "cap": self.softmax.cap}
         score = partial(layer_lines, self.q_BHSD, self.k_BGSD, self.chunk, **options)
         lines = {count: score(last_q=count) for count in set(last_q)}
         return replace(self, lines=lines)
@@ -181,7 +180,6 @@ class CommonPrefix:
             self.chunk,
             self.tile,
             scale=self.scale,
-            window=self.window,
             lines=self.lines,
             cap=self.softmax.cap,
         )

@@ -1,4 +1,4 @@
-"""Defines what task generators take and give, and documents built from units: statements planted together and their
+"""The input and output of task generators, and documents built from units: statements planted together and their
 question.
 
 Keys are distinct for as long as one `Draws` lives. Prompts come out exact in length also in the frame that a chat
@@ -17,9 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sparsekv.planner.tasks.corpus import SHORT, Corpus, Shares
-from sparsekv.planner.tasks.text import Filler, Ids, Mask, PieceEncoder, Split, TaskError, plant
-from sparsekv.planner.tasks.wording import FIRST_WORDS, SECOND_WORDS, WORDINGS, Pieces, Wording
+from sparsekv.planner.tasks.text import SHORT, Corpus, Filler, Ids, Mask, PieceEncoder, Shares, Split, TaskError, plant
+from sparsekv.planner.tasks.wording import FIRST_WORDS, SECOND_WORDS, WORDINGS, Asked, Pieces, Wording, filled
 from sparsekv.plans.errors import PlanWarning
 
 _MESSAGE, _REPLY, _NEXT = "the-message-itself", "the-reply-to-it", "the-next-message"
@@ -38,7 +37,7 @@ class ChatFrame:
 
     @classmethod
     def of(cls, tokenizer: Any, encoder: PieceEncoder) -> ChatFrame | None:
-        """Returns that of a tokenizer's chat template; None where it has none.
+        """The frame of a tokenizer's chat template; None where it has none.
 
         A template that fails on a single message, or does not repeat it as it is, warns with a `PlanWarning` and
         counts as none.
@@ -181,8 +180,7 @@ class Document:
 
 
 class Turn(NamedTuple):
-    """Holds what follows a prompt in a conversation: the reply to it, which is no prompt but generated, and the next
-    one."""
+    """The reply to a prompt, which is generated, and the next prompt."""
 
     reply_ids: Ids
     prompt_ids: Ids
@@ -211,7 +209,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class DocumentRequest:
-    """Holds what a task is asked to build.
+    """The document that a task is to build.
 
     Attributes:
         length: most tokens of the context and all questions and answers together.
@@ -248,7 +246,6 @@ class Kit:
 
     @property
     def wording(self) -> Wording:
-        """The sentences of the split."""
         return WORDINGS[self.split]
 
     def shared_by(self, tasks: Sequence[str], lengths: Sequence[int]) -> Kit:
@@ -289,6 +286,11 @@ class Unit:
     cue: Pieces = ()
     answer: Pieces = ()
 
+    @classmethod
+    def asking(cls, asked: Asked, lines: Iterable[Pieces], answer: Pieces, **fields: Pieces) -> Unit:
+        """Lines with the question of a wording, whose fields are filled in."""
+        return cls(tuple(lines), filled(asked.question, **fields), filled(asked.cue, **fields), answer)
+
 
 def build(kit: Kit, units: list[Unit], request: DocumentRequest, draws: Draws, scattered: bool = True) -> Document:
     """Plants units at random positions and asks for the first ones that have a question.
@@ -315,7 +317,6 @@ def build(kit: Kit, units: list[Unit], request: DocumentRequest, draws: Draws, s
 
 
 def _room(request: DocumentRequest, asked: list[Query]) -> int:
-    """Tokens for the context."""
     last = sum(len(query.answer_ids) for query in asked[-1:])
     reserved = last if request.answer_room is None else request.answer_room
     return request.length - sum(len(query) for query in asked) + last - reserved

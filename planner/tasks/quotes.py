@@ -75,8 +75,7 @@ class Quote:
 
 
 def _compared(encoder: PieceEncoder, answer_ids: Ids) -> str:
-    """Returns what a generated answer has to begin with: without a number or a character that the answer's end cuts
-    off."""
+    """The beginning of a right answer: without a number or a character that its end cuts off."""
     return encoder.text_of(answer_ids.tolist()).rstrip("0123456789\ufffd")
 
 
@@ -126,7 +125,7 @@ class _Source:
         return lines & (share >= least) & (share <= most), lines, anywhere
 
     def is_recognised(self, first: int, end: int) -> bool:
-        """Returns whether the beginning of the passage at `first` says, at index `end`, which one is meant."""
+        """True where the beginning of the passage at `first` identifies it, at index `end`."""
         cue = self.ids[first : first + _CUE]
         found = np.flatnonzero(self.ids[: len(self.ids) - _CUE + 1] == cue[0])
         for offset in range(1, _CUE):
@@ -209,8 +208,7 @@ class _Layout:
         return True
 
     def _is_free(self, count: int) -> Mask:
-        """Returns which of the first `count` indices begin a passage that is not cut by a quotation and not quoted
-        yet."""
+        """True of the first `count` indices that begin a passage not quoted yet and not cut by a quotation."""
         size, free = self._sizes.passage, np.ones(count, np.bool_)
         for point in self.points:
             free[max(0, point - size + 1) : point] = False

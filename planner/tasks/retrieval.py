@@ -55,12 +55,7 @@ def _needles(kit: Kit, draws: Draws, count: int) -> list[Unit]:
 
 def stated(asked: Asked, key: Pieces, value: str) -> Unit:
     """The line that gives a key its value, and the question for it."""
-    return Unit(
-        lines=(filled(asked.line, key=key, value=(value,)),),
-        question=filled(asked.question, key=key),
-        cue=filled(asked.cue, key=key),
-        answer=(value,),
-    )
+    return Unit.asking(asked, [filled(asked.line, key=key, value=(value,))], (value,), key=key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +149,8 @@ class TwoStage:
 def _linked(kit: Kit, draws: Draws, owner: Pieces, key: Pieces, value: str) -> Unit:
     linked, pair = kit.wording.linked, stated(kit.wording.pair, key, value)
     statement = filled(linked.line, owner=owner, key=key)
-    return Unit(
-        lines=(statement, *pair.lines) if draws.rng.random() < 0.5 else (*pair.lines, statement),
-        question=filled(linked.question, owner=owner),
-        cue=filled(linked.cue, owner=owner),
-        answer=(*pair.cue, value),
-    )
+    lines = (statement, *pair.lines) if draws.rng.random() < 0.5 else (*pair.lines, statement)
+    return Unit.asking(linked, lines, (*pair.cue, value), owner=owner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +188,7 @@ def _chain(kit: Kit, variables: list[Pieces], value: str) -> Unit:
     traced = kit.wording.traced
     *steps, last = variables
     answer = tuple(piece for step in reversed(steps) for piece in filled(traced.cue, key=step))
-    return Unit(
-        lines=assignments(traced.line, variables, value),
-        question=filled(traced.question, key=last),
-        cue=filled(traced.cue, key=last),
-        answer=(*answer, value),
-    )
+    return Unit.asking(traced, assignments(traced.line, variables, value), (*answer, value), key=last)
 
 
 def assignments(line: str, variables: list[Pieces], value: str) -> tuple[Pieces, ...]:

@@ -64,12 +64,8 @@ class NiahMultivalue:
 
 
 def _several_values(asked: Asked, key: Pieces, values: list[str]) -> Unit:
-    return Unit(
-        lines=tuple(filled(asked.line, key=key, value=(value,)) for value in values),
-        question=filled(asked.question, key=key),
-        cue=filled(asked.cue, key=key),
-        answer=_listed([(value,) for value in values]),
-    )
+    lines = (filled(asked.line, key=key, value=(value,)) for value in values)
+    return Unit.asking(asked, lines, _listed([(value,) for value in values]), key=key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +87,8 @@ def _several_keys(asked: Asked, keys: list[Pieces], draws: Draws) -> Unit:
     pairs = list(zip(keys, draws.values(len(keys), _NEEDLE_DIGITS), strict=True))
     ordered = [pairs[i] for i in draws.rng.permutation(len(pairs)).tolist()]
     names = _listed([key for key, _ in ordered])
-    return Unit(
-        lines=tuple(filled(asked.line, key=key, value=(value,)) for key, value in pairs),
-        question=filled(asked.question, key=names),
-        cue=filled(asked.cue, key=names),
-        answer=_listed([(value,) for _, value in ordered]),
-    )
+    lines = (filled(asked.line, key=key, value=(value,)) for key, value in pairs)
+    return Unit.asking(asked, lines, _listed([(value,) for _, value in ordered]), key=names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +124,7 @@ class Vt:
 
 def _chain(kit: Kit, variables: list[Pieces], value: str) -> Unit:
     chained = kit.wording.chained
-    return Unit(
-        lines=assignments(chained.line, variables, value),
-        question=filled(chained.question, value=(value,)),
-        cue=filled(chained.cue, value=(value,)),
-        answer=_listed(variables),
-    )
+    return Unit.asking(chained, assignments(chained.line, variables, value), _listed(variables), value=(value,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +155,7 @@ class Cwe:
         count = request.statements or self._common(request.length)
         common = draws.keys(count)
         frame = kit.wording.common
-        number = (f" {count}",)
-        asked = Unit(
-            lines=(filled(frame.line),),
-            question=filled(frame.question, count=number),
-            cue=filled(frame.cue, count=number),
-            answer=_listed(common),
-        )
+        asked = Unit.asking(frame, [filled(frame.line)], _listed(common), count=(f" {count}",))
         room = _room(kit, request, asked)
         is_long = request.length >= self.long
         words = [*common, *draws.keys(max(1, room // (_ENTRY * (_REPEATS[1] if is_long else 1))))]
@@ -192,7 +173,7 @@ class Cwe:
 def _fitting(
     encoder: PieceEncoder, words: Sequence[Pieces], common: int, room: int, length: int, is_long: bool
 ) -> Counts:
-    """Returns how often each word stands in a list of at most `room` tokens; the last words are left out."""
+    """Counts of each word in a list of at most `room` tokens; the last words are left out."""
     sizes = np.asarray([len(ids) for ids in encoder.encode_all(words)])
     for often, seldom in (_REPEATS, _FEW_REPEATS)[not is_long :]:
         taken = often * sizes[:common].sum() + seldom * np.cumsum(sizes[common:])
@@ -225,12 +206,7 @@ class Fwe:
         coded = _coded(draws, max(_ASKED + 1, request.length // _WORDS_PER_TOKEN), _CODED, ascii_lowercase)
         words = [_NOISE, *coded]
         frame = kit.wording.frequent
-        asked = Unit(
-            lines=(filled(frame.line),),
-            question=filled(frame.question),
-            cue=filled(frame.cue),
-            answer=_listed([(word,) for word in coded[:_ASKED]]),
-        )
+        asked = Unit.asking(frame, [filled(frame.line)], _listed([(word,) for word in coded[:_ASKED]]))
         total = _most_words(kit.encoder, words, _room(kit, request, asked), request.length)
         order = draws.rng.permutation(np.repeat(np.arange(len(words)), _zipf(total, len(words)))).tolist()
         unit = replace(asked, lines=(filled(frame.line, words=tuple(words[i] for i in order)),))
@@ -238,7 +214,7 @@ class Fwe:
 
 
 def _zipf(total: int, ranks: int) -> Counts:
-    """Returns how often the word of each rank stands among so many, rounded down."""
+    """The count of each rank among so many words, rounded down."""
     return (total * 6 / pi**2 / np.arange(1, ranks + 1) ** 2).astype(np.int64)
 
 

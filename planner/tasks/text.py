@@ -1,4 +1,5 @@
-"""Text as tokens: pieces encoded one by one, and filler text encoded once and sliced at line boundaries.
+"""Text as tokens: pieces encoded one by one, filler text encoded once and sliced at line boundaries, and all the text
+of a split as one sequence.
 
 A long context is never tokenised as a whole. Pieces are words with their leading space, numbers, and stretches of fixed
 wording: tokenizers split there anyway.
@@ -10,9 +11,12 @@ import enum
 import gzip
 import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -88,7 +92,6 @@ class PieceEncoder:
         return cls(encode_batch, bos_ids, decode=tokenizer.decode)
 
     def encode(self, pieces: Iterable[str]) -> list[int]:
-        """Token ids of one sequence of pieces."""
         return self.encode_all([tuple(pieces)])[0]
 
     def encode_all(self, sequences: Sequence[Sequence[str]]) -> list[list[int]]:
@@ -115,13 +118,12 @@ class PieceEncoder:
 
 
 def _is_concatenative(encode_batch: EncodeBatch) -> bool:
-    """Returns whether pieces can be encoded by themselves; tokenizers that prepend a space cannot."""
+    """True where pieces can be encoded by themselves; tokenizers that prepend a space cannot."""
     whole, anchor, piece = encode_batch([_ANCHOR + _WORD, _ANCHOR, _WORD])
     return list(whole) == [*anchor, *piece]
 
 
 def _put_in_front(bare: Sequence[int], whole: Sequence[int]) -> Sequence[int]:
-    """Returns what `whole` has in front of `bare`."""
     extra = range(len(whole) - len(bare) + 1)
     return next((whole[:i] for i in extra if list(whole[i : i + len(bare)]) == list(bare)), ())
 
@@ -188,7 +190,7 @@ class Filler:
         return self.before(end, count), self._breaks(end, count)
 
     def ends(self, count: int) -> npt.NDArray[np.int64]:
-        """Returns where excerpts of so many tokens may end: at any line, where the text repeats within one."""
+        """Ends of excerpts of so many tokens: at any line, where the text repeats within one."""
         return self.line_ends[np.searchsorted(self.line_ends, count) if count <= len(self.ids) else 0 :]
 
     def before(self, end: int, count: int) -> Ids:
@@ -260,7 +262,125 @@ def plant(ids: Ids, breaks: npt.NDArray[np.int64], lines: list[list[int]], wante
 
 
 def load_filler_text(split: Split) -> str:
-    """The text shipped for calibration, verification or evaluation."""
     if split is Split.TRAINING:
         raise TaskError("expected a split whose text is shipped, found training; build a Filler from your own text")
     return gzip.decompress((_DATA / f"{split.value}.txt.gz").read_bytes()).decode()
+
+
+# --- the text of a split ----------------------------------------------------------------------------------------------
+
+# What is shipped, then installed packages: enough for thirty prompts of 128K. A passage, 64 characters from the first
+# letter of a line, stands in it once, and in the text of no other split.
+SHORT = 4096  # tokens of a prompt up to which it has text that is shipped, from anywhere in it
+# Packages that sparsekv requires, other ones for each split. Calibration's is one whose version a plan records.
+_FOLDERS: Mapping[Split, str] = MappingProxyType(
+    {
+        Split.CALIBRATION: "torch/_dynamo/** torch/fx/**",
+        Split.VERIFICATION: "scipy/integrate/** scipy/interpolate/** scipy/linalg/** scipy/optimize/** scipy/signal/** "
+        "scipy/sparse/** scipy/spatial/** scipy/special/** scipy/stats/**",
+        Split.EVALUATION: "numpy/** transformers transformers/generation/** transformers/integrations/** "
+        "transformers/pipelines/** transformers/utils/**",
+    }
+)
+_PASSAGE = 64  # characters
+_LONGEST_LINE = 256  # characters; no tokenizer needs more tokens
+# Special tokens of some tokenizer, and characters that small vocabularies lack.
+_LEFT_OUT = re.compile(r"<[|/\w]|\[/?[A-Z_]{3,}\]|[^\n -~]")
+_PART = 1 << 18  # characters encoded at once
+_GOLDEN = 0.6180339887498949
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The tasks and lengths of a run: first sample 0 of each has text of its own, then sample 1 of each."""
+
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+    def start(self, task: str, length: int, index: int) -> int:
+        """The token at which the text of a sample begins; another task has the first one's."""
+        sizes = {_reserved(n) for n in (*self.lengths, length) if n > SHORT}
+        before = len(self.tasks) * (index * sum(sizes) + sum(size for size in sizes if size < _reserved(length)))
+        return before + (self.tasks.index(task) if task in self.tasks else 0) * _reserved(length)
+
+
+class Corpus:
+    """The text of a split, encoded as far as it is read. Behind its end it begins again.
+
+    Args:
+        seed: 0 begins with the text that is shipped, another one elsewhere.
+    """
+
+    def __init__(self, split: Split, encoder: PieceEncoder, seed: int) -> None:
+        self._unread = (Filler.from_text(part, encoder) for part in _parts(split, seed))
+        self._read = next(self._unread)
+
+    def share(self, start: int, length: int) -> Filler:
+        """The whole lines of a sample's text, `length` tokens or a few more; all text where there is less."""
+        wanted = _reserved(length)
+        while len(self._read.ids) < start + wanted and (part := next(self._unread, None)) is not None:
+            self._read = self._read.followed_by(part)
+        text = self._read
+        if start + wanted > len(text.ids):
+            start %= max(1, len(text.ids) - wanted)
+        first, last = np.searchsorted(text.line_ends, (start, min(start + wanted, len(text.ids))))
+        return text.lines(int(first) + (start > 0), int(last) + 1)
+
+
+def _reserved(length: int) -> int:
+    """Tokens for the text of one sample, so that it can begin and end with a line."""
+    return length + _LONGEST_LINE
+
+
+def _parts(split: Split, seed: int) -> Iterator[str]:
+    texts: Iterator[str]
+    if seed == 0:
+        texts = (corpus_text(split, shipped) for shipped in (True, False))
+    else:
+        whole = corpus_text(split, True) + corpus_text(split, False)
+        start = whole.rfind("\n", 0, int(len(whole) * (seed * _GOLDEN % 1.0))) + 1
+        texts = iter((whole[start:], whole[:start]))
+    for text in texts:
+        start = 0
+        while start < len(text):
+            end = text.find("\n", start + _PART) + 1 or len(text)
+            yield text[start:end]
+            start = end
+
+
+@cache
+def corpus_text(split: Split, shipped: bool) -> str:
+    """Either half of a split's text: what is shipped, or of installed packages."""
+    seen: set[str] = set()
+    for source in (load_filler_text, _package_text):
+        for each in _FOLDERS:
+            text = _distinct(source(each), seen)
+            if (source is load_filler_text, each) == (shipped, split):
+                return text
+    raise AssertionError(split)
+
+
+def _package_text(split: Split) -> str:
+    paths = sorted(path for folder in _FOLDERS[split].split() for path in _installed(folder))
+    return "\n".join(path.read_bytes().decode("latin-1") for path in paths)
+
+
+def _installed(folder: str) -> Iterator[Path]:
+    package, _, inside = folder.partition("/")
+    spec = find_spec(package)
+    for root in (spec and spec.submodule_search_locations) or ():
+        yield from Path(root).glob(f"{inside}/*.py".lstrip("/"))
+
+
+def _distinct(text: str, seen: set[str]) -> str:
+    """The lines that begin a passage not seen before, from the last one back: what follows each is then settled."""
+    lines: list[str] = []
+    behind = ""
+    for line in reversed(text.split("\n")):
+        passage = f"{line.lstrip(' ')}\n{behind}"[:_PASSAGE]
+        if passage in seen or len(line) >= _LONGEST_LINE or _LEFT_OUT.search(line):
+            continue
+        seen.add(passage)
+        lines.append(line)
+        behind = f"{line}\n{behind}"[:_PASSAGE]
+    return "".join(f"{line}\n" for line in reversed(lines))

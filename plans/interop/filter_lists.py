@@ -100,7 +100,6 @@ def read_letters(source: Source, model: ModelInfo) -> Imported:
 
 
 def write_letters(plan: Plan) -> Exported:
-    """A letter for each layer, as text."""
     segments, lost = _segments(plan, _LETTERS)
     sparse = {layer for segment in segments for layer in segment.layers}
     letters = "".join("S" if layer in sparse else "F" for layer in range(plan.model.layers))
@@ -211,6 +210,6 @@ def _segments(plan: Plan, form: Format) -> tuple[tuple[Segment, ...], list[str]]
 
 
 def _changes_hands(segment: Segment, segments: Sequence[Segment]) -> bool:
-    """Returns whether some layer of the segment has another dense layer than its filter as the last before it."""
+    """True where a layer of the segment has another dense layer than its filter as the last before it."""
     sparse = {layer for one in segments for layer in one.layers}
     return any(layer not in sparse for layer in range(segment.filter + 1, segment.layers[-1]))

@@ -67,7 +67,7 @@ class Source:
         return tuple(values[row * columns : (row + 1) * columns] for row in range(rows))
 
     def _count(self, rows: int, columns: int, kind: str, start: int) -> int:
-        """Returns how many numbers there are, if that is what the header says."""
+        """The count of numbers, if the header has the same."""
         count = math.prod((rows, columns))
         if min(rows, columns) < 1 or count * struct.calcsize(kind) != len(self.data) - start:
             raise ValueError
@@ -104,19 +104,13 @@ def whole(value: Any, what: str) -> int:
 def layers_of(value: Any, what: str) -> tuple[int, ...]:
     """Layers as a list, or as text such as "0,2,8"."""
     parts = value.split(",") if isinstance(value, str) else value
-    found = [
-        int(one) if isinstance(one, str) and _NUMBER.fullmatch(one.strip()) else one for one in _listed(parts, what)
-    ]
+    if not isinstance(parts, list):
+        raise PlanError(f'expected layers such as "0,2,8" as {what}, found {value!r:.60}; correct the file')
+    found = [int(part) if isinstance(part, str) and _NUMBER.fullmatch(part.strip()) else part for part in parts]
     layers = tuple(whole(one, what) for one in found)
     if not layers or list(layers) != sorted(set(layers)):
         raise PlanError(f"expected ascending layers as {what}, found {value!r:.60}; correct the file")
     return layers
-
-
-def _listed(value: Any, what: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise PlanError(f'expected layers such as "0,2,8" as {what}, found {value!r:.60}; correct the file')
-    return value
 
 
 def as_json(data: Any) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparsekv.plans.exact_gain import DRAFTS, tokens_a_cycle
+from sparsekv.plans.brief import DRAFTS, tokens_a_cycle
 
 _FIRST = 4  # before anything was measured
 _UNTRIED = 0.97  # of what a length promises that would be captured first

@@ -31,8 +31,8 @@ from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from sparsekv.kernels.device_cache import on_device
+from sparsekv.plans.brief import DRAFTS
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Attachment, Phase

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sparsekv.plans.brief import exact_gains
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.plans.exact_gain import exact_gains
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from sparsekv.planner.plan import plan_model as plan_model
-    from sparsekv.planner.verify_plan import verify_plan as verify_plan
+    from sparsekv.planner.verify import verify_plan as verify_plan
     from sparsekv.plans.errors import SparseKVError as SparseKVError
     from sparsekv.plans.files import load_plan as load_plan
     from sparsekv.plans.files import write_plan as write_plan
@@ -38,7 +38,7 @@ _HOMES = {
     "load_model": "sparsekv.runtime.hf.load",
     "load_plan": "sparsekv.plans.files",
     "plan_model": "sparsekv.planner.plan",
-    "verify_plan": "sparsekv.planner.verify_plan",
+    "verify_plan": "sparsekv.planner.verify",
     "write_plan": "sparsekv.plans.files",
 }
 

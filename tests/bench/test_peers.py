@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from sparsekv.bench import originals, peers
+from sparsekv.bench import originals, peers, ruler_suite
+from sparsekv.bench import suite as suites
 from sparsekv.bench.originals import OriginalMode, Ready
 from sparsekv.bench.peers_file import PeerRow, PeersFile, PeersRun
 from sparsekv.cli import bench
 from sparsekv.cli.bench import PeersFlags
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.evaluation import compare
-from sparsekv.planner.evaluation import suite as suites
 from sparsekv.planner.profile.calibration import held_out
-from sparsekv.planner.tasks import Split, prepare, ruler_suite
+from sparsekv.planner.tasks import Split, prepare
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.hf.observe import AttentionCall
 

@@ -12,7 +12,7 @@ from planner_profiles import made_up_profile, made_up_reuse
 from task_tokenizers import REFERENCE_MODEL
 from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 
-from sparsekv.bench import quality_methods, quality_table
+from sparsekv.bench import quality_methods, quality_table, ruler_suite
 from sparsekv.bench.eviction_rules import Evicted, cached_share, observed_prompt
 from sparsekv.bench.quality_file import (
     QualityFile,
@@ -22,10 +22,9 @@ from sparsekv.bench.quality_file import (
 )
 from sparsekv.bench.quality_methods import Inputs
 from sparsekv.bench.quality_table import Table, main
-from sparsekv.planner.evaluation.suite import SuiteSamples
+from sparsekv.bench.suite import SuiteSamples
 from sparsekv.planner.profile.profile_data import LengthProfile
 from sparsekv.planner.records import only_run
-from sparsekv.planner.tasks import ruler_suite
 from sparsekv.plans.aliases import ModelSource
 from sparsekv.plans.errors import ConflictError, UsageError
 from sparsekv.plans.files import write_plan
@@ -48,7 +47,7 @@ def few(monkeypatch: pytest.MonkeyPatch, short_filler: None) -> None:
     tasks = {name: replace(ruler_suite.RULER_SUITE[name], tokens=16) for name in names}
     monkeypatch.setattr(ruler_suite, "RULER_SUITE", tasks)
     monkeypatch.setattr(ruler_suite, "SUITES", {"ruler": tasks})
-    monkeypatch.setattr("sparsekv.planner.evaluation.suite.SUITES", {"ruler": tasks})
+    monkeypatch.setattr("sparsekv.bench.suite.SUITES", {"ruler": tasks})
     monkeypatch.setattr(quality_methods, "_HALVINGS", 2)
     monkeypatch.setattr(quality_table, "AGAIN", 2)
 

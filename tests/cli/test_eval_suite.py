@@ -6,10 +6,10 @@ from types import MappingProxyType
 
 import pytest
 
-from sparsekv.planner.evaluation import suite as suites
-from sparsekv.planner.evaluation.suite_results import SuiteCell, SuiteRun
+from sparsekv.bench import ruler_suite
+from sparsekv.bench import suite as suites
+from sparsekv.bench.suite import SuiteCell, SuiteRun
 from sparsekv.planner.records import RunFile
-from sparsekv.planner.tasks import ruler_suite
 from sparsekv.planner.tasks.ruler import NiahMultivalue
 from sparsekv.plans.files import load_plan, write_plan
 

@@ -15,13 +15,12 @@ class Inner(Options):
     share: Annotated[float, Field(ge=0.0, le=1.0), Flag("A share.", metavar="SHARE")] = 0.5
 
 
-class Asked(Options):
+class Asked(Inner):
     name: Annotated[str, Flag("A name.", metavar="NAME", is_argument=True)]
     lengths: Annotated[Lengths, Flag("Lengths.", ("--lengths", "--length"), "LIST")] = ()
     count: Annotated[Count | None, Flag("A count.")] = None
     mode: Annotated[Literal["a", "b"], Flag("A mode.")] = "a"
     checks: Annotated[bool, Flag("Without checks.")] = True
-    inner: Inner = Inner()
     budget: Annotated[Lengths, Key("A key.", "LIST")] = ()
     sure: Annotated[bool, Key("Another.", "true")] = False
     unspelled: int = 0

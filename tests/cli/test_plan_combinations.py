@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from plans_samples import quality_at
 
+from sparsekv.planner.eviction_search import rules_of
 from sparsekv.planner.fixed_test import SMALL, FixedTest
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.records import read_measured, write_measured
-from sparsekv.planner.retain_search import rules_of
 from sparsekv.planner.verify import Verification
 from sparsekv.plans.files import load_plan
 
@@ -46,7 +46,7 @@ def stand_ins(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "profile": lambda job, *_: (job.prompts, read_measured(Profile, kept / "of tasks"))[1],
         "refine": lambda job, measured, *_: measured,
         "measure_trials": lambda job, measured, *_: measured,
-        "search_retention": lambda job, *_: (job.calibration_prompts(1024, 1) and rules_of(job.model, {0: 0.5}), ()),
+        "search_eviction": lambda job, *_: (job.calibration_prompts(1024, 1) and rules_of(job.model, {0: 0.5}), ()),
         "verify": lambda *_, **__: PROVEN,
     }
     for name, stage in instead.items():

@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from planner_models import made_up_prices
 from planner_profiles import made_up_length, made_up_profile, options_for, rows
 
-from sparsekv.planner.allocate import TOLERANCE, allocate, at_loss
+from sparsekv.planner.allocate import TOLERANCE, Allocation, allocate, at_loss, least_cost, solve
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.predict import ABSENT, DENSE, WORST_WEIGHT, ScoreTables, choice_of, predict
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.search_space import ROUNDING
-from sparsekv.planner.relaxation import Allocation, least_cost, solve
-from sparsekv.planner.verify_record import untouched
+from sparsekv.planner.verify_cells import untouched
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Dense, Pattern, VerticalSlash
 from sparsekv.plans.quality import LengthScore

@@ -13,11 +13,10 @@ from tiny_models import tiny_tokenizer
 
 from sparsekv.planner import fixed_test
 from sparsekv.planner.common_options import GivenPrompt, set_aside
-from sparsekv.planner.copies import Seen
 from sparsekv.planner.evaluation.batches import EvalSamples
 from sparsekv.planner.evaluation.given import GivenSamples, HeldOut, samples_of
 from sparsekv.planner.options import Settled, settle
-from sparsekv.planner.profile.calibration import Calibration
+from sparsekv.planner.profile.calibration import Calibration, Seen
 from sparsekv.planner.tasks import Sample
 from sparsekv.plans.errors import PlanWarning, PromptError
 

@@ -23,7 +23,7 @@ from sparsekv.planner.decode_search import (
     moves,
     upper_bound,
 )
-from sparsekv.planner.decode_trials import DecodeTrials, decode_trials
+from sparsekv.planner.decode_trials import DecodeTrials
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import settle
 from sparsekv.planner.predict import decode_share
@@ -176,7 +176,7 @@ def test_the_bound_of_a_mean_is_above_it_and_within_the_values() -> None:
 
 def test_dense_steps_do_not_diverge_and_fewer_tokens_do(loaded: LoadedModel, prompt: CalibrationPrompt) -> None:
     everything, few = segment(0, (1, 2), 1.0, 4096), segment(0, (1, 2), 0.02, 1024)
-    with decode_trials(loaded) as trials:
+    with DecodeTrials.on(loaded) as trials:
         prefix = trials.prefilled(prompt, 4, SETTLED)
         assert prefix.rows_1R.shape == (1, 4)
         assert int(prefix.rows_1R[0, 0]) == prompt.ids[prompt.answer_start - 1]
@@ -209,7 +209,7 @@ def test_steps_in_one_pass_begin_with_the_recurrent_state_of_the_prompt(prompt: 
 
 
 def check_steps(loaded: LoadedModel, prompt: CalibrationPrompt, sparse: Segment) -> None:
-    with decode_trials(loaded) as trials:
+    with DecodeTrials.on(loaded) as trials:
         prefix = trials.prefilled(prompt, 4, SETTLED)
         for _ in range(2):
             (kl,) = trials.divergences((sparse,), [prefix])

@@ -17,7 +17,7 @@ from progress import Counting
 from tiny_models import tiny_model, tiny_tokenizer
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
-from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode, compare, evaluate, modes
+from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode, compare, evaluate, predictions
 from sparsekv.planner.evaluation.batches import MOST_TEXT
 from sparsekv.planner.evaluation.predictions import divergence, log_likelihood, until_end
 from sparsekv.planner.evaluation.results import EvalResult, Outcome
@@ -344,7 +344,7 @@ def test_a_plan_of_full_density_scores_as_dense_does(loaded: LoadedModel, kit: K
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_samples_that_were_not_run_sparse_are_refused(loaded: LoadedModel, kit: Kit, monkeypatch, phase: str) -> None:
     plan = sparse_plan(loaded)
-    monkeypatch.setattr(modes, "apply", lambda *args, **named: apply(*args, **named | {"sparse": "never"}))
+    monkeypatch.setattr(predictions, "apply", lambda *args, **named: apply(*args, **named | {"sparse": "never"}))
     with pytest.raises(GateError, match=f"expected {phase} of .* to be sparse"):
         scored(loaded, {phase: PlanMode(plan, phase)}, kit, ("kv_retrieval",))
 

@@ -27,7 +27,7 @@ from sparsekv.planner.fixed_test import (
     net_loss_bound,
     net_loss_score,
 )
-from sparsekv.planner.verify import TESTED
+from sparsekv.planner.verify_cells import TESTED
 
 SEEDS, TASKS, LENGTH = 1000, len(TESTED), 8192
 RIGHT = (0.65, 0.80, 0.95, 1.0)

@@ -9,7 +9,7 @@ from planner_models import TILE, quick_options
 
 from sparsekv.planner import fixed_test
 from sparsekv.planner.common_options import GivenPrompt
-from sparsekv.planner.evaluation import modes
+from sparsekv.planner.evaluation import predictions
 from sparsekv.planner.job import job_of
 from sparsekv.planner.measure_prices import measure_prices
 from sparsekv.planner.plan import compile_plan
@@ -21,13 +21,13 @@ OPTIONS = quick_options(loss=200.0, verify="small", prompts=PROMPTS, tasks=())
 
 
 def test_a_plan_is_verified_over_them_and_says_so(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, stored = modes.apply, []
+    given, stored = predictions.apply, []
 
     def apply(*args: Any, **named: Any) -> Any:
         stored.append(named["kv_dtype"])
         return given(*args, **named)
 
-    monkeypatch.setattr(modes, "apply", apply)
+    monkeypatch.setattr(predictions, "apply", apply)
     monkeypatch.setattr(fixed_test, "MEAN_NATS", 100.0)  # of random weights
     monkeypatch.setattr(fixed_test, "WORST_NATS", 100.0)
     found = compile_plan(job_of(loaded, OPTIONS.but(kv_dtype="fp8")))

@@ -9,9 +9,9 @@ from tiny_plans import segment
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import Settled
+from sparsekv.planner.plan import dense_remarks, denser_remarks
 from sparsekv.planner.predict import ScoreTables, choice_of
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile
-from sparsekv.planner.rungs import dense_at, dense_remarks, denser, denser_remarks
 from sparsekv.plans.types import format_length
 
 
@@ -56,7 +56,7 @@ def test_each_rung_halves_what_prefill_loses_where_the_plan_missed_and_nowhere_e
     lost, options = [damage(BASE, long)], BASE
     assert 1.0 < lost[0] <= BASE.phase_loss
     for _ in range(3):
-        options = denser(options, [8192])
+        options = options.denser([8192])
         lost.append(damage(options, long))
         assert lost[-1] <= lost[-2] / 2
         assert damage(options, short) == damage(BASE, short)
@@ -66,36 +66,36 @@ def test_each_rung_takes_decode_that_lost_at_most_half_as_much() -> None:
     seen, options = [], BASE
     for _ in range(4):
         seen.append(followers(options, 8192))
-        options = denser(options, [4096, 8192])
+        options = options.denser([4096, 8192])
     assert seen == [[(1, 2)], [(2,)], [(1,)], []]
 
 
 def test_a_density_that_was_asked_for_grows() -> None:
-    options = denser(BASE.but(target_density=(0.2, 0.2)), [8192])
+    options = BASE.but(target_density=(0.2, 0.2)).denser([8192])
     short, long = (damage_and_density(options, entry)[1] for entry in PROFILE.lengths)
     assert short < 0.2001 < long < 0.2601
 
 
 def test_filter_layers_that_were_given_choose_twice_as_many_tokens() -> None:
     given = BASE.but(filter_layers=(0,), phases=("decode",))
-    plan = choose_filter_layers(PROFILE, denser(denser(given, [4096]), [4096]))
+    plan = choose_filter_layers(PROFILE, given.denser([4096]).denser([4096]))
     assert [plan.bucket(length).segments[0].budget.fraction for length in LENGTHS] == [0.4, 0.1]
 
 
 def test_lengths_become_dense_in_both_phases_and_stay_so() -> None:
-    options = dense_at(dense_at(BASE, [8192]), [4096])
+    options = BASE.dense_at([8192]).dense_at([4096])
     assert options.dense == LENGTHS
-    assert dense_at(options, LENGTHS) == options
+    assert options.dense_at(LENGTHS) == options
     assert all(bucket.dense for bucket in allocate(PROFILE, made_up_prices(), options).lengths)
     assert all(bucket.dense for bucket in choose_filter_layers(PROFILE, options).lengths)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_length_that_is_denser_is_told_in_a_line_unless_it_is_dense(length: int) -> None:
-    options = denser(denser(BASE, [length]), [length])
+    options = BASE.denser([length]).denser([length])
     (line,) = denser_remarks(options)
     assert line.startswith(f"{format_length(length)} is planned for a smaller loss: 2 plans")
-    assert not [*denser_remarks(BASE), *denser_remarks(dense_at(options, [length]))]
+    assert not [*denser_remarks(BASE), *denser_remarks(options.dense_at([length]))]
 
 
 def test_a_length_that_is_dense_is_told_with_the_losses_of_each_plan_there() -> None:

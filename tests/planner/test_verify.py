@@ -18,8 +18,8 @@ from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.fixed_test import FULL, RUNGS, SIZES, SMALL, level_of_run
 from sparsekv.planner.options import Settled, settle
 from sparsekv.planner.tasks import Sample
-from sparsekv.planner.verify import TESTED, Verification, VerifyRun, content_seed, lengths_tested, verify
-from sparsekv.planner.verify_plan import verify_plan
+from sparsekv.planner.verify import Verification, VerifyRun, verify, verify_plan
+from sparsekv.planner.verify_cells import TESTED, content_seed, lengths_tested
 from sparsekv.plans.brief import sentence
 from sparsekv.plans.errors import GateError, PlanWarning, UsageError
 from sparsekv.plans.files import load_plan, write_plan

@@ -3,7 +3,7 @@
 import pytest
 from plans_samples import quality_at, small_plan
 
-from sparsekv.plans.exact_gain import DRAFTS, exact_gains, exact_line, gain_of, tokens_a_cycle
+from sparsekv.plans.brief import DRAFTS, exact_gains, exact_line, gain_of, tokens_a_cycle
 from sparsekv.plans.schema import Cost, Prediction, WholeStep
 
 

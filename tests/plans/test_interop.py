@@ -15,7 +15,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import NO_TILE, Chunk
 from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UnsupportedError
 from sparsekv.plans.files import dump_plan, parse_plan
-from sparsekv.plans.interop.formats import READERS, WRITERS, plan_of, recognised
+from sparsekv.plans.interop import READERS, WRITERS, plan_of, recognised
 from sparsekv.plans.interop.source import Source
 from sparsekv.plans.patterns import PATTERNS, AShape, BlockSparse, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import (

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from sparsekv.plans.markdown import cell, table
+from sparsekv.plans.show import cell, table
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 TURNS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"

@@ -7,9 +7,8 @@ from plans_samples import full_plan, large_plan, quality_at, small_plan
 from rich.console import Console
 
 from sparsekv.cli.exchange import section
-from sparsekv.cli.verdict import next_command, verdict
 from sparsekv.plans.aliases import ModelSource
-from sparsekv.plans.brief import length_rows, sentence
+from sparsekv.plans.brief import length_rows, next_command, sentence, verdict
 from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.plans.quality import CellScore, Excludes, Quality
 from sparsekv.plans.schema import Plan, Provenance

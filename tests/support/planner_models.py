@@ -130,7 +130,7 @@ def made_up_prices(
 
 def dense_of(prefix: CommonPrefix, v_BGSD: torch.Tensor) -> torch.Tensor:
     """[1, H, S, D]: what the heads of a layer put out without a pattern."""
-    out = dense_attention(prefix.q_BHSD, prefix.k_BGSD, v_BGSD, prefix.chunk, scale=prefix.scale, window=prefix.window)
+    out = dense_attention(prefix.q_BHSD, prefix.k_BGSD, v_BGSD, prefix.chunk, scale=prefix.scale)
     return out.out_BHSD
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sparsekv.planner.tasks import samples
+from sparsekv.planner import tasks
 from sparsekv.planner.tasks.text import Filler, PieceEncoder
 
 CHARACTERS = 60_000
@@ -14,9 +14,9 @@ CHARACTERS = 60_000
 
 @pytest.fixture(autouse=True, scope="session")
 def short_filler() -> Iterator[None]:
-    whole = samples.load_filler_text
+    whole = tasks.load_filler_text
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(samples, "load_filler_text", lambda split: whole(split)[:CHARACTERS])
+        patch.setattr(tasks, "load_filler_text", lambda split: whole(split)[:CHARACTERS])
         patch.setattr(Filler, "from_text", _once(Filler.from_text))
         yield
 

@@ -17,9 +17,9 @@ from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 from tiny_models import VOCABULARY, tiny_model
 
 from sparsekv.bench.curve_file import CurvePoint, CurveRun
-from sparsekv.planner.evaluation.suite_results import SuiteCell, SuiteRun
+from sparsekv.bench.ruler_suite import RULER_SUITE
+from sparsekv.bench.suite import SuiteCell, SuiteRun
 from sparsekv.planner.records import RunFile, RunRecord, RunSettings, write_measured
-from sparsekv.planner.tasks.ruler_suite import RULER_SUITE
 from sparsekv.plans.aliases import ALIASES, PLAN_NAME
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan

@@ -7,9 +7,8 @@ import pytest
 from reference_model.formats import FORMATS
 from task_tokenizers import kit_named, tokenizer_named
 
-from sparsekv.planner.tasks import DocumentRequest, Split
+from sparsekv.planner.tasks import DocumentRequest, Split, generator
 from sparsekv.planner.tasks.documents import Draws
-from sparsekv.planner.tasks.samples import generator
 
 
 def one(pattern: str, text: str) -> str:

@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from reference_model.formats import TRAINED
 from reference_model.prepare import training_kit
 from reference_model.recipe import Recipe, Stage
-from sparsekv.planner.tasks import TASKS
+from sparsekv.planner.tasks import TASKS, generator
 from sparsekv.planner.tasks.documents import Document, DocumentRequest, Draws, Kit
-from sparsekv.planner.tasks.samples import generator
 from sparsekv.planner.tasks.text import Ids, Split
 
 NO_LOSS = 0

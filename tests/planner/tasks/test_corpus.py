@@ -11,9 +11,8 @@ import pytest
 from task_tokenizers import kit_named, tokenizer_named
 
 from sparsekv.planner.tasks import TASKS, Kit, Split, load_filler_text, make_sample, prepare
-from sparsekv.planner.tasks import corpus as corpus_module
-from sparsekv.planner.tasks.corpus import SHORT, Corpus, Shares, corpus_text
-from sparsekv.planner.tasks.text import Filler, PieceEncoder
+from sparsekv.planner.tasks import text as text_module
+from sparsekv.planner.tasks.text import SHORT, Corpus, Filler, PieceEncoder, Shares, corpus_text
 
 SPLITS = (Split.CALIBRATION, Split.VERIFICATION, Split.EVALUATION)
 LONG = 131_072
@@ -82,7 +81,7 @@ def test_prompts_of_several_lengths_share_no_text() -> None:
 
 
 def test_a_short_prompt_reads_no_text_of_packages(monkeypatch) -> None:
-    monkeypatch.setattr(corpus_module, "_package_text", lambda split: pytest.fail("packages were read"))
+    monkeypatch.setattr(text_module, "_package_text", lambda split: pytest.fail("packages were read"))
     corpus_text.cache_clear()
     kit = prepare(tokenizer_named("shipped"), Split.EVALUATION)
     bare = replace(kit, corpus=None)
@@ -104,7 +103,7 @@ def test_a_long_sample_does_not_depend_on_those_made_before_it() -> None:
 
 def test_text_that_ends_begins_again(monkeypatch) -> None:
     lines = "".join(f"name_{number} = some_function(of={number})\n" for number in range(2000))
-    monkeypatch.setattr(corpus_module, "corpus_text", lambda split, shipped: lines if shipped else "")
+    monkeypatch.setattr(text_module, "corpus_text", lambda split, shipped: lines if shipped else "")
     corpus = Corpus(Split.VERIFICATION, numbering(), 0)
     whole = corpus.share(0, 1 << 20)
     for start in (0, 10_000, 10**7):

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from task_tokenizers import NAMES, TEXT_CHARACTERS, kit_named, tokenizer_named
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from sparsekv.planner.tasks import TASKS, DocumentRequest, PieceEncoder, Split, TaskError, load_filler_text
+from sparsekv.planner.tasks import TASKS, DocumentRequest, PieceEncoder, Split, TaskError, generator, load_filler_text
 from sparsekv.planner.tasks.documents import Draws, longest_key, longest_value
-from sparsekv.planner.tasks.samples import generator
 from sparsekv.planner.tasks.wording import FIRST_WORDS, SECOND_WORDS
 
 ANCHORED = ("metaspace", "metaspace_no_begin")

@@ -3,9 +3,8 @@
 import pytest
 from task_tokenizers import NAMES, kit_named
 
-from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, DocumentRequest, Split, TaskError
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, DocumentRequest, Split, TaskError, generator
 from sparsekv.planner.tasks.documents import Draws
-from sparsekv.planner.tasks.samples import generator
 from sparsekv.planner.tasks.wording import FIRST_WORDS, SECOND_WORDS
 
 KEYS = len(FIRST_WORDS) * len(SECOND_WORDS)

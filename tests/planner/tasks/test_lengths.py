@@ -12,10 +12,10 @@ from sparsekv.planner.tasks import (
     DocumentRequest,
     Kit,
     Split,
+    generator,
     make_samples,
 )
 from sparsekv.planner.tasks.documents import Draws
-from sparsekv.planner.tasks.samples import generator
 
 SHORTEST = 640  # holds a question of every task, in single characters too
 

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from task_tokenizers import kit_named
 
-from sparsekv.planner.tasks import TASKS, Split, Task, TaskError, load_filler_text, make_samples
-from sparsekv.planner.tasks.ruler_suite import SUITES
-from sparsekv.planner.tasks.samples import generator
+from sparsekv.bench.ruler_suite import SUITES
+from sparsekv.planner.tasks import TASKS, Split, Task, TaskError, generator, load_filler_text, make_samples
 from sparsekv.planner.tasks.wording import WORDINGS, Asked, Wording
 
 DIGESTS = Path(__file__).parents[2] / "data" / "samples.json"

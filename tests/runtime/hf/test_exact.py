@@ -7,8 +7,8 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
+from sparsekv.plans.brief import DRAFTS
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.exact import Sampled

@@ -20,8 +20,8 @@ from tiny_plans import decode_plan, plan_for, segment
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, TextStreamer, WatermarkingConfig
 from transformers.generation import logits_process, stopping_criteria
 
+from sparsekv.plans.brief import DRAFTS
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.hf import exact
 from sparsekv.runtime.hf.apply import apply

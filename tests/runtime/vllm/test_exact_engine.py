@@ -8,8 +8,8 @@ import pytest
 from captured_steps import launched
 from plans_samples import quality_at, small_plan
 
+from sparsekv.plans.brief import DRAFTS
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.plans.exact_gain import DRAFTS
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
 from sparsekv.plans.schema import Cost, Plan, Prediction, WholeStep

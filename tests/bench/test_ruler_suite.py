@@ -5,8 +5,8 @@ import re
 import pytest
 from task_tokenizers import NAMES, kit_named
 
+from sparsekv.bench.ruler_suite import RULER_SUITE, SUITES, recall
 from sparsekv.planner.tasks import Sample, TaskError, make_sample, make_samples
-from sparsekv.planner.tasks.ruler_suite import RULER_SUITE, SUITES, recall
 
 
 def sample_of(task: str, length: int = 4096, seed: int = 0, tokenizer: str = "shipped") -> Sample:

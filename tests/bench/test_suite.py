@@ -11,13 +11,20 @@ from task_tokenizers import REFERENCE_MODEL, kit_of
 from tiny_models import random_tokens, tiny_model, tiny_tokenizer
 from tiny_plans import decode_plan, every_head, plan_for, segment
 
-from sparsekv.planner.evaluation import PlanMode, modes
-from sparsekv.planner.evaluation import suite as suites
+from sparsekv.bench import suite as suites
+from sparsekv.bench.ruler_suite import RULER_SUITE
+from sparsekv.bench.suite import (
+    SuiteCell,
+    SuiteRun,
+    SuiteSamples,
+    SuiteTable,
+    check_continued,
+    generated,
+    run_suite,
+)
+from sparsekv.planner.evaluation import PlanMode, predictions
 from sparsekv.planner.evaluation.results import score_interval
-from sparsekv.planner.evaluation.suite import SuiteSamples, generated, run_suite
-from sparsekv.planner.evaluation.suite_results import SuiteCell, SuiteRun, SuiteTable, check_continued
 from sparsekv.planner.records import RunFile
-from sparsekv.planner.tasks.ruler_suite import RULER_SUITE
 from sparsekv.plans.aliases import ModelSource
 from sparsekv.plans.errors import GateError, PlanError, UsageError
 from sparsekv.plans.patterns import AShape, tokens
@@ -79,7 +86,7 @@ def test_a_plan_that_sees_too_little_loses_and_says_what_it_computed(retriever, 
 
 def test_samples_that_were_not_run_sparse_are_refused(retriever, few, monkeypatch) -> None:
     plan = plan_for(retriever.model, every_head(retriever.model, AShape(sink=tokens(64), window=tokens(64))))
-    monkeypatch.setattr(modes, "apply", lambda *args, **named: apply(*args, **named | {"sparse": "never"}))
+    monkeypatch.setattr(predictions, "apply", lambda *args, **named: apply(*args, **named | {"sparse": "never"}))
     with pytest.raises(GateError, match=r"expected prefill of .* to be sparse"):
         run_suite(retriever, {"plan": PlanMode(plan)}, ASKED, file_of(), kit=kit_of(retriever.tokenizer))
 

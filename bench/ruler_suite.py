@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 from uuid import UUID
 
+from sparsekv.planner.tasks import matches
 from sparsekv.planner.tasks.documents import (
     Document,
     DocumentRequest,
@@ -24,7 +25,6 @@ from sparsekv.planner.tasks.documents import (
 )
 from sparsekv.planner.tasks.retrieval import enough, stated
 from sparsekv.planner.tasks.ruler import Cwe, Fwe, NiahMultiquery, NiahMultivalue, Vt
-from sparsekv.planner.tasks.samples import matches
 from sparsekv.planner.tasks.text import Filler, PieceEncoder, TaskError
 from sparsekv.planner.tasks.wording import Pieces
 
@@ -123,7 +123,7 @@ class RulerTask:
         return self.task.document(kit, request, draws)
 
     def is_exact(self, generated: str, answer: str) -> bool:
-        """Returns whether the generated text begins with the answer, or has its last string in its place."""
+        """True of text that begins with the answer, or has its last string in its place."""
         if not self.judges_end:
             return matches(generated, answer)
         expected = expected_strings(answer)

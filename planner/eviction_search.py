@@ -1,5 +1,4 @@
-"""Decides which layers may keep how little of a prompt: what each does to next tokens, and one budget of bytes over
-all.
+"""KV cache eviction by layer: what each share of a layer's tokens does to next tokens, one budget of bytes over all.
 
 Every layer alone keeps smaller and smaller shares of calibration prompts, at the longest planned length, and reads the
 answer and the text that dense itself goes on with. The least total damage at a share of the cache's bytes is an
@@ -15,21 +14,20 @@ Shapes: B batch, H query heads, G KV heads, S tokens of a prompt, W observed que
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from sparsekv.planner.allocate import solve
 from sparsekv.planner.decode_trials import DecodeTrials, Prefix, Steps
 from sparsekv.planner.evaluation.predictions import divergence
 from sparsekv.planner.job import Job
 from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.progress import Progress
-from sparsekv.planner.relaxation import solve
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import fraction, tokens
@@ -37,7 +35,7 @@ from sparsekv.plans.phases import Retention
 from sparsekv.runtime.core.select import rows_to_cache
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
+from sparsekv.runtime.hf.observe import AttentionCall
 
 _SHARES = (0.7, 0.5, 0.35, 0.25, 0.17, 0.11, 0.07, 0.04, 0.02)
 _SINK, _RECENT, _GENERATED, _OBSERVED = 4, 128, 512, 256
@@ -53,14 +51,14 @@ Layout = Mapping[int, float]
 """The share of the tokens between sinks and recent ones that each layer keeps; layers that are not named keep all."""
 
 
-def search_retention(job: Job, progress: Progress | None = None) -> tuple[tuple[Retention, ...], tuple[str, ...]]:
+def search_eviction(job: Job, progress: Progress | None = None) -> tuple[tuple[Retention, ...], tuple[str, ...]]:
     """The layers' rules for `retain` of the cache's bytes, and a remark for each thing to know."""
     options, length = job.options, job.options.lengths[-1]
     layers = tuple(layer for layer in job.model.full_layers if layer not in job.model.sharing)
     prompts, runs = job.calibration_prompts(length, options.samples_at(length)), 2 if options.few_groups else 3
     with (
-        retention_trials(job.subject) as model,
-        (progress or Progress()).stage("retention", total=runs * len(prompts)) as step,
+        EvictionTrials.on(job.subject) as model,
+        (progress or Progress()).stage("eviction", total=runs * len(prompts)) as step,
     ):
 
         def mean(runs: Sequence[Layout]) -> np.ndarray:
@@ -80,19 +78,19 @@ def search_retention(job: Job, progress: Progress | None = None) -> tuple[tuple[
         together = mean(list(layouts.values()))
     name, layout = list(layouts.items())[int(together.argmin())]
     others = [f"{other} {kl:.3g}" for other, kl in zip(layouts, together, strict=True) if other != name]
-    told = (
-        f"{1 - _spent(layers, layout, length):.0%} of the cache is dropped; of {len(layouts)} layouts of as many bytes "
+    remark = (
+        f"{1 - _spent(layers, layout, length):.0%} of the cache is evicted; of {len(layouts)} layouts of as many bytes "
         f'"{name}" is nearest to dense: {together.min():.3g} nats on calibration prompts ({", ".join(others)})'
     )
-    return rules_of(job.model, layout), (told,)
+    return rules_of(job.model, layout), (remark,)
 
 
 def damage_beside(layout: Layout, layers: Sequence[int], mean: Callable[[Sequence[Layout]], np.ndarray]) -> np.ndarray:
     """[L, C]: what each share of each layer adds to the divergence where the other layers keep what the layout says."""
     runs = [{**layout, layer: share} for layer in layers for share in _SHARES]
     without = [{other: share for other, share in layout.items() if other != layer} for layer in layers]
-    found = mean([*runs, *without])
-    damage_LC: np.ndarray = found[: len(runs)].reshape(len(layers), -1) - found[len(runs) :, None]
+    damages = mean([*runs, *without])
+    damage_LC: np.ndarray = damages[: len(runs)].reshape(len(layers), -1) - damages[len(runs) :, None]
     return damage_LC.clip(min=0.0)
 
 
@@ -105,14 +103,14 @@ def allocated(layers: Sequence[int], damage_LC: np.ndarray, options: Settled, le
     shape_LC1 = (*damage_LC.shape, 1)
     cost_LC1, damage_LC1 = np.broadcast_to(cost_C[:, None], shape_LC1), damage_LC[..., None]
     every_LC1, budget = np.ones(shape_LC1, dtype=bool), _retain(options) * len(layers)
-    found = solve(cost_LC1, damage_LC1, every_LC1, every_LC1[:, 0], budget)
-    if found is None:
+    allocation = solve(cost_LC1, damage_LC1, every_LC1, every_LC1[:, 0], budget)
+    if allocation is None:
         raise UsageError(
             f"expected --retain of at least {cost_C.min():.3f}, which the first {_SINK} and last {_RECENT} tokens and "
             f"{_SHARES[-1]:.0%} of the others take at {length} tokens, found {_retain(options):g}; raise it, or plan "
             "longer --lengths"
         )
-    slots = {layer: int(slot) for layer, slot in zip(layers, found.choice[:, 0], strict=True) if slot >= 0}
+    slots = {layer: int(slot) for layer, slot in zip(layers, allocation.choice[:, 0], strict=True) if slot >= 0}
     return filled(layers, {layer: _SHARES[slot] for layer, slot in slots.items()}, _retain(options), length)
 
 
@@ -153,7 +151,7 @@ def in_few_groups(layers: Sequence[int], damage_LC: np.ndarray, options: Settled
 
 
 def _fewest(count: int, kept: float, share: float) -> int:
-    """Returns how many of the layers have to keep `kept` of their tokens for all to take `share` of the bytes, in
+    """The number of layers that evict to `kept` of their tokens, so that all take `share` of the bytes, in
     groups of as many layers as the rarer kind has, the last of each kind padded; 0 where all of them are too few."""
     for few in range(1, count + 1):
         size = min(few, count - few) or few
@@ -164,7 +162,7 @@ def _fewest(count: int, kept: float, share: float) -> int:
 
 
 def by_hand(layers: Sequence[int], retain: float, length: int) -> dict[str, Layout]:
-    """Returns what is settled by hand for a share of the bytes; what would keep less than nothing is left out."""
+    """Layouts by hand for a share of the bytes, without those that would cache less than nothing."""
     edges, count = (_SINK + _RECENT) / length, len(layers)
     later = layers[_WHOLE_FIRST:]
     least = max(retain / _STEEPNESS, edges)
@@ -194,7 +192,7 @@ def rules_of(model: ModelInfo, layout: Layout) -> tuple[Retention, ...]:
             together.setdefault(round(share, 4), []).append(layer)
     dropping = {layer for layers in together.values() for layer in layers}
     whole = tuple(layer for layer in model.full_layers if layer not in dropping)
-    every = [rule_of(tuple(layers), share) for share, layers in sorted(together.items(), key=lambda one: one[1])]
+    every = [rule_of(tuple(layers), share) for share, layers in sorted(together.items(), key=lambda entry: entry[1])]
     return (*((Retention(layers=whole, keep="all"),) if whole else ()), *every)
 
 
@@ -212,23 +210,23 @@ def _retain(options: Settled) -> float:
 
 
 @dataclass(slots=True)
-class _KeptSteps(Steps):
-    """Steps as rows of one pass, over what some layers kept of the prompt."""
+class _EvictingSteps(Steps):
+    """Steps as rows of one pass, over the tokens that layers cache of the prompt."""
 
-    kept_gS: dict[int, torch.Tensor] = field(default_factory=dict)
+    cached_gS: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def attend(self, call: AttentionCall) -> torch.Tensor | None:
         """[1, H, R, D]; None where everything is attended to."""
-        return Steps.attend(self, call) if call.layer in self.kept_gS else None
+        return Steps.attend(self, call) if call.layer in self.cached_gS else None
 
     def _allowed(self, layer: int, device: torch.device) -> torch.Tensor | None:
-        kept_gS = self.kept_gS[layer]
-        text_gR = kept_gS.new_ones((len(kept_gS), self.rows))
-        return torch.cat((kept_gS, text_gR), 1)[:, None].expand(-1, self.rows, -1)
+        cached_gS = self.cached_gS[layer]
+        text_gR = cached_gS.new_ones((len(cached_gS), self.rows))
+        return torch.cat((cached_gS, text_gR), 1)[:, None].expand(-1, self.rows, -1)
 
 
-class RetentionTrials(DecodeTrials):
-    """Runs texts over what layers keep of prompts; made by `retention_trials`."""
+class EvictionTrials(DecodeTrials):
+    """Runs texts over what layers keep of prompts; made by `on`."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
@@ -236,7 +234,6 @@ class RetentionTrials(DecodeTrials):
         self._until = 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor | None:
-        """Returns what each layer of the model asks for."""
         if call.chunk.longest <= self._until:
             newest = Observed(call.q_BHSD[:, :, -_OBSERVED:], call.scale, call.softmax)
             self._observed[call.layer] = newest.before(self._observed.get(call.layer), _OBSERVED)
@@ -246,14 +243,14 @@ class RetentionTrials(DecodeTrials):
         """KL(dense || what layers keep) of the next token of a text behind the prompt, in nats, for each layout."""
         prefix = self.observed(prompt, options)
         rows: dict[tuple[int, float], torch.Tensor] = {}
-        found = []
+        damages = []
         for layout in layouts:
             for layer, share in layout.items():
                 if (layer, share) not in rows:
-                    rows[layer, share] = self.kept(prefix, layer, rule_of((layer,), share))
+                    rows[layer, share] = self.cached(prefix, layer, rule_of((layer,), share))
             kept = {layer: rows[layer, share] for layer, share in layout.items()}
-            found.append(float(divergence(prefix.dense_1RV, self.log_probabilities(prefix, kept))))
-        return found
+            damages.append(float(divergence(prefix.dense_1RV, self.log_probabilities(prefix, kept))))
+        return damages
 
     def observed(self, prompt: CalibrationPrompt, options: Settled) -> Prefix:
         """Runs a prompt densely, and watches its last queries."""
@@ -262,27 +259,19 @@ class RetentionTrials(DecodeTrials):
         self._until = 0
         return prefix
 
-    def log_probabilities(self, prefix: Prefix, kept_gS: dict[int, torch.Tensor]) -> torch.Tensor:
-        """[1, R, V]: after each row of the text, where layers have kept these tokens of the prompt."""
-        steps = _KeptSteps((), prefix.past, prefix.rows_1R.shape[1], kept_gS=kept_gS)
+    def log_probabilities(self, prefix: Prefix, cached_gS: dict[int, torch.Tensor]) -> torch.Tensor:
+        """[1, R, V]: after each row of the text, where layers cache these tokens of the prompt."""
+        steps = _EvictingSteps((), prefix.past, prefix.rows_1R.shape[1], cached_gS=cached_gS)
         return self.run(steps, prefix.cache, prefix.states, prefix.rows_1R)
 
-    def kept(self, prefix: Prefix, layer: int, rule: Retention) -> torch.Tensor:
-        """bool [g, S]: what a rule keeps of the prompt that was observed last."""
+    def cached(self, prefix: Prefix, layer: int, rule: Retention) -> torch.Tensor:
+        """bool [g, S]: the tokens that a rule caches of the prompt that was observed last."""
         store: Any = prefix.cache.layers[layer].store  # type: ignore[union-attr]
         k_1GSD: torch.Tensor = store.tensors[0][:, :, : prefix.past]
         backend = "triton" if k_1GSD.is_cuda else "reference"
         newest = self._observed[layer].before(None, rule.observe or 0)
-        kept_1gK = rows_to_cache(rule, prefix.past, newest, k_1GSD, backend=backend)
-        if kept_1gK is None:
+        cached_1gK = rows_to_cache(rule, prefix.past, newest, k_1GSD, backend=backend)
+        if cached_1gK is None:
             return k_1GSD.new_ones((1, prefix.past), dtype=torch.bool)
-        mask_gS = k_1GSD.new_zeros((kept_1gK.shape[1], prefix.past), dtype=torch.bool)
-        return mask_gS.scatter_(1, kept_1gK[0], True)
-
-
-@contextmanager
-def retention_trials(loaded: LoadedModel) -> Iterator[RetentionTrials]:
-    """Trials on a model, with nothing applied to it, for the length of a `with` block."""
-    trials = RetentionTrials(loaded)
-    with capture_attention(loaded.model, trials.attend):
-        yield trials
+        mask_gS = k_1GSD.new_zeros((cached_1gK.shape[1], prefix.past), dtype=torch.bool)
+        return mask_gS.scatter_(1, cached_1gK[0], True)

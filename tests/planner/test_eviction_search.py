@@ -8,19 +8,19 @@ import torch
 from planner_models import bare_job, loaded_tiny, quick_options
 from tiny_plans import plan_for
 
-from sparsekv.planner import retain_search
-from sparsekv.planner.job import job_of
-from sparsekv.planner.options import PlanOptions, settle
-from sparsekv.planner.plan import compile_plan
-from sparsekv.planner.retain_search import (
+from sparsekv.planner import eviction_search
+from sparsekv.planner.eviction_search import (
+    EvictionTrials,
     allocated,
     by_hand,
     filled,
     in_few_groups,
-    retention_trials,
     rule_of,
     rules_of,
 )
+from sparsekv.planner.job import job_of
+from sparsekv.planner.options import PlanOptions, settle
+from sparsekv.planner.plan import compile_plan
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.phases import Retention
 from sparsekv.plans.schema import Plan
@@ -42,9 +42,9 @@ def test_a_trial_is_what_the_runtime_does(loaded):
     """Rows of one pass over masks, beside decode steps of layers that dropped tokens."""
     options, layout = settled(), {0: 0.25, 2: 0.05}
     (prompt,) = bare_job(loaded, options).calibration_prompts(LENGTH, 1)
-    with retention_trials(loaded) as trials:
+    with EvictionTrials.on(loaded) as trials:
         nothing, found = trials.damages(prompt, [{}, layout], options)
-        prefix = trials.prefilled(prompt, retain_search._FEW_STEPS, options)
+        prefix = trials.prefilled(prompt, eviction_search._FEW_STEPS, options)
     plan = plan_for(loaded.model, None, None, *(rule_of((layer,), share) for layer, share in layout.items()))
     ids = torch.from_numpy(prompt.ids.astype(np.int64))[None]
     with torch.no_grad(), apply(loaded.model, plan):
@@ -59,14 +59,14 @@ def test_a_trial_is_what_the_runtime_does(loaded):
 
 
 def test_layers_that_lose_most_keep_most_and_bytes_are_what_was_asked_for():
-    layers, damage = (0, 1, 3, 4), np.zeros((4, len(retain_search._SHARES)))
+    layers, damage = (0, 1, 3, 4), np.zeros((4, len(eviction_search._SHARES)))
     damage[2] = np.linspace(0.1, 2.0, damage.shape[1])
     damage[3] = np.linspace(0.001, 0.002, damage.shape[1])
     options = settled()
     layout = allocated(layers, damage, options, 8192)
     assert layout.get(3, 1.0) > max(layout[0], layout[1])
     for found in (layout, *by_hand(layers, options.retain, 8192).values()):
-        assert 0.3 < retain_search._spent(layers, found, 8192) <= 0.4 + 1e-3
+        assert 0.3 < eviction_search._spent(layers, found, 8192) <= 0.4 + 1e-3
     with pytest.raises(UsageError, match="--retain of at least"):
         allocated(layers, damage, options.but(retain=0.02), LENGTH)
 
@@ -74,17 +74,17 @@ def test_layers_that_lose_most_keep_most_and_bytes_are_what_was_asked_for():
 @pytest.mark.parametrize("seed", range(20))
 def test_all_bytes_are_spent_where_most_damages_are_none(seed):
     generator = np.random.default_rng(seed)
-    shape = (int(generator.integers(2, 33)), len(retain_search._SHARES))
+    shape = (int(generator.integers(2, 33)), len(eviction_search._SHARES))
     damage = np.sort(generator.random(shape), 1) * (generator.random(shape) < generator.uniform(0.0, 0.6))
     layers, retain, length = range(shape[0]), float(generator.uniform(0.1, 0.95)), int(generator.integers(2048, 131072))
     layout = allocated(layers, damage, settled().but(retain=retain), length)
-    assert retain - 0.01 < retain_search._spent(layers, layout, length) <= retain
+    assert retain - 0.01 < eviction_search._spent(layers, layout, length) <= retain
     rules = rules_of(SimpleNamespace(full_layers=tuple(layers), context_length=length), layout)
     assert all(rule.keep == "all" or rule.kept_tokens(length) < length for rule in rules)
     assert sorted(layer for rule in rules for layer in rule.layers) == list(layers)
-    least = {layer: float(generator.choice(retain_search._SHARES)) for layer in layers}
+    least = {layer: float(generator.choice(eviction_search._SHARES)) for layer in layers}
     more = filled(layers, least, retain, length)
-    if retain_search._spent(layers, least, length) <= retain:
+    if eviction_search._spent(layers, least, length) <= retain:
         assert all(more.get(layer, 1.0) >= share for layer, share in least.items())
         kept = [more[layer] / least[layer] for layer in more]
         assert kept == pytest.approx([kept[0]] * len(kept))
@@ -107,7 +107,7 @@ def test_a_share_that_keeps_all_up_to_the_context_is_no_rule():
 @pytest.mark.parametrize("retain", [0.3, 0.5, 0.7])
 def test_for_vllm_layers_that_lose_least_drop_in_few_groups_that_fit_with_their_padding(retain):
     generator, layers = np.random.default_rng(0), tuple(range(32))
-    damage = np.sort(generator.random((32, len(retain_search._SHARES))), 1)
+    damage = np.sort(generator.random((32, len(eviction_search._SHARES))), 1)
     found = in_few_groups(layers, damage, settled(few_groups=True).but(retain=retain), 8192)
     assert 1 < len(found) <= 4
     for name, layout in found.items():
@@ -117,7 +117,7 @@ def test_for_vllm_layers_that_lose_least_drop_in_few_groups_that_fit_with_their_
         kept = rule_of((0,), share).kept_tokens(8192) / 8192
         assert sum(groups) <= 12
         assert size * (groups[0] * kept + groups[1]) <= retain * 32 + 0.1
-        slot = {share: number for number, share in enumerate(retain_search._SHARES)}.get(share)
+        slot = {share: number for number, share in enumerate(eviction_search._SHARES)}.get(share)
         if slot is not None:
             assert damage[list(layout), slot].max() <= np.delete(damage[:, slot], list(layout)).min(initial=2.0), name
 
@@ -128,7 +128,7 @@ def test_a_layer_that_others_stand_in_for_is_dear_only_beside_them():
     def mean(runs):
         return np.array([1.0 - min(1.0, run.get(0, 1.0) + run.get(1, 1.0)) + 0.3 * (2 in run) for run in runs])
 
-    alone, beside = (retain_search.damage_beside(base, (0, 1, 2), mean) for base in ({}, {0: 0.02, 2: 0.5}))
+    alone, beside = (eviction_search.damage_beside(base, (0, 1, 2), mean) for base in ({}, {0: 0.02, 2: 0.5}))
     assert alone[:2].max() == 0
     assert beside[1].max() > 0.9
     assert beside[2].max() == pytest.approx(0.3)

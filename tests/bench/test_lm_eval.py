@@ -27,8 +27,8 @@ def harness():
             parts["lm_eval.api.registry"].register_model = lambda name: lambda found: found
             for name, module in parts.items():
                 patch.setitem(sys.modules, name, module)
-        yield importlib.import_module("sparsekv.planner.evaluation.lm_eval")
-        sys.modules.pop("sparsekv.planner.evaluation.lm_eval")
+        yield importlib.import_module("sparsekv.bench.lm_eval")
+        sys.modules.pop("sparsekv.bench.lm_eval")
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,9 @@ def request(*arguments: object) -> SimpleNamespace:
 
 def test_without_the_package_the_error_says_how_it_is_installed(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "sparsekv.planner.evaluation.lm_eval", raising=False)
+    monkeypatch.delitem(sys.modules, "sparsekv.bench.lm_eval", raising=False)
     with pytest.raises(UsageError, match=r"lm-evaluation-harness.*pip install"):
-        importlib.import_module("sparsekv.planner.evaluation.lm_eval")
+        importlib.import_module("sparsekv.bench.lm_eval")
 
 
 def test_dense_answers_and_stops_where_the_task_says(harness) -> None:

@@ -1,6 +1,6 @@
 """A model with a plan under lm-evaluation-harness 0.4.13 (the extra `[lm-eval]`).
 
-    python -m sparsekv.planner.evaluation.lm_eval --model sparsekv --model_args pretrained=MODEL,plan=plan.yaml \\
+    python -m sparsekv.bench.lm_eval --model sparsekv --model_args pretrained=MODEL,plan=plan.yaml \\
         --tasks niah_single_1 --metadata '{"max_seq_lengths": [32768]}'
 
 All options are the harness's own. It looks for no models of other packages, so this command names ours to it first.
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from sparsekv.bench.suite import generated
 from sparsekv.planner.evaluation.predictions import after_prompt, prefill
-from sparsekv.planner.evaluation.suite import generated
 from sparsekv.plans.errors import UnsupportedError, UsageError, install_command
 from sparsekv.plans.files import load_plan
 from sparsekv.runtime.hf.apply import apply
