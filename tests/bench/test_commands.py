@@ -1,9 +1,14 @@
 """`sparsekv bench`: rows that scripts rely on, and what is refused."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from sparsekv.bench.planning import main
 from sparsekv.cli.bench import HeadlineFlags, KernelFlags, headline, kernels
 from sparsekv.planner.records import only_run
+from sparsekv.plans.files import load_plan
 
 RELIED_ON = ["name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device"]
 KERNELS = {"lengths": (512,), "heads": 2, "kv_heads": 1, "head_dim": 32, "tile": "64", "repeats": 1, "backend": "cpu"}
@@ -77,3 +82,20 @@ def test_the_headline_is_the_rows_of_kernels_prefill_decode_and_drafts(asked, fo
     assert {"vertical_slash", "token", "attention", "exact"} <= {row["name"] for row in done.data}
     assert all(list(row)[:9] == RELIED_ON for row in done.data)
     assert all(row["speedup"] for row in done.data if row["backend"] == "cpu")
+
+
+# --- planning ---------------------------------------------------------------------------------------------------------
+
+
+def test_stages_and_memory_are_told_and_a_stopped_profile_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, command = tmp_path / "plan.yaml", ["tiny-retriever", "--layers", "2", "--lengths", "512", "--samples", "1"]
+    assert main([*command, "--no-verify", "--stop-at", "0", "--device", "cpu", "--out", str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"profile", "others"} <= found["stage_seconds"].keys()
+    assert (found["layers"], found["lengths"], found["status"]) == (2, [512], "unverified")
+    assert 0.0 < found["peak_host_gib"] < 64.0
+    assert len(found["resume"]["parts"]) == 2
+    assert load_plan(out).model.layers == 2
+    assert sorted(tmp_path.iterdir()) == [out]

@@ -16,6 +16,9 @@ from planner_profiles import made_up_length, made_up_model, made_up_profile, mad
 from plans_samples import digest_of, full_plan, model_info, small_plan
 
 from sparsekv.bench.curve_file import CurvePoint, CurveRun
+from sparsekv.bench.report.facts import (
+    pattern_maps,
+)
 from sparsekv.planner.records import RunFile, write_measured
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import TileShape
@@ -179,3 +182,35 @@ def test_a_profile_of_another_model_is_refused(sparsekv, files, tmp_path) -> Non
     page = tmp_path / "page.html"
     found = sparsekv("report", tmp_path / "other.yaml", "-o", page, files / "profile.json")
     assert (found.code, page.exists()) == (3, False)
+
+
+# --- facts of heads ---------------------------------------------------------------------------------------------------
+
+
+LENGTH = 4096
+
+
+def profile():
+    kept = np.tril(np.arange(9).reshape(3, 3) / 10)
+    entry = made_up_length(LENGTH, np.random.default_rng(0))
+    return made_up_profile(entry.model_copy(update={"reuse": made_up_reuse(kept)}))
+
+
+def plan_of(*groups: HeadGroup, **fields: object) -> Plan:
+    prefill = PrefillPlan(tile=TileShape(), lengths=(PrefillBucket(up_to=None, heads=groups),))
+    return Plan(status="unverified", model=made_up_model(), prefill=prefill, **fields)
+
+
+def test_heads_have_the_density_and_the_damage_of_the_candidate_with_their_pattern() -> None:
+    measured = profile()
+    entry = measured.lengths[0]
+    number, head = 4, 2
+    pattern = entry.patterns[entry.layers[1].patterns[number][head]]
+    ((shown,), _) = pattern_maps(plan_of(HeadGroup(layer=1, heads=(head,), pattern=pattern)), measured)
+    assert (shown.measured, shown.length, len(shown.heads)) == (True, LENGTH, 12)
+    fact = next(fact for fact in shown.heads if (fact.layer, fact.head) == (1, head))
+    scores = entry.layers[1]
+    assert fact.pattern == pattern.pattern
+    assert fact.density == scores.tiles[number][head] + scores.columns[number][head]
+    assert fact.damage == scores.damage[number][head]
+    assert {(f.pattern, f.density, f.damage) for f in shown.heads if f is not fact} == {("dense", 1.0, 0.0)}

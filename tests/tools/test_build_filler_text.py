@@ -1,4 +1,4 @@
-"""The tool that makes the shipped filler text."""
+"""The text of training, calibration and evaluation: divided by file, and the tool that makes what is shipped."""
 
 import gzip
 import platform
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import build_filler_text
 import pytest
-from reference_model.corpus import split_files, standard_library
+from reference_model.corpus import source_files, split_files, standard_library
 
 from sparsekv.planner.tasks import Split, load_filler_text
 
@@ -39,3 +39,36 @@ def test_the_shipped_text_is_what_the_tool_makes(tmp_path: Path) -> None:
     for split in HELD_OUT:
         assert gzip.decompress((tmp_path / f"{split.value}.txt.gz").read_bytes()).decode() == load_filler_text(split)
     assert (tmp_path / "NOTICE").read_text() == (SHIPPED / "NOTICE").read_text()
+
+
+# --- which files, and of which split ----------------------------------------------------------------------------------
+
+
+TEXT = "some words of a file\n" * 20
+
+
+def test_every_file_belongs_to_one_split(library: Path) -> None:
+    names = [{file.name for file in split_files(library, split)} for split in Split]
+    assert sum(map(len, names)) == len(set().union(*names)) == len(list(source_files(library)))
+    assert len(names[0]) > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("short.py", "x = 1\n"),
+        ("zero.py", TEXT + "\0"),
+        ("numbers.py", "1234567890\n" * 50),
+        ("foreign.py", "größere Wörter\n" * 50),
+        ("long.py", "x" * 2000),
+        ("encodings/names.py", TEXT),
+        ("site-packages/other.py", TEXT),
+        ("test_codecmaps_jp.py", TEXT),
+        ("notes.txt", TEXT),
+    ],
+)
+def test_tables_and_foreign_files_are_left_out(tmp_path: Path, name: str, text: str) -> None:
+    for path, content in ((name, text), ("kept.py", TEXT.replace("\n", "\r\n").rstrip())):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(content, newline="")
+    assert [(file.name, file.text) for file in source_files(tmp_path)] == [("kept.py", TEXT)]

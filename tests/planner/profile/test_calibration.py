@@ -1,10 +1,11 @@
-"""Calibration prompts: whose turn it is, and which rows of a prompt look back."""
+"""Calibration prompts: of which tasks, whose turn it is, and which rows of a prompt look back."""
 
 import numpy as np
 import pytest
-from task_tokenizers import tokenizer_named
+from task_tokenizers import REFERENCE_MODEL, kit_named, tokenizer_named
 
 from sparsekv.planner.common_options import DEFAULT_TASKS
+from sparsekv.planner.job import solved_tasks, with_tasks
 from sparsekv.planner.options import PlanOptions, settle
 from sparsekv.planner.profile.calibration import (
     Calibration,
@@ -16,8 +17,9 @@ from sparsekv.planner.profile.calibration import (
 )
 from sparsekv.planner.profile.profile_data import Candidate
 from sparsekv.planner.profile.resume import LayerRecord, length_means
-from sparsekv.planner.tasks import HARD_TASKS
+from sparsekv.planner.tasks import HARD_TASKS, Split
 from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.runtime.hf.load import LoadedModel, load_model
 
 
 def prompts(**options: object) -> tuple[CalibrationPrompt, ...]:
@@ -108,3 +110,25 @@ def test_few_samples_have_a_hard_task_among_them() -> None:
     solved = ("quote_text", "quote_code", "niah_single", "kv_retrieval", "perplexity", "niah_multiquery")
     assert task_of_each(solved, 3) == ("quote_text", "quote_code", "kv_retrieval")
     assert set(HARD_TASKS) & set(solved) <= set(task_of_each(solved, 5))
+
+
+# --- tasks that the model solves --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference() -> LoadedModel:
+    return load_model(REFERENCE_MODEL, device="cpu", dtype="auto")
+
+
+def test_the_reference_model_solves_what_it_was_trained_on_where_that_fits(reference: LoadedModel) -> None:
+    kit = kit_named("shipped", Split.CALIBRATION)
+    tasks = ("kv_retrieval", "variable_tracking")
+    assert solved_tasks(reference, kit, tasks, 512, samples=2) == tasks
+    assert solved_tasks(reference, kit, tasks, 64, samples=2) == ("kv_retrieval",)
+
+
+def test_tasks_that_were_asked_for_or_profiled_are_taken_without_running_the_model(loaded: LoadedModel) -> None:
+    settled, no_model = settle(PlanOptions(lengths=(512,)), 4096, "cpu"), LoadedModel(None, None, loaded.info)  # type: ignore[arg-type]
+    assert with_tasks(no_model, settled, ("niah_single",)).tasks == ("niah_single",)
+    given = settle(PlanOptions(lengths=(512,), tasks=("two_stage",)), 4096, "cpu")
+    assert with_tasks(no_model, given, ("niah_single",)).tasks == ("two_stage",)

@@ -14,7 +14,7 @@ from sparsekv.planner.options import PRESET_FAMILIES, settle
 from sparsekv.planner.predict import ScoreTables
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import fitted_at_once, profile, step_reads
-from sparsekv.planner.profile.resume import LayerRecord, ProfileRun
+from sparsekv.planner.profile.resume import LayerRecord, ProfileRun, records_at
 from sparsekv.planner.records import RunFile
 from sparsekv.plans.errors import PlanWarning, PromptError
 from sparsekv.runtime.hf.describe import describe_model
@@ -161,3 +161,31 @@ def test_a_sliding_layer_is_left_dense() -> None:
     mixed = LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/mixed"))
     found = profile(bare_job(mixed, QUICK))
     assert [scores.layer for scores in found.lengths[0].layers] == [1, 2]
+
+
+# --- files of interrupted runs ----------------------------------------------------------------------------------------
+
+
+def record(layer: int) -> LayerRecord:
+    return LayerRecord(length=64, sample=0, layer=layer)
+
+
+def layers(path: Path, seed: int) -> list[int]:
+    return [layer for _, _, layer in records_at(path, {"seed": seed}).all(LayerRecord)]
+
+
+def test_a_run_with_other_options_loses_no_partial_profile(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml.profile.partial"
+    records_at(path, {"seed": 0}).add(record(3))
+    with pytest.warns(PlanWarning, match="partial"):
+        second = records_at(path, {"seed": 1})
+    second.add(record(5))
+    with pytest.warns(PlanWarning, match="other options"):
+        assert layers(path, 0) == [3]
+    with pytest.warns(PlanWarning, match="other options"):
+        assert layers(path, 1) == [5]
+
+
+def test_a_partial_profile_without_records_is_not_left_behind(tmp_path: Path) -> None:
+    records_at(tmp_path / "partial", {"seed": 0})
+    assert list(tmp_path.iterdir()) == []
