@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from itertools import cycle
 from random import Random
 from typing import Any
 
@@ -14,7 +15,7 @@ from core_rows import ONE_PIECE, Case, Row
 from emulated_graphs import emulate
 from host_pages import page_on_the_host
 from poison import poisoned_memory
-from tiny_models import random_tokens
+from tiny_models import SHARED, random_tokens
 from tiny_plans import plan_for
 from transformers import DynamicCache
 
@@ -26,7 +27,7 @@ from sparsekv.runtime.hf.cache import SparseLayer, handed_over
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Request
 from sparsekv.runtime.stores.bank import HostStore
-from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.device import DeviceStore, RowStore
 from sparsekv.runtime.stores.pinned import CopyStream, HostMemory
 from sparsekv.runtime.stores.virtual import VirtualStore
 
@@ -34,6 +35,7 @@ CUT = Chunking(above=20, rows=17, output_bytes=1)  # a group of heads at a time
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 OPERATIONS = [
     *((kind, name) for kind in (DeviceStore, HostStore) for name in ("append", "room", "commit", "view", "gather")),
+    *((RowStore, name) for name in ("append", "room", "commit")),  # of padded rows
     (HostMemory, "take"),
     (CopyStream, "run"),
 ]
@@ -101,13 +103,37 @@ def is_the_unmodified_model_where_nothing_is_left_out(case: Case, patch: Patch) 
 
 
 def does_not_depend_on_modes(case: Case, patch: Patch) -> None:
-    """Of gradients, or a program's own default device and dtype: bit for bit."""
+    """Of gradients, which change between calls and copies, of a program's own default device and dtype, and of whether
+    ids come as embeddings: bit for bit."""
+    cache: Any = DynamicCache()
+    modes = [torch.inference_mode, torch.enable_grad, torch.no_grad, lambda: torch.device("meta"), _bfloat16]
+    modes = cycle(modes[2:] if case.row.recurrent else modes)  # transformers' states outlast no change of the first two
+    embed = case.model.get_input_embeddings() if case.row.family != SHARED else None  # which has some for each layer
     with applied(case):
-        usual = case.logits(DynamicCache())
-        modes = (torch.enable_grad, _bfloat16), (torch.inference_mode, lambda: torch.device("meta"))
-        for mode in modes[len(case.row.sizes) % 2]:
+        usual = case.logits(DynamicCache()).split(case.row.sizes, 1)
+        for number, (expected, mode) in enumerate(zip(usual, modes, strict=False)):
             with mode():
-                assert torch.equal(case.logits(DynamicCache()).detach(), usual)
+                out = case.run(number, cache, embed=embed if number % 2 else None)
+                assert torch.equal(out.logits.detach(), expected)
+                cache = deepcopy(cache)
+
+
+def computes_in_the_precision_of_autocast(case: Case, patch: Patch) -> None:
+    """Which goes on and off between calls and copies, and whose first dtype a cache keeps."""
+    for dtype, first, options in ((torch.bfloat16, True, {}), (torch.float16, False, {"chunking": CUT})):
+        cache, seen = DynamicCache(), []
+        with applied(case, **options):
+            for number in range(len(case.pieces)):
+                with torch.autocast("cpu", dtype, enabled=(number % 2 == 0) == first):
+                    seen.append(case.run(number, cache).logits.float())
+                cache = deepcopy(cache)
+        logits, real = torch.cat(seen, 1), case.mask.bool()
+        stored = torch.uint8 if case.row.eight_bits else dtype if first else torch.float32
+        assert {layer.store.keys.dtype for layer in _layers(cache)} == {stored}
+        assert logits[real].isfinite().all()
+        if case.row.covers and not case.row.eight_bits:  # else rounding decides what is chosen
+            worst = (logits - case.expected)[real].abs().max()
+            assert worst <= 8 * torch.finfo(torch.bfloat16).eps * case.expected.abs().max()
 
 
 @contextmanager
@@ -232,7 +258,7 @@ def picked_rows_go_on(case: Case, patch: Patch) -> None:
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(chosen)
         cache.reorder_cache(torch.tensor(order))
-        logits = [case.run(number, cache, piece[rows]).logits for number, piece in enumerate(case.pieces[2:], 2)]
+        logits = [case.run(number, cache, rows=rows).logits for number in range(2, len(case.pieces))]
     case.check(torch.cat(logits, 1), at, rows)
 
 
@@ -296,6 +322,32 @@ def turns_of_generate_are_plain_passes(case: Case, patch: Patch) -> None:
         two = generate(model, text, attention_mask=mask, past_key_values=one.past_key_values, **asked)
         first = model(text[:, -10:], past_key_values=cache).logits[:, -1:]
         _check_answer(model, two, [first], two.sequences[:, text.shape[1] :], cache)
+        text = two.sequences  # of which the last token alone is not cached: a decode step
+        mask = torch.cat((mask, torch.ones_like(text[:, mask.shape[1] :])), 1)
+        three = generate(model, text, attention_mask=mask, past_key_values=two.past_key_values, **asked)
+        first = model(text[:, -1:], past_key_values=cache).logits
+        _check_answer(model, three, [first], three.sequences[:, text.shape[1] :], cache)
+
+
+def prompts_of_generate_come_in_pieces(case: Case, patch: Patch) -> None:
+    """The last of which has one token and is no decode step, nor is one of a later turn."""
+    prompt, mask, more = case.row.sizes[0], case.prompt_mask, random_tokens(case.row.batch, 10, 5)
+    asked = {"max_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
+
+    def check(text: torch.Tensor, mask: torch.Tensor, cache: Any, chunk: int) -> Any:
+        whole, pieces = (
+            generate(
+                case.model, text, attention_mask=mask, past_key_values=deepcopy(cache), prefill_chunk_size=size, **asked
+            )
+            for size in (None, chunk)
+        )
+        torch.testing.assert_close(torch.cat(pieces.logits), torch.cat(whole.logits), atol=1e-3, rtol=1e-3)
+        return whole
+
+    with applied(case):
+        first = check(case.pieces[0], mask, None, next(size for size in range(20, prompt) if prompt % size == 1))
+        text = torch.cat((first.sequences, more), 1)
+        check(text, torch.cat((mask, torch.ones_like(text[:, prompt:])), 1), first.past_key_values, 3)
 
 
 def _check_answer(model: Any, out: Any, logits: list[torch.Tensor], answer: torch.Tensor, cache: Any) -> None:
@@ -364,6 +416,9 @@ def refusals(case: Case, handle: Handle, cache: Any) -> Iterator[tuple[str, type
         yield "decode", SparseKVError, lambda: _instead(case, handle, exact=True)
     for layer in case.plan.retained:
         yield f"found {layer}", UsageError, lambda layer=layer: _instead(case, handle, kv_host_layers=(layer,))
+    if row.pads and row.side == "right":
+        asked = {"attention_mask": case.prompt_mask, "prefill_chunk_size": 64, "max_new_tokens": 2}
+        yield "pad on the left", UnsupportedError, lambda: generate(model, ids, **asked)
     if row.family in ONE_PIECE:
         yield "begin every pass", UnsupportedError, lambda: model(ids[:, :2], past_key_values=cache)
     if not row.recurrent:
@@ -406,6 +461,7 @@ CHECKS: dict[Callable[[Case, Patch], None], Callable[[Row], bool]] = {
     runs_in_pieces_of_rows_and_heads: lambda row: True,
     is_the_unmodified_model_where_nothing_is_left_out: lambda row: True,
     does_not_depend_on_modes: lambda row: True,
+    computes_in_the_precision_of_autocast: lambda row: bool(row.covers or row.patterns) and not row.recurrent,
     copies_go_their_own_way: lambda row: len(row.sizes) > 3,
     passes_that_fail_leave_nothing: lambda row: True,
     a_cache_is_had_again_once_it_is_reset: lambda row: True,
@@ -416,6 +472,10 @@ CHECKS: dict[Callable[[Case, Patch], None], Callable[[Row], bool]] = {
     memory_is_what_was_said: lambda row: not row.pads and not row.recurrent,
     virtual_memory_holds_the_same: lambda row: not row.recurrent,
     turns_of_generate_are_plain_passes: lambda row: True,
+    prompts_of_generate_come_in_pieces: lambda row: (
+        not (row.patterns or row.prefill or row.eight_bits or row.family in ONE_PIECE)
+        and not (row.pads and row.side == "right")
+    ),
     exact_answers_are_those_of_dense_attention: _is_drafted,
     captured_steps_are_launched_ones: lambda row: row.captured,
     what_a_row_does_not_permit_is_refused: lambda row: True,

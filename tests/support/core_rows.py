@@ -35,7 +35,7 @@ class Row:
         patterns: dealt out to the heads of every layer, at lengths beyond `dense_up_to`.
         options: of `apply`.
         sizes: tokens of each call, one token behind a past being a decode step.
-        pads: padding of each row in the first call, on `side`.
+        pads: padding of each row in the first call, and of what it leaves over in later ones, on `side`.
         prefill: in place of the patterns.
         captured: whether its decode steps are run as captured ones, in Triton's interpreter, too.
     """
@@ -79,6 +79,13 @@ class Row:
         return any(part.selector != "last" for bucket in buckets for part in bucket.segments)
 
     @property
+    def covers(self) -> bool:
+        """Whether all tokens are attended to."""
+        buckets = self.decode.lengths if self.decode else ()
+        chosen = {part.budget for bucket in buckets for part in bucket.segments}
+        return self.patterns in ((), COVERING) and chosen <= {EVERYTHING} and not (self.prefill or self.evicting)
+
+    @property
     def recurrent(self) -> bool:
         return self.family in HYBRIDS and set(self.made.get("layer_types", ())) != {"full_attention"}
 
@@ -114,11 +121,23 @@ class Case:
         """Of the first call."""
         return self.mask[:, : self.row.sizes[0]]
 
-    def run(self, number: int, cache: Cache | None, ids: torch.Tensor | None = None) -> Any:
-        """One call of the model, on other ids than those of the text if there are some."""
+    def run(
+        self,
+        number: int,
+        cache: Cache | None,
+        ids: torch.Tensor | None = None,
+        embed: Any = None,
+        rows: torch.Tensor | None = None,
+    ) -> Any:
+        """One call of the model: on other ids than those of the text, on embeddings of its ids, or for some rows."""
         model: Any = self.model
-        mask = {"attention_mask": self.prompt_mask} if self.row.pads and not number else {}
-        return model(self.pieces[number] if ids is None else ids, past_key_values=cache, use_cache=True, **mask)
+        of = slice(None) if rows is None else rows
+        ids = self.pieces[number][of] if ids is None else ids
+        given = {"input_ids": ids} if embed is None else {"inputs_embeds": embed(ids)}
+        mask = self.mask[of, : sum(self.row.sizes[: number + 1])]
+        if self.row.pads and (number % 3 != 1 or not mask[:, -ids.shape[1] :].all()):  # else it need not be given
+            given["attention_mask"] = mask
+        return model(**given, past_key_values=cache, use_cache=True)
 
     def logits(self, cache: Cache, before: Callable[[int, Cache], Cache] | None = None) -> torch.Tensor:
         """Of every token; `before` is called ahead of each call and returns the cache to go on with."""
@@ -143,9 +162,10 @@ class Case:
 
 def _mask_of(row: Row) -> torch.Tensor:
     mask = torch.ones(row.batch, sum(row.sizes), dtype=torch.long)
-    for b, pad in enumerate(row.pads):
-        spare = {"left": slice(0, pad), "right": slice(row.sizes[0] - pad, row.sizes[0])}[row.side]
-        mask[b, spare] = 0
+    for piece in mask.split(row.sizes, 1):
+        for b, pad in enumerate(row.pads):
+            spare = pad % piece.shape[1]
+            piece[b, slice(0, spare) if row.side == "left" else slice(piece.shape[1] - spare, None)] = 0
     return mask
 
 
@@ -178,10 +198,10 @@ def _by_brute_force(
     whole: torch.Tensor | None = None
     for part in parts:
         columns = mask[part][0].bool()
-        first = int(columns[: row.sizes[0]].sum())
+        sizes = [int(piece.sum()) for piece in columns.split(row.sizes)]
         with torch.no_grad(), BruteForce(model, plan) as brute:
             cache = kind(config=model.config if row.recurrent else None)  # else of sliding layers, which drop tokens
-            logits = _logits(model, text[part][:, columns].split([first, *row.sizes[1:]], 1), cache)
+            logits = _logits(model, text[part][:, columns].split(sizes, 1), cache)
         whole = torch.zeros(*text.shape, logits.shape[-1]) if whole is None else whole
         whole[part, columns] = logits
         counts.append(brute)
@@ -317,11 +337,13 @@ def _cache_rows() -> Iterator[tuple[str, Row]]:
     yield "in host memory, per KV head", Row(decode=heads, **long)
     yield "dense layers in host memory", Row(patterns=SPARSE, options={"kv_host_layers": (0, 2)}, sizes=(230, 1, 30, 1))
     eight = {"kv_dtype": "fp8"}
+    everything = decode_plan(segment(0, (1, 2), EVERYTHING), offload=(1, 2))
+    yield "everything, in host memory", Row(patterns=COVERING, decode=everything, sizes=LONG)
     yield "8 bits", Row(patterns=(A_SHAPE,), decode=here, options=eight)
     yield "8 bits, dense", Row(options=eight)
     yield "8 bits, several queries", Row(decode=decode_plan(several), options=eight)
     yield "8 bits in host memory", Row(decode=moved, options=eight, **long)
-    rows = {"batch": 4, "pads": (50, 183, 0, 198), "sizes": (200, 1, 1, 30, 1, 1)}
+    rows = {"batch": 4, "pads": (50, 183, 7, 198), "sizes": (200, 1, 1, 30, 1, 1)}
     yield "padded on the left", Row(patterns=SPARSE, decode=here, **rows)
     last = decode_plan(segment(0, (1, 2), 8, selector="uniform", window=3))
     yield "padded on the right", Row(patterns=(A_SHAPE, LINES), decode=last, side="right", **rows)

@@ -1,6 +1,5 @@
 """Caches: adopted in place, refused when they are someone else's, copied, reset."""
 
-import copy
 import gc
 
 import pytest
@@ -28,10 +27,6 @@ def handle(model, request):
 @pytest.fixture
 def cache(model, handle):
     return model(random_tokens(1, 40)).past_key_values
-
-
-def next_logits(model, cache, count=4):
-    return torch.cat([model(token, past_key_values=cache).logits for token in random_tokens(1, count, 3).split(1, 1)])
 
 
 def test_the_cache_of_generate_comes_back_filled(model, handle):
@@ -135,17 +130,3 @@ def test_a_model_told_to_run_fewer_layers_goes_on(model, handle):
         assert torch.allclose(found, model(text).logits[:, 40:], atol=1e-4)
     finally:
         model.config.num_hidden_layers = 3
-
-
-@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
-def test_a_cache_filled_or_copied_in_inference_mode_goes_on_without(model, handle, first):
-    cache, text = DynamicCache(), random_tokens(1, 60)
-    with first():
-        model(text[:, :40], past_key_values=cache)
-        twin = copy.deepcopy(cache)
-    assert [one.store.bytes for one in twin.layers] == [one.store.bytes for one in cache.layers]
-    with torch.no_grad():
-        for one in (cache, twin):
-            found = model(text[:, 40:], past_key_values=one).logits
-            assert torch.allclose(found, model(text).logits[:, 40:], atol=1e-4)
-            next_logits(model, one)

@@ -8,7 +8,7 @@ from tiny_plans import decode_plan, plan_for, segment
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from sparsekv.plans.brief import DRAFTS
-from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.core.draft_length import DraftLength
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.exact import Sampled
@@ -138,15 +138,6 @@ def test_captured_drafts_and_checks_give_the_tokens_of_dense_decoding_on_a_gpu(d
         assert torch.equal(found, generated(there, prompt, new=100))
 
 
-def test_keys_and_values_in_host_memory_are_checked_too(model, drafting):
-    prompt = random_tokens(1, 90)
-    with apply(model, plan_for(model, None, GOOD), exact=True, kv_host_layers=(1, 2)):
-        found = generated(model, prompt)
-        with pytest.raises(UnsupportedError, match="2"):
-            generated(model, random_tokens(2, 50))
-    assert torch.equal(found, generated(model, prompt))
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -162,15 +153,6 @@ def test_keys_and_values_in_host_memory_are_checked_too(model, drafting):
 def test_what_drafts_cannot_follow_is_refused_by_name(model, options):
     with apply(model, plan_for(model, None, GOOD), exact=True), pytest.raises(UnsupportedError):
         generated(model, random_tokens(1, 30), **options)
-
-
-def test_plans_that_cannot_draft_are_refused(model):
-    looks_back = decode_plan(segment(0, (1, 2, 3), 12, selector="uniform", window=5))
-    for decode, word in ((looks_back, "filter layers 0"), (None, "drafts nothing")):
-        with pytest.raises(UnsupportedError, match=word):
-            apply(model, plan_for(model, None, decode), exact=True)
-    with pytest.raises(UsageError):
-        apply(model, plan_for(model, None, GOOD), exact="prefill")
 
 
 # --- rejection sampling -----------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from sparsekv.runtime.hf.cache import handed_over
 from sparsekv.runtime.hf.describe import cache_inputs, describe_model, position_inputs, takes_one_piece
 from sparsekv.runtime.hf.generate import generate_stream
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import Placement
 
@@ -27,7 +26,6 @@ PATTERNS = (
     VerticalSlash(vertical=tokens(9), slash=tokens(30), last_q=16, max_tiles=fraction(1.0)),
     Dense(),
 )
-CUT = Chunking(above=20, rows=17, output_bytes=1)
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)

@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sparsekv.bench.hand_plans import hand_plan
 from sparsekv.bench.public_shapes import PUBLIC_SHAPES
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import TileShape, fraction, tokens
-from sparsekv.plans.phases import Offload
+from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
@@ -48,28 +47,6 @@ def test_the_size_of_a_config_is_that_of_the_model_made_of_it(model, size):
     found = ModelSize.from_config(model.config, model.dtype, "tests/tiny")
     assert found.weights == size.weights == model.get_memory_footprint()
     assert (found.hidden, found.intermediate, found.dtype) == (64, 96, torch.float32)
-
-
-@pytest.mark.parametrize("hot", [tokens(16), tokens(5000), fraction(0.3)], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [{"offload": "always"}, {"offload": "never"}, {"offload": "auto"}, {"kv_host_layers": 4}, {}],
-    ids=str,
-)
-def test_keys_and_values_take_what_was_said_to_the_byte(model, size, options, hot):
-    decode = DECODE.model_copy(update={"offload": Offload(layers=OFFLOADED, hot=hot)})
-    request = Request(300, 7, batch=2)
-    mode, layers = options.get("offload", "always"), options.get("kv_host_layers")
-    estimate = MemoryModel(size, None, decode, on_cpu=True, mode=mode, host_layers=layers)
-    use = estimate.use(request, estimate.place(request, Available(None, None)))
-    with torch.no_grad(), apply(model, plan_for(model, decode=decode), **options) as handle:
-        cache = handle.new_cache(request.tokens, request.batch)
-        made = handle.stats()
-        model(random_tokens(2, 300), past_key_values=cache)
-        ran = handle.stats()
-    assert (made.kv_bytes_device, made.kv_bytes_host) == (use.kv_device + use.hot_set, use.kv_host)
-    assert (ran.kv_bytes_device, ran.kv_bytes_host) == (made.kv_bytes_device, made.kv_bytes_host)
-    assert (use.kv_host > 0) == (options not in ({"offload": "never"}, {"offload": "auto"}) and hot != tokens(5000))
 
 
 @pytest.mark.parametrize("heads", ["max", "per_kv_head"])

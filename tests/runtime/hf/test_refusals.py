@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertModel, GenerationConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
+from sparsekv.kernels import backends
 from sparsekv.plans.errors import (
     BackendError,
     PlanMismatchError,
@@ -32,52 +33,52 @@ def planned(model):
         yield model
 
 
-def test_a_mask_with_a_hole(planned):
-    mask = torch.ones(2, 10, dtype=torch.long)
-    mask[0, 3] = 0
-    for call in (planned, planned.base_model, partial(planned.generate, max_new_tokens=2)):
-        with pytest.raises(UnsupportedError, match="a hole"):
-            call(random_tokens(2, 10), attention_mask=mask)
-    assert planned(random_tokens(2, 10), attention_mask=torch.ones(2, 10)).logits.shape[:2] == (2, 10)
+def padded(columns: int) -> torch.Tensor:
+    """A mask of two rows, of which the second has three tokens of padding in front."""
+    mask = torch.ones(2, columns, dtype=torch.long)
+    mask[1, :3] = 0
+    return mask
 
 
-BOUNDS = torch.tensor([0, 3, 6])
+TWO, SIX, BOUNDS = random_tokens(2, 6), random_tokens(1, 6), torch.tensor([0, 3, 6])
+HOLE = torch.tensor([[1] * 6, [1, 1, 0, 1, 1, 1]])
+MORE_IS_ASKED = {"input_ids": TWO, "attention_mask": padded(6)}
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
+    ("call", "given", "error", "said"),
     [
-        ({"attention_mask": torch.ones(1, 1, 6, 6)}, UnsupportedError, "2D attention_mask"),
-        ({"attention_mask": {"full_attention": None}}, UnsupportedError, "2D attention_mask"),
-        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, UnsupportedError, "packed"),
-        ({"cu_seq_lens_q": BOUNDS}, UnsupportedError, "cu_seq_lens_q"),
-        ({"cu_seq_lens_k": BOUNDS}, UnsupportedError, "cu_seq_lens_k"),
-        ({"seq_idx": BOUNDS}, UnsupportedError, "seq_idx"),
-        ({"output_attentions": True}, UnsupportedError, "output_attentions"),
-        ({"input_ids": torch.ones(1, 0, dtype=torch.long)}, PromptError, "empty prompt"),
+        *((call, {"input_ids": TWO, "attention_mask": HOLE}, UnsupportedError, "a hole")
+          for call in ("model", "decoder", "generate")),
+        ("model", {"attention_mask": torch.ones(1, 1, 6, 6)}, UnsupportedError, "2D attention_mask"),
+        ("model", {"attention_mask": {"full_attention": None}}, UnsupportedError, "2D attention_mask"),
+        ("model", {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, UnsupportedError, "packed"),
+        *(("model", {name: BOUNDS}, UnsupportedError, name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")),
+        ("model", {"output_attentions": True}, UnsupportedError, "output_attentions"),
+        ("model", {"input_ids": torch.ones(1, 0, dtype=torch.long)}, PromptError, "empty prompt"),
+        ("model", {"is_causal": False}, UnsupportedError, "causal"),
+        ("model", {"output_hidden_states": True, **MORE_IS_ASKED}, UnsupportedError, "more is asked"),
+        ("model", {"position_ids": torch.arange(6)[None], **MORE_IS_ASKED}, UnsupportedError, "position_ids"),
+        ("behind 1", {"position_ids": torch.arange(6)[None]}, UnsupportedError, "from the 20 cached tokens"),
+        ("behind 1", {"attention_mask": torch.ones(1, 6)}, UnsupportedError, r"\(1, 26\).*found \(1, 6\)"),
+        *(("generate behind 2", {"input_ids": TWO[:, :new], "attention_mask": padded(20 + new)}, UnsupportedError,
+           "padding") for new in (1, 5)),
     ],
-    ids=["4D mask", "masks by layer type", "packed", *("packed by bounds",) * 3, "weights asked for", "empty prompt"],
-)
-def test_a_call_that_would_give_wrong_logits_is_refused(planned, given: dict, error: type[Exception], said: str):
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+def test_a_call_that_would_give_wrong_logits_is_refused(planned, call: str, given: dict, error, said: str):
+    if "behind" in call:
+        given = {"past_key_values": planned(random_tokens(int(call[-1]), 20)).past_key_values} | given
+    calls = {"decoder": planned.base_model, "generate": partial(planned.generate, max_new_tokens=2)}
     with pytest.raises(error, match=said):
-        planned(**{"input_ids": random_tokens(1, 6)} | given)
+        calls.get(call.split()[0], planned)(**{"input_ids": SIX} | given)
 
 
 def test_attention_that_is_not_causal(planned, monkeypatch):
-    prompt = random_tokens(1, 6)
-    with pytest.raises(UnsupportedError, match="causal"):
-        planned(prompt, is_causal=False)
-    planned(prompt, is_causal=True)
+    planned(SIX, is_causal=True)
     monkeypatch.setattr(planned.config, "is_causal", False, raising=False)
     with pytest.raises(UnsupportedError, match="causal"):
-        planned(prompt)
-
-
-def test_positions_that_do_not_go_on_from_the_cache(planned):
-    cache = planned(random_tokens(1, 20)).past_key_values
-    with pytest.raises(UnsupportedError, match="from the 20 cached tokens"):
-        planned(random_tokens(1, 10), past_key_values=cache, position_ids=torch.arange(10)[None])
-    planned(random_tokens(1, 10), past_key_values=cache, position_ids=torch.arange(20, 30)[None])
+        planned(SIX)
 
 
 @pytest.mark.parametrize(
@@ -203,17 +204,31 @@ def test_a_plan_may_be_the_path_of_one(model, tmp_path):
         ({"backend": "fast"}, "fast"),
         ({"info": "tiny"}, "ModelInfo"),
         ({"chunking": 4096}, "chunking"),
+        ({"exact": "prefill"}, "exact"),
+        ({"kv_dtype": "fp4"}, "auto or fp8"),
+        ({"sparse": "sometimes"}, "expected always, never, or thresholds"),
         ({"offload": "sometimes"}, "auto, always, never"),
         ({"offload": ["auto"]}, "auto, always, never"),
         ({"offload": "auto", "kv_host_layers": 1}, "found both"),
+        *(({"kv_host_layers": asked}, r"0(-2| to 3)") for asked in (4, -1, (3,), (0, -2))),
+        *(({"kv_host_layers": asked}, "kv_host_layers to be")
+          for asked in ("3", "0-2", True, 1.5, (0, "1"), (0, 1.0), {0: 1})),
     ],
     ids=str,
-)
-def test_options_of_another_type(model, options: dict, said: str):
+)  # fmt: skip
+def test_options_that_mean_nothing(model, options: dict, said: str):
     with pytest.raises(SparseKVError, match=said) as refused:
         apply(model, **{"plan": plan_for(model)} | options)
     assert refused.value.exit_code == 2
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_8_bits_on_a_device_that_has_none(model, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "8.9" in (backends.float8_obstacle("triton", torch.device("cuda")) or "")
+    monkeypatch.setattr("sparsekv.runtime.hf.apply.float8_obstacle", lambda *given: "it is old")
+    with pytest.raises(BackendError, match="it is old"):
+        apply(model, plan_for(model), kv_dtype="fp8")
 
 
 def test_two_threads_under_one_handle(model, monkeypatch):

@@ -9,8 +9,6 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import CACHE_NAME
-from sparsekv.runtime.hf.memory import MemoryModel, ModelSize, Request
-from sparsekv.runtime.hf.placement import Placement
 from sparsekv.runtime.model_config import describe_config
 
 KINDS = ["full_attention", "sliding_attention"] * 2 + ["full_attention"] * 3
@@ -91,17 +89,6 @@ def test_shared_keys_stay_on_the_device_and_are_not_evicted(shared) -> None:
         apply(shared, plan_for(shared), kv_host_layers=5)
     with apply(shared, plan_for(shared), kv_host_layers=4) as handle:
         assert handle.host_layers == {0, 1, 2, 3}
-
-
-def test_memory_counts_each_layer_by_its_own_sizes_and_shared_keys_once(model) -> None:
-    info = info_of(model)
-    sizes = MemoryModel(ModelSize.of(model, info), None, None, on_cpu=True)
-    token = sum(2 * 4 * info.by_layer[layer].kv_heads * info.by_layer[layer].head_dim for layer in range(7))
-    token -= sum(2 * 4 * 2 * 64 for group in info.attention if group.keys_of for _ in group.layers)
-    with apply(model, plan_for(model)) as handle:
-        cache = handle.new_cache(300)
-        assert sizes.use(Request(300), Placement()).kv_device == 300 * token == handle.stats().kv_bytes_device
-        assert handle.new_cache(300) is not cache
 
 
 def test_a_layer_apart_from_the_one_whose_keys_it_reads_is_refused(shared) -> None:

@@ -18,12 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import Softmax
 from sparsekv.kernels.tiles import Chunk, computed_tiles
-from sparsekv.plans.errors import PlanWarning, UsageError
+from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.patterns import VerticalSlash, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
 from sparsekv.plans.schema import LayerCounts
 from sparsekv.runtime.core import timed_layers
-from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
+from sparsekv.runtime.core.pays import ALWAYS, NEVER
 from sparsekv.runtime.core.program import Program, Rank
 from sparsekv.runtime.core.timed_layers import Place, Timers
 from sparsekv.runtime.hf import timed_model
@@ -101,12 +101,6 @@ def test_rows_and_chunks_that_are_too_small_are_dense(model):
     assert torch.equal(*(logits(model, plan, prompt, new, sparse=one)[0] for one in (rule, "always")))
 
 
-def test_on_a_cpu_chunks_of_less_than_a_row_tile_alone_are_dense(model):
-    plan = plan_for(model, prefill_plan(model), decode_lengths(LAST))
-    with apply(model, plan) as handle:
-        assert handle.pays == Pays(prefill=Thresholds((64,), (0,)))
-
-
 def test_layers_that_evict_or_are_in_host_memory_run_as_planned(model):
     prompt, new = random_tokens(1, 80), random_tokens(1, 6, 1)
     evicting = plan_for(model, None, None, drops((0, 1, 2, 3), 20))
@@ -141,11 +135,6 @@ def test_steps_that_need_older_queries_are_captured_neither_dense(model, monkeyp
     ):
         steps(model, random_tokens(1, 30), random_tokens(1, 2, 1))
     assert handle.steps.replayed == 0
-
-
-def test_another_word_is_no_rule(model):
-    with pytest.raises(UsageError, match="expected always, never, or thresholds"):
-        apply(model, plan_for(model), sparse="sometimes")
 
 
 def work_on(model, launched, replayed, backend="cpu", rank=None, sparse_up_to=4096):
