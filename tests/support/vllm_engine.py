@@ -24,6 +24,8 @@ NEW = 8  # tokens of an answer
 CROSSOVER = 384
 TILE = 64  # rows and keys of a tile
 DECODE_BOUND = 740  # tokens up to which decode is dense
+# Without compilation, which these tests turn off.
+CAPTURED = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 
 
 def make_engine(model: str, **settings: Any) -> Any:
@@ -45,6 +47,15 @@ def make_engine(model: str, **settings: Any) -> Any:
     llm = LLM(model, **(given | settings))
     _count_preemptions(llm)
     return llm
+
+
+def gpu_engine(model: str, own: dict[str, Any], captured: bool = False, **settings: Any) -> Any:
+    """An engine in bfloat16 by our backend on a GPU, which takes little memory; it has settings of ours."""
+    from sparsekv.bench.vllm_engines import asking_for_ours
+
+    given = {"dtype": "bfloat16", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 << 30}
+    given |= {"disable_log_stats": True} | asking_for_ours() | (CAPTURED if captured else {})
+    return make_engine(model, additional_config={"sparsekv": own}, **(given | settings))
 
 
 def generate(llm: Any, prompts: Sequence[Sequence[int]], new: int = NEW) -> list[Any]:
@@ -174,3 +185,24 @@ def same(output: Any, answer: Answer) -> bool:
     """Whether the engine gave the same tokens, with the same probabilities within float32's reach."""
     tokens, logprobs = tokens_and_logprobs(output)
     return tokens == answer.tokens and logprobs == pytest.approx(answer.logprobs, abs=1e-3)
+
+
+def assert_answered(engine: Any, oracle: Oracle, prompts: Sequence[Sequence[int]]) -> None:
+    """Prompts that the engine gets at once have the answers of the transformers host, whose prefill leaves some out."""
+    cuts = chunks_of([len(prompt) for prompt in prompts])
+    for prompt, ends, output in zip(prompts, cuts, generate(engine, prompts), strict=True):
+        answer, (tokens, logprobs) = oracle(prompt, ends), tokens_and_logprobs(output)
+        assert tokens == answer.tokens
+        assert logprobs == pytest.approx(answer.logprobs, abs=2e-3)
+        assert answer.density < 0.9
+
+
+def gaps(engine: Any, oracles: Sequence[Oracle], prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """How far the log-probabilities of the engine's own tokens are from those of each host, by prompt."""
+    found: list[list[float]] = [[] for _ in oracles]
+    cuts = chunks_of([len(prompt) for prompt in prompts])
+    for prompt, ends, output in zip(prompts, cuts, generate(engine, prompts), strict=True):
+        tokens, logprobs = tokens_and_logprobs(output)
+        for oracle, apart in zip(oracles, found, strict=True):
+            apart.append(float((oracle.of(prompt, ends, tokens) - torch.tensor(logprobs)).abs().mean()))
+    return found

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from vllm_engine import DECODE_BOUND, NEW
 
 from sparsekv.runtime.paged.step_rows import DecodeHost, DecodeRows
 
@@ -67,3 +68,34 @@ def apart(one: Any, other: Any) -> float:
 
 def _of(likely: dict[int, float], token: int) -> float:
     return likely.get(token, min(likely.values()))
+
+
+def likely_answers(engine: Any, asked: list[list[int]]) -> list[Any]:
+    """Greedy answers with the five likeliest tokens beside each, by an engine with nothing cached."""
+    from vllm import SamplingParams
+
+    assert engine.reset_prefix_cache()
+    greedy = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=5)
+    return list(engine.generate([{"prompt_token_ids": one} for one in asked], greedy, use_tqdm=False))
+
+
+def check_rows_that_choose(engines: dict[str, Any], prompts: dict[int, list[int]]) -> None:
+    """Rows choose beside chunks of prompts in an eager engine, in a captured one and in none that is dense.
+
+    Nearly all steps that decode for the prompt of 2,000 tokens hold chunks of others. Which tokens an answer ends in is
+    decided by rounding, so what is compared comes before: the rows that choose on the device, and how sure the model is
+    of the tokens that all engines give.
+    """
+    lengths = (200, 2000, 700, 2700)
+    expected = [length + new for length in lengths if length > DECODE_BOUND for new in range(1, NEW)]
+    found, launched = {}, {}
+    for name, engine in engines.items():
+        with recorded_choices() as steps:
+            found[name] = likely_answers(engine, [prompts[length] for length in lengths])[1]
+        chose = [] if name == "dense" else expected
+        assert sorted(steps.chosen) == [(layer, length) for layer in (1, 6) for length in chose], name
+        launched[name] = steps.mixed
+    assert launched["eager"] == launched["captured"] > launched["dense"] == 0
+    from_dense = {name: apart(found[name], found["dense"]) for name in ("eager", "captured")}
+    assert min(from_dense.values()) > SPARSE_FROM_DENSE, from_dense
+    assert apart(found["eager"], found["captured"]) < SPARSE_FROM_DENSE

@@ -1,12 +1,8 @@
 """A prompt that one engine prefills and another decodes, with the plan on both or either."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +22,6 @@ PAGE = 128
 # Of each request: the length of its prompt, and which engine prefills it and which goes on.
 ASKED = ((1500, "first", "second"), (2700, "first", "dense"), (2000, "dense", "second"))
 CHUNK = {"max_num_batched_tokens": 3072}
-TOGETHER = """
-import json, os, sys
-if __name__ == "__main__":
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1",
-                      VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1")
-    sys.path.insert(0, {support!r})
-    from vllm import SamplingParams
-    from vllm_engine import make_engine, tokens_and_logprobs
-    from sparsekv.runtime.vllm.engine_host import serving_stats
-
-    def ask(engine, prompt, new, params):
-        asked = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, logprobs=0,
-                               extra_args={{"kv_transfer_params": params}})
-        return engine.generate([{{"prompt_token_ids": prompt}}], asked, use_tqdm=False)[0]
-
-    engines = {{}}
-    for number, name in enumerate(("first", "second", "dense")):
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str({port} + number)  # which a process of its own takes with it
-        options = {{"dense": True}} if name == "dense" else {{"plan": {plan!r}}}
-        engines[name] = make_engine({model!r}, additional_config={{"sparsekv": options}}, **{settings})
-    found = []
-    for prompt, first, second in {asked}:
-        done = ask(engines[first], prompt, 1, {{"do_remote_decode": True, "do_remote_prefill": False}})
-        found.append(tokens_and_logprobs(ask(engines[second], prompt, {new}, done.kv_transfer_params)))
-    hits = next(m.value for m in engines["dense"].get_metrics() if m.name == {hits!r})
-    stats = [serving_stats(engines[name]) for name in ("first", "second")]
-    with open({out!r}, "w") as file:  # the engines' processes print as well
-        json.dump([found, hits, stats[0].sparse_tokens, stats[1].decode_sparse, stats[1].sparse_tokens], file)
-"""
 HITS = "vllm:external_prefix_cache_hits"  # of the engine that was made last
 
 
@@ -102,18 +69,6 @@ def one_after_another(
             answers[length] = tokens_and_logprobs(generate(second, [prompts[length]])[0])
         stats = serving_stats(second)
     return Found([answers[length] for length, *_ in ASKED], hits, prefilled, stats.decode_sparse, stats.sparse_tokens)
-
-
-def beside_each_other(
-    model: str, plan: Path, prompts: Mapping[int, list[int]], settings: Mapping[str, Any], out: Path
-) -> Found:
-    """By engines in processes of their own, which send each other what they prefilled."""
-    script = TOGETHER.format(
-        support=str(Path(__file__).parents[1] / "support"), plan=str(plan), new=NEW, port=15600, model=model, hits=HITS,
-        settings=dict(settings), out=str(out), asked=[(prompts[length], *engines) for length, *engines in ASKED],
-    )  # fmt: skip
-    subprocess.run([sys.executable, "-c", script], check=True)
-    return Found(*json.loads(out.read_text()))
 
 
 def handed_on(first: Oracle, second: Oracle, prompt: list[int], loaded: int) -> Answer:
@@ -164,17 +119,3 @@ def test_an_engine_goes_on_with_what_another_left_in_a_folder(
     found = one_after_another(str(reference.model.name_or_path), plan_file, prompts, settings, kept_engines)
     whole_pages = [(length - 2) // PAGE * PAGE for length, *_ in ASKED]
     check(found, whole_pages, {"first": sparse, "second": sparse, "dense": dense}, prompts)
-
-
-@pytest.mark.timeout(900)  # three engines, each in processes of its own
-@pytest.mark.skipif(find_spec("nixl") is None, reason="pip install --no-deps nixl nixl-cu12")
-def test_an_engine_goes_on_with_what_another_sends(
-    reference: LoadedModel, plan_file: Path, sparse: Oracle, dense: Oracle, prompts: dict[int, list[int]],
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    """As one host that is given its keys."""
-    settings = CHUNK | {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}
-    model = str(reference.model.name_or_path)
-    found = beside_each_other(model, plan_file, prompts, settings, tmp_path / "found.json")
-    all_but_one = [length - 1 for length, *_ in ASKED]
-    check(found, all_but_one, {"first": sparse, "second": sparse, "dense": dense}, prompts)

@@ -3,10 +3,9 @@
 from typing import Any
 
 import pytest
-from vllm_engine import DECODE_BOUND, NEW, make_engine, tokens_of
-from vllm_steps import SPARSE_FROM_DENSE, apart, recorded_choices
+from vllm_engine import DECODE_BOUND, NEW, gpu_engine, tokens_of
+from vllm_steps import check_rows_that_choose
 
-from sparsekv.bench.vllm_engines import asking_for_ours
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
@@ -14,7 +13,6 @@ from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
 
 pytestmark = pytest.mark.gpu
 Prompts = dict[int, list[int]]
-CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without compilation, which these tests turn off
 
 
 @pytest.fixture(scope="module")
@@ -25,20 +23,11 @@ def engines(
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
     write_plan(plan.model_copy(update={"prefill": None}), path)
 
-    def engine(decode: bool, **settings: Any) -> Any:
-        config = {"sparsekv": {"plan": str(path), "decode": decode}}
-        return make_engine(
-            str(reference.model.name_or_path), dtype="bfloat16", additional_config=config,
-            num_gpu_blocks_override=1024, gpu_memory_utilization=0.1,
-            kv_cache_memory_bytes=2 << 30, disable_log_stats=True,
-            **asking_for_ours(), **settings,
-        )  # fmt: skip
+    def engine(decode: bool, captured: bool) -> Any:
+        own = {"plan": str(path), "decode": decode}
+        return gpu_engine(str(reference.model.name_or_path), own, captured, num_gpu_blocks_override=1024)
 
-    found = {
-        "eager": engine(True),
-        "captured": engine(True, enforce_eager=False, compilation_config=CAPTURED),
-        "dense": engine(False, enforce_eager=False, compilation_config=CAPTURED),
-    }
+    found = {"eager": engine(True, False), "captured": engine(True, True), "dense": engine(False, True)}
     kept_engines.extend(found.values())
     return found
 
@@ -67,25 +56,7 @@ def test_a_captured_step_answers_as_one_that_is_launched(
 
 
 def test_rows_choose_beside_chunks_of_prompts_however_steps_are_run(engines: dict[str, Any], prompts: Prompts) -> None:
-    """Nearly all steps that decode for the prompt of 2,000 tokens hold chunks of others."""
-    from vllm import SamplingParams
-
-    lengths = (200, 2000, 700, 2700)
-    greedy = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=5)
-    expected = [length + new for length in lengths if length > DECODE_BOUND for new in range(1, NEW)]
-    found, launched = {}, {}
-    for name, engine in engines.items():
-        assert engine.reset_prefix_cache()
-        with recorded_choices() as steps:
-            asked = [{"prompt_token_ids": prompts[length]} for length in lengths]
-            found[name] = engine.generate(asked, greedy, use_tqdm=False)[1]
-        chose = [] if name == "dense" else expected
-        assert sorted(steps.chosen) == [(layer, length) for layer in (1, 6) for length in chose], name
-        launched[name] = steps.mixed
-    assert launched["eager"] == launched["captured"] > launched["dense"] == 0
-    from_dense = {name: apart(found[name], found["dense"]) for name in ("eager", "captured")}
-    assert min(from_dense.values()) > SPARSE_FROM_DENSE, from_dense
-    assert apart(found["eager"], found["captured"]) < SPARSE_FROM_DENSE
+    check_rows_that_choose(engines, prompts)
 
 
 def test_rows_below_the_threshold_are_dense_beside_long_ones(engines: dict[str, Any], prompts: Prompts) -> None:

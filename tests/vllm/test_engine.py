@@ -8,17 +8,13 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from vllm import SamplingParams
 from vllm_engine import (
     BUDGET,
     CROSSOVER,
-    NEW,
     TILE,
     Oracle,
     generate,
-    preemptions,
     same,
-    tokens_of,
 )
 from vllm_replay import PAGE, plan_host_of
 
@@ -29,19 +25,6 @@ from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
 from sparsekv.runtime.vllm.internals import logger
 
 Prompts = dict[int, list[int]]
-
-
-@pytest.mark.parametrize("length", [700, 2700])
-def test_a_prompt_is_answered_as_by_the_transformers_host_with_the_same_chunks(
-    engine: Any, sparse: Oracle, prompts: Prompts, length: int
-) -> None:
-    (output,) = generate(engine, [prompts[length]])
-    answer = sparse(prompts[length], range(BUDGET, length, BUDGET))
-    assert same(output, answer)
-    stats = serving_stats(engine)
-    assert stats.prefill_density == pytest.approx(answer.density, rel=1e-3)
-    assert stats.prefill_density < 0.9
-    assert (stats.sparse_tokens, stats.dense_tokens, stats.failures) == (length, 0, 0)
 
 
 def is_sparse(first: int, end: int) -> bool:
@@ -85,40 +68,6 @@ def test_a_few_rows_behind_a_cached_prompt_are_dense(engine: Any, sparse: Oracle
     assert (stats.sparse_tokens, stats.dense_tokens) == ((rows, 0) if is_sparse(1536, 1536 + rows) else (0, rows))
     assert is_sparse(1536, 1536 + rows) == (stats.prefill_density < 0.9) == (rows == 400)
     assert same(output, sparse(prompt[: 1536 + rows], range(BUDGET, 1536 + rows, BUDGET)))
-
-
-def test_short_prompts_and_decode_rows_are_dense(engine: Any, dense: Oracle, prompts: Prompts) -> None:
-    asked = [prompts[200], prompts[700][:CROSSOVER]]
-    for output, prompt in zip(generate(engine, asked), asked, strict=True):
-        assert same(output, dense(prompt, ()))
-    stats = serving_stats(engine)
-    assert stats.prefill_density == 1.0
-    assert (stats.sparse_tokens, stats.dense_tokens) == (0, 200 + CROSSOVER)
-
-
-def test_a_cancelled_request_leaves_the_others_as_they_were(engine: Any, sparse: Oracle, prompts: Prompts) -> None:
-    asked = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0)
-    inner, outputs = engine.llm_engine, {}
-    for name, length in (("gone", 2700), ("stays", 2000)):
-        inner.add_request(name, {"prompt_token_ids": prompts[length]}, asked)
-    inner.step()
-    inner.abort_request(["gone"])
-    while inner.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in inner.step() if output.finished}
-    assert outputs.keys() == {"stays"}
-    assert same(outputs["stays"], sparse(prompts[2000], range(BUDGET, 2000, BUDGET)))
-    assert engine.reset_prefix_cache(), "pages of the cancelled request are still taken"
-
-
-def test_preempted_requests_end_and_run_sparse_again(engine: Any, prompts: Prompts) -> None:
-    longer = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True)
-    many = [prompts[1500][shift:] for shift in range(5)]  # they fit, but not with their answers
-    before = preemptions(engine)
-    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in many], longer, use_tqdm=False)
-    assert preemptions(engine) > before
-    assert [len(tokens_of(output)) for output in outputs] == [140] * 5
-    assert serving_stats(engine).prefill_density < 0.8
-    assert engine.reset_prefix_cache()
 
 
 def test_a_kernel_that_fails_leaves_its_chunks_dense_and_each_kind_of_failure_is_told_once(

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from exact_engines import DRAFT, ask, at_random, counted, drafting_as, drafting_plan, exactly, scheduler_of, texts
-from vllm_engine import make_engine, preemptions, tokens_of
+from vllm_engine import CAPTURED, make_engine, preemptions, tokens_of
 
 from sparsekv.bench.vllm_engines import asking_for_ours
 from sparsekv.plans.files import write_plan
@@ -24,7 +24,6 @@ from sparsekv.runtime.vllm.engine_host import serving_stats
 
 pytestmark = pytest.mark.gpu
 STRICT = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
-CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without compilation, which these tests turn off
 SMALL = {
     "max_model_len": 1024,
     "max_num_batched_tokens": 512,
@@ -43,7 +42,7 @@ def engines(
 ) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
     write_plan(drafting_plan(reference.info, 6), path)
-    model, captured = str(reference.model.name_or_path), {"enforce_eager": False, "compilation_config": CAPTURED}
+    model = str(reference.model.name_or_path)
 
     def drafts(**settings: Any) -> Any:
         llm = make_engine(model, additional_config=exactly(path), **(SMALL | asking_for_ours() | settings))
@@ -56,9 +55,9 @@ def engines(
 
     found = {
         "eager": drafts(num_gpu_blocks_override=512),
-        "captured": drafts(num_gpu_blocks_override=512, **captured),
-        "few": drafts(num_gpu_blocks_override=FEW, **captured),
-        "dense": dense(num_gpu_blocks_override=512, **captured),
+        "captured": drafts(num_gpu_blocks_override=512, **CAPTURED),
+        "few": drafts(num_gpu_blocks_override=FEW, **CAPTURED),
+        "dense": dense(num_gpu_blocks_override=512, **CAPTURED),
     }
     kept_engines.extend(found.values())
     for name, llm in found.items():

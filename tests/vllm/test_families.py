@@ -13,7 +13,7 @@ import torch
 from model_folders import save_model
 from tiny_models import SHARED, random_tokens, tiny_model
 from tiny_plans import decode_plan, every_head, info_of, plan_for, segment
-from vllm_engine import LONGEST, Oracle, chunks_of, generate, make_engine, tokens_of
+from vllm_engine import LONGEST, Oracle, assert_answered, gaps, make_engine
 
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
@@ -25,6 +25,7 @@ PATTERNS = (
     VerticalSlash(vertical=tokens(32), slash=tokens(128), last_q=64, max_tiles=fraction(0.4)),
     Dense(),
 )
+PROMPTS = [random_tokens(1, length, length)[0].tolist() for length in (1100, 700)]
 LOCAL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 YARN = {  # vLLM knows no other rope of this family
     "rope_type": "yarn",
@@ -64,13 +65,7 @@ def check(name: str, folder: Path) -> Any:
     engine = make_engine(str(save_model(model, folder / "model")), additional_config=given, **settings)
     groups = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
     assert (len(groups) > 1) == ("sliding_window" in FAMILIES[family] and not in_one_group)
-    prompts, oracle = [random_tokens(1, length, length)[0].tolist() for length in (1100, 700)], Oracle(model, plan)
-    for prompt, cuts, output in zip(prompts, chunks_of([1100, 700]), generate(engine, prompts), strict=True):
-        answer = oracle(prompt, cuts)
-        assert tokens_of(output) == answer.tokens
-        found = [next(iter(one.values())).logprob for one in output.outputs[0].logprobs]
-        assert found == pytest.approx(answer.logprobs, abs=2e-3)
-        assert answer.density < 0.9
+    assert_answered(engine, Oracle(model, plan), PROMPTS)
     return engine
 
 
@@ -99,11 +94,8 @@ def check_hybrid(folder: Path) -> Any:
     given = {"sparsekv": {"plan": str(folder / "plan.yaml")}}
     engine = make_engine(str(save_model(model, folder / "model")), additional_config=given, dtype="bfloat16")
     assert engine.llm_engine.vllm_config.cache_config.block_size > 128  # by the states, which CPUs keep in other types
-    prompts, apart, dense = [random_tokens(1, length, length)[0].tolist() for length in (1100, 700)], [], []
-    for prompt, cuts, output in zip(prompts, chunks_of([1100, 700]), generate(engine, prompts), strict=True):
-        found = torch.tensor([next(iter(one.values())).logprob for one in output.outputs[0].logprobs])
-        for by, gaps in ((plan, apart), (None, dense)):
-            gaps.append((Oracle(model.float(), by).of(prompt, cuts, tokens_of(output)) - found).abs().mean())
+    model = model.float()
+    apart, dense = gaps(engine, (Oracle(model, plan), Oracle(model, None)), PROMPTS)
     assert max(apart) < 0.2 < 0.4 < min(dense), (apart, dense)
     return engine
 

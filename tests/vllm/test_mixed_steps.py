@@ -2,20 +2,13 @@
 
 from typing import Any
 
-from vllm import SamplingParams
 from vllm_engine import NEW, Oracle, chunks_of, generate, same
-from vllm_steps import SPARSE_FROM_DENSE, apart, recorded_choices
+from vllm_steps import SPARSE_FROM_DENSE, apart, likely_answers, recorded_choices
 
 from sparsekv.runtime.vllm.engine_host import serving_stats
 
 Prompts = dict[int, list[int]]
 LENGTHS = (200, 2000, 700, 2700)  # tokens of the second are decoded while the last is a prompt
-
-
-def likely(engine: Any, asked: list[list[int]]) -> list[Any]:
-    """Greedy answers with the five likeliest tokens beside each."""
-    greedy = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=5)
-    return list(engine.generate([{"prompt_token_ids": one} for one in asked], greedy, use_tqdm=False))
 
 
 def test_rows_choose_beside_chunks_of_prompts_as_in_the_transformers_host(
@@ -34,7 +27,6 @@ def test_rows_choose_beside_chunks_of_prompts_as_in_the_transformers_host(
 def test_dense_decode_is_told_from_sparse_before_an_answer_differs(engine: Any, plain: Any, prompts: Prompts) -> None:
     """What tests on a GPU rely on, where rounding decides an answer of which the model is not sure."""
     asked = [prompts[length] for length in LENGTHS]
-    (_, beside, *_), (_, dense, *_) = likely(engine, asked), likely(plain, asked)
-    assert engine.reset_prefix_cache()
-    (alone,) = likely(engine, [prompts[2000]])
+    (_, beside, *_), (_, dense, *_) = likely_answers(engine, asked), likely_answers(plain, asked)
+    (alone,) = likely_answers(engine, [prompts[2000]])
     assert apart(alone, beside) < 0.2 < SPARSE_FROM_DENSE < apart(beside, dense)

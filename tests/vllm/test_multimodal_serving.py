@@ -12,7 +12,7 @@ from model_folders import save_model
 from tiny_models import random_tokens
 from tiny_multimodal import multimodal_config, multimodal_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
-from vllm_engine import LONGEST, Oracle, chunks_of, generate, make_engine, tokens_of
+from vllm_engine import LONGEST, Oracle, assert_answered, gaps, make_engine
 
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, fraction, tokens
@@ -21,7 +21,7 @@ from sparsekv.runtime.hf.load import load_model
 pytestmark = pytest.mark.slow  # half a minute each: vLLM looks at a class of a model in one more process
 WITHOUT_TORCHVISION = Path(__file__).parents[1] / "support" / "no_torchvision"
 PATTERNS = (AShape(sink=tokens(64), window=tokens(128)), BlockSparse(keep=fraction(0.3)), Dense())
-LENGTHS = (1100, 700)
+PROMPTS = [random_tokens(1, length, length)[0].tolist() for length in (1100, 700)]
 
 
 def plan_beside(kind: str, folder: Path, **options: Any) -> tuple[Any, Any]:
@@ -44,13 +44,7 @@ def check(kind: str, folder: Path, limits: dict[str, Any]) -> None:
     decoder, plan = plan_beside(kind, folder, **OWN.get(kind, {}))
     check_limits(folder, limits)
     engine = make_engine(str(folder), additional_config={"sparsekv": {"require": True}}, **limits)
-    prompts, oracle = [random_tokens(1, length, length)[0].tolist() for length in LENGTHS], Oracle(decoder, plan)
-    for prompt, cuts, output in zip(prompts, chunks_of(LENGTHS), generate(engine, prompts), strict=True):
-        answer = oracle(prompt, cuts)
-        assert tokens_of(output) == answer.tokens
-        found = [next(iter(one.values())).logprob for one in output.outputs[0].logprobs]
-        assert found == pytest.approx(answer.logprobs, abs=2e-3)
-        assert answer.density < 0.9
+    assert_answered(engine, Oracle(decoder, plan), PROMPTS)
 
 
 def check_limits(folder: Path, limits: dict[str, Any]) -> None:
@@ -71,11 +65,7 @@ def check_hybrid(kind: str, folder: Path) -> None:
     """In bfloat16, as `test_families.check_hybrid`: log-probabilities are nearer to those by the plan than to dense."""
     decoder, plan = plan_beside(kind, folder, **STATES)
     engine = make_engine(str(folder), language_model_only=True, dtype="bfloat16")
-    prompts, apart, dense = [random_tokens(1, length, length)[0].tolist() for length in LENGTHS], [], []
-    for prompt, cuts, output in zip(prompts, chunks_of(LENGTHS), generate(engine, prompts), strict=True):
-        found = torch.tensor([next(iter(one.values())).logprob for one in output.outputs[0].logprobs])
-        for by, gaps in ((plan, apart), (None, dense)):
-            gaps.append((Oracle(decoder, by).of(prompt, cuts, tokens_of(output)) - found).abs().mean())
+    apart, dense = gaps(engine, (Oracle(decoder, plan), Oracle(decoder, None)), PROMPTS)
     assert max(apart) < min(dense) / 2, (apart, dense)
 
 

@@ -9,10 +9,9 @@ import pytest
 from model_folders import save_model
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import drops, plan_for
-from vllm_engine import generate, make_engine, tokens_of
+from vllm_engine import generate, gpu_engine, tokens_of
 from vllm_retained import Watch, drive, free_blocks, recorded_choices
 
-from sparsekv.bench.vllm_engines import asking_for_ours
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import fraction
 from sparsekv.runtime.settings import preset_vllm
@@ -20,7 +19,6 @@ from sparsekv.runtime.settings import preset_vllm
 pytestmark = pytest.mark.gpu
 BLOCK, CHUNK, BLOCKS = 16, 128, 165
 MEMORY = 1 << 30  # more than these take; unless it is told, an engine of the older runner drops the graphs of others
-CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without compilation, which these tests turn off
 MODEL = tiny_model(layers=5, head_dim=64, context=1024)
 PLAN = plan_for(
     MODEL,
@@ -40,18 +38,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory, kept_engines: list[Any]) -
     save_model(MODEL, folder / "model")
     write_plan(PLAN, folder / "plan.yaml")
 
-    def engine(**settings: Any) -> Any:
-        return make_engine(
-            str(folder / "model"), dtype="bfloat16", block_size=BLOCK, num_gpu_blocks_override=BLOCKS,
-            max_model_len=512, max_num_batched_tokens=CHUNK, kv_cache_memory_bytes=MEMORY, disable_log_stats=True,
-            additional_config={"sparsekv": {"plan": str(folder / "plan.yaml")}}, **asking_for_ours(), **settings,
+    def engine(captured: bool, ahead: bool) -> Any:
+        return gpu_engine(
+            str(folder / "model"), {"plan": str(folder / "plan.yaml")}, captured, async_scheduling=ahead,
+            block_size=BLOCK, num_gpu_blocks_override=BLOCKS, max_model_len=512, max_num_batched_tokens=CHUNK,
+            kv_cache_memory_bytes=MEMORY,
         )  # fmt: skip
 
-    found = {
-        "eager": engine(async_scheduling=False),
-        "captured": engine(enforce_eager=False, compilation_config=CAPTURED, async_scheduling=False),
-        "ahead": engine(enforce_eager=False, compilation_config=CAPTURED, async_scheduling=True),
-    }
+    found = {"eager": engine(False, False), "captured": engine(True, False), "ahead": engine(True, True)}
     kept_engines.extend(found.values())
     return found
 

@@ -17,7 +17,6 @@ from sparsekv.runtime.hf.memory import Request
 from sparsekv.runtime.hf.placement import Placement
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.page_pool import PageError
-from sparsekv.runtime.stores.virtual import VirtualStore
 
 DECODE = decode_plan(segment(0, (1, 2), 12, sink=4, recent=10))
 
@@ -35,24 +34,6 @@ def logits(model, cache, ids):
 
 def stores(cache):
     return [layer.store for layer in cache.layers]
-
-
-def test_a_cache_grows_in_place_and_attends_as_on_the_device_store(model, pool):
-    prompt, new = random_tokens(2, 100), random_tokens(2, 80, 1)
-    with torch.no_grad(), apply(model, plan_for(model, None, DECODE)) as handle:
-        cache = model(prompt).past_key_values
-        assert {type(store) for store in stores(cache)} == {VirtualStore}
-        places = [store.keys.data_ptr() for store in stores(cache)]
-        found = logits(model, cache, new)
-        cache = model(random_tokens(2, 300, 3), past_key_values=cache).past_key_values
-        assert [store.keys.data_ptr() for store in stores(cache)] == places
-        assert handle.stats().kv_bytes_device == pool.used == sum(store.bytes.device for store in stores(cache))
-        handle._engine.paging = handle._engine.paging.without()
-        other = model(prompt).past_key_values
-        assert type(first_of(other).store) is DeviceStore
-        assert torch.equal(found, logits(model, other, new))
-    del cache
-    assert pool.used == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 300, 1000])

@@ -1,12 +1,9 @@
 """Copies to the host run late and in any company, and everybody who reads them comes after them."""
 
-import copy
 import gc
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kv_stores import (
     BATCH,
     CPU,
@@ -15,21 +12,14 @@ from kv_stores import (
     SIZE,
     TOKEN_BYTES,
     LateMemory,
-    assert_gathers,
     filled,
     holds,
     rows,
     seen_in,
-    selecting,
-    with_more,
 )
-from tiny_models import random_tokens, tiny_model
-from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import Budget, fraction, tokens
-from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.placement import layouts_of
+from sparsekv.plans.patterns import tokens
 from sparsekv.runtime.stores import host as packed
 from sparsekv.runtime.stores import pinned as memory
 from sparsekv.runtime.stores.bank import HostStore
@@ -38,20 +28,6 @@ from sparsekv.runtime.stores.host import Reads
 from sparsekv.runtime.stores.pinned import HostMemory, check_room
 
 LEAVING = 64  # tokens that move to the host at a time
-CHUNKS = st.lists(st.sampled_from([1, 1, 2, 5, 64, 300, 700]), min_size=1, max_size=12)
-HOT = [tokens(0), tokens(1), tokens(7), tokens(300), fraction(0.1), fraction(1.0)]
-
-
-@pytest.mark.parametrize("hot", [None, *HOT, tokens(5000)], ids=str)
-@settings(max_examples=15, deadline=None)
-@given(chunks=CHUNKS, pieces=st.booleans(), ahead=st.sampled_from([0, 100, 3000]))
-def test_a_view_is_everything_appended_in_order_however_late_copies_are(
-    hot: Budget | None, chunks: list[int], pieces: bool, ahead: int
-):
-    store = DeviceStore() if hot is None else HostStore(hot, LateMemory())
-    store.reserve(ahead)
-    assert holds(store, *filled(store, chunks, pieces))
-    assert store.length == sum(chunks)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -62,35 +38,6 @@ def test_the_stream_of_these_tests_is_late(late):
     store.append(*rows(180, 0))
     store.rows.on_host.zero_()
     assert bool(seen_in(store)[0][:, :, :128].any()) == late
-
-
-@pytest.mark.parametrize("heads", [1, GROUPS])
-def test_a_gather_comes_after_copies_however_late(heads):
-    store = HostStore(tokens(7), LateMemory(), Reads((tokens(18),), 0, 1))
-    k, v = filled(store, [90, 1, 30, 70])
-    chosen = torch.arange(0, 190, 11).expand(BATCH, heads, -1).contiguous()
-    assert_gathers(store, selecting(chosen, recent=1), k, v)
-    for more in range(100):  # tokens that have left the ring since the first gather
-        k, v = with_more(store, k, v, 1, more)
-        assert_gathers(store, selecting(chosen + 1 + more), k, v)
-
-
-def test_a_copy_of_a_store_has_what_was_still_under_way_and_goes_its_own_way():
-    shared = LateMemory()
-    store = HostStore(tokens(7), shared)
-    k, v = filled(store, [500, 1, 30])
-    assert shared.late.waiting
-    twin = copy.deepcopy(store)
-    more = rows(200, 9)
-    store.append(*more)
-    other = rows(300, 10)
-    twin.append(*other)
-    assert holds(twin, *(torch.cat(pair, 2) for pair in zip((k, v), other, strict=True)))
-    assert holds(store, *(torch.cat(pair, 2) for pair in zip((k, v), more, strict=True)))
-    assert copy.deepcopy(HostStore(tokens(1), shared)).length == 0
-    short = HostStore(tokens(700), shared)
-    filled(short, [500])
-    assert copy.deepcopy(short).bytes == short.bytes
 
 
 def test_memory_goes_from_one_store_to_the_next():
@@ -120,16 +67,6 @@ def test_memory_goes_from_one_store_to_the_next():
     assert shared._free == {}
 
 
-def test_a_store_that_grows_gives_its_old_block_back():
-    shared = HostMemory()
-    store = HostStore(tokens(7), shared)
-    filled(store, [100, 1000])
-    old = store.rows.block
-    assert [len(block.data) < len(old.data) for block in shared._free[CPU]] == [True]
-    store.append(*rows(3000, 0))
-    assert shared._free[CPU] == [old]  # and the one before it went: nobody who grows would ever take it
-
-
 @pytest.mark.parametrize("make", [DeviceStore, lambda: HostStore(tokens(7))], ids=["device", "host"])
 @pytest.mark.parametrize("layout", [None, LAYOUT], ids=["at the first append", "at once"])
 def test_what_is_reserved_is_allocated_once_and_exactly(make, layout):
@@ -151,43 +88,6 @@ def test_what_is_reserved_is_allocated_once_and_exactly(make, layout):
     store.reserve(5000)
     assert holds(store, torch.cat((*k, last[0]), 2), torch.cat((*v, last[1]), 2))
     assert store.bytes.device + store.bytes.host >= 5000 * TOKEN_BYTES
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-def offloading(model):
-    return plan_for(model, None, decode_plan(segment(0, (1, 2), 8), offload=(1, 2), hot=4))
-
-
-def test_a_new_cache_has_its_memory_in_place_and_keeps_it(model):
-    prompt = random_tokens(2, 150)
-    with torch.no_grad(), apply(model, offloading(model)) as handle:
-        cache = handle.new_cache(160, batch=2)
-        before = handle.stats()
-        hot = 2 + 8 + 3 + 3 + LEAVING  # slots for a step, recent tokens, those that leave together
-        assert before.kv_bytes_device == (160 + 2 * hot) * layouts_bytes(model, 2)
-        assert before.kv_bytes_host == 2 * (160 - 3) * layouts_bytes(model, 2)
-        expected = model(prompt).logits
-        found = model(prompt, past_key_values=cache)
-        assert found.past_key_values is cache
-        assert torch.equal(found.logits, expected)
-        after = handle.stats()
-        places = {layer.store.rows.on_host.data_ptr() for layer in cache.layers[1:]}
-        cache.reset()
-        model(prompt, past_key_values=cache)
-        assert {layer.store.rows.on_host.data_ptr() for layer in cache.layers[1:]} == places
-    assert (after.kv_bytes_device, after.kv_bytes_host) == (before.kv_bytes_device, before.kv_bytes_host)
-    with pytest.raises(UsageError, match="handle was closed"):
-        handle.new_cache(10)
-    assert handle.stats().kv_bytes_host == after.kv_bytes_host
-
-
-def layouts_bytes(model, batch):
-    layout = layouts_of(model)[0]
-    return batch * 2 * layout.heads * layout.size * layout.dtype.itemsize
 
 
 def test_the_machine_is_asked_before_it_runs_out_of_memory(monkeypatch):

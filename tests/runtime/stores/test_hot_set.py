@@ -3,7 +3,6 @@
 import copy
 from dataclasses import dataclass, replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -188,19 +187,3 @@ def test_rows_of_other_lengths_find_their_own_recent_tokens() -> None:
         token, at = (x[b, 0, :total].long() for x in (tokens_BgM, found.chosen_BgN))
         assert torch.equal(keys.k[b][:, at], k[b][:, token])
         assert torch.equal(keys.v[b][:, at], v[b][:, token])
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_block_of_a_cancelled_request_serves_the_next_one(late: bool) -> None:
-    """Its copies may still be under way: they land before those of the next owner, or not at all."""
-    memory = LateMemory() if late else HostMemory()
-    layers = Layers(1, tokens(100), memory, count=1)
-    layers.append(800, 0)
-    layers.decode(0)
-    block = layers.stores[0].rows.block
-    layers.append(100, 1)  # copies of these are under way when the request goes
-    layers.reset()
-    layers.append(790, 2)
-    assert layers.stores[0].rows.block is block
-    layers.decode(1)
-    layers.views()

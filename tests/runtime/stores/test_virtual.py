@@ -78,20 +78,6 @@ def test_more_rows_than_there_are_addresses_for_are_refused_with_those_that_fit(
     assert (pool.used, pool.driver.reserved) == (0, {})
 
 
-def test_a_call_that_fails_is_named_and_leaves_the_store_as_it_was():
-    pool = host_pool()
-    store = VirtualStore(pool, 500)
-    k, v = torch.randn(2, 1, 3, 50, 8)
-    store.append(k, v)
-    before = pool.used, store.capacity
-    for name in ("map", "allow"):
-        pool.driver.fail = name
-        with pytest.raises(PageError, match=name):
-            store.append(*torch.randn(2, 1, 3, 400, 8))
-        assert (pool.used, store.capacity, store.lengths) == (*before, (50,))
-        assert torch.equal(store.view(torch.tensor([50])).k[:, :, :50], k)
-
-
 class _Growing(VirtualStore):
     """The thread takes note of more pages whenever it can."""
 
