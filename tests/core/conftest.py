@@ -1,13 +1,7 @@
-"""The interpreter runs Triton kernels where there is no GPU; it must be chosen before triton is imported."""
-
-import os
+"""Calls of these tests are small: one thread of torch is the fastest."""
 
 import pytest
-import torch
-from torch_threads import torch_threads
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from torch_state import torch_threads
 
 
 @pytest.fixture(autouse=True)

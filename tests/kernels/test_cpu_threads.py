@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from torch_threads import torch_threads
+from torch_state import torch_threads
 
 from sparsekv.kernels.cpu_threads import THREAD_ELEMENTS, for_each, spread
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from small_blocks import small_blocks
+from torch_state import small_blocks
 
 from sparsekv.kernels.scores import token_scores
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from planner_models import TILE, bare_job, made_up_prices
-from torch_threads import torch_threads
+from torch_state import torch_threads
 
 from sparsekv.planner.evaluation import EvalSamples, PlanMode, evaluate
 from sparsekv.planner.evaluation.results import EvalResult

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch_threads import torch_threads
+from torch_state import torch_threads
 
 from sparsekv.plans.errors import PlanWarning
 from sparsekv.runtime import plan_checks

@@ -14,9 +14,9 @@ import torch
 from core_rows import ONE_PIECE, Case, Row
 from emulated_graphs import emulate
 from host_pages import page_on_the_host
-from poison import poisoned_memory
 from tiny_models import SHARED, random_tokens
 from tiny_plans import plan_for
+from torch_state import poisoned_memory
 from transformers import DynamicCache
 
 from sparsekv.plans.errors import ShapeError, SparseKVError, UnsupportedError, UsageError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from index_cases import Layer, build
-from poison import poisoned_memory
+from torch_state import poisoned_memory
 
 from sparsekv.kernels.index.build import empty_index
 from sparsekv.kernels.index.layout import FamilyHeads, IndexCall, LineScores

@@ -6,7 +6,7 @@ import pytest
 import torch
 from brute_force import capped
 from decode_cases import DecodeCase, DecodeProblem, assert_close, draw, with_sinks
-from torch_threads import torch_threads
+from torch_state import torch_threads
 
 from sparsekv.kernels import cpu_threads
 from sparsekv.kernels.backends import decode_attention, decode_scores

@@ -6,9 +6,8 @@ from unittest import mock
 import pytest
 import torch
 from decode_cases import CASES, GPU_CASES, DecodeCase, assert_close, attend, draw
-from poison import poisoned_memory
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_threads import torch_threads
+from torch_state import poisoned_memory, torch_threads
 
 from sparsekv.kernels import cpu_threads
 from sparsekv.kernels.backends import decode_attention, decode_scores

@@ -6,7 +6,7 @@ import pytest
 import torch
 from brute_force import capped
 from decode_cases import DecodeCase, DecodeProblem, draw
-from poison import poisoned_memory
+from torch_state import poisoned_memory
 
 from sparsekv.kernels.backends import decode_attention
 from sparsekv.plans.errors import ShapeError

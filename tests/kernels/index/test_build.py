@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from index_cases import TILES, Layer, brute_rows, build, differences, layers, make_layer
 from masks import Row, brute_computed_tiles, brute_mask
-from small_blocks import small_blocks
+from torch_state import small_blocks
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.reference import mask_of

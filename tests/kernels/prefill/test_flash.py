@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_cases import Case, assert_close, draw, pack
 from flash_cases import COLUMN_CASES, SQUARE, TALL, TILE_CASES, half, stand_in
-from poison import poisoned_memory
+from torch_state import poisoned_memory
 
 from sparsekv.kernels import backends
 from sparsekv.kernels.backends import prefill_attention

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import Case, assert_close, draw
-from poison import poisoned_memory
 from prefill_cases import CASES, GPU_CASES, SMALL_TILE, TILE
+from torch_state import poisoned_memory
 
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index

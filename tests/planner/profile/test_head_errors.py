@@ -10,8 +10,8 @@ import pytest
 import torch
 from masks import brute_computed_tiles, brute_heads, brute_mask
 from planner_models import TILE, bare_job, dense_of, loaded_tiny, made_up_prices, quick_options
-from poison import poisoned_memory
 from torch import nn
+from torch_state import poisoned_memory
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.options import settle

@@ -24,7 +24,6 @@ from sparsekv.runtime.stores import host as packed
 from sparsekv.runtime.stores import pinned as memory
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.host import Reads
 from sparsekv.runtime.stores.pinned import HostMemory, check_room
 
 LEAVING = 64  # tokens that move to the host at a time
