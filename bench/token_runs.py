@@ -23,7 +23,7 @@ from sparsekv.bench.step_attention import Fillable, fill
 from sparsekv.plans.brief import DRAFTS
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import KVDtype
-from sparsekv.runtime.core.draft_length import DraftLength
+from sparsekv.runtime.core.pays import DraftLength
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.attention import Phase

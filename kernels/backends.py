@@ -149,19 +149,20 @@ def prefill_attention(
     check_index(q_BHSD, index, chunk)
     with_lse = want_lse or softmax.sinks_H is not None
     capped = {"cap": softmax.cap} if softmax.cap else {}  # flash knows none
-    found: AttentionOutput = module.prefill(
+    attended: AttentionOutput = module.prefill(
         q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=with_lse, **capped
     )
     if softmax.sinks_H is not None:
-        assert found.lse_BHS is not None
-        found.out_BHSD.mul_(softmax.kept(found.lse_BHS)[..., None])
-    return found
+        assert attended.lse_BHS is not None
+        attended.out_BHSD.mul_(softmax.kept(attended.lse_BHS)[..., None])
+    return attended
 
 
 def dense_by_flash(
     q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk, *, backend: str
 ) -> bool:
-    """Whether `dense_prefill` goes to flash-attn-4: the backend, where it takes the tensors as they lie, and pays."""
+    """Returns whether `dense_prefill` goes to flash-attn-4: the backend, where it takes the tensors as they lie, and
+    pays."""
     if backend != "flash":
         return False
     from sparsekv.kernels.prefill.flash.backend import takes_dense
@@ -170,7 +171,7 @@ def dense_by_flash(
 
 
 def dense_by_triton(q_BHSD: torch.Tensor, *, backend: str) -> bool:
-    """Whether `dense_prefill` goes to our own kernel: torch's fast ones end at a head size of 256."""
+    """Returns whether `dense_prefill` goes to our own kernel: torch's fast ones end at a head size of 256."""
     return backend == "triton" and q_BHSD.is_cuda and q_BHSD.shape[3] > 256 and q_BHSD.shape[2] > 1
 
 
@@ -240,18 +241,18 @@ def decode_attention(
     """
     module, chooses = _module(backend, _DECODE), not (selection is None and scoring is None and out is None)
     check_keys(q_BHQD, keys, scale, _any_strides(backend), 1 if chooses else MOST_QUERIES)
-    found: AttentionOutput = module.decode(
+    attended: AttentionOutput = module.decode(
         q_BHQD, keys, selection, scale=scale, window=window, want_lse=want_lse, scoring=scoring, out=out, new_B=new_B
     )
-    return found
+    return attended
 
 
 def decode_scores(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float, backend: str) -> torch.Tensor:
     """float32 [g, tokens]: the scores of `decode_attention` with `scoring`, without reading values."""
     module = _module(backend, _DECODE)
     check_keys(q_BHQD, keys, scale, _any_strides(backend))
-    found: torch.Tensor = module.score(q_BHQD, keys, scoring, scale=scale)
-    return found
+    scores_gT: torch.Tensor = module.score(q_BHQD, keys, scoring, scale=scale)
+    return scores_gT
 
 
 def _any_strides(backend: str) -> bool:
@@ -273,8 +274,8 @@ def _obstacle(
 ) -> str | None:
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it takes float32, float16 and bfloat16, found {dtype}"
-    if found := _machine_obstacle(name, device):
-        return found
+    if obstacle := _machine_obstacle(name, device):
+        return obstacle
     if name == "flash":
         return shape_obstacle(dtype, head_dim, tile)
     if name == "triton":
@@ -290,8 +291,8 @@ def float8_obstacle(backend: str, device: torch.device) -> str | None:
         return None
     if torch.version.hip is not None:
         return "Triton reads another format of 8 bits on a ROCm GPU"
-    if (found := torch.cuda.get_device_capability(device)) < (8, 9):
-        return f"Triton reads e4m3 from compute capability 8.9 (Ada) on, found {found[0]}.{found[1]}"
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        return f"Triton reads e4m3 from compute capability 8.9 (Ada) on, found {capability[0]}.{capability[1]}"
     return None
 
 
@@ -308,8 +309,8 @@ def _machine_obstacle(name: str, device: torch.device) -> str | None:
 def _triton_obstacle(device: torch.device) -> str | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return "it needs a CUDA or ROCm GPU that torch can see"
-    if torch.version.hip is None and (found := torch.cuda.get_device_capability(device)) < (8, 0):
-        return f"Triton serves compute capability 8.0 (Ampere) and newer, found {found[0]}.{found[1]}"
+    if torch.version.hip is None and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        return f"Triton serves compute capability 8.0 (Ampere) and newer, found {capability[0]}.{capability[1]}"
     return None
 
 
@@ -399,7 +400,7 @@ class Fallback:
 
 
 def is_backend_failure(error: Exception, device: torch.device) -> bool:
-    """Whether a kernel did not compile or launch, or found no memory, on a device that still works."""
+    """Returns whether a kernel did not compile or launch, or found no memory, on a device that still works."""
     is_kernels = isinstance(error, _FAILURES) or type(error).__module__.partition(".")[0] in _COMPILERS
     says_so = isinstance(error, RuntimeError) and any(words in str(error) for words in _FAILURE_WORDS)
     return (is_kernels or says_so) and _alive(device)
@@ -419,8 +420,8 @@ def summary(error: Exception) -> str:
 
 
 def _alive(device: torch.device) -> bool:
-    """Whether the device still works: after a bad access every later call fails as well, and results from before it
-    cannot be trusted. Waits for the device, once for a failure."""
+    """Returns whether the device still works: after a bad access every later call fails as well, and results from
+    before it cannot be trusted. Waits for the device, once for a failure."""
     if device.type != "cuda":
         return True
     try:

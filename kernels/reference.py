@@ -88,5 +88,5 @@ def prefill(
 ) -> AttentionOutput:
     """The oracle as a backend, under the mask that the index stands for; arguments as in `prefill_attention`."""
     mask_BHSK = mask_of(index, chunk, q_BHSD.shape[2], window)
-    found = reference_attention(q_BHSD, k_BGKD, v_BGKD, mask_BHSK, scale=scale, cap=cap)
-    return found if want_lse else replace(found, lse_BHS=None)
+    attended = reference_attention(q_BHSD, k_BGKD, v_BGKD, mask_BHSK, scale=scale, cap=cap)
+    return attended if want_lse else replace(attended, lse_BHS=None)

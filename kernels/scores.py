@@ -69,8 +69,8 @@ def token_scores(
         scores_BGNS = scaled_scores(q_BGND[:, part], k_BGSD[:, part], scale, softmax.cap)
         scores_BGNWS = torch.unflatten(scores_BGNS, 2, (per_group, window))
         scores_BHWS = scores_BGNWS.masked_fill_(hidden_BWS[:, None, None], -torch.inf).flatten(1, 2)
-        own = slice(part.start * per_group, part.stop * per_group)
-        weights_BGNWS = softmax.weights(scores_BHWS, own).unflatten(1, (-1, per_group))
+        heads_of_part = slice(part.start * per_group, part.stop * per_group)
+        weights_BGNWS = softmax.weights(scores_BHWS, heads_of_part).unflatten(1, (-1, per_group))
         if heads == "per_kv_head":  # summed here: the windows of all heads together would be as large as the scores
             rows.append((weights_BGNWS.amax(2) * weights_BW1[:, None]).sum(-2))
         else:
@@ -113,13 +113,13 @@ def sums_by_torch(q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, scale: float, soft
     sums_BGS = torch.zeros((batch, groups, keys), dtype=torch.float32, device=k_BGSD.device)
     key_S, position_W = (torch.arange(start, keys, device=k_BGSD.device) for start in (0, keys - window))
     for group in range(groups):
-        own = slice(group * per_group, (group + 1) * per_group)
+        heads_of_group = slice(group * per_group, (group + 1) * per_group)
         for part in blocks(window, batch * per_group * keys):
-            q_B1XD = q_BHWD[:, own, part].flatten(1, 2)[:, None]
+            q_B1XD = q_BHWD[:, heads_of_group, part].flatten(1, 2)[:, None]
             scores_B1XS = scaled_scores(q_B1XD, k_BGSD[:, group : group + 1], scale, softmax.cap)
             scores_BNWS = scores_B1XS[:, 0].unflatten(1, (per_group, -1))
             scores_BNWS.masked_fill_(key_S > position_W[part, None], -torch.inf)
-            sums_BGS[:, group] += softmax.weights(scores_BNWS, own).sum((1, 2))
+            sums_BGS[:, group] += softmax.weights(scores_BNWS, heads_of_group).sum((1, 2))
     return sums_BGS
 
 

@@ -169,8 +169,8 @@ def check_qkv(
     check_heads(q_BHSD, k_BGKD, v_BGKD)
     named = {"q": q_BHSD, "k": k_BGKD, "v": v_BGKD}
     if len({(t.dtype, t.device) for t in named.values()}) != 1:
-        found = ", ".join(f"{name} {t.dtype} on {t.device}" for name, t in named.items())
-        raise ShapeError(f"q, k and v must have one dtype and one device, found {found}")
+        kinds = ", ".join(f"{name} {t.dtype} on {t.device}" for name, t in named.items())
+        raise ShapeError(f"q, k and v must have one dtype and one device, found {kinds}")
     check_scale(scale)
 
 

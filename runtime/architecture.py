@@ -76,8 +76,8 @@ class Architecture:
         return max(dense, experts)
 
     def _shared_width(self, config: Any, expert: int) -> int:
-        found = int(getattr(config, self.shared, None) or 0) if self.shared else 0
-        return found if self.shared.endswith("size") else found * expert
+        shared = int(getattr(config, self.shared, None) or 0) if self.shared else 0
+        return shared if self.shared.endswith("size") else shared * expert
 
     def runs_whole(self, config: Any) -> bool:
         """Returns whether layers of a model with this config are called whole; some families are so by an option."""
@@ -87,15 +87,15 @@ class Architecture:
         parts = {self.attention, self.mlp, *self.norms, *self.norms_after, *self.idle} - {""}
         if self.whole:
             return False
-        found = dict(layer.named_children()).keys() - {self.beside}
-        return found == parts and hasattr(getattr(layer, self.attention), self.output)
+        children = dict(layer.named_children()).keys() - {self.beside}
+        return children == parts and hasattr(getattr(layer, self.attention), self.output)
 
 
 def experts_per_token(config: Any) -> int:
     """Returns to how many experts a token goes, where layers differ in the one with the most; 0 without experts."""
-    found = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
-    some = getattr(config, "num_local_experts", None) != 0  # Granite 4 has a family with none
-    return (max(found) if isinstance(found, list) else int(found)) if some else 0
+    experts = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
+    has_experts = getattr(config, "num_local_experts", None) != 0  # Granite 4 has a family with none
+    return (max(experts) if isinstance(experts, list) else int(experts)) if has_experts else 0
 
 
 _BEFORE = ("input_layernorm", "pre_feedforward_layernorm")

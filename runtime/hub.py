@@ -135,8 +135,8 @@ def _refusal(repository: str) -> str:
 
 
 def _cached(repository: str, name: str, revision: str | None = None) -> Path | None:
-    found = try_to_load_from_cache(repository, name, revision=revision)
-    return Path(found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(repository, name, revision=revision)
+    return Path(path) if isinstance(path, str) else None
 
 
 def _reason(error: Exception) -> str:

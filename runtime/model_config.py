@@ -108,13 +108,13 @@ def attention_groups(config: PreTrainedConfig) -> tuple[AttentionGroup, ...]:
 
 def _softmax_group(config: PreTrainedConfig, layer: int) -> AttentionGroup:
     """Returns the group of a layer, its number left out: equal layers have equal groups."""
-    own, window, heads = config_of_layer(config, layer), _window(config, layer), config.num_attention_heads
+    of_layer, window, heads = config_of_layer(config, layer), _window(config, layer), config.num_attention_heads
     return AttentionGroup(
         layers=(0,),
         kind="full" if window is None else "sliding",
         heads=heads,
-        kv_heads=getattr(own, "num_key_value_heads", None) or heads,
-        head_dim=getattr(own, "head_dim", None) or config.hidden_size // heads,
+        kv_heads=getattr(of_layer, "num_key_value_heads", None) or heads,
+        head_dim=getattr(of_layer, "head_dim", None) or config.hidden_size // heads,
         window=window,
         keys_of=_keys_of(config, layer),
     )
@@ -152,9 +152,9 @@ def linear_layers(config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def _linear_group(config: PreTrainedConfig, layers: tuple[int, ...]) -> AttentionGroup:
-    found = recurrence_of(config)
+    sizes = recurrence_of(config)
     return AttentionGroup(
-        layers=layers, kind="linear", heads=found.heads, kv_heads=found.key_heads, head_dim=found.head_dim
+        layers=layers, kind="linear", heads=sizes.heads, kv_heads=sizes.key_heads, head_dim=sizes.head_dim
     )
 
 
@@ -242,8 +242,8 @@ _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def quantisation_of(config: Any) -> Mapping[str, Any] | None:
     """The entry on quantised weights of a config of transformers; None where they are not."""
-    found = getattr(config, "quantization_config", None)
-    return found if found is None or isinstance(found, Mapping) else found.to_dict()
+    entry = getattr(config, "quantization_config", None)
+    return entry if entry is None or isinstance(entry, Mapping) else entry.to_dict()
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

@@ -57,7 +57,7 @@ def _beyond(plan: Plan, model: ModelInfo, host: Host) -> Iterator[str]:
     sliding = {layer for group in model.attention if group.kind == "sliding" for layer in group.layers}
     sparse = {group.layer for bucket in (plan.prefill.lengths if plan.prefill else ()) for group in bucket.heads}
     segments = segments_of(plan)
-    looking_back = {one.filter for one in segments if one.selector != "last" and one.window > 1}
+    looking_back = {segment.filter for segment in segments if segment.selector != "last" and segment.window > 1}
     evicting = format_ids(plan.retained)
     sentences = {
         f"filter layers {format_ids(sorted(looking_back))} that choose by more than the newest query, which "
@@ -85,9 +85,9 @@ def segments_of(plan: Plan) -> list[Segment]:
 def check_stored(plan: Plan, dtype: str, float8: bool = False) -> None:
     """Warns (`PlanWarning`) where the quality of a plan was measured with keys and values in another precision."""
     stored = {target.kv_dtype or target.dtype for target in plan.targets}
-    if stored and (own := "fp8" if float8 else dtype) not in stored and "fp8" in (own, *stored):
+    if stored and (here := "fp8" if float8 else dtype) not in stored and "fp8" in (here, *stored):
         warnings.warn(
-            f"quality of this plan was measured with keys and values in {' and '.join(sorted(stored))}, not in {own}: "
+            f"quality of this plan was measured with keys and values in {' and '.join(sorted(stored))}, not in {here}: "
             f"answers may differ from it; plan with --set kv_dtype={'fp8' if float8 else 'auto'} for these",
             PlanWarning,
             stacklevel=3,

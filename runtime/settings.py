@@ -39,8 +39,8 @@ def check_device(device: str) -> None:
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     """Reads the settings from `environment` (the process's own when None). Empty variables count as absent."""
     source = os.environ if environment is None else environment
-    found = {field.name: source.get(PREFIX + field.name.upper(), "").strip() for field in fields(Settings)}
-    given: dict[str, Any] = {name: value for name, value in found.items() if value}
+    values = {field.name: source.get(PREFIX + field.name.upper(), "").strip() for field in fields(Settings)}
+    given: dict[str, Any] = {name: value for name, value in values.items() if value}
     for name, value in given.items():
         if name in CHOICES and value not in CHOICES[name]:
             expected = ", ".join(CHOICES[name])

@@ -48,8 +48,8 @@ def decode(
     if plain and keys.table_BP is None and len(set(lengths)) == 1:
         k_BGSD, v_BGSD = keys.contiguous(lengths[0])
         return AttentionOutput(attend_newest(q_BHQD, k_BGSD, v_BGSD, scale=scale, window=window), None)
-    found = _attend(q_BHQD, keys, selection, scoring, scale=scale, window=window, want_lse=want_lse)
-    return found if out is None else _into(out, found, lengths)
+    attended = _attend(q_BHQD, keys, selection, scoring, scale=scale, window=window, want_lse=want_lse)
+    return attended if out is None else _into(out, attended, lengths)
 
 
 def _several(
@@ -70,25 +70,25 @@ def _several(
         ]
         seen = replace(keys, lengths_B=torch.tensor(at, dtype=torch.int32, device=keys.lengths_B.device))
         query = q_BHQD[:, :, number : number + 1]
-        found = decode(query, seen, None, scale=scale, window=window, want_lse=want_lse)
-        outs.append(found.out_BHSD)
-        lses.append(found.lse_BHS)
+        attended = decode(query, seen, None, scale=scale, window=window, want_lse=want_lse)
+        outs.append(attended.out_BHSD)
+        lses.append(attended.lse_BHS)
     return AttentionOutput(torch.cat(outs, 2), torch.cat(lses, 2) if want_lse else None)  # type: ignore[arg-type]
 
 
-def _into(out_BHQD: torch.Tensor, found: AttentionOutput, lengths: list[int]) -> AttentionOutput:
-    for out_HQD, found_HQD, length in zip(out_BHQD, found.out_BHSD, lengths, strict=True):
+def _into(out_BHQD: torch.Tensor, attended: AttentionOutput, lengths: list[int]) -> AttentionOutput:
+    for out_HQD, found_HQD, length in zip(out_BHQD, attended.out_BHSD, lengths, strict=True):
         if length:
             out_HQD.copy_(found_HQD)
-    return AttentionOutput(out_BHQD, found.lse_BHS, found.scores_gT)
+    return AttentionOutput(out_BHQD, attended.lse_BHS, attended.scores_gT)
 
 
 @torch.no_grad()
 def score(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float) -> torch.Tensor:
     """The scores alone, float32 [g, T]; arguments as in `decode_scores`."""
-    found = _attend(q_BHQD, keys, None, scoring, scale=scale, attends=False)
-    assert found.scores_gT is not None
-    return found.scores_gT
+    attended = _attend(q_BHQD, keys, None, scoring, scale=scale, attends=False)
+    assert attended.scores_gT is not None
+    return attended.scores_gT
 
 
 def _attend(

@@ -42,12 +42,6 @@ class DecodeLaunch:
     overlap: bool = False  # a kernel is launched while the one before it ends
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Queries:
-    most: int = 1
-    new_B: torch.Tensor | None = None  # int32: how many of them there are; `most` in every row when None
-
-
 def decode(
     q_BHQD: torch.Tensor,
     keys: KeyView,
@@ -63,12 +57,12 @@ def decode(
 ) -> AttentionOutput:
     """The newest tokens of each batch row; arguments as in `decode_attention`, and a launch in place of the best for
     the GPU. Several queries of a head are as so many heads that end earlier: each key is read once for all of them."""
-    queries = Queries(q_BHQD.shape[2], new_B)
-    rows_BR1D = q_BHQD if queries.most == 1 else q_BHQD.flatten(1, 2).unsqueeze(2)
-    found, lse, scores_gT = _run(
-        rows_BR1D, keys, selection, scale, window, want_lse, scoring, launch, out, queries=queries
+    new = q_BHQD.shape[2]
+    rows_BR1D = q_BHQD if new == 1 else q_BHQD.flatten(1, 2).unsqueeze(2)
+    out_BR1D, lse, scores_gT = _run(
+        rows_BR1D, keys, selection, scale, window, want_lse, scoring, launch, out, new=new, new_B=new_B
     )
-    return AttentionOutput(found.view_as(q_BHQD), lse.view(q_BHQD.shape[:3]) if want_lse else None, scores_gT)
+    return AttentionOutput(out_BR1D.view_as(q_BHQD), lse.view(q_BHQD.shape[:3]) if want_lse else None, scores_gT)
 
 
 def score(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float) -> torch.Tensor:
@@ -81,7 +75,7 @@ def score(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float
 def _run(
     q_BHQD: torch.Tensor, keys: KeyView, selection: Selection | None, scale: float, window: int | None, want_lse: bool,
     scoring: Scoring | None, launch: DecodeLaunch | None, out: torch.Tensor | None, attends: bool = True,
-    queries: Queries = Queries(),
+    new: int = 1, new_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Output, log-sum-exp and scores. Where it does not attend, the output is not written and no value is read."""
     B, H, _, D = q_BHQD.shape
@@ -89,22 +83,21 @@ def _run(
     rows = max(16, triton.next_power_of_2(H // G))
     scales, dtype = keys.scales, q_BHQD.dtype if keys.scales is None else keys.scales.dtype
     launch = launch or launch_for(device, B * G, dtype, D, rows)
-    new_B = keys.lengths_B if queries.new_B is None else queries.new_B
     part_BHPD = torch.empty((B, H, launch.splits, D if attends else 0), dtype=torch.float32, device=device)
     part_lse_BHP = torch.empty((B, H, launch.splits), dtype=torch.float32, device=device)
     out_BHQD = torch.empty_like(q_BHQD, dtype=dtype) if out is None else out
     lse_BHQ = torch.empty((B, H, 1), dtype=torch.float32, device=device)
     logits_HT, scores_gT = (None, None) if scoring is None else _score_memory(scoring, H, device)
     sinks_H = keys.lengths_B if keys.softmax.sinks_H is None else keys.softmax.sinks_H
-    several: dict[str, Any] = {"QUERIES": queries.most, "COUNTED": queries.new_B is not None}
     block_d, overlapping = triton.next_power_of_2(D), overlap(launch.overlap)
     with torch.cuda.device_of(q_BHQD):
         decode_kernel[(launch.splits, G, B)](
             q_BHQD, keys.k, keys.v, part_BHPD, part_lse_BHP, keys.lengths_B,
             *_table_of(keys), *_lists_of(selection, keys.lengths_B), *_logits_of(scoring, logits_HT, keys.lengths_B),
             *q_BHQD.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
-            scale * _LOG2_E, window or 0, G, new_B, *_scales_of(keys),
-            GROUP=H // G, ROWS=rows, D=D, BLOCK_D=block_d, **several,
+            scale * _LOG2_E, window or 0, G, keys.lengths_B if new_B is None else new_B, *_scales_of(keys),
+            GROUP=H // G, ROWS=rows, D=D, BLOCK_D=block_d, QUERIES=new,
+            COUNTED=new_B is not None,
             BLOCK_N=launch.block_n, PAGE=keys.page, INDIRECT=keys.where is not None, SPARSE=selection is not None,
             SCORED=scoring is not None, ATTENDS=attends, STAGES=launch.stages, PRECISION="ieee",
             CAP=keys.softmax.cap * _LOG2_E, SCALED=scales is not None,
@@ -116,7 +109,7 @@ def _run(
             launch.splits,
             D=D, BLOCK_D=min(block_d, _MERGED_VALUES), BLOCK_P=triton.next_power_of_2(launch.splits),
             WANT_LSE=want_lse or scoring is not None, ATTENDS=attends, SKIPS=out is not None,
-            SINKS=keys.softmax.sinks_H is not None, QUERIES=queries.most,
+            SINKS=keys.softmax.sinks_H is not None, QUERIES=new,
             num_warps=4 if D <= 128 else 8, **overlapping,
         )  # fmt: skip
     if scoring is not None and logits_HT is not None and scores_gT is not None:

@@ -177,7 +177,7 @@ def group_heads(patterns: tuple[Pattern, ...]) -> tuple[FamilyHeads, ...]:
 def empty_index(widths: Sequence[IndexWidths], layout: IndexLayout, dense: tuple[int, ...]) -> TileIndex:
     """An index of the whole layer, as wide as the widest part; blank where parts may be narrower than their rows."""
     blank = len(widths) > 1
-    columns = max(one.columns for one in widths)
+    columns = max(part.columns for part in widths)
     rows = (layout.batch, layout.heads, layout.row_tiles)
 
     def room(padding: int, *shape: int) -> torch.Tensor:
@@ -187,7 +187,7 @@ def empty_index(widths: Sequence[IndexWidths], layout: IndexLayout, dense: tuple
 
     return TileIndex(
         tile=layout.tile,
-        tiles_BHTW=room(NO_TILE, *rows, max(one.tiles for one in widths)),
+        tiles_BHTW=room(NO_TILE, *rows, max(part.tiles for part in widths)),
         counts_BHT=room(0, *rows),
         columns_BHC=room(NO_COLUMN, *rows[:2], columns),
         live_BHTN=room(0, *rows, ceil_div(columns, WORD)),

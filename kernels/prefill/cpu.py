@@ -47,8 +47,8 @@ def prefill(
     for b, (past, length) in enumerate(zip(chunk.past, chunk.lengths, strict=True)):
         if length > past:
             rows, known = slice(0, length - past), slice(0, length)
-            own = q_BHSD[b, :, rows], k_BGKD[b, :, known], v_BGKD[b, :, known]
-            row = _BatchRow(*own, b, past, index, window, scale, cap)
+            qkv = q_BHSD[b, :, rows], k_BGKD[b, :, known], v_BGKD[b, :, known]
+            row = _BatchRow(*qkv, b, past, index, window, scale, cap)
             row.attend(out_BHSD[b, :, rows], lse_BHS[b, :, rows])
     return AttentionOutput(out_BHSD, lse_BHS if want_lse else None)
 
@@ -70,13 +70,13 @@ class _BatchRow:
         heads, at_once = len(self.k_GKD), torch.get_num_threads()
         group = len(self.q_HSD) // heads
         for first in range(0, heads, at_once):
-            own = range(first, min(first + at_once, heads))
-            keys = {g: self._keys(g) for g in own}
+            at_work = range(first, min(first + at_once, heads))
+            keys = {g: self._keys(g) for g in at_work}
 
             def fill(h: int, keys: Mapping[int, _Keys] = keys) -> None:
                 out_HSD[h], lse_HS[h] = self._head(h, keys[h // group])
 
-            for_each(fill, range(own.start * group, own.stop * group))
+            for_each(fill, range(at_work.start * group, at_work.stop * group))
 
     def _keys(self, g: int) -> _Keys:
         k_KD, v_KD = self.k_GKD[g].float(), self.v_GKD[g].float()
@@ -134,8 +134,8 @@ def _sparse(
                 out_TMD[t], lse_TM[t] = attend(q_TMD[t, None], k_ND[None], v_ND[None], scale)
         edge = rows.edge(part)
         if edge is not None:
-            found = _attend_edge(q_TMD[part], keys, *edge, attend, scale)
-            out_TMD[part], lse_TM[part] = _join(out_TMD[part], lse_TM[part], *found)
+            of_edge = _attend_edge(q_TMD[part], keys, *edge, attend, scale)
+            out_TMD[part], lse_TM[part] = _join(out_TMD[part], lse_TM[part], *of_edge)
     return out_TMD.view(-1, D)[:S], lse_TM.view(-1)[:S]
 
 

@@ -114,7 +114,9 @@ class Program:
     def readers(self) -> dict[int, tuple[int, ...]]:
         """By layer with keys and values of its own, itself and the layers that attend to these."""
         owners = [(layer.layer, layer.layer if layer.keys_of is None else layer.keys_of) for layer in self.attending]
-        return {one.layer: tuple(layer for layer, owner in owners if owner == one.layer) for one in self.caching}
+        return {
+            cached.layer: tuple(layer for layer, owner in owners if owner == cached.layer) for cached in self.caching
+        }
 
     @cached_property
     def alike_in_decode(self) -> tuple[tuple[LayerProgram, int], ...]:
@@ -229,11 +231,11 @@ def _segments(decode: DecodePlan | None, model: ModelInfo, rank: Rank) -> list[t
     if decode is None or not sparse:
         return []
     bounds = tuple(bucket.up_to for bucket in decode.lengths if bucket.up_to is not None)
-    found = []
+    lowered = []
     for position, segment in enumerate(sparse[0].segments):
         buckets = tuple(bucket.segments[position] if bucket.segments else None for bucket in decode.lengths)
-        found.append((segment, _segment(segment, bounds, buckets, model, rank)))
-    return found
+        lowered.append((segment, _segment(segment, bounds, buckets, model, rank)))
+    return lowered
 
 
 def _segment(
@@ -272,9 +274,9 @@ def _kv_map(segment: Segment, layer: int, model: ModelInfo, rank: Rank) -> tuple
     if isinstance(segment.heads, str):
         return None
     for other in (Rank(index, rank.count) for index in range(rank.count)):
-        kv, chosen_by = (other.heads(model.group_of(one))[1] for one in (layer, segment.filter))
-        own = segment.heads[layer][kv]
-        crossing = [source for source in own if not chosen_by.start <= source < chosen_by.stop]
+        kv, chosen_by = (other.heads(model.group_of(number))[1] for number in (layer, segment.filter))
+        sources = segment.heads[layer][kv]
+        crossing = [source for source in sources if not chosen_by.start <= source < chosen_by.stop]
         if crossing:
             raise UnsupportedError(
                 f"expected head maps that stay within a rank, found that KV heads {kv.start} to {kv.stop - 1} of layer "
@@ -282,5 +284,5 @@ def _kv_map(segment: Segment, layer: int, model: ModelInfo, rank: Rank) -> tuple
                 f"another rank; use fewer ranks, or `heads: max`"
             )
         if other == rank:
-            found = tuple(source - chosen_by.start for source in own)
-    return found
+            mapped = tuple(source - chosen_by.start for source in sources)
+    return mapped

@@ -341,9 +341,9 @@ class Evicting(Role):
 
     def begin_prompt(self, layer: int, store: KVStore, state: DecodeState) -> None:
         """Generated tokens are put in their order, and queries of the prompt before are forgotten."""
-        own = _own(store)
-        own.begin_prompt()
-        if not own.prompt_tokens:
+        evicting = _own(store)
+        evicting.begin_prompt()
+        if not evicting.prompt_tokens:
             state.observed(layer)
 
     def observe(self, layer: int, new: Observed, state: DecodeState) -> None:
@@ -352,23 +352,23 @@ class Evicting(Role):
     def end_prompt(
         self, layer: int, store: KVStore, state: DecodeState, attempt: Attempt, scales: Scales | None = None
     ) -> None:
-        own, observed = _own(store), state.observed(layer)
-        if not own.prompt_tokens:
-            return own.resume()
+        evicting, observed = _own(store), state.observed(layer)
+        if not evicting.prompt_tokens:
+            return evicting.resume()
         assert observed is not None, "a prompt that was prefilled elsewhere is refused"
-        k_BGSD = own.tensors[0][:, :, : own.rows]
+        k_BGSD = evicting.tensors[0][:, :, : evicting.rows]
         if scales is not None:
             k_BGSD = scaled(k_BGSD, scales.k_G, scales.dtype)
 
         def call(backend: str) -> torch.Tensor | None:
-            return rows_to_cache(self.rule, own.length, observed, k_BGSD, backend=backend)
+            return rows_to_cache(self.rule, evicting.length, observed, k_BGSD, backend=backend)
 
-        return own.evict(attempt(call, k_BGSD.device))
+        return evicting.evict(attempt(call, k_BGSD.device))
 
     def count_step(self, store: KVStore, meter: Meter) -> None:
-        own = _own(store)
-        rows = len(own.lengths)
-        meter.add_decode(rows * own.rows_after(1), rows * (own.length + 1))
+        evicting = _own(store)
+        rows = len(evicting.lengths)
+        meter.add_decode(rows * evicting.rows_after(1), rows * (evicting.length + 1))
 
 
 def _own(store: KVStore) -> EvictingStore:

@@ -61,7 +61,7 @@ class SegmentProgram:
         return length if segment is None else segment.read_tokens(self.filter if scores else -1, length)
 
     def all_whole(self, lengths: Sequence[int] | None) -> bool:
-        """Whether all rows are known to attend to everything; None is lengths that the host does not know."""
+        """Returns whether all rows are known to attend to everything; None is lengths that the host does not know."""
         return lengths is not None and all(self.count(length) == ALL for length in lengths)
 
     @property

@@ -153,7 +153,9 @@ class DecodeState:
     def budgets(self, device: torch.device) -> Budgets:
         if device not in self._tables:
             with torch.inference_mode(False):
-                self._tables[device] = Budgets(self._segments, [self.room(one) for one in self._segments], device)
+                self._tables[device] = Budgets(
+                    self._segments, [self.room(segment) for segment in self._segments], device
+                )
         return self._tables[device]
 
     def constant(self, values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -170,26 +172,24 @@ class DecodeState:
         assert self._lengths_B is not None, "begin() comes first"
         return self._lengths_B
 
+    @torch.inference_mode(False)
     def remember(self, segment: SegmentProgram, q_BHSD: torch.Tensor) -> None:
         """Remembers the newest queries of a filter layer whose selector looks at several; called for every token."""
-        if segment.queries > 1:
-            self._remember(segment.filter, q_BHSD, segment.queries)
+        if (count := segment.queries) == 1:
+            return
+        batch, heads, new, size = q_BHSD.shape
+        newest_BHWD = q_BHSD[:, :, -count:].detach().clone()  # leaving inference mode turns autograd on
+        if new < count:
+            older = self._queries.get(segment.filter)
+            older_BHWD = q_BHSD.new_zeros((batch, heads, count, size)) if older is None else older
+            newest_BHWD = torch.cat((older_BHWD[:, :, new:], newest_BHWD), 2)
+        self._queries[segment.filter] = newest_BHWD
 
     def remember_step(self, segment: SegmentProgram, q_BH1D: torch.Tensor) -> None:
         """`remember` of the step under way, once: another backend may begin the layer again."""
         if segment.filter not in self._remembered:
             self._remembered.add(segment.filter)
             self.remember(segment, q_BH1D)
-
-    @torch.inference_mode(False)
-    def _remember(self, layer: int, q_BHSD: torch.Tensor, count: int) -> None:
-        batch, heads, new, size = q_BHSD.shape
-        newest_BHWD = q_BHSD[:, :, -count:].detach().clone()  # leaving inference mode turns autograd on
-        if new < count:
-            older = self._queries.get(layer)
-            older_BHWD = q_BHSD.new_zeros((batch, heads, count, size)) if older is None else older
-            newest_BHWD = torch.cat((older_BHWD[:, :, new:], newest_BHWD), 2)
-        self._queries[layer] = newest_BHWD
 
     @torch.inference_mode(False)
     def observe(self, layer: int, new: Observed, most: int) -> None:

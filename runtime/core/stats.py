@@ -27,11 +27,11 @@ class RunStats:
     checks: int = 0  # dense passes of an answer, those without a draft among them
 
     def __repr__(self) -> str:
-        counts = {one.name: getattr(self, one.name) for one in fields(self)}
+        counts = {count.name: getattr(self, count.name) for count in fields(self)}
         shares = {name: getattr(self, name) for name in _SHARES}
-        told = [f"{name}={value}" for name, value in counts.items() if value]
-        told += [f"{name}={value:.4g}" for name, value in shares.items() if value is not None]
-        return f"RunStats({', '.join(told)})"
+        shown = [f"{name}={value}" for name, value in counts.items() if value]
+        shown += [f"{name}={value:.4g}" for name, value in shares.items() if value is not None]
+        return f"RunStats({', '.join(shown)})"
 
     @property
     def acceptance(self) -> float | None:

@@ -201,16 +201,16 @@ class Handle:
         check_owner_open(self._engine)
         check_handed_over(self._engine.program)
         cache = sparse_cache(None, self._engine, len(self._layouts), self._linear)
-        for number, (layer, found) in enumerate(zip_longest(cache.layers, layers)):
-            if layer is None or found is None:
+        for number, (layer, given) in enumerate(zip_longest(cache.layers, layers)):
+            if layer is None or given is None:
                 raise UsageError(
                     f"expected keys and values of {len(self._layouts)} layers, found "
                     f"{'more' if layer is None else number}; pass those of every layer of this model"
                 )
-            if isinstance(layer, SparseLayer) and isinstance(found, tuple):
-                layer.update(*found)
-            elif isinstance(layer, LinearAttentionLayer) and isinstance(found, LinearAttentionLayer):
-                cache.layers[number] = found
+            if isinstance(layer, SparseLayer) and isinstance(given, tuple):
+                layer.update(*given)
+            elif isinstance(layer, LinearAttentionLayer) and isinstance(given, LinearAttentionLayer):
+                cache.layers[number] = given
             else:
                 kind = "keys and values" if isinstance(layer, SparseLayer) else "a recurrent state"
                 raise UsageError(f"expected {kind} of layer {number}, found something else; pass a cache of this model")
@@ -231,26 +231,26 @@ class Handle:
         held, new = [layer.store.bytes for layer in layers], max(1, tokens - answer - cache.get_seq_length())
         request = Request(tokens - answer, answer, 1, new if chunk is None else min(chunk, new), grows=True)
         host_layers = frozenset(layer.layer for layer in layers if type(layer.store) is HostStore)
-        available = self._available(sum(one.device for one in held), sum(one.host for one in held))
+        available = self._available(sum(size.device for size in held), sum(size.host for size in held))
         self._memory.check(request, available, replace(self._engine.placement, layers=host_layers))
 
     def _available(self, held_on_device: int = 0, held_on_host: int = 0) -> Available:
         """For a cache that takes over what is held, and blocks that are free."""
-        found = Available.here({layout.device for layout in self._layouts})
-        on_cpu = found.device is None
+        free = Available.here({layout.device for layout in self._layouts})
+        on_cpu = free.device is None
         ours = held_on_host + self._engine.memory.free_bytes + (held_on_device if on_cpu else 0)
         return Available(
-            None if found.device is None else found.device + held_on_device,
-            None if found.host is None else found.host + ours,
+            None if free.device is None else free.device + held_on_device,
+            None if free.host is None else free.host + ours,
         )
 
     def stats(self) -> RunStats:
         """Counts since the start or the last reset; waits for the device. Also after `close()`."""
         stores = self._engine.bytes
-        found = self._engine.meter.read(sum(store.device for store in stores), sum(store.host for store in stores))
+        counts = self._engine.meter.read(sum(store.device for store in stores), sum(store.host for store in stores))
         reads = self._engine.host_reads.collect()
         return replace(
-            found, host_steps=reads.steps, host_tokens_chosen=reads.chosen, host_tokens_fetched=reads.fetched
+            counts, host_steps=reads.steps, host_tokens_chosen=reads.chosen, host_tokens_fetched=reads.fetched
         )
 
     def reset_stats(self) -> None:
@@ -392,7 +392,7 @@ def check_offload(mode: object, host_layers: object) -> None:
 
 
 def check_kv_dtype(kv_dtype: object, backend: str, device: torch.device) -> bool:
-    """Whether keys and values are in 8 bits. Raises BackendError where the backend does not read them."""
+    """Returns whether keys and values are in 8 bits. Raises BackendError where the backend does not read them."""
     if kv_dtype not in get_args(KVDtype):
         raise UsageError(f"expected kv_dtype to be {' or '.join(get_args(KVDtype))}, found {kv_dtype!r:.40}")
     if kv_dtype == "fp8" and (obstacle := float8_obstacle(backend, device)):

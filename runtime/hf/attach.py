@@ -186,11 +186,11 @@ class Attached:
         vars(module)[name] = value
 
     def _copied(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        own = vars(module).pop("__deepcopy__")
+        method = vars(module).pop("__deepcopy__")
         try:
             twin = deepcopy(module, memo)
         finally:
-            vars(module)["__deepcopy__"] = own
+            vars(module)["__deepcopy__"] = method
         for placed, name, value, former in self._placed:
             if id(placed) in memo:  # what was there before may hold the module that was copied
                 _restore(memo[id(placed)], name, value, former if former is _ABSENT else deepcopy(former, memo))
@@ -241,11 +241,11 @@ class Attached:
             with self._one_thread():
                 self._depth += 1
                 try:
-                    found = run(*args, **kwargs)
+                    output = run(*args, **kwargs)
                     if self._depth == 1:
                         for progress in self._ran:
                             progress.end()
-                    return found
+                    return output
                 finally:
                     self._depth -= 1
                     if not self._depth:
@@ -274,13 +274,13 @@ class Attached:
         is_plain = under_way.phase is Phase.PREFILL and under_way.rows is None and isinstance(kept, int)
         if is_plain and kept and not self._engine.sees_all:
             inputs[_KEPT] = kept
-        found = (self.run if under_way.rows is None else partial(run_by_rows, self))(under_way, inputs)
+        output = (self.run if under_way.rows is None else partial(run_by_rows, self))(under_way, inputs)
         if under_way.cache is not None:
             self._ran.append(progress_of(under_way.cache))
-        return found
+        return output
 
     def run(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
-        executor = next((one for one in self._executors if one.takes(self, under_way, inputs)), None)
+        executor = next((candidate for candidate in self._executors if candidate.takes(self, under_way, inputs)), None)
         return self.run_own(under_way, inputs) if executor is None else executor.run(self, under_way, inputs)
 
     def run_own(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
@@ -423,10 +423,10 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 def check_generate(defaults: GenerationConfig, given: dict[str, Any], engine: Engine) -> None:
     """Refuses the ways of generating that a sparse cache cannot follow, before anything runs; see also `check_cut`."""
     for name, (refused, what, instead) in _REFUSED.items():
-        found = generate_setting(name, given, defaults)
-        if found is not None and refused(found):
+        value = generate_setting(name, given, defaults)
+        if value is not None and refused(value):
             raise UnsupportedError(
-                f"{what} cannot be right with a sparsekv plan applied yet (found {name}={_brief(found)}); "
+                f"{what} cannot be right with a sparsekv plan applied yet (found {name}={_brief(value)}); "
                 f"{instead}, or close the handle first"
             )
     cache = named(given).get(CACHE_NAME)
@@ -446,5 +446,5 @@ def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def _brief(found: Any) -> str:
-    return repr(found) if isinstance(found, (bool, int, float, str)) else type(found).__name__
+def _brief(value: Any) -> str:
+    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__

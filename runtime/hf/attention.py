@@ -70,7 +70,8 @@ class LayerCall:
 
     @property
     def is_cut(self) -> bool:
-        """Whether only the last new tokens attend: in layers without keys of their own, the others are not read."""
+        """Returns whether only the last new tokens attend: in layers without keys of their own, the others are not
+        read."""
         return self.q_BHSD.shape[2] < self.k_BGSD.shape[2]
 
     def keys(self, chunk: Chunk) -> KeyView:
@@ -114,8 +115,8 @@ class Pass:
             raise Projected(*qkv, scale, softmax)
         check_layer(self.next_layer, layer)
         self.attended += 1
-        entry, found = self.entry(layer), attention_dtype(qkv[0])
-        dtype = found if entry is None else entry.dtype_for(qkv[0])
+        entry, given = self.entry(layer), attention_dtype(qkv[0])
+        dtype = given if entry is None else entry.dtype_for(qkv[0])
         q_BHSD, k_BGSD, v_BGSD = (x.to(dtype) for x in qkv)
         window = self.shapes[layer].window
         call = LayerCall(
@@ -123,7 +124,7 @@ class Pass:
             self.ends_prompt,
         )  # fmt: skip
         with _without_autocast(q_BHSD.device.type):
-            return self._attend(call).to(found)
+            return self._attend(call).to(given)
 
     @property
     def next_layer(self) -> int | None:

@@ -270,8 +270,8 @@ class DecoderOutput(MoeModelOutputWithPast):
 
 
 def decoder_output(hidden_BSE: torch.Tensor, cache: Cache | None) -> DecoderOutput:
-    found: dict[str, Any] = {"last_hidden_state": hidden_BSE, CACHE_NAME: cache}
-    return DecoderOutput(**found)
+    fields: dict[str, Any] = {"last_hidden_state": hidden_BSE, CACHE_NAME: cache}
+    return DecoderOutput(**fields)
 
 
 def sparse_cache(given: Any, owner: CacheOwner, layers: int, linear: Collection[int] = ()) -> Cache:
@@ -393,9 +393,9 @@ def begin_pass(cache: Cache, layers: int) -> tuple[int, ...]:
             "expected a cache with the same rows in every layer, found one whose rows were picked anew in some layers "
             "and then not in others, as where memory runs out; reset() the cache, or start a new one"
         )
-    found = {layer.store.lengths for layer in ours if layer.layer < layers}
-    if len(found) > 1:
-        tokens = [max(lengths, default=0) for lengths in found]
+    every = {layer.store.lengths for layer in ours if layer.layer < layers}
+    if len(every) > 1:
+        tokens = [max(lengths, default=0) for lengths in every]
         raise UsageError(
             f"expected a cache with the same tokens in every layer, found {min(tokens)} to {max(tokens)} of them: not "
             f"all layers ran before; reset() the cache, or start a new one, and run the whole prompt again"
@@ -404,9 +404,9 @@ def begin_pass(cache: Cache, layers: int) -> tuple[int, ...]:
 
 
 def _check_owned(cache: Cache, owner: CacheOwner) -> None:
-    found = first_of(cache).owner
-    check_owner_open(found)
-    if found is not owner:
+    former = first_of(cache).owner
+    check_owner_open(former)
+    if former is not owner:
         raise UsageError(
             "expected a cache made under this handle, found one made under another; start a new cache for each apply()"
         )

@@ -95,8 +95,8 @@ def describe_model(model: PreTrainedModel, source: str | None = None, revision: 
 
 def describe_by_files(model: PreTrainedModel, folder: Path) -> None:
     """Has `describe_model` know the weights of a model by the quantised files that they stand for, in every host."""
-    if found := files_fingerprint(folder):
-        setattr(model, _OF_FILES, {weights_fingerprint(_weight_samples(model)): found})
+    if weights := files_fingerprint(folder):
+        setattr(model, _OF_FILES, {weights_fingerprint(_weight_samples(model)): weights})
 
 
 _OF_FILES = "sparsekv_weights_of_files"  # an attribute of a model: other weights that it gets are not the files'
@@ -136,8 +136,8 @@ def _of_text(model: PreTrainedModel, name: str) -> bool:
 
 def _offloaded_samples(model: PreTrainedModel, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Samples of tensors that accelerate keeps on the host or on disk; it brings those of a module at a time."""
-    found: dict[str, torch.Tensor] = {}
-    for module_name, own in groupby(names, lambda name: name.rpartition(".")[0]):
+    samples: dict[str, torch.Tensor] = {}
+    for module_name, tensors in groupby(names, lambda name: name.rpartition(".")[0]):
         module = model.get_submodule(module_name)
         if not hasattr(module, "_hf_hook"):
             raise UnsupportedError(
@@ -147,9 +147,13 @@ def _offloaded_samples(model: PreTrainedModel, names: Sequence[str]) -> dict[str
         from accelerate.utils import align_module_device  # optional; what has a hook was loaded with it
 
         with align_module_device(module, torch.device("cpu")):
-            data = {name: getattr(module, name.rpartition(".")[2]).detach() for name in own}
-            found |= {name: _sampled(one) for name, one in data.items() if type(one) is torch.Tensor and one.numel()}
-    return found
+            data = {name: getattr(module, name.rpartition(".")[2]).detach() for name in tensors}
+            samples |= {
+                name: _sampled(values)
+                for name, values in data.items()
+                if type(values) is torch.Tensor and values.numel()
+            }
+    return samples
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:

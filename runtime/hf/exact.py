@@ -33,7 +33,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.brief import DRAFTS
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.runtime.core.draft_length import DraftLength
+from sparsekv.runtime.core.pays import DraftLength
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Attachment, Phase
 from sparsekv.runtime.hf.cache import first_of, fixed_rows_of, reserve, take_back

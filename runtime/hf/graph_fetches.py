@@ -109,10 +109,10 @@ class StepFetches:
             if isinstance(hot, HotRows):
                 assert layer.role.follows is not None, "fetch_obstacle() has seen it"
                 alike.setdefault((layer.role.follows.segment, hot), []).append(position)
-        found: dict[int, list[_Group]] = {}
+        groups: dict[int, list[_Group]] = {}
         for (segment, hot), layers in alike.items():
-            found.setdefault(segment.filter, []).append(self._group(segment, tuple(layers), hot, capacity))
-        return found
+            groups.setdefault(segment.filter, []).append(self._group(segment, tuple(layers), hot, capacity))
+        return groups
 
     def _group(self, segment: SegmentProgram, layers: tuple[int, ...], hot: HotRows, capacity: int) -> _Group:
         from sparsekv.kernels.decode.place import PlacedStep  # loads Triton

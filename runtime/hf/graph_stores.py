@@ -67,8 +67,8 @@ def obstacle(program: Program, stores: Sequence[WholeStore], lengths: tuple[int,
         if store.keys.shape[0] != rows:
             return f"the cache holds {store.keys.shape[0]} rows, the step has {rows}"
         hot = store.step_rows(max(lengths))
-        if isinstance(hot, HotRows) and (found := fetch_obstacle(layer, hot, lengths)):
-            return f"layer {layer.layer} {found}"
+        if isinstance(hot, HotRows) and (reason := fetch_obstacle(layer, hot, lengths)):
+            return f"layer {layer.layer} {reason}"
     return ""
 
 
@@ -132,7 +132,8 @@ class StepStores:
     ) -> None:  # fmt: skip
         self.lengths_B = lengths_B
         self.scales = [
-            one and replace(one, k_G=one.k_G.clone(), v_G=one.v_G.clone()) for one in scales or [None] * len(stores)
+            scale and replace(scale, k_G=scale.k_G.clone(), v_G=scale.v_G.clone())
+            for scale in scales or [None] * len(stores)
         ]
         self._positions = {layer.layer: position for position, layer in enumerate(program.caching)}
         self.kinds = tuple(store.step_rows() for store in stores)
@@ -153,7 +154,8 @@ class StepStores:
     # --- between steps ------------------------------------------------------------------------------------------------
 
     def serves(self, stores: Sequence[WholeStore], lengths: tuple[int, ...]) -> bool:
-        """Whether the next step is of the bound stores, these have room for it, and host memory is read by choice."""
+        """Returns whether the next step is of the bound stores, these have room for it, and host memory is read by
+        choice."""
         if max(lengths) > self._room or len(stores) != len(self._bound) or not self.evicting.serves(stores):
             return False
         if max(lengths) > self._room_of(stores):  # rows grow apart where each keeps what counts of its draft
@@ -170,10 +172,10 @@ class StepStores:
         if self.where_LX.is_cuda:
             table_LX = table_LX.pin_memory()  # which is not reused before the copy has read it
         self.where_LX.copy_(table_LX, non_blocking=True)
-        for own, found in zip(self.scales, scales, strict=False):
-            if own is not None and found is not None:
-                own.k_G.copy_(found.k_G)
-                own.v_G.copy_(found.v_G)
+        for ours, theirs in zip(self.scales, scales, strict=False):
+            if ours is not None and theirs is not None:
+                ours.k_G.copy_(theirs.k_G)
+                ours.v_G.copy_(theirs.v_G)
         self._binding = Binding()
         self.fetches.bind(stores)
         self._bound = [weakref.ref(store.bind(self._binding)) for store in stores]  # a cache that is let go of is freed
@@ -213,49 +215,49 @@ class StepStates:
 
     def __init__(self, cache: Cache) -> None:
         self._own = {slot: torch.empty_like(state) for slot, state in _states(cache).items()}
-        self.carried = {layer: own for (layer, kind, _), own in self._own.items() if kind == _CARRIED}
+        self.carried = {layer: tensor for (layer, kind, _), tensor in self._own.items() if kind == _CARRIED}
         self._bound: Callable[[], Cache | None] = lambda: None
 
     def __bool__(self) -> bool:
         return bool(self._own)
 
     def serves(self, cache: Cache) -> bool:
-        return all(_states(cache).get(slot) is own for slot, own in self._own.items())
+        return all(_states(cache).get(slot) is tensor for slot, tensor in self._own.items())
 
     def bind(self, cache: Cache) -> None:
         if self.serves(cache):
             return
         if former := self._bound():
             held = _states(former)
-            for slot, own in self._own.items():
-                if held.get(slot) is own:
-                    _put(former, slot, own.clone())
-        found = _states(cache)
-        for slot, own in self._own.items():
-            own.copy_(found[slot])
-            _put(cache, slot, own)
+            for slot, tensor in self._own.items():
+                if held.get(slot) is tensor:
+                    _put(former, slot, tensor.clone())
+        states = _states(cache)
+        for slot, tensor in self._own.items():
+            tensor.copy_(states[slot])
+            _put(cache, slot, tensor)
         self._bound = weakref.ref(cache)
 
     def layer(self, number: int) -> LinearAttentionLayer:
         """One layer of a cache of the step's own, over these tensors; as one that has seen tokens."""
-        found = LinearAttentionLayer()
+        recurrent = LinearAttentionLayer()
         for at, kind, state in self._own:
             if at != number:
                 continue
-            getattr(found, kind)[state] = self._own[at, kind, state]
-            getattr(found, f"is_{kind}_initialized")[state] = found.has_previous_state[state] = True
-        for state, tensor in found.conv_states.items():
-            found.conv_kernel_size[state] = None if tensor is None else tensor.shape[-1]
-        return found
+            getattr(recurrent, kind)[state] = self._own[at, kind, state]
+            getattr(recurrent, f"is_{kind}_initialized")[state] = recurrent.has_previous_state[state] = True
+        for state, tensor in recurrent.conv_states.items():
+            recurrent.conv_kernel_size[state] = None if tensor is None else tensor.shape[-1]
+        return recurrent
 
     @contextmanager
     def unmoved(self) -> Iterator[None]:
-        saved = {slot: own.clone() for slot, own in self._own.items()}
+        saved = {slot: tensor.clone() for slot, tensor in self._own.items()}
         try:
             yield
         finally:
-            for slot, own in self._own.items():
-                own.copy_(saved[slot])
+            for slot, tensor in self._own.items():
+                tensor.copy_(saved[slot])
 
 
 def _states(cache: Cache) -> dict[_Slot, torch.Tensor]:

@@ -135,9 +135,9 @@ class StepGraph:
             self.stores.evicting.begin()
             inputs = {"input_ids": self.ids_BQ, "position_ids": self.positions_BQ}
             under_way = Pass(engine, self._phase, cache, attached.shapes, new_B=self._new_B)
-            found = attached.run_own(under_way, {**inputs, CACHE_NAME: cache, "use_cache": True})
+            output = attached.run_own(under_way, {**inputs, CACHE_NAME: cache, "use_cache": True})
             self.stores.fetches.join()
-            hidden_BQE: torch.Tensor = found.last_hidden_state
+            hidden_BQE: torch.Tensor = output.last_hidden_state
             return hidden_BQE
 
         return step
@@ -214,11 +214,11 @@ class StepGraphs:
         return self._next
 
     def captured(self, phase: Phase, new: int) -> StepGraph | None:
-        found = [graph for (of, shape), graph in self._served.items() if (of, shape[1]) == (phase, new)]
-        return found[-1] if found else None
+        graphs = [graph for (of, shape), graph in self._served.items() if (of, shape[1]) == (phase, new)]
+        return graphs[-1] if graphs else None
 
     def takes(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> bool:
-        """Whether the pass is a decode step that can be replayed; captures it where none was before."""
+        """Returns whether the pass is a decode step that can be replayed; captures it where none was before."""
         program = self._programs.get(under_way.phase)
         if program is None or under_way.cache is None:
             if self._captured is not None and self._captured.changed():
@@ -288,8 +288,8 @@ class StepGraphs:
             self._next = served
             served.load(under_way, inputs, lengths)
             return ""
-        if found := obstacle(program, stores, lengths, ids_BQ):
-            return found
+        if reason := obstacle(program, stores, lengths, ids_BQ):
+            return reason
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(ids_BQ.device):
             for store in stores:
                 store.prepare(max(lengths))
@@ -307,8 +307,8 @@ class StepGraphs:
             ]
             key = _Key(phase, rows, new, min(fitting, default=least), dtype, kinds)
             known = self._graphs.pop(key, None)
-            if known is None and (found := self._refused.get(key) or self._cannot_capture(attached.decoder)):
-                return found
+            if known is None and (reason := self._refused.get(key) or self._cannot_capture(attached.decoder)):
+                return reason
             try:
                 graph = known or StepGraph(cache, key, program, self._reads)
                 graph.bind(cache)
@@ -344,20 +344,20 @@ class StepGraphs:
 
     def _not_captured(self, key: _Key, error: Exception) -> str:
         """Notes not to try again: this size where memory ran out or layers in host memory are at fault, else any."""
-        found = f"capturing failed ({summary(error)})"
+        reason = f"capturing failed ({summary(error)})"
         if isinstance(error, (torch.OutOfMemoryError, FetchError)):
-            self._refused[key] = found
+            self._refused[key] = reason
         else:
-            self._never = found
-        return found
+            self._never = reason
+        return reason
 
     def _cannot_capture(self, decoder: nn.Module) -> str:
         """Notes what is about to be captured, once for all graphs; why it cannot be."""
         if self._captured is not None:
             return ""
-        found = obstacle_in(decoder, self._model_type)
-        self._captured = None if found else CapturedModel(decoder)
-        return found
+        reason = obstacle_in(decoder, self._model_type)
+        self._captured = None if reason else CapturedModel(decoder)
+        return reason
 
 
 def _stores(cache: Cache) -> list[WholeStore]:
@@ -427,12 +427,12 @@ class CapturedModel:
         parts: list[object] = [*torch_modules._global_forward_hooks.values()]
         parts += torch_modules._global_forward_pre_hooks.values()
         for number, module in enumerate(self._modules):
-            own: dict[str, Any] = vars(module)
+            attributes: dict[str, Any] = vars(module)
             parts += (type(module), type(module).forward)
             for kind in _OWN if number else _OWN[:3]:
-                parts += own[kind].values()
+                parts += attributes[kind].values()
             if number:
-                parts.append(own.get("forward"))
+                parts.append(attributes.get("forward"))
         return parts
 
     def _look_where(self) -> list[int]:

@@ -91,22 +91,22 @@ def load_model(
             device map; its config or tokenizer cannot be read, its tensors are not those of its config, or not finite.
         UnsupportedError: its architecture is not supported.
     """
-    found = source if isinstance(source, ModelSource) else resolve_model(source)
+    origin = source if isinstance(source, ModelSource) else resolve_model(source)
     target = torch_device(str(device))
     if device_map is not None:
         _check_device_map(device_map, str(device))
-    options = _options(found, revision, local_files_only)
-    config = config or _read_config(found, options)
+    options = _options(origin, revision, local_files_only)
+    config = config or _read_config(origin, options)
     precision = torch_dtype(str(dtype).removeprefix("torch."), config, target)
-    tokenizer = _read_tokenizer(found, options, config.vocab_size)
+    tokenizer = _read_tokenizer(origin, options, config.vocab_size)
     placed = {} if device_map is None else {"device_map": device_map}
-    folder = _quantised_folder(found, config, options)
-    model: Any = _read_weights(found, options | placed | {"config": config, "dtype": precision}, folder)
+    folder = _quantised_folder(origin, config, options)
+    model: Any = _read_weights(origin, options | placed | {"config": config, "dtype": precision}, folder)
     model = (model.to(target) if device_map is None else model).eval()
-    _check_finite(found, model)
+    _check_finite(origin, model)
     if folder is not None:
         describe_by_files(model, folder)
-    return LoadedModel(model, tokenizer, describe_model(model, found.path_or_id, options.get("revision")))
+    return LoadedModel(model, tokenizer, describe_model(model, origin.path_or_id, options.get("revision")))
 
 
 def _check_device_map(device_map: str, device: str) -> None:
@@ -123,23 +123,23 @@ def _check_device_map(device_map: str, device: str) -> None:
 
 def load_config(source: ModelSource | str | os.PathLike[str]) -> PreTrainedConfig:
     """The config of a model, without its weights."""
-    found = source if isinstance(source, ModelSource) else resolve_model(source)
-    return _read_config(found, _options(found))
+    origin = source if isinstance(source, ModelSource) else resolve_model(source)
+    return _read_config(origin, _options(origin))
 
 
 def load_tokenizer(source: ModelSource | str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, without its weights."""
-    found = source if isinstance(source, ModelSource) else resolve_model(source)
-    options = _options(found)
-    return _read_tokenizer(found, options, _read_config(found, options).vocab_size)
+    origin = source if isinstance(source, ModelSource) else resolve_model(source)
+    options = _options(origin)
+    return _read_tokenizer(origin, options, _read_config(origin, options).vocab_size)
 
 
-def _options(found: ModelSource, revision: str | None = None, local_files_only: bool = False) -> dict[str, Any]:
-    if found.is_gguf:  # transformers looks for a relative name in the working directory first
-        return {"gguf_file": os.path.abspath(found.path_or_id)}
-    if found.is_local:
+def _options(origin: ModelSource, revision: str | None = None, local_files_only: bool = False) -> dict[str, Any]:
+    if origin.is_gguf:  # transformers looks for a relative name in the working directory first
+        return {"gguf_file": os.path.abspath(origin.path_or_id)}
+    if origin.is_local:
         return {}
-    return {"revision": revision, "local_files_only": needs_cache(found, revision, local_files_only)}
+    return {"revision": revision, "local_files_only": needs_cache(origin, revision, local_files_only)}
 
 
 def torch_dtype(dtype: str, config: PreTrainedConfig, target: torch.device) -> torch.dtype:
@@ -150,26 +150,26 @@ def torch_dtype(dtype: str, config: PreTrainedConfig, target: torch.device) -> t
         raise UsageError(f"expected a dtype of auto, {', '.join(_DTYPES)}, found {dtype!r}")
     if target.type == "cpu":
         return torch.float32
-    own = getattr(config, "dtype", None)
-    return own if own in (torch.bfloat16, torch.float16) else torch.bfloat16
+    of_config = getattr(config, "dtype", None)
+    return of_config if of_config in (torch.bfloat16, torch.float16) else torch.bfloat16
 
 
-def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfig:
-    if found.is_gguf:
-        return _read_gguf_config(found, options)
-    data, _ = _guarded(found, "its config.json", PreTrainedConfig.get_config_dict, options)
+def _read_config(origin: ModelSource, options: dict[str, Any]) -> PreTrainedConfig:
+    if origin.is_gguf:
+        return _read_gguf_config(origin, options)
+    data, _ = _guarded(origin, "its config.json", PreTrainedConfig.get_config_dict, options)
     if not isinstance(data, dict):
-        raise _unreadable(found, "its config.json", TypeError(f"it holds a {type(data).__name__}, no object"))
+        raise _unreadable(origin, "its config.json", TypeError(f"it holds a {type(data).__name__}, no object"))
     kind: str = data.get("model_type") or "none"
     if kind not in MODALITIES:
         architecture_of(kind)
-    config: PreTrainedConfig = _guarded(found, "its config.json", AutoConfig.from_pretrained, options)
+    config: PreTrainedConfig = _guarded(origin, "its config.json", AutoConfig.from_pretrained, options)
     if is_dequantised(quantisation := quantisation_of(config)):
         check_quantisation(quantisation)
     config = _of_decoder_alone(config) if kind in MODALITIES else config
-    _check_config(config, f"in the config.json of {found.path_or_id}")
-    if not _is_object(Path(found.path_or_id, "generation_config.json")):  # transformers goes on without: no end tokens
-        raise _unreadable(found, "its generation_config.json", ValueError("it holds no JSON object"))
+    _check_config(config, f"in the config.json of {origin.path_or_id}")
+    if not _is_object(Path(origin.path_or_id, "generation_config.json")):  # transformers goes on without: no end tokens
+        raise _unreadable(origin, "its generation_config.json", ValueError("it holds no JSON object"))
     return config
 
 
@@ -187,12 +187,12 @@ def _of_decoder_alone(config: PreTrainedConfig) -> PreTrainedConfig:
     return text
 
 
-def _read_gguf_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfig:
-    header = GGUFHeader.read(Path(found.path_or_id))
-    data, _ = _guarded(found, "its metadata", PreTrainedConfig.get_config_dict, options)
+def _read_gguf_config(origin: ModelSource, options: dict[str, Any]) -> PreTrainedConfig:
+    header = GGUFHeader.read(Path(origin.path_or_id))
+    data, _ = _guarded(origin, "its metadata", PreTrainedConfig.get_config_dict, options)
     architecture_of(data["model_type"])
     config: PreTrainedConfig = AutoConfig.for_model(**data)  # reading the file once more takes seconds
-    _check_config(config, f"in the metadata of {found.path_or_id}")
+    _check_config(config, f"in the metadata of {origin.path_or_id}")
     header.check_rope(config)
     return config
 
@@ -206,9 +206,9 @@ def _check_config(config: PreTrainedConfig, where: str) -> None:
     windows = ("sliding_window",) if kinds is None or "sliding_attention" in kinds else ()  # else it may be 0
     _check_counts(config, (*_COUNTS, *windows), where)
     for layer in range(config.num_hidden_layers):
-        own = config_of_layer(config, layer)
-        _check_counts(own, _COUNTS_IF_ANY, where)
-        heads, kv_heads = config.num_attention_heads, getattr(own, "num_key_value_heads", None)
+        of_layer = config_of_layer(config, layer)
+        _check_counts(of_layer, _COUNTS_IF_ANY, where)
+        heads, kv_heads = config.num_attention_heads, getattr(of_layer, "num_key_value_heads", None)
         if kv_heads and heads % kv_heads:
             raise UsageError(f"expected {heads} attention heads {where} to be a multiple of {kv_heads} key-value heads")
     rope = getattr(config, "rope_parameters", None)
@@ -225,55 +225,55 @@ def _check_counts(config: PreTrainedConfig, names: Iterable[str], where: str) ->
             raise UsageError(f"expected {name} of 1 or more {where}, found {count!r:.40}")
 
 
-def _read_tokenizer(found: ModelSource, options: dict[str, Any], vocabulary: int) -> PreTrainedTokenizerBase:
-    folder = Path(found.path_or_id)
+def _read_tokenizer(origin: ModelSource, options: dict[str, Any], vocabulary: int) -> PreTrainedTokenizerBase:
+    folder = Path(origin.path_or_id)
     missing = folder.is_dir() and not (folder / "tokenizer.json").exists()
-    files = "its metadata" if found.is_gguf else "tokenizer.json, tokenizer_config.json"
+    files = "its metadata" if origin.is_gguf else "tokenizer.json, tokenizer_config.json"
     what = f"its tokenizer ({'it has no tokenizer.json' if missing else files})"
-    tokenizer: PreTrainedTokenizerBase = _guarded(found, what, AutoTokenizer.from_pretrained, options)
+    tokenizer: PreTrainedTokenizerBase = _guarded(origin, what, AutoTokenizer.from_pretrained, options)
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # transformers makes an empty one of no files at all
-        raise _unreadable(found, what, ValueError("it is empty"))
+        raise _unreadable(origin, what, ValueError("it is empty"))
     # Tokens added to it, for padding say, may never be used; those that start every prompt are.
     entries = max(tokenizer.vocab_size, *(number + 1 for number in tokenizer("a")["input_ids"]))
     if entries > vocabulary:
         raise UsageError(
-            f"expected a tokenizer of at most {vocabulary} entries, the vocabulary of {found.path_or_id}, found "
+            f"expected a tokenizer of at most {vocabulary} entries, the vocabulary of {origin.path_or_id}, found "
             f"{entries}; get the tokenizer that belongs to the model"
         )
     return tokenizer
 
 
-def _quantised_folder(found: ModelSource, config: PreTrainedConfig, options: dict[str, Any]) -> Path | None:
-    if found.is_gguf or not is_dequantised(quantisation_of(config)):
+def _quantised_folder(origin: ModelSource, config: PreTrainedConfig, options: dict[str, Any]) -> Path | None:
+    if origin.is_gguf or not is_dequantised(quantisation_of(config)):
         return None
-    if found.is_local:
-        return Path(found.path_or_id)
+    if origin.is_local:
+        return Path(origin.path_or_id)
     kept = options | {"allow_patterns": ["model*.safetensors", "*.json"]}
-    return Path(_guarded(found, "its weights", snapshot_download, kept))
+    return Path(_guarded(origin, "its weights", snapshot_download, kept))
 
 
-def _read_weights(found: ModelSource, options: dict[str, Any], quantised: Path | None) -> PreTrainedModel:
+def _read_weights(origin: ModelSource, options: dict[str, Any], quantised: Path | None) -> PreTrainedModel:
     """The model with its weights. Without the report, transformers would fill what is missing with random numbers."""
     reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # into the report as well, by name
     load = AutoModelForCausalLM.from_pretrained if quantised is None else partial(_dequantised, quantised)
     with _without_table():
-        model, report = _guarded(found, "its weights", load, options | reported | _RENAMED)
+        model, report = _guarded(origin, "its weights", load, options | reported | _RENAMED)
     unknown = [name for name in report["unexpected_keys"] if not name.removeprefix("model.").startswith(_OF_IMAGES)]
     reshaped = {f"{name}: {tuple(of)} in place of {tuple(to)}" for name, of, to in report["mismatched_keys"]}
     faults = {
         "missing": report["missing_keys"],
-        "that its config.json knows nothing of": _with_files(found, unknown),
+        "that its config.json knows nothing of": _with_files(origin, unknown),
         "of another shape": reshaped,
     }
-    told = [f"{len(names)} {what} ({_first(names)})" for what, names in faults.items() if names]
-    if told:
+    lines = [f"{len(names)} {what} ({_first(names)})" for what, names in faults.items() if names]
+    if lines:
         raise UsageError(
-            f"expected the tensors that its config.json describes in {found.path_or_id}, found {' and '.join(told)}; "
+            f"expected the tensors that its config.json describes in {origin.path_or_id}, found {' and '.join(lines)}; "
             "get the model again, with the config.json that belongs to its weights"
             + ("" if report["missing_keys"] or reshaped else _WITHOUT_THEM)
         )
-    if found.is_gguf:
-        GGUFHeader.read(Path(found.path_or_id)).check_tensors(model)
+    if origin.is_gguf:
+        GGUFHeader.read(Path(origin.path_or_id)).check_tensors(model)
     return model  # type: ignore[no-any-return]
 
 
@@ -285,14 +285,14 @@ def _dequantised(folder: Path, place: str, *, config: Any, **options: Any) -> An
     plain = copy(config)
     del plain.quantization_config
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(plain)]
-    found = causal.from_pretrained(
+    loaded = causal.from_pretrained(
         None, config=plain, state_dict=tensors, **{name: options[name] for name in options.keys() - _OF_HUB}
     )
-    model = found[0]
+    model = loaded[0]
     model.name_or_path = model.config.name_or_path = place
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return found
+    return loaded
 
 
 _OF_HUB = {"revision", "local_files_only"}
@@ -311,10 +311,10 @@ _WITHOUT_THEM = (
 )
 
 
-def _with_files(found: ModelSource, names: Collection[str]) -> set[str]:
+def _with_files(origin: ModelSource, names: Collection[str]) -> set[str]:
     """Names of tensors, with the file of each where the model is a folder."""
-    whole = Path(found.path_or_id, "model.safetensors")
-    index = Path(found.path_or_id, "model.safetensors.index.json")
+    whole = Path(origin.path_or_id, "model.safetensors")
+    index = Path(origin.path_or_id, "model.safetensors.index.json")
     files: Mapping[str, str] = {}
     if whole.exists():
         files = dict.fromkeys(names, whole.name)
@@ -338,17 +338,17 @@ def _without_table() -> Iterator[None]:
         logger.removeFilter(keep)
 
 
-def _check_finite(found: ModelSource, model: PreTrainedModel) -> None:
+def _check_finite(origin: ModelSource, model: PreTrainedModel) -> None:
     # quantised tensors are types of their own, and what accelerate has offloaded is not here
     named = [(name, data) for name, data in model.named_parameters() if type(data) is Parameter and _is_real(data)]
     bounds = [torch.stack(data.detach().aminmax()).float() for _, data in named]
     finite: list[bool] = []
-    for _, own in groupby(bounds, lambda bound: bound.device):
-        finite += torch.stack(list(own)).isfinite().all(1).tolist()  # waits for a device once, in turn
+    for _, alike in groupby(bounds, lambda bound: bound.device):
+        finite += torch.stack(list(alike)).isfinite().all(1).tolist()  # waits for a device once, in turn
     names = {name for (name, _), whole in zip(named, finite, strict=True) if not whole}
     if names:
         raise UsageError(
-            f"expected finite weights in {found.path_or_id}, found NaN or infinity in {len(names)} of {len(named)} "
+            f"expected finite weights in {origin.path_or_id}, found NaN or infinity in {len(names)} of {len(named)} "
             f"tensors ({_first(names)}); get the model again, or where a narrower dtype overflows, load it in float32"
         )
 
@@ -362,17 +362,17 @@ def _first(names: Iterable[str]) -> str:
     return ", ".join((*ordered[:_NAMED], "...")[: len(ordered)])
 
 
-def _guarded(found: ModelSource, what: str, load: Any, options: dict[str, Any]) -> Any:
+def _guarded(origin: ModelSource, what: str, load: Any, options: dict[str, Any]) -> Any:
     try:
-        return load(found.place, **options)
+        return load(origin.place, **options)
     except Exception as error:  # transformers, safetensors, tokenizers and the hub each have their own
-        raise _unreadable(found, what, error) from error
+        raise _unreadable(origin, what, error) from error
 
 
-def _unreadable(found: ModelSource, what: str, error: Exception) -> UsageError:
+def _unreadable(origin: ModelSource, what: str, error: Exception) -> UsageError:
     reason = " ".join(str(error).split())[:_REASON] or type(error).__name__
-    folder = Path(found.path_or_id)
-    if found.is_gguf:
+    folder = Path(origin.path_or_id)
+    if origin.is_gguf:
         return UsageError(
             f"expected a GGUF file that transformers reads, cannot read {what} in {folder}: {reason}; get the file "
             "again, or use the model as safetensors"
@@ -380,7 +380,7 @@ def _unreadable(found: ModelSource, what: str, error: Exception) -> UsageError:
     if folder.is_dir():
         broken = next((f"its {name}" for name in _OBJECTS if not _is_object(folder / name)), what)
         return UsageError(f"expected a Hugging Face model in {folder}, cannot read {broken}: {reason}")
-    return UsageError(without_model(found.path_or_id, f"{what} cannot be had ({reason})"))
+    return UsageError(without_model(origin.path_or_id, f"{what} cannot be had ({reason})"))
 
 
 _REASON = 300  # characters of another library's message

@@ -98,8 +98,8 @@ class LongInputs:
     def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> Any:
         decoder: Any = attached.decoder
         embed = decoder.embed_tokens
-        own = type(embed) is nn.Embedding or self._is_own(embed)
-        spare = inputs.get("input_ids") is not None and own and not is_touched(embed)  # nobody else has the input
+        is_known = type(embed) is nn.Embedding or self._is_own(embed)
+        spare = inputs.get("input_ids") is not None and is_known and not is_touched(embed)  # nobody else has the input
         rows = _Rows(self._architecture, under_way, self._chunking)
         with ExitStack() as undo:
             for layer in decoder.layers[: decoder.config.num_hidden_layers]:
@@ -118,8 +118,8 @@ class LongInputs:
         names = (record.attention, record.mlp, *record.norms, *record.norms_after)
         parts = [layer, *(getattr(layer, name) for name in names if name)]
         beside = getattr(layer, record.beside) if record.beside else None
-        own = self._is_own(*parts, *([] if beside is None else [beside]))
-        return own and all(_has_own_forward(part) for part in parts[:2])
+        is_known = self._is_own(*parts, *([] if beside is None else [beside]))
+        return is_known and all(_has_own_forward(part) for part in parts[:2])
 
 
 @contextmanager
@@ -165,10 +165,10 @@ def _has_own_forward(module: nn.Module) -> bool:
 
 def asks_for_more(decoder: Any, inputs: dict[str, Any]) -> bool:
     """Returns whether a forward pass wants anything but the last hidden state of tokens and their cache."""
-    asked = {name: value for name, value in inputs.items() if name not in _INPUTS}
+    extra = {name: value for name, value in inputs.items() if name not in _INPUTS}
     recorded = decoder.config.output_hidden_states or getattr(decoder.config, "output_router_logits", False)
-    plain = asked.pop("return_dict", None) is not False and not recorded
-    return not plain or any(value is not None and value is not False for value in asked.values())
+    plain = extra.pop("return_dict", None) is not False and not recorded
+    return not plain or any(value is not None and value is not False for value in extra.values())
 
 
 def is_touched(module: nn.Module) -> bool:
@@ -205,8 +205,8 @@ def _mlp_of(layer: nn.Module, architecture: Architecture) -> Callable[[torch.Ten
     beside = getattr(layer, architecture.beside) if architecture.beside else None
 
     def made(x_BSE: torch.Tensor) -> torch.Tensor:
-        found = mlp(x_BSE)
-        out_BSE: torch.Tensor = found[0] if isinstance(found, tuple) else found  # some give their routing too
+        output = mlp(x_BSE)
+        out_BSE: torch.Tensor = output[0] if isinstance(output, tuple) else output  # some give their routing too
         return out_BSE if beside is None else out_BSE + beside(x_BSE)
 
     return made

@@ -73,10 +73,10 @@ class TextInputs:
         return embedded_BSE
 
     def of_decoder(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        found = inputs | self._given
-        if self._given and found["input_ids"] is not None:
-            found.pop("per_layer_inputs", None)  # which it makes of the ids itself
-        return found
+        merged = inputs | self._given
+        if self._given and merged["input_ids"] is not None:
+            merged.pop("per_layer_inputs", None)  # which it makes of the ids itself
+        return merged
 
 
 def _is_given(value: Any) -> bool:

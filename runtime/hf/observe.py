@@ -91,9 +91,9 @@ class ObservedInput:
             return output_of(layer(hidden_BSE, *self.rest, **kwargs))
 
 
-def output_of(found: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor:
+def output_of(output: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor:
     """The hidden states of what a decoder layer returns: Bamba's return attention weights beside them."""
-    return found[0] if isinstance(found, tuple) else found
+    return output[0] if isinstance(output, tuple) else output
 
 
 @contextmanager

@@ -42,9 +42,9 @@ class Placement:
 def warn_of_host_layers(device: torch.device, mode: OffloadMode | None, layers: int | Sequence[int] | None) -> None:
     """Warns (`PlanWarning`) where a caller asks for layers in host memory, and the device is the host."""
     if device.type == "cpu" and (layers or mode == "always"):
-        asked = f"offload {mode} (--offload)" if not layers else "kv_host_layers (--offload N or LAYERS)"
+        option = f"offload {mode} (--offload)" if not layers else "kv_host_layers (--offload N or LAYERS)"
         warnings.warn(
-            f"{asked} saves nothing on a CPU, where the device's memory is the host's; it takes a copy of recent "
+            f"{option} saves nothing on a CPU, where the device's memory is the host's; it takes a copy of recent "
             "tokens beside. Leave it out, unless it is to be tried without a GPU",
             PlanWarning,
             stacklevel=3,

@@ -92,8 +92,8 @@ class PlanEngine:
 
     def new_store(self, layer: int) -> WholeStore:
         role = self.program.layers[layer].role
-        if (own := role.new_store()) is not None:
-            return own
+        if (store := role.new_store()) is not None:
+            return store
         if layer not in self.placement.layers:
             return self.paging.new_store(layer)
         return HostStore(self.placement.hot, self.memory, role.hot_reads, self.host_reads)
@@ -249,7 +249,7 @@ class Paging:
         if missing <= free:
             return
         layouts = [self.layouts[layer] for layer, mine in self.pools.items() if mine is pool]
-        token = sum((Float8.layout(one) if self.sizes.float8 else one).bytes(1) for one in layouts)
+        token = sum((Float8.layout(layout) if self.sizes.float8 else layout).bytes(1) for layout in layouts)
         fit = max(lengths) - -(-(missing - free) // (token * len(lengths)))
         raise UsageError(
             f"expected {missing / 2**30:.1f} GiB of device memory for keys and values of {max(lengths):,} tokens in "

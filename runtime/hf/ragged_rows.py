@@ -112,8 +112,8 @@ def _tokens_of_rows(mask: Any, columns: Columns) -> tuple[slice, ...]:
 
 def _check_mask(mask: Any, shape: tuple[int, int]) -> None:
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        found = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise UnsupportedError(f"expected a 2D attention_mask of ones or none, found {found}; pass no custom mask")
+        kind = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise UnsupportedError(f"expected a 2D attention_mask of ones or none, found {kind}; pass no custom mask")
     if mask.shape not in {shape, (1, shape[1])}:
         raise UnsupportedError(
             f"expected an attention_mask of shape {shape}, the columns that ran over this cache before included, found "
@@ -185,13 +185,13 @@ def run_by_rows(attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -
     for row in _longest_first(lengths, under_way.rows):
         tokens, cache = under_way.rows[row], caches[row]
         positions_1S = torch.arange(lengths[row], lengths[row] + _count(tokens), device=given.device)[None]
-        own = {"attention_mask": None, "position_ids": positions_1S, CACHE_NAME: cache}
+        of_row = {"attention_mask": None, "position_ids": positions_1S, CACHE_NAME: cache}
         alone = Pass(under_way.engine, under_way.phase, cache, under_way.shapes)
-        found = attached.run(alone, inputs | own | {name: given[row : row + 1, tokens]}).last_hidden_state[0]
+        hidden_SE = attached.run(alone, inputs | of_row | {name: given[row : row + 1, tokens]}).last_hidden_state[0]
         if hidden_BSE is None:
-            hidden_BSE = found.new_zeros((batch, columns, found.shape[1]))
-        hidden_BSE[row, tokens] = found
-        hidden_BSE[row, tokens.stop :] = found[-1]
+            hidden_BSE = hidden_SE.new_zeros((batch, columns, hidden_SE.shape[1]))
+        hidden_BSE[row, tokens] = hidden_SE
+        hidden_BSE[row, tokens.stop :] = hidden_SE[-1]
     if hidden_BSE is None:
         raise PromptError("expected at least one token, found padding alone; leave it out")
     if whole is not None:
@@ -245,12 +245,12 @@ def _cache_of_row(cache: Cache, row: int, batch: int) -> Cache:
         "rows of equal length", "rows of different lengths", "run prompts of one length together or one by one"
     )
     owner = _RowOwner(whole, row, batch)
-    progress, found = CacheProgress(owner.new_state()), DynamicCache()
+    progress, alone = CacheProgress(owner.new_state()), DynamicCache()
     layers = [SparseLayer(owner, layer.layer, progress) for layer in whole]
     for mine, layer in zip(layers, whole, strict=True):
         mine.dtype, mine.float8 = layer.dtype, layer.float8
-    found.layers = [*layers]
-    return found
+    alone.layers = [*layers]
+    return alone
 
 
 def _give_back(cache: Cache, rows: Sequence[Cache], columns: int) -> None:
@@ -258,13 +258,13 @@ def _give_back(cache: Cache, rows: Sequence[Cache], columns: int) -> None:
     progress, whole = progress_of(cache), attending(cache)
     for layer, *mine in zip(whole, *(row.layers for row in rows), strict=True):
         layer.is_initialized = True
-        layer.dtype = next(one.dtype for one in mine if one.dtype is not None)
-        layer.needs_grad |= any(one.needs_grad for one in mine)
-    found = [progress_of(row).state.remembered.queries for row in rows]
-    some = next(filter(None, found), {})
+        layer.dtype = next(entry.dtype for entry in mine if entry.dtype is not None)
+        layer.needs_grad |= any(entry.needs_grad for entry in mine)
+    remembered = [progress_of(row).state.remembered.queries for row in rows]
+    first = next(filter(None, remembered), {})
     queries = {
-        layer: torch.cat([of_row.get(layer, torch.zeros_like(q_1HWD)) for of_row in found])
-        for layer, q_1HWD in some.items()
+        layer: torch.cat([of_row.get(layer, torch.zeros_like(q_1HWD)) for of_row in remembered])
+        for layer, q_1HWD in first.items()
     }
     progress.state.remembered = Remembered(queries, {}, progress.state.carried)
     for layer in whole:

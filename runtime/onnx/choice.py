@@ -41,13 +41,13 @@ class Nodes:
     def constant(self, values: npt.ArrayLike, name: str = "") -> str:
         """A tensor that the whole graph shares: int64 where nothing else is said."""
         array = values if isinstance(values, np.ndarray) else np.asarray(values, np.int64)
-        found = name
+        key = name
         if not name:
             shape = "x".join(map(str, array.shape))
-            found = f"{array.dtype}_{shape}_{array.tobytes().hex()}" if array.nbytes <= 32 else self.name("c")
-        if found not in self._root.constants:
-            self._root.constants[found] = numpy_helper.from_array(np.array(array, order="C"), found)
-        return found
+            key = f"{array.dtype}_{shape}_{array.tobytes().hex()}" if array.nbytes <= 32 else self.name("c")
+        if key not in self._root.constants:
+            self._root.constants[key] = numpy_helper.from_array(np.array(array, order="C"), key)
+        return key
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
         return self.ops(kind, *inputs, outputs=1, **attributes)[0]
@@ -66,11 +66,11 @@ class Nodes:
         """The outputs, of these element types, of the first branch where `condition` holds, else of the second."""
         graphs = []
         for branch in branches:
-            own = Nodes(self)
-            found = branch(own)
-            copies = [own.op("Identity", name) for name in found]  # an output must come from inside
+            inner = Nodes(self)
+            outputs = branch(inner)
+            copies = [inner.op("Identity", name) for name in outputs]  # an output must come from inside
             infos = [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(copies, kinds, strict=True)]
-            graphs.append(helper.make_graph(own.nodes, self.name("branch"), [], infos))
+            graphs.append(helper.make_graph(inner.nodes, self.name("branch"), [], infos))
         then_branch, else_branch = graphs
         return self.ops("If", condition, outputs=len(kinds), then_branch=then_branch, else_branch=else_branch)
 
@@ -117,8 +117,8 @@ class ChoiceStep:
             bucket_B = n.op("Sub", bucket_B, n.constant([1]))
         chooses = ""
         for segment in segments:
-            most = [0 if one is None else one.budget.most for one in segment.buckets]
-            share = [0.0 if one is None else one.budget.fraction or 0.0 for one in segment.buckets]
+            most = [0 if flag is None else flag.budget.most for flag in segment.buckets]
+            share = [0.0 if flag is None else flag.budget.fraction or 0.0 for flag in segment.buckets]
             count_B = n.op("Gather", n.constant(most), bucket_B)
             if any(share):
                 share_B = n.op("Gather", n.constant(np.asarray(share, np.float64)), bucket_B)
@@ -131,10 +131,10 @@ class ChoiceStep:
             own_B = n.op("Less", count_B, free_B)
             self._counts[segment.filter] = n.op("Min", count_B, free_B)
             chooses = n.op("Or", chooses, own_B) if chooses else own_B
-        dense = n.constant(np.asarray([one is None for one in segments[0].buckets]))
+        dense = n.constant(np.asarray([flag is None for flag in segments[0].buckets]))
         none_dense_B = n.op("Not", n.op("Gather", dense, bucket_B))
-        some, every = (n.cast(one, INT64) for one in (chooses, none_dense_B))
-        return n.cast(n.op("Mul", n.op("ReduceMax", some, keepdims=0), n.op("ReduceMin", every, keepdims=0)), BOOL)
+        any_B, all_B = (n.cast(flag, INT64) for flag in (chooses, none_dense_B))
+        return n.cast(n.op("Mul", n.op("ReduceMax", any_B, keepdims=0), n.op("ReduceMin", all_B, keepdims=0)), BOOL)
 
     def chosen(self, segment: SegmentProgram) -> str:
         """[B, g, K]: what the filter layer chose; where no step is sparse, anything."""

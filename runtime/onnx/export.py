@@ -194,14 +194,14 @@ class _Decoder:
 
     def _inputs(self) -> list[onnx.ValueInfoProto]:
         info = helper.make_tensor_value_info
-        own = [info("input_ids", INT64, ["batch", "tokens"]), info("past", INT64, ["batch"])]
+        tokens = [info("input_ids", INT64, ["batch", "tokens"]), info("past", INT64, ["batch"])]
         shape = self._cache_shape
-        return own + [info(name, self._kind, shape) for one in self._caches for name in one[:2]]
+        return tokens + [info(name, self._kind, shape) for cache in self._caches for name in cache[:2]]
 
     def _outputs(self) -> list[onnx.ValueInfoProto]:
         info = helper.make_tensor_value_info
         logits = info("logits", FLOAT, ["batch", self._model.config.vocab_size])
-        return [logits, *(info(name, self._kind, self._cache_shape) for one in self._caches for name in one[2:])]
+        return [logits, *(info(name, self._kind, self._cache_shape) for cache in self._caches for name in cache[2:])]
 
     @property
     def _cache_shape(self) -> list[str | int | None]:
@@ -284,10 +284,10 @@ class _Decoder:
         return dense(self._n)[0]
 
     def _rotated(self, module: Any, name: str, x: str, heads: int, angles: tuple[str, str]) -> str:
-        found = self._heads(self._linear(getattr(module, f"{name}_proj"), x), heads)
+        x_BHSD = self._heads(self._linear(getattr(module, f"{name}_proj"), x), heads)
         if norm := getattr(module, f"{name}_norm", None):
-            found = self._norm(norm, found)
-        return self._n.op("RotaryEmbedding", found, *angles)
+            x_BHSD = self._norm(norm, x_BHSD)
+        return self._n.op("RotaryEmbedding", x_BHSD, *angles)
 
     def _heads(self, x: str, heads: int) -> str:
         return self._n.transpose(self._n.reshape(x, 0, 0, heads, self._size), 0, 2, 1, 3)
@@ -297,10 +297,10 @@ class _Decoder:
         return self._n.op("RMSNormalization", x, weight, epsilon=float(module.variance_epsilon), axis=-1)
 
     def _linear(self, module: Any, x: str) -> str:
-        found = self._n.op("MatMul", x, self._transposed(module.weight, self._n.name("weight")))
+        product = self._n.op("MatMul", x, self._transposed(module.weight, self._n.name("weight")))
         if module.bias is not None:
-            found = self._n.op("Add", found, self._weight(module.bias, self._n.name("bias")))
-        return found
+            product = self._n.op("Add", product, self._weight(module.bias, self._n.name("bias")))
+        return product
 
     def _transposed(self, weight: torch.Tensor, name: str) -> str:
         return self._weight(weight.detach().t(), name)

@@ -51,8 +51,8 @@ class ServingStats:
     @property
     def _decoded(self) -> str:
         left = f" ({self.decode_left:,} for want of scratch)" if self.decode_left else ""
-        some = self.decode_sparse or self.decode_dense
-        return f"; {self.decode_sparse:,} decoded tokens sparse, {self.decode_dense:,} dense{left}" if some else ""
+        is_any = self.decode_sparse or self.decode_dense
+        return f"; {self.decode_sparse:,} decoded tokens sparse, {self.decode_dense:,} dense{left}" if is_any else ""
 
     @property
     def tokens(self) -> int:

@@ -46,7 +46,7 @@ class DecodeHost:
         self._dense_up_to = min(layer.role.dense_up_to for layer in program.sparse)
 
     def chooses(self, lengths: Sequence[int], least: int | None = 0) -> bool:
-        """Whether a row may choose, as far as the host knows; `least` as in `begin`."""
+        """Returns whether a row may choose, as far as the host knows; `least` as in `begin`."""
         return least is not None and max(lengths, default=0) >= max(least, self._dense_up_to + 1)
 
     def _longer(self, lengths_B: torch.Tensor) -> tuple[int, int]:
@@ -156,11 +156,11 @@ def _scratch(program: Program, tokens: int, device: torch.device, gather: Gather
     if device.type == "cuda":
         memory = min(memory, torch.cuda.get_device_properties(device).total_memory // _SCRATCH_SHARE)
     wanted = tokens * max((segment.query_heads + segment.lists for segment in program.segments), default=0)
-    own = min(wanted, memory // 4)
+    room = min(wanted, memory // 4)
     if gather is None:
-        return own
-    own_1 = torch.tensor([own], dtype=torch.int32, device=device)
-    return int(gather(own_1.view(torch.float32)).view(torch.int32).min())  # bits: not every backend gathers integers
+        return room
+    room_1 = torch.tensor([room], dtype=torch.int32, device=device)
+    return int(gather(room_1.view(torch.float32)).view(torch.int32).min())  # bits: not every backend gathers integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,15 +208,15 @@ class StepRows:
 
 def contiguous_ranges(starts: Sequence[int], done: frozenset[int]) -> tuple[tuple[int, int], ...]:
     """Intervals of requests that have rows and are not `done`, as long as they can be."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for request, (first, end) in enumerate(pairwise(starts)):
         if first == end or request in done:
             continue
-        if found and found[-1][1] == request:
-            found[-1] = (found[-1][0], request + 1)
+        if ranges and ranges[-1][1] == request:
+            ranges[-1] = (ranges[-1][0], request + 1)
         else:
-            found.append((request, request + 1))
-    return tuple(found)
+            ranges.append((request, request + 1))
+    return tuple(ranges)
 
 
 def prefill_rows(
@@ -231,14 +231,14 @@ def prefill_rows(
         decoded: rows that a request decodes in a step at most: its newest token, and those that a drafter proposed.
             More are always prefill: a prompt, or what is computed again after a preemption.
     """
-    found = []
+    chunks = []
     for request, (first, end, length, unfinished) in enumerate(
         zip(starts[:-1], starts[1:], lengths, prefilling, strict=True)
     ):
         rows = end - first
         if rows > decoded or (rows and unfinished):
-            found.append(PrefillRows(request, slice(first, end), Chunk.uniform(1, length - rows, length)))
-    return tuple(found)
+            chunks.append(PrefillRows(request, slice(first, end), Chunk.uniform(1, length - rows, length)))
+    return tuple(chunks)
 
 
 def behind_decode(starts: Sequence[int], prefilling: Sequence[bool], decoded: int = 1) -> list[bool]:

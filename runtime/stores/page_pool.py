@@ -59,13 +59,13 @@ class CudaPages:
         self.granularity: int = self._call("cuMemGetAllocationGranularity", self._prop, least)
 
     def _call(self, name: str, *args: Any) -> Any:
-        error, *found = getattr(self._cu, name)(*args)
+        error, *results = getattr(self._cu, name)(*args)
         if error == self._cu.CUresult.CUDA_SUCCESS:
-            return found[0] if found else None
-        told = f"{name} failed: {error.name}"
+            return results[0] if results else None
+        failure = f"{name} failed: {error.name}"
         if error == self._cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY and name == "cuMemCreate":
-            raise torch.OutOfMemoryError(f"{told}, for {args[0]:,} bytes of keys and values")
-        raise PageError(f"expected the CUDA driver to map memory for keys and values, found that {told}")
+            raise torch.OutOfMemoryError(f"{failure}, for {args[0]:,} bytes of keys and values")
+        raise PageError(f"expected the CUDA driver to map memory for keys and values, found that {failure}")
 
     def reserve(self, nbytes: int) -> int:
         """The address of so many bytes without memory."""
@@ -147,8 +147,8 @@ def why_not(device: torch.device) -> str:
         return f"cuda.bindings is not installed: {install_command('virtual')}"
     torch.cuda.init()
     supported = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-    error, found = driver.cuDeviceGetAttribute(supported, index_of(device))
-    if error != driver.CUresult.CUDA_SUCCESS or not found:
+    error, is_supported = driver.cuDeviceGetAttribute(supported, index_of(device))
+    if error != driver.CUresult.CUDA_SUCCESS or not is_supported:
         return "the device does not support it"
     return ""
 
@@ -241,9 +241,9 @@ class PagePool:
             self.driver.relieve()
             return self.driver.create(nbytes)
 
-    def give(self, some: Iterable[Pages]) -> None:
+    def give(self, given: Iterable[Pages]) -> None:
         """One user less of each; without any, they wait for the next one."""
-        for pages in some:
+        for pages in given:
             pages.users -= 1
             if not pages.users:
                 self.used -= pages.nbytes

@@ -333,13 +333,13 @@ def check_room(nbytes: int, available: int | None) -> None:
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Memory that the machine and this process's control groups have left; None where nobody tells."""
-    found = [left for left in (_of_machine(root), _of_group(root)) if left is not None]
-    return min(found, default=None)
+    known = [left for left in (_of_machine(root), _of_group(root)) if left is not None]
+    return min(known, default=None)
 
 
 def _of_machine(root: Path) -> int | None:
-    found = _fields(root / "proc/meminfo").get("MemAvailable:")
-    return None if found is None else found * 1024
+    kilobytes = _fields(root / "proc/meminfo").get("MemAvailable:")
+    return None if kilobytes is None else kilobytes * 1024
 
 
 # Limit, use, and what of that the kernel gives up by itself: of control groups of version 2 and 1.
@@ -349,17 +349,17 @@ _LEGACY = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_fil
 
 def _of_group(root: Path) -> int | None:
     """The least that the process's own group and those around it have left; None where none has a limit."""
-    found: list[int] = []
+    known: list[int] = []
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        own = top / path.strip("/")  # which a container may see as the top
-        groups = [group for group in (own, *own.parents) if group.is_relative_to(top)]
+        group_path = top / path.strip("/")  # which a container may see as the top
+        groups = [group for group in (group_path, *group_path.parents) if group.is_relative_to(top)]
         left = (_left_in(group, *(_LEGACY if controllers else _UNIFIED)) for group in groups)
-        found += (count for count in left if count is not None)
-    return min(found, default=None)
+        known += (count for count in left if count is not None)
+    return min(known, default=None)
 
 
 def _left_in(group: Path, limit: str, used: str, reclaimable: str) -> int | None:

@@ -64,7 +64,7 @@ class Reservation:
 
     def shares(self, row: int, begin: int) -> bool:
         """Returns whether other rows have pages that this one's bytes from `begin` on are in."""
-        return any(one.users > 1 for one in self._rows[row][self.up_to(row, begin)[1] :])
+        return any(page.users > 1 for page in self._rows[row][self.up_to(row, begin)[1] :])
 
     def ensure(self, needed: Sequence[tuple[int, int]]) -> bool:
         """Maps pages until these rows have so many bytes; whether any were missing. All or, where the driver fails,
@@ -76,7 +76,7 @@ class Reservation:
                     changes[row] = len(self._rows[row]), new
             self.replace(changes)
         except BaseException:
-            self._pool.give(one for _, new in changes.values() for one in new)
+            self._pool.give(page for _, new in changes.values() for page in new)
             raise
         return bool(changes)
 
@@ -94,7 +94,7 @@ class Reservation:
                 keep = common(self._rows[row], old)
                 self._put(row, keep, old[keep:])
             raise
-        self._pool.give(one for row, (keep, _) in changes.items() for one in before[row][keep:])
+        self._pool.give(page for row, (keep, _) in changes.items() for page in before[row][keep:])
 
     def _put(self, row: int, keep: int, pages: Sequence[Pages]) -> None:
         driver, had = self._pool.driver, self._rows[row]
@@ -104,47 +104,47 @@ class Reservation:
             self._remove(row, at)
         begin = self._ends[row]
         try:
-            for one in pages:
-                driver.map(self._ends[row], one.nbytes, one.handle)
-                self._add(row, one)
+            for page in pages:
+                driver.map(self._ends[row], page.nbytes, page.handle)
+                self._add(row, page)
             if pages:
                 driver.allow(begin, self._ends[row] - begin)
         except BaseException:
             self._put(row, keep, ())
             raise
 
-    def _add(self, row: int, one: Pages) -> None:
-        self._bytes += 0 if self._places[one] else one.nbytes
-        self._places[one] += 1
-        self._mapped[self._ends[row]] = one
-        self._rows[row].append(one)
-        self._ends[row] += one.nbytes
+    def _add(self, row: int, page: Pages) -> None:
+        self._bytes += 0 if self._places[page] else page.nbytes
+        self._places[page] += 1
+        self._mapped[self._ends[row]] = page
+        self._rows[row].append(page)
+        self._ends[row] += page.nbytes
 
     def _remove(self, row: int, at: int) -> None:
-        one = self._mapped.pop(at)
+        page = self._mapped.pop(at)
         self._rows[row].pop()
         self._ends[row] = at
-        self._places[one] -= 1
-        if not self._places[one]:
-            del self._places[one]
-            self._bytes -= one.nbytes
+        self._places[page] -= 1
+        if not self._places[page]:
+            del self._places[page]
+            self._bytes -= page.nbytes
 
 
 def total(pages: Iterable[Pages]) -> int:
-    return sum(one.nbytes for one in pages)
+    return sum(page.nbytes for page in pages)
 
 
-def common(some: Sequence[Pages], others: Sequence[Pages]) -> int:
-    return [*map(is_, some, others), False].index(False)
+def common(pages: Sequence[Pages], others: Sequence[Pages]) -> int:
+    return [*map(is_, pages, others), False].index(False)
 
 
 def _close(pool: PagePool, address: int, nbytes: int, mapped: dict[int, Pages]) -> None:
     """Frees all that it can. Raises PageError where that is not all, and is called again for the rest."""
     pool.driver.settle()
     failed = ""
-    for at, one in list(mapped.items()):
+    for at, page in list(mapped.items()):
         try:
-            pool.driver.unmap(at, one.nbytes)
+            pool.driver.unmap(at, page.nbytes)
         except PageError as error:
             failed = str(error)  # itself would keep the frames of all callers alive, and what they refer to
         else:
@@ -172,9 +172,9 @@ class Fork:
 @contextmanager
 def planned(pool: PagePool, forks: Sequence[Fork]) -> Iterator[None]:
     """Inside it, every fork has its `change`, with the users of the pages counted; undone where that fails."""
-    shared = [one for fork in forks for one in fork.full]
-    for one in shared:
-        one.users += 1
+    shared = [page for fork in forks for page in fork.full]
+    for page in shared:
+        page.users += 1
     taken: list[Pages] = []
     had: list[Pages] = []  # of `shared`, in the same row as before
     try:
@@ -182,7 +182,7 @@ def planned(pool: PagePool, forks: Sequence[Fork]) -> Iterator[None]:
             keep, rest = common(fork.own, fork.full), list[Pages]()
             had += fork.full[:keep]
             if keep == len(fork.full):
-                rest += takewhile(lambda one: one.users == 1, fork.own[keep:])
+                rest += takewhile(lambda page: page.users == 1, fork.own[keep:])
             new = pool.take(fork.nbytes - total(fork.full) - total(rest))
             taken += new
             fork.change = keep + len(rest), [*fork.full[keep:], *new]

@@ -50,10 +50,10 @@ class Layout:
 
     def check(self, cached: torch.Tensor | None) -> None:
         """Raises ShapeError unless tokens of this layout fit to the [B, G, *, D] of `cached`."""
-        found = (self.batch, self.heads, self.size)
-        if cached is not None and found != (expected := (cached.shape[0], cached.shape[1], cached.shape[3])):
+        ours = (self.batch, self.heads, self.size)
+        if cached is not None and ours != (expected := (cached.shape[0], cached.shape[1], cached.shape[3])):
             raise ShapeError(
-                f"the cache holds (batch, KV heads, head size) = {expected}, the new tokens have {found}; "
+                f"the cache holds (batch, KV heads, head size) = {expected}, the new tokens have {ours}; "
                 f"start a new cache for another batch"
             )
 
@@ -334,9 +334,9 @@ class Float8:
         for piece in _pieces(k_BGSD.shape[2]):
             new = k_BGSD[:, :, piece], v_BGSD[:, :, piece]
             written = self.rounded(*new)
-            for into, own, bytes_, read in zip(room, new, written, self.read(*written), strict=True):
+            for into, x_BGSD, bytes_, read in zip(room, new, written, self.read(*written), strict=True):
                 into[:, :, piece].copy_(bytes_)
-                own.copy_(read)
+                x_BGSD.copy_(read)
 
     def view(self, keys: KeyView) -> KeyView:
         return replace(keys, k=keys.k.view(FLOAT8), v=keys.v.view(FLOAT8), scales=self.scales)

@@ -219,8 +219,8 @@ class SparseBuilder(_Builder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        own = [layer for layer in _planned(vllm_config) if layer.layer_name in layer_names]
-        self._first: SparseImpl | None = own[0].impl if own else None
+        ours = [layer for layer in _planned(vllm_config) if layer.layer_name in layer_names]
+        self._first: SparseImpl | None = ours[0].impl if ours else None
         self._table: EvictedTable | None = None  # of evicting layers
         host = self._host
         if host is None:
@@ -228,7 +228,7 @@ class SparseBuilder(_Builder):
             return
         self.reorder_batch_threshold = host.decoded
         try:
-            self._prepare(host, own, kv_cache_spec, vllm_config, device)
+            self._prepare(host, ours, kv_cache_spec, vllm_config, device)
         except SparseKVError as error:
             if host.evicting is not None:  # whose caches are made for it
                 raise
@@ -379,12 +379,12 @@ def _host_of(config: Any) -> EngineHost | None:
 
 
 def _set_host(key: Any, host: EngineHost | None) -> None:
-    _hosts[:] = [one for one in _hosts if one[0]() not in (None, key)]
+    _hosts[:] = [entry for entry in _hosts if entry[0]() not in (None, key)]
     _hosts.append((weakref.ref(key, _forget), host))
 
 
 def _forget(gone: weakref.ref[Any]) -> None:
-    _hosts[:] = [one for one in _hosts if one[0] is not gone]
+    _hosts[:] = [entry for entry in _hosts if entry[0] is not gone]
 
 
 def _started(config: Any) -> EngineHost | None:
@@ -456,8 +456,8 @@ def _spec_of(config: Any, layer: Any, spec: Any) -> Any:
         return spec
     host = impl.plan_host
     try:  # before any layer has a cache that is made for it
-        for one in _planned(config):
-            one.impl.program_of(host, one)
+        for planned in _planned(config):
+            planned.impl.program_of(host, planned)
     except SparseKVError as error:
         _leave_dense(config, error)
         return spec

@@ -83,13 +83,13 @@ def evicting_spec(spec: Any, blocks: EvictedBlocks) -> EvictingSpec:
     """The cache of an evicting layer, of which vLLM would keep everything."""
     if changed := list(changed_calls(EvictingManager)):
         raise UnsupportedError(f"expected a release that calls {', '.join(changed)}, found another; use a tested one")
-    own = {field.name: getattr(spec, field.name) for field in fields(AttentionSpec)}
-    if type(spec) is not FullAttentionSpec or spec != FullAttentionSpec(**own):  # one with more than any has
+    values = {field.name: getattr(spec, field.name) for field in fields(AttentionSpec)}
+    if type(spec) is not FullAttentionSpec or spec != FullAttentionSpec(**values):  # one with more than any has
         raise UnsupportedError(
             f"expected a plain cache of keys and values in evicting layers, found {type(spec).__name__}; run a "
             "plan without kv_cache"
         )
-    return EvictingSpec(**own, blocks=blocks)
+    return EvictingSpec(**values, blocks=blocks)
 
 
 def _refuse_sessions() -> None:
@@ -133,8 +133,8 @@ def change_specs(change: Callable[[VllmConfig, Any, Any], Any]) -> None:
 def follow_steps(config: VllmConfig, requests_of: Callable[[VllmConfig], Requests | None]) -> None:
     """Tells of each step which requests it has, row by row. A step of single rows, one of them of a prompt, is
     launched: in a captured graph nothing would see the row's query."""
-    told = {one.name for one in fields(SchedulerOutput)}
-    if lacks := {"num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids"} - told:
+    known = {field.name for field in fields(SchedulerOutput)}
+    if lacks := {"num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids"} - known:
         raise UnsupportedError(f"expected steps of vLLM that tell {', '.join(sorted(lacks))}, found a release without")
     if config.use_v2_model_runner:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2

@@ -246,7 +246,7 @@ def check_pages(
         cache = platform.empty_cache(2, spec, device)
     impl.do_kv_cache_update(layer, k_SGD, v_SGD, cache, torch.arange(tokens, device=device) + tokens)
     pages = platform.pages_of(cache)
-    if not all(torch.equal(x_NGSD[1], own.transpose(0, 1)) for x_NGSD, own in zip(pages, stored, strict=True)):
+    if not all(torch.equal(x_NGSD[1], written.transpose(0, 1)) for x_NGSD, written in zip(pages, stored, strict=True)):
         raise UnsupportedError(
             f"expected keys and values in plain pages, found that vLLM packs those of {spec.dtype} in an order of its "
             f"own ({getattr(layer, 'isa', 'its settings')}); on a CPU use --dtype float32"

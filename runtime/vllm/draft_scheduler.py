@@ -33,20 +33,20 @@ class _Asking(Scheduler):
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         rows = scheduler_output.num_scheduled_tokens
-        lengths = {one: self.requests[one].num_computed_tokens + new for one, new in rows.items()}
+        lengths = {request: self.requests[request].num_computed_tokens + new for request, new in rows.items()}
         scheduler_output.num_spec_tokens_to_schedule = self.drafting.next(lengths)
         super()._update_after_schedule(scheduler_output)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._accepted.clear()
         rows = scheduler_output.num_scheduled_tokens
-        known = {one: self.requests[one].num_computed_tokens for one in rows if one in self.requests}
-        found = super().update_from_output(scheduler_output, model_runner_output)
-        drafts = {one: len(drafts) for one, drafts in scheduler_output.scheduled_spec_decode_tokens.items()}
+        known = {request: self.requests[request].num_computed_tokens for request in rows if request in self.requests}
+        output = super().update_from_output(scheduler_output, model_runner_output)
+        drafts = {request: len(drafts) for request, drafts in scheduler_output.scheduled_spec_decode_tokens.items()}
         if rows:
-            lengths = {one: known.get(one, 0) for one in rows}
+            lengths = {request: known.get(request, 0) for request in rows}
             self.drafting.ran(Step(rows, drafts, dict(self._accepted), lengths), time.monotonic())
-        return found
+        return output
 
     def make_spec_decoding_stats(
         self, spec_decoding_stats: Any, num_draft_tokens: int, num_accepted_tokens: int, num_invalid_spec_tokens: Any,

@@ -72,23 +72,23 @@ def start_host(
         plan = plan.model_copy(update={"prefill": None})
     if facts.speculative is not None:
         plan = plan.model_copy(update={"decode": None})  # what was drafted is verified by vLLM's own kernel
-    found = _described(plan, model, facts)
-    check_plan(plan, found, options.allow_mismatch, _ALLOW_MISMATCH, host_of(facts, plan, options))
+    described = _described(plan, model, facts)
+    check_plan(plan, described, options.allow_mismatch, _ALLOW_MISMATCH, host_of(facts, plan, options))
     warn_of_release(facts, options)
-    attending = (group for group in found.attention if group.kind != "linear")
+    attending = (group for group in described.attention if group.kind != "linear")
     group = max(attending, key=lambda group: group.kv_heads * group.head_dim)
     tile = plan.prefill.tile if plan.prefill else None
     choice = choose_backend(
-        model.device, model.dtype, found.largest_head, options.backend, tile, has_soft_cap(model.config)
+        model.device, model.dtype, described.largest_head, options.backend, tile, has_soft_cap(model.config)
     )
     check_stored(plan, dtype_name(model.dtype), facts.kv_cache_dtype.startswith("fp8"))
     check_cut(plan, model.step, model.longest)
     _announce(plan, path)
     scratch = Scratch(model.longest, group.kv_heads * group.head_dim, model.dtype, model.device)
-    program = Program.of(plan.prefill, plan.decode, found, model.rank, plan.retained)
+    program = Program.of(plan.prefill, plan.decode, described, model.rank, plan.retained)
     host = EngineHost(program, choice.name, scratch, model.longest, facts.drafted)
     host.drafts = bool(options.exact)
-    host.model = found.fingerprint.architecture
+    host.model = described.fingerprint.architecture
     host.place = Place.of(plan, model.longest, model.step, model.rows)
     host.measures = options.pays is None
     host.pays = options.pays or program.hint
@@ -105,15 +105,15 @@ def start_host(
 def _described(plan: Plan, model: EngineModel, facts: EngineFacts) -> ModelInfo:
     """The engine's model; where its weights are quantised, which ones they are. Those that vLLM quantises as it loads
     them are no plan's: hosts that measure do not."""
-    found = describe_config(model.config, model.name, model.revision)
+    described = describe_config(model.config, model.name, model.revision)
     if facts.quantization is None:
-        return found
+        return described
     folder = model_folder(model.name, model.revision) if facts.packed else None
     weights = None if folder is None else files_fingerprint(folder)
-    if weights is None and facts.packed and found.id == plan.model.id:
-        return found  # they are not downloaded yet
+    if weights is None and facts.packed and described.id == plan.model.id:
+        return described  # they are not downloaded yet
     weights = weights or weights_fingerprint([("quantization", facts.quantization.encode())])
-    return found.model_copy(update={"fingerprint": found.fingerprint.model_copy(update={"weights": weights})})
+    return described.model_copy(update={"fingerprint": described.fingerprint.model_copy(update={"weights": weights})})
 
 
 def _announce(plan: Plan, path: Path) -> None:
@@ -228,8 +228,8 @@ def _cut(common: Any, name: str, part: slice) -> torch.Tensor | None:
 
 
 def is_plain(common: Any) -> bool:
-    """Whether all rows of a step attend causally and to text alone: not to later tokens of an image, nor to a prompt
-    beyond a window."""
+    """Returns whether all rows of a step attend causally and to text alone: not to later tokens of an image, nor to a
+    prompt beyond a window."""
     others = (getattr(common, name, None) for name in ("mm_req_doc_ranges", "rswa_prefix_lens"))
     return common.causal is True and not any(other is not None and len(other) for other in others)
 

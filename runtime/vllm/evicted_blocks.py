@@ -215,10 +215,10 @@ class EvictedTable:
         pages = table_BP.shape[1]
         if self._table_BP is None:
             self._table_BP = table_BP.new_zeros((self._shared.rows, pages))
-        found = self._shared.lengths(self._blocks, self._page, rows, lengths_B, pages)
-        count, used = found.entry_BP.shape
-        self._table_BP[:count, :used] = table_BP.gather(1, found.entry_BP)
-        return found, self._table_BP[:count]
+        shortened = self._shared.lengths(self._blocks, self._page, rows, lengths_B, pages)
+        count, used = shortened.entry_BP.shape
+        self._table_BP[:count, :used] = table_BP.gather(1, shortened.entry_BP)
+        return shortened, self._table_BP[:count]
 
 
 def moves(blocks: EvictedBlocks, prompts: Sequence[int], pasts_B: np.ndarray) -> np.ndarray:

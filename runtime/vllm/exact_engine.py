@@ -14,7 +14,7 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
-from sparsekv.runtime.core.draft_length import DraftLength
+from sparsekv.runtime.core.pays import DraftLength
 from sparsekv.runtime.paged.metrics import REPORT_SECONDS, Drafted
 from sparsekv.runtime.vllm.settings import plan_path, read_options
 
@@ -40,9 +40,9 @@ def ask_for_drafts(args: Any) -> None:
         "--worker-cls": args.worker_cls != "auto",
         "--scheduler-cls": args.scheduler_cls is not None,
     }
-    if found := [name for name, is_given in given.items() if is_given]:
+    if flags := [name for name, is_given in given.items() if is_given]:
         raise UnsupportedError(
-            f'expected exact output to draft by the plan alone, found {", ".join(found)}; remove that, or "exact"'
+            f'expected exact output to draft by the plan alone, found {", ".join(flags)}; remove that, or "exact"'
         )
     path = plan_path(options, args.model, args.revision)
     if path is None:
@@ -59,8 +59,10 @@ def ask_for_drafts(args: Any) -> None:
     args.worker_cls, args.scheduler_cls = WORKER, SCHEDULER
     if args.max_num_seqs == 1:
         args.max_num_seqs = 2
-    asked = args.compilation_config
-    if not any((args.cudagraph_capture_sizes, asked.cudagraph_capture_sizes, asked.max_cudagraph_capture_size)):
+    compilation = args.compilation_config
+    if not any(
+        (args.cudagraph_capture_sizes, compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size)
+    ):
         args.cudagraph_capture_sizes = capture_sizes(drafted, _most_rows(args))
 
 
@@ -81,7 +83,7 @@ def capture_sizes(drafted: int, rows: Sequence[int]) -> list[int]:
     """
     new = drafted + 1
     counts = sorted({max(1, (1 << power) * part // 4) for power in range(10) for part in (4, 5, 6, 7)})
-    full = {min(one, _CAPTURED) for one in (*rows, _CAPTURED - _CAPTURED % new)}
+    full = {min(most, _CAPTURED) for most in (*rows, _CAPTURED - _CAPTURED % new)}
     # vLLM rounds a size up to whole drafts: rows without drafts need a graph there, too.
     ends = {size + rounded for size in full for rounded in (-size % new, -(size % new))}
     wide = {count * new for count in (*counts, *full)}
@@ -118,8 +120,8 @@ class Step:
     @property
     def drafted(self) -> int | None:
         """Tokens that every request verified; None where they differ, or one of them was not decoding."""
-        sizes = {self.drafts.get(one, 0) for one in self.rows}
-        decoding = all(rows == 1 + self.drafts.get(one, 0) for one, rows in self.rows.items())
+        sizes = {self.drafts.get(request, 0) for request in self.rows}
+        decoding = all(rows == 1 + self.drafts.get(request, 0) for request, rows in self.rows.items())
         return sizes.pop() if len(sizes) == 1 and decoding else None
 
 
@@ -158,11 +160,11 @@ class Drafting:
 
     def ran(self, step: Step, now: float) -> None:
         """A step is over, and its output came now, in seconds of a clock that never goes back."""
-        for one, tokens in step.drafts.items():
+        for request, tokens in step.drafts.items():
             for counts in (self.counts, self._new):
-                count = counts[_bucket(step.lengths[one])]
+                count = counts[_bucket(step.lengths[request])]
                 count.drafted += tokens
-                count.accepted += step.accepted.get(one, 0)
+                count.accepted += step.accepted.get(request, 0)
         requests, drafted = frozenset(step.rows), step.drafted
         before, began = self._before
         if (
@@ -171,15 +173,15 @@ class Drafting:
             and sum(step.lengths.values()) > self._dense_up_to * len(requests)
         ):
             pace = self._paces[self._key(step.lengths)]
-            pace.ran(drafted, now - began, [step.accepted.get(one, 0) for one in step.drafts])
+            pace.ran(drafted, now - began, [step.accepted.get(request, 0) for request in step.drafts])
         self._before = (requests if drafted is not None else frozenset(), now)
         self._report(now)
 
     def _report(self, now: float) -> None:
         self._reported_at = now if self._reported_at is None else self._reported_at
         if self._new and now - self._reported_at >= REPORT_SECONDS:
-            told = (f"{one.accepted:,} of {one.drafted:,} at {length}" for length, one in self._new.items())
-            self._say(f"drafted tokens that count: {', '.join(told)}")
+            lines = (f"{count.accepted:,} of {count.drafted:,} at {length}" for length, count in self._new.items())
+            self._say(f"drafted tokens that count: {', '.join(lines)}")
             self._publish(self._new)
             self._new, self._reported_at = defaultdict(Drafted), now
 

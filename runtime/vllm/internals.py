@@ -60,7 +60,7 @@ _PREFERS_OTHERS = 10  # major compute capability of which vLLM prefers another b
 def engine_facts(config: VllmConfig, *derived: type) -> EngineFacts:
     """Returns the facts that decide whether an engine can run a plan; `derived` are classes of ours, from vLLM's."""
     parallel, model = config.parallel_config, config.model_config
-    told = {one.name for one in fields(CommonAttentionMetadata)}
+    known = {field.name for field in fields(CommonAttentionMetadata)}
     ours = parallel.worker_cls == WORKER
     speculative, transfer = config.speculative_config, config.kv_transfer_config
     stages, layers = parallel.pipeline_parallel_size, model.hf_text_config.num_hidden_layers
@@ -82,8 +82,8 @@ def engine_facts(config: VllmConfig, *derived: type) -> EngineFacts:
         micro_batches=parallel.use_ubatching,
         one_group=bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
         fast_prefill=bool(getattr(config.cache_config, "kv_sharing_fast_prefill", False)),
-        missing=(*sorted({*READ} - told), *(call for kind in derived for call in changed_calls(kind))),
-        unknown=tuple(sorted(told - KNOWN)),
+        missing=(*sorted({*READ} - known), *(call for kind in derived for call in changed_calls(kind))),
+        unknown=tuple(sorted(known - KNOWN)),
         self_drafting=ours,
         beside=beside_drafts(config) if ours else (),
     )
@@ -99,7 +99,7 @@ def _modalities(model: Any) -> tuple[str, ...]:
     if limits is None:
         return ()
     known = MODALITIES.get(model.hf_config.model_type, ())
-    return tuple(one for one in known if limits.enable_mm_embeds or limits.get_limit_per_prompt(one) > 0)
+    return tuple(kind for kind in known if limits.enable_mm_embeds or limits.get_limit_per_prompt(kind) > 0)
 
 
 def changed_calls(ours: type) -> Iterator[str]:
@@ -108,9 +108,9 @@ def changed_calls(ours: type) -> Iterator[str]:
         given = getattr(ours.__mro__[1], name, None)
         if not (isfunction(method) and isfunction(given)):
             continue
-        own, its = signature(method).parameters, signature(given).parameters
-        if list(own) != list(its) and not any(one.kind in _ANY for one in own.values()):
-            yield f"{given.__qualname__}({', '.join(list(own)[1:])})"
+        ours_taken, its = signature(method).parameters, signature(given).parameters
+        if list(ours_taken) != list(its) and not any(parameter.kind in _ANY for parameter in ours_taken.values()):
+            yield f"{given.__qualname__}({', '.join(list(ours_taken)[1:])})"
 
 
 def engine_model(config: VllmConfig) -> EngineModel:
@@ -132,23 +132,25 @@ def engine_model(config: VllmConfig) -> EngineModel:
 
 def gather(x: torch.Tensor) -> torch.Tensor:
     """[ranks, ...]: what each tensor-parallel rank gives; also in a captured graph."""
-    found: torch.Tensor = tensor_model_parallel_all_gather(x[None].contiguous(), dim=0)
-    return found
+    gathered: torch.Tensor = tensor_model_parallel_all_gather(x[None].contiguous(), dim=0)
+    return gathered
 
 
 def gather_bytes(given: bytes) -> list[bytes]:
     device = torch.empty(0, device=current_platform.device_type).device
-    found = gather(torch.tensor(list(given), dtype=torch.float32, device=device))  # not every backend gathers integers
-    return [bytes(map(int, one)) for one in found.tolist()]
+    gathered = gather(
+        torch.tensor(list(given), dtype=torch.float32, device=device)
+    )  # not every backend gathers integers
+    return [bytes(map(int, row)) for row in gathered.tolist()]
 
 
 def runs_ours(config: VllmConfig) -> bool:
-    asked = config.attention_config
+    attention = config.attention_config
     if platform is None or platform is OnCpu or config.model_config.use_mla:
         return platform is OnCpu and not config.model_config.use_mla
-    named = {asked.backend, *asked.backend_per_kind.values()} - {None}
+    named = {attention.backend, *attention.backend_per_kind.values()} - {None}
     if named:
-        return any(_is_ours(one) for one in named.intersection((platform.backend, platform.planned)))
+        return any(_is_ours(place) for place in named.intersection((platform.backend, platform.planned)))
     capability = current_platform.get_device_capability()
     return _is_ours(platform.planned) and (capability is None or capability.major != _PREFERS_OTHERS)
 
@@ -158,8 +160,8 @@ def say_dense(config: VllmConfig, error: Exception) -> None:
     it is of one rank's device: the other ranks would wait."""
     if not isinstance(error, SparseKVError):
         error = UnsupportedError(f"the engine could not be read ({type(error).__name__}: {error})")
-    asked, options = config.attention_config, read_options(config.additional_config)
-    ours = platform is OnCuda and platform.backend in (asked.backend, *asked.backend_per_kind.values())
+    attention, options = config.attention_config, read_options(config.additional_config)
+    ours = platform is OnCuda and platform.backend in (attention.backend, *attention.backend_per_kind.values())
     is_ranks_own = isinstance(error, BackendError) and config.parallel_config.tensor_parallel_size > 1
     if is_ranks_own or options.requires(options.plan is not None or ours):
         raise error
@@ -172,13 +174,13 @@ def say_dense(config: VllmConfig, error: Exception) -> None:
 
 def say_unused(config: VllmConfig) -> None:
     """Warns that an engine with a plan has attention that is not ours; see `say_dense`."""
-    model, asked = config.model_config, config.attention_config.backend
+    model, backend = config.model_config, config.attention_config.backend
     if runs_ours(config):
         return
     try:
         path = plan_path(read_options(config.additional_config), model.model, model.revision)
         if path is not None:
-            by = "its own choice, which is another here" if asked is None else asked.name
+            by = "its own choice, which is another here" if backend is None else backend.name
             raise UsageError(
                 f"expected a backend that executes the plan at {path}, found attention by {by}; add "
                 '--attention-backend FLASH_ATTN, or --additional-config \'{"sparsekv": {"dense": true}}\' to leave it'
@@ -242,7 +244,7 @@ def without_prefill(config: VllmConfig, support: AttentionCGSupport) -> Attentio
     anew."""
     drafts = config.speculative_config is not None
     most = AttentionCGSupport.UNIFORM_BATCH if drafts else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    return min(support, most, key=lambda one: one.value)
+    return min(support, most, key=lambda level: level.value)
 
 
 def graph_rows(config: VllmConfig) -> int:

@@ -84,7 +84,7 @@ class Connector:
 def connectors_of(config: Mapping[str, Any]) -> tuple[Connector, ...]:
     name, options = config.get("kv_connector"), config.get("kv_connector_extra_config") or {}
     if name == "MultiConnector":
-        return tuple(one for part in options.get("connectors", ()) for one in connectors_of(part))
+        return tuple(connector for part in options.get("connectors", ()) for connector in connectors_of(part))
     return () if name is None else (Connector(name, options, config.get("kv_connector_module_path")),)
 
 
@@ -148,7 +148,7 @@ class EngineOptions(BaseModel):
         return self
 
     def requires(self, by_name: bool) -> bool:
-        """Whether an engine that cannot run its plan ends; `by_name`: the plan or our backend was named."""
+        """Returns whether an engine that cannot run its plan ends; `by_name`: the plan or our backend was named."""
         return bool(self.exact) or (by_name if self.require is None else self.require)
 
 
@@ -178,16 +178,16 @@ def plan_path(options: EngineOptions, model: str, revision: str | None) -> Path 
     if options.dense:
         return None
     if options.plan is None:
-        found = _beside(model, revision)
-        if found is None and options.require:
+        beside = _beside(model, revision)
+        if beside is None and options.require:
             raise UsageError(
                 f'expected a {PLAN_NAME} beside {model}, as "require" in --additional-config asks, found none (of a '
                 'hub model: none was cached, and none came from the hub); put one there, name it by "plan", or remove '
                 '"require"'
             )
-        return found
-    asked = Path(options.plan).expanduser()
-    path = asked / PLAN_NAME if asked.is_dir() else asked
+        return beside
+    place = Path(options.plan).expanduser()
+    path = place / PLAN_NAME if place.is_dir() else place
     if not path.is_file():
         raise UsageError(
             f"expected a plan at {path}, as --additional-config asks, found no such file; correct the path, or remove "
@@ -219,8 +219,10 @@ def plan_of(
     except OSError as error:
         trouble = UsageError(f"expected a plan to be read at {path}, found: {error}; correct its rights, or remove it")
     each = gather(digest)
-    if trouble is None and any(one != each[0] for one in each):
-        having = ", ".join(f"{rank}: {'none' if one == _NO_PLAN else one.hex()[:8]}" for rank, one in enumerate(each))
+    if trouble is None and any(other != each[0] for other in each):
+        having = ", ".join(
+            f"{rank}: {'none' if other == _NO_PLAN else other.hex()[:8]}" for rank, other in enumerate(each)
+        )
         trouble = UnsupportedError(
             f"expected one plan on all tensor-parallel ranks, found files with these digests (by rank): {having}; copy "
             "the same sparsekv.yaml beside the model on every machine"
@@ -270,13 +272,13 @@ def _chosen(refused: Mapping[str, object]) -> Iterator[str]:
 
 
 def _untested(facts: EngineFacts) -> dict[str, object]:
-    found = f"vLLM {facts.release} on {facts.device}"
+    engine = f"vLLM {facts.release} on {facts.device}"
     others = ", ".join(_unknown_connectors(facts.connectors))
     return {
-        f"{found}, where tested are {known_releases()}: use that": facts.device not in TESTED,
-        f"{found}, which lacks {', '.join(facts.missing)}: use {known_releases()}": facts.missing,
-        f"{found}, which tells of its steps what this sparsekv does not know ({', '.join(facts.unknown)}): use a newer "
-        "sparsekv": facts.unknown,
+        f"{engine}, where tested are {known_releases()}: use that": facts.device not in TESTED,
+        f"{engine}, which lacks {', '.join(facts.missing)}: use {known_releases()}": facts.missing,
+        f"{engine}, which tells of its steps what this sparsekv does not know ({', '.join(facts.unknown)}): use a "
+        "newer sparsekv": facts.unknown,
         f"KV connectors that nobody looked at beside a plan ({others}): remove them from --kv-transfer-config": others,
         f"pipeline parallelism over {len(facts.stages)} stages: use --pipeline-parallel-size 1": facts.stages,
     }
@@ -287,7 +289,10 @@ def _wrong(facts: EngineFacts, plan: Plan) -> dict[str, object]:
     evicts = f", where layers {format_ids(plan.retained)} evict tokens" if plan.retained else ""
     segments = segments_of(plan)
     fewest = min(group.kv_heads for group in plan.model.attention)
-    names, none = ", ".join(one.name for one in facts.connectors), json.dumps(dict.fromkeys(facts.modalities, 0))
+    names, none = (
+        ", ".join(connector.name for connector in facts.connectors),
+        json.dumps(dict.fromkeys(facts.modalities, 0)),
+    )
     return {
         f"{facts.tensor_parallel} ranks that share {fewest} KV heads{evicts}: use --tensor-parallel-size {fewest} or "
         "less": evicts and facts.tensor_parallel > fewest,
@@ -329,13 +334,13 @@ def _inexact(facts: EngineFacts) -> dict[str, object]:
 
 def _unknown_connectors(connectors: Sequence[Connector]) -> Iterator[str]:
     """Yields the unknown connectors, each with its store where that alone is unknown."""
-    for one in connectors:
-        if one.module is not None or one.name not in (*ENGINE_TO_ENGINE, *TO_HOST, *SHARED):
-            yield one.name
-        elif one.name == "OffloadingConnector":
-            spec = one.options.get("spec_name", _SPECS[0])
-            tiers = [tier.get("type") for tier in one.options.get("secondary_tiers", ())]
-            yield from (f"{one.name} with {other}" for other in (spec, *tiers) if other not in (*_SPECS, *TIERS))
+    for connector in connectors:
+        if connector.module is not None or connector.name not in (*ENGINE_TO_ENGINE, *TO_HOST, *SHARED):
+            yield connector.name
+        elif connector.name == "OffloadingConnector":
+            spec = connector.options.get("spec_name", _SPECS[0])
+            tiers = [tier.get("type") for tier in connector.options.get("secondary_tiers", ())]
+            yield from (f"{connector.name} with {other}" for other in (spec, *tiers) if other not in (*_SPECS, *TIERS))
 
 
 def store_name(plan: Plan, rule: Pays | None = None) -> str:
@@ -351,11 +356,11 @@ def store_name(plan: Plan, rule: Pays | None = None) -> str:
 def _unnamed_stores(facts: EngineFacts, name: str) -> Iterator[str]:
     """Yields the options to set for each store whose keys do not hold a name."""
     folder = facts.model.rstrip("/").rpartition("/")[2]  # all that some of them take
-    for one in facts.connectors:
-        stores = [(one.name, one.options, SHARED[one.name])] if one.name in SHARED else []
-        if one.name == "OffloadingConnector":
-            tiers = [(tier.get("type"), tier) for tier in one.options.get("secondary_tiers", ())]
-            stores = [(f"{one.name}, tier {kind}", tier, TIERS[kind]) for kind, tier in tiers if kind in TIERS]
+    for connector in facts.connectors:
+        stores = [(connector.name, connector.options, SHARED[connector.name])] if connector.name in SHARED else []
+        if connector.name == "OffloadingConnector":
+            tiers = [(tier.get("type"), tier) for tier in connector.options.get("secondary_tiers", ())]
+            stores = [(f"{connector.name}, tier {kind}", tier, TIERS[kind]) for kind, tier in tiers if kind in TIERS]
         for store, options, (option, by_model) in stores:
             if (option and name in str(options.get(option, ""))) or (by_model and name in folder):
                 continue
@@ -369,9 +374,9 @@ def check_engine_layer(
 ) -> None:
     """Refuses a layer that vLLM runs with another shape or window than the model's config says, by which the plan is
     lowered: vLLM takes some windows from elsewhere."""
-    expected, found = (layer.heads, layer.kv_heads, layer.window, layer.keys_of), (heads, kv_heads, window, keys_of)
-    if expected != found:
+    expected, actual = (layer.heads, layer.kv_heads, layer.window, layer.keys_of), (heads, kv_heads, window, keys_of)
+    if expected != actual:
         raise UnsupportedError(
             f"expected layer {layer.layer} with (heads, KV heads, window, layer of its keys) {expected}, as the config "
-            f"of the model says, found that vLLM runs it with {found}; run this model without a plan"
+            f"of the model says, found that vLLM runs it with {actual}; run this model without a plan"
         )

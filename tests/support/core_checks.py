@@ -20,7 +20,7 @@ from torch_state import poisoned_memory
 from transformers import DynamicCache
 
 from sparsekv.plans.errors import ShapeError, SparseKVError, UnsupportedError, UsageError
-from sparsekv.runtime.core.draft_length import DraftLength
+from sparsekv.runtime.core.pays import DraftLength
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import SparseLayer, handed_over

@@ -131,8 +131,8 @@ def _tiles(whole: CallPart, index: TileIndex, chunk: Chunk, passes: Passes) -> N
         part = whole.at(span)
         if lists is not None:
             passes.over_lists(part, lists.at(span.rows, span.queries, span.length))
-        for own in alone:
-            passes.dense(part.of(own))
+        for heads_alone in alone:
+            passes.dense(part.of(heads_alone))
 
 
 def _pad(whole: CallPart, span: Span) -> None:

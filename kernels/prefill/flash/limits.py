@@ -44,9 +44,9 @@ FLASH_ATTN_4 = FlashPackage("flash_attn.cute", "flash-attn-4", ("4.0.0b36",), as
 _OF_HOSTS: list[FlashPackage] = []  # of this process
 
 
-def offer_package(found: FlashPackage) -> None:
+def offer_package(of_host: FlashPackage) -> None:
     """A host says that it brings a copy along, which serves this process where flash-attn-4 is not installed."""
-    _OF_HOSTS[:] = [found]
+    _OF_HOSTS[:] = [of_host]
 
 
 def package() -> FlashPackage:
@@ -73,16 +73,16 @@ def shape_obstacle(dtype: torch.dtype, head_dim: int, tile: TileShape | None) ->
     """The reason why it does not take such tensors; None when it does. Without a tile, of any tile."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, found {dtype}"
-    found = package()
-    largest = _LARGEST_HEAD if found.asks_lists else _LARGEST_HEAD_OF_128_KEYS
+    flash = package()
+    largest = _LARGEST_HEAD if flash.asks_lists else _LARGEST_HEAD_OF_128_KEYS
     if head_dim % 8 or not _SMALLEST_HEAD <= head_dim <= largest:
         return f"it takes head sizes that are multiples of 8 from {_SMALLEST_HEAD} to {largest}, found {head_dim}"
     if tile is None:
         return None
     if tile.query != QUERY_TILE:
         return f"it takes query tiles of {QUERY_TILE} rows, found tiles of {tile.query} x {tile.key}"
-    if not found.asks_lists and tile.key < 128:
-        return f"the flash-attn-4 in {found.distribution} takes key tiles of 128, found {tile.key}"
+    if not flash.asks_lists and tile.key < 128:
+        return f"the flash-attn-4 in {flash.distribution} takes key tiles of 128, found {tile.key}"
     if tile.key > 64 and head_dim > _LARGEST_HEAD_OF_128_KEYS:
         return (
             f"head sizes above {_LARGEST_HEAD_OF_128_KEYS} take key tiles of 64, found {tile.key} and head size "
@@ -93,15 +93,15 @@ def shape_obstacle(dtype: torch.dtype, head_dim: int, tile: TileShape | None) ->
 
 def untested() -> str | None:
     """The reason why the installed release is not chosen by itself; None for one that was tested."""
-    found = package()
+    flash = package()
     try:
-        release = version(found.distribution).partition("+")[0]
+        release = version(flash.distribution).partition("+")[0]
     except PackageNotFoundError:
         release = "of an unknown release"
-    if release in found.tested:
+    if release in flash.tested:
         return None
     return (
-        f"{found.distribution} {release} was not tested with these block lists, {' and '.join(found.tested)} was "
+        f"{flash.distribution} {release} was not tested with these block lists, {' and '.join(flash.tested)} was "
         f"({install_command('flash')}); --set backend=flash uses it all the same"
     )
 

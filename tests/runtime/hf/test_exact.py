@@ -9,7 +9,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from sparsekv.plans.brief import DRAFTS
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.runtime.core.draft_length import DraftLength
+from sparsekv.runtime.core.pays import DraftLength
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.exact import Sampled
 

@@ -22,7 +22,7 @@ from transformers.generation import logits_process, stopping_criteria
 
 from sparsekv.plans.brief import DRAFTS
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.runtime.core.draft_length import DraftLength
+from sparsekv.runtime.core.pays import DraftLength
 from sparsekv.runtime.hf import exact
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.exact import READ_MORE, READ_SCORES, READ_TEXT, Processors

@@ -135,7 +135,7 @@ def test_of_a_quantised_hub_model_that_is_not_downloaded_yet_the_name_decides(
 def test_steps_of_another_size_than_the_chunks_that_were_verified_are_told(
     model: Any, plan: Plan, tmp_path: Path, step: int, told: bool
 ) -> None:
-    quality = quality_at(1024, chunk=512)
+    quality = quality_at(1024, step=512)
     write_plan(plan.model_copy(update={"status": "verified", "quality": quality}), tmp_path / "sparsekv.yaml")
     engine = EngineModel(str(tmp_path), None, model.config, torch.float32, CPU, longest=4096, step=step, rows=4)
     with warnings.catch_warnings(record=True) as caught:
