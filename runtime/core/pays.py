@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from sparsekv.plans.errors import UsageError
 from sparsekv.plans.brief import DRAFTS, tokens_a_cycle
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.types import format_length, parse_length
 
 Gain = Callable[[int, int], float]
