@@ -15,7 +15,7 @@ from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.planner.filter_layers import hot_set
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.patterns import Budget, Pattern, TileShape, tokens
+from sparsekv.plans.patterns import Budget, Pattern, TileShape, fraction, tokens
 from sparsekv.plans.phases import (
     DecodeBucket,
     DecodeBudget,
@@ -127,7 +127,7 @@ class HandDecode:
         offload: whether the plans permit the layers of segments to be in host memory, with a hot set of two budgets.
     """
 
-    budget: Budget = field(default_factory=lambda: tokens(2048))
+    budget: Budget = field(default_factory=lambda: fraction(0.1))
     filters: tuple[int, ...] = ()
     selectors: tuple[str, ...] = ("last",)
     window: int | None = None

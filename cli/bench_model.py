@@ -30,7 +30,7 @@ from sparsekv.planner.flags import (
 )
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.patterns import TileShape, tokens
+from sparsekv.plans.patterns import TileShape, fraction
 from sparsekv.plans.schema import Plan
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class HandPrefill(Options):
 class HandDecode(Options):
     """The budget of a decode plan made by hand, whose filter layers are three by depth."""
 
-    budget: Annotated[TokenBudget | None, Key("Without a plan: tokens that a filter layer chooses.", "N")] = None
+    budget: Annotated[TokenBudget | None, Key("Without a plan: what a filter layer chooses; 10%.", "BUDGET")] = None
 
 
 def named_subject(flags: Benched, lengths: Sequence[int], by_hand: bool | None = None) -> Subject:
@@ -240,7 +240,7 @@ def measure_decode(flags: DecodeFlags) -> BenchRun:
         acceptance=flags.acceptance,
         kv_dtype=flags.kv_dtype,
     )
-    hand = DecodeByHand(flags.budget or tokens(2048), offload=flags.offload is not None)
+    hand = DecodeByHand(flags.budget or fraction(0.1), offload=flags.offload is not None)
     plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(lengths))
     check_decode(info, plans, bench)
     if flags.offload is not None:

@@ -116,7 +116,7 @@ class DecodeSearch(Options):
     ] = ()
     # Of a fraction, no more than it comes to at the longest planned length. Where budgets are tried out, any other than
     # the default is the most.
-    decode_budget: Annotated[TokenBudget, Key("Tokens that filter layers choose: 2048, or a share: 10%.", "BUDGET")] = (
+    decode_budget: Annotated[TokenBudget, Key("Share that filter layers choose: 10%, or tokens.", "BUDGET")] = (
         DECODE_BUDGET
     )
     # The first and the last tokens that sparse layers attend to besides.

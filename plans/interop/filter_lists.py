@@ -16,8 +16,9 @@ from sparsekv.plans.schema import Plan
 _SINK, _RECENT = 4, 128
 _FIXED = f"sinks ({_SINK}) and recent tokens ({_RECENT}): ours, as the file has none"
 _LAST = "the choice is by the newest query, over all heads together"
-_OMNIKV_TOKENS, _INDEX_TOKENS = 4096, 2048
-_KASCADE_SHARE, _KASCADE_RECENT = 0.1, 2
+_SHARE = 0.1
+_NO_BUDGET = f"a budget of {_SHARE:.0%} of the context: ours, as the file has none"
+_KASCADE_RECENT = 2
 
 
 # --- OmniKV (ICLR 2025) and SparseEngine ------------------------------------------------------------------------------
@@ -42,17 +43,17 @@ def read_list(source: Source, model: ModelInfo) -> Imported:
         wait = whole(data.get("num_wait_load_layers", 0), '"num_wait_load_layers"')
         waits = range(min(wait, model.layers) + 1)
         dense = {*range(min(filters[0], model.layers)), *(layer + n for layer in filters for n in waits)}
-        size, default = data.get("num_of_selected_tokens"), _OMNIKV_TOKENS
+        size = data.get("num_of_selected_tokens")
     else:
         dense = set(layers_of(data["full_attention_layers"], '"full_attention_layers"'))
         filters = tuple(sorted(dense))
-        size, default = data.get("decode_keep_tokens"), _INDEX_TOKENS
-    if size is None:
-        notes.append(f"a budget of {default} tokens: that tool's default, as the file has none")
-    return _imported(model, filters, dense, _budget(default if size is None else size, model), notes)
+        size = data.get("decode_keep_tokens")
+    notes += [_NO_BUDGET] if size is None else []
+    return _imported(model, filters, dense, _budget(size, model), notes)
 
 
 def _budget(size: Any, model: ModelInfo) -> DecodeBudget:
+    size = _SHARE if size is None else size
     if isinstance(size, float) and 0.0 < size < 1.0:
         return DecodeBudget(fraction=size, at_most=max(1, round(size * model.context_length)))
     return DecodeBudget(tokens=max(1, whole(size, "the number of chosen tokens")))
@@ -63,7 +64,7 @@ def write_list(plan: Plan) -> Exported:
     segments, lost = _segments(plan, _LIST)
     sparse = {layer for segment in segments for layer in segment.layers}
     dense = [layer for layer in range(plan.model.layers) if layer not in sparse]
-    tokens = max((segment.budget.most for segment in segments), default=_INDEX_TOKENS)
+    tokens = max((segment.budget.most for segment in segments), default=1)
     if any(segment.budget.tokens is None for segment in segments) or len({one.budget for one in segments}) > 1:
         lost.append(f"`{_OF_SEGMENTS}.budget`: by segment or as a share: it has one, of {tokens} tokens")
     data = {
@@ -94,9 +95,8 @@ def read_letters(source: Source, model: ModelInfo) -> Imported:
     full = [layer for layer, letter in enumerate(letters) if letter == "F"]
     size = source.json.get("index_topk") if isinstance(source.json, dict) else None
     notes = [_FIXED, _LAST]
-    if size is None:
-        notes.append(f"a budget of {_INDEX_TOKENS} tokens, as in the models that such letters were made for")
-    return _imported(model, full, set(full), _budget(_INDEX_TOKENS if size is None else size, model), notes)
+    notes += [_NO_BUDGET] if size is None else []
+    return _imported(model, full, set(full), _budget(size, model), notes)
 
 
 def write_letters(plan: Plan) -> Exported:
@@ -146,13 +146,13 @@ def read_maps(source: Source, model: ModelInfo) -> Imported:
             f"expected anchor layers, whose heads map to themselves ({', '.join(map(str, identity))}), found none in "
             f"{source.name}; name the file by them, such as maps_layers_0_2_8.npy"
         )
-    at_most = max(1, round(_KASCADE_SHARE * model.context_length))
+    at_most = max(1, round(_SHARE * model.context_length))
     notes = (
         f"a tenth of the context is chosen, as published; no sinks, and the newest {_KASCADE_RECENT} tokens",
         "prefill is dense: that of the publication chooses by query tiles, which no pattern of a plan does",
         *(() if named else ("anchor layers are those whose heads map to themselves, as the file's name does not say",)),
     )
-    budget = DecodeBudget(fraction=_KASCADE_SHARE, at_most=at_most)
+    budget = DecodeBudget(fraction=_SHARE, at_most=at_most)
     return _imported(model, anchors, set(anchors), budget, notes, dict(enumerate(table)), (0, _KASCADE_RECENT))
 
 
@@ -187,7 +187,7 @@ _OF_SEGMENTS = "decode.lengths.segments"
 _LAYERS = frozenset(("decode.lengths.up_to", f"{_OF_SEGMENTS}.filter", f"{_OF_SEGMENTS}.layers"))
 _EDGES = {f"{_OF_SEGMENTS}.sink": _SINK, f"{_OF_SEGMENTS}.recent": _RECENT}
 _LIST = Format(_LAYERS | {f"{_OF_SEGMENTS}.budget"}, _EDGES)
-_LETTERS = Format(_LAYERS, _EDGES | {f"{_OF_SEGMENTS}.budget.tokens": _INDEX_TOKENS})
+_LETTERS = Format(_LAYERS, _EDGES)
 
 
 def _segments(plan: Plan, form: Format) -> tuple[tuple[Segment, ...], list[str]]:

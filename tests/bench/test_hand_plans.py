@@ -92,5 +92,5 @@ def test_filters_by_hand_choose_for_all_layers_up_to_the_next():
     (bucket,) = plans["last"].decode.lengths
     layers = {one.filter: one.layers for one in bucket.segments}
     assert layers == {0: tuple(range(1, 8)), 8: tuple(range(9, 18)), 18: tuple(range(19, 32))}
-    assert {(one.budget.tokens, one.sink, one.recent) for one in bucket.segments} == {(2048, 4, 128)}
-    assert all(str(number) in words for number in (2048, 18))
+    assert {(one.budget.fraction, one.sink, one.recent) for one in bucket.segments} == {(0.1, 4, 128)}
+    assert all(str(number) in words for number in (0.1, 18))

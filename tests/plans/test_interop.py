@@ -131,10 +131,11 @@ def test_kascades_anchors_choose_by_head_for_the_layers_up_to_the_next() -> None
     ("data", "expected", "budget"),
     [
         ({"do_select_layers": "1,3", "num_of_selected_tokens": 512}, [(1, (2,)), (3, (4, 5))], 512),
-        ({"do_select_layers": [1, 3], "num_wait_load_layers": 1}, [(3, (5,))], 4096),
+        ({"do_select_layers": [1, 3], "num_wait_load_layers": 1}, [(3, (5,))], 6554),
         ({"full_attention_layers": "0,1,3", "decode_keep_tokens": 700}, [(1, (2,)), (3, (4, 5))], 700),
         ({"full_attention_layers": "0", "decode_keep_tokens": 0.25}, [(0, (1, 2, 3, 4, 5))], 16384),
         ({"index_topk_pattern": "FFSFSS", "index_topk": 99}, [(1, (2,)), (3, (4, 5))], 99),
+        ({"index_topk_pattern": "FFSFSS"}, [(1, (2,)), (3, (4, 5))], 6554),
     ],
 )
 def test_lists_of_layers_are_segments(data: object, expected: object, budget: int) -> None:
