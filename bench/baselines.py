@@ -43,7 +43,16 @@ from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Reuse
 from sparsekv.planner.profile.search_space import CommonPrefix, Patterns, fit_to_target
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern, PatternRange, TileShape
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
+from sparsekv.plans.phases import (
+    RECENT,
+    SINK,
+    DecodeBucket,
+    DecodePlan,
+    HeadGroup,
+    PrefillBucket,
+    PrefillPlan,
+    Segment,
+)
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.observe import AttentionCall, Observer, capture_attention
@@ -144,8 +153,8 @@ class ExactTopK:
 
     budget: Budget
     heads: Literal["max", "per_kv_head"] = "max"
-    sink: int = 4
-    recent: int = 128
+    sink: int = SINK
+    recent: int = RECENT
 
     def __call__(self, call: AttentionCall) -> Chosen | None:
         length = call.k_BGKD.shape[2]

@@ -17,6 +17,9 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern, TileShape, fraction, tokens
 from sparsekv.plans.phases import (
+    CHOSEN_SHARE,
+    RECENT,
+    SINK,
     DecodeBucket,
     DecodeBudget,
     DecodePlan,
@@ -33,7 +36,6 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_ID, format_ids
 
 FAMILIES = ("vertical_slash", "a_shape")
-_SINK, _RECENT = 4, 128
 _WHOLE, _OBSERVE = 3, 256  # layers that drop nothing, and the queries that others choose by
 
 
@@ -127,7 +129,7 @@ class HandDecode:
         offload: whether the plans permit the layers of segments to be in host memory, with a hot set of two budgets.
     """
 
-    budget: Budget = field(default_factory=lambda: fraction(0.1))
+    budget: Budget = field(default_factory=lambda: fraction(CHOSEN_SHARE))
     filters: tuple[int, ...] = ()
     selectors: tuple[str, ...] = ("last",)
     window: int | None = None
@@ -172,8 +174,8 @@ class HandDecode:
                     filter=layer,
                     layers=layers,
                     budget=budget,
-                    sink=_SINK,
-                    recent=_RECENT,
+                    sink=SINK,
+                    recent=RECENT,
                     selector=selector,
                     window=window,
                 )
@@ -186,7 +188,7 @@ class HandDecode:
                 offload=Offload(layers=layers, hot=hot_set([budget], longest)) if self.offload else None,
             )
             plans[selector] = Plan(status="unverified", model=info, decode=decode)
-        words = f"made by hand: filter layers {format_ids(filters)} choose {budget}; {_SINK} sinks, {_RECENT} recent"
+        words = f"made by hand: filter layers {format_ids(filters)} choose {budget}; {SINK} sinks, {RECENT} recent"
         return plans, words
 
 
@@ -211,8 +213,8 @@ def kept_by_hand(info: ModelInfo, keep: int, generated: int) -> tuple[tuple[Rete
             "take a deeper model, or a plan"
         )
     rule = Retention(
-        layers=layers, keep=tokens(keep), sink=_SINK, recent=_RECENT, generated=generated, score="attention_sum",
+        layers=layers, keep=tokens(keep), sink=SINK, recent=RECENT, generated=generated, score="attention_sum",
         observe=_OBSERVE, heads="max",
     )  # fmt: skip
-    words = f"layers {format_ids(layers)} keep {keep} + {_SINK + _RECENT} tokens and {generated} of an answer"
+    words = f"layers {format_ids(layers)} keep {keep} + {SINK + RECENT} tokens and {generated} of an answer"
     return (rule,), words

@@ -109,7 +109,7 @@ def check_continued(
     """Refuses results that a run cannot go on from.
 
     Args:
-        known: settings of the run, all or those that are known before a model is loaded.
+        settings: of the run, all or those that are known before a model is loaded.
         plans: digests of its plans by the names of methods.
     """
     there = {cell.method: cell.plan for cell in file.all(cells).values()}

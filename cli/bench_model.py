@@ -31,6 +31,7 @@ from sparsekv.planner.flags import (
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import TileShape, fraction
+from sparsekv.plans.phases import CHOSEN_SHARE
 from sparsekv.plans.schema import Plan
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def measure_decode(flags: DecodeFlags) -> BenchRun:
         acceptance=flags.acceptance,
         kv_dtype=flags.kv_dtype,
     )
-    hand = DecodeByHand(flags.budget or fraction(0.1), offload=flags.offload is not None)
+    hand = DecodeByHand(flags.budget or fraction(CHOSEN_SHARE), offload=flags.offload is not None)
     plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(lengths))
     check_decode(info, plans, bench)
     if flags.offload is not None:

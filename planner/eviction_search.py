@@ -31,14 +31,14 @@ from sparsekv.planner.progress import Progress
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import fraction, tokens
-from sparsekv.plans.phases import Retention
+from sparsekv.plans.phases import RECENT, SINK, Retention
 from sparsekv.runtime.core.select import rows_to_cache
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.observe import AttentionCall
 
 _SHARES = (0.7, 0.5, 0.35, 0.25, 0.17, 0.11, 0.07, 0.04, 0.02)
-_SINK, _RECENT, _GENERATED, _OBSERVED = 4, 128, 512, 256
+_GENERATED, _OBSERVED = 512, 256
 _WHOLE_FIRST = 3  # layers
 _MOST_GROUPS = 12  # of layers in vLLM: each costs a step its block table
 _FEW_LAYOUTS = 3  # that are tried out
@@ -106,7 +106,7 @@ def allocated(layers: Sequence[int], damage_LC: np.ndarray, options: Settled, le
     allocation = solve(cost_LC1, damage_LC1, every_LC1, every_LC1[:, 0], budget)
     if allocation is None:
         raise UsageError(
-            f"expected --retain of at least {cost_C.min():.3f}, which the first {_SINK} and last {_RECENT} tokens and "
+            f"expected --retain of at least {cost_C.min():.3f}, which the first {SINK} and last {RECENT} tokens and "
             f"{_SHARES[-1]:.0%} of the others take at {length} tokens, found {_retain(options):g}; raise it, or plan "
             "longer --lengths"
         )
@@ -163,7 +163,7 @@ def _fewest(count: int, kept: float, share: float) -> int:
 
 def by_hand(layers: Sequence[int], retain: float, length: int) -> dict[str, Layout]:
     """Layouts by hand for a share of the bytes, without those that would cache less than nothing."""
-    edges, count = (_SINK + _RECENT) / length, len(layers)
+    edges, count = (SINK + RECENT) / length, len(layers)
     later = layers[_WHOLE_FIRST:]
     least = max(retain / _STEEPNESS, edges)
     kept = np.linspace(2 * retain - least, least, count).clip(max=1.0)
@@ -178,7 +178,7 @@ def by_hand(layers: Sequence[int], retain: float, length: int) -> dict[str, Layo
 def rule_of(layers: tuple[int, ...], share: float) -> Retention:
     """Keeps a share of all tokens, and the first and last ones."""
     return Retention(
-        layers=layers, keep=fraction(round(share, 4)) if round(share, 4) else tokens(0), sink=_SINK, recent=_RECENT,
+        layers=layers, keep=fraction(round(share, 4)) if round(share, 4) else tokens(0), sink=SINK, recent=RECENT,
         generated=_GENERATED, score="attention_sum", observe=_OBSERVED, heads="max",
     )  # fmt: skip
 

@@ -194,7 +194,7 @@ def with_tasks(
     """The options with their tasks; where none were asked for, quotations, what the model solves, and plain text.
 
     Args:
-        known: the tasks that an earlier profile of the model was made with; then nothing is run.
+        profiled: the tasks that an earlier profile of the model was made with; then nothing is run.
     """
     if options.tasks or profiled:
         return options.but(tasks=options.tasks or profiled)

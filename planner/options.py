@@ -21,6 +21,7 @@ from sparsekv.planner.common_options import (
     as_prompts,
     check_lengths,
 )
+from sparsekv.planner.fixed_test import MEAN_NATS
 from sparsekv.planner.flags import (
     MOST,
     Flag,
@@ -40,6 +41,7 @@ from sparsekv.planner.flags import (
 )
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import PATTERNS, TileShape, fraction
+from sparsekv.plans.phases import CHOSEN_SHARE, RECENT, SINK
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.settings import DeviceMap
 
@@ -50,8 +52,8 @@ PRESET_FAMILIES = tuple(name for name, kind in PATTERNS.items() if kind.publishe
 
 Family = Annotated[str, one_of(KNOWN_FAMILIES)]
 Preset = Literal["minference"]
-DECODE_BUDGET = fraction(0.1)
-LOSS = 0.01  # nats, half of what the test allows: the search leaves room
+DECODE_BUDGET = fraction(CHOSEN_SHARE)
+LOSS = MEAN_NATS / 2  # the search leaves room
 
 
 class Targets(Options):
@@ -120,8 +122,8 @@ class DecodeSearch(Options):
         DECODE_BUDGET
     )
     # The first and the last tokens that sparse layers attend to besides.
-    decode_sink: Annotated[int, Field(ge=0)] = 4
-    decode_recent: Annotated[int, Field(ge=1)] = 128
+    decode_sink: Annotated[int, Field(ge=0)] = SINK
+    decode_recent: Annotated[int, Field(ge=1)] = RECENT
     offload: Annotated[bool, Key("Permit rows of sparse layers in host memory.", "true")] = False
     retain: Annotated[
         OneShare | None,

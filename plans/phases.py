@@ -235,6 +235,8 @@ class DecodeBudget(Budget):
         return super().__str__() if self.at_most is None else f"{super().__str__()}, at most {self.at_most}"
 
 
+# Of decode, where nobody says otherwise: the share of the context that is chosen, and tokens beside it.
+CHOSEN_SHARE, SINK, RECENT = 0.1, 4, 128
 Selector = Literal["last", "uniform", "exponential"]
 
 

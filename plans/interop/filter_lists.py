@@ -10,15 +10,13 @@ from typing import Any
 from sparsekv.plans.errors import PlanError, PlanMismatchError
 from sparsekv.plans.interop.source import Exported, Format, Imported, Source, as_json, layers_of, whole
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment, followers
+from sparsekv.plans.phases import CHOSEN_SHARE, RECENT, SINK, DecodeBucket, DecodeBudget, DecodePlan, Segment, followers
 from sparsekv.plans.schema import Plan
 
-_SINK, _RECENT = 4, 128
-_FIXED = f"sinks ({_SINK}) and recent tokens ({_RECENT}): ours, as the file has none"
+_FIXED = f"sinks ({SINK}) and recent tokens ({RECENT}): ours, as the file has none"
 _LAST = "the choice is by the newest query, over all heads together"
-_SHARE = 0.1
-_NO_BUDGET = f"a budget of {_SHARE:.0%} of the context: ours, as the file has none"
-_KASCADE_RECENT = 2
+_NO_BUDGET = f"a budget of {CHOSEN_SHARE:.0%} of the context: ours, as the file has none"
+_KASCADERECENT = 2
 
 
 # --- OmniKV (ICLR 2025) and SparseEngine ------------------------------------------------------------------------------
@@ -53,7 +51,7 @@ def read_list(source: Source, model: ModelInfo) -> Imported:
 
 
 def _budget(size: Any, model: ModelInfo) -> DecodeBudget:
-    size = _SHARE if size is None else size
+    size = CHOSEN_SHARE if size is None else size
     if isinstance(size, float) and 0.0 < size < 1.0:
         return DecodeBudget(fraction=size, at_most=max(1, round(size * model.context_length)))
     return DecodeBudget(tokens=max(1, whole(size, "the number of chosen tokens")))
@@ -146,14 +144,14 @@ def read_maps(source: Source, model: ModelInfo) -> Imported:
             f"expected anchor layers, whose heads map to themselves ({', '.join(map(str, identity))}), found none in "
             f"{source.name}; name the file by them, such as maps_layers_0_2_8.npy"
         )
-    at_most = max(1, round(_SHARE * model.context_length))
+    at_most = max(1, round(CHOSEN_SHARE * model.context_length))
     notes = (
-        f"a tenth of the context is chosen, as published; no sinks, and the newest {_KASCADE_RECENT} tokens",
+        f"a tenth of the context is chosen, as published; no sinks, and the newest {_KASCADERECENT} tokens",
         "prefill is dense: that of the publication chooses by query tiles, which no pattern of a plan does",
         *(() if named else ("anchor layers are those whose heads map to themselves, as the file's name does not say",)),
     )
-    budget = DecodeBudget(fraction=_SHARE, at_most=at_most)
-    return _imported(model, anchors, set(anchors), budget, notes, dict(enumerate(table)), (0, _KASCADE_RECENT))
+    budget = DecodeBudget(fraction=CHOSEN_SHARE, at_most=at_most)
+    return _imported(model, anchors, set(anchors), budget, notes, dict(enumerate(table)), (0, _KASCADERECENT))
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -161,7 +159,7 @@ def read_maps(source: Source, model: ModelInfo) -> Imported:
 
 def _imported(
     model: ModelInfo, filters: Sequence[int], dense: set[int], budget: DecodeBudget, notes: Sequence[str],
-    maps: Mapping[int, tuple[int, ...]] | None = None, kept: tuple[int, int] = (_SINK, _RECENT),
+    maps: Mapping[int, tuple[int, ...]] | None = None, kept: tuple[int, int] = (SINK, RECENT),
 ) -> Imported:  # fmt: skip
     """Segments from the layers that choose, of which each does for those that are not dense up to the next."""
     if max((*filters, *dense)) >= model.layers:
@@ -185,7 +183,7 @@ def _imported(
 
 _OF_SEGMENTS = "decode.lengths.segments"
 _LAYERS = frozenset(("decode.lengths.up_to", f"{_OF_SEGMENTS}.filter", f"{_OF_SEGMENTS}.layers"))
-_EDGES = {f"{_OF_SEGMENTS}.sink": _SINK, f"{_OF_SEGMENTS}.recent": _RECENT}
+_EDGES = {f"{_OF_SEGMENTS}.sink": SINK, f"{_OF_SEGMENTS}.recent": RECENT}
 _LIST = Format(_LAYERS | {f"{_OF_SEGMENTS}.budget"}, _EDGES)
 _LETTERS = Format(_LAYERS, _EDGES)
 

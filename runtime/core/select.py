@@ -1,6 +1,6 @@
 """Decides which tokens the layers of a segment attend to: the filter layer's choice (OmniKV, ICLR 2025, context
 selector); and which tokens of a complete prompt a layer evicts: those with the lowest scores. A plan's `score` names
-one: a new score is a function here, its name in `SCORES` and in the schema, and a row of its test.
+the scoring function: a new one is a function here, its name in `SCORES` and in the schema, and a row of its test.
 
 Softmax over the keys for each query of an observation window, maximum over heads, weighted sum over the window, top-k
 among the tokens between sinks and recent ones.

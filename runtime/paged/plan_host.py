@@ -101,7 +101,7 @@ class PlanHost:
         self.decoded = 1 + drafted  # rows of a request in a step at most
         self.scratch = scratch
         self.decode: DecodeHost | None = None  # where the plan has a sparse one
-        self.drafts = False  # which drafts alone: what counts is decoded dense
+        self.drafts = False  # whether decode of the plan only drafts, and a dense pass checks
         self.pays = program.hint  # until it is measured
         self.counters = Counters()
         self.longest = longest

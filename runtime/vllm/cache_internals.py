@@ -24,11 +24,10 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks, Requests, Scheduled
-from sparsekv.runtime.vllm.internals import changed_calls
+from sparsekv.runtime.vllm.internals import REPLACED, changed_calls
 
 # What of a model runner holds captured graphs, and what of that says whether there are any.
 _GRAPHS, _GRAPHS_V2 = ("cudagraph_dispatcher", "keys_initialized"), ("cudagraph_manager", "_graphs_captured")
-_OURS = "sparsekv_given"  # what a method that was replaced by ours was, on ours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,9 +179,9 @@ def _preparing(given: Any, requests_of: Callable[[VllmConfig], Requests | None])
 
 def _replace(owner: Any, name: str, replacement: Callable[[Any], Any]) -> None:
     given = getattr(owner, name)
-    if not hasattr(given, _OURS):  # once in a process, whatever engines it has
+    if not hasattr(given, REPLACED):  # once in a process, whatever engines it has
         ours = wraps(given)(replacement(given))
-        setattr(ours, _OURS, given)
+        setattr(ours, REPLACED, given)
         setattr(owner, name, ours)
 
 

@@ -278,14 +278,14 @@ def _is_ours(place: AttentionBackendEnum) -> bool:
     return place.is_overridden() and place.get_path().startswith(_OURS)
 
 
-_REPLACED = "sparsekv_given"  # what a method that was replaced by ours was, on ours
+REPLACED = "sparsekv_given"  # what a method that was replaced by ours was, on ours
 
 
 def follow_configs(before: Callable[[Any], None], after: Callable[[VllmConfig], None]) -> None:
     """Changes arguments of engines by one function, and shows the configuration that is made of them to the other:
     nothing of vLLM lets a plugin choose a drafter."""
     given = EngineArgs.create_engine_config
-    if hasattr(given, _REPLACED):  # once in a process
+    if hasattr(given, REPLACED):  # once in a process
         return
 
     @wraps(given)
@@ -295,7 +295,7 @@ def follow_configs(before: Callable[[Any], None], after: Callable[[VllmConfig], 
         after(config)
         return config
 
-    setattr(create_engine_config, _REPLACED, given)
+    setattr(create_engine_config, REPLACED, given)
     EngineArgs.create_engine_config = create_engine_config
 
 

@@ -29,7 +29,7 @@ from sparsekv.runtime.vllm.engine_host import EngineHost
 _SECONDS = 5.0
 _MOST_TEXT = 1024  # bytes of a rule
 _FINITE = 0x7F  # bytes below it are numbers in e4m3
-_MOST_PAGES = 1 << 31  # bytes of pages, many times a device's cache; more rows share them in another order
+_MOST_BYTES = 1 << 31  # of pages, many times a device's cache; more rows share them in another order
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class EngineLayers(TimedLayers):
     def _pages(self, rows: int, tokens: int, kv_heads: int) -> Pages:
         page, dtype = vllm.platform.page, self.dtype if self.scales is None else torch.uint8
         each = -(-tokens // page)
-        count = max(each, min(rows * each, _MOST_PAGES // (2 * page * kv_heads * self.size * dtype.itemsize)))
+        count = max(each, min(rows * each, _MOST_BYTES // (2 * page * kv_heads * self.size * dtype.itemsize)))
         cache = vllm.empty_cache(count, kv_heads, self.size, dtype, self.device)
         cache.normal_() if self.scales is None else cache.random_(0, _FINITE)
         order_P = torch.randperm(count, dtype=torch.int32, device=self.device)
