@@ -41,6 +41,7 @@ from sparsekv.kernels.keys import COLUMNS, PLAIN, KeyView, full_view
 from sparsekv.kernels.prefill import columns as column_pass
 from sparsekv.kernels.prefill import triton as triton_prefill
 from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.triton_support import QuickKernel
 from sparsekv.plans.patterns import BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 
 # Shared memory that one program may have, in bytes (CUDA programming guide, technical specifications).
@@ -91,6 +92,7 @@ def compiling_for(capability: int) -> Iterator[list[tuple[str, Any]]]:
         mock.patch.object(radix, "overlaps_launches", return_value=capability >= 90),
         mock.patch.object(place, "overlaps_launches", return_value=capability >= 90),
         mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(QuickKernel, "__getitem__", lambda self, grid: self.kernel[grid]),
         mock.patch.object(triton_prefill, "_rows_of", return_value=rows),
         mock.patch.object(vertical_slash, "sizes_for", return_value=found),
         mock.patch.object(block_sparse, "sizes_for", return_value=found),

@@ -108,19 +108,21 @@ class AttentionOutput:
     scores_gT: torch.Tensor | None = None  # of decode with `Scoring`
 
 
-def computed_tiles(index: TileIndex) -> torch.Tensor:
-    """Tiles that a kernel computes, single columns included: float64 [B, H]."""
-    if index.counts_BHT.is_cuda and index.counts_BHT.is_contiguous() and index.live_BHTN.is_contiguous():
-        from sparsekv.kernels.index.triton import spent  # a GPU's
+def computed_tiles(index: TileIndex, *, by_torch: bool = False) -> torch.Tensor:
+    """Tiles that a kernel computes, single columns included: float64 [B, H]; in one launch on NVIDIA GPUs, unless by
+    torch."""
+    on_gpu = not by_torch and index.counts_BHT.is_cuda and torch.version.hip is None
+    if on_gpu and index.counts_BHT.is_contiguous() and index.live_BHTN.is_contiguous():
+        from sparsekv.kernels.index.triton import spent  # it loads Triton
 
         return spent.computed_tiles(index)
     columns_BH = count_bits(index.live_BHTN).sum((2, 3))
     return index.counts_BHT.sum(2).double() + columns_BH.double() / index.tile.key
 
 
-def spent_tiles(index: TileIndex, chunk: Chunk, window: int | None = None) -> torch.Tensor:
+def spent_tiles(index: TileIndex, chunk: Chunk, window: int | None = None, *, by_torch: bool = False) -> torch.Tensor:
     """`computed_tiles` of a layer with a window of its own, whose dense heads compute what lies in it."""
-    computed_BH = computed_tiles(index)
+    computed_BH = computed_tiles(index, by_torch=by_torch)
     if window is None:
         return computed_BH
     dense_B1 = computed_BH.new_tensor(tiles_of_rows(chunk, index.tile, window))[:, None]

@@ -252,7 +252,7 @@ def largest(numbers: list[list[int]]) -> int:
     return max(map(max, numbers))
 
 
-def flat(rows: list[list[int]]) -> tuple[int, ...]:
+def flat(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Row after row."""
     return tuple(number for row in rows for number in row)
 

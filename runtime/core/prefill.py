@@ -10,10 +10,10 @@ from functools import partial
 import torch
 
 from sparsekv.kernels.backends import Fallback, dense_by_flash, dense_by_triton, dense_prefill, prefill_attention
-from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.index.build import BuilderName, build_index
 from sparsekv.kernels.keys import PLAIN, KeyView
 from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.kernels.tiles import Chunk, spent_tiles
+from sparsekv.kernels.tiles import Chunk, TileIndex, spent_tiles
 from sparsekv.plans.errors import ShapeError
 from sparsekv.plans.patterns import Dense
 from sparsekv.runtime.core.program import LayerProgram
@@ -83,8 +83,13 @@ def _attend(
     build = partial(
         build_index, patterns, q_BHSD, k_BGKD, chunk, layer.tile, scale=scale, window=window, cap=keys.softmax.cap
     )
-    index = fallback.build(lambda builder: build(builder=builder), q_BHSD.device)
-    meter.add_sparse_prefill(spent_tiles(index, chunk, window), causal)
+
+    def build_and_count(builder: BuilderName) -> tuple[TileIndex, torch.Tensor]:
+        index = build(builder=builder)
+        return index, spent_tiles(index, chunk, window, by_torch=builder == "torch")
+
+    index, spent_BH = fallback.build(build_and_count, q_BHSD.device)
+    meter.add_sparse_prefill(spent_BH, causal)
     attend = partial(
         prefill_attention, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, softmax=keys.softmax
     )

@@ -84,7 +84,7 @@ class Meter:
     def add_sparse_prefill(self, computed_BH: torch.Tensor, causal: int) -> None:
         counts = self._sparse.setdefault(computed_BH.device, [])
         counts.append(computed_BH)  # every sum would be a launch
-        if len(counts) == _MOST_COUNTS:
+        if len(counts) >= _MOST_COUNTS:
             counts[:] = [_total(counts)]
         self._causal += causal
 

@@ -6,7 +6,7 @@ another version wrote, or that is not whole, is measured anew and replaced. Engi
 first one's measurement. Without a folder to write to, every start measures.
 
 The number of tiles and columns of a chunk follows from budgets, which random keys use up; they are scaled, head by
-head, to the counts of calibration prompts.
+head, until those of a layer come to the counts of calibration prompts.
 
 Shapes: B batch, H query heads, G KV heads, T rows of a chunk, K tokens, D head size, E numbers of a row in the heads
 of a rank, F in the heads of all ranks.
@@ -212,8 +212,8 @@ class TimedLayers(ABC):
     def alike(
         self, layer: LayerProgram, q_BHTD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, scale: float
     ) -> LayerProgram | None:
-        """The layer with budgets that random keys use up as calibration prompts do, in each head; None where they do
-        not. Heads of other families than vertical_slash compute as much of any keys."""
+        """The layer with budgets that random keys use up as calibration prompts do, over its vertical_slash heads; None
+        where they do not. Heads of other families compute as much of any keys."""
         length, wanted_H = chunk.longest, self._counts(layer, chunk.longest)
         patterns = layer.patterns_at(length)
         for _ in range(_SCALINGS if wanted_H else 0):
@@ -235,7 +235,8 @@ class TimedLayers(ABC):
         computed, first = self.place.computed, self.program.rank.index * layer.heads
         planned = computed[min((counted for counted in computed if counted >= length), default=max(computed))]
         every = [list(zip(one.tiles, one.columns, strict=True)) for one in planned if one.layer == layer.layer]
-        return every[0][first : first + layer.heads] if every else []
+        own = every[0][first : first + layer.heads] if every else []
+        return own if len(own) == layer.heads else []  # of an edited plan
 
     def hinted_gain(self, rows: int, length: int) -> float:
         """Stands in for a gain where random keys never reach the share of calibration prompts."""
@@ -304,7 +305,7 @@ _MAX_BYTES = 1 << 16
 _KERNEL_PACKAGES = ("triton", "flash-attn-4")
 
 RuleKey = Mapping[str, str | int]
-"""All that a rule depends on: the plan's digest and shares, the model's architecture, device, driver, versions,
+"""All that a rule depends on: the plan's digest and counts, the model's architecture, device, driver, versions,
 precision, page and step size, ranks."""
 
 

@@ -92,8 +92,8 @@ class ExactLoop:
         del outputs
         text, judge = Text.of(input_ids, stops, cache), self.judge_of(generation_config)
         cycles = _Cycles(attached, model, cache, text, processors, judge, streamer)
+        cycles.begin(scores_BV)
         try:
-            cycles.begin(scores_BV)
             while not all(text.stopped):
                 self._cycle(cycles, text)
         except BaseException:

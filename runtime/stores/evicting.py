@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.device import DeviceStore
@@ -22,6 +24,7 @@ from sparsekv.runtime.stores.store import (
     Binding,
     Bytes,
     CachedRows,
+    Gathered,
     KeySource,
     Layout,
     StepMemory,
@@ -202,6 +205,11 @@ class EvictingStore(KeySource):
         """All rows, and the memory behind them, without a copy; `lengths_B` counts all tokens."""
         evicted = self.length - self.rows
         return KeyView(*self.tensors, lengths_B - evicted if evicted else lengths_B)
+
+    def gather(
+        self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None, slots: SlotMap | None = None
+    ) -> Gathered:
+        raise AssertionError("an evicting layer attends to all that it has: it is in no segment")
 
 
 class StepEviction:

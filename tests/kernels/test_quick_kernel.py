@@ -21,7 +21,9 @@ class Compiled:
 class Kernel:
     """Compiles at every launch of its own."""
 
-    params = tuple(SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in ("x", "n", "scale", "D"))
+    params = tuple(
+        SimpleNamespace(name=name, is_constexpr=name.isupper(), has_default=False) for name in ("x", "n", "scale", "D")
+    )
 
     def __init__(self) -> None:
         self.compiled: list[tuple[object, ...]] = []

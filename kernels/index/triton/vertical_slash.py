@@ -198,8 +198,8 @@ def _stacked(one: KeyPass, layout: IndexLayout) -> int:
     return min(one.heads, int(triton.next_power_of_2(layout.group_size)))
 
 
-@lru_cache
-def units_of(heads: tuple[int, ...], group_size: int, slots: int) -> list[list[int]]:
+@lru_cache(maxsize=512)
+def units_of(heads: tuple[int, ...], group_size: int, slots: int) -> tuple[tuple[int, ...], ...]:
     """Deals the heads into units of up to `slots` heads that share a KV head, those of one KV head side by side.
 
     A head is named by its position in `heads`; short units are filled with NO_HEAD.
@@ -207,11 +207,11 @@ def units_of(heads: tuple[int, ...], group_size: int, slots: int) -> list[list[i
     members: dict[int, list[int]] = {}
     for position, head in enumerate(heads):
         members.setdefault(head // group_size, []).append(position)
-    return [
-        (own[start : start + slots] + [NO_HEAD] * slots)[:slots]
+    return tuple(
+        tuple((own[start : start + slots] + [NO_HEAD] * slots)[:slots])
         for _, own in sorted(members.items())
         for start in range(0, len(own), slots)
-    ]
+    )
 
 
 def score(plan: HeadsPlan, call: IndexCall, numbers: Numbers) -> LineScores:

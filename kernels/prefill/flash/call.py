@@ -46,7 +46,7 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.device_cache import on_device
-from sparsekv.kernels.prefill.flash.limits import check_layout, package
+from sparsekv.kernels.prefill.flash.limits import check_layout, is_aligned, package
 from sparsekv.kernels.prefill.triton import _count_entries_below
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.kernels.triton_support import quick
@@ -299,7 +299,7 @@ class CallPart:
     def _is(self, span: Span) -> bool:
         batch, _, queries, _ = self.q_BHSD.shape
         whole = span.rows == slice(0, batch) and (queries, self.k_BGKD.shape[2]) == (span.queries, span.length)
-        return whole and all(x.stride(0) for x in (self.q_BHSD, self.k_BGKD, self.v_BGKD))
+        return whole and all(x.stride(0) and is_aligned(x) for x in (self.q_BHSD, self.k_BGKD, self.v_BGKD))
 
     def of(self, own: HeadRange) -> CallPart:
         return replace(
