@@ -75,7 +75,9 @@ class HandPrefill(Options):
 class HandDecode(Options):
     """The budget of a decode plan made by hand, whose filter layers are three by depth."""
 
-    budget: Annotated[TokenBudget | None, Key("Without a plan: what a filter layer chooses; 10%.", "BUDGET")] = None
+    budget: Annotated[
+        TokenBudget | None, Key("Without a plan: what a filter layer chooses; of `bench decode` 10%.", "BUDGET")
+    ] = None
 
 
 def named_subject(flags: Benched, lengths: Sequence[int], by_hand: bool | None = None) -> Subject:

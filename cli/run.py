@@ -149,8 +149,13 @@ def _estimate(flags: RunFlags, subject: Subject, used: Plan, text: str) -> None:
     named = (config, subject.model, used.model_copy(update=parts))
     memory = memory_of(*named, settings_of(flags), flags, allow_mismatch=flags.allow_mismatch)
     most = min(flags.max_new_tokens, room_for_answer(config.max_position_embeddings, prompt_tokens))
-    request = Request(prompt_tokens, most, chunk=flags.prefill_chunk)
+    request = Request(prompt_tokens, most, chunk=_chunk(flags, used))
     say_memory(subject.model, *memory, request, notes_on(config), as_json=flags.as_json)
+
+
+def _chunk(flags: RunFlags, used: Plan | None) -> int | None:
+    """As the plan was tested, where nothing else is asked for."""
+    return flags.prefill_chunk or (used.quality.step if used and used.quality else None)
 
 
 def _session(flags: RunFlags, subject: Subject, used: Plan | None) -> Session:
@@ -170,7 +175,7 @@ def _session(flags: RunFlags, subject: Subject, used: Plan | None) -> Session:
         allow_mismatch=flags.allow_mismatch,
         chat=not flags.raw,
         max_new_tokens=flags.max_new_tokens,
-        chunk=flags.prefill_chunk,
+        chunk=_chunk(flags, used),
         offload=flags.offload_mode,
         kv_host_layers=flags.host_layers,
         kv_dtype=flags.kv_dtype,

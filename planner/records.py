@@ -58,7 +58,7 @@ class RunSettings(Part):
         """Raises ValueError for a record that no run with these settings writes."""
 
     def differences(self, run: Mapping[str, Any]) -> Iterator[str]:
-        """Yields each setting in which a run differs from a file, of those that are known of the run."""
+        """Yields each setting in which a run differs from a file, of those that `run` has."""
         for name in sorted(run.keys() - self.TOLD):
             yield from difference(name, getattr(self, name), run[name])
 

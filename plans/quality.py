@@ -125,7 +125,8 @@ def without_old(quality: Any) -> Any:
     if not isinstance(quality, Mapping) or not {*_OLD_FIELDS, "chunk"} & quality.keys():
         return quality
     if not _OLD_FIELDS & quality.keys():
-        return {"step" if name == "chunk" else name: value for name, value in quality.items()}
+        is_old = "step" not in quality  # else the reader refuses the name
+        return {"step" if name == "chunk" and is_old else name: value for name, value in quality.items()}
     measured, evidence = quality.get("both") or quality.get("prefill"), quality.get("evidence")
     parts = (("step", "chunk", measured), ("reason", "reason", evidence))
     kept = {name: part.get(old) for name, old, part in parts if isinstance(part, Mapping)}

@@ -176,7 +176,19 @@ class Plan(Part):
         check_fit(self.model, self.prefill, self.decode, self.kv_cache or ())
         if self.status == "verified" and self.quality is None:
             raise FieldError("expected a measured quality in a verified plan, found none", "status")
+        self._check_counts()
         return self
+
+    def _check_counts(self) -> None:
+        for entry in self.cost.lengths if self.cost else ():
+            for counts in entry.computed:
+                heads = self.model.group_of(counts.layer).heads if counts.layer < self.model.layers else 0
+                if len(counts.tiles) != heads:
+                    raise FieldError(
+                        f"expected counts of the {heads} heads of layer {counts.layer} of {self.model.layers}, found "
+                        f"{len(counts.tiles)}; plan again, or remove `cost`",
+                        "cost",
+                    )
 
     @property
     def status_text(self) -> str:

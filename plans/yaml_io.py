@@ -26,8 +26,8 @@ from sparsekv.plans.patterns import GONE
 from sparsekv.plans.types import SHA256, FieldError, Part, Where
 
 MAX_DEPTH = 24
-# What a file may hold: enough for 128 layers of 128 heads at four lengths, little enough to be refused at once.
-MAX_VALUES = 150_000  # outside head groups: mostly the counts of each head
+# What a file may hold: enough for 128 layers of 128 heads at ten lengths, little enough to be refused at once.
+MAX_VALUES = 400_000  # outside head groups: mostly the counts of each head
 MAX_GROUPS = 1 << 16
 GROUP_VALUES = 40
 _GROUP = frozenset(("layer", "heads", "pattern"))

@@ -10,6 +10,7 @@ from plans_samples import full_plan
 from pydantic import BaseModel
 
 from sparsekv.plans.brief import sentence
+from sparsekv.plans.errors import PlanError
 from sparsekv.plans.files import dump_plan, load_plan, parse_plan, with_digest
 from sparsekv.plans.schema import Plan
 
@@ -64,15 +65,17 @@ def test_the_golden_file_uses_every_field() -> None:
 
 @pytest.mark.parametrize("line", range(1, len(GOLDEN.read_text().splitlines())))
 def test_no_value_of_the_golden_file_is_free_of_the_digest(line: int) -> None:
-    from sparsekv.plans.errors import PlanError
-    from sparsekv.plans.files import parse_plan
-
     lines = GOLDEN.read_text().splitlines()
     del lines[line]
     with pytest.raises(PlanError):
         parse_plan("\n".join(lines), "golden")
 
 
-def test_a_step_under_its_name_before_is_read() -> None:
-    text = dump_plan(full_plan()).replace("\n  step: 4096", "\n  chunk: 4096")
-    assert parse_plan(text, sealed=False).quality == full_plan().quality
+def test_a_sealed_plan_with_the_step_under_its_name_before_is_read() -> None:
+    assert load_plan(GOLDEN.with_name("v1_chunk.yaml")).quality == full_plan().quality
+
+
+def test_a_step_under_both_names_is_refused() -> None:
+    text = dump_plan(full_plan()).replace("\n  step: 4096", "\n  chunk: 2048\n  step: 4096")
+    with pytest.raises(PlanError, match="chunk"):
+        parse_plan(text, sealed=False)

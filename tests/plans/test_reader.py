@@ -51,7 +51,7 @@ FLOODS = {
 @pytest.mark.parametrize("flood", FLOODS)
 def test_a_flood_of_values_is_refused_where_it_passes_what_a_plan_may_hold(flood: str) -> None:
     assert len(FLOODS[flood]) < MAX_BYTES
-    assert "expected at most 150,000 values" in refusal(FLOODS[flood])
+    assert "expected at most 400,000 values" in refusal(FLOODS[flood])
 
 
 def test_a_plan_of_many_head_groups_may_hold_more_values_than_other_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,8 +79,8 @@ def test_a_plan_too_large_to_read_is_not_written(path: Path, monkeypatch: pytest
 
 
 def test_a_plan_of_more_values_than_a_reader_accepts_is_not_written(path: Path) -> None:
-    with pytest.raises(PlanError, match="at most 150,000 values"):
-        write_plan(small_plan(extensions={"a": [1] * 160_000}), path)
+    with pytest.raises(PlanError, match="at most 400,000 values"):
+        write_plan(small_plan(extensions={"a": [1] * 410_000}), path)
     assert path.read_text() == OLD
 
 
