@@ -83,9 +83,15 @@ def verify(flags: VerifyFlags) -> None:
     from sparsekv.planner.records import only_run
 
     file = _own_file(subject)
-    with only_run(outcomes_beside(file)):
+    outcomes = outcomes_beside(file)
+    with only_run(outcomes):
         before = read_text(file)
-        _verify(flags, subject, parse_plan(before, str(file)), file, before)
+        try:
+            _verify(flags, subject, parse_plan(before, str(file)), file, before)
+        except KeyboardInterrupt as stop:
+            if outcomes.exists():
+                stop.add_note(f"what was measured until then is in {outcomes}; the same command goes on from there")
+            raise
 
 
 def _verify(flags: VerifyFlags, subject: Subject, plan: Plan, file: Path | None = None, before: str = "") -> None:

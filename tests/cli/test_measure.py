@@ -162,9 +162,10 @@ def test_a_second_run_into_one_plan_is_refused_before_it_measures(sparsekv, copy
 
 def test_an_interrupted_run_is_gone_on_with(sparsekv, copy, ctrl_c_in):
     call = ("verify", copy, "--set", "tasks=kv_retrieval,two_stage", "--lengths", "1k", "--write")
-    with ctrl_c_in("evaluate", steps=4):
-        assert sparsekv(*call).code == 130
     outcomes = copy / "sparsekv.yaml.outcomes"
+    with ctrl_c_in("evaluate", steps=4):
+        stopped = sparsekv(*call)
+    assert (stopped.code, f"until then is in {outcomes}" in stopped.err) == (130, True), stopped.err
     assert len(outcomes.read_text().splitlines()) == 2  # its settings and a cell
     assert sparsekv(*call).code == 0
     assert not outcomes.exists()
