@@ -97,8 +97,8 @@ def test_the_first_turn_that_is_longer_than_the_plan_was_made_for_is_told(sparse
     assert "this prompt, 157 tokens, is longer" in done.err
 
 
-@pytest.mark.parametrize(("flags", "told"), [((), 1), (("--prefill-chunk", 256), 0), (("--prefill-chunk", 128), 1)])
-def test_a_run_with_another_cut_than_the_plan_was_verified_with_says_so_once(sparsekv, folder, tmp_path, flags, told):
+@pytest.mark.parametrize(("flags", "told"), [((), 0), (("--prefill-chunk", 256), 0), (("--prefill-chunk", 128), 1)])
+def test_a_run_cuts_as_the_plan_was_verified_and_says_another_cut_once(sparsekv, folder, tmp_path, flags, told):
     quality = quality_at(1024, step=256)
     plan = load_plan(folder / "sparsekv.yaml").model_copy(update={"status": "verified", "quality": quality})
     write_plan(plan, tmp_path / "plan.yaml")
