@@ -195,19 +195,23 @@ class Session:
                 if count
                 else "this prompt is as short as what layers keep of one: nothing was dropped"
             )
-        parts = ((self.prefill, self.plan.prefill), (self.decode, self.plan.decode))
-        starts = [start for follows, part in parts if follows and part and (start := first_sparse(part.lengths))]
+        parts = ((self.prefill, "prefill", self.plan.prefill), (self.decode, "decode", self.plan.decode))
+        starts = [
+            (start, phase)
+            for follows, phase, part in parts
+            if follows and part and (start := first_sparse(part.lengths))
+        ]
         if not starts:
             return "the plan is dense at every length: this ran dense"
-        tokens = answer.generation.prompt_tokens + answer.generation.new_tokens
-        if tokens > min(starts):
+        tokens, (first, phase) = answer.generation.prompt_tokens + answer.generation.new_tokens, min(starts)
+        if tokens > first:
             return (
                 f"nothing of this run was sparse: of prompt and answer, {tokens:,} tokens, the plan skips none"
                 f"{'' if self.sparse == 'always' else ', or skipping is slower here (--sparse always)'}"
                 if answer.is_dense
                 else ""
             )
-        return f"this prompt is shorter than the plan's first sparse length ({min(starts):,} tokens): it ran dense"
+        return f"this prompt ran dense: by the plan {phase} is sparse from {first:,} tokens on"
 
     def beyond_reach(self, answer: Answer) -> str:
         """A remark where an answer is longer than the plan was made for, by the phases that follow it; else empty."""

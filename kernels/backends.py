@@ -161,7 +161,7 @@ def prefill_attention(
 def dense_by_flash(
     q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk, *, backend: str
 ) -> bool:
-    """Returns whether `dense_prefill` goes to flash-attn-4: the backend, where it takes the tensors as they lie, and
+    """True where `dense_prefill` goes to flash-attn-4: the backend, where it takes the tensors as they lie, and
     pays."""
     if backend != "flash":
         return False
@@ -171,7 +171,7 @@ def dense_by_flash(
 
 
 def dense_by_triton(q_BHSD: torch.Tensor, *, backend: str) -> bool:
-    """Returns whether `dense_prefill` goes to our own kernel: torch's fast ones end at a head size of 256."""
+    """True where `dense_prefill` goes to our own kernel: torch's fast ones end at a head size of 256."""
     return backend == "triton" and q_BHSD.is_cuda and q_BHSD.shape[3] > 256 and q_BHSD.shape[2] > 1
 
 
@@ -400,7 +400,7 @@ class Fallback:
 
 
 def is_backend_failure(error: Exception, device: torch.device) -> bool:
-    """Returns whether a kernel did not compile or launch, or found no memory, on a device that still works."""
+    """A kernel did not compile or launch, or found no memory, on a device that still works."""
     is_kernels = isinstance(error, _FAILURES) or type(error).__module__.partition(".")[0] in _COMPILERS
     says_so = isinstance(error, RuntimeError) and any(words in str(error) for words in _FAILURE_WORDS)
     return (is_kernels or says_so) and _alive(device)
@@ -420,7 +420,7 @@ def summary(error: Exception) -> str:
 
 
 def _alive(device: torch.device) -> bool:
-    """Returns whether the device still works: after a bad access every later call fails as well, and results from
+    """The device still works: after a bad access every later call fails as well, and results from
     before it cannot be trusted. Waits for the device, once for a failure."""
     if device.type != "cuda":
         return True

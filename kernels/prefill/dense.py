@@ -100,7 +100,7 @@ def _same_length(
 
 
 def _flash_runs(q_BHSD: torch.Tensor) -> bool:
-    """Returns whether torch has its flash kernel here; elsewhere lower-right causal would cost an S x K mask."""
+    """Torch has its flash kernel here; elsewhere lower-right causal would cost an S x K mask."""
     return (
         q_BHSD.is_cuda
         and torch.version.hip is None

@@ -34,10 +34,10 @@ def short(folder: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("first", "flags", "said"),
     [
-        (64, ("--prompt", "a"), "first sparse length (65 tokens)"),
+        (64, ("--prompt", "a"), "prefill is sparse from 65 tokens on"),
         (1, ("--prompt", "a few"), "nothing of this run was sparse"),
-        (1024, (), "first sparse length (1,025 tokens)"),
-        (1024, ("--compare",), "first sparse length (1,025 tokens)"),
+        (1024, (), "prefill is sparse from 1,025 tokens on"),
+        (1024, ("--compare",), "prefill is sparse from 1,025 tokens on"),
         (1024, ("--only", "decode"), "at every length"),
         (64, (), ""),
         (None, (), "at every length"),
@@ -52,7 +52,7 @@ def test_a_run_by_a_plan_of_which_nothing_was_sparse_says_so(sparsekv, folder, t
     write_plan(plan.model_copy(update={"prefill": prefill, "decode": None}), tmp_path / "plan.yaml")
     done = sparsekv("run", folder, "--plan", tmp_path / "plan.yaml", "--prompt", PROMPT, *FEW, *flags)
     assert done.code == 0, done.err
-    notes = ("first sparse length", "nothing of this run was sparse", "dense at every length")
+    notes = ("is sparse from", "nothing of this run was sparse", "dense at every length")
     told = [line for line in done.err.splitlines() if any(note in line for note in notes)]
     assert len(told) == bool(said)
     assert said in "".join(told)
