@@ -26,7 +26,7 @@ from sparsekv.bench.baselines import Chosen, RuleSteps
 from sparsekv.planner.evaluation.predictions import Prefilled, prefill
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import tokens
-from sparsekv.plans.phases import Retention
+from sparsekv.plans.phases import Eviction
 from sparsekv.runtime.core.select import rows_to_cache
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.hf.describe import config_of, decoder_of
@@ -136,7 +136,7 @@ class ObservedPrompt:
         k_BGSD, v_BGSD = self.prompts.cache.layers[layer].store.tensors
         return k_BGSD[:, :, : self.past], v_BGSD[:, :, : self.past]
 
-    def by_plan(self, rules: Mapping[int, Retention]) -> Masks:
+    def by_plan(self, rules: Mapping[int, Eviction]) -> Masks:
         """Returns the masks of the evicting layers of a plan."""
         return {layer: self._by_rule(layer, rule) for layer, rule in rules.items() if layer in self.seen.newest}
 
@@ -151,9 +151,9 @@ class ObservedPrompt:
             return top_of_layer(self._expected(layer), count)
         keep, recent = tokens(max(0, count - _SNAP)), min(_SNAP, count)
         own: dict[str, Any] = {"observe": _SNAP, "recent": recent, "heads": "per_kv_head", "score": "attention_sum"}
-        return self._by_rule(layer, Retention(layers=(layer,), keep=keep, sink=0, generated=1, **own))
+        return self._by_rule(layer, Eviction(layers=(layer,), keep=keep, sink=0, generated=1, **own))
 
-    def _by_rule(self, layer: int, rule: Retention) -> torch.Tensor:
+    def _by_rule(self, layer: int, rule: Eviction) -> torch.Tensor:
         k_BGSD, _ = self.keys_values(layer)
         newest = self.seen.newest[layer].before(None, rule.observe or 0)
         backend = "triton" if k_BGSD.is_cuda else "reference"

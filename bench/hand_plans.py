@@ -23,11 +23,11 @@ from sparsekv.plans.phases import (
     DecodeBucket,
     DecodeBudget,
     DecodePlan,
+    Eviction,
     HeadGroup,
     Offload,
     PrefillBucket,
     PrefillPlan,
-    Retention,
     Segment,
     Selector,
     followers,
@@ -199,7 +199,7 @@ def _by_depth(full: Sequence[int]) -> tuple[int, ...]:
     return tuple(full[number] for number in at or [count - 2] if number >= 0)
 
 
-def kept_by_hand(info: ModelInfo, keep: int, generated: int) -> tuple[tuple[Retention, ...], str]:
+def kept_by_hand(info: ModelInfo, keep: int, generated: int) -> tuple[tuple[Eviction, ...], str]:
     """Rules by which all layers but the first three keep so many tokens by their score; and in words.
 
     Args:
@@ -212,7 +212,7 @@ def kept_by_hand(info: ModelInfo, keep: int, generated: int) -> tuple[tuple[Rete
             f"expected more than {_WHOLE} layers with full attention beside keep, found {len(info.full_layers)}; "
             "take a deeper model, or a plan"
         )
-    rule = Retention(
+    rule = Eviction(
         layers=layers, keep=tokens(keep), sink=SINK, recent=RECENT, generated=generated, score="attention_sum",
         observe=_OBSERVE, heads="max",
     )  # fmt: skip

@@ -114,7 +114,7 @@ class Inputs:
         found: dict[str, Method] = {}
         shares = {} if self.evicting else {f"{share:g}": share for share in _SHARES}
         for name, plan in self.evicting.items():
-            rules = plan.retained
+            rules = plan.evicting
 
             def by_plan(seen: ObservedPrompt, rules: Any = rules) -> tuple[StepRule, float]:
                 masks = seen.by_plan(rules)

@@ -187,9 +187,9 @@ class Session:
         """Returns why nothing of an answer by the plan was sparse, or that layers dropped tokens; else empty."""
         if self.plan is None or self.exact or not (self.prefill or self.decode):
             return ""
-        if self.decode and self.plan.retained:
+        if self.decode and self.plan.evicting:
             prompt, layers = answer.generation.prompt_tokens, self.plan.model.layers
-            count = sum(rule.kept_tokens(prompt) < prompt for rule in self.plan.retained.values())
+            count = sum(rule.kept_tokens(prompt) < prompt for rule in self.plan.evicting.values())
             return (
                 f"{count} of {layers} layers kept a part of the prompt: lossy, as the plan's kv_cache says"
                 if count
@@ -219,7 +219,7 @@ class Session:
             return ""
         plan, prompt = self.plan, answer.generation.prompt_tokens
         tokens, reach = prompt + answer.generation.new_tokens, max(plan.planned_lengths, default=MAX_LENGTH)
-        reads_less = plan.retained or (answer.decode_share or 1.0) < 1.0
+        reads_less = plan.evicting or (answer.decode_share or 1.0) < 1.0
         if self.prefill and plan.prefill and bucket_of(plan.prefill.lengths, prompt).extrapolated:
             what, reach = f"this prompt, {prompt:,} tokens, is", max(one.up_to or 0 for one in plan.prefill.lengths)
         elif self.decode and not self.exact and tokens > reach and reads_less:

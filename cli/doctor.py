@@ -237,7 +237,7 @@ def memory_of(
         on_cpu=device.type == "cpu",
         mode=flags.offload_mode or "always",
         host_layers=flags.host_layers,
-        evicting=plan.retained if plan else {},
+        evicting=plan.evicting if plan else {},
         page=page_bytes(device) if is_here else 0,
         float8=flags.kv_dtype == "fp8",
     )

@@ -31,7 +31,7 @@ from sparsekv.planner.progress import Progress
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import fraction, tokens
-from sparsekv.plans.phases import RECENT, SINK, Retention
+from sparsekv.plans.phases import RECENT, SINK, Eviction
 from sparsekv.runtime.core.select import rows_to_cache
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.hf.load import LoadedModel
@@ -51,7 +51,7 @@ Layout = Mapping[int, float]
 """The share of the tokens between sinks and recent ones that each layer keeps; layers that are not named keep all."""
 
 
-def search_eviction(job: Job, progress: Progress | None = None) -> tuple[tuple[Retention, ...], tuple[str, ...]]:
+def search_eviction(job: Job, progress: Progress | None = None) -> tuple[tuple[Eviction, ...], tuple[str, ...]]:
     """The layers' rules for `retain` of the cache's bytes, and a remark for each thing to know."""
     options, length = job.options, job.options.lengths[-1]
     layers = tuple(layer for layer in job.model.full_layers if layer not in job.model.sharing)
@@ -175,15 +175,15 @@ def by_hand(layers: Sequence[int], retain: float, length: int) -> dict[str, Layo
     return {name: layout for name, layout in shares.items() if layout and min(layout.values()) >= 0}
 
 
-def rule_of(layers: tuple[int, ...], share: float) -> Retention:
+def rule_of(layers: tuple[int, ...], share: float) -> Eviction:
     """Keeps a share of all tokens, and the first and last ones."""
-    return Retention(
+    return Eviction(
         layers=layers, keep=fraction(round(share, 4)) if round(share, 4) else tokens(0), sink=SINK, recent=RECENT,
         generated=_GENERATED, score="attention_sum", observe=_OBSERVED, heads="max",
     )  # fmt: skip
 
 
-def rules_of(model: ModelInfo, layout: Layout) -> tuple[Retention, ...]:
+def rules_of(model: ModelInfo, layout: Layout) -> tuple[Eviction, ...]:
     """Layers of equal shares together, ascending; first those that keep all, up to the context."""
     together: dict[float, list[int]] = {}
     context = model.context_length
@@ -193,7 +193,7 @@ def rules_of(model: ModelInfo, layout: Layout) -> tuple[Retention, ...]:
     dropping = {layer for layers in together.values() for layer in layers}
     whole = tuple(layer for layer in model.full_layers if layer not in dropping)
     every = [rule_of(tuple(layers), share) for share, layers in sorted(together.items(), key=lambda entry: entry[1])]
-    return (*((Retention(layers=whole, keep="all"),) if whole else ()), *every)
+    return (*((Eviction(layers=whole, keep="all"),) if whole else ()), *every)
 
 
 def _spent(layers: Sequence[int], layout: Layout, length: int) -> float:
@@ -264,7 +264,7 @@ class EvictionTrials(DecodeTrials):
         steps = _EvictingSteps((), prefix.past, prefix.rows_1R.shape[1], cached_gS=cached_gS)
         return self.run(steps, prefix.cache, prefix.states, prefix.rows_1R)
 
-    def cached(self, prefix: Prefix, layer: int, rule: Retention) -> torch.Tensor:
+    def cached(self, prefix: Prefix, layer: int, rule: Eviction) -> torch.Tensor:
         """bool [g, S]: the tokens that a rule caches of the prompt that was observed last."""
         store: Any = prefix.cache.layers[layer].store  # type: ignore[union-attr]
         k_1GSD: torch.Tensor = store.tensors[0][:, :, : prefix.past]

@@ -94,7 +94,7 @@ def job_of(
     settled = settle(asked, loaded.info.context_length, loaded.model.device.type)
     _check(loaded.info, settled, own)
     held_out = HeldOut.of(loaded.tokenizer, calibrated, aside, settled) if aside else None
-    if verifies or not settled.prompts:  # behind a profile, too: retention is tried out, and buckets timed, on prompts
+    if verifies or not settled.prompts:  # behind a profile, too: eviction is tried out, and buckets timed, on prompts
         settled = with_tasks(loaded, settled, own.tasks if own else (), progress)
     kit = prepare(loaded.tokenizer, Split.VERIFICATION) if verifies else None
     if kit is not None:

@@ -34,7 +34,7 @@ from sparsekv.planner.records import digest_of, versions, write_measured
 from sparsekv.planner.refine import refine, refines
 from sparsekv.planner.verify import VerifyRun, loaded_from, verify
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.phases import DecodePlan, Retention
+from sparsekv.plans.phases import DecodePlan, Eviction
 from sparsekv.plans.schema import NOTHING_SPARSE, Estimate, Plan, Prediction, Provenance, Target
 from sparsekv.plans.types import and_listed, format_length
 from sparsekv.runtime.hf.describe import config_of
@@ -179,7 +179,7 @@ def _verified(
     measured: Profile,
     cost: Prices,
     stages: Progress,
-    kv_cache: tuple[Retention, ...] = (),
+    kv_cache: tuple[Eviction, ...] = (),
     outcomes: Path | None = None,
 ) -> PlanResult:
     """The first plan that passes its test, or has nothing sparse; one plan, unverified, where nothing is verified.
@@ -225,7 +225,7 @@ def _after(used: Settled, missed: Collection[int], attempts: int) -> Settled:
 
 def compile_once(
     model: ModelInfo, options: Settled, measured: Profile, cost: Prices, progress: Progress | None = None,
-    kv_cache: tuple[Retention, ...] = (),
+    kv_cache: tuple[Eviction, ...] = (),
 ) -> Plan:  # fmt: skip
     """One plan from what was measured, unverified: what its heads and layers compute, and what that is predicted to
     cost.

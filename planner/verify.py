@@ -140,13 +140,13 @@ def verify(
     samples.check_fit(source)
     digest = held_out.digest if held_out else digest_of_prompts(prompts) if prompts else None
     file = outcomes_file(_settings(loaded, plan, options, samples, run, digest), run.path)
-    text = _LONG_TEXT if plan.retained else _TEXT
+    text = _LONG_TEXT if plan.evicting else _TEXT
     modes = modes_of(plan, options, loaded.model.dtype)
     with (
         opened(loaded, modes, batch=samples.batch, chunk=samples.prefill_chunk, text=text) as evaluator,
         (progress or Progress()).stage("evaluate", _work(samples, sizes)) as step,
     ):
-        Cells(evaluator, samples, source, sizes, file, step, bool(plan.retained)).run()
+        Cells(evaluator, samples, source, sizes, file, step, bool(plan.evicting)).run()
     return _verdict(plan, run, file, samples, chosen)
 
 
@@ -159,7 +159,7 @@ def _samples(
     held: HeldOut | None,
 ) -> tuple[EvalSamples, tuple[str, ...]]:
     """The prompts of a run, and the options by which they were chosen, which verify nothing."""
-    tasks = options.verify_tasks or tasks_tested(evicts=bool(plan.retained))
+    tasks = options.verify_tasks or tasks_tested(evicts=bool(plan.evicting))
     lengths = lengths_tested(plan, options.verify_lengths)
     seed = content_seed(plan, run.number) if options.verify_seed is None else options.verify_seed
     samples = EvalSamples(tasks, lengths, 1, options.batch, seed, prefill_chunk=_step(plan, options))
@@ -174,7 +174,7 @@ def _samples(
 def _step(plan: Plan, options: Settled) -> int | None:
     """Most tokens of a prompt at once. Layers that evict choose at the end of a prompt, layers in host memory are read
     back by each piece, and transformers begins recurrent states anew in each."""
-    is_whole = plan.retained or (plan.decode and plan.decode.offload) or takes_one_piece(plan.model.model_type)
+    is_whole = plan.evicting or (plan.decode and plan.decode.offload) or takes_one_piece(plan.model.model_type)
     return options.prefill_chunk or (None if is_whole else STEP)
 
 

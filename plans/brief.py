@@ -51,7 +51,7 @@ def prefill_share(plan: Plan, length: int) -> PhaseShare:
 
 def decode_share(plan: Plan, length: int) -> PhaseShare:
     """The share of the cached tokens that a step reads, over layers of full attention."""
-    rules, layers = plan.retained, plan.model.full_layers
+    rules, layers = plan.evicting, plan.model.full_layers
     bucket = plan.decode.bucket(length) if plan.decode else None
     if not rules and (bucket is None or bucket.dense):
         return PhaseShare()
@@ -104,7 +104,7 @@ def brief(plan: Plan) -> Iterator[str]:
         readers, noun = len(plan.decode.sparse_layers), "layer" if len(filters) == 1 else "layers"
         verb = "chooses" if len(filters) == 1 else "choose"
         yield f"{readers} layers read what filter {noun} {and_listed(filters)} {verb}"
-    if plan.retained:
+    if plan.evicting:
         yield f"KV cache eviction, lossy: {cached_share(plan)}"
         yield from eviction_losses(plan)
     if plan.cost and any(share.gain is not None for length in plan.planned_lengths for share in _shares(plan, length)):
@@ -132,7 +132,7 @@ def cached_share(plan: Plan) -> str:
 
 def eviction_losses(plan: Plan) -> tuple[str, ...]:
     """Right answers to the tasks that eviction hurts most, in a line; none where they were not measured."""
-    judged = plan.quality.judged if plan.quality and plan.retained else ()
+    judged = plan.quality.judged if plan.quality and plan.evicting else ()
     cells = {task: [cell for cell in judged if cell.task == task] for task in HURT_BY_EVICTION}
     losses = [
         "{} {:.0%} -> {:.0%} (of {})".format(task, *right_share(scores), sum(cell.prompts for cell in scores))

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from sparsekv.plans.phases import DecodePlan, PrefillBucket, PrefillPlan, Retention, Segment
+from sparsekv.plans.phases import DecodePlan, Eviction, PrefillBucket, PrefillPlan, Segment
 from sparsekv.plans.types import (
     Count,
     Digest,
@@ -231,12 +231,12 @@ def _told(fact: object) -> object:
 
 
 def check_fit(
-    model: ModelInfo, prefill: PrefillPlan | None, decode: DecodePlan | None, kv_cache: Sequence[Retention]
+    model: ModelInfo, prefill: PrefillPlan | None, decode: DecodePlan | None, kv_cache: Sequence[Eviction]
 ) -> None:
     """Every layer and head that the phases name is one the model has.
 
     Raises:
-        FieldError: one is not, or a retention rule names a layer that another rule, a segment or `offload` names, or
+        FieldError: one is not, or an eviction rule names a layer that another rule, a segment or `offload` names, or
             that has a window, or keeps more than the context.
     """
     shapes = model.by_layer
@@ -248,7 +248,7 @@ def check_fit(
     if decode and decode.offload:
         _softmax_layers(decode.offload.layers, shapes, ("decode", "offload", "layers"))
         _own_keys(decode.offload.layers, model, "to go to host memory", ("decode", "offload", "layers"))
-    _check_retention(kv_cache, model, decode)
+    _check_eviction(kv_cache, model, decode)
 
 
 def _check_prefill(bucket: PrefillBucket, shapes: Shapes, path: tuple[Where, ...]) -> None:
@@ -277,7 +277,7 @@ def _check_segment(segment: Segment, shapes: Shapes, path: tuple[Where, ...]) ->
             raise FieldError(f"expected {entries} entries, {each}, found {list(heads)}", *path, "heads")
 
 
-def _check_retention(rules: Sequence[Retention], model: ModelInfo, decode: DecodePlan | None) -> None:
+def _check_eviction(rules: Sequence[Eviction], model: ModelInfo, decode: DecodePlan | None) -> None:
     seen: set[int] = set()
     shapes = model.by_layer
     for number, rule in enumerate(rules):
@@ -290,7 +290,7 @@ def _check_retention(rules: Sequence[Retention], model: ModelInfo, decode: Decod
             _check_lossy(rule, model, decode, path)
 
 
-def _check_lossy(rule: Retention, model: ModelInfo, decode: DecodePlan | None, path: tuple[Where, ...]) -> None:
+def _check_lossy(rule: Eviction, model: ModelInfo, decode: DecodePlan | None, path: tuple[Where, ...]) -> None:
     shapes, context = model.by_layer, model.context_length
     if windowed := [layer for layer in rule.layers if shapes[layer].window is not None]:
         message = f"expected layers with full attention to drop tokens, found {format_ids(windowed)} with a window"

@@ -410,7 +410,7 @@ ScoreName = Literal["attention_sum"]
 _RULE = ("sink", "recent", "generated", "score", "observe", "heads")
 
 
-class Retention(Part):
+class Eviction(Part):
     """Says which tokens some layers keep of a prompt once it is complete: all, or a few, which is lossy.
 
     Of `n` cached tokens a layer keeps the first `sink`, the last `recent`, and between them the `keep` with the highest
@@ -429,7 +429,7 @@ class Retention(Part):
     heads: Literal["max", "per_kv_head"] | None = None
 
     @model_validator(mode="after")
-    def _consistent(self) -> Retention:
+    def _consistent(self) -> Eviction:
         given = [name for name in _RULE if getattr(self, name) is not None]
         if self.keep == "all" and given:
             raise FieldError(f"expected nothing beside `keep: all`, found {', '.join(given)}")

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 
 from sparsekv.plans.errors import PlanMismatchError
 from sparsekv.plans.model import ModelInfo, check_fit, differences
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket, PrefillPlan, Retention
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, Eviction, PrefillBucket, PrefillPlan
 from sparsekv.plans.quality import Quality, each_once
 from sparsekv.plans.types import (
     Count,
@@ -164,7 +164,7 @@ class Plan(Part):
     targets: tuple[Target, ...] = ()
     prefill: PrefillPlan | None = None
     decode: DecodePlan | None = None
-    kv_cache: Annotated[tuple[Retention, ...], Field(min_length=1)] | None = None
+    kv_cache: Annotated[tuple[Eviction, ...], Field(min_length=1)] | None = None
     quality: Quality | None = None
     cost: Cost | None = None
     provenance: Provenance = Field(default_factory=Provenance)
@@ -197,7 +197,7 @@ class Plan(Part):
         return self.status if cut is None else f"{self.status} for prompts {cut_text(cut)}"
 
     @property
-    def retained(self) -> dict[int, Retention]:
+    def evicting(self) -> dict[int, Eviction]:
         return {layer: rule for rule in self.kv_cache or () if rule.is_lossy for layer in rule.layers}
 
     @property
@@ -230,13 +230,13 @@ class Plan(Part):
         """True where a phase computes less than everything, or evicts tokens, at a context of that length."""
         phases = {"prefill": self.prefill, "decode": self.decode}
         parts = [part for name, part in phases.items() if part and phase in (name, "both")]
-        evicts = any(rule.kept_tokens(length) < length for rule in self.retained.values())
+        evicts = any(rule.kept_tokens(length) < length for rule in self.evicting.values())
         return any(part.bucket(length).is_sparse_at(length) for part in parts) or (evicts and phase != "prefill")
 
     @property
     def is_dense(self) -> bool:
         """Returns whether all layers attend to everything, at every length."""
-        return not self.retained and all(bucket.dense for bucket in self.buckets)
+        return not self.evicting and all(bucket.dense for bucket in self.buckets)
 
 
 SCHEMA_VERSION: int = Plan.model_fields["schema_version"].default

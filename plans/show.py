@@ -22,9 +22,9 @@ from sparsekv.plans.phases import (
     DecodeBucket,
     DecodeBudget,
     DecodePlan,
+    Eviction,
     PrefillBucket,
     PrefillPlan,
-    Retention,
     reach,
 )
 from sparsekv.plans.quality import LENGTH_ROWS, Quality, cell_rows, length_score_rows, quality_sentence
@@ -131,7 +131,7 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
     parts: list[RenderableType] = [_facts(plan, full)]
     if full:
         parts += _prefill(plan.prefill, plan.model) if plan.prefill else [Text("\nPrefill: dense at every length")]
-        over = "over what layers keep" if plan.retained else "at every length"
+        over = "over what layers keep" if plan.evicting else "at every length"
         parts += _decode(plan.decode, plan.model) if plan.decode else [Text(f"\nDecode: dense {over}")]
         parts += [_cache(plan.kv_cache)] if plan.kv_cache else []
         parts += _quality(plan.quality, plan.status) if plan.quality else [Text("\nQuality: not measured")]
@@ -284,11 +284,11 @@ def _segments(title: str, bucket: DecodeBucket, model: ModelInfo) -> Table:
     return _table(title, names, rows, "Filter  Sink  Recent")
 
 
-def _cache(rules: Sequence[Retention]) -> Table:
+def _cache(rules: Sequence[Eviction]) -> Table:
     lossy = ("sink", "recent", "generated", "score", "observe", "heads")
     told = [tuple("" if (own := getattr(one, name)) is None else str(own) for name in lossy) for one in rules]
     rows = [(format_ids(one.layers), text_of(one.keep), *own) for one, own in zip(rules, told, strict=True)]
-    return _table("\nCache retention", "Layers  Keep  Sink  Recent  Generated  Score  Observe  Heads", rows)
+    return _table("\nKV cache eviction", "Layers  Keep  Sink  Recent  Generated  Score  Observe  Heads", rows)
 
 
 def _quality(quality: Quality, status: str) -> Iterator[RenderableType]:

@@ -58,20 +58,20 @@ def _beyond(plan: Plan, model: ModelInfo, host: Host) -> Iterator[str]:
     sparse = {group.layer for bucket in (plan.prefill.lengths if plan.prefill else ()) for group in bucket.heads}
     segments = segments_of(plan)
     looking_back = {segment.filter for segment in segments if segment.selector != "last" and segment.window > 1}
-    evicting = format_ids(plan.retained)
+    evicting = format_ids(plan.evicting)
     sentences = {
         f"filter layers {format_ids(sorted(looking_back))} that choose by more than the newest query, which "
         f"{host.name} does not keep: plan with the selector `last`": looking_back and not host.older_queries,
         f"prefill patterns in layers with a sliding window ({format_ids(sorted(sliding & sparse))}), behind which "
         f"{host.name} frees the keys: leave these dense": sliding & sparse and not host.windows,
-        f"layers {evicting} that evict tokens, which {host.name} cannot: plan without `kv_cache`": plan.retained
+        f"layers {evicting} that evict tokens, which {host.name} cannot: plan without `kv_cache`": plan.evicting
         and not host.evicts,
-        f"layers {evicting} that evict tokens beside caches of another shape: plan without `kv_cache`": plan.retained
+        f"layers {evicting} that evict tokens beside caches of another shape: plan without `kv_cache`": plan.evicting
         and (len(shapes) > 1 or linear)
         and not host.mixed_caches,
         "exact output by a plan whose decode is dense, which drafts nothing: plan decode with a larger --loss and "
         "--no-verify, as drafts are checked": host.drafts and not segments,
-        f"exact output where layers {evicting} evict tokens: plan without `kv_cache`": host.drafts and plan.retained,
+        f"exact output where layers {evicting} evict tokens: plan without `kv_cache`": host.drafts and plan.evicting,
         f"exact output by layers with a recurrent state ({format_ids(linear)}), from which drafts cannot be taken "
         "back": host.drafts and linear,
     }

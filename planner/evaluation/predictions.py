@@ -73,7 +73,7 @@ class PlanMode:
             return id(self.plan), self.backend, self.stored
         buckets = self.plan.decode.lengths if self.plan.decode else ()
         newest_alone = all(segment.selector == "last" for bucket in buckets for segment in bucket.segments)
-        if not newest_alone or self.plan.retained:
+        if not newest_alone or self.plan.evicting:
             return id(self)
         return DENSE if self.stored == "auto" else (DENSE, self.stored)
 

@@ -17,7 +17,7 @@ import torch
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
-from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention, Segment
+from sparsekv.plans.phases import DecodePlan, Eviction, PrefillPlan, Segment
 from sparsekv.runtime.core.pays import Pays, Thresholds
 from sparsekv.runtime.core.roles import DENSE, Evicting, Filter, Follower, Recurrent, Role, Step
 from sparsekv.runtime.core.segments import SegmentProgram
@@ -83,7 +83,7 @@ class Program:
     @classmethod
     def of(
         cls, prefill: PrefillPlan | None, decode: DecodePlan | None, model: ModelInfo, rank: Rank | None = None,
-        evicting: Mapping[int, Retention] | None = None,
+        evicting: Mapping[int, Eviction] | None = None,
     ) -> Program:  # fmt: skip
         """Lowers the phases of a plan. A phase that is None runs dense.
 
@@ -200,7 +200,7 @@ def count_step(program: Program, lengths: Sequence[int], meter: Meter) -> None:
 
 
 def _roles(
-    segments: Iterable[tuple[Segment, SegmentProgram]], evicting: Mapping[int, Retention], model: ModelInfo, rank: Rank
+    segments: Iterable[tuple[Segment, SegmentProgram]], evicting: Mapping[int, Eviction], model: ModelInfo, rank: Rank
 ) -> dict[int, Role]:
     roles: dict[int, Role] = {layer: Evicting(rule) for layer, rule in evicting.items()}
     roles |= {layer: Recurrent() for layer in range(model.layers) if model.group_of(layer).kind == "linear"}

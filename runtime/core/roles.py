@@ -22,7 +22,7 @@ from sparsekv.kernels.backends import decode_attention, decode_scores
 from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView, Scales, scaled
-from sparsekv.plans.phases import Retention
+from sparsekv.plans.phases import Eviction
 from sparsekv.runtime.core.segments import SegmentProgram, counts_of
 from sparsekv.runtime.core.select import choose_tokens, rows_to_cache, scoring_for, selected_for
 from sparsekv.runtime.core.state import DecodeState, Observed
@@ -108,7 +108,7 @@ class Role:
         return None
 
     @property
-    def evicts(self) -> Retention | None:
+    def evicts(self) -> Eviction | None:
         return None
 
     # --- what it reads and stores -------------------------------------------------------------------------------------
@@ -327,10 +327,10 @@ class Evicting(Role):
     """A layer that evicts tokens of the prompt once it is complete, by its rule, and then the oldest generated ones. It
     attends to all cached tokens."""
 
-    rule: Retention
+    rule: Eviction
 
     @property
-    def evicts(self) -> Retention:
+    def evicts(self) -> Eviction:
         return self.rule
 
     def new_store(self) -> EvictingStore:

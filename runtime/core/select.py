@@ -20,7 +20,7 @@ import torch
 from sparsekv.kernels.decode.selection import Scoring, Selection, choose
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.scores import observed_attention, token_scores
-from sparsekv.plans.phases import Retention
+from sparsekv.plans.phases import Eviction
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState, Observed
 
@@ -160,7 +160,7 @@ SCORES: Mapping[str, EvictionScore] = {"attention_sum": attention_sum}
 
 
 def rows_to_cache(
-    rule: Retention, length: int, observed: Observed, k_BGSD: torch.Tensor, *, backend: str,
+    rule: Eviction, length: int, observed: Observed, k_BGSD: torch.Tensor, *, backend: str,
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor | None:  # fmt: skip
     """The rows in memory that stay cached where the others are evicted.

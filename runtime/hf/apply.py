@@ -344,7 +344,7 @@ def apply(
     warn_of_host_layers(model.device, offload, kv_host_layers)
     info = info or describe_model(model)
     phases = plan.prefill if prefill and exact is not True else None, plan.decode if decode else None
-    evicting = plan.retained if decode else {}
+    evicting = plan.evicting if decode else {}
     executed = plan.model_copy(
         update={"prefill": phases[0], "decode": phases[1], "kv_cache": plan.kv_cache if decode else None}
     )

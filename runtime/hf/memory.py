@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from sparsekv.kernels.topk import BLOCK_ELEMENTS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import AttentionGroup, ModelInfo, kv_bytes
-from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
+from sparsekv.plans.phases import DecodePlan, Eviction, PrefillPlan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.architecture import Recurrence, architecture_of, recurrence_of
 from sparsekv.runtime.core.program import Program
@@ -164,7 +164,7 @@ class MemoryModel:
     mode: OffloadMode = "always"  # use of the plan's permission to offload
     host_layers: int | Sequence[int] | None = None  # layers in host memory, or how many, in place of the plan's
     chunking: Chunking = field(default_factory=Chunking)  # how long inputs are cut
-    evicting: Mapping[int, Retention] = field(default_factory=dict)  # the rules of evicting layers
+    evicting: Mapping[int, Eviction] = field(default_factory=dict)  # the rules of evicting layers
     page: int = 0  # bytes of a page of the device's virtual memory; 0 where it has none
     float8: bool = False  # whether keys and values are stored in 8 bits
 

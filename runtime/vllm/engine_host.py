@@ -85,14 +85,14 @@ def start_host(
     check_cut(plan, model.step, model.longest)
     _announce(plan, path)
     scratch = Scratch(model.longest, group.kv_heads * group.head_dim, model.dtype, model.device)
-    program = Program.of(plan.prefill, plan.decode, described, model.rank, plan.retained)
+    program = Program.of(plan.prefill, plan.decode, described, model.rank, plan.evicting)
     host = EngineHost(program, choice.name, scratch, model.longest, facts.drafted)
     host.drafts = bool(options.exact)
     host.model = described.fingerprint.architecture
     host.place = Place.of(plan, model.longest, model.step, model.rows)
     host.measures = options.pays is None
     host.pays = options.pays or program.hint
-    if plan.retained:
+    if plan.evicting:
         ranks = gather if model.rank.count > 1 else None
         host.evicting = EvictingHost(choice.name, host.fallback, scratch.copy, model.rows, ranks)
     if program.sparse:
@@ -125,7 +125,7 @@ def _announce(plan: Plan, path: Path) -> None:
         )  # fmt: skip
     if (
         not decodes
-        and not plan.retained
+        and not plan.evicting
         and (plan.prefill is None or not any(bucket.heads for bucket in plan.prefill.lengths))
     ):
         warnings.warn(f"{path} is dense at every length: it changes nothing here", PlanWarning, stacklevel=2)

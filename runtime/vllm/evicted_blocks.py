@@ -25,7 +25,7 @@ import torch
 from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.keys import KeyView, Scales
 from sparsekv.plans.patterns import Budget
-from sparsekv.plans.phases import Retention
+from sparsekv.plans.phases import Eviction
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.select import rows_to_cache
 from sparsekv.runtime.core.state import Gather, Observed
@@ -96,7 +96,7 @@ class EvictedBlocks:
     block: int  # tokens of a block
 
     @classmethod
-    def of(cls, rule: Retention, block: int) -> EvictedBlocks:
+    def of(cls, rule: Eviction, block: int) -> EvictedBlocks:
         assert isinstance(rule.keep, Budget)
         assert rule.generated is not None
         fixed = _unscored(rule) + (rule.keep.tokens or 0)
@@ -116,12 +116,12 @@ class EvictedBlocks:
         newest = max(first, (computed + 1 - self.generated) // self.block)
         return range(whole - self.evicted(prompt), whole), range(first, newest)
 
-    def rule(self, given: Retention, prompt: int) -> Retention:
+    def rule(self, given: Eviction, prompt: int) -> Eviction:
         """A layer's rule with as many chosen tokens as the blocks of this prompt have room for."""
         return given.model_copy(update={"keep": Budget(tokens=max(0, self.cached(prompt) - _unscored(given)))})
 
 
-def _unscored(rule: Retention) -> int:
+def _unscored(rule: Eviction) -> int:
     """First and last tokens of a prompt, which stay whatever their score."""
     return (rule.sink or 0) + (rule.recent or 0)
 
@@ -333,7 +333,7 @@ class EvictingHost:
         self._saved.setdefault(_WARM_UP, {})[layer.layer] = Saved(copied, 0)
 
 
-def _rule(layer: LayerProgram) -> Retention:
+def _rule(layer: LayerProgram) -> Eviction:
     assert layer.role.evicts is not None
     return layer.role.evicts
 

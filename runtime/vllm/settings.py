@@ -262,7 +262,7 @@ def _obstacles(facts: EngineFacts, plan: Plan, options: EngineOptions) -> Iterat
     executed, rule = plan, options.pays  # by what writes pages
     if facts.self_drafting:
         executed, rule = plan.model_copy(update={"decode": None}), rule and Pays(rule.prefill)
-    yield from _unnamed_stores(facts, store_name(executed, rule)) if not plan.retained else ()
+    yield from _unnamed_stores(facts, store_name(executed, rule)) if not plan.evicting else ()
     if options.exact:
         yield from _chosen(_inexact(facts))
 
@@ -286,7 +286,7 @@ def _untested(facts: EngineFacts) -> dict[str, object]:
 
 def _wrong(facts: EngineFacts, plan: Plan) -> dict[str, object]:
     """Everything that would run, and wrong."""
-    evicts = f", where layers {format_ids(plan.retained)} evict tokens" if plan.retained else ""
+    evicts = f", where layers {format_ids(plan.evicting)} evict tokens" if plan.evicting else ""
     segments = segments_of(plan)
     fewest = min(group.kv_heads for group in plan.model.attention)
     names, none = (

@@ -70,7 +70,7 @@ def test_files_spare_profiling_also_where_layers_evict_which_the_model_is_loaded
     monkeypatch.setattr("sparsekv.planner.plan.profile", None)
     done = sparsekv("plan", model, "-o", out, *measured, "--retain", 0.5, "--no-verify")
     assert done.code == 0, done.err
-    assert load_plan(out).retained
+    assert load_plan(out).evicting
 
 
 def test_a_plan_from_files_needs_no_weights_and_says_so(sparsekv, model, measured, out, tmp_path):

@@ -71,4 +71,4 @@ def test_every_combination_makes_a_plan_or_is_refused(
     assert done.code == 0, done.err
     plan = load_plan(out)
     assert (plan.prefill is None, plan.decode is None) == (only == "decode", only == "prefill" or bool(retain))
-    assert bool(plan.retained) == bool(retain)
+    assert bool(plan.evicting) == bool(retain)

@@ -39,11 +39,11 @@ from sparsekv.plans.phases import (
     DecodeBucket,
     DecodeBudget,
     DecodePlan,
+    Eviction,
     HeadGroup,
     Offload,
     PrefillBucket,
     PrefillPlan,
-    Retention,
     Segment,
 )
 from sparsekv.plans.schema import Plan
@@ -83,13 +83,13 @@ def random_model(draw: Random) -> PreTrainedModel:
     )
 
 
-def random_rules(draw: Random, layers: tuple[int, ...]) -> tuple[Retention, ...]:
+def random_rules(draw: Random, layers: tuple[int, ...]) -> tuple[Eviction, ...]:
     """Layers that evict, each by a rule of its own."""
     some = [layer for layer in layers if draw.random() < 0.7] or [layers[0]]
     return tuple(_rule(draw, layer) for layer in some)
 
 
-def _rule(draw: Random, layer: int) -> Retention:
+def _rule(draw: Random, layer: int) -> Eviction:
     keep = draw.choice([0, 1, draw.randint(2, 60), 1000, fraction(round(draw.uniform(0.02, 0.9), 2))])
     return drops(
         (layer,),

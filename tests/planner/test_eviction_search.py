@@ -22,7 +22,7 @@ from sparsekv.planner.job import job_of
 from sparsekv.planner.options import PlanOptions, settle
 from sparsekv.planner.plan import compile_plan
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.phases import Retention
+from sparsekv.plans.phases import Eviction
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import apply
 
@@ -136,13 +136,13 @@ def test_a_layer_that_others_stand_in_for_is_dear_only_beside_them():
 
 def test_rules_name_every_full_layer_once(loaded):
     rules = rules_of(loaded.info, {0: 0.25, 2: 0.25})
-    assert rules == (Retention(layers=(1,), keep="all"), rule_of((0, 2), 0.25))
+    assert rules == (Eviction(layers=(1,), keep="all"), rule_of((0, 2), 0.25))
 
 
 def test_a_plan_keeps_its_share_of_bytes_is_verified_as_decode_and_says_what_else_was_tried(loaded):
     result = compile_plan(job_of(loaded, quick_options(retain=0.4, verify="small")))
     plan = result.plan
-    kept = [plan.retained[layer].kept_tokens(LENGTH) if layer in plan.retained else LENGTH for layer in range(3)]
+    kept = [plan.evicting[layer].kept_tokens(LENGTH) if layer in plan.evicting else LENGTH for layer in range(3)]
     assert 0.2 < sum(kept) / (3 * LENGTH) <= 0.4 + 1e-3
     assert plan.decode is None
     assert plan.quality is not None

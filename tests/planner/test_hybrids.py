@@ -51,8 +51,8 @@ def test_only_layers_whose_keys_no_other_layer_reads_are_made_to_evict() -> None
     model = tiny_model(SHARED, layers=5, layer_types=KINDS, sliding_window=100)
     loaded = LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/sizes"))
     plan = compile_plan(job_of(loaded, quick_options(lengths=(512,), retain=0.7, verify="none"))).plan
-    assert {*plan.retained} <= {0, 2}
-    assert plan.retained
+    assert {*plan.evicting} <= {0, 2}
+    assert plan.evicting
 
 
 def test_layers_with_a_recurrent_state_cost_nothing_that_a_plan_could_save() -> None:

@@ -9,7 +9,7 @@ from plans_samples import full_plan, model_info, small_plan
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import AttentionGroup
 from sparsekv.plans.patterns import AShape, TileShape, tokens
-from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan, Retention
+from sparsekv.plans.phases import Eviction, HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.plan_checks import Host, refuse, segments_of
 
@@ -18,7 +18,7 @@ FULL = AttentionGroup(layers=(1,), kind="full", **SHAPE)
 SLIDING = AttentionGroup(layers=(0,), kind="sliding", window=512, **SHAPE)
 LINEAR = AttentionGroup(layers=(0,), kind="linear", **SHAPE)
 WIDE = AttentionGroup(layers=(0,), kind="full", heads=4, kv_heads=1, head_dim=64)
-RULE = Retention(
+RULE = Eviction(
     layers=(1,), keep=tokens(64), sink=4, recent=128, generated=8, score="attention_sum", observe=64, heads="max"
 )
 

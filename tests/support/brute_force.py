@@ -19,7 +19,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import Dense
-from sparsekv.plans.phases import Retention, Segment
+from sparsekv.plans.phases import Eviction, Segment
 from sparsekv.plans.schema import Plan
 
 _NAME = "brute_force"
@@ -55,7 +55,7 @@ class BruteForce:
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
         self._model, self._plan = model, plan
         self._chosen: dict[int, torch.Tensor] = {}  # by filter layer, of the step under way
-        self._kept = {layer: Kept(rule) for layer, rule in plan.retained.items()}
+        self._kept = {layer: Kept(rule) for layer, rule in plan.evicting.items()}
         self._queries: dict[int, torch.Tensor] = {}  # all so far, of filter layers that look back, over one cache
         self.tiles, self.causal, self.attended, self.cached = 0.0, 0.0, 0, 0
 
@@ -146,7 +146,7 @@ class BruteForce:
 class Kept:
     """Which tokens of one cache an evicting layer still has, over a cache that drops nothing."""
 
-    def __init__(self, rule: Retention) -> None:
+    def __init__(self, rule: Eviction) -> None:
         self._rule, self.kept_BGK, self._queries, self._generated = rule, None, None, 0
 
     def mask(self, q_BHSD, k_BGKD, scale, cap, sinks_H, visible_BHSK):

@@ -69,7 +69,7 @@ def is_brute_force(case: Case, patch: Patch) -> None:
     assert (again.prefill_density, again.decode_share, again.kv_bytes_host) == (None, None, stats.kv_bytes_host)
     assert stats.kv_bytes_device == again.kv_bytes_device > 0
     _check_counts(case, stats)
-    for layer in case.plan.retained if case.row.options.get("decode", True) else ():
+    for layer in case.plan.evicting if case.row.options.get("decode", True) else ():
         assert cache.layers[layer].cached == (case.counts.kept_rows(layer),) * case.row.batch
 
 
@@ -287,7 +287,7 @@ def memory_is_what_was_said(case: Case, patch: Patch) -> None:
         generate(case.model, case.pieces[0], max_new_tokens=answer, past_key_values=cache)
         ran = handle.stats()
     assert (ran.kv_bytes_device, ran.kv_bytes_host) == said
-    if not case.plan.retained:  # whose memory is had as the prompt comes
+    if not case.plan.evicting:  # whose memory is had as the prompt comes
         assert (made.kv_bytes_device, made.kv_bytes_host) == said
 
 
@@ -297,7 +297,7 @@ def virtual_memory_holds_the_same(case: Case, patch: Patch) -> None:
         cache = DynamicCache()
         case.check(case.logits(cache))
         stores = [layer.store for layer in _layers(cache) if isinstance(layer.store, VirtualStore)]
-        assert stores or len(case.plan.retained) == len(cache.layers)
+        assert stores or len(case.plan.evicting) == len(cache.layers)
         assert handle.stats().kv_bytes_device >= pool.used == sum(store.bytes.device for store in stores)
     del cache, stores
     assert pool.used == 0
@@ -414,7 +414,7 @@ def refusals(case: Case, handle: Handle, cache: Any) -> Iterator[tuple[str, type
         yield "layer|exact", UnsupportedError, lambda: _instead(case, handle, exact=True)
     elif row.decode is None or not row.options.get("decode", True):
         yield "decode", SparseKVError, lambda: _instead(case, handle, exact=True)
-    for layer in case.plan.retained:
+    for layer in case.plan.evicting:
         yield f"found {layer}", UsageError, lambda layer=layer: _instead(case, handle, kv_host_layers=(layer,))
     if row.pads and row.side == "right":
         asked = {"attention_mask": case.prompt_mask, "prefill_chunk_size": 64, "max_new_tokens": 2}

@@ -19,7 +19,7 @@ from tiny_plans import EVERYTHING, decode_plan, drops, every_head, plan_for, seg
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, Pattern, VerticalSlash, fraction, tokens
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket, PrefillPlan, Retention
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, Eviction, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
 
 ATTEMPTS = 12  # at scores that rounding does not decide
@@ -46,7 +46,7 @@ class Row:
     dense_up_to: int | None = None
     prefill: PrefillPlan | None = None
     decode: DecodePlan | None = None
-    evicting: tuple[Retention, ...] = ()
+    evicting: tuple[Eviction, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     sizes: tuple[int, ...] = (70, 1, 1, 1, 20, 1, 1)
     batch: int = 2
@@ -257,7 +257,7 @@ def _steps(*segments: Any, **options: Any) -> Row:
     return Row(decode=decode_plan(*segments), made={"layers": 4}, **options)
 
 
-def _keeps(*rules: Retention, **options: Any) -> Row:
+def _keeps(*rules: Eviction, **options: Any) -> Row:
     return Row(evicting=rules, sizes=(58, *[1] * 11, 28, 12, *[1] * 4), **options)
 
 

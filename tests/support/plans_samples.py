@@ -10,11 +10,11 @@ from sparsekv.plans.phases import (
     DecodeBucket,
     DecodeBudget,
     DecodePlan,
+    Eviction,
     HeadGroup,
     Offload,
     PrefillBucket,
     PrefillPlan,
-    Retention,
     Segment,
 )
 from sparsekv.plans.quality import CellScore, Excludes, LengthScore, Quality
@@ -118,8 +118,8 @@ def full_plan() -> Plan:
         prefill=_prefill(),
         decode=_decode(),
         kv_cache=(
-            Retention(layers=(1,), keep="all"),
-            Retention(
+            Eviction(layers=(1,), keep="all"),
+            Eviction(
                 layers=(0,),
                 keep=tokens(1024),
                 sink=4,

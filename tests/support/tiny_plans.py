@@ -12,11 +12,11 @@ from sparsekv.plans.phases import (
     DecodeBucket,
     DecodeBudget,
     DecodePlan,
+    Eviction,
     HeadGroup,
     Offload,
     PrefillBucket,
     PrefillPlan,
-    Retention,
     Segment,
 )
 from sparsekv.plans.schema import Plan
@@ -30,16 +30,16 @@ def info_of(model: PreTrainedModel) -> ModelInfo:
 
 
 def plan_for(
-    model: PreTrainedModel, prefill: PrefillPlan | None = None, decode: DecodePlan | None = None, *drops: Retention
+    model: PreTrainedModel, prefill: PrefillPlan | None = None, decode: DecodePlan | None = None, *drops: Eviction
 ) -> Plan:
     """An unverified plan of the two phases, and of evicting layers."""
     return Plan(status="unverified", model=info_of(model), prefill=prefill, decode=decode, kv_cache=drops or None)
 
 
-def drops(layers: tuple[int, ...], keep: Budget | int, **options: Any) -> Retention:
+def drops(layers: tuple[int, ...], keep: Budget | int, **options: Any) -> Eviction:
     """Evicting layers; a whole number is a budget in tokens. Two sinks, three recent, eight generated."""
     usual = {"sink": 2, "recent": 3, "generated": 8, "score": "attention_sum", "observe": 5, "heads": "max"}
-    return Retention(layers=layers, keep=tokens(keep) if isinstance(keep, int) else keep, **usual | options)
+    return Eviction(layers=layers, keep=tokens(keep) if isinstance(keep, int) else keep, **usual | options)
 
 
 def every_head(model: PreTrainedModel, *patterns: Pattern, tile: int = 64) -> PrefillPlan:

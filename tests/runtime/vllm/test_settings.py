@@ -10,7 +10,7 @@ from plans_samples import small_plan
 from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import tokens
-from sparsekv.plans.phases import Retention
+from sparsekv.plans.phases import Eviction
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.pays import parse
 from sparsekv.runtime.core.program import LayerProgram
@@ -88,7 +88,7 @@ def test_what_the_host_cannot_run_is_refused_by_name(fact: dict[str, Any], named
 )
 def test_engines_that_cannot_drop_tokens_are_refused_by_name(fact: dict[str, Any], named: str) -> None:
     rule = {"sink": 4, "recent": 128, "generated": 8, "score": "attention_sum", "observe": 64, "heads": "max"}
-    plan = small_plan(decode=None, kv_cache=(Retention(layers=(0, 1), keep=tokens(64), **rule),))
+    plan = small_plan(decode=None, kv_cache=(Eviction(layers=(0, 1), keep=tokens(64), **rule),))
     check_engine(EngineFacts(**FACTS), plan, EngineOptions())
     assert named in refusal(plan, **fact)
 

@@ -21,7 +21,7 @@ from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 from transformers import PreTrainedModel
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_engine import Oracle, generate, make_engine, tokens_and_logprobs, tokens_of
-from vllm_retained import Watch, drive, free_blocks, held_blocks, scheduler_of
+from vllm_evicting import Watch, drive, free_blocks, held_blocks, scheduler_of
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.files import write_plan
@@ -56,7 +56,7 @@ def plan(model: PreTrainedModel) -> Plan:
 
 @pytest.fixture(scope="module")
 def folder(model: PreTrainedModel, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("retained")
+    path = tmp_path_factory.mktemp("evicting")
     save_model(model, path / "model")
     write_plan(plan, path / "plan.yaml")
     return path
@@ -128,7 +128,7 @@ def test_answers_are_those_of_the_transformers_host_at_every_remainder_of_block_
     """Prompts of 257 tokens end with a chunk of one."""
     lengths = [*range(2 * CHUNK, 2 * CHUNK + BLOCK + 2), 40, 90, 3 * CHUNK + 1]
     prompts = [prompt_of(length) for length in lengths]
-    watch = Watch(engine, plan.retained)
+    watch = Watch(engine, plan.evicting)
     with watch.watching():
         alone = [generate(engine, [prompt], 6)[0] for prompt in prompts[:4]]
         outputs = generate(engine, prompts, 6)
@@ -145,7 +145,7 @@ def test_answers_are_those_of_the_transformers_host_at_every_remainder_of_block_
 def test_random_requests_keep_what_the_rules_say_and_read_no_freed_block(
     engine: Any, model: PreTrainedModel, plan: Plan, count: int
 ) -> None:
-    watch = Watch(engine, plan.retained)
+    watch = Watch(engine, plan.evicting)
     with watch.watching():
         done = drive(watch, engine, Random(count), count)
     assert free_blocks(engine) == BLOCKS - 1

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from vllm_engine import tokens_and_logprobs
 
-from sparsekv.plans.phases import Retention
+from sparsekv.plans.phases import Eviction
 from sparsekv.runtime.vllm.evicted_blocks import EvictingHost, PromptRows
 
 POISON = 1e4  # of keys and values that nobody may read; finite, as kernels may multiply rows behind the end by 0
@@ -48,7 +48,7 @@ class Watch:
         rules: of its layers.
     """
 
-    def __init__(self, engine: Any, rules: dict[int, Retention]) -> None:
+    def __init__(self, engine: Any, rules: dict[int, Eviction]) -> None:
         self._engine, self._rules = engine, rules
         self._queries: dict[tuple[str, int], torch.Tensor] = {}
         self._tensors = _cache_tensors(engine)
@@ -174,7 +174,7 @@ def recorded_choices() -> Iterator[Choices]:
         yield choices
 
 
-def _check_choice(kept: set[int], scores_S: torch.Tensor, rule: Retention, count: int, prompt: int) -> None:
+def _check_choice(kept: set[int], scores_S: torch.Tensor, rule: Eviction, count: int, prompt: int) -> None:
     fixed = {*range(rule.sink or 0), *range(prompt - (rule.recent or 0), prompt)}
     assert fixed <= kept
     assert len(kept) == count
@@ -184,7 +184,7 @@ def _check_choice(kept: set[int], scores_S: torch.Tensor, rule: Retention, count
     assert worst >= best - _CLOSE
 
 
-def brute_scores(q_HSD: torch.Tensor, k_SGD: torch.Tensor, rule: Retention, scale: float) -> torch.Tensor:
+def brute_scores(q_HSD: torch.Tensor, k_SGD: torch.Tensor, rule: Eviction, scale: float) -> torch.Tensor:
     """[G, S]: attention of the last queries, summed over neighbours, by head or the most of any."""
     (heads, length, _), groups = q_HSD.shape, k_SGD.shape[1]
     window = min(rule.observe or 0, length)

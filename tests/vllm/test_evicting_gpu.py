@@ -10,7 +10,7 @@ from model_folders import save_model
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import drops, plan_for
 from vllm_engine import generate, gpu_engine, tokens_of
-from vllm_retained import Watch, drive, free_blocks, recorded_choices
+from vllm_evicting import Watch, drive, free_blocks, recorded_choices
 
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import fraction
@@ -34,7 +34,7 @@ PLAN = plan_for(
 def engines(tmp_path_factory: pytest.TempPathFactory, kept_engines: list[Any]) -> dict[str, Any]:
     """Few blocks, so that requests are preempted; in one of them steps are scheduled while others run."""
     preset_vllm()
-    folder = tmp_path_factory.mktemp("retained")
+    folder = tmp_path_factory.mktemp("evicting")
     save_model(MODEL, folder / "model")
     write_plan(PLAN, folder / "plan.yaml")
 
@@ -52,7 +52,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, kept_engines: list[Any]) -
 
 @pytest.mark.parametrize("name", ["eager", "captured"])
 def test_random_requests_keep_what_the_rules_say_and_read_no_freed_block(engines: dict[str, Any], name: str) -> None:
-    watch = Watch(engines[name], PLAN.retained)
+    watch = Watch(engines[name], PLAN.evicting)
     with watch.watching():
         done = drive(watch, engines[name], Random(1), 60)
     assert free_blocks(engines[name]) == BLOCKS - 1

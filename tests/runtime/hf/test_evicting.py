@@ -57,7 +57,7 @@ def test_memory_is_free_behind_each_layer_of_a_prompt_of_generate(cut):
     model = tiny_model(layers=6)
     plan = plan_for(model, None, None, drops((1, 2, 3, 4, 5), fraction(0.1), generated=16))
     size, request = ModelSize.of(model, plan.model), Request(600, 20)
-    said = MemoryModel(size, None, None, on_cpu=True, evicting=plan.retained).use(request, Placement())
+    said = MemoryModel(size, None, None, on_cpu=True, evicting=plan.evicting).use(request, Placement())
     token = size.info.attention[0].head_dim * 2 * 2 * 4
     with torch.no_grad(), apply(model, plan, chunking=cut) as handle:
         cache = handle.new_cache(620, answer=20)
@@ -71,7 +71,7 @@ def test_memory_is_free_behind_each_layer_of_a_prompt_of_generate(cut):
 def test_pieces_of_a_prompt_wait_in_memory_for_its_end(model):
     plan = plan_for(model, None, None, drops((1, 2), 12))
     size = ModelSize.of(model, plan.model)
-    memory = MemoryModel(size, None, None, on_cpu=True, evicting=plan.retained)
+    memory = MemoryModel(size, None, None, on_cpu=True, evicting=plan.evicting)
     whole, pieces = (memory.use(Request(4000, 20, chunk=chunk), Placement()) for chunk in (None, 40))
     token = 2 * 2 * 32 * 4
     assert pieces.working > 2 * 3900 * token
