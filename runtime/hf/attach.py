@@ -209,12 +209,11 @@ class Attached:
             if self._text is not None:
                 self._text.check(given)
             before, end = self._prompt, prompt_end(given)
-            if self._engine.loop is not None:
-                args, kwargs = (), self._engine.loop.taking_over(self, given)
+            taken_over = self._engine.taking_over(self, given)
             with self._one_thread(_PATIENCE):
                 self._prompt = Prompt(end) if end else None
                 try:
-                    return generate(*args, **kwargs)
+                    return generate(**taken_over)
                 finally:
                     self._prompt = before
 

@@ -27,11 +27,7 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.model import AttentionGroup
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.cache import CacheOwner, SparseLayer, attention_dtype, is_autocast
-from sparsekv.runtime.hf.placement import FixedRows
-from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.store import Bytes, KVStore
 
 NAME = "sparsekv"
 
@@ -199,28 +195,24 @@ class Executor(Protocol):
         """The output of the decoder's own forward."""
 
 
-class Loop(Protocol):
-    """Takes the place of transformers' loop in `generate`."""
+class Engine(CacheOwner):
+    """Computes the attention of every layer of the model it is attached to: dense, where a class of its own does not
+    say otherwise."""
+
+    differentiable = False  # whether autograd may look into `attend`
+    sees_all = True  # whether it is to see the queries of all rows, also in layers where nobody asks for their output
 
     def taking_over(self, attached: Attachment, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `generate` with which it runs this loop."""
-
-
-class Engine(CacheOwner, Protocol):
-    """Computes the attention of every layer of the model it is attached to."""
-
-    differentiable: bool  # whether autograd may look into `attend`
-    sees_all: bool  # whether it is to see the queries of all rows, also in layers where nobody asks for their output
-
-    @property
-    def loop(self) -> Loop | None:
-        """The loop of `generate`; None for its own."""
+        """The arguments of `generate` with which it runs the engine's loop."""
+        return given
 
     def executors(self) -> Sequence[Executor]:
         """Executors of its forward passes, besides long inputs'."""
+        return ()
 
     def step_phase(self, cache: Cache, lengths: tuple[int, ...]) -> Phase:
         """The phase of a pass of one token behind a past of so many tokens in each row."""
+        return Phase.DECODE
 
     def check_cut(self, chunk: int | None, tokens: int) -> None:
         """Warns where a prompt of so many tokens is to run in chunks of another size than was verified, or whole."""
@@ -230,40 +222,6 @@ class Engine(CacheOwner, Protocol):
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """The attention output, [B, H, S, D], before the output projection. May be q itself where that is spare."""
-
-
-class DenseEngine:
-    """Dense causal attention in every layer; the base of what only watches a model."""
-
-    differentiable = False
-    sees_all = True
-    loop: Loop | None = None
-    fixed_rows = FixedRows()
-    float8 = False
-
-    def __init__(self) -> None:
-        self.open = True
-        self.bytes: list[Bytes] = []
-
-    def new_store(self, layer: int) -> KVStore:
-        return DeviceStore()
-
-    def new_state(self) -> DecodeState:
-        return DecodeState(())
-
-    def executors(self) -> Sequence[Executor]:
-        return ()
-
-    def step_phase(self, cache: Cache, lengths: tuple[int, ...]) -> Phase:
-        return Phase.DECODE
-
-    def check_cut(self, chunk: int | None, tokens: int) -> None:
-        """Any will do."""
-
-    def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
-        """Nothing to start."""
-
-    def attend(self, call: LayerCall) -> torch.Tensor:
         chunk, q_BHSD = call.chunk, call.q_BHSD
         keys = call.keys(chunk)
         layer = LayerProgram(call.layer, q_BHSD.shape[1], keys.kv_heads, call.window)

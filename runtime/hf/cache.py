@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache
@@ -24,6 +24,7 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.core.state import DecodeState, Remembered
 from sparsekv.runtime.hf.describe import CACHE_NAME
 from sparsekv.runtime.hf.placement import FixedRows
+from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import Bytes, Float8, KVStore, Layout
 from sparsekv.runtime.stores.virtual import VirtualStore
 
@@ -35,22 +36,26 @@ States = dict[int, LinearAttentionLayer]
 """The recurrent states of a cache, by layer."""
 
 
-class CacheOwner(Protocol):
-    """Who a cache works for: what `apply` or `capture_attention` attached to the model."""
+class CacheOwner:
+    """Who a cache works for: what `apply` or `capture_attention` attached to the model, or a captured step."""
 
-    open: bool
-    bytes: list[Bytes]
-    float8: bool  # whether the stores that it gives hold keys and values in 8 bits
+    float8 = False  # whether the stores that it gives hold keys and values in 8 bits
+
+    def __init__(self) -> None:
+        self.open = True
+        self.bytes: list[Bytes] = []
 
     @property
     def fixed_rows(self) -> FixedRows:
         """The layers whose rows stay as they are, in caches to come."""
+        return FixedRows()
 
     def new_store(self, layer: int) -> KVStore:
-        """An empty store for layer number `layer`."""
+        return DeviceStore()
 
     def new_state(self) -> DecodeState:
         """State that the layers of one cache share in decode steps."""
+        return DecodeState(())
 
 
 class CacheProgress:

@@ -52,6 +52,7 @@ from sparsekv.runtime.stores.store import (
     Gathered,
     HostReads,
     HotRows,
+    KVStore,
     Layout,
     StepMemory,
     WholeStore,
@@ -72,11 +73,12 @@ def obstacle(program: Program, stores: Sequence[WholeStore], lengths: tuple[int,
     return ""
 
 
-class CapturedStore:
+class CapturedStore(KVStore):
     """Keys and values of one layer on the device; `layer` is its position in the step."""
 
+    lengths: tuple[int, ...] = ()
+
     def __init__(self, layer: int, step: StepStores) -> None:
-        self.lengths: tuple[int, ...] = ()
         self.bytes = Bytes()
         self._layer = layer
         self._step = step
@@ -105,10 +107,6 @@ class CapturedStore:
         if self._step.kinds[self._layer] is None:
             return self.view(lengths_B), selection, window
         return self.view(lengths_B), self._step.fetches.fetched(self._layer), None
-
-    @property
-    def cached(self) -> tuple[int, ...]:
-        return self.lengths
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         return layout.empty(tokens), layout.empty(tokens)

@@ -38,14 +38,13 @@ from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
-from sparsekv.runtime.hf.cache import CacheProgress, SparseLayer, attending, decoder_output, first_of
+from sparsekv.runtime.hf.cache import CacheOwner, CacheProgress, SparseLayer, attending, decoder_output, first_of
 from sparsekv.runtime.hf.describe import CACHE_NAME
 from sparsekv.runtime.hf.graph_fetches import FetchError
 from sparsekv.runtime.hf.graph_stores import StepStates, StepStores, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
-from sparsekv.runtime.hf.placement import FixedRows
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
-from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore, StepRows, WholeStore
+from sparsekv.runtime.stores.store import HostReads, KVStore, StepRows, WholeStore
 
 MOST_ROWS = 64
 _LEAST_CAPACITY = 8192
@@ -67,14 +66,13 @@ class GraphWarning(UserWarning):
     """Decode steps are not captured: they run one launch at a time, which is slower."""
 
 
-class StepGraph:
+class StepGraph(CacheOwner):
+    """Owns the cache of its step, whose stores round what they are given, by the scales of the cache at hand."""
+
     def __init__(self, cache: Cache, key: _Key, program: Program, reads: HostReads) -> None:
+        super().__init__()
         stores = _stores(cache)
         batch, new, device = key.rows, key.new, stores[0].step_memory().k_BGRD.device
-        self.open = True  # as the owner of its cache
-        self.bytes: list[Bytes] = []
-        self.fixed_rows = FixedRows()
-        self.float8 = False  # the stores round what they are given, by the scales of the cache at hand
         self.capacity = key.capacity
         self._phase, self._dtype = key.phase, key.dtype
         self.ids_BQ = torch.zeros((batch, new), dtype=torch.int64, device=device)

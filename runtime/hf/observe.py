@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from sparsekv.kernels.keys import PLAIN, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.hf.attach import attach
-from sparsekv.runtime.hf.attention import NAME, DenseEngine, LayerCall
+from sparsekv.runtime.hf.attention import NAME, Engine, LayerCall
 from sparsekv.runtime.hf.describe import decoder_of
 
 
@@ -54,7 +54,7 @@ def capture_attention(model: PreTrainedModel, observer: Observer) -> Iterator[No
         undo()
 
 
-class _Watched(DenseEngine):
+class _Watched(Engine):
     differentiable = True  # where an observer gives the output; the kernels of dense attention have no gradients
 
     def __init__(self, observer: Observer) -> None:

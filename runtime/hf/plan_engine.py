@@ -25,7 +25,7 @@ from sparsekv.runtime.core.program import LayerProgram, Program, count_step, dec
 from sparsekv.runtime.core.roles import Attempt
 from sparsekv.runtime.core.state import DecodeState, Observed
 from sparsekv.runtime.core.stats import Meter
-from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
+from sparsekv.runtime.hf.attention import Attachment, Engine, Executor, LayerCall, Phase
 from sparsekv.runtime.hf.cache import SparseLayer, attending, first_of, is_autocast
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.exact import ExactLoop
@@ -37,11 +37,11 @@ from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.page_pool import PagePool, pool_of
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.store import Bytes, Float8, HostReads, Layout, Seen, WholeStore
+from sparsekv.runtime.stores.store import Float8, HostReads, Layout, Seen, WholeStore
 from sparsekv.runtime.stores.virtual import VirtualStore
 
 
-class PlanEngine:
+class PlanEngine(Engine):
     """Attention of a model as a program has it.
 
     Args:
@@ -51,8 +51,6 @@ class PlanEngine:
         exact: the program's steps are drafts, and what they draft is checked.
         pays: where chunks and steps are sparse; everywhere else they are dense.
     """
-
-    differentiable = False
 
     def __init__(
         self,
@@ -67,10 +65,9 @@ class PlanEngine:
         exact: bool = False,
         pays: Pays = ALWAYS,
     ) -> None:
-        self.open = True
+        super().__init__()
         self.float8 = paging.sizes.float8
         self.loop = ExactLoop(lambda: self.meter, lambda: self.fixed_rows) if exact else None
-        self.bytes: list[Bytes] = []
         self.host_reads = HostReads()
         self.meter = Meter()
         self.fallback = Fallback(backend, paging.relieve)
@@ -88,7 +85,10 @@ class PlanEngine:
         self.memory = HostMemory() if memory is None else memory
         self._owns_memory = memory is None
         self.paging = paging
-        self.check_cut = check_cut
+        self._check_cut = check_cut
+
+    def taking_over(self, attached: Attachment, given: dict[str, Any]) -> dict[str, Any]:
+        return given if self.loop is None else self.loop.taking_over(attached, given)
 
     def new_store(self, layer: int) -> WholeStore:
         role = self.program.layers[layer].role
@@ -120,6 +120,9 @@ class PlanEngine:
         # A dense step reads layers in host memory back as a whole, which costs more than a choice at any length.
         in_host_memory = any(type(layer.store) is HostStore for layer in attending(cache))
         return Phase.DECODE if in_host_memory else Phase.DENSE
+
+    def check_cut(self, chunk: int | None, tokens: int) -> None:
+        self._check_cut(chunk, tokens)
 
     def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
         """Starts a pass at which the rows have these lengths, the new tokens included, and counts a step."""

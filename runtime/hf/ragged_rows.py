@@ -20,12 +20,19 @@ from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import PromptError, ShapeError, UnsupportedError
 from sparsekv.runtime.core.state import DecodeState, Remembered
 from sparsekv.runtime.hf.attention import Attachment, Pass, Phase
-from sparsekv.runtime.hf.cache import CacheProgress, DecoderOutput, SparseLayer, attending, decoder_output, progress_of
+from sparsekv.runtime.hf.cache import (
+    CacheOwner,
+    CacheProgress,
+    DecoderOutput,
+    SparseLayer,
+    attending,
+    decoder_output,
+    progress_of,
+)
 from sparsekv.runtime.hf.describe import CACHE_NAME
 from sparsekv.runtime.hf.long_inputs import asks_for_more
-from sparsekv.runtime.hf.placement import FixedRows
 from sparsekv.runtime.stores.device import DeviceStore, RowStore
-from sparsekv.runtime.stores.store import Bytes, KVStore
+from sparsekv.runtime.stores.store import KVStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +216,11 @@ def _count(tokens: slice) -> int:
     return tokens.stop - tokens.start  # type: ignore[no-any-return]
 
 
-class _RowOwner:
-    """Whose the cache of one row is: its stores are rows of those of all."""
+class _RowOwner(CacheOwner):
+    """Owns the cache of one row: its stores are rows of those of all, whose scales it shares."""
 
     def __init__(self, whole: Sequence[SparseLayer], row: int, batch: int) -> None:
-        self.open = True
-        self.bytes: list[Bytes] = []
-        self.fixed_rows = FixedRows()
-        self.float8 = False  # the row shares the scales of all
+        super().__init__()
         self._whole, self._row, self._batch = whole, row, batch
 
     def new_store(self, layer: int) -> KVStore:

@@ -43,6 +43,7 @@ from sparsekv.runtime.stores.store import (
     Layout,
     StepMemory,
     StepRows,
+    WholeStore,
     check_tokens_fit,
     grown,
 )
@@ -52,7 +53,7 @@ def in_host_memory(stores: Iterable[KVStore]) -> list[HostStore]:
     return [store for store in stores if isinstance(store, HostStore)]
 
 
-class HostStore:
+class HostStore(WholeStore):
     """Keys and values in host memory, but for a hot set.
 
     Args:
@@ -142,10 +143,6 @@ class HostStore:
     @property
     def lengths(self) -> tuple[int, ...]:
         return (self.length,) * (0 if self.keys is None or not self.length else self.keys.shape[0])
-
-    @property
-    def cached(self) -> tuple[int, ...]:
-        return self.lengths
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """A context that is in host memory stays there; what of it belongs in the ring again comes back."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from sparsekv.kernels.keys import KeyView
-from sparsekv.runtime.stores.store import Binding, Bytes, KeySource, Layout, StepMemory, check_tokens_fit, grown
+from sparsekv.runtime.stores.store import Bytes, KVStore, Layout, StepMemory, WholeStore, check_tokens_fit, grown
 
 
 class Forks:
@@ -50,11 +50,12 @@ class Forks:
             self._same_BB = torch.minimum(self._same_BB, torch.minimum(left_B[:, None], left_B))
 
 
-class DeviceStore(KeySource):
+class DeviceStore(WholeStore):
     """Keys and values beside their queries; views cost nothing. `counts` has the allocated bytes."""
 
+    lengths: tuple[int, ...] = ()
+
     def __init__(self, counts: Bytes | None = None) -> None:
-        self.lengths: tuple[int, ...] = ()
         self.bytes = Bytes() if counts is None else counts
         self._k_BGCD: torch.Tensor | None = None
         self._v_BGCD: torch.Tensor | None = None
@@ -65,10 +66,6 @@ class DeviceStore(KeySource):
     def length(self) -> int:
         """Tokens of the longest row."""
         return max(self.lengths, default=0)
-
-    @property
-    def cached(self) -> tuple[int, ...]:
-        return self.lengths
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         check_tokens_fit(self._k_BGCD, k_BGSD, v_BGSD)
@@ -159,9 +156,6 @@ class DeviceStore(KeySource):
     def capacity(self) -> int:
         return 0 if self._k_BGCD is None else self._k_BGCD.shape[2]
 
-    def prepare(self, length: int) -> None:
-        self.reserve(length)
-
     def advance(self, tokens: int) -> None:
         self._count(tokens)
 
@@ -170,13 +164,6 @@ class DeviceStore(KeySource):
 
     def step_memory(self) -> StepMemory:
         return StepMemory(*self.tensors)
-
-    def bind(self, binding: Binding) -> object:
-        return self.keys
-
-    @property
-    def bound(self) -> object:
-        return self.keys
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -197,7 +184,7 @@ class DeviceStore(KeySource):
         return larger_BGCD
 
 
-class RowStore(KeySource):
+class RowStore(KVStore):
     """A row of `whole`, which may be empty and will have `batch` rows: tokens that are added here are there."""
 
     def __init__(self, whole: DeviceStore, row: int, batch: int) -> None:
@@ -209,10 +196,6 @@ class RowStore(KeySource):
     @property
     def lengths(self) -> tuple[int, ...]:
         return (self._whole.lengths[self._row] if self._whole.lengths else 0,)
-
-    @property
-    def cached(self) -> tuple[int, ...]:
-        return self.lengths
 
     def append(self, k_1GSD: torch.Tensor, v_1GSD: torch.Tensor) -> None:
         check_tokens_fit(None, k_1GSD, v_1GSD)

@@ -21,11 +21,9 @@ from sparsekv.kernels.keys import KeyView
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import (
-    Binding,
     Bytes,
     CachedRows,
     Gathered,
-    KeySource,
     Layout,
     StepMemory,
     StepRows,
@@ -46,11 +44,12 @@ class GeneratedRows(NamedTuple):
     most: int  # rows
 
 
-class EvictingStore(KeySource):
+class EvictingStore(WholeStore):
     """Keys and values of one layer, of equally long rows; so many of the newest generated tokens stay."""
 
+    lengths: tuple[int, ...] = ()
+
     def __init__(self, generated: int) -> None:
-        self.lengths: tuple[int, ...] = ()
         self.bytes = Bytes()
         self._generated = generated
         self._rows = DeviceStore(self.bytes)
@@ -100,13 +99,6 @@ class EvictingStore(KeySource):
 
     def step_memory(self) -> StepMemory:
         return StepMemory(*self.tensors)
-
-    def bind(self, binding: Binding) -> object:
-        return self.keys
-
-    @property
-    def bound(self) -> object:
-        return self.keys
 
     def prepare(self, length: int) -> None:
         self._rows.reserve(self._prompt_rows + self._generated)

@@ -20,6 +20,7 @@ import torch
 
 from sparsekv.kernels.decode.slots import Fetch, SlotState
 from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.topk import blocks
 from sparsekv.plans.patterns import Budget
 from sparsekv.runtime.stores.pinned import Block, CopyDone, CopyStream, HostMemory
 from sparsekv.runtime.stores.store import Binding, Bytes, Layout, StepMemory
@@ -271,11 +272,9 @@ class LongRows:
         host_CBPGD, stream = self.on_host, self.stream
 
         def copy() -> None:
-            for begin in range(0, k_BGSD.shape[2], _COPY_TOKENS):
-                piece = slice(begin, begin + _COPY_TOKENS)
+            for piece in blocks(k_BGSD.shape[2], 1, _COPY_TOKENS):
                 packed_SBPGD = packed(k_BGSD[:, :, piece], v_BGSD[:, :, piece])
-                at = first + begin
-                host_CBPGD[at : at + len(packed_SBPGD)].copy_(packed_SBPGD, non_blocking=True)
+                host_CBPGD[first + piece.start : first + piece.stop].copy_(packed_SBPGD, non_blocking=True)
 
         self._written = stream.run(copy, (k_BGSD, v_BGSD))
 

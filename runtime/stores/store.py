@@ -21,6 +21,7 @@ import torch
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, in_8_bits, scaled
+from sparsekv.kernels.topk import blocks
 from sparsekv.plans.errors import ShapeError
 
 _LEAST_MARGIN, _MOST_MARGIN = 256, 65_536
@@ -166,6 +167,7 @@ class KVStore(KeySource, Protocol):
     @property
     def cached(self) -> tuple[int, ...]:
         """Tokens of each batch row in memory."""
+        return self.lengths
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Adds to each row the tokens that follow those it has.
@@ -261,13 +263,16 @@ class WholeStore(KVStore, Protocol):
 
     def prepare(self, length: int) -> None:
         """Makes room for a captured step at which a row has so many tokens."""
+        self.reserve(length)
 
     def bind(self, binding: Binding) -> object:
         """Captured steps write to the store from here on; gives `bound`."""
+        return self.bound
 
     @property
     def bound(self) -> object:
         """An object that stays the same while the memory is in use that captured steps were bound to."""
+        return self.keys
 
     def advance(self, tokens: int) -> None:
         """Counts what a captured step has written."""
@@ -331,7 +336,7 @@ class Float8:
 
     def fill(self, room: Pair, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Writes tokens to a store's room, and what they were rounded to in their own place."""
-        for piece in _pieces(k_BGSD.shape[2]):
+        for piece in blocks(k_BGSD.shape[2], 1, _AT_ONCE):
             new = k_BGSD[:, :, piece], v_BGSD[:, :, piece]
             written = self.rounded(*new)
             for into, x_BGSD, bytes_, read in zip(room, new, written, self.read(*written), strict=True):
@@ -342,14 +347,9 @@ class Float8:
         return replace(keys, k=keys.k.view(FLOAT8), v=keys.v.view(FLOAT8), scales=self.scales)
 
 
-def _pieces(tokens: int) -> Iterator[slice]:
-    for begin in range(0, tokens, _AT_ONCE):
-        yield slice(begin, min(begin + _AT_ONCE, tokens))
-
-
 def _in_pieces(x_BGSD: torch.Tensor, scale_G: torch.Tensor) -> torch.Tensor:
     stored_BGSD = torch.empty_like(x_BGSD, dtype=torch.uint8)
-    for piece in _pieces(x_BGSD.shape[2]):
+    for piece in blocks(x_BGSD.shape[2], 1, _AT_ONCE):
         stored_BGSD[:, :, piece] = in_8_bits(x_BGSD[:, :, piece], scale_G)
     return stored_BGSD
 
