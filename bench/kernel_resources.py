@@ -40,7 +40,7 @@ from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
 from sparsekv.kernels.keys import COLUMNS, PLAIN, KeyView, full_view
 from sparsekv.kernels.prefill import columns as column_pass
 from sparsekv.kernels.prefill import triton as triton_prefill
-from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.tiles import Chunk, PrefillCall, TileIndex
 from sparsekv.kernels.triton_support import QuickKernel
 from sparsekv.plans.patterns import BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 
@@ -136,7 +136,7 @@ def prefill_cases() -> Cases:
         (128, True, None, SMALL_TILE), (256, True, None, TILE), (512, True, None, TILE),
     ):  # fmt: skip
         (q, k, v), index, chunk = _tensors(dim, 4, 2, 2), _index(columns, tile), Chunk((0,), (LENGTH,))
-        call = partial(triton_prefill.prefill, q, k, v, index, chunk, scale=0.1, window=window)
+        call = partial(triton_prefill.prefill, PrefillCall(q, k, v, chunk, 0.1, window), index)
         extras = f"{', columns' if columns else ''}{', window' if window else ''}"
         yield f"head size {dim}, {tile.query} tiles{extras}", _unchecked(call)
 
@@ -149,7 +149,7 @@ def column_cases() -> Cases:
         index = _index(True, TILE)
         yield (
             f"head size {dim}",
-            partial(column_pass.add_columns, *found, q, k, v, index, chunk, scale=0.1, window=None),
+            partial(column_pass.add_columns, *found, PrefillCall(q, k, v, chunk, 0.1), index),
         )
 
 

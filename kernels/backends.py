@@ -24,7 +24,7 @@ from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.index.build import BuilderName, builds_by_triton
 from sparsekv.kernels.keys import MOST_QUERIES, PLAIN, KeyView, Softmax, check_keys
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle, untested
-from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, check_chunk, check_index, check_qkv
+from sparsekv.kernels.tiles import AttentionOutput, Chunk, PrefillCall, TileIndex
 from sparsekv.plans.errors import BackendError, SparseKVError
 from sparsekv.plans.patterns import TileShape
 
@@ -140,18 +140,12 @@ def prefill_attention(
         want_lse: whether to return the natural log-sum-exp of each row, of its keys.
 
     Raises:
-        ShapeError: the tensors, the chunk and the index do not fit together.
+        ShapeError: the tensors and the chunk do not fit together.
         BackendError: the backend does not exist, or cannot run these tensors.
     """
     module = _module(backend, _PREFILL)
-    check_qkv(q_BHSD, k_BGKD, v_BGKD, scale)
-    check_chunk(q_BHSD, k_BGKD, chunk, window)
-    check_index(q_BHSD, index, chunk)
-    with_lse = want_lse or softmax.sinks_H is not None
-    capped = {"cap": softmax.cap} if softmax.cap else {}  # flash knows none
-    attended: AttentionOutput = module.prefill(
-        q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=with_lse, **capped
-    )
+    call = PrefillCall(q_BHSD, k_BGKD, v_BGKD, chunk, scale, window, softmax.cap).check()
+    attended: AttentionOutput = module.prefill(call, index, want_lse or softmax.sinks_H is not None)
     if softmax.sinks_H is not None:
         assert attended.lse_BHS is not None
         attended.out_BHSD.mul_(softmax.kept(attended.lse_BHS)[..., None])
@@ -187,19 +181,11 @@ def dense_prefill(
 ) -> AttentionOutput:
     """Dense causal attention of a whole layer: by flash-attn-4 or our own kernel where `dense_by_flash` or
     `dense_by_triton` say so, else by torch. As `dense_attention`; no log-sum-exp."""
-    _module(backend, _PREFILL)
-    if dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=backend):
-        from sparsekv.kernels.prefill.flash.backend import dense
-
-        check_qkv(q_BHSD, k_BGKD, v_BGKD, scale)
-        check_chunk(q_BHSD, k_BGKD, chunk, window)
-        return dense(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=window)
-    if dense_by_triton(q_BHSD, backend=backend):
-        from sparsekv.kernels.prefill.triton import dense as by_triton
-
-        check_qkv(q_BHSD, k_BGKD, v_BGKD, scale)
-        check_chunk(q_BHSD, k_BGKD, chunk, window)
-        return by_triton(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=window)
+    module = _module(backend, _PREFILL)
+    by_flash = dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=backend)
+    if by_flash or dense_by_triton(q_BHSD, backend=backend):
+        dense: AttentionOutput = module.dense(PrefillCall(q_BHSD, k_BGKD, v_BGKD, chunk, scale, window).check())
+        return dense
     from sparsekv.kernels.prefill.dense import dense_attention  # parts of torch that load Triton
 
     return dense_attention(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=window)

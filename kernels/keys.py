@@ -212,7 +212,6 @@ def check_keys(
         check_layouts(q_BHQD, keys.k, keys.v, any_strides)
         check_heads(q_BHQD, keys.k, keys.v)
         check_scale(scale)
-        _check_scales(q_BHQD, keys, keys.scales)
     if not 1 <= q_BHQD.shape[2] <= most_queries:
         raise ShapeError(
             f"decode attention takes 1 to {MOST_QUERIES} query tokens a row, and one where it chooses or follows a "
@@ -227,24 +226,6 @@ def check_keys(
             f"k and v must have the batch of q, or a block table; found q {tuple(q_BHQD.shape)} and k "
             f"{tuple(keys.k.shape)}"
         )
-
-
-def _check_scales(q_BHQD: torch.Tensor, keys: KeyView, scales: Scales) -> None:
-    of_q = FLOAT8 if scales.q_G is not None else scales.dtype
-    found = tuple((x.dtype, x.device) for x in (q_BHQD, keys.k, keys.v))
-    if found != tuple((dtype, q_BHQD.device) for dtype in (of_q, FLOAT8, FLOAT8)):
-        raise ShapeError(
-            f"q, k and v with these scales must be {of_q}, {FLOAT8}, {FLOAT8} on one device, found {found}"
-        )
-    for name, scale_G in (("k", scales.k_G), ("v", scales.v_G), ("q", scales.q_G)):
-        expected = (torch.float32, (keys.kv_heads,), q_BHQD.device)
-        if scale_G is None:
-            continue
-        if (scale_G.dtype, tuple(scale_G.shape), scale_G.device) != expected or not scale_G.is_contiguous():
-            raise ShapeError(
-                f"the scales of {name} must be (dtype, shape, device) = {expected} and contiguous, found "
-                f"{scale_G.dtype}, {tuple(scale_G.shape)}, {scale_G.device}, strides {scale_G.stride()}"
-            )
 
 
 def _check_int32(name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:

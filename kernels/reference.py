@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from sparsekv.kernels.keys import capped_
-from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, unpack_bits
+from sparsekv.kernels.tiles import AttentionOutput, Chunk, PrefillCall, TileIndex, unpack_bits
 
 
 def mask_of(index: TileIndex, chunk: Chunk, queries: int, window: int | None = None) -> torch.Tensor:
@@ -74,19 +74,8 @@ def _live(index: TileIndex, keys: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def prefill(
-    q_BHSD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    index: TileIndex,
-    chunk: Chunk,
-    *,
-    scale: float,
-    window: int | None = None,
-    want_lse: bool = False,
-    cap: float = 0.0,
-) -> AttentionOutput:
-    """The oracle as a backend, under the mask that the index stands for; arguments as in `prefill_attention`."""
-    mask_BHSK = mask_of(index, chunk, q_BHSD.shape[2], window)
-    attended = reference_attention(q_BHSD, k_BGKD, v_BGKD, mask_BHSK, scale=scale, cap=cap)
+def prefill(call: PrefillCall, index: TileIndex, want_lse: bool = False) -> AttentionOutput:
+    """The oracle as a backend, under the mask that the index stands for."""
+    mask_BHSK = mask_of(index, call.chunk, call.q_BHSD.shape[2], call.window)
+    attended = reference_attention(call.q_BHSD, call.k_BGKD, call.v_BGKD, mask_BHSK, scale=call.scale, cap=call.cap)
     return attended if want_lse else replace(attended, lse_BHS=None)

@@ -101,6 +101,25 @@ class TileIndex:
     dense_heads: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillCall:
+    """Causal attention of one layer, as kernels are given it; see `prefill_attention`."""
+
+    q_BHSD: torch.Tensor
+    k_BGKD: torch.Tensor
+    v_BGKD: torch.Tensor
+    chunk: Chunk
+    scale: float
+    window: int | None = None
+    cap: float = 0.0  # soft cap of the scores
+
+    def check(self) -> PrefillCall:
+        """Itself. Raises ShapeError unless tensors and chunk fit together."""
+        check_qkv(self.q_BHSD, self.k_BGKD, self.v_BGKD, self.scale)
+        check_chunk(self.q_BHSD, self.k_BGKD, self.chunk, self.window)
+        return self
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionOutput:
     out_BHSD: torch.Tensor  # dtype of q; padding rows are 0
@@ -213,23 +232,3 @@ def check_chunk(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, window
         raise ShapeError(f"the chunk's longest row has {chunk.longest} keys, k holds {k_BGKD.shape[2]}")
     if window is not None and window < 1:
         raise ShapeError(f"a sliding window is at least 1 token, found {window}")
-
-
-def check_index(q_BHSD: torch.Tensor, index: TileIndex, chunk: Chunk) -> None:
-    B, H, S, _ = q_BHSD.shape
-    T = chunk.query_tiles(index.tile, S)
-    C = index.columns_BHC.shape[-1]
-    expected = {
-        "tiles": (index.tiles_BHTW, (B, H, T, index.tiles_BHTW.shape[-1])),
-        "counts": (index.counts_BHT, (B, H, T)),
-        "columns": (index.columns_BHC, (B, H, C)),
-        "live": (index.live_BHTN, (B, H, T, -(-C // WORD))),
-        "dense": (index.dense_H, (H,)),
-    }
-    for name, (tensor, shape) in expected.items():
-        dtype = torch.bool if name == "dense" else torch.int32
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != q_BHSD.device:
-            raise ShapeError(
-                f"the index's {name} must be {dtype} {shape} on {q_BHSD.device}, "
-                f"found {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: build it for this chunk"
-            )

@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.prefill.triton import LOG2_E, _live_words, _rows
-from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.tiles import PrefillCall, TileIndex
 from sparsekv.kernels.triton_support import quick
 
 _LOG_2 = tl.constexpr(0.6931471805599453)
@@ -61,23 +61,16 @@ def column_launch(dtype: torch.dtype, block_d: int) -> ColumnLaunch:
 def add_columns(
     out_BHSD: torch.Tensor,
     lse_BHS: torch.Tensor,
-    q_BHSD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
+    call: PrefillCall,
     index: TileIndex,
-    chunk: Chunk,
-    *,
-    scale: float,
-    window: int | None = None,
 ) -> None:
     """Makes attention over the tiles into attention over tiles and live columns, in place.
 
     Args:
         out_BHSD: over the tiles alone; rows that see nothing hold 0. Written.
         lse_BHS: its log-sum-exp, contiguous; rows that see nothing hold -inf. Written.
-
-    The other arguments are those of `prefill_attention`.
     """
+    q_BHSD, k_BGKD, v_BGKD, chunk, window = call.q_BHSD, call.k_BGKD, call.v_BGKD, call.chunk, call.window
     B, H, S, D = q_BHSD.shape
     G, C = k_BGKD.shape[1], index.columns_BHC.shape[2]
     block_d = triton.next_power_of_2(D)
@@ -99,7 +92,7 @@ def add_columns(
         columns_kernel[(H // G * triton.cdiv(S, blocks.block_m), G, B)](
             q_BHSD, k_rows, v_rows, out_BHSD, lse_BHS, columns_BHC, index.live_BHTN.contiguous(), dense_H, past_B,
             lengths_B, *q_BHSD.stride()[:3], *out_BHSD.stride()[:3],
-            scale * LOG2_E, window or 0, G, S, index.live_BHTN.shape[2], C, packed, index.live_BHTN.shape[3],
+            call.scale * LOG2_E, window or 0, G, S, index.live_BHTN.shape[2], C, packed, index.live_BHTN.shape[3],
             GROUP=H // G, D=D, BLOCK_D=block_d, TILE_M=index.tile.query, BLOCK_M=blocks.block_m,
             BLOCK_C=blocks.block_c, STAGES=blocks.stages, WINDOWED=window is not None and window < chunk.longest,
             PRECISION="ieee", num_warps=blocks.warps, **({"maxnreg": blocks.registers} if blocks.registers else {}),

@@ -20,7 +20,7 @@ import torch
 
 from sparsekv.kernels.cpu_threads import for_each
 from sparsekv.kernels.keys import capped_
-from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, unpack_bits
+from sparsekv.kernels.tiles import AttentionOutput, PrefillCall, TileIndex, unpack_bits
 from sparsekv.kernels.topk import blocks
 
 # Elements of the mask of one call over the edges of many query tiles (16 MiB).
@@ -29,26 +29,15 @@ _HIDDEN = 2**31 - 1  # a token after every row
 
 
 @torch.no_grad()
-def prefill(
-    q_BHSD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    index: TileIndex,
-    chunk: Chunk,
-    *,
-    scale: float,
-    window: int | None = None,
-    want_lse: bool = False,
-    cap: float = 0.0,
-) -> AttentionOutput:
-    """Attention over the index's tiles and columns, in float32; arguments as in `prefill_attention`."""
-    out_BHSD = torch.zeros_like(q_BHSD)
-    lse_BHS = torch.full(q_BHSD.shape[:3], -math.inf, dtype=torch.float32, device=q_BHSD.device)
-    for b, (past, length) in enumerate(zip(chunk.past, chunk.lengths, strict=True)):
+def prefill(call: PrefillCall, index: TileIndex, want_lse: bool = False) -> AttentionOutput:
+    """Attention over the index's tiles and columns, in float32."""
+    out_BHSD = torch.zeros_like(call.q_BHSD)
+    lse_BHS = torch.full(out_BHSD.shape[:3], -math.inf, dtype=torch.float32, device=out_BHSD.device)
+    for b, (past, length) in enumerate(zip(call.chunk.past, call.chunk.lengths, strict=True)):
         if length > past:
             rows, known = slice(0, length - past), slice(0, length)
-            qkv = q_BHSD[b, :, rows], k_BGKD[b, :, known], v_BGKD[b, :, known]
-            row = _BatchRow(*qkv, b, past, index, window, scale, cap)
+            qkv = call.q_BHSD[b, :, rows], call.k_BGKD[b, :, known], call.v_BGKD[b, :, known]
+            row = _BatchRow(*qkv, b, past, index, call.window, call.scale, call.cap)
             row.attend(out_BHSD[b, :, rows], lse_BHS[b, :, rows])
     return AttentionOutput(out_BHSD, lse_BHS if want_lse else None)
 

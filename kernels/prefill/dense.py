@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsekv.kernels.tiles import AttentionOutput, Chunk, check_chunk, check_qkv
+from sparsekv.kernels.tiles import AttentionOutput, Chunk, PrefillCall
 
 # Elements and rows of a block's mask.
 MASK_ELEMENTS = 1 << 24
@@ -49,8 +49,7 @@ def dense_attention(
         k_BGKD: all keys so far, at least chunk.longest of them; those past a row's length are not looked at.
         window: the layer's own sliding window in tokens, or None.
     """
-    check_qkv(q_BHSD, k_BGKD, v_BGKD, scale)
-    check_chunk(q_BHSD, k_BGKD, chunk, window)
+    PrefillCall(q_BHSD, k_BGKD, v_BGKD, chunk, scale, window).check()
     past, length = chunk.past[0], chunk.lengths[0]
     if window is not None and window >= chunk.longest:
         window = None

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.device_cache import on_device
-from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
+from sparsekv.kernels.tiles import AttentionOutput, PrefillCall, TileIndex
 from sparsekv.kernels.triton_support import check_tensors, soft_cap
 from sparsekv.plans.patterns import TileShape
 
@@ -102,19 +102,9 @@ def launch_table(major: int) -> tuple[tuple[int, PrefillLaunch], ...]:
 
 
 def prefill(
-    q_BHSD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    index: TileIndex,
-    chunk: Chunk,
-    *,
-    scale: float,
-    window: int | None = None,
-    want_lse: bool = False,
-    cap: float = 0.0,
-    launch: PrefillLaunch | None = None,
+    call: PrefillCall, index: TileIndex, want_lse: bool = False, launch: PrefillLaunch | None = None
 ) -> AttentionOutput:
-    """Attention over the index's tiles and columns, all heads in one launch; arguments as in `prefill_attention`.
+    """Attention over the index's tiles and columns, all heads in one launch.
 
     Args:
         launch: block sizes to use instead of the table's, for tuning.
@@ -123,6 +113,7 @@ def prefill(
         BackendError: the tensors are not on a GPU, or head size or dtype is not supported.
         ShapeError: a stride is too long for 32-bit offsets inside a block.
     """
+    q_BHSD, k_BGKD, v_BGKD, chunk, window = call.q_BHSD, call.k_BGKD, call.v_BGKD, call.chunk, call.window
     check_tensors(q_BHSD, k_BGKD, v_BGKD)
     B, H, S, D = q_BHSD.shape
     G = k_BGKD.shape[1]
@@ -143,32 +134,24 @@ def prefill(
             index.tiles_BHTW.contiguous(), index.counts_BHT.contiguous(), index.columns_BHC.contiguous(),
             index.live_BHTN.contiguous(), index.dense_H.contiguous(), past_B, lengths_B,
             *q_BHSD.stride()[:3], *k_BGKD.stride()[:3], *v_BGKD.stride()[:3], *out_BHSD.stride()[:3],
-            scale * LOG2_E, window or 0, G, S, index.counts_BHT.shape[2], index.tiles_BHTW.shape[3],
+            call.scale * LOG2_E, window or 0, G, S, index.counts_BHT.shape[2], index.tiles_BHTW.shape[3],
             index.columns_BHC.shape[2], index.live_BHTN.shape[3],
             GROUP=H // G, D=D, BLOCK_D=block_d, PARTS=parts, TILE_M=tile.query, TILE_N=tile.key,
             BLOCK_M=blocks.block_m, BLOCK_N=blocks.block_n, BLOCK_C=blocks.block_c, STAGES=blocks.stages,
             COLUMN_STAGES=blocks.column_stages, HAS_COLUMNS=index.columns_BHC.shape[2] > 0,
             WINDOWED=window is not None and window < chunk.longest, WANT_LSE=want_lse,
-            PRECISION="ieee", CAP=cap * LOG2_E, num_warps=blocks.warps,
+            PRECISION="ieee", CAP=call.cap * LOG2_E, num_warps=blocks.warps,
         )  # fmt: skip
     return AttentionOutput(out_BHSD, lse_BHS)
 
 
-def dense(
-    q_BHSD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    chunk: Chunk,
-    *,
-    scale: float,
-    window: int | None = None,
-) -> AttentionOutput:
-    """Causal attention over every key, of the window where there is one; arguments as in `dense_attention`."""
-    (B, H, S, _), tile = q_BHSD.shape, TileShape()
-    nothing = q_BHSD.new_empty((B, H, chunk.query_tiles(tile, S), 0), dtype=torch.int32)
-    dense_H = torch.ones(H, dtype=torch.bool, device=q_BHSD.device)
+def dense(call: PrefillCall) -> AttentionOutput:
+    """Causal attention over every key, of the window where there is one."""
+    (B, H, S, _), tile = call.q_BHSD.shape, TileShape()
+    nothing = call.q_BHSD.new_empty((B, H, call.chunk.query_tiles(tile, S), 0), dtype=torch.int32)
+    dense_H = torch.ones(H, dtype=torch.bool, device=nothing.device)
     index = TileIndex(tile, nothing, nothing.sum(3, dtype=torch.int32), nothing[:, :, 0], nothing, dense_H)
-    return prefill(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window)
+    return prefill(call, index)
 
 
 @triton.jit

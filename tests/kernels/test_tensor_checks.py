@@ -1,7 +1,5 @@
 """Tensors that do not fit together are refused with a message that says what to do."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from attention_cases import Case, draw
@@ -42,11 +40,6 @@ def call(**changes: object) -> None:
         ({"chunk": Chunk((0,), (101,))}, "101 query rows"),
         ({"chunk": Chunk((50,), (150,))}, "150 keys, k holds 100"),
         ({"window": 0}, "at least 1 token"),
-        (
-            {"index": replace(PROBLEM.index, counts_BHT=PROBLEM.index.counts_BHT[:, :, :1])},
-            "counts must",
-        ),
-        ({"index": replace(PROBLEM.index, live_BHTN=PROBLEM.index.live_BHTN.long())}, "live must"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.keys import PLAIN, Softmax
-from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, AttentionOutput, Chunk, TileIndex
+from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, AttentionOutput, Chunk, PrefillCall, TileIndex
 from sparsekv.plans.patterns import TileShape
 
 
@@ -79,6 +79,11 @@ class Problem:
         tensors = (self.q_BHSD, self.k_BGKD, self.v_BGKD)
         how |= {} if self.softmax is PLAIN else {"softmax": self.softmax}
         return attend(*tensors, self.index, self.chunk, scale=self.scale, window=self.window, **how)
+
+    @property
+    def call(self) -> PrefillCall:
+        """The problem as a backend's own function is given it, beside the index."""
+        return PrefillCall(self.q_BHSD, self.k_BGKD, self.v_BGKD, self.chunk, self.scale, self.window, self.softmax.cap)
 
     @property
     def every_row(self) -> torch.Tensor:

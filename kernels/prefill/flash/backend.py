@@ -16,10 +16,19 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.kernels.prefill.columns import add_columns
-from sparsekv.kernels.prefill.flash import call
-from sparsekv.kernels.prefill.flash.call import BlockLists, CallPart, Span, dense_ranges, lower, spans, widest
+from sparsekv.kernels.prefill.flash.call import (
+    BlockLists,
+    CallPart,
+    Span,
+    attend_dense,
+    attend_lists,
+    dense_ranges,
+    lower,
+    spans,
+    widest,
+)
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, is_aligned, shape_obstacle
-from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
+from sparsekv.kernels.tiles import AttentionOutput, Chunk, PrefillCall, TileIndex
 from sparsekv.plans.errors import BackendError
 
 # Dense heads are listed while a row has at most this many key tiles: 32K tokens of 128, lists of 8 MB for 32 heads.
@@ -40,26 +49,18 @@ class Passes:
     dense: Callable[[CallPart], None]
 
 
-_BY_FLASH = Passes(lower, call.attend_lists, call.attend_dense)
+_BY_FLASH = Passes(lower, attend_lists, attend_dense)
 
 
-def prefill(
-    q_BHSD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    index: TileIndex,
-    chunk: Chunk,
-    *,
-    scale: float,
-    window: int | None = None,
-    want_lse: bool = False,
-) -> AttentionOutput:
-    """Attention over the index's tiles and columns; as `prefill_attention`. Raises BackendError where flash-attn-4 does
-    not take the tensors."""
+def prefill(call: PrefillCall, index: TileIndex, want_lse: bool = False) -> AttentionOutput:
+    """Attention over the index's tiles and columns. Raises BackendError where flash-attn-4 does not take the
+    tensors."""
+    assert not call.cap, "choose_backend has refused a soft cap"
+    q_BHSD = call.q_BHSD
     obstacle = device_obstacle(q_BHSD.device) or shape_obstacle(q_BHSD.dtype, q_BHSD.shape[-1], index.tile)
     if obstacle:
         raise BackendError(f"the flash backend cannot run this layer: {obstacle}; use backend='triton'")
-    return run(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=want_lse, passes=_BY_FLASH)
+    return run(call, index, want_lse, _BY_FLASH)
 
 
 def takes_dense(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk) -> bool:
@@ -70,51 +71,32 @@ def takes_dense(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor
 
 
 @torch.no_grad()
-def dense(
-    q_BHSD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    chunk: Chunk,
-    *,
-    scale: float,
-    window: int | None = None,
-    passes: Passes = _BY_FLASH,
-) -> AttentionOutput:
-    """Causal attention of all heads over every key (of the window); arguments as in `dense_attention`."""
-    if window is not None and window >= chunk.longest:
-        window = None
-    out_BHSD = torch.empty_like(q_BHSD)
-    lse_BHS = torch.empty(q_BHSD.shape[:3], dtype=torch.float32, device=q_BHSD.device)
-    whole = CallPart(q_BHSD, k_BGKD, v_BGKD, out_BHSD, lse_BHS, scale, window)
-    for span in spans(chunk):
+def dense(call: PrefillCall, passes: Passes = _BY_FLASH) -> AttentionOutput:
+    """Causal attention of all heads over every key (of the window)."""
+    whole = _whole(call)
+    for span in spans(call.chunk):
         _pad(whole, span)
         if span.queries:
             passes.dense(whole.at(span))
-    return AttentionOutput(out_BHSD, None)
+    return AttentionOutput(whole.out_BHSD, None)
 
 
 @torch.no_grad()
-def run(
-    q_BHSD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    index: TileIndex,
-    chunk: Chunk,
-    *,
-    scale: float,
-    window: int | None = None,
-    want_lse: bool = False,
-    passes: Passes,
-) -> AttentionOutput:
-    if window is not None and window >= chunk.longest:
-        window = None  # one kernel less to compile
-    out_BHSD = torch.empty_like(q_BHSD)
-    lse_BHS = torch.empty(q_BHSD.shape[:3], dtype=torch.float32, device=q_BHSD.device)
-    if out_BHSD.numel():
-        _tiles(CallPart(q_BHSD, k_BGKD, v_BGKD, out_BHSD, lse_BHS, scale, window), index, chunk, passes)
+def run(call: PrefillCall, index: TileIndex, want_lse: bool, passes: Passes) -> AttentionOutput:
+    whole = _whole(call)
+    if whole.out_BHSD.numel():
+        _tiles(whole, index, call.chunk, passes)
         if index.columns_BHC.shape[2]:
-            add_columns(out_BHSD, lse_BHS, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window)
-    return AttentionOutput(out_BHSD, lse_BHS if want_lse else None)
+            add_columns(whole.out_BHSD, whole.lse_BHS, call, index)
+    return AttentionOutput(whole.out_BHSD, whole.lse_BHS if want_lse else None)
+
+
+def _whole(call: PrefillCall) -> CallPart:
+    reaches = call.window is not None and call.window >= call.chunk.longest  # over all: one kernel less to compile
+    out_BHSD = torch.empty_like(call.q_BHSD)
+    lse_BHS = torch.empty(out_BHSD.shape[:3], dtype=torch.float32, device=out_BHSD.device)
+    window = None if reaches else call.window
+    return CallPart(call.q_BHSD, call.k_BGKD, call.v_BGKD, out_BHSD, lse_BHS, call.scale, window)
 
 
 def _tiles(whole: CallPart, index: TileIndex, chunk: Chunk, passes: Passes) -> None:

@@ -70,8 +70,7 @@ def test_dense_attention_on_the_gpu_sees_every_causal_key_and_no_other(case: Cas
 
 def by_triton(case: Case, device: str) -> None:
     problem = draw_dense(case, device)
-    tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
-    assert_close(triton_prefill.dense(*tensors, scale=problem.scale, window=problem.window), problem)
+    assert_close(triton_prefill.dense(problem.call), problem)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel runs there")

@@ -18,7 +18,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.flash import backend, call, limits
 from sparsekv.kernels.prefill.flash.call import mask_mod
 from sparsekv.kernels.prefill.flash.limits import FlashPackage, check_layout, package, shape_obstacle
-from sparsekv.kernels.tiles import AttentionOutput, Chunk
+from sparsekv.kernels.tiles import AttentionOutput, Chunk, PrefillCall
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
 
@@ -44,7 +44,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch):
 
 def run(case: Case, passes: backend.Passes = flash_emulator.PASSES, want_lse: bool = True) -> AttentionOutput:
     problem = draw(case)
-    found = problem.by(backend.run, want_lse=want_lse, passes=passes)
+    found = backend.run(problem.call, problem.index, want_lse, passes)
     assert_close(found, problem)
     return found
 
@@ -111,7 +111,7 @@ def test_indices_as_the_builders_make_them_are_understood(tile: TileShape) -> No
     chunk = Chunk((0,), (600,))
     index = build_index(patterns, q_BHSD, k_BGKD, chunk, tile, scale=0.125)
     assert index.dense_heads == (3,)
-    found = flash_emulator.prefill(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=0.125, want_lse=True)
+    found = flash_emulator.prefill(PrefillCall(q_BHSD, k_BGKD, v_BGKD, chunk, 0.125), index, True)
     answer = prefill_attention(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=0.125, want_lse=True, backend="reference")
     torch.testing.assert_close(found.out_BHSD, answer.out_BHSD, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found.lse_BHS, answer.lse_BHS, atol=1e-4, rtol=1e-4)
@@ -150,9 +150,7 @@ def test_strides_that_would_be_copied_in_silence_are_refused() -> None:
 def test_tensors_in_main_memory_are_refused_with_the_way_out() -> None:
     problem = draw(Case("x", lengths=(70,), tile=SQUARE, dtype=torch.bfloat16))
     with pytest.raises(BackendError, match=r"needs an NVIDIA GPU.*backend='triton'"):
-        backend.prefill(
-            problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.index, problem.chunk, scale=problem.scale
-        )
+        backend.prefill(problem.call, problem.index)
 
 
 WHOLE = [
@@ -165,9 +163,7 @@ WHOLE = [
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_dense_layers_see_every_key_and_nothing_of_the_padding(case: Case) -> None:
     problem = draw(replace(case, dense_heads=tuple(range(case.heads))))
-    tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
-    found = backend.dense(*tensors, scale=problem.scale, window=problem.window, passes=flash_emulator.PASSES)
-    assert_close(found, problem)
+    assert_close(backend.dense(problem.call, flash_emulator.PASSES), problem)
 
 
 @pytest.mark.usefixtures("flash_attn")
@@ -199,5 +195,4 @@ def test_columns_on_the_diagonal_stay_masked_before_a_step_without_live_ones() -
     live_BHTC[..., 10:30] = live_BHTC[..., 200:210] = True  # not a column of the steps between
     seen = replace(problem.seen, live_BHTC=live_BHTC)
     problem = replace(problem, seen=seen, index=pack(SQUARE, seen, problem.index.dense_H))
-    tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.index, problem.chunk)
-    assert_close(backend.run(*tensors, scale=problem.scale, want_lse=True, passes=flash_emulator.PASSES), problem)
+    assert_close(backend.run(problem.call, problem.index, True, flash_emulator.PASSES), problem)
