@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -60,7 +60,7 @@ Found = TypeVar("Found")
 BESIDE, ALONE = 0.45, 0.9  # shares of the device: of each of two engines, of the only one
 _TIMES = ("token_ms", "dense_token_ms", "tokens_per_second", "dense_tokens_per_second")
 _UNTIMED = "{}: no token timed, since {} never decoded together; a longer answer or fewer at once help"
-_ENDED = "{}: its process ended without a result; its log says why, unless the system ended it for want of memory"
+ENDED = "{}: its process ended without a result; its log says why, unless the system ended it for want of memory"
 _WARM_UP = (2, 4)  # requests, and tokens of an answer
 _LATE_MS = 1000.0  # a first token: who is late on average is not asked more often
 
@@ -93,6 +93,7 @@ class ServeBench:
         alone: one engine at a time.
         cache_bytes: of keys and values, of each engine; None takes what the device has left.
         drafted: tokens that a look-up (ngram) drafts at a time; 0 without.
+        prefix_caching: whether prompts find the pages of equal beginnings.
     """
 
     loads: tuple[Load, ...]
@@ -107,6 +108,7 @@ class ServeBench:
     ranks: int = 1
     kv_dtype: KVDtype = "auto"
     drafted: int = 0
+    prefix_caching: bool = False
 
     @property
     def longest(self) -> int:
@@ -119,7 +121,7 @@ class ServeBench:
             "max_model_len": self.longest,
             "max_num_batched_tokens": self.step_tokens,
             "max_num_seqs": max(load.at_once for load in self.loads),
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": self.prefix_caching,
             "skip_tokenizer_init": True,
             "seed": self.seed,
             "tensor_parallel_size": self.ranks,
@@ -172,6 +174,10 @@ def served_model(name: str, random_weights: bool, longest: int) -> Iterator[Serv
         config.save_pretrained(folder)
         info = describe_config(config, name)
         yield ServedModel(folder, info, config.vocab_size, name, random=True, note="; ".join(notes))
+
+
+class Noted(Protocol):
+    note: str
 
 
 @dataclass
@@ -241,7 +247,7 @@ def bench_serve(
 
 def _in_turn(model: ServedModel, plan: Plan, bench: ServeBench, step: StageStep) -> Iterator[tuple[Load, Measured]]:
     # By the plan first: that engine refuses what cannot be served.
-    with _engine(SPARSE, model, plan, bench) as sparse, _engine(DENSE, model, plan, bench) as dense:
+    with served_engine(SPARSE, model, plan, bench) as sparse, served_engine(DENSE, model, plan, bench) as dense:
         yield from _each({DENSE: dense, SPARSE: sparse}, model, bench, step)
 
 
@@ -253,7 +259,7 @@ def _each(
         (step or StageStep()).advance(0, note=_words(load))
         often, found = load.per_minute or 0, Measured()
         asked = {way: one for way, one in engines.items() if often <= late.get((way, load.prompt), often)}
-        with _noting(found):
+        with noting(found):
             _measure(asked, load, model, bench, found)
         found.note = "; ".join(filter(None, (found.note, *map(_not_asked, sorted(engines.keys() - asked.keys())))))
         late |= {
@@ -268,21 +274,21 @@ def _one_by_one(model: ServedModel, plan: Plan, bench: ServeBench, step: StageSt
     for way in (SPARSE, DENSE):
         step.advance(0, note=way)
         try:
-            both.append(_elsewhere(_alone, way, model, plan, bench))
+            both.append(run_elsewhere(_alone, way, model, plan, bench))
         except BrokenProcessPool:
-            both.append([Measured(note=_ENDED.format(way)) for _ in bench.loads])
+            both.append([Measured(note=ENDED.format(way)) for _ in bench.loads])
         step.advance(len(bench.loads))
     yield from ((load, sparse.with_dense(dense)) for load, sparse, dense in zip(bench.loads, *both, strict=True))
 
 
-def _elsewhere(run: Callable[..., Found], *args: Any) -> Found:
+def run_elsewhere(run: Callable[..., Found], *args: Any) -> Found:
     """A call in a process of its own, whose device memory is free behind it: vLLM keeps some of an engine's."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(run, *args).result()
 
 
 def _alone(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> list[Measured]:
-    with _engine(way, model, plan, bench) as engine:
+    with served_engine(way, model, plan, bench) as engine:
         return [found for _, found in _each({way: engine}, model, bench)]
 
 
@@ -302,7 +308,7 @@ def _told(runs: Sequence[Served]) -> str:
 
 
 @contextmanager
-def _noting(found: Measured) -> Iterator[None]:
+def noting(found: Noted) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # out of memory
@@ -310,7 +316,7 @@ def _noting(found: Measured) -> Iterator[None]:
 
 
 @contextmanager
-def _engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator[Any]:
+def served_engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator[Any]:
     settings = bench.engine | ({"load_format": "dummy"} if model.random else {})
     own: dict[str, Any] = {"dense": True}
     with tempfile.TemporaryDirectory() as folder:
@@ -342,7 +348,13 @@ def _measure(engines: Mapping[str, Any], load: Load, model: ServedModel, bench: 
     notes = [_UNTIMED.format(way, together) for way in untimed]
     found.note = "; ".join(filter(None, (found.note, *notes, repeat_in_turn(turns, run, bench.repeats))))
     if SPARSE in engines:
-        found.counted, found.backend = serving_stats(engines[SPARSE]), engines[SPARSE].apply_model(_backend)[0]
+        found.counted, found.backend = serving_stats(engines[SPARSE]), backend_of(engines[SPARSE])
+
+
+def backend_of(llm: Any) -> str | None:
+    """The backend of an engine's sparse prefill."""
+    backend: str | None = llm.apply_model(_backend)[0]
+    return backend
 
 
 def _backend(model: Any) -> str | None:

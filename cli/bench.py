@@ -331,6 +331,7 @@ for run, summary, *examples in (
         "Requests through vLLM, by a plan and dense.",
         "sparsekv bench serve ./my-model --lengths 32k --at-once 1,8",
         "sparsekv bench serve llama3-8b --random-weights --lengths 128k --set density=0.08",
+        "sparsekv bench serve ./my-model --lengths 60k --turns 20 --at-once 1,8 --set answer=200",
     ),
     (
         peers,

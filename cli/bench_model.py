@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from sparsekv.bench.random_model import BenchModel
     from sparsekv.bench.serve import Load
     from sparsekv.bench.token_runs import DecodeBench
+    from sparsekv.bench.turns import SessionLoad
 
 LENGTHS = (("--lengths", "--length"), "LIST")
 BenchLengths = Annotated[Lengths, Flag("Tokens, such as 8k,32k; by default as fits the device.", *LENGTHS)]
@@ -286,7 +287,13 @@ _GENERATED = 256  # the newest tokens of an answer that layers keep by a plan ma
 
 
 class ServeFlags(Benched, HandPrefill, HandDecode, Timed, Output):
-    unread: ClassVar[tuple[Unread, ...]] = (Unread(("budget",), "an evicting layer is in no segment", ("keep",)),)
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(("budget",), "an evicting layer is in no segment", ("keep",)),
+        Unread(("requests", "per_minute"), "an agent gives its next prompt by itself", ("turns",)),
+        Unread(("requests", "per_minute", "lengths", "turns", "answer"), "a trace has its own", ("turns_file",)),
+        Unread(("turn_tokens",), "it is of --turns", without=("turns",)),
+        Unread(("think",), "it is of --turns-file", without=("turns_file",)),
+    )
 
     lengths: Annotated[
         Lengths,
@@ -295,6 +302,18 @@ class ServeFlags(Benched, HandPrefill, HandDecode, Timed, Output):
     at_once: Annotated[
         Counts, Flag("Requests that the engine has at a time, each a row; 1 by default.", metavar="LIST")
     ] = (1,)
+    turns: Annotated[
+        Count | None,
+        Flag("Turns of agents (--at-once) behind their first prompts, which are of --lengths.", metavar="N"),
+    ] = None
+    turns_file: Annotated[
+        Path | None,
+        Flag("Replay captured sessions of agents: traces with hash_ids (kv-cache-tester, AIPerf).", metavar="FILE"),
+    ] = None
+    turn_tokens: Annotated[Lengths, Key("New tokens of a turn, each a row; 2k by default.", "LIST")] = (2048,)
+    think: Annotated[
+        float, Field(ge=0), Key("Most seconds of an agent between turns of a trace; 1 by default.", "S")
+    ] = 1.0
     answer: Annotated[Count, Key("Tokens of an answer; 64 by default.", "N")] = 64
     requests: Annotated[Count | None, Key("In all; as many as at once by default.", "N")] = None
     per_minute: Annotated[Counts, Key("Requests that come at random in a minute; each is a row.", "LIST")] = ()
@@ -316,21 +335,44 @@ def loads_of(flags: ServeFlags, lengths: Sequence[int]) -> tuple[Load, ...]:
     )
 
 
+def sessions_of(flags: ServeFlags, lengths: Sequence[int]) -> tuple[SessionLoad, ...]:
+    """Sessions of agents, where a call asks for them."""
+    from sparsekv.bench.agent_traces import TraceLoad, read_traces
+    from sparsekv.bench.turns import TurnLoad
+
+    if flags.turns_file is not None:
+        traces = read_traces(flags.turns_file)
+        return tuple(TraceLoad(traces, agents, flags.think) for agents in flags.at_once)
+    if flags.turns is None:
+        return ()
+    return tuple(
+        TurnLoad(length, new, flags.turns, flags.answer, agents)
+        for length, agents, new in product(lengths, flags.at_once, flags.turn_tokens)
+    )
+
+
 def serve(flags: ServeFlags) -> None:
-    """Requests through two engines of vLLM in this process, by a plan and dense, in turn."""
+    """Requests through two engines of vLLM in this process, by a plan and dense, in turn.
+
+    With --turns or --turns-file prefixes are cached: a turn computes its new tokens behind the prompt and answer before
+    it. `turn` is the time to its first token, `gain` dense over sparse of turns in pairs, with the 95% interval of its
+    mean.
+    """
     machine = settings_of(flags)
     from sparsekv.runtime.vllm.settings import check_installed
 
     check_installed()
-    used = named_subject(flags, flags.lengths).plan
-    from sparsekv.bench.hand_plans import HandDecode as DecodeByHand
-    from sparsekv.bench.hand_plans import dense_up_to, dummy_plan, hand_plan, kept_by_hand
-    from sparsekv.bench.serve import COLUMNS, ServeBench, bench_serve, served_model
-    from sparsekv.planner.options import density_for
-
     hardware, precision = device_and_dtype(machine)
     lengths = flags.lengths or _SERVE_LENGTHS[hardware.type]
-    loads = loads_of(flags, lengths)
+    sessions = sessions_of(flags, lengths)
+    most = max(flags.turn_tokens)
+    planned = tuple(sorted({load.longest for load in sessions if load.new in (None, most)})) or lengths
+    used = named_subject(flags, planned if sessions else flags.lengths).plan
+    from sparsekv.bench.serve import COLUMNS, ServeBench, bench_serve, served_model
+    from sparsekv.bench.turns import COLUMNS as OF_TURNS
+    from sparsekv.bench.turns import bench_turns
+
+    loads = loads_of(flags, planned)
     drawn = (flags.repeats, flags.step_tokens, machine.backend, flags.seed)
     alone = flags.alone or flags.tensor_parallel > 1  # ranks are processes, and so is each of two engines then
     engines = (flags.cache_memory, flags.tensor_parallel, flags.kv_dtype, flags.drafted or 0)
@@ -338,26 +380,39 @@ def serve(flags: ServeFlags) -> None:
     words = "given"
     with served_model(flags.model, flags.random_weights, bench.longest) as subject:
         if used is None:
-            shares = flags.density or tuple(map(density_for, lengths))
-            make = dummy_plan if flags.random_weights else hand_plan
-            used, words = make(subject.info, lengths, shares, TileShape())
-            if flags.budget is not None:
-                plans, chosen = DecodeByHand(flags.budget).plans(subject.info, bench.longest)
-                used, words = used.model_copy(update={"decode": plans["last"].decode}), f"{words}; {chosen}"
-            used, words = dense_up_to(used, _CROSSOVER), f"{words}, dense up to {_CROSSOVER}"
-            if flags.keep is not None:
-                rules, kept = kept_by_hand(subject.info, flags.keep, _GENERATED)
-                used, words = used.model_copy(update={"kv_cache": rules}), f"{words}; {kept}"
+            used, words = _plan_by_hand(flags, subject.info, planned, bench.longest)
         if subject.note:
             tell(subject.note)
-        rows = list(bench_serve(subject, used, words, bench, BarProgress()))
+        progress = BarProgress()
+        if sessions:
+            rows, shown = list(bench_turns(subject, used, words, sessions, bench, progress)), OF_TURNS
+        else:
+            rows, shown = list(bench_serve(subject, used, words, bench, progress)), COLUMNS
     data = rows[0].data()
     what = ", ".join(str(data[name]) for name in ("model", "device", "dtype", "host"))
     what += f", {data['backend']} kernels, steps of {flags.step_tokens}"
     what += f", {flags.tensor_parallel} ranks" if flags.tensor_parallel > 1 else ""
     what += f", keys and values in {flags.kv_dtype}" if flags.kv_dtype != "auto" else ""
     title = f"{what}; weights: {data['weights']}; plan: {words}"
-    print_rows(BenchRun(rows, title, COLUMNS), as_json=flags.as_json)
+    print_rows(BenchRun(rows, title, shown), as_json=flags.as_json)
     if failures := sum(row.own["failures"] for row in rows):
         tell(f"{failures} chunks of a layer ran dense after an error: the log says why, and the times mean nothing")
         raise typer.Exit(1)
+
+
+def _plan_by_hand(flags: ServeFlags, info: ModelInfo, lengths: Sequence[int], longest: int) -> tuple[Plan, str]:
+    """A plan for a model without one, and in words."""
+    from sparsekv.bench.hand_plans import HandDecode as DecodeByHand
+    from sparsekv.bench.hand_plans import dense_up_to, dummy_plan, hand_plan, kept_by_hand
+    from sparsekv.planner.options import density_for
+
+    shares = flags.density or tuple(map(density_for, lengths))
+    plan, words = (dummy_plan if flags.random_weights else hand_plan)(info, lengths, shares, TileShape())
+    if flags.budget is not None:
+        plans, chosen = DecodeByHand(flags.budget).plans(info, longest)
+        plan, words = plan.model_copy(update={"decode": plans["last"].decode}), f"{words}; {chosen}"
+    plan, words = dense_up_to(plan, _CROSSOVER), f"{words}, dense up to {_CROSSOVER}"
+    if flags.keep is not None:
+        rules, kept = kept_by_hand(info, flags.keep, _GENERATED)
+        plan, words = plan.model_copy(update={"kv_cache": rules}), f"{words}; {kept}"
+    return plan, words

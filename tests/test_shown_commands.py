@@ -56,7 +56,13 @@ STAGES = (
     *(f"sparsekv.bench.{name}" for name in ("kernels.bench_kernels", "prefill.bench_prefill", "decode.bench_decode")),
     *(
         f"sparsekv.bench.{name}"
-        for name in ("offload.bench_offload", "serve.bench_serve", "peers.bench_peers", "suite.run_suite")
+        for name in (
+            "offload.bench_offload",
+            "serve.bench_serve",
+            "turns.bench_turns",
+            "peers.bench_peers",
+            "suite.run_suite",
+        )
     ),
 )
 

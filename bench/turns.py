@@ -1,0 +1,475 @@
+"""`sparsekv bench serve --turns`: sessions of agents through vLLM's engine, by a plan and without one.
+
+A prompt of a session begins with the one before and its answer, which the engine has cached (prefix caching is on), so
+that a turn computes its new tokens alone. Tokens are random, answers have a fixed length, and times are the client's:
+from when a prompt is given (when the answer before came, and the agent has thought) to its first token, by token, and
+of a whole session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from math import exp, log
+from typing import Any, Protocol
+
+from scipy.stats import ttest_1samp
+
+from sparsekv.bench.harness import Columns, Row, number, repeat_in_turn
+from sparsekv.bench.serve import (
+    DENSE,
+    ENDED,
+    SPARSE,
+    Load,
+    ServeBench,
+    ServedModel,
+    backend_of,
+    noting,
+    run_elsewhere,
+    served_engine,
+)
+from sparsekv.bench.vllm_engines import greedy
+from sparsekv.planner.progress import Progress, StageStep
+from sparsekv.plans.errors import BackendError
+from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import format_length
+from sparsekv.runtime.model_config import device_name, dtype_name
+from sparsekv.runtime.settings import preset_vllm
+
+COLUMNS: Columns = {
+    "longest": ("length", number("d")),
+    "new": ("new", number("d")),
+    "agents": ("agents", number("d")),
+    "turns": ("turn_count", number("d")),
+    "hits": ("hits", number(".3f")),
+    "density": ("density", number(".3f")),
+    "cold s dense": ("dense_cold_ms", number(".2f", 1e3)),
+    "sparse": ("cold_ms", number(".2f", 1e3)),
+    "turn ms dense": ("dense_ms", number(".0f")),
+    "sparse ": ("sparse_ms", number(".0f")),
+    "gain": ("gain", number(".2f")),
+    "from": ("gain_low", number(".2f")),
+    "to": ("gain_high", number(".2f")),
+    "token ms dense": ("dense_token_ms", number(".2f")),
+    "sparse  ": ("token_ms", number(".2f")),
+    "session s dense": ("dense_session_ms", number(".2f", 1e3)),
+    "sparse   ": ("session_ms", number(".2f", 1e3)),
+    "session gain": ("session_gain", number(".2f")),
+}
+_CONFIDENCE = 0.95
+_WARM_UP = (2, 4)  # turns, and tokens of an answer
+_OURS = ("cold_ms", "sparse_ms", "token_ms", "session_ms")
+_IDLE = 1e-3  # seconds until it is asked again whether an agent has thought to the end
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A prompt of a session.
+
+    Attributes:
+        new: the tokens behind what the prompt shares with the session so far.
+        answer: tokens of the answer.
+        shared: leading tokens of the session so far (the prompt before and its answer) with which the prompt begins;
+            None takes all.
+        think: seconds between the answer before and this prompt.
+    """
+
+    new: tuple[int, ...]
+    answer: int
+    shared: int | None = None
+    think: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The turns of an agent, one after the other.
+
+    A session among them is of a subagent: it starts with the answer before it, beside other subagents there, and the
+    next turn waits for them.
+    """
+
+    steps: tuple[Turn | Session, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its answer, of subagents too."""
+        context, most = 0, 0
+        for step in self.steps:
+            if isinstance(step, Session):
+                most = max(most, step.longest)
+            else:
+                context = (context if step.shared is None else step.shared) + len(step.new) + step.answer
+                most = max(most, context)
+        return most
+
+
+class SessionLoad(Protocol):
+    """Sessions for an engine, of which it has `agents` at a time."""
+
+    @property
+    def agents(self) -> int: ...
+
+    @property
+    def new(self) -> int | None:
+        """Tokens of every turn but the first, where all have as many."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+
+    def sessions(self, vocabulary: int, seed: int) -> tuple[Session, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLoad:
+    """Agents with equal sessions, all at once.
+
+    Attributes:
+        context: tokens of the first prompt.
+        new: tokens of each turn behind it.
+        turns: behind the first prompt.
+        answer: tokens of every answer.
+    """
+
+    context: int
+    new: int
+    turns: int
+    answer: int
+    agents: int = 1
+
+    @property
+    def longest(self) -> int:
+        return self.context + self.turns * self.new + (self.turns + 1) * self.answer
+
+    def sessions(self, vocabulary: int, seed: int) -> tuple[Session, ...]:
+        source = random.Random(seed)
+
+        def turn(length: int) -> Turn:
+            return Turn(tuple(source.randrange(1, vocabulary) for _ in range(length)), self.answer)
+
+        lengths = (self.context, *[self.new] * self.turns)
+        return tuple(Session(tuple(map(turn, lengths))) for _ in range(self.agents))
+
+
+# --- the client -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTime:
+    """One turn by the client's clock, in seconds.
+
+    Attributes:
+        agent: the number of its session, followed by those of subagents below it.
+        context: tokens of its prompt, of which the engine had `cached`.
+        token: between two tokens of the answer, on average; None of an answer of one.
+    """
+
+    agent: tuple[int, ...]
+    turn: int
+    context: int
+    cached: int
+    first: float
+    token: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """Sessions that were played together.
+
+    Attributes:
+        sessions: seconds of each, from its first prompt to its last token.
+    """
+
+    turns: tuple[TurnTime, ...]
+    sessions: tuple[float, ...]
+
+
+@dataclass
+class _Request:
+    """A request in the engine, and the future of its end."""
+
+    ended: asyncio.Future[None]
+    first: float = 0.0
+    last: float = 0.0
+    cached: int = 0
+    answer: list[int] = field(default_factory=list)
+
+
+class _Client:
+    """Requests to an engine of this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self._engine = llm.llm_engine
+        self._requests: dict[str, _Request] = {}
+        self._asked = 0
+
+    async def ask(self, prompt: Sequence[int], answer: int) -> _Request:
+        request, name = _Request(asyncio.get_running_loop().create_future()), str(self._asked)
+        self._asked += 1
+        self._requests[name] = request
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, greedy(answer))
+        await request.ended
+        return request
+
+    def step(self) -> bool:
+        """Whether there was a request to compute a step of."""
+        if not self._requests:
+            return False
+        outputs, now = self._engine.step(), time.perf_counter()
+        for output in outputs:
+            request = self._requests[output.request_id]
+            request.first = request.first or now
+            if output.finished:
+                request.last, request.cached = now, output.num_cached_tokens or 0
+                request.answer = list(output.outputs[0].token_ids)
+                del self._requests[output.request_id]
+                request.ended.set_result(None)
+        if self._requests and not self._engine.has_unfinished_requests():
+            raise BackendError(f"expected {len(self._requests)} more answers of vLLM's engine; its log says why")
+        return True
+
+    def abort(self) -> None:
+        self._engine.abort_request(list(self._requests))
+
+
+def play(llm: Any, sessions: Sequence[Session], agents: int) -> Played:
+    """Plays sessions, a new one as soon as one of `agents` has ended, with nothing cached before."""
+    llm.reset_prefix_cache()
+    return asyncio.run(_play(_Client(llm), sessions, agents))
+
+
+async def _play(client: _Client, sessions: Sequence[Session], agents: int) -> Played:
+    waiting, turns, seconds = deque(enumerate(sessions)), list[TurnTime](), dict[int, float]()
+
+    async def agent() -> None:
+        while waiting:
+            at, session = waiting.popleft()
+            start = time.perf_counter()
+            seconds[at] = await _run(client, session, (at,), start, turns) - start
+
+    playing = asyncio.gather(*(agent() for _ in range(agents)))
+    try:
+        while not playing.done():
+            await asyncio.sleep(0 if client.step() else _IDLE)
+        await playing
+    finally:
+        client.abort()  # the next client uses these names again
+    return Played(tuple(turns), tuple(seconds[at] for at in range(len(sessions))))
+
+
+async def _run(client: _Client, session: Session, agent: tuple[int, ...], start: float, turns: list[TurnTime]) -> float:
+    """Plays a session from a time on, appends its turns, and returns the time of its end."""
+    history, now, below = list[int](), start, list[asyncio.Task[float]]()
+    for at, step in enumerate(session.steps):
+        if isinstance(step, Session):
+            below.append(asyncio.create_task(_run(client, step, (*agent, at), now, turns)))
+            continue
+        now = max([now, *[await each for each in below]])
+        below.clear()
+        given = now + step.think
+        if step.think:
+            await asyncio.sleep(max(0.0, given - time.perf_counter()))
+        prompt = [*history[: step.shared], *step.new]
+        request = await client.ask(prompt, step.answer)
+        token = (request.last - request.first) / (step.answer - 1) if step.answer > 1 else None
+        turns.append(TurnTime(agent, at, len(prompt), request.cached, request.first - given, token))
+        history, now = prompt + request.answer, request.last
+    return max([now, *[await each for each in below]])
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PlayedLoad:
+    """Runs of a load by each way, as often as it was repeated.
+
+    Attributes:
+        counted: of the engine with the plan (`serving_stats`).
+        backend: of its prefill.
+    """
+
+    turns: dict[str, list[Played]] = field(default_factory=dict)
+    counted: Any = None
+    backend: str | None = None
+    note: str = ""
+
+
+def bench_turns(
+    model: ServedModel,
+    plan: Plan,
+    words: str,
+    loads: Sequence[SessionLoad],
+    bench: ServeBench,
+    progress: Progress | None = None,
+) -> Iterator[Row]:
+    """Plays every load by both engines, and gives its row as soon as it is known.
+
+    A row's `length` is its longest context. `dense_ms` and `sparse_ms` are medians over the turns behind the first of a
+    session, `cold_ms` over the first, up to the first token; `token_ms` is between tokens of an answer, whatever else
+    the engine does then. `gain` is the geometric mean of dense over sparse, turn by turn, with its 95% interval; `hits`
+    the share of prompt tokens that were cached. `turns` has each turn, as medians over the repeats.
+
+    Args:
+        words: says what the plan is, for the rows.
+        bench: settings of both engines; its loads are replaced by these.
+    """
+    preset_vllm()
+    from sparsekv.runtime.vllm import internals as vllm
+
+    most = max(load.longest for load in loads)
+    bench = replace(bench, loads=tuple(Load(most, 0, load.agents) for load in loads), prefix_caching=True)
+    host = {"host": f"vLLM {vllm.release}", "model": model.name, "plan": words, "ranks": bench.ranks}
+    host |= {"kv_dtype": bench.kv_dtype, "weights": "random" if model.random else "loaded"}
+    with (progress or Progress()).stage("turns", total=(2 if bench.alone else 1) * len(loads)) as step:
+        for load, found in (_one_by_one if bench.alone else _in_turn)(model, plan, loads, bench, step):
+            row = Row(
+                name="turns",
+                length=load.longest,
+                backend=found.backend or bench.backend,
+                device=device_name(bench.device),
+                dtype=dtype_name(bench.dtype),
+                own={"new": load.new, "agents": load.agents, "step_tokens": bench.step_tokens, "failures": 0} | host,
+                note=model.note,
+            )
+            yield _filled(row, found)
+
+
+def _in_turn(
+    model: ServedModel, plan: Plan, loads: Sequence[SessionLoad], bench: ServeBench, step: StageStep
+) -> Iterator[tuple[SessionLoad, PlayedLoad]]:
+    with served_engine(SPARSE, model, plan, bench) as sparse, served_engine(DENSE, model, plan, bench) as dense:
+        yield from _each({DENSE: dense, SPARSE: sparse}, model, loads, bench, step)
+
+
+def _one_by_one(
+    model: ServedModel, plan: Plan, loads: Sequence[SessionLoad], bench: ServeBench, step: StageStep
+) -> Iterator[tuple[SessionLoad, PlayedLoad]]:
+    both = []
+    for way in (SPARSE, DENSE):
+        step.advance(0, note=way)
+        try:
+            both.append(run_elsewhere(_alone, way, model, plan, loads, bench))
+        except BrokenProcessPool:
+            both.append([PlayedLoad(note=ENDED.format(way)) for _ in loads])
+        step.advance(len(loads))
+    for load, sparse, dense in zip(loads, *both, strict=True):
+        note = "; ".join(filter(None, (sparse.note, dense.note)))
+        yield load, replace(sparse, turns=sparse.turns | dense.turns, note=note)
+
+
+def _alone(
+    way: str, model: ServedModel, plan: Plan, loads: Sequence[SessionLoad], bench: ServeBench
+) -> list[PlayedLoad]:
+    with served_engine(way, model, plan, bench) as engine:
+        return [found for _, found in _each({way: engine}, model, loads, bench, StageStep())]
+
+
+def _each(
+    engines: Mapping[str, Any],
+    model: ServedModel,
+    loads: Sequence[SessionLoad],
+    bench: ServeBench,
+    step: StageStep,
+) -> Iterator[tuple[SessionLoad, PlayedLoad]]:
+    for load in loads:
+        step.advance(0, note=f"{load.agents} of {format_length(load.longest)}")
+        found = PlayedLoad()
+        with noting(found):
+            _measure(engines, load.sessions(model.vocabulary, bench.seed), load.agents, bench, found)
+        yield load, found
+        step.advance()
+
+
+def _measure(
+    engines: Mapping[str, Any], sessions: Sequence[Session], agents: int, bench: ServeBench, found: PlayedLoad
+) -> None:
+    from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
+
+    def run(way: str) -> Played:
+        return play(engines[way], sessions, agents)
+
+    for engine in engines.values():
+        play(engine, [_warm_up(sessions[0])], 1)
+    if SPARSE in engines:
+        reset_stats(engines[SPARSE])
+    found.turns |= {way: [run(way)] for way in engines}
+    found.note = repeat_in_turn(found.turns, run, bench.repeats)
+    if SPARSE in engines:
+        found.counted, found.backend = serving_stats(engines[SPARSE]), backend_of(engines[SPARSE])
+
+
+def _warm_up(session: Session) -> Session:
+    turns = [step for step in session.steps if isinstance(step, Turn)]
+    return Session(
+        tuple(replace(turn, answer=min(turn.answer, _WARM_UP[1]), think=0.0) for turn in turns[: _WARM_UP[0]])
+    )
+
+
+def _filled(row: Row, found: PlayedLoad) -> Row:
+    for way, runs in found.turns.items():
+        names = (name if way == SPARSE else f"dense_{name.removeprefix('sparse_')}" for name in _OURS)
+        row = row.plus(**dict(zip(names, _milliseconds(runs), strict=True)))
+    if found.counted is not None:
+        stats = found.counted
+        row = row.plus(density=stats.prefill_density, decoded=stats.decode_sparse, failures=stats.failures)
+    row = row.plus(found.note, **_compared(found.turns), turns=list(_turns(found.turns)))
+    for runs in found.turns.values():
+        every = [turn for run in runs for turn in run.turns]
+        row = row.plus(turn_count=len(runs[0].turns), hits=sum(t.cached for t in every) / sum(t.context for t in every))
+    return row
+
+
+def _milliseconds(runs: Sequence[Played]) -> Iterator[float | None]:
+    """Medians over all turns: the first of sessions, the others, between tokens; and of sessions."""
+    every = [turn for run in runs for turn in run.turns]
+    yield _median(turn.first for turn in every if not turn.turn)
+    yield _median(turn.first for turn in every if turn.turn)
+    yield _median(turn.token for turn in every if turn.token is not None)
+    yield _median(seconds for run in runs for seconds in run.sessions)
+
+
+def _median(seconds: Iterable[float]) -> float | None:
+    each = list(seconds)
+    return statistics.median(each) * 1e3 if each else None
+
+
+def _compared(runs: Mapping[str, Sequence[Played]]) -> dict[str, float | None]:
+    """Dense over sparse: of the turns behind the first, paired, with an interval; and of whole sessions."""
+    pairs = list(zip(runs.get(DENSE, ()), runs.get(SPARSE, ()), strict=False))
+    turns = [
+        log(dense.first / sparse.first)
+        for both in pairs
+        for dense, sparse in zip(*(sorted(run.turns, key=_place) for run in both), strict=True)
+        if sparse.turn
+    ]
+    sessions = [log(sum(dense.sessions) / sum(sparse.sessions)) for dense, sparse in pairs]
+    gains = dict.fromkeys(("gain", "gain_low", "gain_high", "session_gain"))
+    if len(turns) > 1:
+        interval = ttest_1samp(turns, 0.0).confidence_interval(_CONFIDENCE)
+        gains |= {"gain": exp(statistics.mean(turns)), "gain_low": exp(interval.low), "gain_high": exp(interval.high)}
+    return gains | ({"session_gain": exp(statistics.mean(sessions))} if sessions else {})
+
+
+def _place(turn: TurnTime) -> tuple[tuple[int, ...], int]:
+    return turn.agent, turn.turn
+
+
+def _turns(runs: Mapping[str, Sequence[Played]]) -> Iterator[dict[str, Any]]:
+    """Each turn as JSON data, its times as medians over the repeats."""
+    by_way = {way: [sorted(run.turns, key=_place) for run in each] for way, each in runs.items()}
+    for at, turn in enumerate(next(iter(by_way.values()), [[]])[0]):
+        same = {way: [run[at] for run in each] for way, each in by_way.items()}
+        data: dict[str, Any] = {"agent": list(turn.agent), "turn": turn.turn, "context": turn.context}
+        data["new"] = turn.context - turn.cached
+        data |= {f"{way}_ms": _median(one.first for one in each) for way, each in same.items()}
+        yield data
