@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -70,6 +71,8 @@ _TIMES = (
     "dense_replay_ms",
     "gbytes_per_second",
     "dense_gbytes_per_second",
+    "dense_runs_ms",
+    "sparse_runs_ms",
 )
 
 COLUMNS: Columns = {
@@ -156,7 +159,7 @@ def bench_decode(
             yield from _attention_rows(row, runs)
             free_memory(model.device)
             step.advance(note=f"{what}: whole tokens")
-            yield from _token_rows(row.plus(name=TOKEN), runs)
+            yield from token_rows(row.plus(name=TOKEN), runs)
             free_memory(model.device)
             step.advance()
 
@@ -220,7 +223,9 @@ def softmax_of(model: PreTrainedModel) -> Softmax:
     return Softmax(getattr(model.config, "attn_logit_softcapping", None) or 0.0, sinks_H)
 
 
-def _token_rows(row: Row, runs: DecodeRuns) -> list[Row]:
+def token_rows(row: Row, runs: DecodeRuns) -> list[Row]:
+    """Returns the rows of whole tokens at the length and batch of a row, one or two a plan."""
+
     def run(way: str) -> Run:
         return runs.run(way, row.length, row.own["batch"])
 
@@ -234,6 +239,7 @@ def _token_rows(row: Row, runs: DecodeRuns) -> list[Row]:
         dense_ms=peers.least_ms,
         unmodified_ms=dense.get(UNMODIFIED),
         dense_replay_ms=median_replay_ms(found.get(OURS, [])),
+        dense_runs_ms=[one.milliseconds for one in found[peers.fastest]] if peers.fastest else None,
         peers=peers,
     )
     rows = []
@@ -244,7 +250,8 @@ def _token_rows(row: Row, runs: DecodeRuns) -> list[Row]:
         last = found[name][-1]
         why_not = last.why_not and f"steps by the plan are not captured: {last.why_not}"
         share = last.stats and last.stats.decode_share
-        times = {"sparse_ms": median_ms(found[name]), "replay_ms": median_replay_ms(found[name])}
+        times: dict[str, Any] = {"sparse_ms": median_ms(found[name]), "replay_ms": median_replay_ms(found[name])}
+        times["sparse_runs_ms"] = [one.milliseconds for one in found[name]]
         rows.append(named.plus(why_not, ended, density=share, **times))
         if runs.bench.exact:
             rows.append(_exact_row(named, found, failed, exactly(name), ended))

@@ -39,7 +39,13 @@ FAMILIES = ("vertical_slash", "a_shape")
 _WHOLE, _OBSERVE = 3, 256  # layers that drop nothing, and the queries that others choose by
 
 
-def hand_plan(info: ModelInfo, lengths: Sequence[int], densities: Sequence[float], tile: TileShape) -> tuple[Plan, str]:
+def hand_plan(
+    info: ModelInfo,
+    lengths: Sequence[int],
+    densities: Sequence[float],
+    tile: TileShape,
+    families: Sequence[str] = FAMILIES,
+) -> tuple[Plan, str]:
     """A bucket for each length, families assigned to the heads of every full-attention layer in turn; and in words.
 
     Budgets are such that they come to the density where attention is diffuse, as it is with random weights: the
@@ -56,10 +62,11 @@ def hand_plan(info: ModelInfo, lengths: Sequence[int], densities: Sequence[float
     buckets = tuple(
         PrefillBucket(up_to=length if length < max(lengths) else None, heads=_groups(info, patterns))
         for length, share in paired
-        for patterns in [[diffuse_pattern(family, length, share, tile) for family in FAMILIES]]
+        for patterns in [[diffuse_pattern(family, length, share, tile) for family in families]]
     )
     shares = ", ".join(f"{share:g}" for _, share in paired)
-    words = f"made by hand: {' and '.join(FAMILIES)} in turn, sized for a density of {shares}, {tile.key} tiles"
+    in_turn = f"{' and '.join(families)}{' in turn' if len(families) > 1 else ''}"
+    words = f"made by hand: {in_turn}, sized for a density of {shares}, {tile.key} tiles"
     return Plan(status="unverified", model=info, prefill=PrefillPlan(tile=tile, lengths=buckets)), words
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ _SDPA, _OURS, _FLASH_ATTN = "transformers, SDPA", "sparsekv dense", f"transforme
 _LONG_MS = 5000.0
 _WARM_UP_TOKENS = 4096  # of the prompt that kernels are compiled with
 _MEMORY = ("dense_peak_bytes", "sparse_peak_bytes", "peak_ratio", "kv_bytes_device", "kv_bytes_host")
+_RUNS = ("dense_runs_ms", "sparse_runs_ms")  # of each repeat
 _OUT_OF_REACH = 1.3  # over the fastest dense run: no longer in the running
 
 
@@ -81,9 +82,12 @@ class PrefillBench:
     """Says how to time.
 
     Attributes:
+        chunk: tokens of a prompt at once by the plan; dense ways take it whole.
         kv_host_layers: layers whose keys and values go to host memory, instead of those that the plan says.
         dense_layers: measure dense on so many layers, and multiply; None measures the whole model.
         ranked_from: tokens from which the ways to run dense are compared on a part, and the fastest alone runs on all.
+        sparse: where the plan is executed, as `apply` takes it.
+        prompts: tokens by length; of other lengths they are random.
     """
 
     lengths: tuple[int, ...]
@@ -95,6 +99,8 @@ class PrefillBench:
     seed: int = 0
     allow_mismatch: bool = False
     ranked_from: int = RANKED_FROM
+    sparse: str = "always"
+    prompts: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.lengths or self.repeats < 1:
@@ -132,6 +138,13 @@ class PrefillRuns:
         """Returns whether kernels are compiled when they are first launched."""
         return self.model.device.type == "cuda"
 
+    def prompt(self, length: int) -> torch.Tensor:
+        if (ids := self.bench.prompts.get(length)) is not None:
+            return torch.tensor([ids], device=self.model.device)
+        random = torch.Generator().manual_seed(self.bench.seed)
+        ids_1S = torch.randint(1, self.model.config.vocab_size, (1, length), generator=random)
+        return ids_1S.to(self.model.device)
+
     def run(self, way: str, ids_1S: torch.Tensor, layers: int | None = None) -> Run:
         """Prefills once.
 
@@ -154,8 +167,8 @@ class PrefillRuns:
             wait_for(device)
             start = time.perf_counter()
             at = 0
-            switch = rope_switch(self.model.config)
-            for size in [length] if self.bench.chunk is None else piece_sizes(length, self.bench.chunk, switch):
+            switch, chunk = rope_switch(self.model.config), self.bench.chunk if way == SPARSE else None
+            for size in [length] if chunk is None else piece_sizes(length, chunk, switch):
                 piece = ids_1S[:, at : at + size]
                 self.model(piece, use_cache=True, logits_to_keep=1, **cache_inputs(self.model, cache, piece))
                 at += size
@@ -197,7 +210,7 @@ class PrefillRuns:
             backend=self.bench.backend,
             allow_mismatch=True,  # asked before anything was timed
             kv_host_layers=self.bench.kv_host_layers,
-            sparse="always",
+            sparse=self.bench.sparse,
         )
 
 
@@ -273,7 +286,7 @@ def bench_prefill(
                     backend=backend,
                     device=device_name(model.device),
                     dtype=dtype_name(model.dtype),
-                    own=own | dict.fromkeys(_MEMORY),
+                    own=own | dict.fromkeys((*_MEMORY, *_RUNS)),
                     note=subject.note,
                 ),
                 runs,
@@ -283,9 +296,7 @@ def bench_prefill(
 
 
 def _timed(row: Row, runs: PrefillRuns) -> Row:
-    bench = runs.bench
-    random = torch.Generator().manual_seed(bench.seed)
-    ids_1S = torch.randint(1, runs.model.config.vocab_size, (1, row.length), generator=random).to(runs.model.device)
+    bench, ids_1S = runs.bench, runs.prompt(row.length)
     sparse, failed = try_each([SPARSE], lambda way: [runs.warmed(way, ids_1S)])
     dense, refused = _try_dense(runs, ids_1S)
     row = row.plus(*(f"sparse: {why}" for why in failed.values()))
@@ -301,8 +312,10 @@ def _timed(row: Row, runs: PrefillRuns) -> Row:
     row = row.plus(repeat_in_turn(turns, lambda way: runs.run(way, ids_1S), bench.repeats))
     timed_ms = {way: statistics.median(run.milliseconds for run in found) for way, found in dense.items()}
     peers = DensePeers(row.length, timed_ms, refused)
-    peaks = [run.peak for run in dense[peers.fastest] if run.peak is not None] if peers.fastest else []
+    fastest = dense[peers.fastest] if peers.fastest else []
+    peaks = [run.peak for run in fastest if run.peak is not None]
     row = row.plus(peers=peers, dense_ms=peers.least_ms, dense_peak_bytes=max(peaks, default=None))
+    row = row.plus(dense_runs_ms=[run.milliseconds for run in fastest])
     return _with_sparse(row, runs, sparse[SPARSE]) if sparse else row
 
 
@@ -334,7 +347,7 @@ def _with_sparse(row: Row, runs: PrefillRuns, found: list[Run]) -> Row:
         notes.append(f"torch built the indices, which is slower: Triton failed ({last.builder_failed})")
     row = row.plus(
         *notes, backend=last.backend or row.backend, sparse_ms=milliseconds, sparse_peak_bytes=(peak := last.peak)
-    )
+    ).plus(sparse_runs_ms=[run.milliseconds for run in found])
     if peak and row.own["dense_peak_bytes"]:
         row = row.plus(peak_ratio=peak / row.own["dense_peak_bytes"])
     if last.stats is None:

@@ -63,6 +63,7 @@ class DecodeBench:
     exact: bool = False
     acceptance: float | None = None
     kv_dtype: KVDtype = "auto"
+    sparse: str = "always"
 
     @property
     def warm_up(self) -> int:
@@ -214,7 +215,7 @@ class DecodeRuns:
             backend=self.bench.backend,
             allow_mismatch=True,  # asked before anything was timed
             kv_dtype=self.bench.kv_dtype,
-            sparse="always",
+            sparse=self.bench.sparse,
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -28,6 +30,7 @@ from sparsekv.cli.bench_model import (
     serve,
     show_rows,
 )
+from sparsekv.cli.bench_own import own
 from sparsekv.cli.output import tell
 from sparsekv.cli.plan_files import check_writable, only_writer
 from sparsekv.planner.common_options import Tasks
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
     from sparsekv.bench.peers import PeersBench
     from sparsekv.bench.peers_file import PeersFile, PeersRun
+    from sparsekv.bench.real_shares import RealShare
     from sparsekv.plans.schema import Plan
     from sparsekv.runtime.hf.load import LoadedModel
 
@@ -267,7 +271,7 @@ def _draw(result: PeersFile, path: Path) -> None:
 
 # --- headline ---------------------------------------------------------------------------------------------------------
 
-_README = {32768: 0.20, 131072: 0.08, 524288: 0.04, 1048576: 0.03}  # densities of whole prompts
+_KERNEL = 0.05  # the density of kernel rows beside those at a real plan's share
 _ACCEPTED = 0.975
 
 
@@ -280,28 +284,43 @@ class HeadlineFlags(Timed, Output):
 
 
 def headline(flags: HeadlineFlags) -> None:
-    """The README's table but for vLLM's rows (`bench serve`): kernels, prefill, decode, drafts, with random weights.
+    """Shapes with random weights: kernels, prefill, decode, drafts; `bench own` has the figures of a model's own plan.
 
-    Attention of a layer at a density of 0.05; whole prompts; tokens by a plan; and tokens that a plan drafts and dense
-    attention checks, where 97.5% of drafts are taken to count.
+    Attention of a layer and whole prompts at the share that plans of real models came to at that length, which the rows
+    name; attention also at a density of 0.05. Tokens by a plan; and tokens that a plan drafts and dense attention
+    checks, where 97.5% of drafts are taken to count.
     """
     from sparsekv.bench.random_model import describe_named
-    from sparsekv.planner.options import density_for
+    from sparsekv.bench.real_shares import share_at
 
     hardware, _ = device_and_dtype(settings_of(flags))
     lengths = flags.lengths or PREFILL_LENGTHS[hardware.type]
     (group, *_) = describe_named(flags.model, True).attention
+    shares = {length: share_at(length) for length in lengths}
+    families = tuple(dict.fromkeys(name for share in shares.values() for name in share.families))
     timed: dict[str, Any] = {"lengths": lengths, "repeats": flags.repeats, "seed": flags.seed}
     shape: dict[str, Any] = {"heads": group.heads, "kv_heads": group.kv_heads, "head_dim": group.head_dim}
+    shape |= {"patterns": ("+".join(families),)}
     model: dict[str, Any] = {"model": flags.model, "random_weights": True}
-    shares = tuple(_README.get(length) or density_for(length) for length in lengths)
+    densities = tuple(share.prefill for share in shares.values())
     parts = (
-        measure_kernels(KernelFlags(**timed, **shape, patterns=("vertical_slash",))),
-        measure_prefill(PrefillFlags(**timed, **model, density=shares)),
+        *(_kernels_at(length, share, timed | shape) for length, share in shares.items()),
+        _named(measure_prefill(PrefillFlags(**timed, **model, density=densities), families), shares),
         measure_decode(DecodeFlags(**timed, **model)),
         measure_decode(DecodeFlags(**timed, **model, exact=True, acceptance=_ACCEPTED)),
     )
     print_rows(*parts, as_json=flags.as_json)
+
+
+def _kernels_at(length: int, share: RealShare, how: dict[str, Any]) -> BenchRun:
+    """Attention of a layer at the share of real plans, and at `_KERNEL`."""
+    run = measure_kernels(KernelFlags(**how | {"lengths": (length,), "density": (share.prefill, _KERNEL)}))
+    words = {share.prefill: f"the share {share.words}", _KERNEL: f"kernel, at {_KERNEL}"}
+    return replace(run, rows=[row.plus(words[row.own["target_density"]]) for row in run.rows])
+
+
+def _named(run: BenchRun, shares: Mapping[int, RealShare]) -> BenchRun:
+    return replace(run, rows=[row.plus(f"sized for the share {shares[row.length].words}") for row in run.rows])
 
 
 app = commands.group(
@@ -340,8 +359,14 @@ for run, summary, *examples in (
         "sparsekv bench peers llama3-8b --random-weights --lengths 32k",
     ),
     (
+        own,
+        "A model by its own plan beside dense, in transformers and vLLM.",
+        "sparsekv bench own ./my-model --vllm-python ~/vllm-env/bin/python",
+        "sparsekv bench own ./my-model --plan plan.yaml -o my-model.json --set half=transformers",
+    ),
+    (
         headline,
-        "The README's table, in one go.",
+        "Shapes with random weights, at the shares of real plans.",
         "sparsekv bench headline",
         "sparsekv bench headline tiny-retriever --lengths 4k",
     ),

@@ -161,18 +161,20 @@ def prefill(flags: PrefillFlags) -> None:
     print_rows(measure_prefill(flags), as_json=flags.as_json)
 
 
-def measure_prefill(flags: PrefillFlags) -> BenchRun:
+def measure_prefill(flags: PrefillFlags, families: Sequence[str] = ()) -> BenchRun:
+    """Times prompts; `families` are those of the heads of a plan made by hand."""
     named, machine = named_subject(flags, flags.lengths), settings_of(flags)
     used = named.plan
     hardware, precision = device_and_dtype(machine)
     lengths = flags.lengths or PREFILL_LENGTHS[hardware.type]
-    from sparsekv.bench.hand_plans import hand_plan
+    from sparsekv.bench.hand_plans import FAMILIES, hand_plan
     from sparsekv.bench.prefill import COLUMNS, PrefillBench, bench_prefill
     from sparsekv.planner.options import density_for
 
     subject, words = subject_of(flags, named, hardware, precision, longest=max(lengths), seed=flags.seed), "given"
     if used is None:
-        used, words = hand_plan(subject.info, lengths, flags.density or tuple(map(density_for, lengths)), TileShape())
+        shares = flags.density or tuple(map(density_for, lengths))
+        used, words = hand_plan(subject.info, lengths, shares, TileShape(), families or FAMILIES)
     bench = PrefillBench(
         lengths,
         flags.repeats,

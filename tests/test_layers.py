@@ -23,6 +23,7 @@ MAY_IMPORT = {
 MEASURE = {
     "cli/bench.py",
     "cli/bench_model.py",
+    "cli/bench_own.py",
     "cli/doctor.py",
     "cli/eval.py",
     "cli/plan_commands.py",

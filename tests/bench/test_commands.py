@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sparsekv.bench.planning import main
+from sparsekv.bench.real_shares import share_at
 from sparsekv.cli.bench import HeadlineFlags, KernelFlags, headline, kernels
 from sparsekv.planner.records import only_run
 from sparsekv.plans.files import load_plan
@@ -80,6 +81,9 @@ def test_the_headline_is_the_rows_of_kernels_prefill_decode_and_drafts(asked, fo
     done = asked(headline, HeadlineFlags, model=str(folder), lengths="1k", repeats=1, as_json=True)
     assert done.code == 0, done.err
     assert {"vertical_slash", "token", "attention", "exact"} <= {row["name"] for row in done.data}
+    kernels = [row for row in done.data if row["name"] == "vertical_slash" and row["backend"] == "cpu"]
+    assert [row["target_density"] for row in kernels] == [share_at(1024).prefill, 0.05]
+    assert ["kernel, at 0.05" in row["note"] for row in kernels] == [False, True]
     assert all(list(row)[:9] == RELIED_ON for row in done.data)
     assert all(row["speedup"] for row in done.data if row["backend"] == "cpu")
 

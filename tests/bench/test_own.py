@@ -1,0 +1,202 @@
+"""`bench own`: figures of a plan beside dense in a file that halves share, and what people are shown of them."""
+
+import json
+import stat
+import sys
+from dataclasses import replace
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from sparsekv.bench import own
+from sparsekv.bench.own_file import OwnFigure, OwnFile, OwnLength, OwnPlan, OwnRun, figures, result
+from sparsekv.bench.own_page import page, summary
+from sparsekv.bench.own_picture import write_picture
+from sparsekv.bench.own_vllm import OwnTurns
+from sparsekv.bench.real_shares import share_at
+from sparsekv.cli.bench_own import OwnFlags
+from sparsekv.cli.bench_own import own as command
+from sparsekv.planner.options import density_for
+from sparsekv.plans.files import load_plan, write_plan
+from sparsekv.plans.quality import Quality
+
+QUICK = own.OwnBench(
+    repeats=2, session_repeats=1, answer=4, at_once=(1, 2), turns=3, turn_tokens=(64, 128), turn_answer=8
+)
+ONCE = {"half": "vllm", "length": 2048, "at_once": 1, "device": "H200", "host": "vLLM 0.33.0", "way": "vLLM 0.33.0"}
+
+
+@pytest.fixture
+def plan(folder, tmp_path):
+    """A plan that was tested, in a file."""
+    tested = load_plan(folder / "sparsekv.yaml").model_copy(
+        update={"quality": Quality(test="small", reason="so small")}
+    )
+    write_plan(tested, tmp_path / "plan.yaml")
+    return tested
+
+
+@pytest.fixture
+def empty(plan):
+    file = OwnFile(OwnRun.of(plan))
+    file.add(OwnPlan.of(plan))
+    return file
+
+
+# --- what people are shown --------------------------------------------------------------------------------------------
+
+
+def test_a_figure_counts_where_every_pair_of_repeats_agrees(empty):
+    empty.add(OwnFigure(name="first token", dense=(100.0, 104.0, 98.0), plan=(80.0, 82.0, 79.0), **ONCE))
+    empty.add(OwnFigure(name="token", dense=(5.0, 4.0, 5.0), plan=(4.5, 4.8, 4.4), **ONCE))
+    empty.add(OwnFigure(name="tokens/s", dense=(90.0, 91.0), plan=(80.0, 82.0), **ONCE))
+    assert result(empty) == (
+        "faster: first token at 2k in vLLM, 1 at once 1.25x; slower: tokens/s at 2k in vLLM, 1 at once 0.90x"
+    )
+
+
+def test_a_plan_that_gains_nothing_says_so_first(empty):
+    empty.add(OwnFigure(name="token", dense=(4.0, 4.1), plan=(4.0, 4.0), **ONCE))
+    assert result(empty).startswith("gains nothing")
+
+
+def test_page_picture_and_the_row_of_readme_have_the_verdict_the_shares_and_failures_in_words(empty, plan, tmp_path):
+    empty.add(OwnFigure(name="first token", share=0.25, dense=(100.0,), plan=(80.0,), **ONCE))
+    empty.add(OwnFigure(name="token", failed="out of memory", **ONCE))
+    turns = ((1, 1024, 1024), (2, 1400, 256), (3, 1700, 256))
+    for turn, length, new in turns:
+        facts = ONCE | {"length": length, "turn": turn, "new": new}
+        empty.add(OwnFigure(name="turn", dense=(30.0,), plan=(20.0 if turn < 3 else 15.0,), **facts))
+    text = page(empty, "own.svg")
+    for said in (
+        "so small",
+        "failed: out of memory",
+        "| first token at 2k | 1 | 25% | 100 ms | 80 ms | 1.25x (1.25 to 1.25) |",
+        "| first token of 2 turns of 256 | 1 |  | 30 ms | 17.5 ms | 1.75x (1.50 to 2.00) |",
+        "![Times by length and turn, dense and by the plan](own.svg)",
+        "H200; vLLM 0.33.0",
+    ):
+        assert said in text, text
+    write_picture(empty, tmp_path / "own.svg")
+    drawn = (tmp_path / "own.svg").read_text()
+    for said in ("out of memory", "so small", "first token of a turn, vLLM, 1 at once", "1.25x"):
+        assert said in drawn
+    row = summary(empty)
+    assert (row[0], row[3], row[4]) == (f"{empty.settings.model} at 2k: {plan.status}", "1.25x, -", "-, -")
+
+
+def test_the_page_and_readme_come_of_the_files_alone(empty, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
+    from build_own_page import BEGIN, END, PAGE, README, RESULTS, files, pages, readme
+
+    measured = files()
+    assert readme(README.read_text(), [*measured.values()]) == README.read_text(), "python tools/build_own_page.py"
+    assert pages(measured) == PAGE.read_text(), "python tools/build_own_page.py"
+    for name, file in measured.items():
+        planned = load_plan(RESULTS / f"{name}.yaml")
+        assert OwnRun.of(planned) == file.settings
+        assert OwnPlan.of(planned) == file.all(OwnPlan)["plan"]
+    once = readme(f"before\n{BEGIN}old\n{END}after\n", [empty])
+    assert once.startswith(f"before\n{BEGIN}| ")
+    assert f"| {' | '.join(summary(empty))} |\n{END}after\n" in once
+    assert readme(once, [empty]) == once
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_shape_takes_the_share_of_plans_that_reach_its_length_and_names_them(plan, tmp_path):
+    points = {"a": ((1024, 0.4), (4096, 0.1)), "b": ((1024, 1.0), (2048, 0.8), (4096, 0.4))}
+    for name, lengths in points.items():
+        settings = OwnRun.of(plan).model_copy(update={"model": name})
+        told = tuple(OwnLength(length=length, prefill=share, decode=1.0) for length, share in lengths)
+        file = OwnFile(settings, tmp_path / f"{name}.json")
+        file.add(OwnPlan(status="unverified", verdict="none", lengths=told, families=("vertical_slash",)))
+    middle = share_at(2048, tmp_path)
+    assert middle.prefill == pytest.approx((0.2 * 0.8) ** 0.5, abs=1e-4)
+    assert (middle.words, middle.families) == ("of the plans, their mean, of a and b at 2k", ("vertical_slash",))
+    assert share_at(1024, tmp_path).prefill == pytest.approx(0.4)
+    assert share_at(1024, tmp_path).words == "of the plan of a at 1k"
+    beyond = share_at(131072, tmp_path)
+    assert beyond.prefill == density_for(131072)
+    assert "no plan of a real model" in beyond.words
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+
+def test_turns_stop_at_the_longest_planned_length_behind_half_of_it(plan):
+    bench = replace(QUICK, turns=20, turn_tokens=(256, 512))
+    context, *sizes = own._sizes(1024, 2048, bench)
+    assert (context, sizes) == (1024, [256, 512])
+    load = OwnTurns(answer=8, repeats=1, agents=(tuple((0,) * size for size in (context, *sizes)),))
+    assert load.contexts == (1024, 1288, 1808)
+    assert load.contexts[-1] + 8 <= 2048
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+ELSEWHERE = """
+    import json, sys
+    request = json.load(open(sys.argv[3]))
+    assert request["device"] == "cpu" and request["plan"].endswith(".yaml")
+    asked = [[len(p["prompts"]), *map(len, p["prompts"])] for p in request["prompts"]]
+    json.dump(asked, open(sys.argv[0] + ".asked", "w"))
+    with open(sys.argv[4], "a") as out:
+        for load in request["prompts"][:1]:
+            for name in ("first token", "token", "tokens/s"):
+                own = {"half": "vllm", "name": name, "length": load["length"], "at_once": len(load["prompts"])}
+                print(json.dumps(own | {"dense": [2.0], "plan": [1.0]}), file=out)
+    print("a library is missing", file=sys.stderr)
+    raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """An environment whose worker answers the first load that is left, and ends."""
+    script, python = tmp_path / "worker.py", tmp_path / "python"
+    script.write_text(dedent(ELSEWHERE))
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    return python
+
+
+def test_halves_join_in_the_file_and_nothing_is_measured_twice(
+    asked, folder, plan, tmp_path, elsewhere, monkeypatch, short_filler
+):
+    monkeypatch.setattr(own, "OwnBench", lambda **options: replace(QUICK, **options))
+    out = tmp_path / "own.json"
+    call = {"model": str(folder), "plan": tmp_path / "plan.yaml", "out": out}
+    done = asked(command, OwnFlags, **call, half="transformers")
+    assert done.code == 0, done.err
+    read = {figure.key[:3]: figure for figure in figures(OwnFile.read(OwnRun, out))}
+    assert [*read] == [("transformers", "prompt", 2048), ("transformers", "token", 2048)]
+    for figure in read.values():
+        assert not figure.failed
+        assert len(figure.dense) == len(figure.plan) == 2
+        assert 0 < figure.share < 1
+    before = read
+    done = asked(command, OwnFlags, **call, vllm_python=elsewhere)
+    assert done.code == 0, done.err
+    assert "first token at 2k in vLLM, 1 at once 2.00x" in done.out
+    read = {figure.key[:4]: figure for figure in figures(OwnFile.read(OwnRun, out))}
+    assert all(read[*key, 1] == figure for key, figure in before.items())
+    failed = read["vllm", "first token", 2048, 2]
+    assert failed.failed.startswith("its process ended with code 3: ")
+    assert failed.failed.endswith("a library is missing")
+    assert json.loads((tmp_path / "worker.py.asked").read_text())[0][0] == 1
+    asked(command, OwnFlags, **call, vllm_python=elsewhere, half="vllm")
+    assert [count for count, *_ in json.loads((tmp_path / "worker.py.asked").read_text())] == [2]
+    assert out.with_suffix(".md").read_text() == page(OwnFile.read(OwnRun, out), "own.svg")
+
+
+def test_figures_of_another_plan_are_not_joined(asked, folder, plan, tmp_path, monkeypatch):
+    out, other = tmp_path / "own.json", plan.model_copy(update={"decode": None})
+    file = OwnFile.of(OwnRun.of(other), out)
+    file.add(OwnPlan.of(other))
+    done = asked(command, OwnFlags, model=str(folder), plan=tmp_path / "plan.yaml", out=out)
+    assert done.code == 2
+    assert "those of another" in done.err
+    assert "expected --vllm-python" in asked(command, OwnFlags, model=str(folder), out=out, half="vllm").err

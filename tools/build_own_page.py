@@ -1,0 +1,56 @@
+"""Writes README's table and docs/results/own.md, with its pictures, from the files of `sparsekv bench own` in
+bench/results, each beside the plan that it is of: `python tools/build_own_page.py`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from wrap_pages import wrapped
+
+from sparsekv.bench.own_file import OwnFile, OwnRun
+from sparsekv.bench.own_page import SUMMARY, markdown, page, summary
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+README, PAGE, PICTURES = ROOT / "README.md", ROOT / "docs" / "results" / "own.md", ROOT / "docs" / "pictures"
+BEGIN, END = "<!-- made by tools/build_own_page.py -->\n", "<!-- end of it -->\n"
+_HEAD = """# Models by their own plans
+
+`sparsekv bench own MODEL --vllm-python PATH -o NAME.json` plans a model by defaults, or takes `--plan`, tests the plan,
+and times dense beside it in the same process, in turn, where the plan is executed as hosts do by default: sparse where
+that is measured to be faster. "Computed" is the share of attention, as counted; behind each gain is the range over
+pairs of repeats. The session of turns is an agent's: prefix caching is on, each turn adds its tokens behind all that
+stood before. The files of this page are in `bench/results`, beside the plans that they are of.
+"""
+
+
+def files() -> dict[str, OwnFile]:
+    return {path.stem: OwnFile.read(OwnRun, path) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def readme(text: str, found: Sequence[OwnFile]) -> str:
+    """Returns README with a row for each file in its place."""
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"expected {BEGIN.strip()} and {END.strip()} in {README}, found no pair of them")
+    rows = "\n".join(markdown((SUMMARY, *map(summary, found)))) + "\n"
+    return before + BEGIN + (rows if found else "") + END + after
+
+
+def pages(found: dict[str, OwnFile]) -> str:
+    """Returns the page of all files, one after the other."""
+    parts = (page(file, f"../pictures/own-{name}.svg") for name, file in found.items())
+    return wrapped("\n".join((_HEAD, *(re.sub("^#", "##", part, flags=re.MULTILINE) for part in parts))))
+
+
+if __name__ == "__main__":
+    from sparsekv.bench.own_picture import write_picture
+
+    measured = files()
+    README.write_text(readme(README.read_text(), [*measured.values()]))
+    PAGE.write_text(pages(measured))
+    for name, file in measured.items():
+        write_picture(file, PICTURES / f"own-{name}.svg")
