@@ -174,7 +174,7 @@ class Handle:
         total = self._memory.use(request, placement).kv_host
         cache = sparse_cache(None, self._engine, len(self._layouts), self._linear)
         try:
-            with self._engine.memory.telling(on_bytes and partial(_tell_of, on_bytes, total)):
+            with self._engine.memory.telling(on_bytes and (lambda more: on_bytes(more, total))):
                 for layer, layout in zip(cache.layers, self._layouts, strict=True):
                     if isinstance(layer, SparseLayer):
                         layer.reserve(tokens, replace(layout, batch=batch))
@@ -366,12 +366,8 @@ def apply(
     if pays is None and can_capture(model.device, choice.name):
         pays = measured_rule(executed, program, info, model, choice.name, float8)
     pays = pays or program.hint
-    engine = PlanEngine(program, model, choice.name, sizes.permitted, chunking, paging, cut, memory, bool(exact), pays)
+    engine = PlanEngine(program, model, choice.name, paging, cut, memory, bool(exact), pays)
     return Handle(model, engine, choice, sizes)
-
-
-def _tell_of(on_bytes: Callable[[int, int], object], total: int, more: int) -> None:
-    on_bytes(more, total)
 
 
 def check_sizes(answer: object, *, tokens: int, **sizes: object) -> None:

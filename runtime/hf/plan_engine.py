@@ -30,7 +30,6 @@ from sparsekv.runtime.hf.cache import SparseLayer, attending, first_of, is_autoc
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
-from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import MemoryModel, Request
 from sparsekv.runtime.hf.placement import FixedRows, Placement, layouts_of
 from sparsekv.runtime.stores.bank import HostStore
@@ -46,7 +45,6 @@ class PlanEngine(Engine):
 
     Args:
         backend: the kernel backend's name; prefill goes on with another one should it fail.
-        placement: the layers whose keys and values live in host memory; of caches to come, so that it may change.
         check_cut: told before a prompt runs: most tokens at once, and of how many.
         exact: the program's steps are drafts, and what they draft is checked.
         pays: where chunks and steps are sparse; everywhere else they are dense.
@@ -57,8 +55,6 @@ class PlanEngine(Engine):
         program: Program,
         model: PreTrainedModel,
         backend: str,
-        placement: Placement,
-        chunking: Chunking,
         paging: Paging,
         check_cut: Callable[[int | None, int], None],
         memory: HostMemory | None = None,
@@ -80,8 +76,8 @@ class PlanEngine(Engine):
         self.sees_all = bool(program.remembers)
         self.pays = pays
         self._programs = {Phase.DECODE: program, Phase.CHECK if exact else Phase.DENSE: program.dense_in_decode}
-        self.placement = placement
-        self._chunking = chunking
+        self.placement = paging.sizes.permitted  # layers in host memory, of caches to come, so that it may change
+        self._output_bytes = paging.sizes.chunking.output_bytes
         self.memory = HostMemory() if memory is None else memory
         self._owns_memory = memory is None
         self.paging = paging
@@ -178,7 +174,7 @@ class PlanEngine(Engine):
             scale=call.scale,
             fallback=self.fallback,
             meter=self.meter,
-            overwrite_above=self._chunking.output_bytes if call.q_is_spare else None,
+            overwrite_above=self._output_bytes if call.q_is_spare else None,
         )
 
 

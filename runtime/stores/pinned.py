@@ -175,7 +175,7 @@ _ASK_FROM = 1 << 30  # blocks from this size on are compared with what the machi
 SPARE = 1 << 30  # of which this much is left alone
 _STEP = 1 << 30  # of a block, between which progress is told and Ctrl-C ends it
 
-OnBytes = Callable[[int], None]
+OnBytes = Callable[[int], object]
 """Is told how many bytes more are had."""
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import wraps
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -24,7 +23,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks, Requests, Scheduled
-from sparsekv.runtime.vllm.internals import REPLACED, changed_calls
+from sparsekv.runtime.vllm.internals import changed_calls, replace_method
 
 # What of a model runner holds captured graphs, and what of that says whether there are any.
 _GRAPHS, _GRAPHS_V2 = ("cudagraph_dispatcher", "keys_initialized"), ("cudagraph_manager", "_graphs_captured")
@@ -107,7 +106,7 @@ def _refuse_sessions() -> None:
 
         return preprocess_add_request
 
-    _replace(EngineCore, "preprocess_add_request", replacement)
+    replace_method(EngineCore, "preprocess_add_request", replacement)
 
 
 def without_prefix_caching(config: VllmConfig) -> bool:
@@ -126,7 +125,7 @@ def change_specs(change: Callable[[VllmConfig, Any, Any], Any]) -> None:
 
         return get_kv_cache_spec
 
-    _replace(Attention, "get_kv_cache_spec", replacement)
+    replace_method(Attention, "get_kv_cache_spec", replacement)
 
 
 def follow_steps(config: VllmConfig, requests_of: Callable[[VllmConfig], Requests | None]) -> None:
@@ -138,12 +137,12 @@ def follow_steps(config: VllmConfig, requests_of: Callable[[VllmConfig], Request
     if config.use_v2_model_runner:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 
-        _replace(RunnerV2, "execute_model", lambda given: _executing(given, requests_of, None, _GRAPHS_V2))
-        _replace(RunnerV2, "prepare_attn", lambda given: _preparing(given, requests_of))
+        replace_method(RunnerV2, "execute_model", lambda given: _executing(given, requests_of, None, _GRAPHS_V2))
+        replace_method(RunnerV2, "prepare_attn", lambda given: _preparing(given, requests_of))
     else:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-        _replace(GPUModelRunner, "execute_model", lambda given: _executing(given, requests_of, _order, _GRAPHS))
+        replace_method(GPUModelRunner, "execute_model", lambda given: _executing(given, requests_of, _order, _GRAPHS))
 
 
 def _order(runner: Any) -> Sequence[str]:
@@ -175,14 +174,6 @@ def _preparing(given: Any, requests_of: Callable[[VllmConfig], Requests | None])
         return given(self, input_batch)
 
     return prepare_attn
-
-
-def _replace(owner: Any, name: str, replacement: Callable[[Any], Any]) -> None:
-    given = getattr(owner, name)
-    if not hasattr(given, REPLACED):  # once in a process, whatever engines it has
-        ours = wraps(given)(replacement(given))
-        setattr(ours, REPLACED, given)
-        setattr(owner, name, ours)
 
 
 @contextmanager

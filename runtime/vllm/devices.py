@@ -15,7 +15,7 @@ from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_co
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from sparsekv.kernels.keys import FLOAT8, Scales, Softmax
+from sparsekv.kernels.keys import FLOAT8, PLAIN, Scales, Softmax
 from sparsekv.plans.errors import UnsupportedError
 
 
@@ -65,9 +65,17 @@ class OnCpu:
         lengths: Sequence[int],
         scale: float,
         out_THD: torch.Tensor,
-        scales: Scales | None,
-        softmax: Softmax,
+        scales: Scales | None = None,
+        softmax: Softmax = PLAIN,
     ) -> Callable[[], Any]:
+        """A launch of the kernel that an engine attends by, causal, of the last rows of requests.
+
+        Args:
+            cache: of a layer, as `empty_cache` makes it.
+            lengths: tokens of each request, its rows included.
+            out_THD: where each launch writes its result.
+            scales: of a cache in e4m3, and of queries that are in that as well.
+        """
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa, envs, ops
 
         (_, heads, size), (pages, kv_heads, tokens, _) = q_THD.shape, cache.shape
@@ -159,8 +167,8 @@ class OnCuda:
         lengths: Sequence[int],
         scale: float,
         out_THD: torch.Tensor,
-        scales: Scales | None,
-        softmax: Softmax,
+        scales: Scales | None = None,
+        softmax: Softmax = PLAIN,
     ) -> Callable[[], Any]:
         from vllm.v1.attention.backends.flash_attn import flash_attn_varlen_func, get_flash_attn_version
 

@@ -1,13 +1,11 @@
 """Everything that is taken from inside vLLM, which promises none of it to stay: no other file imports it, but for
 devices.py (caches and kernels by device), cache_internals.py (eviction), and of exact output self_speculator.py and
 draft_scheduler.py. tools/vllm_contract.py names all of it, and tests look for it in each release that is supported.
-
-Shapes: T tokens of a step, H query heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache, wraps
 from inspect import Parameter, isfunction, signature
@@ -35,7 +33,6 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from sparsekv.kernels.keys import PLAIN, Scales, Softmax
 from sparsekv.kernels.prefill.flash.limits import FlashPackage, offer_package
 from sparsekv.plans.errors import BackendError, SparseKVError, UnsupportedError, UsageError
 from sparsekv.runtime.architecture import MODALITIES
@@ -223,22 +220,6 @@ def _defaults() -> VllmConfig:
     return VllmConfig()
 
 
-def engine_dense_attention(
-    q_THD: torch.Tensor, cache: torch.Tensor, table_BP: torch.Tensor, lengths: Sequence[int], scale: float,
-    out_THD: torch.Tensor, scales: Scales | None = None, softmax: Softmax = PLAIN,
-) -> Callable[[], Any]:  # fmt: skip
-    """A launch of the kernel that an engine attends by, causal, of the last rows of requests.
-
-    Args:
-        cache: of a layer, as `empty_cache` makes it.
-        lengths: tokens of each request, its rows included.
-        out_THD: where each launch writes its result.
-        scales: of a cache in e4m3, and of queries that are in that as well.
-    """
-    launch: Callable[[], Any] = platform.attention(q_THD, cache, table_BP, lengths, scale, out_THD, scales, softmax)
-    return launch
-
-
 def without_prefill(config: VllmConfig, support: AttentionCGSupport) -> AttentionCGSupport:
     """The most that is captured in whole graphs: steps that decode or verify drafts. Sparse prefill is launched
     anew."""
@@ -258,7 +239,7 @@ def graph_rows(config: VllmConfig) -> int:
 def register() -> None:
     """Makes our backend known to vLLM, which imports it for the first attention layer, and vLLM's flash-attn-4 to our
     kernels. Names that another plugin has taken stay its own."""
-    follow_configs(ask_for_drafts, say_unused)
+    replace_method(EngineArgs, "create_engine_config", _asking_for_drafts)
     if platform is None:
         return
     if platform.backend is not platform.planned:  # else one name, as on a CPU
@@ -278,25 +259,28 @@ def _is_ours(place: AttentionBackendEnum) -> bool:
     return place.is_overridden() and place.get_path().startswith(_OURS)
 
 
-REPLACED = "sparsekv_given"  # what a method that was replaced by ours was, on ours
+_REPLACED = "sparsekv_given"  # what a method that was replaced by ours was, on ours
 
 
-def follow_configs(before: Callable[[Any], None], after: Callable[[VllmConfig], None]) -> None:
-    """Changes arguments of engines by one function, and shows the configuration that is made of them to the other:
-    nothing of vLLM lets a plugin choose a drafter."""
-    given = EngineArgs.create_engine_config
-    if hasattr(given, REPLACED):  # once in a process
-        return
+def replace_method(owner: Any, name: str, replacement: Callable[[Any], Any]) -> None:
+    """A class of vLLM runs `replacement(method)` in place of a method: once in a process, whatever engines it has."""
+    given = getattr(owner, name)
+    if not hasattr(given, _REPLACED):
+        ours = wraps(given)(replacement(given))
+        setattr(ours, _REPLACED, given)
+        setattr(owner, name, ours)
 
-    @wraps(given)
+
+def _asking_for_drafts(given: Any) -> Any:
+    """Nothing of vLLM lets a plugin choose a drafter."""
+
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-        before(self)
-        config = given(self, *args, **kwargs)
-        after(config)
+        ask_for_drafts(self)
+        config: VllmConfig = given(self, *args, **kwargs)
+        say_unused(config)
         return config
 
-    setattr(create_engine_config, REPLACED, given)
-    EngineArgs.create_engine_config = create_engine_config
+    return create_engine_config
 
 
 def worker_class() -> Any:

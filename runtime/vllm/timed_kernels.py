@@ -107,9 +107,10 @@ class EngineLayers(TimedLayers):
         if scales is not None and q_THD.is_cuda:
             scales = replace(scales, q_G=torch.ones_like(scales.k_G))
             q_THD = q_THD.to(FLOAT8)
-        return vllm.engine_dense_attention(
+        launch: Launch = vllm.platform.attention(
             q_THD, pages.cache, pages.table_BP, lengths, scale, out_THD, scales, self.softmax
         )
+        return launch
 
     def _queries(self, rows: int, heads: int) -> torch.Tensor:
         return torch.randn(rows, heads, self.size, dtype=self.dtype, device=self.device)

@@ -22,7 +22,7 @@ def test_the_dense_kernel_attends_to_the_pages_of_a_request(rows: int, length: i
             part_GSD = x_GSD[:, number * page : (number + 1) * page]
             x_NGSD[one, :, : part_GSD.shape[1]] = part_GSD
     out_THD = torch.zeros_like(q_THD)
-    internals.engine_dense_attention(q_THD, cache, table_P[None], [length], 64**-0.5, out_THD)()
+    internals.platform.attention(q_THD, cache, table_P[None], [length], 64**-0.5, out_THD)()
     k_HSD, v_HSD = (x_GSD.float().repeat_interleave(2, 0) for x_GSD in (k_GSD, v_GSD))
     causal_TS = torch.ones(rows, length, dtype=torch.bool, device=DEVICE).tril(length - rows)
     q_HTD = q_THD.float().transpose(0, 1)

@@ -81,7 +81,7 @@ class Pages:
     def theirs(self) -> torch.Tensor:
         """[B, H, D]."""
         out_BHD = torch.empty(self.q_BHD.shape, dtype=DTYPE, device=DEVICE)
-        launch = internals.engine_dense_attention(
+        launch = internals.platform.attention(
             self.q_BHD, self.cache, self.table_BP, self.lengths, self.scale, out_BHD, self.scales
         )
         launch()
