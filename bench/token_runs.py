@@ -29,7 +29,7 @@ from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.attention import Phase
 from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.describe import CACHE_NAME, config_of
-from sparsekv.runtime.hf.exact import Verdict
+from sparsekv.runtime.hf.exact import Judge, Verdict
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.model_config import linear_layers
 from sparsekv.runtime.stores.store import Layout
@@ -224,16 +224,13 @@ def exactly(name: str) -> str:
     return f"{EXACT}, {name}"
 
 
-class Forced:
+class Forced(Judge):
     """A judge that takes drafts to count with a given chance: of random weights, whose drafts mean nothing."""
 
     def __init__(self, chance: float, seed: int) -> None:
         self._chance = chance
         self._seed = seed
         self._generator: torch.Generator | None = None
-
-    def draft(self, scores_BV: torch.Tensor) -> torch.Tensor:
-        return scores_BV.argmax(-1)
 
     def judge(self, drafts_BK: torch.Tensor, scores_BQV: torch.Tensor) -> Verdict:
         """Each draft counts by chance, behind those that count."""

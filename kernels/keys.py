@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparsekv.kernels.tiles import check_heads, check_layouts, check_qkv, check_scale
+from sparsekv.kernels.tiles import check_alike, check_qkv
 from sparsekv.plans.errors import ShapeError
 
 
@@ -206,12 +206,9 @@ def check_keys(
 
     `any_strides` is as of `check_qkv`.
     """
+    check_qkv(q_BHQD, keys.k, keys.v, scale, any_strides)
     if keys.scales is None:
-        check_qkv(q_BHQD, keys.k, keys.v, scale, any_strides)
-    else:
-        check_layouts(q_BHQD, keys.k, keys.v, any_strides)
-        check_heads(q_BHQD, keys.k, keys.v)
-        check_scale(scale)
+        check_alike(q_BHQD, keys.k, keys.v)
     if not 1 <= q_BHQD.shape[2] <= most_queries:
         raise ShapeError(
             f"decode attention takes 1 to {MOST_QUERIES} query tokens a row, and one where it chooses or follows a "

@@ -116,6 +116,7 @@ class PrefillCall:
     def check(self) -> PrefillCall:
         """Itself. Raises ShapeError unless tensors and chunk fit together."""
         check_qkv(self.q_BHSD, self.k_BGKD, self.v_BGKD, self.scale)
+        check_alike(self.q_BHSD, self.k_BGKD, self.v_BGKD)
         check_chunk(self.q_BHSD, self.k_BGKD, self.chunk, self.window)
         return self
 
@@ -184,19 +185,8 @@ def _bits_of_word(device: torch.device) -> torch.Tensor:
 def check_qkv(
     q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, scale: float, any_strides: bool = False
 ) -> None:
-    """q, k and v fit together, but for the batch, and their head dimension is contiguous, but for k and v of
+    """q, k and v fit together, but for batch and dtype, and their head dimension is contiguous, but for k and v of
     `any_strides`."""
-    check_layouts(q_BHSD, k_BGKD, v_BGKD, any_strides)
-    check_heads(q_BHSD, k_BGKD, v_BGKD)
-    named = {"q": q_BHSD, "k": k_BGKD, "v": v_BGKD}
-    if len({(t.dtype, t.device) for t in named.values()}) != 1:
-        kinds = ", ".join(f"{name} {t.dtype} on {t.device}" for name, t in named.items())
-        raise ShapeError(f"q, k and v must have one dtype and one device, found {kinds}")
-    check_scale(scale)
-
-
-def check_layouts(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, any_strides: bool = False) -> None:
-    """Raises ShapeError unless the tensors have four dimensions and a contiguous last one; see `check_qkv`."""
     for name, tensor in {"q": q_BHSD, "k": k_BGKD, "v": v_BGKD}.items():
         strided = tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and (name == "q" or not any_strides)
         if tensor.dim() != 4 or strided:
@@ -204,11 +194,15 @@ def check_layouts(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tens
                 f"{name} must be [batch or pages, heads, tokens, head size] with stride 1 in its last dimension, found "
                 f"shape {tuple(tensor.shape)}, strides {tensor.stride()}: call .contiguous() before attention"
             )
-
-
-def check_scale(scale: float) -> None:
+    check_heads(q_BHSD, k_BGKD, v_BGKD)
     if not (scale > 0 and math.isfinite(scale)):
         raise ShapeError(f"scale must be positive and finite, usually 1 / sqrt(head size), found {scale}")
+
+
+def check_alike(*qkv: torch.Tensor) -> None:
+    if len({(x.dtype, x.device) for x in qkv}) != 1:
+        kinds = ", ".join(f"{x.dtype} on {x.device}" for x in qkv)
+        raise ShapeError(f"q, k and v must have one dtype and one device, found {kinds}")
 
 
 def check_heads(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor) -> None:

@@ -138,39 +138,30 @@ ARCHITECTURES = {
         Architecture("granite", residual=_GRANITE),
         Architecture("granite_swa", residual=_GRANITE),
         Architecture("granitemoe", mlp="block_sparse_moe", residual=_GRANITE, experts="intermediate_size"),
-        Architecture(
-            "granitemoehybrid",
-            mlp="block_sparse_moe",
-            beside="shared_mlp",
-            residual=_GRANITE,
-            experts="intermediate_size",
-            shared="shared_intermediate_size",
-        ),
-        Architecture(
-            "granitemoeshared",
-            mlp="block_sparse_moe",
-            beside="shared_mlp",
-            residual=_GRANITE,
-            experts="intermediate_size",
-            shared="shared_intermediate_size",
+        *(
+            Architecture(
+                name,
+                mlp="block_sparse_moe",
+                beside="shared_mlp",
+                residual=_GRANITE,
+                experts="intermediate_size",
+                shared="shared_intermediate_size",
+            )
+            for name in ("granitemoehybrid", "granitemoeshared")
         ),
         Architecture("helium"),
         Architecture("hunyuan_v1_dense"),
         Architecture("hunyuan_v1_moe", experts="intermediate_size", shared="intermediate_size"),
-        Architecture(
-            "lfm2",
-            mlp="feed_forward",
-            norms=("operator_norm", "ffn_norm"),
-            output="out_proj",
-            last_norm="embedding_norm",
-        ),
-        Architecture(
-            "lfm2_moe",
-            mlp="feed_forward",
-            norms=("operator_norm", "ffn_norm"),
-            output="out_proj",
-            last_norm="embedding_norm",
-            experts=_MOE,
+        *(
+            Architecture(
+                name,
+                mlp="feed_forward",
+                norms=("operator_norm", "ffn_norm"),
+                output="out_proj",
+                last_norm="embedding_norm",
+                experts=experts,
+            )
+            for name, experts in (("lfm2", ""), ("lfm2_moe", _MOE))
         ),
         Architecture(
             "jamba",

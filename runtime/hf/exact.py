@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -49,7 +49,7 @@ class ExactLoop:
         self._meter = meter
         self._fixed_rows = fixed_rows
         self.paces: dict[tuple[int, int], DraftLength] = defaultdict(DraftLength)  # by rows, and bits of their length
-        self.judge_of: Callable[[GenerationConfig], Judge] = lambda config: Sampled() if config.do_sample else Greedy()
+        self.judge_of: Callable[[GenerationConfig], Judge] = lambda config: Sampled() if config.do_sample else Judge()
 
     def taking_over(self, attached: Attachment, given: dict[str, Any]) -> dict[str, Any]:
         if given.get("custom_generate") is not None:
@@ -187,31 +187,23 @@ class Verdict:
     next_B: torch.Tensor  # the token behind them
 
 
-class Judge(Protocol):
-    """Draws drafts, and decides which of them dense attention would have drawn."""
+class Judge:
+    """Draws drafts, and decides which of them dense attention would have drawn: the likeliest tokens, which count as
+    far as they are those of dense attention."""
 
     def draft(self, scores_BV: torch.Tensor) -> torch.Tensor:
         """[B]: the next token of a draft, from processed scores."""
-
-    def judge(self, drafts_BK: torch.Tensor, scores_BQV: torch.Tensor) -> Verdict:
-        """Judges all drafts since the last verdict, by processed scores of dense attention behind each prefix."""
-
-
-class Greedy:
-    """The likeliest token: drafts count as far as they are those of dense attention."""
-
-    def draft(self, scores_BV: torch.Tensor) -> torch.Tensor:
         return scores_BV.argmax(-1)
 
     def judge(self, drafts_BK: torch.Tensor, scores_BQV: torch.Tensor) -> Verdict:
-        """The longest agreeing prefix, and the likeliest token behind it."""
+        """Judges all drafts since the last verdict, by processed scores of dense attention behind each prefix."""
         likeliest_BQ = scores_BQV.argmax(-1)
         agrees_BK = likeliest_BQ[:, : drafts_BK.shape[1]] == drafts_BK
         accepted_B = agrees_BK.int().cumprod(1).sum(1)
         return Verdict(accepted_B, likeliest_BQ.gather(1, accepted_B[:, None])[:, 0])
 
 
-class Sampled:
+class Sampled(Judge):
     """Rejection sampling: whatever drafts are, tokens are distributed as dense attention's."""
 
     def __init__(self) -> None:

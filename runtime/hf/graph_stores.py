@@ -91,6 +91,12 @@ class CapturedStore(KVStore):
         behind_B = evicting.behind_next(self._layer) if self._layer in evicting else self._step.lengths_B
         append_newest(replace(self.view(self._step.lengths_B), lengths_B=behind_B), k_BGSD, v_BGSD, ring)
 
+    def reserve(self, tokens: int, layout: Layout | None = None) -> None:
+        """Nothing to do: the memory is the cache's."""
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Nothing to do: the next step writes where its lengths say."""
+
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         """All tokens; of a layer in host memory, its rows on the device; of an evicting one, its cached tokens."""
         if self._layer in self._step.evicting:
@@ -107,18 +113,6 @@ class CapturedStore(KVStore):
         if self._step.kinds[self._layer] is None:
             return self.view(lengths_B), selection, window
         return self.view(lengths_B), self._step.fetches.fetched(self._layer), None
-
-    def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        return layout.empty(tokens), layout.empty(tokens)
-
-    def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        self.append(k_BGSD, v_BGSD)
-
-    def reserve(self, tokens: int, layout: Layout | None = None) -> None:
-        """Nothing to do: the memory is the cache's."""
-
-    def truncate(self, lengths: Sequence[int]) -> None:
-        """Nothing to do: the next step writes where its lengths say."""
 
 
 class StepStores:

@@ -83,7 +83,7 @@ class DeviceStore(WholeStore):
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         if self._is_ragged:
             layout.check(self._k_BGCD)
-            return layout.empty(tokens), layout.empty(tokens)
+            return super().room(tokens, layout)
         self.hold(self.length + tokens, layout)
         k_BGCD, v_BGCD = self.tensors
         return k_BGCD.narrow(2, self.length, tokens), v_BGCD.narrow(2, self.length, tokens)
@@ -95,7 +95,7 @@ class DeviceStore(WholeStore):
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         if self._is_ragged:
-            self.append(k_BGSD, v_BGSD)
+            super().commit(k_BGSD, v_BGSD)
         else:
             self._count(k_BGSD.shape[2])
 

@@ -184,9 +184,11 @@ class KVStore(KeySource, Protocol):
         Raises:
             ShapeError: the layout differs from that of what is cached.
         """
+        return layout.empty(tokens), layout.empty(tokens)
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Counts what was written to `room`, whose two tensors these are."""
+        self.append(k_BGSD, v_BGSD)
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
         """Makes room for `tokens` in all, so that the store does not grow on the way there.
