@@ -33,9 +33,9 @@ from sparsekv.plans.patterns import PATTERNS, AShape, Dense, Pattern, TileShape,
 from sparsekv.plans.phases import DecodeBudget, Segment
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.core.program import LayerProgram, decode
-from sparsekv.runtime.core.roles import Filter, Step
+from sparsekv.runtime.core.roles import Filter
 from sparsekv.runtime.core.segments import SegmentProgram
-from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.core.state import DecodeState, Step
 from sparsekv.runtime.core.timed_layers import Launch, device_us
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.stores.store import Float8, Resident

@@ -7,8 +7,8 @@ import torch
 
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.plans.patterns import tokens
-from sparsekv.runtime.core.roles import Role, Step
-from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.core.roles import Role
+from sparsekv.runtime.core.state import DecodeState, Step
 from sparsekv.runtime.stores.host import Reads
 
 

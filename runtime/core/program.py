@@ -19,9 +19,9 @@ from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodePlan, Eviction, PrefillPlan, Segment
 from sparsekv.runtime.core.pays import Pays, Thresholds
-from sparsekv.runtime.core.roles import DENSE, Evicting, Filter, Follower, Recurrent, Role, Step
+from sparsekv.runtime.core.roles import DENSE, Evicting, Filter, Follower, Recurrent, Role
 from sparsekv.runtime.core.segments import SegmentProgram
-from sparsekv.runtime.core.state import DecodeState, NewCarried
+from sparsekv.runtime.core.state import DecodeState, NewCarried, Step
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.stores.store import KeySource
 

@@ -18,60 +18,20 @@ from typing import Any
 
 import torch
 
-from sparsekv.kernels.backends import decode_attention, decode_scores
-from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
-from sparsekv.kernels.decode.slots import SlotMap
-from sparsekv.kernels.keys import KeyView, Scales, scaled
+from sparsekv.kernels.backends import decode_scores
+from sparsekv.kernels.decode.selection import ALL
+from sparsekv.kernels.keys import Scales, scaled
 from sparsekv.plans.phases import Eviction
 from sparsekv.runtime.core.segments import SegmentProgram, counts_of
 from sparsekv.runtime.core.select import choose_tokens, rows_to_cache, scoring_for, selected_for
-from sparsekv.runtime.core.state import DecodeState, Observed
+from sparsekv.runtime.core.state import DecodeState, Observed, Step
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.stores.evicting import EvictingStore
 from sparsekv.runtime.stores.host import Reads
-from sparsekv.runtime.stores.store import Bytes, KeySource, KVStore, Layout, WholeStore
+from sparsekv.runtime.stores.store import Bytes, KVStore, Layout, WholeStore
 
 Attempt = Callable[[Callable[[str], Any], torch.device], Any]
 """Calls a function of a backend's name, for tensors on that device."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """A decode step of one layer; see `core.program.decode`."""
-
-    layer: int
-    window: int | None  # the layer's own sliding window
-    q_BHQD: torch.Tensor
-    source: KeySource
-    state: DecodeState
-    scale: float
-    backend: str
-    verifies: bool = False
-    new_B: torch.Tensor | None = None
-    out_BHQD: torch.Tensor | None = None
-
-    @property
-    def lengths_B(self) -> torch.Tensor:  # noqa: N802
-        """int32 [B] on the device of the layer, which others may not be on."""
-        return self.state.lengths_B.to(self.q_BHQD.device)
-
-    def attend(
-        self, keys: KeyView, selection: Selection | None = None, *, window: int | None, scoring: Scoring | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        new_B = None if self.new_B is None else self.new_B.to(self.q_BHQD.device)
-        attended = decode_attention(
-            self.q_BHQD, keys, selection, scoring=scoring, window=window, new_B=new_B, scale=self.scale,
-            backend=self.backend, out=self.out_BHQD,
-        )  # fmt: skip
-        return attended.out_BHSD, attended.scores_gT
-
-    def attend_all(self) -> torch.Tensor:
-        return self.attend(self.source.view(self.lengths_B), window=self.window)[0]
-
-    def attend_to(self, selection: Selection, slots: SlotMap | None = None) -> torch.Tensor:
-        """[B, H, Q, D] over the selected tokens; layers in host memory with one choice share `slots`."""
-        keys, selected, window = self.source.gather(selection, self.lengths_B, self.window, slots)
-        return self.attend(keys, selected, window=window)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +251,7 @@ class Filter(_InSegment):
         scoring = scoring_for(self.segment, keys, step.state, step.backend)
         in_passing = scoring if self.segment.queries == 1 else None
         out_BHQD, scores_gT = step.attend(keys, window=None, scoring=in_passing)
-        self._choose(step, keys, scoring, scores_gT)
+        choose_tokens(self.segment, step, keys, scoring, scores_gT)
         return out_BHQD
 
     def choose(self, step: Step) -> None:
@@ -302,12 +262,7 @@ class Filter(_InSegment):
         scoring, scores_gT = scoring_for(self.segment, keys, step.state, step.backend), None
         if self.segment.queries == 1:
             scores_gT = decode_scores(step.q_BHQD, keys, scoring, scale=step.scale, backend=step.backend)
-        self._choose(step, keys, scoring, scores_gT)
-
-    def _choose(self, step: Step, keys: KeyView, scoring: Scoring, scores_gT: torch.Tensor | None) -> None:
-        choose_tokens(
-            self.segment, step.q_BHQD, keys, step.state, scoring, scores_gT, scale=step.scale, backend=step.backend
-        )
+        choose_tokens(self.segment, step, keys, scoring, scores_gT)
 
     def _chooses_nothing(self, state: DecodeState) -> bool:
         """Returns whether the host knows that no row chooses in this step; the followers are then told so."""

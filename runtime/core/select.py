@@ -22,7 +22,7 @@ from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.scores import observed_attention, token_scores
 from sparsekv.plans.phases import Eviction
 from sparsekv.runtime.core.segments import SegmentProgram
-from sparsekv.runtime.core.state import DecodeState, Observed
+from sparsekv.runtime.core.state import DecodeState, Observed, Step
 
 
 def selector_weights(selector: str, queries: int) -> tuple[float, ...]:
@@ -44,25 +44,17 @@ def scoring_for(segment: SegmentProgram, keys: KeyView, state: DecodeState, back
 
 
 def choose_tokens(
-    segment: SegmentProgram,
-    q_BH1D: torch.Tensor,
-    keys: KeyView,
-    state: DecodeState,
-    scoring: Scoring,
-    scores_gT: torch.Tensor | None,
-    *,
-    scale: float,
-    backend: str,
+    segment: SegmentProgram, step: Step, keys: KeyView, scoring: Scoring, scores_gT: torch.Tensor | None
 ) -> None:
-    """The choice of a filter layer for its segment, recorded in the state.
+    """The choice of a filter layer for its segment, recorded in the state, which remembers the new queries.
 
     Args:
-        q_BH1D: the new queries; `state.remember` has seen them.
         scoring: where the scores lie.
         scores_gT: those of the new queries; None where the selector looks at older ones too: computed here.
     """
+    state, backend = step.state, step.backend
     if scores_gT is None:
-        scores_gT = _window_scores(segment, state.queries(segment, q_BH1D), keys, state, scoring, scale)
+        scores_gT = _window_scores(segment, state.queries(segment, step.q_BHQD), keys, state, scoring, step.scale)
     counts_B = state.budget(segment, backend)[0].to(keys.k.device)
     best = partial(
         choose,

@@ -1,6 +1,7 @@
-"""The state that layers of a decode step share: lengths, budgets, choices, the newest queries of filter layers.
+"""The state that layers of a decode step share: lengths, budgets, choices, the newest queries of filter layers; and
+the step of one of them.
 
-Shapes: B batch, H query heads, S queries, W queries of a selector, D head size; F filter layers.
+Shapes: B batch, H query heads, S queries, Q new tokens of a row, W queries of a selector, D head size; F filter layers.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from sparsekv.kernels.decode.selection import ALL, Selection
+from sparsekv.kernels.backends import decode_attention
+from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.device_cache import on_device
-from sparsekv.kernels.keys import Softmax
+from sparsekv.kernels.keys import KeyView, Softmax
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core.segments import Budgets, SegmentProgram, scored_tokens
+from sparsekv.runtime.stores.store import KeySource
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """The tensors that all ranks give, [ranks, ...], in the order of the ranks."""
@@ -258,3 +261,42 @@ def _put_back(now: dict[int, Kept], then: dict[int, Kept], layer: int) -> None:
     now.pop(layer, None)
     if layer in then:
         now[layer] = then[layer]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A decode step of one layer; see `core.program.decode`."""
+
+    layer: int
+    window: int | None  # the layer's own sliding window
+    q_BHQD: torch.Tensor
+    source: KeySource
+    state: DecodeState
+    scale: float
+    backend: str
+    verifies: bool = False
+    new_B: torch.Tensor | None = None
+    out_BHQD: torch.Tensor | None = None
+
+    @property
+    def lengths_B(self) -> torch.Tensor:  # noqa: N802
+        """int32 [B] on the device of the layer, which others may not be on."""
+        return self.state.lengths_B.to(self.q_BHQD.device)
+
+    def attend(
+        self, keys: KeyView, selection: Selection | None = None, *, window: int | None, scoring: Scoring | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        new_B = None if self.new_B is None else self.new_B.to(self.q_BHQD.device)
+        attended = decode_attention(
+            self.q_BHQD, keys, selection, scoring=scoring, window=window, new_B=new_B, scale=self.scale,
+            backend=self.backend, out=self.out_BHQD,
+        )  # fmt: skip
+        return attended.out_BHSD, attended.scores_gT
+
+    def attend_all(self) -> torch.Tensor:
+        return self.attend(self.source.view(self.lengths_B), window=self.window)[0]
+
+    def attend_to(self, selection: Selection, slots: SlotMap | None = None) -> torch.Tensor:
+        """[B, H, Q, D] over the selected tokens; layers in host memory with one choice share `slots`."""
+        keys, selected, window = self.source.gather(selection, self.lengths_B, self.window, slots)
+        return self.attend(keys, selected, window=window)[0]
