@@ -178,9 +178,6 @@ class Attachment(Protocol):
     def run_own(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
         """The decoder's own forward, whose layers attend as the pass says."""
 
-    def attending(self, under_way: Pass) -> AbstractContextManager[None]:
-        """Inside it, all layers of the model attend, one after the other."""
-
     def stepping(self, phase: Phase, new_B: torch.Tensor | None = None) -> AbstractContextManager[None]:
         """Inside it, every pass over a cache is a step of this phase."""
 

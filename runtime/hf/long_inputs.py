@@ -64,14 +64,6 @@ class Chunking:
             yield slice(start, min(start + size, tokens))
 
 
-@dataclass(frozen=True, slots=True)
-class LayerInput:
-    hidden_BSE: torch.Tensor
-    rotary: tuple[torch.Tensor, torch.Tensor] | None  # cosines and sines, [B, S, R] each; None of layers without
-    position_BS: torch.Tensor | None
-    under_way: Pass
-
-
 class LongInputs:
     def __init__(self, chunking: Chunking, model_type: str) -> None:
         self._chunking = chunking
@@ -143,12 +135,10 @@ class _Rows:
     chunking: Chunking
 
     def layer(self, layer: nn.Module, spare: bool, hidden_BSE: torch.Tensor, **given: Any) -> torch.Tensor:
-        into_BSE = hidden_BSE if spare else torch.empty_like(hidden_BSE)
-        called_with = LayerInput(
-            hidden_BSE, given.get("position_embeddings"), given.get("position_ids"), self.under_way
-        )
         pieces = list(self.chunking.pieces(*hidden_BSE.shape[:2]))
-        return forward_in_pieces(layer, self.architecture, called_with, pieces, into_BSE)
+        rotary, position_BS = given.get("position_embeddings"), given.get("position_ids")
+        cut = _CutLayer(layer, self.architecture, self.under_way, pieces, hidden_BSE, rotary, position_BS)
+        return cut.forward(hidden_BSE if spare else torch.empty_like(hidden_BSE))
 
     def norm(self, norm: nn.Module, spare: bool, hidden_BSE: torch.Tensor) -> torch.Tensor:
         out_BSE = hidden_BSE if spare else torch.empty_like(hidden_BSE)
@@ -177,79 +167,74 @@ def is_touched(module: nn.Module) -> bool:
     return "forward" in vars(module) or any(getattr(hook, "__module__", None) != _DORMANT for hook in hooks)
 
 
-def forward_in_pieces(
-    layer: nn.Module,
-    architecture: Architecture,
-    given: LayerInput,
-    pieces: Sequence[slice],
-    into_BSE: torch.Tensor,
-) -> torch.Tensor:
-    """The output of a layer's own forward, up to rounding of products cut by rows; `into_BSE` may be its input."""
-    attention, mlp = getattr(layer, architecture.attention), _mlp_of(layer, architecture)
-    project, norm = getattr(attention, architecture.output), _part(layer, architecture.norms[1])
-    after_attention, after_mlp = (_part(layer, name) for name in architecture.norms_after)
-    scale = getattr(layer, architecture.residual) if architecture.residual else 1
-    first = _part(layer, architecture.norms[0])
-    out_BHSD = _attend(layer, architecture, given, pieces)
-    for rows in pieces:
-        attended_BSE = out_BHSD[:, :, rows].transpose(1, 2).flatten(2)
-        read_BSE, hidden_BSE = given.hidden_BSE[:, rows], into_BSE[:, rows]
-        added_BSE = mlp(first(read_BSE)) if architecture.parallel else None  # before its input is overwritten
-        torch.add(read_BSE, after_attention(project(attended_BSE)) * scale, out=hidden_BSE)
-        hidden_BSE += after_mlp(mlp(norm(hidden_BSE)) if added_BSE is None else added_BSE) * scale
-    return into_BSE
+@dataclass(frozen=True, slots=True, eq=False)
+class _CutLayer:
+    layer: nn.Module
+    architecture: Architecture
+    under_way: Pass
+    pieces: Sequence[slice]
+    hidden_BSE: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor] | None  # cosines and sines, [B, S, R] each; None of layers without
+    position_BS: torch.Tensor | None
 
+    def forward(self, into_BSE: torch.Tensor) -> torch.Tensor:
+        """The output of the layer's own forward, up to rounding of products cut by rows; into its input, if given."""
+        record, layer = self.architecture, self.layer
+        project, mlp = getattr(getattr(layer, record.attention), record.output), self._mlp()
+        first, norm, after_attention, after_mlp = map(self._part, (*record.norms, *record.norms_after))
+        scale = getattr(layer, record.residual) if record.residual else 1
+        out_BHSD = self._attend()
+        for rows in self.pieces:
+            attended_BSE = out_BHSD[:, :, rows].transpose(1, 2).flatten(2)
+            read_BSE, hidden_BSE = self.hidden_BSE[:, rows], into_BSE[:, rows]
+            added_BSE = mlp(first(read_BSE)) if record.parallel else None  # before its input is overwritten
+            torch.add(read_BSE, after_attention(project(attended_BSE)) * scale, out=hidden_BSE)
+            hidden_BSE += after_mlp(mlp(norm(hidden_BSE)) if added_BSE is None else added_BSE) * scale
+        return into_BSE
 
-def _mlp_of(layer: nn.Module, architecture: Architecture) -> Callable[[torch.Tensor], torch.Tensor]:
-    mlp = getattr(layer, architecture.mlp)
-    beside = getattr(layer, architecture.beside) if architecture.beside else None
+    def _mlp(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        mlp = getattr(self.layer, self.architecture.mlp)
+        beside = getattr(self.layer, self.architecture.beside) if self.architecture.beside else None
 
-    def made(x_BSE: torch.Tensor) -> torch.Tensor:
-        output = mlp(x_BSE)
-        out_BSE: torch.Tensor = output[0] if isinstance(output, tuple) else output  # some give their routing too
-        return out_BSE if beside is None else out_BSE + beside(x_BSE)
+        def made(x_BSE: torch.Tensor) -> torch.Tensor:
+            output = mlp(x_BSE)
+            out_BSE: torch.Tensor = output[0] if isinstance(output, tuple) else output  # some give their routing too
+            return out_BSE if beside is None else out_BSE + beside(x_BSE)
 
-    return made
+        return made
 
+    def _part(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A norm of the layer; what it is given, in one piece of memory, where it has none there."""
+        return getattr(self.layer, name) if name else lambda x_BSE: x_BSE.contiguous()
 
-def _part(layer: nn.Module, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A norm of a layer; what it is given, in one piece of memory, where it has none there."""
-    return getattr(layer, name) if name else lambda x_BSE: x_BSE.contiguous()
+    def _attend(self) -> torch.Tensor:
+        """[B, H, S, D], in the memory of the queries where the engine put it there. Keys and values are let go of."""
+        attention, (batch, tokens, _) = getattr(self.layer, self.architecture.attention), self.hidden_BSE.shape
+        number, config, size = attention.layer_idx, attention.config, attention.head_dim
+        # Queries first: their memory is then free again in one block when the next layer asks for as much.
+        q_BSHD = self.hidden_BSE.new_empty((batch, tokens, config.num_attention_heads, size), requires_grad=False)
+        q_BHSD = q_BSHD.transpose(1, 2)
+        entry = self.under_way.entry(number)
+        dtype = q_BHSD.dtype if entry is None else entry.dtype_for(q_BHSD)
+        layout = Layout(batch, config.num_key_value_heads, size, dtype, q_BHSD.device)
+        k_BGSD, v_BGSD = (layout.empty(tokens), layout.empty(tokens)) if entry is None else entry.room(tokens, layout)
+        norm = self._part(self.architecture.norms[0])
+        for rows in self.pieces:
+            *qkv, scale, softmax = self._projected(attention, norm(self.hidden_BSE[:, rows]), rows)
+            q_BHSD[:, :, rows], k_BGSD[:, :, rows], v_BGSD[:, :, rows] = qkv
+        if entry is not None:
+            entry.commit(k_BGSD, v_BGSD)
+        return self.under_way.attend(number, (q_BHSD, k_BGSD, v_BGSD), scale, softmax, q_is_spare=True)
 
-
-def _attend(layer: nn.Module, architecture: Architecture, given: LayerInput, pieces: Sequence[slice]) -> torch.Tensor:
-    """[B, H, S, D], in the memory of the queries where the engine put it there. Keys and values are let go of."""
-    attention, (batch, tokens, _) = getattr(layer, architecture.attention), given.hidden_BSE.shape
-    heads, kv_heads, size = (
-        attention.config.num_attention_heads,
-        attention.config.num_key_value_heads,
-        attention.head_dim,
-    )
-    # Queries first: their memory is then free again in one block when the next layer asks for as much.
-    q_BSHD = given.hidden_BSE.new_empty((batch, tokens, heads, size), requires_grad=False)
-    q_BHSD = q_BSHD.transpose(1, 2)
-    entry = given.under_way.entry(attention.layer_idx)
-    dtype = q_BHSD.dtype if entry is None else entry.dtype_for(q_BHSD)
-    layout = Layout(batch, kv_heads, size, dtype, q_BHSD.device)
-    k_BGSD, v_BGSD = (layout.empty(tokens), layout.empty(tokens)) if entry is None else entry.room(tokens, layout)
-    norm = _part(layer, architecture.norms[0])
-    for rows in pieces:
-        *qkv, scale, softmax = _projected(attention, norm(given.hidden_BSE[:, rows]), given, rows)
-        q_BHSD[:, :, rows], k_BGSD[:, :, rows], v_BGSD[:, :, rows] = qkv
-    if entry is not None:
-        entry.commit(k_BGSD, v_BGSD)
-    return given.under_way.attend(attention.layer_idx, (q_BHSD, k_BGSD, v_BGSD), scale, softmax, q_is_spare=True)
-
-
-def _projected(attention: nn.Module, x_BSE: torch.Tensor, given: LayerInput, rows: slice) -> tuple[Any, ...]:
-    """Queries and keys as they attend, values, scale and softmax, by the attention's own forward."""
-    rotary = None if given.rotary is None else tuple(angles_BSR[:, rows] for angles_BSR in given.rotary)
-    position_BS = None if given.position_BS is None else given.position_BS[:, rows]
-    given.under_way.projects = True
-    try:
-        attention(hidden_states=x_BSE, position_embeddings=rotary, attention_mask=None, position_ids=position_BS)
-    except Projected as found:
-        return found.args
-    finally:
-        given.under_way.projects = False
-    raise AssertionError("expected an attention that calls its interface")
+    def _projected(self, attention: nn.Module, x_BSE: torch.Tensor, rows: slice) -> tuple[Any, ...]:
+        """Queries and keys as they attend, values, scale and softmax, by the attention's own forward."""
+        rotary = None if self.rotary is None else tuple(angles_BSR[:, rows] for angles_BSR in self.rotary)
+        position_BS = None if self.position_BS is None else self.position_BS[:, rows]
+        self.under_way.projects = True
+        try:
+            attention(hidden_states=x_BSE, position_embeddings=rotary, attention_mask=None, position_ids=position_BS)
+        except Projected as found:
+            return found.args
+        finally:
+            self.under_way.projects = False
+        raise AssertionError("expected an attention that calls its interface")

@@ -104,55 +104,36 @@ class Drafted:
 
 
 @cache  # of a process, whatever engines it has: so Prometheus counts, and takes a name once
-def _counter(name: str, meaning: str, *labels: str) -> Any:
-    from prometheus_client import Counter  # which engines bring
+def _metric(kind: str, name: str, meaning: str, *labels: str) -> Any:
+    import prometheus_client  # which engines bring
 
-    return Counter(name, meaning, labels)
+    options = {"multiprocess_mode": "max"} if kind == "Gauge" else {}
+    return getattr(prometheus_client, kind)(name, meaning, labels, **options)
 
 
-@cache
-def _gauge(name: str, meaning: str, *labels: str) -> Any:
-    from prometheus_client import Gauge  # as above
-
-    return Gauge(name, meaning, labels, multiprocess_mode="max")
+def _add(name: str, meaning: str, label: str, **counts: float) -> None:
+    for value, count in counts.items():
+        _metric("Counter", name, meaning, label).labels(value).inc(count)
 
 
 def publish(new: ServingStats, rule: Pays) -> None:
     """Adds the counts that came since the last report, by an engine that is sparse where `rule` says."""
-    rules = _gauge(
-        "sparsekv_rule", "1 for the rule by which an engine is sparse: context x rows, of chunks and decode steps.",
-        "prefill", "decode",
-    )  # fmt: skip
-    rules.labels(str(rule.prefill), str(rule.decode)).set(1)
-    tokens = _counter(
-        "sparsekv_prompt_tokens", "Prompt tokens prefilled, by whether the plan is sparse at their length.", "plan"
-    )
-    tokens.labels("sparse").inc(new.sparse_tokens)
-    tokens.labels("dense").inc(new.dense_tokens)
-    tiles = _counter(
-        "sparsekv_prefill_tiles",
-        "Attention tiles of prefill over all heads and layers: computed, and causal, which dense computes.",
-        "kind",
-    )
-    tiles.labels("computed").inc(new.tiles_computed)
-    tiles.labels("causal").inc(new.tiles_causal)
-    _counter("sparsekv_prefill_failures", "Chunks of a layer that were to be sparse and ran dense after an error.").inc(
-        new.failures
-    )
-    decoded = _counter(
-        "sparsekv_decode_tokens",
-        "Decoded tokens: sparse in all layers of segments, dense in some, dense for want of score scratch (of the "
-        "dense).",
-        "plan",
-    )
-    decoded.labels("sparse").inc(new.decode_sparse)
-    decoded.labels("dense").inc(new.decode_dense)
-    decoded.labels("no_scratch").inc(new.decode_left)
+    meaning = "1 for the rule by which an engine is sparse: context x rows, of chunks and decode steps."
+    _metric("Gauge", "sparsekv_rule", meaning, "prefill", "decode").labels(str(rule.prefill), str(rule.decode)).set(1)
+    meaning = "Prompt tokens prefilled, by whether the plan is sparse at their length."
+    _add("sparsekv_prompt_tokens", meaning, "plan", sparse=new.sparse_tokens, dense=new.dense_tokens)
+    meaning = "Attention tiles of prefill over all heads and layers: computed, and causal, which dense computes."
+    _add("sparsekv_prefill_tiles", meaning, "kind", computed=new.tiles_computed, causal=new.tiles_causal)
+    meaning = "Chunks of a layer that were to be sparse and ran dense after an error."
+    _metric("Counter", "sparsekv_prefill_failures", meaning).inc(new.failures)
+    meaning = "Decoded tokens: sparse in all layers of segments, dense in some, dense for want of scratch (of these)."
+    decoded = {"sparse": new.decode_sparse, "dense": new.decode_dense, "no_scratch": new.decode_left}
+    _add("sparsekv_decode_tokens", meaning, "plan", **decoded)
 
 
 def publish_drafts(new: Mapping[str, Drafted]) -> None:
     meaning = "Tokens that the plan drafted, and those that counted, by context length."
-    tokens = _counter("sparsekv_draft_tokens", meaning, "kind", "length")
+    tokens = _metric("Counter", "sparsekv_draft_tokens", meaning, "kind", "length")
     for length, counts in new.items():
         tokens.labels("drafted", length).inc(counts.drafted)
         tokens.labels("accepted", length).inc(counts.accepted)

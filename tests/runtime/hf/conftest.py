@@ -15,11 +15,11 @@ def model():
 def cuts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Pieces of each layer that ran in pieces."""
     seen: list[int] = []
-    real = long_inputs.forward_in_pieces
+    real = long_inputs._CutLayer.forward
 
-    def counted(layer, architecture, given, pieces, into):
-        seen.append(len(pieces))
-        return real(layer, architecture, given, pieces, into)
+    def counted(cut, into):
+        seen.append(len(cut.pieces))
+        return real(cut, into)
 
-    monkeypatch.setattr(long_inputs, "forward_in_pieces", counted)
+    monkeypatch.setattr(long_inputs._CutLayer, "forward", counted)
     return seen
