@@ -5,7 +5,8 @@ variant of the flash kernel is used where there is one, and else blocks of rows 
 mask of the whole call is never made. K and V may be physically longer than the lengths, and are never repeated in
 memory for grouped-query attention.
 
-Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, S query rows, K keys, D head size.
+Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, S query rows, K keys, D head size;
+R and J rows and keys of a block.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, PrefillCall
+from sparsekv.kernels.topk import blocks
 
 # Elements and rows of a block's mask.
 MASK_ELEMENTS = 1 << 24
@@ -56,12 +58,12 @@ def dense_attention(
     same = len(set(chunk.past)) == 1 and len(set(chunk.lengths)) == 1
     if same and length - past == q_BHSD.shape[2]:
         k_BGKD, v_BGKD = k_BGKD[:, :, :length], v_BGKD[:, :, :length]
-        return AttentionOutput(_same_length(q_BHSD, k_BGKD, v_BGKD, past, scale, window), None)
+        return AttentionOutput(_same_length(q_BHSD, k_BGKD, v_BGKD, scale, window), None)
     out_BHSD = torch.zeros_like(q_BHSD)
     for b, (past, length) in enumerate(zip(chunk.past, chunk.lengths, strict=True)):
         row, rows = slice(b, b + 1), slice(0, length - past)
         k_1GKD, v_1GKD = k_BGKD[row, :, :length], v_BGKD[row, :, :length]
-        out_BHSD[row, :, rows] = _same_length(q_BHSD[row, :, rows], k_1GKD, v_1GKD, past, scale, window)
+        out_BHSD[row, :, rows] = _same_length(q_BHSD[row, :, rows], k_1GKD, v_1GKD, scale, window)
     return AttentionOutput(out_BHSD, None)
 
 
@@ -75,27 +77,22 @@ def attend_newest(
 
 
 def _same_length(
-    q_BHSD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    past: int,
-    scale: float,
-    window: int | None,
+    q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
     """Batch rows of one past and length: S real rows that end at key K."""
-    S = q_BHSD.shape[2]
+    S, K = q_BHSD.shape[2], k_BGKD.shape[2]
     if S == 0:
         return torch.empty_like(q_BHSD)
     if S == 1:
         return attend_newest(q_BHSD, k_BGKD, v_BGKD, scale=scale, window=window)
-    if window is None and past == 0:
+    if window is None and S == K:
         return _whole_prompt(q_BHSD, k_BGKD, v_BGKD, scale)
     if window is None and _flash_runs(q_BHSD):
-        bias = causal_lower_right(S, k_BGKD.shape[2])
+        bias = causal_lower_right(S, K)
         return scaled_dot_product_attention(
             q_BHSD, k_BGKD, v_BGKD, attn_mask=bias, scale=scale, enable_gqa=q_BHSD.shape[1] != k_BGKD.shape[1]
         )
-    return _row_blocks(q_BHSD, k_BGKD, v_BGKD, past, scale, window)
+    return _row_blocks(q_BHSD, k_BGKD, v_BGKD, scale, window)
 
 
 def _flash_runs(q_BHSD: torch.Tensor) -> bool:
@@ -117,9 +114,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def _whole_prompt(q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor, scale: float) -> torch.Tensor:
     """Queries and keys are the same tokens, so torch's own causal flag means what it should."""
-    if not _flash_runs(q_BHSD):
-        return _grouped(q_BHSD, k_BHSD, v_BHSD, scale, is_causal=True)
-    hopper = _capability(q_BHSD.device) >= (9, 0)
+    hopper = _flash_runs(q_BHSD) and _capability(q_BHSD.device) >= (9, 0)
     if not hopper or q_BHSD.shape[2] < CUDNN_ROWS:
         return _plain(q_BHSD, k_BHSD, v_BHSD, scale, is_causal=True)
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
@@ -127,30 +122,23 @@ def _whole_prompt(q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tens
 
 
 def _row_blocks(
-    q_BHSD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    past: int,
-    scale: float,
-    window: int | None,
+    q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
     """Blocks of rows over the keys that any of them sees, each with its own small mask."""
     S, K = q_BHSD.shape[2], k_BGKD.shape[2]
     # Few rows a block: every block computes a triangle that nobody sees.
     rows = max(16, min(MOST_ROWS, MASK_ELEMENTS // (window or K)))
     out_BHSD = torch.empty_like(q_BHSD)
-    for start in range(0, S, rows):
-        stop = min(start + rows, S)
-        first = 0 if window is None else max(0, past + start + 1 - window)
-        keys = slice(first, past + stop)
-        i_S1 = torch.arange(past + start, past + stop, device=q_BHSD.device)[:, None]
-        j_K = torch.arange(first, past + stop, device=q_BHSD.device)
+    for part in blocks(S, 1, rows):
+        begin, end = K - S + part.start, K - S + part.stop
+        keys = slice(0 if window is None else max(0, begin + 1 - window), end)
+        i_S1 = torch.arange(begin, end, device=q_BHSD.device)[:, None]
+        j_K = torch.arange(keys.start, end, device=q_BHSD.device)
         mask_SK = j_K <= i_S1
         if window is not None:
             mask_SK &= i_S1 - j_K < window
-        out_BHSD[:, :, start:stop] = _grouped(
-            q_BHSD[:, :, start:stop], k_BGKD[:, :, keys], v_BGKD[:, :, keys], scale, mask_SK=mask_SK
-        )
+        q_BHRD, k_BGJD, v_BGJD = q_BHSD[:, :, part], k_BGKD[:, :, keys], v_BGKD[:, :, keys]
+        out_BHSD[:, :, part] = _grouped(q_BHRD, k_BGJD, v_BGJD, scale, mask_SK=mask_SK)
     return out_BHSD
 
 

@@ -57,8 +57,7 @@ class DeviceStore(WholeStore):
 
     def __init__(self, counts: Bytes | None = None) -> None:
         self.bytes = Bytes() if counts is None else counts
-        self._k_BGCD: torch.Tensor | None = None
-        self._v_BGCD: torch.Tensor | None = None
+        self._kv_BGCD: tuple[torch.Tensor, torch.Tensor] | None = None
         self._reserved = 0
         self._forks = Forks()
 
@@ -68,9 +67,9 @@ class DeviceStore(WholeStore):
         return max(self.lengths, default=0)
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        check_tokens_fit(self._k_BGCD, k_BGSD, v_BGSD)
+        check_tokens_fit(self.keys, k_BGSD, v_BGSD)
         tokens = k_BGSD.shape[2]
-        if self._k_BGCD is None or self.length + tokens > self.capacity:
+        if self._kv_BGCD is None or self.length + tokens > self.capacity:
             self._grow(self.length + tokens, Layout.of(k_BGSD))
         for room_BGCD, new_BGSD in zip(self.tensors, (k_BGSD.detach(), v_BGSD.detach()), strict=True):
             if not self._is_ragged:
@@ -82,7 +81,7 @@ class DeviceStore(WholeStore):
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         if self._is_ragged:
-            layout.check(self._k_BGCD)
+            layout.check(self.keys)
             return super().room(tokens, layout)
         self.hold(self.length + tokens, layout)
         k_BGCD, v_BGCD = self.tensors
@@ -90,7 +89,7 @@ class DeviceStore(WholeStore):
 
     def hold(self, tokens: int, layout: Layout, row: int | None = None) -> None:
         """Makes room for so many tokens in all, at least in this row. Raises ShapeError for another layout."""
-        layout.check(self._k_BGCD)
+        layout.check(self.keys)
         self._grow(tokens, layout)
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
@@ -109,7 +108,7 @@ class DeviceStore(WholeStore):
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
         if self.length == 0:
             self._reserved = max(self._reserved, tokens)
-        known = layout if self._k_BGCD is None else Layout.of(self._k_BGCD)
+        known = layout if self._kv_BGCD is None else Layout.of(self._kv_BGCD[0])
         if known is not None:
             self._grow(max(tokens, self._reserved), known)
 
@@ -129,8 +128,7 @@ class DeviceStore(WholeStore):
             end = max((self.lengths[rows[row]] for row in changed), default=0)
             self._copy_rows(changed, [rows[row] for row in changed], slice(begin, max(begin, end)))
         else:
-            self._k_BGCD, self._v_BGCD = (x_BGCD[list(rows)] for x_BGCD in self.tensors)
-            self.bytes.device = 2 * self._k_BGCD.untyped_storage().nbytes()
+            self._put(*(x_BGCD[list(rows)] for x_BGCD in self.tensors))
         self._forks.select(rows, self.lengths)
         self.lengths = tuple(self.lengths[row] for row in rows)
 
@@ -148,13 +146,12 @@ class DeviceStore(WholeStore):
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values with the memory behind them, [B, G, C, D] without gaps; others once the store has grown."""
-        assert self._k_BGCD is not None, "nothing was appended to this store yet"
-        assert self._v_BGCD is not None
-        return self._k_BGCD, self._v_BGCD
+        assert self._kv_BGCD is not None, "nothing was appended to this store yet"
+        return self._kv_BGCD
 
     @property
     def capacity(self) -> int:
-        return 0 if self._k_BGCD is None else self._k_BGCD.shape[2]
+        return 0 if self._kv_BGCD is None else self._kv_BGCD[0].shape[2]
 
     def advance(self, tokens: int) -> None:
         self._count(tokens)
@@ -167,21 +164,20 @@ class DeviceStore(WholeStore):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        return self._k_BGCD
+        return self._kv_BGCD and self._kv_BGCD[0]
 
     @torch.inference_mode(False)  # else what was allocated there could not be written to under torch.no_grad()
     def _grow(self, needed: int, layout: Layout) -> None:
-        capacity = -1 if self._k_BGCD is None else self._k_BGCD.shape[2]
+        old, capacity = self._kv_BGCD, self.capacity if self._kv_BGCD else -1
         larger = grown(capacity, needed, self._reserved)
         if larger == capacity:
             return
-        self._k_BGCD, self._v_BGCD = (self._moved(old, layout.empty(larger)) for old in (self._k_BGCD, self._v_BGCD))
-        self.bytes.device = 2 * self._k_BGCD.untyped_storage().nbytes()
-
-    def _moved(self, old_BGCD: torch.Tensor | None, larger_BGCD: torch.Tensor) -> torch.Tensor:
-        if old_BGCD is not None:
+        self._put(layout.empty(larger), layout.empty(larger))
+        for old_BGCD, larger_BGCD in zip(old or (), self.tensors, strict=False):
             larger_BGCD[:, :, : self.length].copy_(old_BGCD[:, :, : self.length])
-        return larger_BGCD
+
+    def _put(self, k_BGCD: torch.Tensor, v_BGCD: torch.Tensor) -> None:
+        self._kv_BGCD, self.bytes.device = (k_BGCD, v_BGCD), 2 * k_BGCD.untyped_storage().nbytes()
 
 
 class RowStore(KVStore):

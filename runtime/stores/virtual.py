@@ -157,7 +157,7 @@ class VirtualStore(DeviceStore):
 
     def hold(self, tokens: int, layout: Layout, row: int | None = None) -> None:
         """Pages for so many tokens of one row; or of the longest, all others as far behind as they are."""
-        layout.check(self._k_BGCD)
+        layout.check(self.keys)
         wanted = list(self.lengths or (0,) * layout.batch)
         if row is not None:
             wanted[row] = max(tokens, self._reserved)
@@ -182,7 +182,7 @@ class VirtualStore(DeviceStore):
 
     def missing(self, wanted: Sequence[int], layout: Layout) -> int:
         """Bytes of the pages to map for so many tokens of each row. Raises ShapeError when the layout does not fit."""
-        layout.check(self._k_BGCD)
+        layout.check(self.keys)
         token, page, mapped = layout.token_bytes, self._pool.driver.granularity, self._mapped or (0,) * len(wanted)
         more = [max(0, round_up(n, _TILE) - has) for n, has in zip(wanted, mapped, strict=True)]
         return 2 * sum(round_up(tokens * token, page) for tokens in more)
@@ -225,7 +225,7 @@ class VirtualStore(DeviceStore):
 
     def _take(self, memory: _Memory) -> _Memory:
         self._memory, self._layout = memory, memory.layout
-        self._k_BGCD, self._v_BGCD = memory.kv_2BGCD.unbind()
+        self._kv_BGCD = memory.kv_2BGCD[0], memory.kv_2BGCD[1]
         return memory
 
     def _measure(self) -> None:
@@ -254,17 +254,16 @@ class VirtualStore(DeviceStore):
             counts = lengths or (0,) * self._layout.batch
             if self._asked:
                 self._asked = tuple(map(min, self._asked, map(self._kept, counts)))
-            if self._memory is None or (not has_forks and self._keeps_all(counts)):
+            if (memory := self._memory) is None or (not has_forks and self._keeps_all(memory, counts)):
                 return
             try:
-                self._drop_behind(list(map(self._kept, counts)))
+                self._drop_behind(memory, list(map(self._kept, counts)))
             finally:
                 self._measure()
 
-    def _keeps_all(self, lengths: Sequence[int]) -> bool:
+    def _keeps_all(self, memory: _Memory, lengths: Sequence[int]) -> bool:
         """Returns whether no row has a page to give back; then takes note of the room that there is."""
-        assert self._memory is not None
-        page = self._pool.driver.granularity // self._memory.layout.token_bytes
+        page = self._pool.driver.granularity // memory.layout.token_bytes
         keeps = all(most - page <= self._kept(length) for most, length in zip(self._mapped, lengths, strict=True))
         if keeps:
             self._capacity = max(lengths) + min(map(int.__sub__, self._mapped, lengths))
@@ -272,23 +271,22 @@ class VirtualStore(DeviceStore):
 
     def _let_go(self) -> None:
         self._asked, self._mapped = (), []
-        self._memory = self._layout = self._k_BGCD = self._v_BGCD = None
+        self._memory = self._layout = self._kv_BGCD = None
         self._capacity = self._extent = self.bytes.device = 0
 
     def _kept(self, length: int) -> int:
         """Tokens that a row of this length has pages for, once some were taken back: all that it asks for ahead."""
         return max(length + 2 * AHEAD, self._reserved)
 
-    def _drop_behind(self, tokens: Sequence[int]) -> None:
-        assert self._memory is not None
+    def _drop_behind(self, memory: _Memory, tokens: Sequence[int]) -> None:
         changes: dict[int, Change] = {}
         for row, count in enumerate(tokens):
-            for at in self._memory.rows_of(row):
-                needed, _ = self._memory.reservation.up_to(at, self._memory.bytes_for(count))
-                if needed < len(self._memory.reservation.pages(at)):
+            for at in memory.rows_of(row):
+                needed, _ = memory.reservation.up_to(at, memory.bytes_for(count))
+                if needed < len(memory.reservation.pages(at)):
                     changes[at] = needed, ()
         if changes:
-            self._memory.reservation.replace(changes)
+            memory.reservation.replace(changes)
 
     @torch.inference_mode(False)
     def select(self, rows: Sequence[int]) -> None:
