@@ -46,9 +46,6 @@ def spread(work: Callable[[Item], None], items: Sequence[Item], *, elements: int
     Args:
         elements: that all items together read from memory, or as much work.
         device: where they lie. What goes to a GPU stays on the caller's thread, and so on its stream.
-
-    Raises:
-        Whatever `work` raises, of the first item for which it does.
     """
     threads = min(torch.get_num_threads(), len(items), elements // THREAD_ELEMENTS)
     if threads > 1 and device.type == "cpu":

@@ -44,13 +44,7 @@ def dense_attention(
     scale: float,
     window: int | None = None,
 ) -> AttentionOutput:
-    """Causal attention over every key (of the window), without log-sum-exp.
-
-    Args:
-        q_BHSD: the chunk's queries; row r of batch row b is token past[b] + r.
-        k_BGKD: all keys so far, at least chunk.longest of them; those past a row's length are not looked at.
-        window: the layer's own sliding window in tokens, or None.
-    """
+    """Causal attention over every key (of the window), without log-sum-exp; arguments as in `prefill_attention`."""
     PrefillCall(q_BHSD, k_BGKD, v_BGKD, chunk, scale, window).check()
     past, length = chunk.past[0], chunk.lengths[0]
     if window is not None and window >= chunk.longest:

@@ -101,13 +101,8 @@ def launch_table(major: int) -> tuple[tuple[int, PrefillLaunch], ...]:
     return _HOPPER if major in (9, 10) else _AMPERE
 
 
-def prefill(
-    call: PrefillCall, index: TileIndex, want_lse: bool = False, launch: PrefillLaunch | None = None
-) -> AttentionOutput:
+def prefill(call: PrefillCall, index: TileIndex, want_lse: bool = False) -> AttentionOutput:
     """Attention over the index's tiles and columns, all heads in one launch.
-
-    Args:
-        launch: block sizes to use instead of the table's, for tuning.
 
     Raises:
         BackendError: the tensors are not on a GPU, or head size or dtype is not supported.
@@ -124,7 +119,7 @@ def prefill(
     block_d = triton.next_power_of_2(D)
     parts = triton.cdiv(D, MOST_VALUES)
     tile = index.tile
-    blocks = fit(launch, tile) if launch else launch_for(q_BHSD.device, q_BHSD.dtype, block_d, tile)
+    blocks = launch_for(q_BHSD.device, q_BHSD.dtype, block_d, tile)
     past_B = on_device(chunk.past, q_BHSD.device, torch.int32)
     lengths_B = on_device(chunk.lengths, q_BHSD.device, torch.int32)
     grid = (parts * H // G * triton.cdiv(S, blocks.block_m), G, B)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -25,6 +26,7 @@ from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks, Requests, Scheduled
 from sparsekv.runtime.vllm.internals import changed_calls, replace_method
 
+_ROWS = attrgetter("input_batch.req_ids")  # of a model runner, once a step is prepared; V2's are handed on
 # What of a model runner holds captured graphs, and what of that says whether there are any.
 _GRAPHS, _GRAPHS_V2 = ("cudagraph_dispatcher", "keys_initialized"), ("cudagraph_manager", "_graphs_captured")
 
@@ -142,13 +144,7 @@ def follow_steps(config: VllmConfig, requests_of: Callable[[VllmConfig], Request
     else:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-        replace_method(GPUModelRunner, "execute_model", lambda given: _executing(given, requests_of, _order, _GRAPHS))
-
-
-def _order(runner: Any) -> Sequence[str]:
-    """The rows of a step, once it is prepared; the other runner's are known to what it calls alone."""
-    ids: list[str] = runner.input_batch.req_ids
-    return ids
+        replace_method(GPUModelRunner, "execute_model", lambda given: _executing(given, requests_of, _ROWS, _GRAPHS))
 
 
 def _executing(

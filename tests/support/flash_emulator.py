@@ -10,12 +10,10 @@ Shapes: M rows of a query tile, N keys listed for it; else as in call.py.
 from __future__ import annotations
 
 import math
-from functools import partial
 from itertools import product
 
 import torch
 
-from sparsekv.kernels.prefill.flash.backend import Passes, run
 from sparsekv.kernels.prefill.flash.call import BlockLists, CallPart, causal, causal_in_window, empty_lists
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import TileShape
@@ -110,7 +108,3 @@ def _seen(chunk: Chunk, tile: TileShape, b: int, t: int, n: int, window: int | N
     row_M1 = torch.arange(first, max(first, min(first + tile.query, length)))[:, None]
     key_N = torch.arange(n * tile.key, (n + 1) * tile.key)
     return _visible(row_M1, key_N, window) & (key_N < length)
-
-
-PASSES = Passes(lower, attend_lists, attend_dense)
-prefill = partial(run, passes=PASSES)

@@ -10,14 +10,11 @@ Shapes: B batch, H query heads, G KV heads, S query rows, K keys in memory, D he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from sparsekv.kernels.prefill.columns import add_columns
 from sparsekv.kernels.prefill.flash.call import (
-    BlockLists,
     CallPart,
     Span,
     attend_dense,
@@ -40,18 +37,6 @@ LISTED_TILES = 256
 DENSE_ROWS, DENSE_CHUNK_ROWS = 16384, 2048
 
 
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """The kernels that compute tiles: flash-attn-4, or in tests its emulator."""
-
-    lower: Callable[..., BlockLists]
-    over_lists: Callable[[CallPart, BlockLists], None]
-    dense: Callable[[CallPart], None]
-
-
-_BY_FLASH = Passes(lower, attend_lists, attend_dense)
-
-
 def prefill(call: PrefillCall, index: TileIndex, want_lse: bool = False) -> AttentionOutput:
     """Attention over the index's tiles and columns. Raises BackendError where flash-attn-4 does not take the
     tensors."""
@@ -60,7 +45,7 @@ def prefill(call: PrefillCall, index: TileIndex, want_lse: bool = False) -> Atte
     obstacle = device_obstacle(q_BHSD.device) or shape_obstacle(q_BHSD.dtype, q_BHSD.shape[-1], index.tile)
     if obstacle:
         raise BackendError(f"the flash backend cannot run this layer: {obstacle}; use backend='triton'")
-    return run(call, index, want_lse, _BY_FLASH)
+    return run(call, index, want_lse)
 
 
 def takes_dense(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk) -> bool:
@@ -71,21 +56,21 @@ def takes_dense(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor
 
 
 @torch.no_grad()
-def dense(call: PrefillCall, passes: Passes = _BY_FLASH) -> AttentionOutput:
+def dense(call: PrefillCall) -> AttentionOutput:
     """Causal attention of all heads over every key (of the window)."""
     whole = _whole(call)
     for span in spans(call.chunk):
         _pad(whole, span)
         if span.queries:
-            passes.dense(whole.at(span))
+            attend_dense(whole.at(span))
     return AttentionOutput(whole.out_BHSD, None)
 
 
 @torch.no_grad()
-def run(call: PrefillCall, index: TileIndex, want_lse: bool, passes: Passes) -> AttentionOutput:
+def run(call: PrefillCall, index: TileIndex, want_lse: bool) -> AttentionOutput:
     whole = _whole(call)
     if whole.out_BHSD.numel():
-        _tiles(whole, index, call.chunk, passes)
+        _tiles(whole, index, call.chunk)
         if index.columns_BHC.shape[2]:
             add_columns(whole.out_BHSD, whole.lse_BHS, call, index)
     return AttentionOutput(whole.out_BHSD, whole.lse_BHS if want_lse else None)
@@ -99,12 +84,12 @@ def _whole(call: PrefillCall) -> CallPart:
     return CallPart(call.q_BHSD, call.k_BGKD, call.v_BGKD, out_BHSD, lse_BHS, call.scale, window)
 
 
-def _tiles(whole: CallPart, index: TileIndex, chunk: Chunk, passes: Passes) -> None:
+def _tiles(whole: CallPart, index: TileIndex, chunk: Chunk) -> None:
     dense = _dense_heads(index)
     heads, kv_heads = whole.q_BHSD.shape[1], whole.k_BGKD.shape[1]
     some_sparse = len(dense) < heads
     listed = some_sparse and bool(dense) and widest(chunk, index.tile, whole.window) <= LISTED_TILES
-    lists = passes.lower(index, chunk, window=whole.window, list_dense=listed) if some_sparse else None
+    lists = lower(index, chunk, window=whole.window, list_dense=listed) if some_sparse else None
     alone = [] if listed else list(dense_ranges(dense, heads // kv_heads))
     for span in spans(chunk):
         _pad(whole, span)
@@ -112,9 +97,9 @@ def _tiles(whole: CallPart, index: TileIndex, chunk: Chunk, passes: Passes) -> N
             continue
         part = whole.at(span)
         if lists is not None:
-            passes.over_lists(part, lists.at(span.rows, span.queries, span.length))
+            attend_lists(part, lists.at(span.rows, span.queries, span.length))
         for heads_alone in alone:
-            passes.dense(part.of(heads_alone))
+            attend_dense(part.of(heads_alone))
 
 
 def _pad(whole: CallPart, span: Span) -> None:

@@ -32,19 +32,27 @@ def _poisoned_outputs() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lower", "attend_lists", "attend_dense"):
+        monkeypatch.setattr(backend, name, getattr(flash_emulator, name))
+
+
 @pytest.fixture
-def flash_attn(monkeypatch: pytest.MonkeyPatch):
-    """flash-attn-4's stand-in where imports look for it."""
+def flash_attn(monkeypatch: pytest.MonkeyPatch, _emulated: None):
+    """flash-attn-4's stand-in where imports look for it, called in place of the emulator."""
     mask_mod.cache_clear()
+    for name in ("attend_lists", "attend_dense"):
+        monkeypatch.setattr(backend, name, getattr(call, name))
     for name, module in stand_in().items():
         monkeypatch.setitem(sys.modules, name, module)
     yield
     mask_mod.cache_clear()
 
 
-def run(case: Case, passes: backend.Passes = flash_emulator.PASSES, want_lse: bool = True) -> AttentionOutput:
+def run(case: Case, want_lse: bool = True) -> AttentionOutput:
     problem = draw(case)
-    found = backend.run(problem.call, problem.index, want_lse, passes)
+    found = backend.run(problem.call, problem.index, want_lse)
     assert_close(found, problem)
     return found
 
@@ -74,7 +82,7 @@ def test_columns_join_the_softmax_of_the_tiles(case: Case) -> None:
 @pytest.mark.usefixtures("flash_attn")
 def test_calls_into_flash_attn_4_mean_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "LISTED_TILES", 0)
-    run(case, backend.Passes(flash_emulator.lower, call.attend_lists, call.attend_dense))
+    run(case)
 
 
 def test_what_the_compiler_says_of_its_own_argument_is_silenced_and_nothing_else() -> None:
@@ -111,7 +119,7 @@ def test_indices_as_the_builders_make_them_are_understood(tile: TileShape) -> No
     chunk = Chunk((0,), (600,))
     index = build_index(patterns, q_BHSD, k_BGKD, chunk, tile, scale=0.125)
     assert index.dense_heads == (3,)
-    found = flash_emulator.prefill(PrefillCall(q_BHSD, k_BGKD, v_BGKD, chunk, 0.125), index, True)
+    found = backend.run(PrefillCall(q_BHSD, k_BGKD, v_BGKD, chunk, 0.125), index, True)
     answer = prefill_attention(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=0.125, want_lse=True, backend="reference")
     torch.testing.assert_close(found.out_BHSD, answer.out_BHSD, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found.lse_BHS, answer.lse_BHS, atol=1e-4, rtol=1e-4)
@@ -163,7 +171,7 @@ WHOLE = [
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_dense_layers_see_every_key_and_nothing_of_the_padding(case: Case) -> None:
     problem = draw(replace(case, dense_heads=tuple(range(case.heads))))
-    assert_close(backend.dense(problem.call, flash_emulator.PASSES), problem)
+    assert_close(backend.dense(problem.call), problem)
 
 
 @pytest.mark.usefixtures("flash_attn")
@@ -195,4 +203,4 @@ def test_columns_on_the_diagonal_stay_masked_before_a_step_without_live_ones() -
     live_BHTC[..., 10:30] = live_BHTC[..., 200:210] = True  # not a column of the steps between
     seen = replace(problem.seen, live_BHTC=live_BHTC)
     problem = replace(problem, seen=seen, index=pack(SQUARE, seen, problem.index.dense_H))
-    assert_close(backend.run(problem.call, problem.index, True, flash_emulator.PASSES), problem)
+    assert_close(backend.run(problem.call, problem.index, True), problem)

@@ -11,6 +11,7 @@ from torch_state import poisoned_memory
 
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.prefill import triton as triton_prefill
 from sparsekv.kernels.prefill.triton import PrefillLaunch
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
@@ -79,12 +80,13 @@ def test_cpu_edges_done_in_several_calls_give_the_same_softmax(monkeypatch: pyte
     ids=lambda launch: f"{launch.block_m}x{launch.block_n} and {launch.block_c}",
 )
 @pytest.mark.parametrize("tile", [TILE, SMALL_TILE], ids=["128 tiles", "64 tiles"])
-def test_block_sizes_never_change_what_is_computed(launch: PrefillLaunch, tile: TileShape) -> None:
-    from sparsekv.kernels.prefill.triton import prefill
-
+def test_block_sizes_never_change_what_is_computed(
+    launch: PrefillLaunch, tile: TileShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_prefill, "launch_for", lambda *rest: triton_prefill.fit(launch, tile))
     case = Case("x", past=(33,), lengths=(310,), tile=tile, columns=100, window=200, share=0.7, dense_heads=(1,))
     for problem in (draw(case), draw(Case("y", lengths=(150,), tile=tile, columns=50))):
-        assert_close(prefill(problem.call, problem.index, want_lse=True, launch=launch), problem)
+        assert_close(triton_prefill.prefill(problem.call, problem.index, want_lse=True), problem)
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])
