@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -90,13 +90,19 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
     def phase(self) -> PhaseName:
         return self.only or "both"
 
-    @property
-    def drawn(self) -> EvalSamples:
+    def step(self, plans: Collection[Plan]) -> int | None:
+        """Most tokens of a prompt at once: as the plans are tested, where all are tested alike."""
+        from sparsekv.planner.evaluation.batches import step_of
+
+        steps = {step_of(plan, self.prefill_chunk) for plan in plans}
+        return steps.pop() if len(steps) == 1 else self.prefill_chunk
+
+    def drawn(self, step: int | None) -> EvalSamples:
         from sparsekv.planner.evaluation import EvalSamples
 
         lengths = tuple(sorted(self.lengths))
         tasks = self.tasks or DEFAULT_TASKS
-        return EvalSamples(tasks, lengths, self.samples, self.batch, self.seed, self.prefill_chunk)
+        return EvalSamples(tasks, lengths, self.samples, self.batch, self.seed, step)
 
 
 def evaluate(flags: EvalFlags) -> None:
@@ -154,10 +160,11 @@ def _tasks(subject: Subject, flags: EvalFlags) -> None:
     plan = subject.plan
     loaded, modes = _loaded(subject, flags, {PLAN: plan} if plan else {})
     differs = check_model(plan, loaded.info) if plan else []
+    step = flags.step([plan] if plan else [])
     if prompts:
-        by_mode = evaluate_given(loaded, modes, prompts, flags.batch, flags.prefill_chunk, BarProgress())
+        by_mode = evaluate_given(loaded, modes, prompts, flags.batch, step, BarProgress())
     else:
-        by_mode = measure(loaded, modes, flags.drawn, progress=BarProgress())
+        by_mode = measure(loaded, modes, flags.drawn(step), progress=BarProgress())
     results = by_mode[PLAN if plan else DENSE]
     if flags.as_json:
         data = prompts_data(results, bool(plan)) if prompts else tasks_data(results[0], flags.samples, bool(plan))
@@ -177,7 +184,8 @@ def _suite(subject: Subject, flags: EvalFlags) -> None:
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.records import RunFile
 
-    of_samples = {name: getattr(flags, name) for name in ("suite", "seed", "samples", "prefill_chunk")}
+    of_samples = {name: getattr(flags, name) for name in ("suite", "seed", "samples")}
+    of_samples["prefill_chunk"] = flags.step(plans.values())
     drawn = SuiteSamples(tuple(sorted(flags.lengths)), batch=flags.batch, **of_samples)
     facts: dict[str, Any] = of_samples | {"phase": flags.phase}
     facts |= {"backend": settings_of(flags).backend}

@@ -46,7 +46,7 @@ Seed = Annotated[int, Field(ge=0, le=(1 << 32) - 1), Key("Seed of samples and of
 PrefillChunk = Annotated[
     Chunk,
     Flag(
-        "Prefill in pieces of so many tokens, as a server with such steps does; a plan is tested, and run, in 16k.",
+        "Prefill in pieces of so many tokens, as a server with such steps does; a plan is made, tested and run in 16k.",
         metavar="TOKENS",
     ),
 ]

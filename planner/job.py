@@ -17,7 +17,7 @@ import torch
 from sparsekv.planner.allocate import check_profiled
 from sparsekv.planner.common_options import set_aside
 from sparsekv.planner.evaluation import EvalSamples
-from sparsekv.planner.evaluation.batches import batches
+from sparsekv.planner.evaluation.batches import batches, prompt_step
 from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.evaluation.predictions import answered, prefill
 from sparsekv.planner.filter_layers import check_filters
@@ -70,6 +70,13 @@ class Job:
     def prompts(self) -> dict[int, tuple[CalibrationPrompt, ...]]:
         samples_at = self.options.samples_at
         return {length: self.calibration_prompts(length, samples_at(length)) for length in self.options.lengths}
+
+    @property
+    def step(self) -> int | None:
+        """Most tokens of a calibration prompt at once, as in the test of the plan; a preset has whole ones."""
+        options = self.options
+        cuts = options.retain is None and not options.offload and options.preset is None
+        return prompt_step(self.model.model_type, cuts, options.prefill_chunk)
 
     def calibration_prompts(self, length: int, samples: int) -> tuple[CalibrationPrompt, ...]:
         assert self.calibration is not None, "a job from a profile has no prompts"

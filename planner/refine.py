@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,11 @@ from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.types import rounded
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.hf.describe import decoder_of, last_norm_of, logits_of
+from sparsekv.runtime.hf.describe import config_of, decoder_of, last_norm_of, logits_of
+from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.observe import AttentionCall, ObservedInput, capture_attention, captured_inputs
+from sparsekv.runtime.model_config import rope_switch
 
 _MOST_FACTOR = 2.0  # of a weight in one round: what one prompt more would change is not to be followed
 _LEAST_SHARE = 1e-3
@@ -74,7 +77,7 @@ def refine(job: Job, profile: Profile, progress: Progress | None = None) -> Prof
     with (progress or Progress()).stage("refine", total=total) as step, torch.no_grad():
         for entry in entries:
             some = prompts[entry.length][: max(_LEAST_PROMPTS, min(_PROMPTS, _TOKENS // entry.length))]
-            runs = [_Run(loaded, prompt, profile.tile, profile.backend) for prompt in some]
+            runs = [_Run(loaded, prompt, profile.tile, profile.backend, job.step) for prompt in some]
             found[entry.length] = _Refinement(options, entry.length, runs).refined(entry)
             step.advance(prefill_work(entry.length), f"{entry.length} tokens")
     return profile.model_copy(update={"lengths": tuple(found.get(one.length, one) for one in profile.lengths)})
@@ -187,10 +190,12 @@ def _scaled(entry: LengthProfile, factors: Sequence[float]) -> LengthProfile:
 
 
 def _patterns_of(entry: LengthProfile, choice: Choice) -> LayerPatterns:
-    """Returns the patterns of every profiled layer, in order."""
+    """The patterns of every profiled layer, in order, as the plan has them: by shares of the context."""
     tables = ScoreTables.of(entry)
     return {
-        scores.layer: tuple(tables.pattern(choice, row, head) for head in range(len(scores.patterns[0])))
+        scores.layer: tuple(
+            tables.pattern(choice, row, head).of_context(entry.length) for head in range(len(scores.patterns[0]))
+        )
         for row, scores in enumerate(entry.layers)
     }
 
@@ -198,10 +203,14 @@ def _patterns_of(entry: LengthProfile, choice: Choice) -> LayerPatterns:
 class _Run:
     """One calibration prompt: its prefill by some patterns, its answer dense over what that left."""
 
-    def __init__(self, loaded: LoadedModel, prompt: CalibrationPrompt, tile: TileShape, backend: str) -> None:
+    def __init__(
+        self, loaded: LoadedModel, prompt: CalibrationPrompt, tile: TileShape, backend: str, step: int | None
+    ) -> None:
         self._model: Any = loaded.model
         self._tile, self._backend = tile, backend
         self._end, self.task = prompt.answer_start, prompt.task
+        rotates = rope_switch(config_of(loaded.model))
+        self._steps = piece_sizes(self._end, step, rotates) if step else [self._end]
         self._ids_1S = torch.from_numpy(prompt.ids.astype(np.int64)).to(loaded.model.device)[None]
         self._rows = slice(prompt.answer_rows.start, prompt.answer_rows.stop)
         self._patterns: LayerPatterns = {}
@@ -256,13 +265,19 @@ class _Run:
         if patterns is None:
             return None
         q_BHSD, k_BGSD, v_BGSD = call.q_BHSD, call.k_BGKD, call.v_BGKD
-        chunk, keys = Chunk.uniform(1, 0, end), (k_BGSD[:, :, :end], v_BGSD[:, :, :end])
-        how: dict[str, Any] = {"scale": call.scale, "softmax": call.softmax, "backend": self._backend}
-        cap = call.softmax.cap
-        index = build_index(patterns, q_BHSD[:, :, :end], keys[0], chunk, self._tile, scale=call.scale, cap=cap)
-        prompt = prefill_attention(q_BHSD[:, :, :end], *keys, index, chunk, **how)
+        prompt = [
+            self._in_step(call, patterns, Chunk.uniform(1, stop - rows, stop))
+            for rows, stop in zip(self._steps, accumulate(self._steps), strict=True)
+        ]
         rest, whole = Chunk.uniform(1, end, call.chunk.longest), full_view(k_BGSD, v_BGSD)
         dense = LayerProgram(call.layer, q_BHSD.shape[1], k_BGSD.shape[1], None)
         whole, fallback = replace(whole, softmax=call.softmax), Fallback(self._backend)
         answer = prefill(dense, q_BHSD[:, :, end:], whole, rest, scale=call.scale, fallback=fallback)
-        return torch.cat([prompt.out_BHSD, answer], 2)
+        return torch.cat([*prompt, answer], 2)
+
+    def _in_step(self, call: AttentionCall, patterns: Sequence[Pattern], chunk: Chunk) -> torch.Tensor:
+        q_BHSD = call.q_BHSD[:, :, chunk.past[0] : chunk.longest]
+        k_BGSD, v_BGSD = (x[:, :, : chunk.longest] for x in (call.k_BGKD, call.v_BGKD))
+        how: dict[str, Any] = {"scale": call.scale, "softmax": call.softmax, "backend": self._backend}
+        index = build_index(patterns, q_BHSD, k_BGSD, chunk, self._tile, scale=call.scale, cap=call.softmax.cap)
+        return prefill_attention(q_BHSD, k_BGSD, v_BGSD, index, chunk, **how).out_BHSD

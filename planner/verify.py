@@ -21,6 +21,7 @@ import numpy as np
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.common_options import GivenPrompt, digest_of_prompts
 from sparsekv.planner.evaluation import EvalSamples, Mode, PlanMode, evaluate, opened
+from sparsekv.planner.evaluation.batches import step_of
 from sparsekv.planner.evaluation.given import GivenSamples, HeldOut, samples_of
 from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.fixed_test import (
@@ -53,13 +54,12 @@ from sparsekv.plans.files import executed_digest, load_plan
 from sparsekv.plans.quality import CellScore, Excludes, LengthScore, Quality
 from sparsekv.plans.schema import PhaseName, Plan, check_model
 from sparsekv.plans.types import format_length
-from sparsekv.runtime.hf.describe import config_of, describe_model, takes_one_piece
+from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
 
 _TEXT, _LONG_TEXT = 64, 128  # tokens of dense's own text: of a few prompts, and of all where layers evict tokens
 _BROKEN_ROUNDING = 0.1  # nats
-STEP = 16_384  # tokens of a prompt at once
 DIAGNOSED = 8  # prompts of a task and length
 
 
@@ -127,8 +127,7 @@ def verify(
     """Runs the test of a plan beside dense.
 
     Args:
-        options: settled: verify_lengths, verify_tasks, verify_chosen, verify_seed, batch, prefill_chunk, backend. By
-            default prompts run in steps of `STEP` tokens, whole where layers evict or are in host memory.
+        options: settled: verify_lengths, verify_tasks, verify_chosen, verify_seed, batch, prefill_chunk, backend.
         prompts: of the caller, in place of samples of tasks; they verify nothing, as they were chosen.
         held_out: prompts of the caller that were set aside before the plan was searched for.
     """
@@ -162,20 +161,13 @@ def _samples(
     tasks = options.verify_tasks or tasks_tested(evicts=bool(plan.evicting))
     lengths = lengths_tested(plan, options.verify_lengths)
     seed = content_seed(plan, run.number) if options.verify_seed is None else options.verify_seed
-    samples = EvalSamples(tasks, lengths, 1, options.batch, seed, prefill_chunk=_step(plan, options))
+    samples = EvalSamples(tasks, lengths, 1, options.batch, seed, prefill_chunk=step_of(plan, options.prefill_chunk))
     if prompts:
         given = GivenSamples.of(samples, samples_of(loaded.tokenizer, prompts, loaded.info.context_length))
         return given, tuple(dict.fromkeys((*options.verify_chosen, "--prompts")))
     if held:
         return GivenSamples.at(samples, held.by_length), options.verify_chosen
     return samples, options.verify_chosen
-
-
-def _step(plan: Plan, options: Settled) -> int | None:
-    """Most tokens of a prompt at once. Layers that evict choose at the end of a prompt, layers in host memory are read
-    back by each piece, and transformers begins recurrent states anew in each."""
-    is_whole = plan.evicting or (plan.decode and plan.decode.offload) or takes_one_piece(plan.model.model_type)
-    return options.prefill_chunk or (None if is_whole else STEP)
 
 
 def _work(samples: EvalSamples, sizes: Sizes) -> float | None:

@@ -18,10 +18,12 @@ from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.tasks import Kit, Sample
 from sparsekv.planner.tasks.text import Ids
 from sparsekv.plans.model import kv_bytes
+from sparsekv.plans.schema import Plan
 from sparsekv.runtime.architecture import architecture_of, recurrence_of
-from sparsekv.runtime.hf.describe import config_of
+from sparsekv.runtime.hf.describe import config_of, takes_one_piece
 from sparsekv.runtime.model_config import attention_groups
 
+STEP = 16_384  # tokens of a prompt at once
 # Tokens that are fed of a text that is no answer: each is a decode step of every mode. No answer of a task is longer
 # where the vocabulary holds words.
 MOST_TEXT = 64
@@ -34,6 +36,22 @@ _SHARE = 0.4
 _SCORED = MOST_TEXT + 1  # rows that are scored, and the one after
 # Tensors as large as the float32 scores that are alive at once: both models', their logarithms, what divides them.
 _SCORES = 8
+
+
+def prompt_step(model_type: str, cuts: bool, asked: int | None = None) -> int | None:
+    """Most tokens of a prompt at once, in calibration and in every test: `asked` or `STEP`; None is all of it.
+
+    Args:
+        cuts: False where layers evict, which choose at the end of a prompt, or are in host memory, which each piece
+            reads back. transformers begins recurrent states anew in each.
+    """
+    return asked or (STEP if cuts and not takes_one_piece(model_type) else None)
+
+
+def step_of(plan: Plan, asked: int | None = None) -> int | None:
+    """The `prompt_step` of a plan."""
+    cuts = not (plan.evicting or (plan.decode and plan.decode.offload))
+    return prompt_step(plan.model.model_type, cuts, asked)
 
 
 @dataclass(frozen=True, slots=True)

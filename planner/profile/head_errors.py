@@ -10,7 +10,7 @@ a few prompts say little about the direction of every head and row, so that one 
 
 Rows are all rows of the prompt, or an even sample of runs of query tiles, whose rows then stand for those left out, and
 the question. In a sample, each run is a batch row: its queries, all keys, and its part of the index. All rows together
-are left as one batch row, since a thousand of them would be as many launches of some backends.
+are left as one batch row a step, since a thousand of them would be as many launches of some backends.
 
 Shapes: X batch rows of M rows each, H query heads, G KV heads, S rows of the prompt, T query tiles, D head size.
 """
@@ -42,6 +42,7 @@ class SampledRows:
         run: neighbouring query tiles that are one batch row.
         numbers: the runs: first an even spread, then what the tail has besides; None: all rows, uncut.
         spread: how many of them belong to the even spread.
+        step: query tiles of a step of the prompt.
     """
 
     length: int
@@ -50,19 +51,23 @@ class SampledRows:
     run: int = 1
     numbers: tuple[int, ...] | None = None
     spread: int = 1
+    step: int = 1
 
     @classmethod
-    def of(cls, length: int, tail_start: int, tile: TileShape, stride: int, runs: int | None = None) -> SampledRows:
-        """Every `stride`-th of the query tiles, about so many runs of neighbours (None: each by itself), and those from
-        `tail_start` on; with a stride of 1, all rows."""
-        if stride == 1:
+    def of(cls, steps: Chunk, tail_start: int, tile: TileShape, stride: int, runs: int | None = None) -> SampledRows:
+        """Every `stride`-th of the query tiles, about so many runs of neighbours within a step (None: each by itself),
+        and those from `tail_start` on; with a stride of 1, all rows."""
+        length, step = steps.longest, -(-steps.rows[0] // tile.query)
+        if stride == 1 and len(steps.past) == 1:
             return cls(length, tail_start, tile)
         tiles = -(-length // tile.query)
-        run = 1 if runs is None else -(-tiles // (runs * stride))
+        run = step if stride == 1 else 1 if runs is None else -(-tiles // (runs * stride))
+        if len(steps.past) > 1:
+            run = max(size for size in range(1, min(run, step) + 1) if step % size == 0)
         count = -(-tiles // run)
         spread = tuple(range(min(stride, count) - 1, count, stride))
         tail = tuple(number for number in range(tail_start // (run * tile.query), count) if number not in spread)
-        return cls(length, tail_start, tile, run, spread + tail, len(spread))
+        return cls(length, tail_start, tile, run, spread + tail, len(spread), step)
 
     @property
     def chunk(self) -> Chunk:
@@ -81,15 +86,19 @@ class SampledRows:
         return k_BGSD if self.numbers is None else k_BGSD.expand(len(self.numbers), -1, -1, -1)
 
     def index(self, index: TileIndex) -> TileIndex:
-        """The part of an index that belongs to them."""
+        """The part of an index, with a batch row a step, that belongs to them."""
         if self.numbers is None:
             return index
+
+        def runs(of_steps_XHT: torch.Tensor) -> torch.Tensor:
+            return self._runs(of_steps_XHT.transpose(0, 1).flatten(1, 2)[None], self.run)
+
         return TileIndex(
             tile=index.tile,
-            tiles_BHTW=self._runs(index.tiles_BHTW, self.run),
-            counts_BHT=self._runs(index.counts_BHT, self.run),
-            columns_BHC=index.columns_BHC.expand(len(self.numbers), -1, -1).contiguous(),
-            live_BHTN=self._runs(index.live_BHTN, self.run),
+            tiles_BHTW=runs(index.tiles_BHTW),
+            counts_BHT=runs(index.counts_BHT),
+            columns_BHC=torch.stack([index.columns_BHC[number * self.run // self.step] for number in self.numbers]),
+            live_BHTN=runs(index.live_BHTN),
             dense_H=index.dense_H,
         )
 
@@ -177,8 +186,8 @@ class _Scorer:
         prefix = self._layer.prefix
         index = prefix.index(patterns)
         out_XHMD = self._attend(index)
-        tiles_H = index.counts_BHT[0].sum(-1).double()
-        columns_H = (computed_tiles(index)[0] - tiles_H).clamp(min=0.0)
+        tiles_H = index.counts_BHT.sum((0, 2)).double()
+        columns_H = (computed_tiles(index).sum(0) - tiles_H).clamp(min=0.0)
         causal = prefix.causal_tiles
         return torch.stack([self._damage(out_XHMD).double(), tiles_H / causal, columns_H / causal])
 

@@ -22,7 +22,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sparsekv.kernels.backends import choose_backend
-from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.job import Job
 from sparsekv.planner.options import Family, Settled
 from sparsekv.planner.profile.calibration import CalibrationPrompt, digest_of_calibration
@@ -37,6 +36,7 @@ from sparsekv.planner.profile.search_space import (
     Patterns,
     aims,
     fit_to_target,
+    in_steps,
     screened,
     slots,
     too_low,
@@ -84,7 +84,7 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
     _check_targets(prompts, options)
     choice = token_choice(options) if "decode" in options.phases else None
     candidates = {length: [aim.candidate for aim in aims(options, length)] for length in prompts}
-    records = records_at(resume, _identity(loaded, options, prompts, backend))
+    records = records_at(resume, _identity(loaded, options, prompts, backend) | {"step": job.step})
     known = records.all(LayerRecord)
     keys = [(length, one, layer) for length, some in prompts.items() for one in range(len(some)) for layer in layers]
     missing = [key for key in keys if key not in known]
@@ -96,7 +96,7 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
     with progress.stage("profile", total=total) as step:
         for length, some in prompts.items():
             for sample, prompt in enumerate(some):
-                one = ProfilePass(loaded, options, backend, length, sample, prompt)
+                one = ProfilePass(loaded, options, backend, length, sample, prompt, job.step)
                 one.run(records, partial(step.advance, prefill_work(len(prompt.ids))))
     return Profile(
         model=info,
@@ -190,9 +190,10 @@ class ProfilePass:
         length: int,
         sample: int,
         prompt: CalibrationPrompt,
+        step: int | None,
     ) -> None:
         self._loaded, self._options, self._backend = loaded, options, backend
-        self._length, self._sample, self._prompt = length, sample, prompt
+        self._length, self._sample, self._prompt, self._step = length, sample, prompt, step
         self._aims = aims(options, length) if "prefill" in options.phases else ()
         decode = "decode" in options.phases
         self._reuse = ReuseScores(prompt.decode_rows, token_choice(options)) if decode else None
@@ -264,10 +265,11 @@ class ProfilePass:
     def _layer(self, found: Sensitivity) -> Layer:
         call, tile, end = found.call, self._options.tile, self._prompt.answer_start
         q_BHSD, k_BGSD, v_BGSD = (x[:, :, :end] for x in (call.q_BHSD, call.k_BGKD, call.v_BGKD))
-        prefix = CommonPrefix(q_BHSD, k_BGSD, Chunk.uniform(1, 0, end), tile, call.scale, softmax=call.softmax)
+        steps = in_steps(end, self._step, tile)
+        prefix = CommonPrefix(q_BHSD, k_BGSD, steps, tile, call.scale, softmax=call.softmax)
         prefix = prefix.with_lines(aim.patterns.last_q for aim in self._aims if aim.patterns.last_q)
         stride, runs = self._options.row_stride_at(self._length), _RUNS.get(q_BHSD.device.type)
-        rows = SampledRows.of(end, self._prompt.tail_start, tile, stride, runs)
+        rows = SampledRows.of(steps, self._prompt.tail_start, tile, stride, runs)
         dense_BHSD, gradient_BHSD = (x[:, :, :end] for x in (found.out_BHSD, found.gradient_BHSD))
         return Layer(prefix, v_BGSD, dense_BHSD, gradient_BHSD, rows, self._backend)
 

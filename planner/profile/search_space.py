@@ -7,7 +7,7 @@ in the patterns' `published`.
 A first prompt compares all ranges at a few densities (`screened`); each head then goes on with the ranges that did
 least damage there, over the whole ladder of densities (`slots`).
 
-Shapes: B batch (always 1 here), H query heads, G KV heads, S queries, D head size, T query tiles.
+Shapes: B batch (always 1 here), X steps of M rows, H query heads, G KV heads, S queries, D head size, T query tiles.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
 from sparsekv.kernels.index.build import build_index, layer_lines
 from sparsekv.kernels.index.layout import LineScores
@@ -130,9 +131,21 @@ Patterns = tuple[Pattern, ...]
 TileCosts = npt.NDArray[np.float64]
 
 
+def in_steps(length: int, step: int | None, tile: TileShape) -> Chunk:
+    """A prompt in steps of about so many tokens, in whole row tiles; each is a batch row. None: in one."""
+    rows = length if step is None else max(tile.query, step - step % tile.query)
+    firsts = range(0, length, rows)
+    return Chunk(tuple(firsts), tuple(min(first + rows, length) for first in firsts))
+
+
 @dataclass(frozen=True, slots=True)
 class CommonPrefix:
-    """Queries and keys of one layer over one prompt, and where they lie."""
+    """Queries and keys of one layer over one prompt.
+
+    Attributes:
+        chunk: the prompt, or its steps, X of them, each with its own index; a pattern's budgets are shares of the
+            context then.
+    """
 
     q_BHSD: torch.Tensor
     k_BGSD: torch.Tensor
@@ -145,7 +158,7 @@ class CommonPrefix:
     def with_lines(self, last_q: Iterable[int]) -> CommonPrefix:
         """The same, with the lines of these samples scored once for all the indices to come."""
         options: dict[str, Any] = {"scale": self.scale, "cap": self.softmax.cap}
-        score = partial(layer_lines, self.q_BHSD, self.k_BGSD, self.chunk, **options)
+        score = partial(layer_lines, *self._steps, self.chunk, **options)
         lines = {count: score(last_q=count) for count in set(last_q)}
         return replace(self, lines=lines)
 
@@ -172,11 +185,12 @@ class CommonPrefix:
         return self.chunk.causal_tiles(self.tile)
 
     def index(self, patterns: Patterns) -> TileIndex:
-        """The tiles of one pattern a head."""
+        """The tiles of one pattern a head, in the row tiles of each step: [X, H, T, ...]."""
+        if len(self.chunk.past) > 1:
+            patterns = tuple(pattern.of_context(self.chunk.longest) for pattern in patterns)
         return build_index(
             patterns,
-            self.q_BHSD,
-            self.k_BGSD,
+            *self._steps,
             self.chunk,
             self.tile,
             scale=self.scale,
@@ -184,9 +198,18 @@ class CommonPrefix:
             cap=self.softmax.cap,
         )
 
+    @property
+    def _steps(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [X, H, M, D] and keys [X, G, S, D] of the steps."""
+        steps, rows = len(self.chunk.past), max(self.chunk.rows)
+        if steps == 1:
+            return self.q_BHSD, self.k_BGSD
+        q_HMD = pad(self.q_BHSD[0], (0, 0, 0, steps * rows - self.q_BHSD.shape[2]))
+        return q_HMD.unflatten(1, (steps, rows)).transpose(0, 1), self.k_BGSD.expand(steps, -1, -1, -1)
+
     def cost(self, patterns: Patterns) -> TileCosts:
         """Tiles a head computes, single columns included: [H]."""
-        return np.asarray(computed_tiles(self.index(patterns))[0].cpu().numpy())
+        return np.asarray(computed_tiles(self.index(patterns)).sum(0).cpu().numpy())
 
 
 def fit_to_target(
@@ -223,7 +246,7 @@ def fit_to_target(
         beyond = np.where(searching & ~fits, middle, beyond)
         is_close = searching & fits & (cost_H >= (1.0 - slack) * target_H)
         beyond = np.where(is_close, fitting + 1, beyond)
-    most_H = prefix.index(sized(fitting, loose)).counts_BHT[0].amax(-1).tolist()
+    most_H = prefix.index(sized(fitting, loose)).counts_BHT.amax((0, 2)).tolist()
     tight = (_in_tiles(PROMPT_ROOM * most * prefix.tile.key, prefix.tile, length) for most in most_H)
     return sized(fitting, map(min, loose, tight))
 

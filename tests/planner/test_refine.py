@@ -8,15 +8,17 @@ import torch
 from planner_models import bare_job, made_up_prices, quick_options
 
 from sparsekv.planner.allocate import at_loss
+from sparsekv.planner.evaluation.predictions import PlanMode, after_prompt, prefill
 from sparsekv.planner.job import Job
 from sparsekv.planner.options import settle
 from sparsekv.planner.plan import compile_once
-from sparsekv.planner.predict import Choice, ScoreTables
+from sparsekv.planner.predict import Choice, ScoreTables, choice_of
 from sparsekv.planner.profile.profile_data import LayerScores, Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.records import read_measured, write_measured
 from sparsekv.planner.refine import _patterns_of, _Run, refine
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.observe import capture_attention
 
 LEVELS = (0.6, 0.8, 1.0, 1.2)
 OPTIONS = settle(quick_options(phases=("prefill",), levels=LEVELS).but(refine_rounds=10), 4096, "cpu")
@@ -104,6 +106,28 @@ def planned(profile: Profile) -> tuple[ScoreTables, Choice]:
     return tables, at_loss(tables, BY_LOSS.families, LOSS)[0]
 
 
+@pytest.mark.parametrize("step", [None, 300])
+def test_a_plan_that_is_run_predicts_what_it_does_in_a_model_in_the_same_steps(
+    loaded: LoadedModel, judged: Profile, step: int | None
+) -> None:
+    plan = compile_once(loaded.info, OPTIONS, judged, made_up_prices())
+    (entry,), (prompt,) = judged.lengths, bare_job(loaded, OPTIONS).prompts[1024]
+    bucket = plan.prefill.bucket(1024)
+    choice = choice_of(bucket, ScoreTables.of(entry))
+    every_step = plan.prefill.model_copy(update={"lengths": (bucket.model_copy(update={"up_to": None}),)})
+    plan = plan.model_copy(update={"prefill": every_step})
+    ids_1S, end = torch.from_numpy(prompt.ids.astype(np.int64))[None], prompt.answer_start
+    with torch.no_grad():
+        run = _Run(loaded, prompt, judged.tile, judged.backend, step)
+        with capture_attention(loaded.model, run._attend):
+            expected_TV = run._forward(_patterns_of(entry, choice))
+        with PlanMode(plan, "prefill").applied(loaded.model):
+            prefilled = prefill(loaded.model, ids_1S[:, :end], step)
+            found_AV = after_prompt(loaded.model, prefilled, ids_1S[:, end:], stepwise=True)[0]
+    torch.testing.assert_close(found_AV[:-1].log_softmax(-1), expected_TV, atol=1e-4, rtol=1e-4)
+    assert run._divergence(expected_TV) > 1e-6
+
+
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 1e3])
 def test_the_plan_that_a_loss_gives_was_measured_to_be_inside_it_and_is_sparse(
     loaded: LoadedModel, judged: Profile, factor: float
@@ -113,7 +137,7 @@ def test_the_plan_that_a_loss_gives_was_measured_to_be_inside_it_and_is_sparse(
     tables, choice = planned(found)
     (prompt,) = job.prompts[1024]
     with torch.no_grad():
-        run = _Run(loaded, prompt, found.tile, found.backend)
+        run = _Run(loaded, prompt, found.tile, found.backend, None)
         divergence, _ = run.measured(_patterns_of(found.lengths[0], choice))
     assert 0.0 < divergence <= LOSS
     assert tables.density(choice) < 0.95

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 from masks import brute_computed_tiles, brute_heads, brute_mask
-from planner_models import TILE, bare_job, dense_of, loaded_tiny, made_up_prices, quick_options
+from planner_models import TILE, bare_job, loaded_tiny, made_up_prices, quick_options
 from torch import nn
 from torch_state import poisoned_memory
 
+from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.options import settle
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.head_errors import CandidateScore, Layer, SampledRows, score_candidates
 from sparsekv.planner.profile.profiler import profile
-from sparsekv.planner.profile.search_space import CommonPrefix
+from sparsekv.planner.profile.search_space import CommonPrefix, in_steps
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.files import dump_plan, parse_plan
@@ -36,13 +38,30 @@ PATTERNS = (
 )
 
 
-def layer_of(length: int, stride: int, device: str = "cpu") -> Layer:
+def layer_of(length: int, stride: int, device: str = "cpu", step: int | None = None) -> Layer:
     generator = torch.Generator().manual_seed(length)
     q, g = (torch.randn(1, HEADS, length, SIZE, generator=generator).to(device) for _ in range(2))
     k, v = (torch.randn(1, GROUPS, length, SIZE, generator=generator).to(device) for _ in range(2))
-    rows = SampledRows.of(length, length - 20, TILE, stride)
-    prefix = CommonPrefix(q, k, Chunk.uniform(1, 0, length), TILE, SCALE)
-    return Layer(prefix, v, dense_of(prefix, v), g, rows, "cpu" if device == "cpu" else "triton")
+    prefix = CommonPrefix(q, k, in_steps(length, step, TILE), TILE, SCALE)
+    rows = SampledRows.of(prefix.chunk, length - 20, TILE, stride)
+    dense = dense_attention(q, k, v, Chunk.uniform(1, 0, length), scale=SCALE).out_BHSD
+    return Layer(prefix, v, dense, g, rows, "cpu" if device == "cpu" else "triton")
+
+
+def by_step(prefix: CommonPrefix) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+    """The mask of each step's rows, [H, M, S], and the tiles that heads compute there, [H]."""
+    steps, length = prefix.chunk, prefix.chunk.longest
+    patterns = PATTERNS if len(steps.past) == 1 else tuple(pattern.of_context(length) for pattern in PATTERNS)
+    for past, end in zip(steps.past, steps.lengths, strict=True):
+        chunk = Chunk.uniform(1, past, end)
+        found = brute_heads(
+            patterns, prefix.q_BHSD[:, :, past:end], prefix.k_BGSD[:, :, :end], chunk, TILE, scale=SCALE
+        )
+        mask_HMK = brute_mask(found, chunk, TILE, end - past)[0]
+        yield (
+            nn.functional.pad(mask_HMK, (0, length - mask_HMK.shape[-1])),
+            np.array(brute_computed_tiles(found, TILE)[0]),
+        )
 
 
 def by_hand(layer: Layer) -> np.ndarray:
@@ -50,8 +69,7 @@ def by_hand(layer: Layer) -> np.ndarray:
     prefix, group = layer.prefix, HEADS // GROUPS
     q, g = (one[0].double() for one in (prefix.q_BHSD, layer.gradient_BHSD))
     k, v = (one[0].double().repeat_interleave(group, 0) for one in (prefix.k_BGSD, layer.v_BGSD))
-    found = brute_heads(PATTERNS, prefix.q_BHSD, prefix.k_BGSD, prefix.chunk, TILE, scale=SCALE)
-    kept = brute_mask(found, prefix.chunk, TILE, prefix.chunk.longest)[0]
+    kept = torch.cat([mask for mask, _ in by_step(prefix)], 1)
     products = q @ k.transpose(1, 2) * SCALE
     dense = products.masked_fill(~torch.ones_like(products, dtype=torch.bool).tril(), -torch.inf).softmax(-1) @ v
     off = products.masked_fill(~kept, -torch.inf).softmax(-1) @ v - dense
@@ -59,15 +77,14 @@ def by_hand(layer: Layer) -> np.ndarray:
     return (0.5 * (0.5 * along + 0.5 * anywhere)).numpy()
 
 
-@pytest.mark.parametrize("length", [320, 250])
-def test_damage_is_half_the_mean_of_the_known_and_of_any_direction(length: int) -> None:
-    layer = layer_of(length, 1)
+@pytest.mark.parametrize(("length", "step"), [(320, None), (250, None), (320, 128), (250, 200)])
+def test_damage_is_half_the_mean_of_the_known_and_of_any_direction(length: int, step: int | None) -> None:
+    layer = layer_of(length, 1, step=step)
     (score,) = score_candidates(layer, [PATTERNS])
     np.testing.assert_allclose(score.damage_H, by_hand(layer).sum(1), rtol=1e-4, atol=1e-9)
     assert (score.damage_H[:3] > 0.01).all()
     assert score.damage_H[3] < 1e-9
-    found = brute_heads(PATTERNS, layer.prefix.q_BHSD, layer.prefix.k_BGSD, layer.prefix.chunk, TILE, scale=SCALE)
-    computed = np.array(brute_computed_tiles(found, TILE)[0])
+    computed = sum(tiles for _, tiles in by_step(layer.prefix))
     np.testing.assert_allclose((score.tiles_H + score.columns_H) * layer.prefix.causal_tiles, computed)
 
 
@@ -103,7 +120,8 @@ def test_heads_that_do_not_fit_a_block_together_have_the_damage_of_heads_that_do
 
     def damage(part: slice, groups: slice) -> np.ndarray:
         prefix = CommonPrefix(q[:, part], k[:, groups], Chunk.uniform(1, 0, 64), TILE, 1 / 32)
-        layer = Layer(prefix, v[:, groups], dense[:, part], g[:, part], SampledRows.of(64, 64, TILE, 1), "cpu")
+        rows = SampledRows.of(prefix.chunk, 64, TILE, 1)
+        layer = Layer(prefix, v[:, groups], dense[:, part], g[:, part], rows, "cpu")
         return score_candidates(layer, [patterns[part]])[0].damage_H
 
     halves = damage(slice(0, 144), slice(0, 1)), damage(slice(144, heads), slice(1, 2))
@@ -136,7 +154,7 @@ def test_what_was_scored_is_what_the_plan_says_and_runs(loaded: LoadedModel) -> 
             q, k, v = (one[:, :, :end] for one in (call.q_BHSD, call.k_BGKD, call.v_BGKD))
             out, g = (one[:, :, :end] for one in (found.out_BHSD, found.gradient_BHSD))
             prefix = CommonPrefix(q, k, Chunk.uniform(1, 0, end), TILE, call.scale)
-            layer = Layer(prefix, v, out, g, SampledRows.of(end, tail, TILE, options.row_stride), "cpu")
+            layer = Layer(prefix, v, out, g, SampledRows.of(prefix.chunk, tail, TILE, options.row_stride), "cpu")
             again[call.layer] += score_candidates(layer, [planned(call.layer)])
 
         rows = prompt.answer_rows

@@ -50,7 +50,7 @@ def prefix() -> CommonPrefix:
 def layer_of(prefix: CommonPrefix, stride: int) -> Layer:
     generator = torch.Generator().manual_seed(4)
     v_BGSD, gradient_BHSD = (torch.randn(prefix.k_BGSD.shape, generator=generator) for _ in range(2))
-    rows = SampledRows.of(LENGTH, LENGTH - 70, TILE, stride)
+    rows = SampledRows.of(Chunk.uniform(1, 0, LENGTH), LENGTH - 70, TILE, stride)
     return Layer(prefix, v_BGSD, dense_of(prefix, v_BGSD), gradient_BHSD, rows, "cpu")
 
 
