@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from itertools import accumulate
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 Key = TypeVarTuple("Key")
 Made = TypeVar("Made")
+
+_held: ContextVar[dict[object, object] | None] = ContextVar("held", default=None)
+
+
+@contextmanager
+def holding(results: dict[object, object]) -> Iterator[None]:
+    """All results come from this dictionary, or are put there. What a graph reads has to outlast it, and cannot be sent
+    while it is captured: a call of the same kind, run before it, sends it."""
+    before = _held.set(results)
+    try:
+        yield
+    finally:
+        _held.reset(before)
 
 
 def cached_on_device(
@@ -30,6 +45,13 @@ def cached_on_device(
         cached: Callable[..., Made] = lru_cache(maxsize=most)(make_for)
 
         def get(device: torch.device, *key: *Key) -> Made:
+            results: Any = _held.get()
+            if results is not None:
+                own = (make, device, key)
+                if own not in results:
+                    results[own] = make(device, *key)
+                held: Made = results[own]
+                return held
             stream = _stream(device)
             return make(device, *key) if stream is None else cached(stream, device, *key)
 

@@ -17,15 +17,19 @@ from sparsekv.kernels.triton_support import quick
 Pair = tuple[torch.Tensor, torch.Tensor]
 _AT_ONCE = 128  # tokens of a page
 _ROWS = 32  # of a program that moves some
+_TILE = 128  # keys of a tile at most
 
 
-def copy_pages(pages: Pair, table_P: torch.Tensor, into: Pair, scales: Pair | None = None) -> None:
+def copy_pages(
+    pages: Pair, table_P: torch.Tensor, into: Pair, scales: Pair | None = None, length_1: torch.Tensor | None = None
+) -> None:
     """Copies the pages of one request in order, keys and values in one launch. Nothing asks the device.
 
     Args:
         pages: keys and values, [N, G, S, D] each, of any strides but 1 in the last dimension.
         into: [G, K, D] each, contiguous; the last page may have more tokens.
         scales: float32 [G] each: what is copied is multiplied by them.
+        length_1: int32 on the device: so many tokens alone are copied, and zeros behind them as far as a tile reaches.
     """
     k_NGSD, v_NGSD = pages
     _, heads, tokens, size = k_NGSD.shape
@@ -35,8 +39,9 @@ def copy_pages(pages: Pair, table_P: torch.Tensor, into: Pair, scales: Pair | No
     with torch.cuda.device_of(k_NGSD):
         _copy_kernel[(len(table_P), heads, triton.cdiv(tokens, at_once))](
             k_NGSD, v_NGSD, table_P, *into, *k_NGSD.stride()[:3], *v_NGSD.stride()[:3], into[0].shape[1], tokens, size,
-            *(scales or (table_P, table_P)),
+            *(scales or (table_P, table_P)), table_P if length_1 is None else length_1,
             BLOCK_S=at_once, BLOCK_D=triton.next_power_of_2(size), SCALED=scales is not None,
+            COUNTED=length_1 is not None, TILE=_TILE,
         )  # fmt: skip
 
 
@@ -45,23 +50,30 @@ def copy_pages(pages: Pair, table_P: torch.Tensor, into: Pair, scales: Pair | No
 @no_type_check
 def _copy_kernel(
     k_ptr, v_ptr, table_ptr, k_out_ptr, v_out_ptr, k_stride_N, k_stride_G, k_stride_S,
-    v_stride_N, v_stride_G, v_stride_S, length, tokens, size, k_scale_ptr, v_scale_ptr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr,
+    v_stride_N, v_stride_G, v_stride_S, length, tokens, size, k_scale_ptr, v_scale_ptr, length_ptr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr, COUNTED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (pages of the request, KV heads, parts of a page)."""
     number, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    real, end = length, length
+    if COUNTED:
+        real = tl.load(length_ptr)
+        end = tl.minimum(length, real + TILE)
+        if number * tokens >= end:
+            return
     page = tl.load(table_ptr + number).to(tl.int64)
     lanes_S, lanes_D = tl.program_id(2) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
     token = number * tokens + lanes_S
-    inside = (lanes_S < tokens) & (token < length) & (lanes_D < size)
+    inside = (lanes_S < tokens) & (token < real) & (lanes_D < size)
+    written = (lanes_S < tokens) & (token < end) & (lanes_D < size)
     out = (head * length + token) * size + lanes_D
-    k = tl.load(k_ptr + page * k_stride_N + head * k_stride_G + lanes_S * k_stride_S + lanes_D, mask=inside)
-    v = tl.load(v_ptr + page * v_stride_N + head * v_stride_G + lanes_S * v_stride_S + lanes_D, mask=inside)
+    k = tl.load(k_ptr + page * k_stride_N + head * k_stride_G + lanes_S * k_stride_S + lanes_D, mask=inside, other=0.0)
+    v = tl.load(v_ptr + page * v_stride_N + head * v_stride_G + lanes_S * v_stride_S + lanes_D, mask=inside, other=0.0)
     if SCALED:
         k = k.to(tl.float32) * tl.load(k_scale_ptr + head)
         v = v.to(tl.float32) * tl.load(v_scale_ptr + head)
-    tl.store(k_out_ptr + out, k.to(k_out_ptr.dtype.element_ty), mask=inside)
-    tl.store(v_out_ptr + out, v.to(v_out_ptr.dtype.element_ty), mask=inside)
+    tl.store(k_out_ptr + out, k.to(k_out_ptr.dtype.element_ty), mask=written)
+    tl.store(v_out_ptr + out, v.to(v_out_ptr.dtype.element_ty), mask=written)
 
 
 def move_rows(keys: Pair, rows_gR: torch.Tensor, pages: Pair, table_P: torch.Tensor, last: int) -> None:

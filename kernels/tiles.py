@@ -17,11 +17,14 @@ causal tile for dense heads; `spent_tiles` counts those in the window.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, ClassVar
 
 import torch
 
+from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import ShapeError
 from sparsekv.plans.patterns import TileShape
 
@@ -39,6 +42,7 @@ class Chunk:
 
     past: tuple[int, ...]
     lengths: tuple[int, ...]
+    is_fixed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("past", "lengths"):  # lists are taken, but a chunk is a key of caches
@@ -51,6 +55,10 @@ class Chunk:
     @classmethod
     def uniform(cls, batch: int, past: int, length: int) -> Chunk:
         return cls((past,) * batch, (length,) * batch)
+
+    def on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Past and lengths, int32 [B] each, cached: not to be written to."""
+        return on_device(self.past, device, torch.int32), on_device(self.lengths, device, torch.int32)
 
     @property
     def longest(self) -> int:
@@ -70,6 +78,26 @@ class Chunk:
     def causal_tiles(self, tile: TileShape, window: int | None = None) -> int:
         """Tiles that dense causal attention computes for one head, of the layer's own window, over the batch rows."""
         return sum(tiles_of_rows(self, tile, window))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnyChunk(Chunk):
+    """The chunk of a captured call: shapes and grids follow from the largest one, `past` and `lengths`, and kernels
+    read on the device which one it is. Both are such that tiles are cut as badly as they can be: past is one short of a
+    multiple of 128.
+
+    Attributes:
+        numbers: past and lengths, int32 [B] each.
+        budgets: int32 [4, h] of the vertical-slash heads of a layer, a row each for sampled queries, columns, slashes
+            and tiles of a row.
+    """
+
+    numbers: tuple[torch.Tensor, torch.Tensor]
+    budgets: Mapping[Any, torch.Tensor]
+    is_fixed: ClassVar[bool] = False
+
+    def on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.numbers
 
 
 @lru_cache(maxsize=4096)

@@ -51,14 +51,17 @@ class IndexBuilder:
 
 def index_dense(group: FamilyHeads, call: IndexCall) -> HeadIndex:
     """Counts of every causal tile; kernels need no list for dense heads."""
-    tiles_B1TW, counts_B1T = _dense_rows(call.layout.device, call.layout)
+    dense_rows = _cached_rows if call.layout.chunk.is_fixed else _dense_rows
+    tiles_B1TW, counts_B1T = dense_rows(call.layout.device, call.layout)
     return HeadIndex.of_tiles(group.heads, spread(tiles_B1TW, group.own), spread(counts_B1T, group.own))
 
 
-@cached_on_device(most=4)
 def _dense_rows(device: torch.device, layout: IndexLayout) -> tuple[torch.Tensor, torch.Tensor]:
     tiles_B1TW, _ = empty_tiles(layout, 1, 1)  # never read; kernels need not handle a width of 0
     return tiles_B1TW, (layout.locate().end_BT + 1).to(torch.int32)[:, None]
+
+
+_cached_rows = cached_on_device(most=4)(_dense_rows)
 
 
 BUILDERS: Mapping[type[Pattern], IndexBuilder] = {
@@ -106,7 +109,7 @@ def build_index(
         ShapeError: tensors, patterns and chunk do not fit together.
         UnsupportedError: a pattern that has no builder yet, or a tile taller in keys than in queries.
     """
-    groups = _groups(_Same(tuple(patterns)))
+    groups = groups_of(tuple(patterns))
     _check(groups, len(patterns), q_BHSD, k_BGKD, chunk, tile, window)
     call = IndexCall.of(q_BHSD, k_BGKD, chunk, tile, scale, window, lines, cap)
     on_gpu = not cap and _by_triton(builder, q_BHSD.device)
@@ -158,6 +161,11 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self.patterns is other.patterns
+
+
+def groups_of(patterns: tuple[Pattern, ...]) -> tuple[FamilyHeads, ...]:
+    """The heads of each kind of a layer."""
+    return _groups(_Same(patterns))
 
 
 @lru_cache(maxsize=512)

@@ -127,14 +127,13 @@ class IndexLayout:
 
     def locate(self) -> RowTiles:
         """The row tiles of the call; not to be written to."""
-        return _locate(self.device, self)
+        return _located(self.device, self) if self.chunk.is_fixed else _locate(self.device, self)
 
 
 # Up to 40 bytes a row tile: 320 KiB at a million tokens.
-@cached_on_device(most=4)
 def _locate(device: torch.device, layout: IndexLayout) -> RowTiles:
     query, key, window = layout.tile.query, layout.tile.key, layout.window
-    past_B1, length_B1 = on_device([layout.chunk.past, layout.chunk.lengths], device).unsqueeze(-1)
+    past_B1, length_B1 = (numbers_B.long().unsqueeze(-1) for numbers_B in layout.chunk.on_device(device))
     first_BT = past_B1 + torch.arange(layout.row_tiles, device=device) * query
     last_BT = torch.minimum(first_BT + query, length_B1) - 1
     last_BT = last_BT.masked_fill(first_BT >= length_B1, -1)
@@ -142,6 +141,9 @@ def _locate(device: torch.device, layout: IndexLayout) -> RowTiles:
     if window is not None:
         seen_BT = floor_div(first_BT - window + 1, key).clamp_(min=0)
     return RowTiles(first_BT, last_BT, floor_div(first_BT, key), floor_div(last_BT, key), seen_BT)
+
+
+_located = cached_on_device(most=4)(_locate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.prefill.triton import LOG2_E, _live_words, _rows
 from sparsekv.kernels.tiles import PrefillCall, TileIndex
 from sparsekv.kernels.triton_support import quick
@@ -76,8 +75,7 @@ def add_columns(
     block_d = triton.next_power_of_2(D)
     blocks = column_launch(q_BHSD.dtype, block_d)
     blocks = replace(blocks, block_m=min(blocks.block_m, index.tile.query))
-    past_B = on_device(chunk.past, q_BHSD.device, torch.int32)
-    lengths_B = on_device(chunk.lengths, q_BHSD.device, torch.int32)
+    past_B, lengths_B = chunk.on_device(q_BHSD.device)
     columns_BHC, dense_H = index.columns_BHC.contiguous(), index.dense_H.contiguous()
     packed = triton.cdiv(C, blocks.block_c) * blocks.block_c
     packed_k, packed_v = k_BGKD.new_empty((2, B * H * packed, block_d))

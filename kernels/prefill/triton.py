@@ -28,7 +28,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.tiles import AttentionOutput, PrefillCall, TileIndex
 from sparsekv.kernels.triton_support import check_tensors, soft_cap
 from sparsekv.plans.patterns import TileShape
@@ -120,8 +119,7 @@ def prefill(call: PrefillCall, index: TileIndex, want_lse: bool = False) -> Atte
     parts = triton.cdiv(D, MOST_VALUES)
     tile = index.tile
     blocks = launch_for(q_BHSD.device, q_BHSD.dtype, block_d, tile)
-    past_B = on_device(chunk.past, q_BHSD.device, torch.int32)
-    lengths_B = on_device(chunk.lengths, q_BHSD.device, torch.int32)
+    past_B, lengths_B = chunk.on_device(q_BHSD.device)
     grid = (parts * H // G * triton.cdiv(S, blocks.block_m), G, B)
     with torch.cuda.device_of(q_BHSD):
         prefill_kernel[grid](

@@ -152,6 +152,11 @@ class Program:
         return tuple(layer for layer in self.layers if layer.role.is_sparse)
 
     @property
+    def prefilling(self) -> tuple[LayerProgram, ...]:
+        """The layers with a sparse prefill at some length, of which none evicts."""
+        return tuple(layer for layer in self.layers if any(layer.patterns) and layer.role.evicts is None)
+
+    @property
     def remembers(self) -> tuple[int, ...]:
         """The layers whose steps need queries of earlier ones, and of a prompt."""
         return tuple(layer.layer for layer in self.layers if layer.role.remembers)

@@ -18,6 +18,7 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.paged.captured_prefill import CapturedPrefill
 from sparsekv.runtime.paged.metrics import Counters
 from sparsekv.runtime.paged.step_rows import DecodeHost, PrefillRows
 
@@ -49,7 +50,7 @@ class Scratch:
         """
         _, heads, page, size = pages[0].shape
         used_P = table_P[: -(-length // page)]
-        into_GKD = self._views((heads, length, size), pages[0].dtype if scales is None else self._k.dtype)
+        into_GKD = self.views((heads, length, size), pages[0].dtype if scales is None else self._k.dtype)
         by = None if scales is None else (scales.k_G, scales.v_G)
         if by is not None:
             pages = pages[0].view(FLOAT8), pages[1].view(FLOAT8)
@@ -65,10 +66,10 @@ class Scratch:
 
     def zeros(self, heads: int, size: int, length: int) -> KeyView:
         """Keys and values that are all 0, until the next copy."""
-        k_GKD, v_GKD = self._views((heads, length, size), self._k.dtype)
+        k_GKD, v_GKD = self.views((heads, length, size), self._k.dtype)
         return self._keys((k_GKD.zero_(), v_GKD.zero_()))
 
-    def _views(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def views(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         numbers = math.prod(shape)
         return self._k.view(dtype)[:numbers].view(shape), self._v.view(dtype)[:numbers].view(shape)
 
@@ -101,6 +102,7 @@ class PlanHost:
         self.decoded = 1 + drafted  # rows of a request in a step at most
         self.scratch = scratch
         self.decode: DecodeHost | None = None  # where the plan has a sparse one
+        self.captured: CapturedPrefill | None = None  # where the engine's GPU runs graphs of it
         self.drafts = False  # whether decode of the plan only drafts, and a dense pass checks
         self.pays = program.hint  # until it is measured
         self.counters = Counters()

@@ -195,9 +195,12 @@ class SparseImpl(_Impl):
             q_THD, k_TGD, v_TGD = (_rows_of(x, rows.tokens) for x in qkv)
             try:
                 q_THD = self._read(q_THD)
-                keys = _keys(host, rows, (k_TGD, v_TGD), pages, step.table, self.scales)
-                keys = replace(keys, softmax=self.softmax)
-                output[rows.tokens] = host.prefill(program, q_THD, keys, rows.chunk, self.scale)
+                out_THD = self._captured(host, program, rows, q_THD, pages, step.table)
+                if out_THD is None:
+                    keys = _keys(host, rows, (k_TGD, v_TGD), pages, step.table, self.scales)
+                    keys = replace(keys, softmax=self.softmax)
+                    out_THD = host.prefill(program, q_THD, keys, rows.chunk, self.scale)
+                output[rows.tokens] = out_THD
             except Exception as error:
                 if not is_backend_failure(error, q_THD.device):
                     raise
@@ -210,6 +213,17 @@ class SparseImpl(_Impl):
         for rows in dense:
             host.count_dense((program,), rows.chunk)
         return frozenset(done)
+
+    def _captured(
+        self, host: EngineHost, program: LayerProgram, rows: PrefillRows, q_THD: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor], table: torch.Tensor,
+    ) -> torch.Tensor | None:  # fmt: skip
+        if host.captured is None or program.role.evicts is not None:
+            return None
+        table_P, meter = table[rows.request], host.counters.meter
+        return host.captured.attend(
+            rows, program, q_THD, pages, table_P, rows.chunk, self.scale, self.softmax, meter, self.scales
+        )
 
 
 class SparseBuilder(_Builder):

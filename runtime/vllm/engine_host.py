@@ -21,6 +21,7 @@ from sparsekv.runtime.core.state import Gather, Observed
 from sparsekv.runtime.core.timed_layers import Place
 from sparsekv.runtime.hub import model_folder
 from sparsekv.runtime.model_config import describe_config, dtype_name, files_fingerprint, has_soft_cap
+from sparsekv.runtime.paged.captured_prefill import CapturedPrefill, memory_of
 from sparsekv.runtime.paged.metrics import ServingStats
 from sparsekv.runtime.paged.plan_host import PlanHost, Scratch
 from sparsekv.runtime.paged.step_rows import DecodeHost
@@ -28,6 +29,7 @@ from sparsekv.runtime.plan_checks import check_cut, check_plan, check_stored
 from sparsekv.runtime.vllm.evicted_blocks import EvictingHost
 from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions, host_of, warn_of_release
 
+_LEAST_PAGE = 16  # tokens of a page
 _ALLOW_MISMATCH = '--additional-config \'{"sparsekv": {"allow_mismatch": true}}\''
 
 
@@ -84,9 +86,15 @@ def start_host(
     check_stored(plan, dtype_name(model.dtype), facts.kv_cache_dtype.startswith("fp8"))
     check_cut(plan, model.step, model.longest)
     _announce(plan, path)
-    scratch = Scratch(model.longest, group.kv_heads * group.head_dim, model.dtype, model.device)
+    scratch = Scratch(memory_of(model.longest), group.kv_heads * group.head_dim, model.dtype, model.device)
     program = Program.of(plan.prefill, plan.decode, described, model.rank, plan.evicting)
     host = EngineHost(program, choice.name, scratch, model.longest, facts.drafted)
+    sizes = {described.group_of(layer.layer).head_dim for layer in program.prefilling}
+    if len(sizes) == 1 and CapturedPrefill.takes(program.prefilling, model.device, size := sizes.pop()):
+        host.captured = CapturedPrefill(
+            program.prefilling, choice.name, scratch.views, size, model.step, model.longest, _LEAST_PAGE, model.dtype,
+            model.device,
+        )  # fmt: skip
     host.drafts = bool(options.exact)
     host.model = described.fingerprint.architecture
     host.place = Place.of(plan, model.longest, model.step, model.rows)

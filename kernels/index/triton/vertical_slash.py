@@ -53,7 +53,7 @@ from sparsekv.kernels.index.triton.sizes import (
     strips_for,
     takes_tensors,
 )
-from sparsekv.kernels.tiles import TileIndex
+from sparsekv.kernels.tiles import AnyChunk, TileIndex
 from sparsekv.kernels.topk import blocks
 
 _LOG2_E = math.log2(math.e)
@@ -77,18 +77,31 @@ def prepare(group: FamilyHeads, call: IndexCall, sizes: Sizes | None = None) -> 
     """
     sizes = sizes or sizes_for(call.layout.device)
     widths, parts = plan_build(group, call.layout, sizes, MOST_SCORES)
-    return PreparedIndex(widths, partial(_fill, parts, call, sizes, call.known_lines(group)))
+    return PreparedIndex(widths, partial(_fill, group, parts, call, sizes, call.known_lines(group)))
 
 
 def _fill(
-    parts: tuple[HeadsPlan, ...], call: IndexCall, sizes: Sizes, known: LineScores | None, into: TileIndex
-) -> None:
+    group: FamilyHeads, parts: tuple[HeadsPlan, ...], call: IndexCall, sizes: Sizes, known: LineScores | None,
+    into: TileIndex,
+) -> None:  # fmt: skip
     """Writes all that belongs to these heads; `into` is contiguous and of all heads."""
     with torch.cuda.device_of(call.q_BHSD):
         for part in parts:
-            numbers = Numbers(*fields_on_device(call.layout.device, part.fields))
+            numbers = _numbers(group, part, call.layout)
             lines = score(part, call, numbers) if known is None else _padded(known, part.heads)
             choose(part, call, sizes, numbers, lines, into)
+
+
+def _numbers(group: FamilyHeads, part: HeadsPlan, layout: IndexLayout) -> Numbers:
+    numbers, chunk = Numbers(*fields_on_device(layout.device, part.fields)), layout.chunk
+    if not isinstance(chunk, AnyChunk):
+        return numbers
+    past_B, length_B = chunk.numbers
+    sampled_h, columns_h, slashes_h, tiles_h = chunk.budgets[group][:, part.heads]
+    return numbers._replace(
+        past_B=past_B, length_B=length_B, sampled_Bh=sampled_h, columns_Bh=columns_h, slashes_Bh=slashes_h,
+        tiles_Bh=tiles_h,
+    )  # fmt: skip
 
 
 class Numbers(NamedTuple):

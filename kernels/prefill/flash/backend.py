@@ -81,14 +81,16 @@ def _whole(call: PrefillCall) -> CallPart:
     out_BHSD = torch.empty_like(call.q_BHSD)
     lse_BHS = torch.empty(out_BHSD.shape[:3], dtype=torch.float32, device=out_BHSD.device)
     window = None if reaches else call.window
-    return CallPart(call.q_BHSD, call.k_BGKD, call.v_BGKD, out_BHSD, lse_BHS, call.scale, window)
+    past_1 = None if call.chunk.is_fixed else call.chunk.on_device(out_BHSD.device)[0]
+    return CallPart(call.q_BHSD, call.k_BGKD, call.v_BGKD, out_BHSD, lse_BHS, call.scale, window, past_1)
 
 
 def _tiles(whole: CallPart, index: TileIndex, chunk: Chunk) -> None:
     dense = _dense_heads(index)
     heads, kv_heads = whole.q_BHSD.shape[1], whole.k_BGKD.shape[1]
     some_sparse = len(dense) < heads
-    listed = some_sparse and bool(dense) and widest(chunk, index.tile, whole.window) <= LISTED_TILES
+    few = widest(chunk, index.tile, whole.window) <= LISTED_TILES
+    listed = some_sparse and bool(dense) and (few or not chunk.is_fixed)
     lists = lower(index, chunk, window=whole.window, list_dense=listed) if some_sparse else None
     alone = [] if listed else list(dense_ranges(dense, heads // kv_heads))
     for span in spans(chunk):

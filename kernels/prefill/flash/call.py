@@ -45,7 +45,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.prefill.flash.limits import check_layout, is_aligned, package
 from sparsekv.kernels.prefill.triton import _count_entries_below
 from sparsekv.kernels.tiles import Chunk, TileIndex
@@ -94,8 +93,7 @@ def lower(index: TileIndex, chunk: Chunk, *, window: int | None = None, list_den
     if not B * H * T:
         return lists
     device, masked = index.counts_BHT.device, lists.mask_block_idx_BHTE.shape[3]
-    past_B = on_device(chunk.past, device, torch.int32)
-    lengths_B = on_device(chunk.lengths, device, torch.int32)
+    past_B, lengths_B = chunk.on_device(device)
     with torch.cuda.device_of(index.counts_BHT):
         lists_kernel[(T, H, B)](
             index.tiles_BHTW.contiguous(), index.counts_BHT.contiguous(), index.dense_H.contiguous(), past_B,
@@ -278,6 +276,7 @@ class CallPart:
     lse_BHS: torch.Tensor  # written, float32, natural
     scale: float
     window: int | None
+    past_1: torch.Tensor | None = None  # of a captured call: of its only batch row, int32
 
     @property
     def past(self) -> int:
@@ -332,12 +331,14 @@ def attend_lists(part: CallPart, lists: BlockLists) -> None:
         block_size=(lists.tile.query, lists.tile.key),
     )
     views = _by_token(part)
+    if part.past_1 is not None:
+        views["aux_tensors"] = [part.past_1]
     with torch.cuda.device_of(part.q_BHSD):
         _module("interface")._flash_attn_fwd(
             **views,
             lse=part.lse_BHS,
             softmax_scale=part.scale,
-            mask_mod=mask_mod(part.window),
+            mask_mod=mask_mod(part.window, part.past_1 is not None),
             block_sparse_tensors=tensors,
             pack_gqa=False,
         )
@@ -365,7 +366,7 @@ def _module(name: str) -> Any:
 _OWN_ARGUMENT = r"Argument aux_data .*cannot be converted to a JitArgument"
 
 
-def _by_token(part: CallPart) -> dict[str, torch.Tensor]:
+def _by_token(part: CallPart) -> dict[str, Any]:
     """The same memory in the order that flash-attn-4 has; grouped heads stay grouped."""
     named = {"q": part.q_BHSD, "k": part.k_BGKD, "v": part.v_BGKD, "out": part.out_BHSD}
     for name, tensor in named.items():
@@ -391,20 +392,28 @@ def causal_in_window(row: Any, key: Any, window: Any) -> Any:
 
 
 @lru_cache(maxsize=16)  # the same function object for the same window: flash-attn-4 hashes functions to find its kernel
-def mask_mod(window: int | None) -> Callable[..., Any]:
+def mask_mod(window: int | None, captured: bool = False) -> Callable[..., Any]:
     """Returns what a row sees, as flash-attn-4 wants it: (batch, head, row, key, lengths, aux tensors), vectors of one
     element.
 
     flash-attn-4 counts the row from the first query row and the key from key 0. Every launch here has its keys cut to
     the length, so the offset is keys - queries, which the kernel knows at run time: no compilation depends on past or
-    length, and no tensor has to carry them. The window is a number in the code, one compilation for each window.
+    length, and no tensor has to carry them. In a captured call, whose keys end behind the last one, a tensor does: the
+    first auxiliary one is the past. The window is a number in the code, one compilation for each window.
     """
     # No annotations on the functions below: the compiler of cute.jit would read them, as strings.
     from cutlass import Int32, cute
 
     scalar_to_ssa = _module("utils").scalar_to_ssa
 
-    if window is None:
+    if captured:
+        assert window is None, "layers with windows are not captured"
+
+        @cute.jit
+        def seen(batch, head, row, key, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
+            return causal(row + scalar_to_ssa(aux_tensors[0][0], Int32), key)
+
+    elif window is None:
 
         @cute.jit
         def seen(batch, head, row, key, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
@@ -419,6 +428,6 @@ def mask_mod(window: int | None) -> Callable[..., Any]:
             return causal_in_window(row + past, key, scalar_to_ssa(window, Int32))
 
     # Hashing the source would miss that the predicate itself is defined elsewhere.
-    seen.__cute_hash__ = f"sparsekv causal, window {window}"
+    seen.__cute_hash__ = f"sparsekv causal, window {window}{', past of a tensor' if captured else ''}"
     mask: Callable[..., Any] = seen
     return mask

@@ -1,0 +1,78 @@
+"""Graphs of a request's chunks, beside the same layers launch by launch."""
+
+import random
+
+import pytest
+import torch
+
+from sparsekv.kernels.keys import PLAIN, Scales, Softmax
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.patterns import Dense, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.runtime.core.program import LayerProgram, Program, Rank
+from sparsekv.runtime.core.stats import Meter
+from sparsekv.runtime.paged.captured_prefill import CapturedPrefill, memory_of
+from sparsekv.runtime.paged.plan_host import PlanHost, Scratch
+
+pytestmark = pytest.mark.gpu
+LONGEST, PAGE = 40_000, 16
+
+
+def layers_of(count: int, heads: int, kv_heads: int, rng: random.Random) -> tuple[LayerProgram, ...]:
+    def pattern(number: int) -> VerticalSlash | Dense:
+        if number % 5 == 4:
+            return Dense()
+        vertical = tokens(rng.randrange(1, 900)) if number % 3 == 0 else fraction(0.2 * rng.random() + 0.001)
+        slash, most = fraction(0.02 * rng.random() + 0.0005), fraction(0.2 * rng.random() + 0.05)
+        return VerticalSlash(vertical=vertical, slash=slash, max_tiles=most, last_q=rng.choice([64, 256]))
+
+    rows = [tuple(pattern(number + layer) for number in range(heads)) for layer in range(count)]
+    return tuple(
+        LayerProgram(n, heads, kv_heads, None, tile=TileShape(), patterns=(row,)) for n, row in enumerate(rows)
+    )
+
+
+@pytest.mark.parametrize("backend", ["flash", "triton"])
+@pytest.mark.parametrize("kind", ["plain", "sinks", "e4m3"])
+def test_a_captured_chunk_has_the_output_of_its_launches(backend: str, kind: str) -> None:
+    device = torch.device("cuda", 0)
+    rng, heads, kv_heads, size = random.Random(f"{backend} {kind}"), 14, 2, 64
+    torch.manual_seed(rng.randrange(1000))
+    layers = layers_of(3, heads, kv_heads, rng)
+    assert CapturedPrefill.takes(layers, device, size)
+    scratch = Scratch(memory_of(LONGEST), kv_heads * size, torch.bfloat16, device)
+    host = PlanHost(Program(Rank(), layers), backend, scratch, LONGEST)
+    captured = CapturedPrefill(layers, backend, scratch.views, size, 8192, LONGEST, PAGE, torch.bfloat16, device)
+    softmax = Softmax(sinks_H=torch.randn(heads, device=device)) if kind == "sinks" else PLAIN
+    cache = torch.randn(4000, 2, PAGE, kv_heads, size, device=device, dtype=torch.bfloat16)
+    scales = None
+    if kind == "e4m3":
+        cache = cache.to(torch.float8_e4m3fn).view(torch.uint8)
+        scales = Scales(*(torch.rand(2, kv_heads, device=device) + 0.5), torch.bfloat16)
+    pages = cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2)
+    q_THD = torch.randn(8192, heads, size, device=device, dtype=torch.bfloat16)
+    graphs = 0
+    for _ in range(14):
+        steps = []
+        for _ in range(rng.choice([1, 2])):  # requests of a step
+            rows = rng.choice([rng.randrange(128, 8193), 8192, 1024, 1000])
+            past = rng.choice([0, rng.randrange(LONGEST - rows), 8192])
+            steps.append((object(), Chunk((past,), (past + rows,)), torch.randperm(4000, device=device).int()))
+        for layer in layers:
+            for name, chunk, table_P in steps:
+                q, scale, meter, expected_meter = q_THD[: chunk.rows[0]], size**-0.5, Meter(), Meter()
+                out = captured.attend(name, layer, q, pages, table_P, chunk, scale, softmax, meter, scales)
+                if out is None:
+                    continue
+                out, graphs = out.clone(), graphs + 1
+                keys = scratch.copy(pages, table_P, chunk.longest, scales)
+                keys = type(keys)(keys.k, keys.v, keys.lengths_B, softmax=softmax)
+                host.counters.meter = expected_meter
+                expected = host.prefill(layer, q, keys, chunk, scale)
+                found, wanted = meter.read(), expected_meter.read()
+                assert found.prefill_tiles_causal == wanted.prefill_tiles_causal
+                assert found.prefill_tiles_computed == pytest.approx(wanted.prefill_tiles_computed, rel=1e-3)
+                wrong = ((out - expected).abs() > 0.05).float().mean()
+                assert wrong < 1e-3, (layer.layer, chunk, wrong)
+    assert captured.failed == ""
+    assert host.backend == backend
+    assert graphs > 20
