@@ -18,7 +18,7 @@ from itertools import chain
 
 import torch
 
-from sparsekv.kernels.backends import Fallback
+from sparsekv.kernels.backends import Fallback, summary
 from sparsekv.kernels.device_cache import holding
 from sparsekv.kernels.index.build import builds_by_triton, groups_of
 from sparsekv.kernels.index.layout import FamilyHeads, IndexLayout
@@ -34,6 +34,7 @@ MOST_NUMBERS = 1 << 24
 _SMALLEST = 1024  # rows and keys of a graph at least
 _TILE = 128
 _ALIGNED = 4  # int32 numbers of 16 bytes
+_SPARE = 1 << 30  # bytes of the device that graphs leave alone
 _MOST_PREPARED = 64  # chunks of a step
 
 Pages = tuple[torch.Tensor, torch.Tensor]
@@ -147,6 +148,9 @@ class CapturedPrefill:
         ((_, heads, _, window),) = alike
         return window is None and heads * head_dim * _SMALLEST <= MOST_NUMBERS
 
+    def takes_rows(self, rows: int) -> bool:
+        return not self.failed and _TILE <= rows <= self._rows
+
     def attend(
         self, name: object, layer: LayerProgram, q_THD: torch.Tensor, pages: Pages, table_P: torch.Tensor, chunk: Chunk,
         scale: float, softmax: Softmax, meter: Meter, scales: Scales | None = None,
@@ -159,7 +163,7 @@ class CapturedPrefill:
             pages: keys and values, the chunk's included, [N, G, S, D] each, of any strides.
         """
         patterns, rows = layer.patterns_at(chunk.longest), q_THD.shape[0]
-        if self.failed or softmax.cap or rows > self._rows or rows < _TILE:
+        if softmax.cap or not self.takes_rows(rows):
             return None
         prepared = self._prepared.get(id(name))
         if prepared is None or prepared.name is not name:
@@ -213,6 +217,9 @@ class CapturedPrefill:
         self, patterns: tuple[Pattern, ...], chunk: AnyChunk, pages: Pages, scale: float, softmax: Softmax,
         scales: Scales | None,
     ) -> _Graph | None:  # fmt: skip
+        if torch.cuda.mem_get_info(self._device)[0] < _SPARE:
+            self.failed = "no memory is left for graphs"
+            return None
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), holding(self._held):
@@ -224,8 +231,8 @@ class CapturedPrefill:
                     spent_BH = self._compute(patterns, chunk, pages, scale, softmax, scales)
                 finally:
                     graph.capture_end()
-            except Exception as error:
-                self.failed = f"{type(error).__name__}: {error}"
+            except Exception as error:  # the launches still work, or fail with an error of their own
+                self.failed = summary(error)
                 return None
         current.wait_stream(self._stream)
         return _Graph(graph, spent_BH, patterns)

@@ -81,7 +81,8 @@ class EngineLayers(TimedLayers):
             out_THD.copy_(self.host.prefill(alike, q_THD, keys(), chunk, scale, counted=False))
 
         dense = self.dense(q_THD, pages, [length], out_THD)
-        return self.agreed(self.layer_gain(dense, sparse, q_THD.flatten(1)))
+        captured = self.host.captured is not None and self.host.captured.takes_rows(rows)
+        return self.agreed(self.layer_gain(dense, sparse, q_THD.flatten(1), captured))
 
     def decode_gain(self, rows: int, length: int) -> float:
         """All layers of a step, of which one of each kind is timed, filter layers first."""

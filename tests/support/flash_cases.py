@@ -112,7 +112,7 @@ def _module(name: str, **members: object) -> ModuleType:
 
 def _flash_attn_fwd(
     q, k, v, *, softmax_scale, out, lse, causal=False, window_size_left=None, window_size_right=None, mask_mod=None,
-    block_sparse_tensors=None, pack_gqa=None,
+    block_sparse_tensors=None, pack_gqa=None, aux_tensors=None,
 ):  # fmt: skip
     """[B, S, H, D] and float32 inside. With lists, only what they hold; `mask_mod` in the mask list alone."""
     B, S, H, _ = q.shape
@@ -128,7 +128,7 @@ def _flash_attn_fwd(
             if block_sparse_tensors is not None:
                 assert pack_gqa is False
                 lengths = SimpleNamespace(seqlen_q=S, seqlen_k=K)
-                masked_SK = mask_mod(b, h, row_S1, key_K, lengths, None)
+                masked_SK = mask_mod(b, h, row_S1, key_K, lengths, aux_tensors)
                 keep_SK = _seen_in_lists(block_sparse_tensors, b, h, masked_SK)
             elif causal:
                 assert window_size_left is None

@@ -276,7 +276,7 @@ class CallPart:
     lse_BHS: torch.Tensor  # written, float32, natural
     scale: float
     window: int | None
-    past_1: torch.Tensor | None = None  # of a captured call: of its only batch row, int32
+    past_1: torch.Tensor | None = None  # of its only batch row, int32, where the kernel reads it there
 
     @property
     def past(self) -> int:
@@ -392,22 +392,22 @@ def causal_in_window(row: Any, key: Any, window: Any) -> Any:
 
 
 @lru_cache(maxsize=16)  # the same function object for the same window: flash-attn-4 hashes functions to find its kernel
-def mask_mod(window: int | None, captured: bool = False) -> Callable[..., Any]:
+def mask_mod(window: int | None, reads_past: bool = False) -> Callable[..., Any]:
     """Returns what a row sees, as flash-attn-4 wants it: (batch, head, row, key, lengths, aux tensors), vectors of one
     element.
 
     flash-attn-4 counts the row from the first query row and the key from key 0. Every launch here has its keys cut to
     the length, so the offset is keys - queries, which the kernel knows at run time: no compilation depends on past or
-    length, and no tensor has to carry them. In a captured call, whose keys end behind the last one, a tensor does: the
-    first auxiliary one is the past. The window is a number in the code, one compilation for each window.
+    length, and no tensor has to carry them. Where keys go on behind the last row's, as in a captured call, a tensor
+    does: the first auxiliary one is the past. The window is a number in the code, one compilation for each window.
     """
     # No annotations on the functions below: the compiler of cute.jit would read them, as strings.
     from cutlass import Int32, cute
 
     scalar_to_ssa = _module("utils").scalar_to_ssa
 
-    if captured:
-        assert window is None, "layers with windows are not captured"
+    if reads_past:
+        assert window is None
 
         @cute.jit
         def seen(batch, head, row, key, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
@@ -428,6 +428,6 @@ def mask_mod(window: int | None, captured: bool = False) -> Callable[..., Any]:
             return causal_in_window(row + past, key, scalar_to_ssa(window, Int32))
 
     # Hashing the source would miss that the predicate itself is defined elsewhere.
-    seen.__cute_hash__ = f"sparsekv causal, window {window}{', past of a tensor' if captured else ''}"
+    seen.__cute_hash__ = f"sparsekv causal, window {window}{', past of a tensor' if reads_past else ''}"
     mask: Callable[..., Any] = seen
     return mask
