@@ -43,20 +43,13 @@ from sparsekv.runtime.stores.pinned import HostMemory
 class Handle:
     """A plan at work. `close()`, or leaving its `with` block, gives the model back as it was."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        engine: PlanEngine,
-        backend: BackendChoice,
-        memory: MemoryModel,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, engine: PlanEngine, backend: BackendChoice) -> None:
         self._backend = backend
         self._engine = engine
-        self._layouts = layouts_of(model)
+        self._layouts, self._memory = engine.paging.layouts, engine.paging.sizes
         self._linear = linear_layers(config_of(model))
-        self._memory = memory
         self._model: PreTrainedModel | None = model
-        self._undo = attach(model, engine, memory.chunking)
+        self._undo = attach(model, engine, self._memory.chunking)
 
     @property
     def backend(self) -> BackendChoice:
@@ -367,7 +360,7 @@ def apply(
         pays = measured_rule(executed, program, info, model, choice.name, float8)
     pays = pays or program.hint
     engine = PlanEngine(program, model, choice.name, paging, cut, memory, bool(exact), pays)
-    return Handle(model, engine, choice, sizes)
+    return Handle(model, engine, choice)
 
 
 def check_sizes(answer: object, *, tokens: int, **sizes: object) -> None:

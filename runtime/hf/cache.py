@@ -236,18 +236,14 @@ class SparseLayer(CacheLayerMixin):
                 "assistant or prompt lookup, or close the handle first"
             )
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes a copy of row `beam_idx[i]`, all of them at once, as beam search has it."""
-        self._select(beam_idx)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select(torch.arange(len(self.store.lengths), device="cpu").repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(len(self.store.lengths), device="cpu").repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only these rows are left, or those that a mask marks. Raises as `reorder_cache`."""
-        self._select(indices)
-
-    def _select(self, indices: torch.Tensor) -> None:
+        """Row i becomes a copy of row `indices[i]`, all of them at once, or of the i-th that a mask marks."""
         self.fixed_rows.refuse("the rows of a cache as they are", "others asked for", "run them in a new cache")
         self.progress.undo([self])
         if not self.store.lengths:

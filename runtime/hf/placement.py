@@ -68,10 +68,10 @@ def place_layers(
         sharing: layers that share keys and values with others, which stay on the device.
     """
     offload = decode.offload if decode else None
+    hot = offload.hot if offload else _HOT
     if asked is None:
         permitted = offload.layers if offload and mode != "never" else ()
-        return Placement(frozenset(permitted), offload.hot if offload else _HOT)
-    hot = offload.hot if offload else _HOT
+        return Placement(frozenset(permitted), hot)
     numbers = tuple(asked) if isinstance(asked, Sequence | Set) and not isinstance(asked, str) else (asked,)
     if any(type(number) is not int for number in numbers):  # True is none either
         raise UsageError(f"expected kv_host_layers to be a number of layers, or several of them, found {asked!r:.40}")

@@ -209,9 +209,6 @@ class Paging:
         pools = {layer: pool_of(layouts[layer].device) for layer in sizes.paged}
         return cls(sizes, layouts, {layer: pool for layer, pool in pools.items() if pool is not None})
 
-    def without(self) -> Paging:
-        return replace(self, pools={})
-
     def new_store(self, layer: int) -> DeviceStore:
         pool = self.pools.get(layer)
         return DeviceStore() if pool is None else VirtualStore(pool, self.sizes.size.info.context_length)
