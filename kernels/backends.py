@@ -49,6 +49,7 @@ _DECODE = {
     "cpu": "sparsekv.kernels.decode.cpu",
     "reference": "sparsekv.kernels.decode.cpu",  # it is float32 and has one softmax already
 }
+_BY_TORCH = ("cpu", "reference")  # in decode, over keys of any strides
 
 
 # What a kernel's failure is told by: where its error is defined, its type, or what a plain RuntimeError says.
@@ -226,7 +227,7 @@ def decode_attention(
         BackendError: the backend does not exist, or cannot run these tensors.
     """
     module, chooses = _module(backend, _DECODE), not (selection is None and scoring is None and out is None)
-    check_keys(q_BHQD, keys, scale, _any_strides(backend), 1 if chooses else MOST_QUERIES)
+    check_keys(q_BHQD, keys, scale, backend in _BY_TORCH, 1 if chooses else MOST_QUERIES)
     attended: AttentionOutput = module.decode(
         q_BHQD, keys, selection, scale=scale, window=window, want_lse=want_lse, scoring=scoring, out=out, new_B=new_B
     )
@@ -236,13 +237,9 @@ def decode_attention(
 def decode_scores(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float, backend: str) -> torch.Tensor:
     """float32 [g, tokens]: the scores of `decode_attention` with `scoring`, without reading values."""
     module = _module(backend, _DECODE)
-    check_keys(q_BHQD, keys, scale, _any_strides(backend))
+    check_keys(q_BHQD, keys, scale, backend in _BY_TORCH)
     scores_gT: torch.Tensor = module.score(q_BHQD, keys, scoring, scale=scale)
     return scores_gT
-
-
-def _any_strides(backend: str) -> bool:
-    return _DECODE[backend] == _DECODE["cpu"]
 
 
 def _module(backend: str, modules: dict[str, str]) -> Any:
@@ -273,7 +270,7 @@ def _obstacle(
 
 def float8_obstacle(backend: str, device: torch.device) -> str | None:
     """The reason why a backend does not read keys and values in e4m3 there; None when it does."""
-    if backend in ("cpu", "reference") or device.type != "cuda":
+    if backend in _BY_TORCH or device.type != "cuda":
         return None
     if torch.version.hip is not None:
         return "Triton reads another format of 8 bits on a ROCm GPU"
@@ -285,14 +282,10 @@ def float8_obstacle(backend: str, device: torch.device) -> str | None:
 def _machine_obstacle(name: str, device: torch.device) -> str | None:
     if name == "flash":
         return device_obstacle(device)
-    if name == "triton":
-        return _triton_obstacle(device)
     if name == "cpu" and device.type != "cpu":
         return f"it works on tensors in main memory, not on {device.type}"
-    return None
-
-
-def _triton_obstacle(device: torch.device) -> str | None:
+    if name != "triton":
+        return None
     if device.type != "cuda" or not torch.cuda.is_available():
         return "it needs a CUDA or ROCm GPU that torch can see"
     if torch.version.hip is None and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
@@ -357,8 +350,7 @@ class Fallback:
 
     def decode(self, call: Callable[[str], Found], backend: str, device: torch.device) -> Found:
         """`call(backend)`: a decode step, or by torch once that has failed. Raises as `run`, and for want of memory."""
-        by_torch = backend in ("cpu", "reference")
-        return self._or_torch("decode", call, (backend, "reference"), None if by_torch else device)
+        return self._or_torch("decode", call, (backend, "reference"), None if backend in _BY_TORCH else device)
 
     def _attempt(self, call: Callable[[Any], Found], name: Any) -> Found:
         """Once more where memory ran out and some could be given back."""

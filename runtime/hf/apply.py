@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 from types import TracebackType, UnionType
 from typing import Literal, get_args
@@ -34,7 +33,7 @@ from sparsekv.runtime.hf.placement import OffloadMode, layouts_of, warn_of_host_
 from sparsekv.runtime.hf.plan_engine import Paging, PlanEngine
 from sparsekv.runtime.hf.timed_model import measured_rule
 from sparsekv.runtime.model_config import dtype_name, has_soft_cap, linear_layers, rope_switch
-from sparsekv.runtime.plan_checks import Host, check_cut, check_plan, check_stored, warn_of_spinning
+from sparsekv.runtime.plan_checks import Host, check_plan, check_stored, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.page_pool import page_bytes
 from sparsekv.runtime.stores.pinned import HostMemory
@@ -336,11 +335,9 @@ def apply(
     check_offload(offload, kv_host_layers)
     warn_of_host_layers(model.device, offload, kv_host_layers)
     info = info or describe_model(model)
-    phases = plan.prefill if prefill and exact is not True else None, plan.decode if decode else None
-    evicting = plan.evicting if decode else {}
-    executed = plan.model_copy(
-        update={"prefill": phases[0], "decode": phases[1], "kv_cache": plan.kv_cache if decode else None}
-    )
+    left_out = {"prefill": not prefill or exact is True, "decode": not decode, "kv_cache": not decode}
+    executed = plan.model_copy(update={name: None for name, is_out in left_out.items() if is_out})
+    phases, evicting = (executed.prefill, executed.decode), executed.evicting
     check_plan(executed, info, allow_mismatch, "allow_mismatch=True", host_of(model, bool(exact)))
     tile = phases[0].tile if phases[0] else None
     capped = has_soft_cap(config_of(model))
@@ -353,13 +350,11 @@ def apply(
     page = page_bytes(model.device)
     sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, evicting, page, float8)
     check_evicting(frozenset(evicting), sizes.permitted.layers)
-    program = Program.of(*phases, info, evicting=evicting)
-    paging = Paging.of(model, sizes)
-    cut = partial(check_cut, executed)
+    program, paging = sizes.program, Paging.of(model, sizes)
     if pays is None and can_capture(model.device, choice.name):
         pays = measured_rule(executed, program, info, model, choice.name, float8)
     pays = pays or program.hint
-    engine = PlanEngine(program, model, choice.name, paging, cut, memory, bool(exact), pays)
+    engine = PlanEngine(executed, program, model, choice.name, paging, memory, bool(exact), pays)
     return Handle(model, engine, choice)
 
 

@@ -248,7 +248,7 @@ class MemoryModel:
         return self.on_cpu or available.device is None or use.device <= available.device
 
     def _store(self, layer: int, request: Request, placement: Placement) -> Bytes:
-        layout, role = self._layout(layer, request.batch), self._program.layers[layer].role
+        layout, role = self._layout(layer, request.batch), self.program.layers[layer].role
         if self._groups[layer].kind == "linear":
             assert self.size.recurrence is not None
             return Bytes(request.batch * self.size.recurrence.state_bytes)
@@ -265,7 +265,7 @@ class MemoryModel:
     @cached_property
     def paged(self) -> frozenset[int]:
         """Layers whose keys and values go to virtual memory where they are on the device."""
-        layers = (layer.layer for layer in self._program.caching if layer.role.evicts is None)
+        layers = (layer.layer for layer in self.program.caching if layer.role.evicts is None)
         context = self.size.info.context_length
         return frozenset(layer for layer in layers if pages_pay(self._layout(layer), context, self.page))
 
@@ -283,11 +283,11 @@ class MemoryModel:
 
     @cached_property
     def _carried(self) -> int:
-        made = (make(torch.device("meta")) for make in self._program.carried.values())
+        made = (make(torch.device("meta")) for make in self.program.carried.values())
         return sum(0 if tensor is None else tensor.nbytes for tensor in made)
 
     @cached_property
-    def _program(self) -> Program:
+    def program(self) -> Program:
         return Program.of(self.prefill, self.decode, self.size.info, evicting=self.evicting)
 
     def _pass_bytes(self, request: Request, on_host: list[int]) -> int:
@@ -327,7 +327,7 @@ class MemoryModel:
         """Most that a decode step makes in a filter layer that looks at several queries, as kernels/scores.py computes
         it: scores of some KV heads at a time, beside keys copied from host memory or multiplied out of 8 bits."""
         sizes = []
-        for segment in self._program.segments:
+        for segment in self.program.segments:
             if segment.queries > 1:
                 layer, layout = segment.filter, self._read_layout(segment.filter, request.batch)
                 copied = self._layout(layer, request.batch).bytes(request.tokens) if layer in on_host else 0

@@ -19,6 +19,7 @@ from transformers import Cache, PreTrainedModel
 from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.pays import ALWAYS, Pays
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program, count_step, decode
@@ -32,6 +33,7 @@ from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.memory import MemoryModel, Request
 from sparsekv.runtime.hf.placement import FixedRows, Placement, layouts_of
+from sparsekv.runtime.plan_checks import check_cut
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.page_pool import PagePool, pool_of
@@ -45,18 +47,17 @@ class PlanEngine(Engine):
 
     Args:
         backend: the kernel backend's name; prefill goes on with another one should it fail.
-        check_cut: told before a prompt runs: most tokens at once, and of how many.
         exact: the program's steps are drafts, and what they draft is checked.
         pays: where chunks and steps are sparse; everywhere else they are dense.
     """
 
     def __init__(
         self,
+        plan: Plan,
         program: Program,
         model: PreTrainedModel,
         backend: str,
         paging: Paging,
-        check_cut: Callable[[int | None, int], None],
         memory: HostMemory | None = None,
         exact: bool = False,
         pays: Pays = ALWAYS,
@@ -72,7 +73,7 @@ class PlanEngine(Engine):
         self._model_type: str = config_of(model).model_type
         self.graphs: StepGraphs | None = None
         self._told = False
-        self.program = program
+        self._plan, self.program = plan, program
         self.sees_all = bool(program.remembers)
         self.pays = pays
         self._programs = {Phase.DECODE: program, Phase.CHECK if exact else Phase.DENSE: program.dense_in_decode}
@@ -81,7 +82,6 @@ class PlanEngine(Engine):
         self.memory = HostMemory() if memory is None else memory
         self._owns_memory = memory is None
         self.paging = paging
-        self._check_cut = check_cut
 
     def taking_over(self, attached: Attachment, given: dict[str, Any]) -> dict[str, Any]:
         return given if self.loop is None else self.loop.taking_over(attached, given)
@@ -118,7 +118,7 @@ class PlanEngine(Engine):
         return Phase.DECODE if in_host_memory else Phase.DENSE
 
     def check_cut(self, chunk: int | None, tokens: int) -> None:
-        self._check_cut(chunk, tokens)
+        check_cut(self._plan, chunk, tokens)
 
     def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
         """Starts a pass at which the rows have these lengths, the new tokens included, and counts a step."""
