@@ -42,8 +42,11 @@ class Thresholds:
         least = self.at(rows)
         return least is not None and tokens >= least
 
+    def said(self, form: Callable[[int, int], str], between: str) -> str:
+        return between.join(map(form, self.rows, self.tokens))
+
     def __str__(self) -> str:
-        return ",".join(f"{format_length(t)}x{r}" for r, t in zip(self.rows, self.tokens, strict=True)) or "never"
+        return self.said(lambda rows, tokens: f"{format_length(tokens)}x{rows}", ",") or "never"
 
 
 EVERYWHERE = Thresholds((1,), (0,))
@@ -63,12 +66,8 @@ class Pays:
     @property
     def told(self) -> str:
         """The rule in words."""
-        prefill, decode = (
-            ", ".join(
-                f"{_about(tokens)} {_BY[phase](rows)}" for rows, tokens in zip(part.rows, part.tokens, strict=True)
-            )
-            for phase, part in (("prefill", self.prefill), ("decode", self.decode))
-        )
+        prefill = self.prefill.said(lambda rows, tokens: f"{_about(tokens)} in chunks of {rows} rows or more", ", ")
+        decode = self.decode.said(lambda rows, tokens: f"{_about(tokens)} x {rows}", ", ")
         return "; ".join(
             f"sparse {phase} from {where}" if where else f"{phase} is dense at every length"
             for phase, where in (("prefill", prefill), ("decode", decode))
@@ -78,11 +77,6 @@ class Pays:
 def _about(tokens: int) -> str:
     return f"{tokens / 1024:.0f}k tokens" if tokens >= 1024 else f"{tokens} tokens"
 
-
-_BY: dict[str, Callable[[int], str]] = {
-    "prefill": lambda rows: f"in chunks of {rows} rows or more",
-    "decode": lambda rows: f"x {rows}",
-}
 
 ALWAYS = Pays()
 NEVER = Pays(Thresholds(), Thresholds())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -208,14 +208,9 @@ class Attached:
             check_generate(self.model.generation_config, given, self._engine)
             if self._text is not None:
                 self._text.check(given)
-            before, end = self._prompt, prompt_end(given)
-            taken_over = self._engine.taking_over(self, given)
-            with self._one_thread(_PATIENCE):
-                self._prompt = Prompt(end) if end else None
-                try:
-                    return generate(**taken_over)
-                finally:
-                    self._prompt = before
+            end, taken_over = prompt_end(given), self._engine.taking_over(self, given)
+            with self._one_thread(_PATIENCE), self._during(_prompt=Prompt(end) if end else None):
+                return generate(**taken_over)
 
         return guarded
 
@@ -287,32 +282,29 @@ class Attached:
             return self._own(**inputs)
 
     @contextmanager
-    def attending(self, under_way: Pass) -> Iterator[None]:
-        before, self.under_way = self.under_way, under_way
+    def _during(self, **state: Any) -> Iterator[None]:
+        """Inside it, these attributes are others."""
+        before = {name: getattr(self, name) for name in state}
+        vars(self).update(state)
         try:
             yield
         finally:
-            self.under_way = before
+            vars(self).update(before)
+
+    @contextmanager
+    def attending(self, under_way: Pass) -> Iterator[None]:
+        with self._during(under_way=under_way):
+            yield
         missing = under_way.next_layer
         if missing is not None and missing < self.decoder.config.num_hidden_layers:
             check_layer(missing, None)
 
-    @contextmanager
-    def stepping(self, phase: Phase, new_B: torch.Tensor | None = None) -> Iterator[None]:
-        before, self._step = self._step, (phase, new_B)
-        try:
-            yield
-        finally:
-            self._step = before
+    def stepping(self, phase: Phase, new_B: torch.Tensor | None = None) -> AbstractContextManager[None]:
+        return self._during(_step=(phase, new_B))
 
-    @contextmanager
-    def alone(self, layer: int) -> Iterator[None]:
+    def alone(self, layer: int) -> AbstractContextManager[None]:
         """Inside it, one layer attends, called by itself and without a cache."""
-        before, self.under_way = self.under_way, Pass(self._engine, Phase.PREFILL, None, {layer: self.shapes[layer]})
-        try:
-            yield
-        finally:
-            self.under_way = before
+        return self._during(under_way=Pass(self._engine, Phase.PREFILL, None, {layer: self.shapes[layer]}))
 
     def _begin(self, inputs: dict[str, Any]) -> Pass:
         """One token behind a past is a decode step, unless it is a piece of a longer prompt of `generate`."""
