@@ -26,11 +26,12 @@ import torch
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import ShapeError
-from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.patterns import MOST_SAMPLED, TileShape
 
 NO_TILE = -1
 NO_COLUMN = -1
 NO_TOKEN = -1
+LEAST_SAMPLED, SAMPLED_PART = 64, 32  # queries of a chunk behind a longer past: a part, and at least so many
 WORD = 32  # columns in an int32 word of live bits: bit b of word n is column 32 n + b
 
 
@@ -69,6 +70,14 @@ class Chunk:
         """Query rows of each batch row that are not padding."""
         return tuple(n - p for p, n in zip(self.past, self.lengths, strict=True))
 
+    def sampled(self, last_q: int) -> tuple[int, ...]:
+        """The last queries of each batch row that an index samples of `last_q`. Behind a longer past fewer do: scores of
+        256 queries take longer than dense attention of 512."""
+        return tuple(
+            min(last_q, rows if past < rows else max(min(rows, LEAST_SAMPLED), rows // SAMPLED_PART))
+            for past, rows in zip(self.past, self.rows, strict=True)
+        )
+
     def query_tiles(self, tile: TileShape, queries: int) -> int:
         return -(-queries // tile.query)
 
@@ -90,14 +99,19 @@ class AnyChunk(Chunk):
         numbers: past and lengths, int32 [B] each.
         budgets: int32 [4, h] of the vertical-slash heads of a layer, a row each for sampled queries, columns, slashes
             and tiles of a row.
+        most_sampled: of the first ones.
     """
 
     numbers: tuple[torch.Tensor, torch.Tensor]
     budgets: Mapping[Any, torch.Tensor]
+    most_sampled: int = MOST_SAMPLED
     is_fixed: ClassVar[bool] = False
 
     def on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         return self.numbers
+
+    def sampled(self, last_q: int) -> tuple[int, ...]:
+        return (min(last_q, self.most_sampled, *self.rows),) * len(self.past)
 
 
 @lru_cache(maxsize=4096)

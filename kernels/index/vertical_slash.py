@@ -66,7 +66,7 @@ def score_lines(heads: Sequence[int], last_q: Sequence[int], call: IndexCall) ->
 
     Args:
         heads: query heads, ascending.
-        last_q: how many of the last queries each of them samples; short chunks sample what they have.
+        last_q: how many of the last queries each of them samples, as `Chunk.sampled` has it.
     """
     layout, keys, sample = call.layout, call.layout.chunk.longest, _take_sample(last_q, call)
     vertical_BhS = torch.empty((layout.batch, len(heads), keys), dtype=torch.float32, device=layout.device)
@@ -91,13 +91,13 @@ def score_lines(heads: Sequence[int], last_q: Sequence[int], call: IndexCall) ->
 
 def _take_sample(last_q: Sequence[int], call: IndexCall) -> _Sample:
     chunk, device = call.layout.chunk, call.layout.device
-    most = max(1, min(max(last_q), max(chunk.rows)))
+    limits = list(zip(*(chunk.sampled(own) for own in last_q), strict=True))
+    most = max(1, max(map(max, limits)))
     back_L = torch.arange(most - 1, -1, -1, device=device)
     past_B1, length_B1 = on_device([chunk.past, chunk.lengths], device).unsqueeze(-1)
     positions_BL = length_B1 - 1 - back_L
     rows_BL = (positions_BL - past_B1).clamp(min=0)
     q_BHLD = call.q_BHSD.gather(2, rows_BL[:, None, :, None].expand(-1, call.q_BHSD.shape[1], -1, call.q_BHSD.shape[3]))
-    limits = [[min(own, rows) for own in last_q] for rows in chunk.rows]
     every = all(limit == most for row in limits for limit in row)
     used_BhL = None if every else back_L < on_device(limits, device).unsqueeze(-1)
     return _Sample(q_BHLD, positions_BL, used_BhL)

@@ -65,13 +65,17 @@ class Budgets:
             sampled_h[own] = torch.tensor([pattern.last_q for pattern in group.patterns])
         return cls(share_3h, tokens_3h, sampled_h, at)
 
+    @property
+    def most_sampled(self) -> int:
+        return int(self.sampled_h.max())
+
     def in_chunk(self, layout: IndexLayout) -> torch.Tensor:
         """int32 [4, h], as `AnyChunk` has them; the numbers are those of `Budget.resolve` and `tile_bounds`."""
         length, (phase,) = layout.chunk.longest, layout.phases
         most_3h = torch.where(self.share_3h > 0, torch.ceil(self.share_3h * length - 1e-9), self.tokens_3h)
         columns_h, slashes_h, tiles_h = most_3h.clamp_(max=length).long()
         tiles_h = ((tiles_h + layout.tile.key - 1) // layout.tile.key).clamp_(min=layout.mandatory_tiles(phase))
-        sampled_h = self.sampled_h.clamp(max=layout.queries)
+        sampled_h = self.sampled_h.clamp(max=layout.chunk.sampled(self.most_sampled)[0])
         return torch.stack((sampled_h, columns_h, slashes_h, tiles_h)).int()
 
 
@@ -128,7 +132,7 @@ class CapturedPrefill:
         self._state = torch.zeros(sum(self._sizes_of_state), dtype=torch.int32, device=device)
         self._numbers, budgets, self._table_P = self._state.split_with_sizes(self._sizes_of_state)
         self._budgets_4h = budgets.view(4, -1)
-        self._sizes: dict[tuple[int, int], _Size] = {}
+        self._sizes: dict[tuple[int, int, int], _Size] = {}
         self._prepared: OrderedDict[int, _Prepared] = OrderedDict()  # chunks of a step, by the identity of their names
         self._now: object = None
         self._graphs: dict[tuple[object, ...], _Graph] = {}
@@ -188,7 +192,9 @@ class CapturedPrefill:
 
     def _prepare(self, name: object, chunk: Chunk, table_P: torch.Tensor, page: int) -> _Prepared:
         (rows,), length = chunk.rows, chunk.longest
-        sizes = min(_rounded(rows), self._rows), min(_rounded(length) + _TILE - 1, self._most_keys)
+        (sampled,) = chunk.sampled(self._budgets.most_sampled)
+        keys = min(_rounded(length) + _TILE - 1, self._most_keys)
+        sizes = min(_rounded(rows), self._rows), keys, 1 << (sampled - 1).bit_length()
         size = self._sizes.get(sizes)
         if size is None:
             size = self._sizes[sizes] = _Size(self._any_chunk(*sizes))
@@ -208,10 +214,10 @@ class CapturedPrefill:
             self._prepared.popitem(last=False)
         return prepared
 
-    def _any_chunk(self, rows: int, keys: int) -> AnyChunk:
+    def _any_chunk(self, rows: int, keys: int, sampled: int) -> AnyChunk:
         past_1, length_1 = self._numbers[:1], self._numbers[_ALIGNED : _ALIGNED + 1]
         budgets = {group: self._budgets_4h[:, own] for group, own in self._budgets.at.items()}
-        return AnyChunk((keys - rows,), (keys,), (past_1, length_1), budgets)
+        return AnyChunk((keys - rows,), (keys,), (past_1, length_1), budgets, sampled)
 
     def _capture(
         self, patterns: tuple[Pattern, ...], chunk: AnyChunk, pages: Pages, scale: float, softmax: Softmax,

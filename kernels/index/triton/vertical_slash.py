@@ -147,7 +147,8 @@ def plan_build(
     columns = layout.resolve([pattern.vertical for pattern in group.patterns])
     slashes = layout.resolve([pattern.slash for pattern in group.patterns])
     tiles = layout.tile_bounds([pattern.max_tiles for pattern in group.patterns])
-    sampled = [[min(pattern.last_q, rows) for pattern in group.patterns] for rows in layout.chunk.rows]
+    by_head = [layout.chunk.sampled(pattern.last_q) for pattern in group.patterns]
+    sampled = [list(row) for row in zip(*by_head, strict=True)]
     widths = IndexWidths(layout.most_tiles(layout.slash_tiles(largest(slashes), largest(tiles))), largest(columns))
     parts = blocks(len(group.heads), 2 * layout.batch * layout.chunk.longest, most_scores)
     plans = (

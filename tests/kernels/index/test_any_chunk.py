@@ -104,3 +104,20 @@ def test_budgets_of_a_chunk_are_those_of_the_host(length, shares, tile, data) ->
     known = Budgets.of((group,))
     (part,) = vertical_slash.plan_build(group, layout, SMALL, 1 << 40)[1]
     assert [tuple(row) for row in known.in_chunk(layout)[:, known.at[group]].tolist()] == list(part.fields[3:7])
+
+
+@pytest.mark.parametrize(
+    ("past", "rows", "sampled"),
+    [
+        (0, 1000, 256),
+        (0, 100, 100),
+        (999, 1000, 256),
+        (1000, 1000, 64),
+        (9000, 4096, 128),
+        (9000, 9000, 256),
+        (70, 40, 40),
+    ],
+)
+def test_a_chunk_behind_a_longer_past_samples_fewer_queries(past: int, rows: int, sampled: int) -> None:
+    assert Chunk((past, 0), (past + rows, 20)).sampled(256) == (sampled, 20)
+    assert Chunk((past,), (past + rows,)).sampled(16) == (min(16, sampled),)
