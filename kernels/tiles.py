@@ -71,8 +71,8 @@ class Chunk:
         return tuple(n - p for p, n in zip(self.past, self.lengths, strict=True))
 
     def sampled(self, last_q: int) -> tuple[int, ...]:
-        """The last queries of each batch row that an index samples of `last_q`. Behind a longer past fewer do: scores of
-        256 queries take longer than dense attention of 512."""
+        """The last queries of each batch row that an index samples of `last_q`. Behind a longer past fewer do: scores
+        of 256 queries take longer than dense attention of 512."""
         return tuple(
             min(last_q, rows if past < rows else max(min(rows, LEAST_SAMPLED), rows // SAMPLED_PART))
             for past, rows in zip(self.past, self.rows, strict=True)

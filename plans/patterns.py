@@ -245,8 +245,8 @@ def last_q_for(length: int) -> int:
 
 
 class VerticalSlash(PatternFamily):
-    """The heaviest columns and diagonals, estimated from the last `last_q` queries (a chunk behind a longer past: at most
-    a 32nd of its own, or 64).
+    """The heaviest columns and diagonals, estimated from the last `last_q` queries (of a chunk behind a longer past, at
+    most a 32nd, or 64).
 
     `vertical` and `slash` are how many columns and diagonals are computed; `max_tiles` bounds the tokens of the tiles
     in any one row (mandatory tiles included), the least scoring diagonals being dropped first.
