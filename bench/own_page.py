@@ -29,16 +29,15 @@ def page(file: OwnFile, picture: str | None = None) -> str:
     ]
     for half in TITLES:
         if own := [figure for figure in parts if figure.half == half]:
-            blocks += [f"## In {TITLES[half]}", "\n".join(table(own)), *_remarks(own)]
+            blocks += [f"## In {TITLES[half]}", "\n".join(markdown(table(own))), *remarks(own)]
     return "\n\n".join(blocks) + "\n"
 
 
-def table(parts: Sequence[OwnFigure]) -> Iterator[str]:
-    """Figures as a table, a row each; turns of an agent's session share a row by their new tokens."""
+def table(parts: Sequence[OwnFigure]) -> list[Row]:
+    """A header and a row a figure; turns of an agent's session share a row by their new tokens."""
     rows = [_row(figure) for figure in parts if figure.name != "turn" and (figure.medians or figure.failed)]
     turns = sorted((figure for figure in parts if figure.name == "turn" and figure.medians), key=_alike)
-    rows += [_turns(list(alike)) for _, alike in groupby(turns, key=_alike)]
-    yield from markdown((_HEADER, *rows))
+    return [_HEADER, *rows, *(_turns(list(alike)) for _, alike in groupby(turns, key=_alike))]
 
 
 def markdown(rows: Sequence[Row]) -> Iterator[str]:
@@ -89,7 +88,7 @@ def _turns(alike: Sequence[OwnFigure]) -> Row:
     return name, str(first.at_once), "", *times, f"{median:.2f}x ({min(gains):.2f} to {max(gains):.2f})"
 
 
-def _remarks(parts: Iterable[OwnFigure]) -> Iterator[str]:
+def remarks(parts: Iterable[OwnFigure]) -> Iterator[str]:
     own = list(parts)
     machines = dict.fromkeys(f"{figure.device}; {figure.host}" for figure in own if figure.host)
     ways = dict.fromkeys(figure.way for figure in own if figure.way)

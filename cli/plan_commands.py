@@ -24,6 +24,7 @@ from sparsekv.plans.model import same_architecture
 from sparsekv.plans.schema import Plan, json_schema
 
 if TYPE_CHECKING:
+    from sparsekv.bench.own_file import OwnFile
     from sparsekv.bench.suite import SuiteTable
     from sparsekv.planner.profile.profile_data import Profile
 
@@ -78,7 +79,7 @@ def report(
         list[Path] | None,
         typer.Argument(
             metavar="FILE",
-            help="Its profile, curves of its model, and what `eval --suite` wrote.",
+            help="Its profile, curves of its model, and what `eval --suite` and `bench own` wrote.",
             show_default=False,
         ),
     ] = None,
@@ -100,11 +101,12 @@ def report(
     from sparsekv.bench.curve_file import CurvePoint, CurveRun
     from sparsekv.planner.records import RunFile
 
-    given = {kind_of(file, ("profile", "curve", "suite")): file for file in files or ()}
+    given = {kind_of(file, ("profile", "curve", "suite", "own")): file for file in files or ()}
     points = tuple(RunFile.read(CurveRun, given["curve"]).all(CurvePoint).values()) if "curve" in given else ()
     profiled = _profile_of(loaded, given["profile"]) if "profile" in given else None
     table = _suite_of(loaded, given["suite"]) if "suite" in given else None
-    write_bytes(out, page_of(loaded, sentences(loaded, str(plan)), profiled, points, table).encode())
+    own = _own_of(loaded, given["own"]) if "own" in given else None
+    write_bytes(out, page_of(loaded, sentences(loaded, str(plan)), profiled, points, table, own).encode())
     if as_json:
         emit_json({"path": str(out), "model": loaded.model.id, "status": loaded.status})
     else:
@@ -127,6 +129,17 @@ def _suite_of(plan: Plan, path: Path) -> SuiteTable:
     if executed_digest(plan) not in (cell.plan for cell in file.all(SuiteCell).values()):
         tell(f"{path}: its results are of other plans than this one")
     return SuiteTable.of(file)
+
+
+def _own_of(plan: Plan, path: Path) -> OwnFile:
+    """The figures of `bench own`, if they are of this plan."""
+    from sparsekv.bench.own_file import OwnRun
+    from sparsekv.planner.records import RunFile
+
+    file: OwnFile = RunFile.read(OwnRun, path)
+    if file.settings.plan != executed_digest(plan):
+        raise PlanMismatchError(f"expected figures of this plan in {path}, found those of another; run `bench own`")
+    return file
 
 
 def _profile_of(plan: Plan, path: Path) -> Profile:

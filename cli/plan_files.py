@@ -152,6 +152,7 @@ _WHAT = {
     "outcomes": "outcomes of a verification",
     "curve": "curves of a model",
     "suite": "what `eval --suite` wrote",
+    "own": "figures of `bench own`",
 }
 
 

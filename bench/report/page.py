@@ -22,6 +22,8 @@ import vl_convert
 from markupsafe import Markup
 
 from sparsekv.bench.curve_file import CurvePoint
+from sparsekv.bench.own_file import TITLES, OwnFile, figures, result
+from sparsekv.bench.own_page import remarks, table
 from sparsekv.bench.report import charts, facts
 from sparsekv.bench.report.sketch import Sketch
 from sparsekv.plans.brief import sentence
@@ -78,16 +80,22 @@ def report(
     profile: Profile | None = None,
     curve: Sequence[CurvePoint] = (),
     suite: SuiteTable | None = None,
+    own: OwnFile | None = None,
 ) -> str:
     """The page of a plan with its verdict, a line each, and with the damages and the similarity of its
-    profile, with measured curves and with the results of a suite where given."""
+    profile, with measured curves, the results of a suite and the figures of `bench own` where given."""
     drawings = _Drawings()
-    first = (_costs(plan, drawings), _quality(plan, drawings), _suite(suite, drawings) if suite else None)
+    first = (
+        _own(own) if own else None,
+        _costs(plan, drawings),
+        _quality(plan, drawings),
+        _suite(suite, drawings) if suite else None,
+    )
     last = _curves(curve, drawings)
     patterns = (_prefill(plan, profile, drawings), _decode(plan, profile, drawings))
     sections = [section for section in (*first, *patterns, last) if section]
-    own = {"charts": drawings.charts, "datasets": drawings.datasets, "sketches": drawings.sketches}
-    data = own | {"colours": charts.FAMILIES}
+    drawn = {"charts": drawings.charts, "datasets": drawings.datasets, "sketches": drawings.sketches}
+    data = drawn | {"colours": charts.FAMILIES}
     script = _script()
     template = jinja2.Environment(
         loader=jinja2.PackageLoader("sparsekv.bench.report", ""), autoescape=True, undefined=jinja2.StrictUndefined
@@ -221,17 +229,28 @@ def _quality(plan: Plan, drawings: _Drawings) -> Section:
     return Section("Quality", (Block(charts=(chart,)), told, *tables))
 
 
-def _suite(table: SuiteTable, drawings: _Drawings) -> Section:
-    """Dense and plans on RULER's tasks."""
-    run = table.file.settings
-    data = drawings.data("suite", facts.SuiteScore, facts.suite_scores(table))
-    chart = drawings.add("suite-mean", charts.suite_chart(data, ("dense", *table.methods), table.lengths))
-    told = (
-        f"{run.model}, {run.samples} samples of each of {len(table.tasks)} tasks a length, phase {run.phase}. "
-        f"Recall: RULER's string match in generated text.",
-        *(f"Haystack of {', '.join(tasks)}: {what}." for what, tasks in table.haystacks.items()),
+def _own(file: OwnFile) -> Section:
+    """Times by this plan beside dense, by half."""
+    halves = {half: [figure for figure in figures(file) if figure.half == half] for half in TITLES}
+    blocks = (
+        Block(f"In {TITLES[half]}", lines=tuple(remarks(own)), table=[[*row] for row in table(own)])
+        for half, own in halves.items()
+        if own
     )
-    tables = (Block(f"{method}, by task", table=facts.suite_table(table, method)) for method in table.methods)
+    return Section("Measured by this plan", (Block(lines=(f"{result(file)}.",)), *blocks))
+
+
+def _suite(scores: SuiteTable, drawings: _Drawings) -> Section:
+    """Dense and plans on RULER's tasks."""
+    run = scores.file.settings
+    data = drawings.data("suite", facts.SuiteScore, facts.suite_scores(scores))
+    chart = drawings.add("suite-mean", charts.suite_chart(data, ("dense", *scores.methods), scores.lengths))
+    told = (
+        f"{run.model}, {run.samples} samples of each of {len(scores.tasks)} tasks a length, phase {run.phase}. "
+        f"Recall: RULER's string match in generated text.",
+        *(f"Haystack of {', '.join(tasks)}: {what}." for what, tasks in scores.haystacks.items()),
+    )
+    tables = (Block(f"{method}, by task", table=facts.suite_table(scores, method)) for method in scores.methods)
     return Section("RULER", (Block(lines=told, charts=(chart,)), *tables))
 
 

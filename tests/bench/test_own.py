@@ -86,6 +86,20 @@ def test_page_picture_and_the_row_of_readme_have_the_verdict_the_shares_and_fail
     assert (row[0], row[3], row[4]) == (f"{empty.settings.model} at 2k: {plan.status}", "1.25x, -", "-, -")
 
 
+def test_a_report_shows_the_figures_of_its_own_plan_alone(empty, plan, sparsekv, tmp_path):
+    empty.add(OwnFigure(name="first token", share=0.25, dense=(100.0,), plan=(80.0,), **ONCE))
+    empty.write(tmp_path / "own.json")
+    done = sparsekv("report", tmp_path / "plan.yaml", tmp_path / "own.json", "-o", tmp_path / "page.html")
+    assert done.code == 0, done.err
+    text = (tmp_path / "page.html").read_text()
+    assert "faster: first token at 2k in vLLM, 1 at once 1.25x." in text
+    assert "1.25x (1.25 to 1.25)" in text
+    write_plan(plan.model_copy(update={"decode": None}), tmp_path / "other.yaml")
+    done = sparsekv("report", tmp_path / "other.yaml", tmp_path / "own.json", "-o", tmp_path / "page.html")
+    assert done.code == 3
+    assert "expected figures of this plan" in done.err
+
+
 def test_the_page_and_readme_come_of_the_files_alone(empty, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
     from build_own_page import BEGIN, END, PAGE, README, RESULTS, files, pages, readme
