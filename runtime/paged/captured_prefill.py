@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -56,13 +57,14 @@ class Budgets:
         for group in groups:
             at[group] = slice(end, end + len(group.heads))
             end += -(-len(group.heads) // _ALIGNED) * _ALIGNED
-        share_3h, tokens_3h = torch.zeros(2, 3, end, dtype=torch.float64)
-        sampled_h = torch.zeros(end, dtype=torch.int64)
+        share_3h, tokens_3h = torch.zeros(2, 3, end, dtype=torch.float64, device="cpu")
+        sampled_h = torch.zeros(end, dtype=torch.int64, device="cpu")
+        host_numbers = partial(torch.tensor, dtype=torch.float64, device="cpu")
         for group, own in at.items():
             given = [(pattern.vertical, pattern.slash, pattern.max_tiles) for pattern in group.patterns]
-            share_3h[:, own] = torch.tensor([[x.fraction or 0.0 for x in row] for row in given], dtype=torch.float64).T
-            tokens_3h[:, own] = torch.tensor([[x.tokens or 0 for x in row] for row in given], dtype=torch.float64).T
-            sampled_h[own] = torch.tensor([pattern.last_q for pattern in group.patterns])
+            share_3h[:, own] = host_numbers([[x.fraction or 0.0 for x in row] for row in given]).T
+            tokens_3h[:, own] = host_numbers([[x.tokens or 0 for x in row] for row in given]).T
+            sampled_h[own] = host_numbers([pattern.last_q for pattern in group.patterns]).long()
         return cls(share_3h, tokens_3h, sampled_h, at)
 
     @property
@@ -203,7 +205,7 @@ class CapturedPrefill:
         if size.chunks > 1:
             state = torch.empty_like(self._state)
             known = sum(self._sizes_of_state[:2])
-            numbers = torch.zeros(2, _ALIGNED, dtype=torch.int32)
+            numbers = torch.zeros(2, _ALIGNED, dtype=torch.int32, device="cpu")
             numbers[0, 0], numbers[1, 0] = chunk.past[0], length
             budgets_4h = self._budgets.in_chunk(replace(self._layout, chunk=chunk, queries=rows))
             state[:known].copy_(torch.cat((numbers.flatten(), budgets_4h.flatten())), non_blocking=True)
