@@ -92,7 +92,7 @@ class ServeBench:
         step_tokens: that an engine computes in a step at most (vLLM's `max_num_batched_tokens`).
         alone: one engine at a time.
         cache_bytes: of keys and values, of each engine; None takes what the device has left.
-        drafted: tokens that a look-up (ngram) drafts at a time; 0 without.
+        drafted: tokens that a look-up (ngram) drafts at a time; 0 without. Beside random weights all are accepted.
         prefix_caching: whether prompts find the pages of equal beginnings.
     """
 
@@ -136,6 +136,15 @@ class ServeBench:
 def by_look_up(drafted: int) -> dict[str, Any]:
     """Returns a drafter that looks for the last tokens in what a request has, as vLLM takes it."""
     return {"method": "ngram", "num_speculative_tokens": drafted, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
+def _all_accepted(drafted: int) -> dict[str, Any]:
+    """Random answers repeat nothing: drafts are made on the GPU, in every step, and accepted whatever they are."""
+    return {
+        "method": "ngram_gpu",
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [1.0] * drafted,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +327,8 @@ def noting(found: Noted) -> Iterator[None]:
 @contextmanager
 def served_engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator[Any]:
     settings = bench.engine | ({"load_format": "dummy"} if model.random else {})
+    if model.random and bench.drafted:
+        settings |= {"speculative_config": by_look_up(bench.drafted) | _all_accepted(bench.drafted)}
     own: dict[str, Any] = {"dense": True}
     with tempfile.TemporaryDirectory() as folder:
         if way == SPARSE:

@@ -113,6 +113,11 @@ class PlanHost:
         self._failures: set[type[Exception]] = set()
 
     @property
+    def queries(self) -> int:
+        """Rows of a request that decode by the plan in a step at most: those that are verified are each a step."""
+        return 1 if self.drafts else self.decoded
+
+    @property
     def phases(self) -> str:
         evicting = format_ids(self.program.evicting)
         phases = "prefill" if self.decode is None else "prefill and decode"

@@ -5,14 +5,18 @@ A layer of a segment is computed by two kernels, as one captured graph serves ev
 attend to everything (short ones, single rows of a prompt, those that the score scratch has no room for), to which the
 others have no tokens; ours for the rows that choose, which writes no others.
 
-Shapes: T tokens of the step, all requests one after another; B decode rows, H query heads, G KV heads, N pages in
-memory, S tokens of a page, P pages of a row, D head size.
+Beside a drafter a request has several decode rows in a step, its newest token and those that are verified, each with a
+length and a choice of its own: a verified token is the one that decode without a drafter gives.
+
+Shapes: T tokens of the step, all requests one after another; B requests that decode, R their rows, H query heads, G KV
+heads, N pages in memory, S tokens of a page, P pages of a request, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -27,40 +31,46 @@ from sparsekv.runtime.paged.metrics import Counters
 from sparsekv.runtime.stores.store import Resident
 
 _SCRATCH_SHARE = 256  # of the device's memory for scores: one part in so many
+_MOST_SHARES = 4  # where a request has several rows
 
 
 class DecodeHost:
-    """The decode phase of a plan in one worker, of at most so many rows a step. Captured graphs read from fixed
-    addresses; no state of a row lasts from one step to the next, as the engine may have moved the row. All ranks that
-    choose together make one at the same time."""
+    """The decode phase of a plan in one worker, of at most so many requests a step, with at most `queries` rows each.
+    Captured graphs read from fixed addresses; no state of a row lasts from one step to the next, as the engine may have
+    moved the row. All ranks that choose together make one at the same time."""
 
     def __init__(
-        self, program: Program, backend: str, rows: int, longest: int, device: torch.device, counters: Counters,
-        gather: Gather | None = None,
+        self, program: Program, backend: str, requests: int, longest: int, device: torch.device, counters: Counters,
+        gather: Gather | None = None, queries: int = 1,
     ) -> None:  # fmt: skip
-        self._backend, self._counters = backend, counters
-        scratch = torch.empty(_scratch(program, rows * longest, device, gather), dtype=torch.float32, device=device)
+        self._backend, self._counters, rows = backend, counters, requests * queries
+        room = _scratch(program, rows * longest, device, gather, min(queries, _MOST_SHARES))
+        scratch = torch.empty(room, dtype=torch.float32, device=device)
         self._state = DecodeState(program.segments, gather, scratch=scratch, carried=program.carried)
-        self._lengths_B = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._lengths_R = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._number_R = torch.arange(rows, dtype=torch.int32, device=device)
+        self._request_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self._tally = self._state.budgets(torch.device("cpu")).tally if program.segments else self._longer
         self._dense_up_to = min(layer.role.dense_up_to for layer in program.sparse)
 
     def chooses(self, lengths: Sequence[int], least: int | None = 0) -> bool:
-        """Returns whether a row may choose, as far as the host knows; `least` as in `begin`."""
+        """Returns whether a row may choose, as far as the host knows: by the tokens of each request; `least` as in
+        `begin`."""
         return least is not None and max(lengths, default=0) >= max(least, self._dense_up_to + 1)
 
     def _longer(self, lengths_B: torch.Tensor) -> tuple[int, int]:
         return int((lengths_B > self._dense_up_to).sum()), 0
 
-    def count(self, lengths: Sequence[int], least: int | None = 0) -> None:
-        """Counts the decode rows of a step by lengths; those below 2 are of steps that an engine makes up."""
-        real = [length for length in lengths if length > 1]
+    def count(self, requests: Sequence[range], least: int | None = 0) -> None:
+        """Counts the decode rows of a step, by the tokens that each row of a request attends to at most; rows below 2
+        are of steps that an engine makes up."""
+        real = [rows for rows in requests if rows and rows[0] > 1]
         chosen = left = 0
-        if least is not None and self.chooses(real, least):
-            long = [length for length in real if length >= least]
+        if least is not None and self.chooses([rows[-1] for rows in real], least):
+            long = [length for rows in real if rows[-1] >= least for length in rows]
             chosen, left = self._tally(torch.tensor(long, dtype=torch.int32, device="cpu"))
         self._counters.decode_sparse += chosen
-        self._counters.decode_dense += len(real) - chosen
+        self._counters.decode_dense += sum(map(len, real)) - chosen
         self._counters.decode_left += left
 
     def begin(
@@ -70,24 +80,37 @@ class DecodeHost:
         table_BP: torch.Tensor,
         part_of: Callable[[], Any] | None,
         least: int | None = 0,
+        ends_B: torch.Tensor | None = None,
+        rows: int = 0,
     ) -> DecodeRows:
         """The decode rows of a step that begins.
 
         Args:
-            lengths_B: int32, tokens of each request, the new one included; 0 for padding.
-            prompts: rows that are the end of a prompt: they attend to everything.
-            part_of: builds the engine's metadata of these rows where the step has others.
-            least: tokens of the shortest row that may choose; None where no row may.
+            lengths_B: int32, tokens of each request, the new ones included; 0 for padding.
+            prompts: requests whose rows are the end of a prompt: they attend to everything.
+            part_of: builds the engine's metadata of these requests where the step has others.
+            least: tokens of the shortest request that may choose; None where none may.
+            ends_B: int32, the end of each request's rows, of which there are `rows`; None where each has one.
         """
-        own_B = self._lengths_B[: len(lengths_B)]
+        alone = ends_B is None
+        may_B = self._lengths_R[: len(lengths_B)] if alone else torch.empty_like(lengths_B)
         if least is None:
-            own_B.zero_()
+            may_B.zero_()
         else:
-            torch.mul(lengths_B, lengths_B >= least, out=own_B)
-        for row in prompts:
-            own_B[row].zero_()
-        self._state.begin(own_B, own_B.device)
-        return DecodeRows(self._state, self._backend, lengths_B, table_BP, part_of)
+            torch.mul(lengths_B, lengths_B >= least, out=may_B)
+        for request in prompts:
+            may_B[request].zero_()
+        lengths_R = may_B if ends_B is None else self._of_rows(may_B, ends_B)[:rows]
+        self._state.begin(lengths_R, lengths_R.device)
+        request_R = None if alone else self._request_R[:rows]
+        return DecodeRows(self._state, self._backend, lengths_B, table_BP, part_of, request_R)
+
+    def _of_rows(self, lengths_B: torch.Tensor, ends_B: torch.Tensor) -> torch.Tensor:
+        """The length of each row, 0 where its request has none, and behind the last one: graphs may have more rows."""
+        request_R = torch.searchsorted(ends_B, self._number_R, right=True, out=self._request_R)
+        request_R.clamp_(max=len(ends_B) - 1)
+        left_R = ends_B[request_R] - self._number_R
+        return torch.mul(lengths_B[request_R] - left_R + 1, left_R > 0, out=self._lengths_R).clamp_(min=0)
 
     def warm_up(
         self, layers: Sequence[LayerProgram], pages: tuple[torch.Tensor, torch.Tensor], longest: int,
@@ -95,10 +118,10 @@ class DecodeHost:
     ) -> None:  # fmt: skip
         """Runs layers over rows without tokens, at every number of rows that kernels are compiled for."""
         page, size = pages[0].shape[2:]
-        most, out_dtype = len(self._lengths_B), pages[0].dtype if scales is None else scales.dtype
+        most, out_dtype = len(self._lengths_R), pages[0].dtype if scales is None else scales.dtype
         q_dtype = out_dtype if scales is None or scales.q_G is None else FLOAT8
         for rows in sorted({*(1 << power for power in range(most.bit_length())), most}):
-            table_BP = self._lengths_B.new_zeros((rows, -(-longest // page)))
+            table_BP = self._lengths_R.new_zeros((rows, -(-longest // page)))
             step = self.begin(table_BP[:, 0], (), table_BP, None)
             for layer in layers:
                 # A filter layer may have another kind of cache than layers of its segment.
@@ -110,18 +133,40 @@ class DecodeHost:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """The decode rows of a step: its first requests, a row each."""
+    """The decode rows of a step: those of its first requests, each of which one kernel computes as a whole."""
 
     state: DecodeState
     backend: str
     lengths_B: torch.Tensor
     table_BP: torch.Tensor
     part_of: Callable[[], Any] | None
+    request_R: torch.Tensor | None  # of each row; None where each request has one
     _rest: dict[Hashable, Any] = field(default_factory=dict)
+    _sparse: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def requests(self) -> range:
         return range(len(self.lengths_B))
+
+    @property
+    def rows(self) -> slice:
+        return slice(len(self.state.lengths_B))
+
+    @cached_property
+    def _table_RP(self) -> torch.Tensor:  # noqa: N802
+        return self.table_BP if self.request_R is None else self.table_BP[self.request_R]
+
+    def _lengths(self, layer: LayerProgram) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lengths of the requests of which a row chooses for this layer, and of their rows; 0 for the others. Rows that
+        attend to everything beside one that chooses, at the edge of a bucket, are computed with it."""
+        key = layer.role.rows_key
+        if key not in self._sparse:
+            sparse_R = sparse_B = layer.role.sparse_lengths(self.state, self.backend)
+            if self.request_R is not None:
+                most_B = torch.zeros_like(self.lengths_B).scatter_reduce_(0, self.request_R, sparse_R, "amax")
+                sparse_B, sparse_R = self.lengths_B * (most_B > 0), self.state.lengths_B * (most_B > 0)[self.request_R]
+            self._sparse[key] = sparse_B, sparse_R
+        return self._sparse[key]
 
     def rest(self, layer: LayerProgram, metadata: Any, without: Callable[[Any, torch.Tensor], Any]) -> Any:
         """The metadata of the rows that do not choose for this layer, for the engine's kernel; built once a step and
@@ -129,34 +174,32 @@ class DecodeRows:
         key = layer.role.rows_key
         if key not in self._rest:
             whole = metadata if self.part_of is None else self.part_of()
-            others_B = self.lengths_B - layer.role.sparse_lengths(self.state, self.backend)
-            self._rest[key] = without(whole, others_B)
+            self._rest[key] = without(whole, self.lengths_B - self._lengths(layer)[0])
         return self._rest[key]
 
     def attend(
-        self, layer: LayerProgram, q_BHD: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out_BHD: torch.Tensor,
+        self, layer: LayerProgram, q_RHD: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out_RHD: torch.Tensor,
         scale: float, softmax: Softmax = PLAIN, scales: Scales | None = None,
     ) -> None:  # fmt: skip
-        """Writes the output of the rows that choose for this layer, and of no others. Pages are [N, G, S, D] each, of
+        """Writes the output of the requests that choose for this layer, and of no others. Pages are [N, G, S, D] each, of
         any strides; scales are of pages, and maybe queries, in e4m3."""
         if scales is not None:
             pages = pages[0].view(FLOAT8), pages[1].view(FLOAT8)
-        lengths_B = layer.role.sparse_lengths(self.state, self.backend)
-        keys = KeyView(*pages, lengths_B, self.table_BP, softmax=softmax, scales=scales)
+        keys = KeyView(*pages, self._lengths(layer)[1], self._table_RP, softmax=softmax, scales=scales)
         decode(
-            layer, q_BHD[:, :, None], Resident(keys), self.state, scale=scale, backend=self.backend,
-            out_BHQD=out_BHD[:, :, None],
+            layer, q_RHD[:, :, None], Resident(keys), self.state, scale=scale, backend=self.backend,
+            out_BHQD=out_RHD[:, :, None],
         )  # fmt: skip
 
 
-def _scratch(program: Program, tokens: int, device: torch.device, gather: Gather | None) -> int:
+def _scratch(program: Program, tokens: int, device: torch.device, gather: Gather | None, shares: int = 1) -> int:
     """Returns room for the scores of as many tokens as all rows of a step can have, as far as there is memory for it:
     on the rank that has least, since rows that one has no room for attend to everything on all."""
     memory = segments.SCORE_BYTES
     if device.type == "cuda":
         memory = min(memory, torch.cuda.get_device_properties(device).total_memory // _SCRATCH_SHARE)
     wanted = tokens * max((segment.query_heads + segment.lists for segment in program.segments), default=0)
-    room = min(wanted, memory // 4)
+    room = min(wanted, shares * memory // 4)
     if gather is None:
         return room
     room_1 = torch.tensor([room], dtype=torch.int32, device=device)
@@ -252,7 +295,7 @@ def behind_decode(starts: Sequence[int], prefilling: Sequence[bool], decoded: in
 
 
 def decode_rows(starts: Sequence[int], prefill: Sequence[PrefillRows]) -> int:
-    """Requests that decode: the first of the step, a row each, with the padding behind them; see `behind_decode`."""
+    """Requests that decode: the first of the step, with the padding behind them; see `behind_decode`."""
     return min((rows.request for rows in prefill), default=len(starts) - 1)
 
 

@@ -21,7 +21,6 @@ import torch
 from sparsekv.kernels.backends import is_backend_failure
 from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax, full_view
 from sparsekv.plans.errors import SparseKVError, UnsupportedError
-from sparsekv.runtime.core.pays import Thresholds
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.paged.metrics import publish
@@ -176,12 +175,12 @@ class SparseImpl(_Impl):
         parts = step.rest(done if decode is None else done.union(decode.requests))
         if decode is not None:  # whose rows are the first of the step
             others = decode.rest(program, attn_metadata, vllm.platform.of_lengths)
-            parts = (Rest(slice(len(decode.requests)), others), *parts)
+            parts = (Rest(decode.rows, others), *parts)
         for rest in parts:
             q_THD, k_TGD, v_TGD, out_THD = (_rows_of(x, rest.tokens) for x in (query, key, value, output))
             dense(layer, q_THD, k_TGD, v_TGD, kv_cache, rest.metadata, out_THD)
         if decode is not None:
-            rows, pages = slice(len(decode.requests)), vllm.platform.pages_of(kv_cache)
+            rows, pages = decode.rows, vllm.platform.pages_of(kv_cache)
             decode.attend(program, query[rows], pages, output[rows], self.scale, self.softmax, self.scales)
 
     def _sparse(
@@ -326,7 +325,7 @@ class SparseBuilder(_Builder):
             prefill = tuple(rows for rows in prefill if not evicted.shortened[rows.request])
         decode = None
         if host.decode is not None and evicted is None and self.drafts == host.drafts:
-            decode = self._decode(host.decode, host.pays.decode, common, lengths, unfinished, decoding)
+            decode = self._decode(host, host.decode, common, (starts, lengths, unfinished), decoding)
         paying = tuple(rows for rows in prefill if host.is_sparse(rows.chunk))
         for rows in prefill:
             if rows not in paying:
@@ -338,22 +337,32 @@ class SparseBuilder(_Builder):
         return StepRows(tuple(starts), prefill, common.block_table_tensor, part_of, decode, prompts)
 
     def _decode(
-        self, decode: DecodeHost, pays: Thresholds, common: Any, lengths: list[int], unfinished: list[bool], rows: int
-    ) -> DecodeRows | None:
-        """The decode rows of a step, its first. Tensors that graphs read are there whatever the lengths are."""
-        prompts = [row for row in range(rows) if unfinished[row]]
-        seen = [length for length, is_prompt in zip(lengths[:rows], unfinished, strict=False) if not is_prompt]
-        least = pays.at(rows)
+        self, host: EngineHost, decode: DecodeHost, common: Any, step: tuple[list[int], list[int], list[bool]],
+        requests: int,
+    ) -> DecodeRows | None:  # fmt: skip
+        """The decode rows of a step (`requests_of`): of its first requests. Tensors that graphs read are there whatever
+        the lengths are."""
+        starts, lengths, unfinished = step
+        prompts = [request for request in range(requests) if unfinished[request]]
+        seen = [
+            range(length - (end - first) + 1, length + 1)
+            for first, end, length, is_prompt in zip(starts, starts[1:], lengths[:requests], unfinished, strict=False)
+            if not is_prompt
+        ]
+        least, alone, verifies = host.pays.decode.at(requests), requests == len(lengths), host.queries > 1
+        rows = starts[requests] if verifies else requests
         if self._counts:
             decode.count(seen, least)
-        alone = rows == len(lengths)
-        captured = alone and rows <= self._graph_rows and bool(pays.rows)
-        if not rows or not (decode.chooses(seen, least) or captured):
+        captured = alone and rows <= self._graph_rows and bool(host.pays.decode.rows)
+        if not rows or not (decode.chooses([of_rows.stop - 1 for of_rows in seen], least) or captured):
             return None
-        part_of = None if alone else partial(self._part_of, common, 0, rows)
-        step = decode.begin(common.seq_lens[:rows], prompts, common.block_table_tensor[:rows], part_of, least)
+        part_of = None if alone else partial(self._part_of, common, 0, requests)
+        ends_B = common.query_start_loc[1 : requests + 1] if verifies else None
+        chosen = decode.begin(
+            common.seq_lens[:requests], prompts, common.block_table_tensor[:requests], part_of, least, ends_B, rows
+        )
         # A graph of so many rows, where no length pays, holds the engine's kernel alone; one of more rows reads zeros.
-        return None if least is None else step
+        return None if least is None else chosen
 
     @staticmethod
     def _report(host: EngineHost, prefilling: bool) -> None:
@@ -416,8 +425,6 @@ def _started(config: Any) -> EngineHost | None:
     except (SparseKVError, *_UNLIKE) as error:
         vllm.say_dense(config, error)
         return None
-    if config.speculative_config is not None and not host.drafts:
-        vllm.logger.info("sparsekv: decode of the plan is off beside a drafter: vLLM's own kernel verifies its tokens")
     runner = 2 if config.use_v2_model_runner else 1
     vllm.logger.info("sparsekv: %s by %s, kernels: %s, model runner V%d", host.phases, path, host.backend, runner)
     return host

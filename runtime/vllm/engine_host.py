@@ -72,8 +72,6 @@ def start_host(
         plan = plan.model_copy(update={"decode": None, "kv_cache": None})
     if options.exact is True:
         plan = plan.model_copy(update={"prefill": None})
-    if facts.speculative is not None:
-        plan = plan.model_copy(update={"decode": None})  # what was drafted is verified by vLLM's own kernel
     described = _described(plan, model, facts)
     check_plan(plan, described, options.allow_mismatch, _ALLOW_MISMATCH, host_of(facts, plan, options))
     warn_of_release(facts, options)
@@ -106,7 +104,7 @@ def start_host(
     if program.sparse:
         room = (model.rows, model.longest, model.device)
         ranks = gather if model.rank.count > 1 else None
-        host.decode = DecodeHost(program, choice.name, *room, host.counters, ranks)
+        host.decode = DecodeHost(program, choice.name, *room, host.counters, ranks, host.queries)
     return host
 
 

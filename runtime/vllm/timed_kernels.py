@@ -3,8 +3,8 @@
 Timed is one layer over random keys in scattered pages: vLLM's kernel beside the kernels that run in its place, the copy
 of a past and the index of a chunk included.
 
-Shapes: T rows of a request's chunk, H query heads, G KV heads, D head size, P pages of a request, B rows of a decode
-step.
+Shapes: T rows of a request's chunk, H query heads, G KV heads, D head size, P pages of a request, B requests of a
+decode step, R their rows.
 """
 
 from __future__ import annotations
@@ -85,20 +85,22 @@ class EngineLayers(TimedLayers):
         return self.agreed(self.layer_gain(dense, sparse, q_THD.flatten(1), captured))
 
     def decode_gain(self, rows: int, length: int) -> float:
-        """All layers of a step, of which one of each kind is timed, filter layers first."""
+        """All layers of a step of so many requests, of which one of each kind is timed, filter layers first."""
         assert self.host.decode is not None
         kinds, scale = [layer for layer, _ in self.kinds], self.size**-0.5
         layer = kinds[0]
-        pages, q_BHD = self._pages(rows, length, layer.kv_heads), self._queries(rows, layer.heads)
-        out_BHD = torch.empty_like(q_BHD)
+        pages, verified = self._pages(rows, length, layer.kv_heads), rows * self.host.queries
+        q_RHD = self._queries(verified, layer.heads)
+        out_RHD = torch.empty_like(q_RHD)
         lengths_B = torch.full((rows,), length, dtype=torch.int32, device=self.device)
-        step = self.host.decode.begin(lengths_B, (), pages.table_BP, None)
-        dense = self.dense(q_BHD, pages, [length] * rows, out_BHD)
-        idle = self.dense(q_BHD, pages, [0] * rows, out_BHD)
+        ends_B = torch.arange(1, rows + 1, dtype=torch.int32, device=self.device) * self.host.queries
+        step = self.host.decode.begin(lengths_B, (), pages.table_BP, None, 0, ends_B, verified)
+        dense = self.dense(q_RHD, pages, [length] * rows, out_RHD)
+        idle = self.dense(q_RHD, pages, [0] * rows, out_RHD)
 
         def sparse(layer: LayerProgram) -> None:
             idle()
-            step.attend(layer, q_BHD, pages.pages, out_BHD, scale, self.softmax, self.scales)
+            step.attend(layer, q_RHD, pages.pages, out_RHD, scale, self.softmax, self.scales)
 
         times = self.timers.replayed([dense, *(partial(sparse, layer) for layer in kinds)], self.device)
         return self.agreed(self.step_gain(times))
@@ -134,7 +136,7 @@ def measured_rule(host: EngineHost, device: torch.device, size: int, scales: Sca
     layers = EngineLayers(host.program, place, Timers(), host, device, size, scales, softmax)
     key = rule_key(
         device, device_name(device), layers.dtype, host.backend, scales is not None, host.model,
-        page=vllm.platform.page, ranks=layers.ranks, vllm=vllm.release, **place.key,
+        page=vllm.platform.page, ranks=layers.ranks, vllm=vllm.release, queries=host.queries, **place.key,
     )  # fmt: skip
     file, measure = RuleFile(key, cache_folder()), partial(layers.rule, _SECONDS)
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -75,13 +75,13 @@ def recorded(engine: Any) -> Iterator[list[Rows]]:
         logits: torch.Tensor = compute_logits(hidden)
         if steps:  # else of prompt log-probabilities, which come after those of the last rows
             (starts, lengths, prompts, table), tokens = steps.pop(), inputs.pop()
-            step = [
-                Rows(tokens[first:end], length - (end - first), _used(pages_P, length), prompt, logits_V)
-                for first, end, length, prompt, pages_P, logits_V in zip(
-                    starts[:-1], starts[1:], lengths, prompts, table, logits.clone(), strict=True
-                )
-                if first < end
-            ]
+            by_row, step = iter(logits.clone()), []
+            for first, end, length, prompt, pages_P in zip(starts, starts[1:], lengths, prompts, table, strict=False):
+                rows = Rows(tokens[first:end], length - (end - first), _used(pages_P, length), prompt, None)
+                is_verified = 1 < end - first <= host.queries and not prompt
+                parts = [rows.part(at, at + 1) for at in range(end - first)] if is_verified else [rows] * (first < end)
+                step += [replace(part, logits_V=next(by_row)) for part in parts]
+            assert next(by_row, None) is None
             # A prefix hit may be on a page that another request of the same step writes: that one has a shorter past.
             found.extend(sorted(step, key=lambda rows: rows.past))
         return logits

@@ -123,10 +123,31 @@ def test_rows_beyond_the_scratch_are_left_to_the_dense_kernel_and_counted(backen
     host._state._tables.clear()
     host._tally, host._counters = host._state.budgets(torch.device("cpu")).tally, counters
     rows.step(host, as_lengths(lengths))
-    host.count(lengths)
+    host.count([range(length, length + 1) for length in lengths])
     # Of the first segment, whose scores are one list, the scratch holds 516 tokens.
     assert (rows.out_LBHD[2:, 2:] == UNTOUCHED).all()
     assert (counters.decode_sparse, counters.decode_dense, counters.decode_left) == (1, 3, 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_row_beside_a_drafter_is_a_step_of_its_own(backend: str) -> None:
+    """Requests of four rows, one of which lies across the edge of a bucket, of one row, of the end of a prompt, of few
+    tokens, and padding; a graph has rows behind the last one."""
+    counts, ends = (4, 4, 1, 4, 3, 0), (300, 92, 120, 240, 60, 0)
+    host = DecodeHost(PROGRAM, backend, ROWS, LONGEST, torch.device("cpu"), Counters(), queries=4)
+    host._lengths_R.fill_(-1)
+    rows, table_RP = Rows(18), torch.arange(1, 121, dtype=torch.int32).view(6, 20)
+    ends_B = torch.tensor(counts).cumsum(0).int()
+    step = host.begin(as_lengths(ends), (3,), table_RP, None, 0, ends_B, 18)
+    lengths = [end - left for count, end in zip(counts, ends, strict=True) for left in range(count - 1, -1, -1)]
+    assert host._lengths_R.tolist() == [*lengths[:9], *[0] * 4, *lengths[13:], *[0] * (4 * ROWS - 16)]
+    for layer, q_RHD, out_RHD in zip(PROGRAM.layers, rows.q_LBHD, rows.out_LBHD, strict=True):
+        step.attend(layer, q_RHD, rows.pages, out_RHD, SIZE**-0.5)
+        assert step.rest(layer, None, lambda _, others_B: others_B.tolist()) == [0, 0, 0, 240, 60, 0]
+    rows.table_BP = table_RP.repeat_interleave(torch.tensor(counts), 0)
+    rows.check((*lengths, 0, 0), choosing=tuple(range(9)))
+    host.count([range(end - count + 1, end + 1) for count, end in zip(counts, ends, strict=True) if end != 240])
+    assert (host._counters.decode_sparse, host._counters.decode_dense) == (7, 5)
 
 
 def test_a_row_is_computed_alike_wherever_it_stands_in_the_batch() -> None:

@@ -78,12 +78,12 @@ def test_an_engine_that_cannot_run_the_plan_is_refused(model: Any, plan: Plan, t
         start(model, plan, tmp_path, EngineFacts(release="0.32.0", device="cpu", context_parallel=2))
 
 
-def test_beside_a_drafter_decode_is_vllms_and_layers_behind_the_models_own_are_the_drafters(
+def test_beside_a_drafter_each_row_decodes_and_layers_behind_the_models_own_are_the_drafters(
     model: Any, plan: Plan, tmp_path: Path
 ) -> None:
     facts = EngineFacts(release="0.32.0", device="cpu", speculative="eagle", drafted=3)
     host = start(model, plan, tmp_path, facts)
-    assert (host.phases, host.decode, host.decoded) == ("prefill", None, 4)
+    assert (host.phases, host.decoded, host.queries) == ("prefill and decode", 4, 4)
     own = len(host.program.layers)
     assert [host.takes_layer() for _ in range(own + 2)] == [True] * own + [False] * 2
 
