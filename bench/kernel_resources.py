@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -37,7 +37,7 @@ from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.kernels.index.build import build_index, empty_index
 from sparsekv.kernels.index.layout import FamilyHeads, IndexCall
 from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
-from sparsekv.kernels.keys import COLUMNS, PLAIN, KeyView, full_view
+from sparsekv.kernels.keys import COLUMNS, PLAIN, KeyView, Requests, full_view
 from sparsekv.kernels.prefill import columns as column_pass
 from sparsekv.kernels.prefill import triton as triton_prefill
 from sparsekv.kernels.tiles import Chunk, PrefillCall, TileIndex
@@ -184,6 +184,12 @@ def decode_cases() -> Cases:
             out = torch.zeros_like(q) if view is pages else None  # as vLLM gives one
             call = partial(decode_triton.decode, q, view, chosen_tokens, scale=0.1, scoring=scores, out=out)
             yield f"head size {dim}, {name}", call
+        q4, first_X = q.expand(4, -1, -1, -1), torch.tensor([0, 4], dtype=torch.int32)
+        lengths_B, table_BP = pages.lengths_B.expand(4), table.expand(4, -1)
+        shared = replace(pages, lengths_B=lengths_B, table_BP=table_BP, requests=Requests(first_X, 4))
+        scores = replace(scoring, starts_B=lengths_B)
+        call = partial(decode_triton.decode, q4, shared, None, scale=0.1, scoring=scores, out=torch.zeros_like(q4))
+        yield f"head size {dim}, pages, scores, four rows a request", call
         yield f"head size {dim}, append", partial(place.append_newest, elsewhere, q[:, :2], q[:, :2])
 
     lengths_B = torch.tensor([600], dtype=torch.int32)

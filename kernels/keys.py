@@ -100,6 +100,15 @@ def scaled(x8_BGSD: torch.Tensor, scale_G: torch.Tensor, dtype: torch.dtype) -> 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Requests:
+    """Batch rows of a request lie one behind the other and have the same keys, of which each sees its own length: a
+    kernel may read them once for all."""
+
+    starts_X: torch.Tensor  # int32 on the device: the first row of each request, which may have none; the end of all
+    most: int  # rows of a request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class KeyView:
     """Keys and values of every batch row, contiguous by token or in pages. Nothing is copied and no stride is assumed
     but 1 in the last dimension (the torch operations of the CPU assume none).
@@ -120,6 +129,7 @@ class KeyView:
     softmax: Softmax = PLAIN  # what attention over them has besides their scores
     held: tuple[int, ...] | None = None  # tokens of each row that can be read, where that is not all of S
     scales: Scales | None = None  # of keys and values in e4m3
+    requests: Requests | None = None  # in pages
 
     @property
     def batch(self) -> int:

@@ -80,9 +80,12 @@ def _run(
     """Output, log-sum-exp and scores. Where it does not attend, the output is not written and no value is read."""
     B, H, _, D = q_BHQD.shape
     G, device = keys.kv_heads, q_BHQD.device
-    rows = max(16, triton.next_power_of_2(H // G))
+    requests = keys.requests if selection is None else None  # those that follow a choice have each their own
+    queries, batch = (new, B) if requests is None else (requests.most, len(requests.starts_X) - 1)
+    rows = max(16, triton.next_power_of_2(H // G * (1 if requests is None else queries)))
     scales, dtype = keys.scales, q_BHQD.dtype if keys.scales is None else keys.scales.dtype
-    launch = launch or launch_for(device, B * G, dtype, D, rows)
+    launch = launch or launch_for(device, batch * G, dtype, D, rows)
+    counts_B = keys.lengths_B if new_B is None else new_B
     part_BHPD = torch.empty((B, H, launch.splits, D if attends else 0), dtype=torch.float32, device=device)
     part_lse_BHP = torch.empty((B, H, launch.splits), dtype=torch.float32, device=device)
     out_BHQD = torch.empty_like(q_BHQD, dtype=dtype) if out is None else out
@@ -91,13 +94,13 @@ def _run(
     sinks_H = keys.lengths_B if keys.softmax.sinks_H is None else keys.softmax.sinks_H
     block_d, overlapping = triton.next_power_of_2(D), overlap(launch.overlap)
     with torch.cuda.device_of(q_BHQD):
-        decode_kernel[(launch.splits, G, B)](
+        decode_kernel[(launch.splits, G, batch)](
             q_BHQD, keys.k, keys.v, part_BHPD, part_lse_BHP, keys.lengths_B,
             *_table_of(keys), *_lists_of(selection, keys.lengths_B), *_logits_of(scoring, logits_HT, keys.lengths_B),
             *q_BHQD.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
-            scale * _LOG2_E, window or 0, G, keys.lengths_B if new_B is None else new_B, *_scales_of(keys),
-            GROUP=H // G, ROWS=rows, D=D, BLOCK_D=block_d, QUERIES=new,
-            COUNTED=new_B is not None,
+            scale * _LOG2_E, window or 0, G, counts_B if requests is None else requests.starts_X, *_scales_of(keys),
+            GROUP=H // G, ROWS=rows, D=D, BLOCK_D=block_d, QUERIES=queries,
+            COUNTED=new_B is not None, SHARED=requests is not None,
             BLOCK_N=launch.block_n, PAGE=keys.page, INDIRECT=keys.where is not None, SPARSE=selection is not None,
             SCORED=scoring is not None, ATTENDS=attends, STAGES=launch.stages, PRECISION="ieee",
             CAP=keys.softmax.cap * _LOG2_E, SCALED=scales is not None,
@@ -215,7 +218,10 @@ def _add_tokens(
     if CAP > 0.0:
         s_RN = soft_cap(s_RN, CAP)
     if SCORED:
-        tl.store(logits_ptr + (logits_at_R1 + token_N[None, :]), s_RN, mask=scored & real_R[:, None] & keep_N[None, :])
+        written_RN = scored & real_R[:, None] & keep_N[None, :]
+        if CAUSAL:
+            written_RN = written_RN & (token_N[None, :] <= at_R[:, None])
+        tl.store(logits_ptr + (logits_at_R1 + token_N[None, :]), s_RN, mask=written_RN)
     s_RN = tl.where(keep_N[None, :], s_RN, float("-inf"))
     if CAUSAL:
         behind_RN = at_R[:, None] - token_N[None, :]
@@ -240,13 +246,14 @@ def decode_kernel(
     q_stride_B, q_stride_H, k_stride_B, k_stride_G, k_stride_S, v_stride_B, v_stride_G, v_stride_S,
     scale_log2, window, kv_heads, new_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    QUERIES: tl.constexpr, COUNTED: tl.constexpr,
+    QUERIES: tl.constexpr, COUNTED: tl.constexpr, SHARED: tl.constexpr,
     PAGE: tl.constexpr, INDIRECT: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, ATTENDS: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, Q_SCALED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits, KV heads, batch). The tokens of a row are numbered: sinks, chosen, recent; or all of them. Of the
-    rows of a product each query head has QUERIES, one a new token.
+    rows of a product each query head has QUERIES, one a new token. If SHARED, `batch` is a request and each new token a
+    batch row, from `new_ptr` on, with a length and logits of its own.
 
     A split without tokens stores only its log-sum-exp.
     """
@@ -258,11 +265,20 @@ def decode_kernel(
     row_R = tl.arange(0, ROWS)
     lanes_D = tl.arange(0, BLOCK_D)
     lanes_N = tl.arange(0, BLOCK_N)
-    real_R = row_R < GROUP
+    if SHARED:
+        head_R = kv_head * GROUP + row_R // QUERIES
+        request = batch
+        batch = tl.load(new_ptr + request).to(tl.int64)  # its first row, from which its table is read
+        batch_R = batch + row_R % QUERIES
+        real_R = (row_R < GROUP * QUERIES) & (batch_R < tl.load(new_ptr + request + 1))
+        q_at_R = batch_R * q_stride_B + head_R.to(tl.int64) * q_stride_H
+    else:
+        head_R = kv_head * GROUP + row_R
+        batch_R = batch
+        real_R = row_R < GROUP
+        q_at_R = batch * q_stride_B + head_R.to(tl.int64) * q_stride_H
     real_RD = real_R[:, None] & (lanes_D < D)[None, :]
-    head_R = kv_head * GROUP + row_R
-    q_base = q_ptr + batch * q_stride_B
-    q_RD = tl.load(q_base + head_R.to(tl.int64)[:, None] * q_stride_H + lanes_D[None, :], mask=real_RD, other=0.0)
+    q_RD = tl.load(q_ptr + q_at_R[:, None] + lanes_D[None, :], mask=real_RD, other=0.0)
     if SCALED:
         scale_log2 *= tl.load(k_scale_ptr + kv_head)
     if Q_SCALED:
@@ -285,15 +301,20 @@ def decode_kernel(
             v_base += batch * v_stride_B
     table_row = table_ptr + batch * table_stride
 
-    length = tl.load(lengths_ptr + batch)
     new = QUERIES
     if COUNTED:
         new = tl.load(new_ptr + batch)
+    if SHARED:
+        length_R = tl.load(lengths_ptr + batch_R, mask=real_R, other=0)
+        length = tl.max(length_R, 0)
+        at_R = length_R - 1  # -1 sees nothing
+    else:
+        length = tl.load(lengths_ptr + batch)
+        at_R = tl.where(row_R % QUERIES < new, length - new + row_R % QUERIES, -1)
     first = tl.where(window > 0, tl.maximum(length - new + 1 - window, 0), 0)
     total = length - first
     if COUNTED:
         total = tl.where(new > 0, total, 0)
-    at_R = tl.where(row_R % QUERIES < new, length - new + row_R % QUERIES, -1)  # -1 sees nothing
     count = -1
     chosen_row = chosen_ptr
     if SPARSE:
@@ -302,9 +323,9 @@ def decode_kernel(
         chosen_row = chosen_ptr + batch * chosen_stride_B + kv_head.to(tl.int64) * chosen_stride_G
     began = -1
     if SCORED:
-        began = tl.load(starts_ptr + batch)
+        began = tl.load(starts_ptr + batch_R, mask=real_R, other=-1)[:, None] if SHARED else tl.load(starts_ptr + batch)
     scored = began >= 0
-    logits_at_R1 = (began + head_R * logits_stride_H)[:, None]  # 32 bits: the scratch is bounded
+    logits_at_R1 = began + (head_R * logits_stride_H)[:, None]  # 32 bits: the scratch is bounded
 
     m_R = tl.full([ROWS], float("-inf"), tl.float32)
     l_R = tl.zeros([ROWS], tl.float32)
@@ -341,7 +362,7 @@ def decode_kernel(
     seen_R = l_R > 0.0
     l_R = tl.where(seen_R, l_R, 1.0)
     lse_R = tl.where(seen_R, m_R + tl.log2(l_R), float("-inf"))
-    part_R = ((batch * kv_heads + kv_head) * GROUP + row_R) * splits + tl.program_id(0)
+    part_R = (batch_R * kv_heads * GROUP + head_R) * splits + tl.program_id(0)
     part_at_RD = part_ptr + part_R[:, None] * D + lanes_D[None, :]
     tl.store(part_lse_ptr + part_R, lse_R, mask=real_R)
     if ATTENDS:

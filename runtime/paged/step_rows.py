@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax
+from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Requests, Scales, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.core import segments
 from sparsekv.runtime.core.program import LayerProgram, Program, decode
@@ -43,7 +43,7 @@ class DecodeHost:
         self, program: Program, backend: str, requests: int, longest: int, device: torch.device, counters: Counters,
         gather: Gather | None = None, queries: int = 1,
     ) -> None:  # fmt: skip
-        self._backend, self._counters, rows = backend, counters, requests * queries
+        self._backend, self._counters, self._queries, rows = backend, counters, queries, requests * queries
         room = _scratch(program, rows * longest, device, gather, min(queries, _MOST_SHARES))
         scratch = torch.empty(room, dtype=torch.float32, device=device)
         self._state = DecodeState(program.segments, gather, scratch=scratch, carried=program.carried)
@@ -80,7 +80,7 @@ class DecodeHost:
         table_BP: torch.Tensor,
         part_of: Callable[[], Any] | None,
         least: int | None = 0,
-        ends_B: torch.Tensor | None = None,
+        starts_X: torch.Tensor | None = None,
         rows: int = 0,
     ) -> DecodeRows:
         """The decode rows of a step that begins.
@@ -90,9 +90,9 @@ class DecodeHost:
             prompts: requests whose rows are the end of a prompt: they attend to everything.
             part_of: builds the engine's metadata of these requests where the step has others.
             least: tokens of the shortest request that may choose; None where none may.
-            ends_B: int32, the end of each request's rows, of which there are `rows`; None where each has one.
+            starts_X: int32, the first of the `rows` of each request, then the end of all; None where each has one.
         """
-        alone = ends_B is None
+        alone = starts_X is None
         may_B = self._lengths_R[: len(lengths_B)] if alone else torch.empty_like(lengths_B)
         if least is None:
             may_B.zero_()
@@ -100,10 +100,10 @@ class DecodeHost:
             torch.mul(lengths_B, lengths_B >= least, out=may_B)
         for request in prompts:
             may_B[request].zero_()
-        lengths_R = may_B if ends_B is None else self._of_rows(may_B, ends_B)[:rows]
+        lengths_R = may_B if starts_X is None else self._of_rows(may_B, starts_X[1:])[:rows]
         self._state.begin(lengths_R, lengths_R.device)
-        request_R = None if alone else self._request_R[:rows]
-        return DecodeRows(self._state, self._backend, lengths_B, table_BP, part_of, request_R)
+        several = None if starts_X is None else Several(self._request_R[:rows], Requests(starts_X, self._queries))
+        return DecodeRows(self._state, self._backend, lengths_B, table_BP, part_of, several)
 
     def _of_rows(self, lengths_B: torch.Tensor, ends_B: torch.Tensor) -> torch.Tensor:
         """The length of each row, 0 where its request has none, and behind the last one: graphs may have more rows."""
@@ -122,13 +122,22 @@ class DecodeHost:
         q_dtype = out_dtype if scales is None or scales.q_G is None else FLOAT8
         for rows in sorted({*(1 << power for power in range(most.bit_length())), most}):
             table_BP = self._lengths_R.new_zeros((rows, -(-longest // page)))
-            step = self.begin(table_BP[:, 0], (), table_BP, None)
+            starts_X = torch.arange(rows + 1, dtype=torch.int32, device=table_BP.device) if self._queries > 1 else None
+            step = self.begin(table_BP[:, 0], (), table_BP, None, 0, starts_X, rows)
             for layer in layers:
                 # A filter layer may have another kind of cache than layers of its segment.
                 if layer.role.is_sparse and layer.role.can_step(self._state):
                     q_BHD = pages[0].new_zeros((rows, layer.heads, size), dtype=q_dtype)
                     out_BHD = torch.empty_like(q_BHD, dtype=out_dtype)
                     step.attend(layer, q_BHD, pages, out_BHD, 1.0, softmax, scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Rows of a step whose requests may have several."""
+
+    request_R: torch.Tensor
+    requests: Requests
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ class DecodeRows:
     lengths_B: torch.Tensor
     table_BP: torch.Tensor
     part_of: Callable[[], Any] | None
-    request_R: torch.Tensor | None  # of each row; None where each request has one
+    several: Several | None  # None where each request has one row
     _rest: dict[Hashable, Any] = field(default_factory=dict)
     _sparse: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -154,7 +163,7 @@ class DecodeRows:
 
     @cached_property
     def _table_RP(self) -> torch.Tensor:  # noqa: N802
-        return self.table_BP if self.request_R is None else self.table_BP[self.request_R]
+        return self.table_BP if self.several is None else self.table_BP[self.several.request_R]
 
     def _lengths(self, layer: LayerProgram) -> tuple[torch.Tensor, torch.Tensor]:
         """Lengths of the requests of which a row chooses for this layer, and of their rows; 0 for the others. Rows that
@@ -162,9 +171,10 @@ class DecodeRows:
         key = layer.role.rows_key
         if key not in self._sparse:
             sparse_R = sparse_B = layer.role.sparse_lengths(self.state, self.backend)
-            if self.request_R is not None:
-                most_B = torch.zeros_like(self.lengths_B).scatter_reduce_(0, self.request_R, sparse_R, "amax")
-                sparse_B, sparse_R = self.lengths_B * (most_B > 0), self.state.lengths_B * (most_B > 0)[self.request_R]
+            if self.several is not None:
+                request_R = self.several.request_R
+                most_B = torch.zeros_like(self.lengths_B).scatter_reduce_(0, request_R, sparse_R, "amax")
+                sparse_B, sparse_R = self.lengths_B * (most_B > 0), self.state.lengths_B * (most_B > 0)[request_R]
             self._sparse[key] = sparse_B, sparse_R
         return self._sparse[key]
 
@@ -181,11 +191,12 @@ class DecodeRows:
         self, layer: LayerProgram, q_RHD: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out_RHD: torch.Tensor,
         scale: float, softmax: Softmax = PLAIN, scales: Scales | None = None,
     ) -> None:  # fmt: skip
-        """Writes the output of the requests that choose for this layer, and of no others. Pages are [N, G, S, D] each, of
-        any strides; scales are of pages, and maybe queries, in e4m3."""
+        """Writes the output of the requests that choose for this layer, and of no others. Pages are [N, G, S, D] each,
+        of any strides; scales are of pages, and maybe queries, in e4m3."""
         if scales is not None:
             pages = pages[0].view(FLOAT8), pages[1].view(FLOAT8)
-        keys = KeyView(*pages, self._lengths(layer)[1], self._table_RP, softmax=softmax, scales=scales)
+        requests = None if self.several is None else self.several.requests
+        keys = KeyView(*pages, self._lengths(layer)[1], self._table_RP, None, softmax, None, scales, requests)
         decode(
             layer, q_RHD[:, :, None], Resident(keys), self.state, scale=scale, backend=self.backend,
             out_BHQD=out_RHD[:, :, None],

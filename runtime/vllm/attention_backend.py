@@ -357,9 +357,9 @@ class SparseBuilder(_Builder):
         if not rows or not (decode.chooses([of_rows.stop - 1 for of_rows in seen], least) or captured):
             return None
         part_of = None if alone else partial(self._part_of, common, 0, requests)
-        ends_B = common.query_start_loc[1 : requests + 1] if verifies else None
+        starts_X = common.query_start_loc[: requests + 1] if verifies else None
         chosen = decode.begin(
-            common.seq_lens[:requests], prompts, common.block_table_tensor[:requests], part_of, least, ends_B, rows
+            common.seq_lens[:requests], prompts, common.block_table_tensor[:requests], part_of, least, starts_X, rows
         )
         # A graph of so many rows, where no length pays, holds the engine's kernel alone; one of more rows reads zeros.
         return None if least is None else chosen

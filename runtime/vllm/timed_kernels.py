@@ -93,8 +93,8 @@ class EngineLayers(TimedLayers):
         q_RHD = self._queries(verified, layer.heads)
         out_RHD = torch.empty_like(q_RHD)
         lengths_B = torch.full((rows,), length, dtype=torch.int32, device=self.device)
-        ends_B = torch.arange(1, rows + 1, dtype=torch.int32, device=self.device) * self.host.queries
-        step = self.host.decode.begin(lengths_B, (), pages.table_BP, None, 0, ends_B, verified)
+        starts_X = torch.arange(rows + 1, dtype=torch.int32, device=self.device) * self.host.queries
+        step = self.host.decode.begin(lengths_B, (), pages.table_BP, None, 0, starts_X, verified)
         dense = self.dense(q_RHD, pages, [length] * rows, out_RHD)
         idle = self.dense(q_RHD, pages, [0] * rows, out_RHD)
 

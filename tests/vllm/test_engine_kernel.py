@@ -29,3 +29,23 @@ def test_the_dense_kernel_attends_to_the_pages_of_a_request(rows: int, length: i
     expected_HTD = torch.nn.functional.scaled_dot_product_attention(q_HTD, k_HSD, v_HSD, causal_TS)
     near = 1e-4 if DEVICE.type == "cpu" else 2e-2
     torch.testing.assert_close(out_THD.float(), expected_HTD.transpose(0, 1), rtol=near, atol=near)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_requests_without_keys_beside_others_are_zeros_and_leave_those_alone(rows: int) -> None:
+    """Requests that choose have no keys for vLLM's kernel, however many rows of drafts they have."""
+    lengths, like = [700, 0, 513, 0], {"device": DEVICE, "dtype": DTYPE}
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    q_THD = torch.randn(rows * len(lengths), 8, 128, generator=generator, **like)
+    cache = internals.empty_cache(200, 2, 128, DTYPE, DEVICE).normal_(generator=generator)
+    table_BP = torch.randperm(200, generator=generator, device=DEVICE).int().view(4, 50)
+    out_THD = torch.full_like(q_THD, 7.0)
+    internals.engine_dense_attention(q_THD, cache, table_BP, lengths, 0.1, out_THD)()
+    for request, length in enumerate(lengths):
+        part, alone_THD = slice(request * rows, (request + 1) * rows), torch.empty_like(q_THD[:rows])
+        if not length:
+            assert (out_THD[part] == 0).all()
+            continue
+        internals.engine_dense_attention(q_THD[part], cache, table_BP[request, None], [length], 0.1, alone_THD)()
+        torch.testing.assert_close(out_THD[part], alone_THD, rtol=2e-2, atol=2e-2)

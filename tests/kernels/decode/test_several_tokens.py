@@ -1,6 +1,7 @@
 """Decode attention of several new tokens a row: every backend against brute force, on poisoned memory."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from brute_force import capped
 from decode_cases import DecodeCase, DecodeProblem, draw
 from torch_state import poisoned_memory
 
-from sparsekv.kernels.backends import decode_attention
+from sparsekv.kernels.backends import decode_attention, decode_scores
+from sparsekv.kernels.decode.selection import Scoring
+from sparsekv.kernels.keys import Requests
 from sparsekv.plans.errors import ShapeError
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
@@ -95,6 +98,84 @@ def test_new_tokens_see_what_is_before_them_and_themselves(backend, case, querie
 @pytest.mark.parametrize(("case", "queries", "counts"), [*CASES, *GPU_CASES], ids=str)
 def test_new_tokens_see_what_is_before_them_and_themselves_on_a_gpu(case, queries, counts) -> None:
     check(case, queries, counts, "triton", "cuda")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Requests whose rows read their keys together: how many rows each has, and which rows are scored."""
+
+    case: DecodeCase
+    counts: tuple[int, ...]
+    unscored: tuple[int, ...] = ()
+    lists: int = 1
+
+
+RAGGED, PAGED = (300, 41, 7, 90), {"chosen": None, "page": 16, "interleaved": True}
+SHARED = [
+    Shared(DecodeCase("groups of four", RAGGED, heads=8, **PAGED), (4, 1, 0, 3), (2, 4)),
+    Shared(DecodeCase("groups of three, a list a KV head", RAGGED, heads=6, **PAGED), (5, 5, 1, 2), (), 2),
+    Shared(DecodeCase("no groups, one row not scored", RAGGED, heads=2, **PAGED), (2, 2, 2, 2), (0, 7), 2),
+    Shared(DecodeCase("groups of eight, bfloat16", RAGGED, heads=16, dtype=torch.bfloat16, **PAGED), (4, 4, 4, 4)),
+    Shared(
+        DecodeCase("head size 40, sinks, a cap", RAGGED, dim=40, learned_sinks=True, cap=1.5, **PAGED), (3, 1, 2, 0)
+    ),
+    Shared(DecodeCase("8 bits", RAGGED, float8="qkv", dtype=torch.bfloat16, **PAGED), (4, 1, 0, 3), (0,), 2),
+]
+LARGE = [
+    Shared(
+        DecodeCase("large", (40000, 300, 9001), heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, **PAGED),
+        (4, 4, 2), (9,),
+    ),
+    Shared(DecodeCase("of 8", (9000, 41), heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, **PAGED), (8, 1), (), 8),
+]  # fmt: skip
+
+
+def check_shared(shared: Shared, backend: str, device: str = "cpu") -> None:
+    """Against each row by itself; rows of a captured step behind the last one are left alone, and so is a request none
+    of whose rows has tokens."""
+    case, rows = shared.case, sum(shared.counts) + 2
+    drawn = draw(case, device)
+    owner_R = torch.arange(len(shared.counts)).repeat_interleave(torch.tensor(shared.counts))
+    ends = [length - left for length, n in zip(case.lengths, shared.counts, strict=True) for left in reversed(range(n))]
+    lengths = [*ends[: -shared.counts[-1] or None], *[0] * shared.counts[-1], 0, 0]
+    starts, end = [], 0
+    for row, length in enumerate(lengths):
+        starts.append(end if length and row not in shared.unscored else -1)
+        end += length if starts[-1] >= 0 else 0
+    lengths_R, starts_R, first_X = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in (lengths, starts, (0, *accumulate(shared.counts)))
+    )
+    table_RP = drawn.keys.table_BP[torch.cat((owner_R, owner_R.new_zeros(2))).to(device)]
+    keys = replace(drawn.keys, lengths_B=lengths_R, table_BP=table_RP)
+    source = torch.Generator().manual_seed(1)
+    q_RHQD = torch.randn((rows, case.heads, 1, case.dim), generator=source).to(drawn.q_BHQD.dtype).to(device)
+    scoring = Scoring(starts_R, end, shared.lists)
+    found = []
+    for view in (keys, replace(keys, requests=Requests(first_X, max(shared.counts)))):
+        out_RHQD = torch.full(q_RHQD.shape, 7.0, dtype=case.dtype, device=device)
+        with poisoned_memory():
+            found.append(
+                decode_attention(q_RHQD, view, scale=drawn.scale, scoring=scoring, out=out_RHQD, backend=backend)
+            )
+            scores_gT = decode_scores(q_RHQD, view, scoring, scale=drawn.scale, backend=backend)
+        torch.testing.assert_close(scores_gT, found[-1].scores_gT, atol=1e-6, rtol=1e-5)
+    alone, together = found
+    assert (together.out_BHSD[lengths_R == 0] == 7.0).all()
+    tolerance = 1e-2 if case.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(together.out_BHSD, alone.out_BHSD, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(together.scores_gT, alone.scores_gT, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("shared", SHARED, ids=lambda shared: str(shared.case))
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])
+def test_rows_of_a_request_that_read_its_keys_once_are_each_as_by_itself(backend, shared) -> None:
+    check_shared(shared, backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [*SHARED, *LARGE], ids=lambda shared: str(shared.case))
+def test_rows_of_a_request_that_read_its_keys_once_are_each_as_by_itself_on_a_gpu(shared) -> None:
+    check_shared(shared, "triton", "cuda")
 
 
 def test_more_new_tokens_than_a_call_takes_are_refused_and_so_are_several_beside_a_choice() -> None:

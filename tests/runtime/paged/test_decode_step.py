@@ -1,5 +1,6 @@
 """The decode rows of an engine's step, from pages, against each row alone."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -137,8 +138,8 @@ def test_each_row_beside_a_drafter_is_a_step_of_its_own(backend: str) -> None:
     host = DecodeHost(PROGRAM, backend, ROWS, LONGEST, torch.device("cpu"), Counters(), queries=4)
     host._lengths_R.fill_(-1)
     rows, table_RP = Rows(18), torch.arange(1, 121, dtype=torch.int32).view(6, 20)
-    ends_B = torch.tensor(counts).cumsum(0).int()
-    step = host.begin(as_lengths(ends), (3,), table_RP, None, 0, ends_B, 18)
+    starts_X = torch.tensor((0, *counts)).cumsum(0).int()
+    step = host.begin(as_lengths(ends), (3,), table_RP, None, 0, starts_X, 18)
     lengths = [end - left for count, end in zip(counts, ends, strict=True) for left in range(count - 1, -1, -1)]
     assert host._lengths_R.tolist() == [*lengths[:9], *[0] * 4, *lengths[13:], *[0] * (4 * ROWS - 16)]
     for layer, q_RHD, out_RHD in zip(PROGRAM.layers, rows.q_LBHD, rows.out_LBHD, strict=True):
@@ -198,6 +199,32 @@ def test_one_captured_step_serves_rows_that_grow_come_and_go() -> None:
         rows.out_LBHD.fill_(UNTOUCHED)
         graph.replay()
         rows.check(lengths, choosing)
+
+
+@pytest.mark.gpu
+def test_one_captured_step_serves_requests_of_any_rows() -> None:
+    """Requests that verify drafts, grow, have one row, or none; the graph has rows behind the last one."""
+    host = DecodeHost(PROGRAM, "triton", 4, LONGEST, torch.device("cuda"), Counters(), queries=4)
+    rows, table_BP = Rows(8, "cuda"), torch.arange(1, 61, dtype=torch.int32, device="cuda").view(3, 20)
+    lengths_B, starts_X = as_lengths((300, 200, 0), "cuda"), as_lengths((0, 4, 8, 8), "cuda")
+    host.warm_up(PROGRAM.layers, rows.pages, LONGEST)
+    graph = torch.cuda.CUDAGraph()
+    for launch in (nullcontext(), torch.cuda.graph(graph)):
+        torch.cuda.synchronize()
+        with launch:
+            step = host.begin(lengths_B, (), table_BP, None, 0, starts_X, 8)
+            for layer, q_RHD, out_RHD in zip(PROGRAM.layers, rows.q_LBHD, rows.out_LBHD, strict=True):
+                step.attend(layer, q_RHD, rows.pages, out_RHD, SIZE**-0.5)
+    for ends, counts in (((300, 200, 0), (4, 4, 0)), ((301, 92, 80), (1, 4, 3)), ((40, 120, 0), (2, 1, 0))):
+        lengths_B.copy_(as_lengths(ends))
+        starts_X.copy_(torch.tensor((0, *counts)).cumsum(0))
+        rows.out_LBHD.fill_(UNTOUCHED)
+        graph.replay()
+        lengths = [end - left for count, end in zip(counts, ends, strict=True) for left in range(count - 1, -1, -1)]
+        owners = torch.arange(3).repeat_interleave(torch.tensor(counts))
+        rows.table_BP = table_BP[owners.cuda()]
+        chosen = tuple(row for row, owner in enumerate(owners.tolist()) if ends[owner] > 90)
+        rows.check((*lengths, *[0] * (8 - len(lengths))), chosen)
 
 
 def test_all_ranks_have_as_much_scratch_as_the_one_that_has_least() -> None:
