@@ -13,6 +13,7 @@ from sparsekv.bench.structure import diffuse_pattern
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.planner.filter_layers import hot_set
+from sparsekv.plans.brief import decode_share
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern, TileShape, fraction, tokens
@@ -197,6 +198,18 @@ class HandDecode:
             plans[selector] = Plan(status="unverified", model=info, decode=decode)
         words = f"made by hand: filter layers {format_ids(filters)} choose {budget}; {SINK} sinks, {RECENT} recent"
         return plans, words
+
+
+def budget_of(info: ModelInfo, length: int, share: float) -> Budget:
+    """The budget by which a step of a plan made by hand reads a share of the cached tokens at a length."""
+
+    def read(part: float) -> float:
+        plans, _ = HandDecode(fraction(part)).plans(info, length)
+        return decode_share(plans["last"], length).computed or 1.0
+
+    low, high = 0.05, 0.25  # between which what is read grows evenly
+    part = low + (share - read(low)) / (read(high) - read(low)) * (high - low)
+    return fraction(round(min(max(part, 0.01), 1.0), 4))
 
 
 def _by_depth(full: Sequence[int]) -> tuple[int, ...]:

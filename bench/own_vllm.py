@@ -6,8 +6,8 @@ on; nothing is cached when a repeat begins. Each figure is a line of FIGURES as 
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -211,16 +211,20 @@ def measure(request: OwnRequest, add: Callable[[OwnFigure], None]) -> None:
                     add(figure.model_copy(update={"failed": in_short(error)}))
 
 
-def main(request: Path, figures: Path) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("request", type=Path, help="a file of an OwnRequest")
+    parser.add_argument("figures", type=Path, help="where the figures go")
+    args = parser.parse_args()
     preset_vllm()
-    with figures.open("a") as file:
+    with args.figures.open("a") as file:
 
         def add(figure: OwnFigure) -> None:
             file.write(figure.model_dump_json() + "\n")
             file.flush()
 
-        measure(OwnRequest.model_validate_json(request.read_bytes()), add)
+        measure(OwnRequest.model_validate_json(args.request.read_bytes()), add)
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
-from sparsekv.bench.own_file import OwnFile, OwnLength, OwnRun, plan_of
+from sparsekv.bench.own_file import OwnFile, OwnPlan, OwnRun, plan_of
 from sparsekv.planner.options import density_for
+from sparsekv.planner.records import RunFile
 from sparsekv.plans.types import and_listed, format_length
 
 RESULTS = Path(__file__).parent / "results"
@@ -18,32 +20,59 @@ _DEFAULT = "vertical_slash"  # the family that `plan` searches by default
 
 @dataclass(frozen=True, slots=True)
 class RealShare:
-    """The share of a prompt's tiles that is computed, by heads of these families; and whose share that is."""
+    """The share of a prompt's tiles that is computed, by heads of these families, that of the cached tokens that a step
+    reads, and whose shares these are. `decode` is None where no plan is sparse there."""
 
     prefill: float
     families: tuple[str, ...]
     words: str
+    decode: float | None = None
+    verdicts: str = ""
 
 
 def share_at(length: int, folder: Path = RESULTS) -> RealShare:
     """The geometric mean over the plans in `folder` that reach a length on both sides, each interpolated in log length;
     where none does, the usual share of the planner."""
-    files = [OwnFile.read(OwnRun, path) for path in sorted(folder.glob("*.json"))]
-    shares = {file.settings.model: _interpolated(plan_of(file).lengths, length) for file in files}
-    found = {model: share for model, share in shares.items() if share is not None}
-    if not found:
+    files = {file.settings.model: plan_of(file) for file in map(_read, sorted(folder.glob("*.json")))}
+    prefill = _interpolated(files, length, "prefill")
+    if not prefill:
         words = (
             f"as the planner begins at {format_length(length)}: no plan of a real model that was measured is so long"
         )
         return RealShare(density_for(length), (_DEFAULT,), words)
-    families = dict.fromkeys(name for file in files if file.settings.model in found for name in plan_of(file).families)
-    mean = math.exp(math.fsum(map(math.log, found.values())) / len(found))
-    of_plans = "of the plan" if len(found) == 1 else "of the plans, their mean,"
-    return RealShare(round(mean, 4), tuple(families), f"{of_plans} of {and_listed(found)} at {format_length(length)}")
+    decode = _interpolated(files, length, "decode")
+    families = dict.fromkeys(name for model in prefill for name in files[model].families)
+    of_plans = "of the plan" if len(prefill) == 1 else "of the plans, their mean,"
+    return RealShare(
+        _mean(prefill),
+        tuple(families),
+        f"{of_plans} of {and_listed(prefill)} at {format_length(length)}",
+        _mean(decode) if decode else None,
+        "; ".join(f"{model}: {files[model].verdict}" for model in decode),
+    )
 
 
-def _interpolated(lengths: Sequence[OwnLength], length: int) -> float | None:
-    points = [(one.length, one.prefill) for one in lengths if one.prefill < 1.0]
+def _read(path: Path) -> OwnFile:
+    file: OwnFile = RunFile.read(OwnRun, path)
+    return file
+
+
+def _mean(shares: Mapping[str, float]) -> float:
+    return round(math.exp(math.fsum(map(math.log, shares.values())) / len(shares)), 4)
+
+
+def _interpolated(files: Mapping[str, OwnPlan], length: int, phase: Literal["prefill", "decode"]) -> dict[str, float]:
+    """By model, of those whose plan is sparse at planned lengths on both sides."""
+    shares = {model: _between(_points(plan, phase), length) for model, plan in files.items()}
+    return {model: share for model, share in shares.items() if share is not None}
+
+
+def _points(plan: OwnPlan, phase: str) -> list[tuple[int, float]]:
+    shares = [(one.length, getattr(one, phase)) for one in plan.lengths]
+    return [(length, share) for length, share in shares if share < 1.0]
+
+
+def _between(points: Sequence[tuple[int, float]], length: int) -> float | None:
     for low, high in pairwise([*points, *points[-1:]]):
         if low[0] <= length <= high[0]:
             part = math.log(length / low[0]) / math.log(high[0] / low[0]) if high[0] > low[0] else 0.0

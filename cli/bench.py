@@ -287,8 +287,8 @@ def headline(flags: HeadlineFlags) -> None:
     """Shapes with random weights: kernels, prefill, decode, drafts; `bench own` has the figures of a model's own plan.
 
     Attention of a layer and whole prompts at the share that plans of real models came to at that length, which the rows
-    name; attention also at a density of 0.05. Tokens by a plan; and tokens that a plan drafts and dense attention
-    checks, where 97.5% of drafts are taken to count.
+    name; attention also at a density of 0.05. Tokens by a plan that reads such a share; and tokens that it drafts and
+    dense attention checks, where 97.5% of drafts are taken to count.
     """
     from sparsekv.bench.random_model import describe_named
     from sparsekv.bench.real_shares import share_at
@@ -303,11 +303,12 @@ def headline(flags: HeadlineFlags) -> None:
     shape |= {"patterns": ("+".join(families),)}
     model: dict[str, Any] = {"model": flags.model, "random_weights": True}
     densities = tuple(share.prefill for share in shares.values())
+    drafts = {"exact": True, "acceptance": _ACCEPTED}
     parts = (
         *(_kernels_at(length, share, timed | shape) for length, share in shares.items()),
         _named(measure_prefill(PrefillFlags(**timed, **model, density=densities), families), shares),
-        measure_decode(DecodeFlags(**timed, **model)),
-        measure_decode(DecodeFlags(**timed, **model, exact=True, acceptance=_ACCEPTED)),
+        *(_decode_at(length, share, timed | model) for length, share in shares.items()),
+        *(_decode_at(length, share, timed | model | drafts) for length, share in shares.items()),
     )
     print_rows(*parts, as_json=flags.as_json)
 
@@ -317,6 +318,18 @@ def _kernels_at(length: int, share: RealShare, how: dict[str, Any]) -> BenchRun:
     run = measure_kernels(KernelFlags(**how | {"lengths": (length,), "density": (share.prefill, _KERNEL)}))
     words = {share.prefill: f"the share {share.words}", _KERNEL: f"kernel, at {_KERNEL}"}
     return replace(run, rows=[row.plus(words[row.own["target_density"]]) for row in run.rows])
+
+
+def _decode_at(length: int, share: RealShare, how: dict[str, Any]) -> BenchRun:
+    """Tokens that read the share of real plans, where some are sparse at this length."""
+    from sparsekv.bench.hand_plans import budget_of
+    from sparsekv.bench.random_model import describe_named
+
+    if share.decode is not None:
+        how = how | {"budget": budget_of(describe_named(how["model"], True), length, share.decode)}
+    run = measure_decode(DecodeFlags(**how | {"lengths": (length,)}))
+    words = f"reads the share {share.words}; {share.verdicts}" if share.decode else "a budget by hand"
+    return replace(run, rows=[row.plus(words) for row in run.rows])
 
 
 def _named(run: BenchRun, shares: Mapping[int, RealShare]) -> BenchRun:

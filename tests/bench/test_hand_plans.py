@@ -8,10 +8,11 @@ from tiny_models import tiny_model
 from tiny_plans import info_of
 
 from sparsekv.bench import random_model as random_models
-from sparsekv.bench.hand_plans import HandDecode, dummy_plan, hand_plan
+from sparsekv.bench.hand_plans import HandDecode, budget_of, dummy_plan, hand_plan
 from sparsekv.bench.random_model import describe_named, random_model
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, computed_tiles
+from sparsekv.plans.brief import decode_share
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.core.program import Program
@@ -84,6 +85,13 @@ def test_a_plan_for_dummy_weights_has_its_density_where_all_scores_are_equal_cut
             computed += float(computed_tiles(index).sum())
             causal += 2 * chunk.causal_tiles(tile)
         assert computed / causal == pytest.approx(0.2, rel=0.05)
+
+
+@pytest.mark.parametrize("share", [0.26, 0.39, 0.61])
+def test_a_budget_has_a_step_read_the_share_that_is_asked_for(share):
+    info, length = describe_named("llama3-8b", random_weights=True), 32768
+    plans, _ = HandDecode(budget_of(info, length, share)).plans(info, length)
+    assert decode_share(plans["last"], length).computed == pytest.approx(share, abs=0.005)
 
 
 def test_filters_by_hand_choose_for_all_layers_up_to_the_next():

@@ -15,9 +15,11 @@ from sparsekv.bench.own_page import page, summary
 from sparsekv.bench.own_picture import write_picture
 from sparsekv.bench.own_vllm import OwnTurns
 from sparsekv.bench.real_shares import share_at
+from sparsekv.cli import bench_own
 from sparsekv.cli.bench_own import OwnFlags
 from sparsekv.cli.bench_own import own as command
 from sparsekv.planner.options import density_for
+from sparsekv.plans.errors import GateError
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.quality import Quality
 
@@ -122,14 +124,15 @@ def test_the_page_and_readme_come_of_the_files_alone(empty, monkeypatch):
 
 def test_a_shape_takes_the_share_of_plans_that_reach_its_length_and_names_them(plan, tmp_path):
     points = {"a": ((1024, 0.4), (4096, 0.1)), "b": ((1024, 1.0), (2048, 0.8), (4096, 0.4))}
-    for name, lengths in points.items():
+    for (name, lengths), decode in zip(points.items(), (1.0, 0.5), strict=True):
         settings = OwnRun.of(plan).model_copy(update={"model": name})
-        told = tuple(OwnLength(length=length, prefill=share, decode=1.0) for length, share in lengths)
+        told = tuple(OwnLength(length=length, prefill=share, decode=decode) for length, share in lengths)
         file = OwnFile(settings, tmp_path / f"{name}.json")
         file.add(OwnPlan(status="unverified", verdict="none", lengths=told, families=("vertical_slash",)))
     middle = share_at(2048, tmp_path)
     assert middle.prefill == pytest.approx((0.2 * 0.8) ** 0.5, abs=1e-4)
     assert (middle.words, middle.families) == ("of the plans, their mean, of a and b at 2k", ("vertical_slash",))
+    assert (middle.decode, middle.verdicts) == (0.5, "b: none")
     assert share_at(1024, tmp_path).prefill == pytest.approx(0.4)
     assert share_at(1024, tmp_path).words == "of the plan of a at 1k"
     beyond = share_at(131072, tmp_path)
@@ -204,6 +207,27 @@ def test_halves_join_in_the_file_and_nothing_is_measured_twice(
     asked(command, OwnFlags, **call, vllm_python=elsewhere, half="vllm")
     assert [count for count, *_ in json.loads((tmp_path / "worker.py.asked").read_text())] == [2]
     assert out.with_suffix(".md").read_text() == page(OwnFile.read(OwnRun, out), "own.svg")
+
+
+def test_a_model_without_a_plan_is_planned_and_a_plan_without_a_test_is_tested(folder, tmp_path, monkeypatch, capsys):
+    calls, path = [], tmp_path / "made.yaml"
+
+    def make(flags):
+        calls.append(("plan", flags.model, flags.out))
+        write_plan(load_plan(folder / "sparsekv.yaml"), path)
+
+    def test(flags):
+        calls.append(("verify", flags.target, flags.plan, flags.write))
+        raise GateError("test missed")
+
+    monkeypatch.setattr("sparsekv.cli.plan.plan", make)
+    monkeypatch.setattr("sparsekv.cli.verify.verify", test)
+    subject = bench_own._planned(OwnFlags(model=str(folder)), path)
+    assert bench_own._tested(subject, path) == load_plan(path)
+    assert calls == [("plan", str(folder), path), ("verify", str(folder), path, True)]
+    assert "test missed" in capsys.readouterr().err
+    assert bench_own._planned(OwnFlags(model=str(folder)), path).path == path
+    assert len(calls) == 2
 
 
 def test_figures_of_another_plan_are_not_joined(asked, folder, plan, tmp_path, monkeypatch):
