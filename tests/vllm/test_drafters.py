@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm_engine import BUDGET, DECODE_BOUND, generate, make_engine, preemptions, tokens_of
+from vllm_engine import BUDGET, DECODE_BOUND, Oracle, generate, make_engine, preemptions, tokens_of
+from vllm_replay import assert_replayed, recorded
 
 from sparsekv.bench.random_model import write_eagle
 from sparsekv.bench.serve import by_look_up
@@ -149,6 +150,29 @@ def test_requests_together_that_are_preempted_answer_as_dense(
         if name == "plan":
             assert serving_stats(llm).sparse_tokens > 3000
     assert found["plan"] == found["dense"]
+
+
+def test_each_verified_row_is_a_decode_step_of_the_plan_with_preemption_and_prefix_hits(
+    retriever: str, plan: Plan, reference: LoadedModel, tmp_path: Path, prompts: Prompts, kept_engines: list[Any]
+) -> None:
+    """Logits of all rows, of drafts that are rejected too. Prefill is dense: a few rows of a prompt are with drafts."""
+    decode = plan.model_copy(update={"prefill": None})
+    write_plan(decode, tmp_path / "plan.yaml")
+    few = {"num_gpu_blocks_override": 21, "max_model_len": 2048, "max_num_batched_tokens": 8 * BUDGET}
+    llm = engine(
+        retriever, {"plan": str(tmp_path / "plan.yaml")}, speculative_config=NGRAM, enable_prefix_caching=True, **few
+    )
+    kept_engines.append(llm)
+    first, new = prompts[200] * 8, 10
+    # Each grows into a further page.
+    asked = [first[:1530], first[:1280] + prompts[700][:121], (prompts[200][1:] * 4)[:765]]
+    with recorded(llm) as recording:
+        generate(llm, asked[:1], new)
+        generate(llm, asked, new)
+    assert preemptions(llm) > 0
+    assert accepted(llm) > 0
+    assert serving_stats(llm).decode_sparse > 2 * new
+    assert_replayed(Oracle(reference.model, decode), recording)
 
 
 def whole(plan: Plan) -> Plan:
